@@ -1,0 +1,137 @@
+//! What an index says, in memory: the same for every version of the format, and for foreign checkpoints (a *virtual index*).
+
+use crate::dtype::Dtype;
+use crate::region::Region;
+use crate::tree::Tree;
+
+/// Leaves, logical tensors, and where their chunks are.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Index {
+    /// Containers and leaves; leaf numbers count `leaves`.
+    pub tree: Tree,
+    /// One record per leaf, in leaf order.
+    pub leaves: Vec<LeafRecord>,
+    /// The files that extents name by their ordinal.
+    pub files: Vec<FileRecord>,
+}
+
+/// What a leaf is.
+#[derive(Clone, Debug, PartialEq)]
+pub enum LeafRecord {
+    /// A logical tensor.
+    Tensor(TensorRecord),
+    /// An encoded [`crate::value::Value`].
+    Object(Extent),
+    /// A tie: the same value as another leaf, stored once.
+    Alias {
+        /// The leaf that holds the bytes; it is no alias itself.
+        of: u32,
+    },
+}
+
+/// A logical tensor: dtype, true global shape, and the chunks that tile it exactly once.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorRecord {
+    /// Element type.
+    pub dtype: Dtype,
+    /// Global shape: no padding, no tensor-parallel cut, no stage number.
+    pub shape: Vec<u64>,
+    /// How it is a view of another leaf's tensor, where it is one.
+    pub view: Option<ViewRecord>,
+    /// For values that differ on every rank: whose it is.
+    pub rank_key: Option<Box<str>>,
+    /// The chunks; their regions tile `shape` exactly once.
+    pub chunks: Vec<ChunkRecord>,
+}
+
+/// A declared view of another tensor (a part of a fused parameter, a transposed tie). Nothing writes one yet; readers know the field.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ViewRecord {
+    /// The leaf that is looked at.
+    pub of: u32,
+    /// Where, in its tensor.
+    pub region: Region,
+    /// Order of its dimensions.
+    pub permutation: Vec<u32>,
+}
+
+/// What a chunk covers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ChunkRegion {
+    /// A box, stored row-major.
+    Box(Region),
+    /// A run of the row-major flattened tensor.
+    Run {
+        /// First element.
+        start: u64,
+        /// Number of elements.
+        len: u64,
+    },
+}
+
+/// How a chunk's bytes are encoded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Codec {
+    /// As they are.
+    #[default]
+    Raw,
+}
+
+/// A region of a logical tensor that is stored contiguously.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChunkRecord {
+    /// What it covers.
+    pub region: ChunkRegion,
+    /// Where its bytes are.
+    pub extent: Extent,
+    /// How they are encoded.
+    pub codec: Codec,
+}
+
+/// Where bytes are, and how their integrity is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Extent {
+    /// Where from.
+    pub source: Source,
+    /// First byte in the source.
+    pub offset: u64,
+    /// Number of bytes.
+    pub length: u64,
+    /// How it is known that they are what was written.
+    pub integrity: Integrity,
+}
+
+/// Where an extent's bytes come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Source {
+    /// A data file of ours: ordinal in [`Index::files`].
+    Own(u32),
+    /// A byte range of a foreign file: ordinal in [`Index::files`].
+    Range(u32),
+    /// Supplied by a reader outside the engine, by its number.
+    Pulled(u32),
+}
+
+/// How the integrity of an extent is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Integrity {
+    /// CRC-32C of the blocks of the data file that it lies in.
+    BlockCrc,
+    /// CRC-32 of a zip member.
+    Zip(u32),
+    /// Not known.
+    None,
+}
+
+/// A file that extents lie in.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct FileRecord {
+    /// Path relative to the index's directory (`00000.data`, `g000/00017.data`).
+    pub name: Box<str>,
+    /// Length in bytes.
+    pub length: u64,
+    /// Random id in header and trailer (zero for foreign files).
+    pub file_id: u128,
+    /// CRC-32C of its trailer: the link between manifest, index and file.
+    pub trailer_crc: u32,
+}

@@ -1,0 +1,67 @@
+//! Leaf paths: the address of a value in the state, a *list* of typed components, never a joined string.
+//!
+//! A path renders for people and globs as `params/layers[0]/w`: keys and fields are separated by `/`, indices and integer keys
+//! stand in brackets (the container says which of the two it is). `\`, `/`, `[` and `]` inside a key are escaped with
+//! `\`, and an empty key renders as `\e`, so that the rendering is reversible. The empty path (a state that is itself a leaf)
+//! renders as the empty string.
+
+use std::fmt;
+
+/// One step from a container to its child.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Component {
+    /// A string key of a mapping, verbatim (a dotted torch name is one key).
+    Key(Box<str>),
+    /// An integer key of a mapping.
+    Int(i64),
+    /// A place in a list, tuple or deque.
+    Index(u32),
+    /// A field of a namedtuple or dataclass, or an attribute.
+    Field(Box<str>),
+}
+
+impl Component {
+    /// Appends the rendering to `out`, which holds what stands before it.
+    pub fn render(&self, out: &mut String) {
+        match self {
+            Self::Key(name) | Self::Field(name) => {
+                if !out.is_empty() {
+                    out.push('/');
+                }
+                escape(name, out);
+            }
+            Self::Int(key) => {
+                out.push_str(&format!("[{key}]"));
+            }
+            Self::Index(index) => {
+                out.push_str(&format!("[{index}]"));
+            }
+        }
+    }
+}
+
+fn escape(name: &str, out: &mut String) {
+    if name.is_empty() {
+        out.push_str("\\e");
+    }
+    for c in name.chars() {
+        if matches!(c, '\\' | '/' | '[' | ']') {
+            out.push('\\');
+        }
+        out.push(c);
+    }
+}
+
+/// The address of a leaf. See the module documentation for how it renders.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LeafPath(pub Vec<Component>);
+
+impl fmt::Display for LeafPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut out = String::new();
+        for component in &self.0 {
+            component.render(&mut out);
+        }
+        f.write_str(&out)
+    }
+}

@@ -1,0 +1,28 @@
+//! Bytes, memory and files of **one** checkpoint. This crate knows nothing of steps, retention or commits.
+//!
+//! ```text
+//! save:    leaves ─provider─▶ chunks ─capture─▶ slots ─checksum─▶ blocks ─Disk─▶ data file + footer
+//! restore: index ─plan─▶ coalesced block reads ─Disk─▶ verify ─scatter─▶ the caller's buffers
+//! ```
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`dtype`] [`region`] [`leaf_path`] [`tree`] [`value`] | the vocabulary; no I/O |
+//! | [`format`] | the bytes on disk: blocks, footers, indexes, manifests; no I/O |
+//! | [`io`] | the [`io::Disk`] trait and its engines |
+//! | [`read_plan`] | what a restore reads and where it puts it |
+//! | [`sys`] | the only unsafe code |
+
+pub mod dtype;
+mod error;
+pub mod format;
+pub mod io;
+pub mod leaf_path;
+pub mod limits;
+pub mod read_plan;
+pub mod region;
+pub mod sys;
+pub mod tree;
+pub mod value;
+
+pub use error::{Error, Result};

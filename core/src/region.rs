@@ -1,0 +1,102 @@
+//! Regions: n-dimensional boxes in a logical tensor. Pure geometry in units of elements.
+
+/// A box: `offset[d] .. offset[d] + extent[d]` along every dimension `d`. A 0-d region has one element.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Region {
+    /// First element along each dimension.
+    pub offset: Vec<u64>,
+    /// Number of elements along each dimension; same length as `offset`.
+    pub extent: Vec<u64>,
+}
+
+impl Region {
+    /// The region that covers all of `shape`.
+    pub fn whole(shape: &[u64]) -> Self {
+        Self { offset: vec![0; shape.len()], extent: shape.to_vec() }
+    }
+
+    /// Number of dimensions.
+    pub fn ndim(&self) -> usize {
+        self.extent.len()
+    }
+
+    /// Number of elements, or `None` where that does not fit 64 bits.
+    pub fn volume(&self) -> Option<u64> {
+        volume(&self.extent)
+    }
+
+    /// Whether it holds no element.
+    pub fn is_empty(&self) -> bool {
+        self.extent.contains(&0)
+    }
+
+    /// Whether it lies inside a tensor of that shape. Overflow-safe: the numbers may come from a file.
+    pub fn fits(&self, shape: &[u64]) -> bool {
+        self.offset.len() == shape.len()
+            && self.extent.len() == shape.len()
+            && self
+                .offset
+                .iter()
+                .zip(&self.extent)
+                .zip(shape)
+                .all(|((&offset, &extent), &size)| offset.checked_add(extent).is_some_and(|end| end <= size))
+    }
+
+    /// The elements in both, or `None` where there are none (or the dimensions differ).
+    pub fn intersect(&self, other: &Self) -> Option<Self> {
+        if self.ndim() != other.ndim() {
+            return None;
+        }
+        let mut offset = Vec::with_capacity(self.ndim());
+        let mut extent = Vec::with_capacity(self.ndim());
+        for d in 0..self.ndim() {
+            let start = self.offset[d].max(other.offset[d]);
+            let end = (self.offset[d].saturating_add(self.extent[d]))
+                .min(other.offset[d].saturating_add(other.extent[d]));
+            if start >= end {
+                return None;
+            }
+            offset.push(start);
+            extent.push(end - start);
+        }
+        Some(Self { offset, extent })
+    }
+}
+
+/// Product of the extents; 1 for none; `None` on overflow (a zero extent gives 0 whatever the others are).
+pub fn volume(extent: &[u64]) -> Option<u64> {
+    if extent.contains(&0) {
+        return Some(0);
+    }
+    extent.iter().try_fold(1_u64, |product, &n| product.checked_mul(n))
+}
+
+/// Strides of a row-major (C order) array of that shape, in elements.
+pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
+    let mut strides = vec![1; shape.len()];
+    for d in (1..shape.len()).rev() {
+        strides[d - 1] = strides[d] * shape[d].max(1);
+    }
+    strides
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scalar_has_one_element_and_fits_itself() {
+        let scalar = Region::whole(&[]);
+        assert_eq!(scalar.volume(), Some(1));
+        assert!(scalar.fits(&[]));
+        assert_eq!(scalar.intersect(&scalar), Some(scalar.clone()));
+    }
+
+    #[test]
+    fn numbers_from_a_hostile_file_do_not_overflow() {
+        let region = Region { offset: vec![u64::MAX], extent: vec![2] };
+        assert!(!region.fits(&[10]));
+        assert_eq!(volume(&[u64::MAX, 2]), None);
+        assert_eq!(volume(&[u64::MAX, 2, 0]), Some(0));
+    }
+}

@@ -1,0 +1,169 @@
+//! Mapped memory: page-aligned, in huge pages where possible, excluded from forked children.
+//!
+//! A [`Mapping`] is cut into [`Buffer`]s, each the only way to reach its window. Buffers keep their mapping alive, so
+//! memory cannot be unmapped while a transfer or a registration uses it.
+
+use std::io;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::{Error, Result};
+
+/// Anonymous memory, zeroed, aligned to 2 MiB, `MADV_HUGEPAGE` and `MADV_DONTFORK`.
+#[derive(Debug)]
+pub struct Mapping {
+    address: NonNull<u8>,
+    len: usize,
+    mapped: (NonNull<u8>, usize),
+}
+
+/// Size and alignment of a huge page, in bytes.
+pub const HUGE_PAGE: usize = 2 << 20;
+
+// SAFETY: a Mapping is plain memory without thread affinity; shared access to its bytes only ever goes through Buffers,
+// which are disjoint windows handed out once.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; `&Mapping` gives no access to the bytes.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps at least `len` bytes (rounded up to whole huge pages) and touches every page, so that later use never faults.
+    pub fn new(len: usize) -> Result<Arc<Self>> {
+        let len = len.max(1).next_multiple_of(HUGE_PAGE);
+        let mapped_len = len + HUGE_PAGE;
+        // SAFETY: an anonymous private mapping at an address of the kernel's choice touches no existing memory.
+        let raw = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                mapped_len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if raw == libc::MAP_FAILED {
+            return Err(Error::io("mmap", "<memory>", io::Error::last_os_error()));
+        }
+        let Some(base) = NonNull::new(raw.cast::<u8>()) else {
+            return Err(Error::Misuse("mmap returned the null page".into()));
+        };
+        let skip = base.as_ptr().align_offset(HUGE_PAGE);
+        // SAFETY: `skip` is less than HUGE_PAGE, by which the mapping is longer than `len`.
+        let address = unsafe { base.add(skip) };
+        for advice in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK] {
+            // SAFETY: the range lies in the mapping just made. Advice that the kernel refuses costs speed only.
+            let _ = unsafe { libc::madvise(address.as_ptr().cast(), len, advice) };
+        }
+        let mapping = Self { address, len, mapped: (base, mapped_len) };
+        for page in (0..len).step_by(4096) {
+            // SAFETY: `page < len`, inside the mapping, which nobody else knows yet.
+            unsafe { mapping.address.add(page).write_volatile(0) };
+        }
+        Ok(Arc::new(mapping))
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never; here because `len` is.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Cuts the mapping into buffers of `size` bytes (a multiple of 4096); a remainder stays unused. Takes the only handle, so
+    /// that no window is handed out twice.
+    pub fn into_buffers(self: Arc<Self>, size: usize) -> Result<Vec<Buffer>> {
+        if size == 0 || size % 4096 != 0 {
+            return Err(Error::Misuse(format!("a buffer of {size} bytes is not made of whole pages")));
+        }
+        if Arc::strong_count(&self) != 1 {
+            return Err(Error::Misuse("this mapping has already been cut".into()));
+        }
+        let windows = self.len / size;
+        Ok((0..windows).map(|i| Buffer { mapping: Arc::clone(&self), offset: i * size, len: size }).collect())
+    }
+
+    /// Address of the first byte, for registration with the kernel.
+    pub fn address(&self) -> NonNull<u8> {
+        self.address
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: exactly what was mapped; no Buffer is left, since each holds an Arc of this.
+        let _ = unsafe { libc::munmap(self.mapped.0.as_ptr().cast(), self.mapped.1) };
+    }
+}
+
+/// An exclusively owned, page-aligned window of a [`Mapping`].
+#[derive(Debug)]
+pub struct Buffer {
+    mapping: Arc<Mapping>,
+    offset: usize,
+    len: usize,
+}
+
+impl Buffer {
+    /// A buffer of its own mapping; `len` is rounded up to a multiple of 4096.
+    pub fn alone(len: usize) -> Result<Self> {
+        let len = len.max(1).next_multiple_of(4096);
+        let mapping = Mapping::new(len)?;
+        Ok(Self { mapping, offset: 0, len })
+    }
+
+    /// The memory that it is a window of.
+    pub fn mapping(&self) -> &Arc<Mapping> {
+        &self.mapping
+    }
+
+    /// Where in the mapping it starts, in bytes.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Address of the first byte, for the engines.
+    pub fn as_ptr(&self) -> *mut u8 {
+        // SAFETY: the offset lies inside the mapping by construction.
+        unsafe { self.mapping.address.as_ptr().add(self.offset) }
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the window is mapped, initialised (zeroed by the kernel) and reachable through this value only.
+        unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`, and `&mut self` is the only access.
+        unsafe { std::slice::from_raw_parts_mut(self.as_ptr(), self.len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_page_aligned_disjoint_and_zeroed() {
+        let mut buffers = Mapping::new(1 << 20).unwrap().into_buffers(64 << 10).unwrap();
+        assert_eq!(buffers.len(), HUGE_PAGE / (64 << 10));
+        for (i, buffer) in buffers.iter_mut().enumerate() {
+            assert_eq!(buffer.as_ptr().align_offset(4096), 0);
+            assert!(buffer.iter().all(|&b| b == 0));
+            buffer.fill(i as u8);
+        }
+        for (i, buffer) in buffers.iter().enumerate() {
+            assert!(buffer.iter().all(|&b| b == i as u8));
+        }
+    }
+}

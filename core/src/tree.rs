@@ -1,0 +1,142 @@
+//! The structure of a state: containers and leaves in order, so that what is restored without a target has the types
+//! and the order that were saved. Nodes stand in pre-order; a node knows its parent, so a leaf's path costs nothing until someone asks.
+
+use crate::leaf_path::{Component, LeafPath};
+
+/// What kind of container a node is. The type names say what was saved; they never choose what is imported.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum ContainerKind {
+    /// `dict`; insertion order is kept.
+    Dict,
+    /// `collections.OrderedDict`
+    OrderedDict,
+    /// `collections.defaultdict`; its factory comes from the target, without one it is restored as a `dict`.
+    DefaultDict,
+    /// `list`
+    List,
+    /// `tuple`
+    Tuple,
+    /// `collections.deque`, with its `maxlen`.
+    Deque {
+        /// The bound, or `None`.
+        maxlen: Option<u64>,
+    },
+    /// A namedtuple, its fields by name.
+    NamedTuple {
+        /// `module.QualName`
+        type_name: Box<str>,
+    },
+    /// A dataclass, its fields by name.
+    Dataclass {
+        /// `module.QualName`
+        type_name: Box<str>,
+    },
+    /// An object that was expanded through its own protocol (`state_dict`, `get_state`, an adapter); it has one child, at `Field("state")`-free
+    /// paths: the children are those of the state it gave.
+    Stateful {
+        /// `module.QualName`
+        type_name: Box<str>,
+        /// How its state was taken: `state_dict`, `get_state`, `numpy.random.Generator`, …
+        protocol: Box<str>,
+        /// The container that its state was, or `Dict`.
+        inner: Box<ContainerKind>,
+    },
+    /// A registered node type (`sw.register`, a JAX pytree node), its children by key.
+    Custom {
+        /// The name under which it was registered.
+        type_name: Box<str>,
+    },
+}
+
+/// What a node is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum NodeKind {
+    /// A container; its children are the nodes that name it as their parent.
+    Container(ContainerKind),
+    /// A leaf; leaves are numbered in pre-order.
+    Leaf(u32),
+}
+
+/// One node of a [`Tree`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Node {
+    /// Number of the parent node; the root names itself.
+    pub parent: u32,
+    /// How the parent reaches it; `None` for the root.
+    pub component: Option<Component>,
+    /// What it is.
+    pub kind: NodeKind,
+}
+
+/// A state's structure; node 0 is the root. An empty tree has no nodes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Tree {
+    nodes: Vec<Node>,
+    leaf_nodes: Vec<u32>,
+}
+
+impl Tree {
+    /// A tree with no nodes.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Appends a container below `parent` (`None`: the root) and returns its number.
+    pub fn push_container(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        kind: ContainerKind,
+    ) -> u32 {
+        self.push(parent, component, NodeKind::Container(kind))
+    }
+
+    /// Appends a leaf below `parent` (`None`: the state is itself a leaf) and returns its *leaf* number.
+    pub fn push_leaf(&mut self, parent: Option<u32>, component: Option<Component>) -> u32 {
+        let leaf = self.leaf_nodes.len() as u32;
+        let node = self.push(parent, component, NodeKind::Leaf(leaf));
+        self.leaf_nodes.push(node);
+        leaf
+    }
+
+    fn push(&mut self, parent: Option<u32>, component: Option<Component>, kind: NodeKind) -> u32 {
+        let number = self.nodes.len() as u32;
+        self.nodes.push(Node { parent: parent.unwrap_or(number), component, kind });
+        number
+    }
+
+    /// All nodes, in pre-order.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// Number of leaves.
+    pub fn leaf_count(&self) -> usize {
+        self.leaf_nodes.len()
+    }
+
+    /// The node number of a leaf.
+    pub fn leaf_node(&self, leaf: u32) -> Option<u32> {
+        self.leaf_nodes.get(leaf as usize).copied()
+    }
+
+    /// The path of a node (empty for the root, and for a number that is none of this tree).
+    pub fn path(&self, node: u32) -> LeafPath {
+        let mut components = Vec::new();
+        let mut at = node;
+        while let Some(Node { parent, component, .. }) = self.nodes.get(at as usize) {
+            components.extend(component.clone());
+            if *parent >= at {
+                break;
+            }
+            at = *parent;
+        }
+        components.reverse();
+        LeafPath(components)
+    }
+
+    /// The path of a leaf.
+    pub fn leaf_path(&self, leaf: u32) -> LeafPath {
+        self.leaf_node(leaf).map(|node| self.path(node)).unwrap_or_default()
+    }
+}

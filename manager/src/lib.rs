@@ -1,0 +1,2 @@
+//! Steps over time: save, commit, retention, recovery.
+#![forbid(unsafe_code)]
