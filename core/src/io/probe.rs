@@ -215,3 +215,30 @@ fn try_direct(file: &OwnedFd) -> Result<(usize, &'static str), String> {
         )),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::conformance;
+
+    /// On the file system of the sources' build, which is a real disk where the system's temporary directory may be a memory disk.
+    fn tempdir() -> tempfile::TempDir {
+        tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap()
+    }
+
+    #[test]
+    fn threads_keep_every_promise_on_a_real_disk() {
+        let dir = tempdir();
+        let disk = open_disk(dir.path(), Engine::Threads).unwrap();
+        assert_eq!(disk.choice().engine, "threads", "{:?}", disk.choice());
+        conformance::run(disk.as_ref(), &dir.path().join("root"));
+    }
+
+    #[test]
+    fn the_page_cache_engine_keeps_every_promise() {
+        let dir = tempdir();
+        let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
+        assert_eq!(disk.choice().engine, "buffered");
+        conformance::run(disk.as_ref(), &dir.path().join("root"));
+    }
+}
