@@ -7,6 +7,7 @@ mod fork;
 mod lock;
 mod memory;
 mod thread;
+mod uring;
 
 pub use descriptor::Descriptor;
 pub use file::cached_bytes;
@@ -14,3 +15,4 @@ pub use fork::{Birth, generation};
 pub use lock::HeldLock;
 pub use memory::{Buffer, Mapping};
 pub use thread::spawn;
+pub use uring::{Flight, Ring, leaked_bytes};
