@@ -4,7 +4,7 @@
 //!
 //! * data: a kept write puts its bytes (all, the first half, the second half with zeros before it, or zeros) at its place;
 //! * entries: a kept rename gives its inode exactly its new name: an inode has one name in its directory, whichever renames were lost; a
-//!   kept removal makes the name mean nothing.
+//!   kept removal makes the name mean nothing. A rename into another directory is two changes.
 //!
 //! An fsync makes durable what had *completed* before it. A failed fsync dooms what was pending: a later fsync that succeeds does not bring it back.
 
@@ -30,8 +30,8 @@ pub type Entries = BTreeMap<Arc<str>, Ino>;
 #[derive(Clone, Debug)]
 pub struct Model {
     pub(crate) inodes: BTreeMap<Ino, State>,
-    /// The directory in which an inode was made: renames stay within it.
-    parents: BTreeMap<Ino, Ino>,
+    /// The directories in which an inode ever had a name.
+    parents: BTreeMap<Ino, BTreeSet<Ino>>,
     next_serial: u64,
     /// Entry changes up to this serial are durable where metadata is ordered.
     pub(crate) floor: u64,
@@ -185,7 +185,9 @@ impl Model {
         for (ino, inode) in base.iter() {
             let state = match inode {
                 Inode::Dir(entries) => {
-                    model.parents.extend(entries.values().map(|&child| (child, ino)));
+                    for &child in entries.values() {
+                        model.parents.entry(child).or_default().insert(ino);
+                    }
                     State::Dir { durable: entries.clone(), pending: Vec::new() }
                 }
                 Inode::File(bytes) => State::File { durable: Arc::clone(bytes), pending: Vec::new() },
@@ -227,13 +229,25 @@ impl Model {
             Op::Unlink { dir, name, .. } | Op::Rmdir { dir, name, .. } => {
                 self.edit(*dir, EditKind::Unlink { name: Arc::clone(name) });
             }
-            Op::Rename { dir, from, to, how, ino, other } => {
+            Op::Rename { dir, from, to_dir, to, how, ino, other } => {
                 let (from, to, ino) = (Arc::clone(from), Arc::clone(to), *ino);
-                let edit = match (how, other) {
-                    (Rename::Exchange, Some(other)) => EditKind::Exchange { from, to, ino, other: *other },
-                    _ => EditKind::Rename { from, to, ino },
-                };
-                self.edit(*dir, edit);
+                let exchanged = other.filter(|_| *how == Rename::Exchange);
+                if dir == to_dir {
+                    let edit = match exchanged {
+                        Some(other) => EditKind::Exchange { from, to, ino, other },
+                        None => EditKind::Rename { from, to, ino },
+                    };
+                    self.edit(*dir, edit);
+                } else {
+                    // Two directories, two changes: without a journal a crash may leave both names, or none.
+                    let back = match exchanged {
+                        Some(other) => EditKind::Link { name: from, ino: other },
+                        None => EditKind::Unlink { name: from },
+                    };
+                    self.parents.entry(ino).or_default().insert(*to_dir);
+                    self.edit(*to_dir, EditKind::Link { name: to, ino });
+                    self.edit(*dir, back);
+                }
             }
             Op::Write { ino, offset, data } => {
                 let what = ChangeKind::Write { offset: *offset, data: Arc::clone(data) };
@@ -292,7 +306,7 @@ impl Model {
 
     fn add(&mut self, dir: Ino, ino: Ino, state: State) {
         self.inodes.insert(ino, state);
-        self.parents.insert(ino, dir);
+        self.parents.entry(ino).or_default().insert(dir);
     }
 
     fn serial(&mut self) -> u64 {
@@ -317,10 +331,11 @@ impl Model {
     }
 
     fn touch(&mut self, ino: Ino) {
-        let mut at = Some(ino);
-        while let Some(ino) = at {
-            self.touched.insert(ino);
-            at = self.parents.get(&ino).copied();
+        let mut todo = vec![ino];
+        while let Some(ino) = todo.pop() {
+            if self.touched.insert(ino) {
+                todo.extend(self.parents.get(&ino).into_iter().flatten());
+            }
         }
     }
 
