@@ -12,6 +12,8 @@ mod posix;
 mod probe;
 mod threaded;
 mod transfer;
+#[cfg(any(test, feature = "test-support"))]
+pub mod simulated;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
