@@ -7,6 +7,9 @@
 //! Durability is the caller's to order: a write is durable after a later [`File::sync`] that was called after the write had completed, an
 //! entry of a directory after a [`Dir::sync`]. Nothing here syncs on its own, but for [`Disk::create_dir_all`] and [`Dir::write_file`], which say so.
 
+#[cfg(any(test, feature = "test-support"))]
+pub mod simulated;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
