@@ -5,6 +5,8 @@ mod descriptor;
 mod file;
 mod fork;
 mod lock;
+mod copy;
+mod host_source;
 mod memory;
 mod thread;
 
@@ -12,5 +14,6 @@ pub use descriptor::Descriptor;
 pub use file::cached_bytes;
 pub use fork::{Birth, generation};
 pub use lock::HeldLock;
+pub use host_source::HostSource;
 pub use memory::{Buffer, Mapping};
 pub use thread::spawn;
