@@ -19,6 +19,7 @@ pub mod format;
 pub mod io;
 pub mod leaf_path;
 pub mod limits;
+pub mod load;
 pub mod read_plan;
 pub mod region;
 pub mod sys;
