@@ -1,7 +1,8 @@
 //! The memory that restores read into: page-aligned buffers, kept for the next restore as long as the process has a user of them.
 //!
 //! One [`ReadBuffers`] per process, counted by its users (every [`super::FileSet`] is one, and a manager may hold one for as long as it lives) and freed by the last.
-//! Mapping and touching fresh memory costs as much as reading it from a fast disk; that is why it is kept.
+//! Mapping and touching fresh memory costs as much as reading it from a fast disk; that is why it is kept. A forked child has none of its parent's
+//! (`MADV_DONTFORK`) and starts afresh.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -12,9 +13,35 @@ use crate::sys::Buffer;
 const KEEP_BYTES: usize = 64 << 20;
 
 /// See the module documentation.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct ReadBuffers {
-    idle: Mutex<Vec<Buffer>>,
+    idle: Mutex<Idle>,
+}
+
+#[derive(Debug)]
+struct Idle {
+    /// The process that mapped them.
+    process: u32,
+    /// The one that was used last is the last.
+    buffers: Vec<Buffer>,
+}
+
+impl Idle {
+    fn here(&mut self) -> &mut Vec<Buffer> {
+        let process = std::process::id();
+        if self.process != process {
+            self.process = process;
+            // Their memory is not mapped in this process.
+            std::mem::forget(std::mem::take(&mut self.buffers));
+        }
+        &mut self.buffers
+    }
+}
+
+impl Default for ReadBuffers {
+    fn default() -> Self {
+        Self { idle: Mutex::new(Idle { process: std::process::id(), buffers: Vec::new() }) }
+    }
 }
 
 static SHARED: Mutex<Weak<ReadBuffers>> = Mutex::new(Weak::new());
@@ -32,23 +59,25 @@ impl ReadBuffers {
 
     /// Bytes that are kept at the moment.
     pub fn idle_bytes(&self) -> usize {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|buffer| buffer.len()).sum()
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).here().iter().map(|buffer| buffer.len()).sum()
     }
 
     /// A buffer of `len` bytes (rounded up to whole pages), an idle one if there is one: the one that was used last.
     pub(super) fn take(&self, len: usize) -> Result<Buffer> {
         let len = len.max(1).next_multiple_of(4096);
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let idle = guard.here();
         if let Some(at) = idle.iter().rposition(|buffer| buffer.len() == len) {
             return Ok(idle.remove(at));
         }
-        drop(idle);
+        drop(guard);
         Buffer::alone(len)
     }
 
     /// Takes a buffer back.
     pub(super) fn give(&self, buffer: Buffer) {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let idle = guard.here();
         idle.push(buffer);
         let mut bytes: usize = idle.iter().map(|buffer| buffer.len()).sum();
         // The longest idle go first.
@@ -61,7 +90,8 @@ impl ReadBuffers {
             surplus += 1;
         }
         let dropped: Vec<Buffer> = idle.drain(..surplus).collect();
-        drop(idle);
+        // Unmapped without the lock.
+        drop(guard);
         drop(dropped);
     }
 }
@@ -84,11 +114,15 @@ mod tests {
     }
 
     #[test]
-    fn the_last_user_frees_them() {
-        // Other tests of this process use the shared buffers too: only the counting is looked at.
+    fn all_users_share_one_set_and_the_last_frees_it() {
         let mine = ReadBuffers::shared();
         assert!(Arc::ptr_eq(&mine, &ReadBuffers::shared()));
-        let weak = Arc::downgrade(&Arc::new(ReadBuffers::default()));
-        assert!(weak.upgrade().is_none());
+        let buffer = mine.take(4096).unwrap();
+        let mapping = Arc::downgrade(buffer.mapping());
+        let private = ReadBuffers::default();
+        private.give(buffer);
+        assert!(mapping.upgrade().is_some());
+        drop(private);
+        assert!(mapping.upgrade().is_none());
     }
 }
