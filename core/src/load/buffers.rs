@@ -6,9 +6,13 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use crate::Result;
-use crate::sys::Buffer;
+use crate::{Error, Result};
+use crate::sys::{Birth, Buffer, Mapping};
 
+/// Smaller buffers are not worth telling apart.
+const SMALLEST: usize = 64 << 10;
+/// Buffers up to half of this are cut out of one mapping, which has this size whatever is asked for.
+const MAPPING: usize = 2 << 20;
 /// Most bytes that are kept while nobody reads.
 const KEEP_BYTES: usize = 64 << 20;
 
@@ -21,16 +25,15 @@ pub struct ReadBuffers {
 #[derive(Debug)]
 struct Idle {
     /// The process that mapped them.
-    process: u32,
+    birth: Birth,
     /// The one that was used last is the last.
     buffers: Vec<Buffer>,
 }
 
 impl Idle {
     fn here(&mut self) -> &mut Vec<Buffer> {
-        let process = std::process::id();
-        if self.process != process {
-            self.process = process;
+        if !self.birth.is_here() {
+            self.birth = Birth::now();
             // Their memory is not mapped in this process.
             std::mem::forget(std::mem::take(&mut self.buffers));
         }
@@ -40,7 +43,7 @@ impl Idle {
 
 impl Default for ReadBuffers {
     fn default() -> Self {
-        Self { idle: Mutex::new(Idle { process: std::process::id(), buffers: Vec::new() }) }
+        Self { idle: Mutex::new(Idle { birth: Birth::now(), buffers: Vec::new() }) }
     }
 }
 
@@ -62,16 +65,28 @@ impl ReadBuffers {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).here().iter().map(|buffer| buffer.len()).sum()
     }
 
-    /// A buffer of `len` bytes (rounded up to whole pages), an idle one if there is one: the one that was used last.
+    /// A buffer of at least `len` bytes, an idle one if there is one: the one that was used last.
     pub(super) fn take(&self, len: usize) -> Result<Buffer> {
-        let len = len.max(1).next_multiple_of(4096);
+        let len = Self::size(len);
         let mut guard = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         let idle = guard.here();
         if let Some(at) = idle.iter().rposition(|buffer| buffer.len() == len) {
             return Ok(idle.remove(at));
         }
-        drop(guard);
-        Buffer::alone(len)
+        if len > MAPPING / 2 {
+            // Mapped without the lock.
+            drop(guard);
+            return Buffer::alone(len);
+        }
+        let mut buffers = Mapping::new(MAPPING)?.into_buffers(len)?;
+        let buffer = buffers.pop().ok_or_else(|| Error::Misuse("a mapping holds no buffer".into()))?;
+        idle.append(&mut buffers);
+        Ok(buffer)
+    }
+
+    /// The size of a buffer that holds `len` bytes: few sizes, so that buffers are used again.
+    pub(super) fn size(len: usize) -> usize {
+        if len > MAPPING / 2 { len.next_multiple_of(4096) } else { len.max(SMALLEST).next_power_of_two() }
     }
 
     /// Takes a buffer back.
@@ -117,7 +132,7 @@ mod tests {
     fn all_users_share_one_set_and_the_last_frees_it() {
         let mine = ReadBuffers::shared();
         assert!(Arc::ptr_eq(&mine, &ReadBuffers::shared()));
-        let buffer = mine.take(4096).unwrap();
+        let buffer = mine.take(3 << 20).unwrap();
         let mapping = Arc::downgrade(buffer.mapping());
         let private = ReadBuffers::default();
         private.give(buffer);

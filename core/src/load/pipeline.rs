@@ -19,9 +19,9 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 use super::buffers::ReadBuffers;
 use super::file_set::FileSet;
 use super::options::{LoadOptions, LoadStats};
-use super::schedule::{CELL_BYTES, Cell, READ_BYTES, Read, Schedule};
+use super::schedule::{Cell, Read, Schedule};
 use crate::io::{Completion, Disk, File, Queue, Transfer};
-use crate::sys::Buffer;
+use crate::sys::{Buffer, spawn};
 use crate::{Error, Result};
 
 /// What becomes of the bytes.
@@ -91,12 +91,12 @@ pub(super) fn run<S: Sink>(
     let longest = |lengths: &mut dyn Iterator<Item = &Range<u64>>| {
         lengths.map(|bytes| bytes.end.next_multiple_of(alignment) - bytes.start / alignment * alignment).max()
     };
-    let size = |longest: Option<u64>, usual: u64| {
-        usize::try_from(longest.unwrap_or(0).max(usual.min(longest.unwrap_or(0).next_power_of_two())))
-            .map_err(|_| Error::Misuse("a block does not fit the memory".into()))
+    let size = |longest: Option<u64>| {
+        let len = usize::try_from(longest.unwrap_or(0));
+        len.map(ReadBuffers::size).map_err(|_| Error::Misuse("a block does not fit the memory".into()))
     };
-    let read_buffer = size(longest(&mut schedule.reads.iter().map(|read| &read.bytes)), READ_BYTES)?;
-    let cell_buffer = size(longest(&mut schedule.cells.iter().map(|cell| &cell.bytes)), CELL_BYTES)?;
+    let read_buffer = size(longest(&mut schedule.reads.iter().map(|read| &read.bytes)))?;
+    let cell_buffer = size(longest(&mut schedule.cells.iter().map(|cell| &cell.bytes)))?;
 
     // A quarter of the budget at most is for the workers' own buffers.
     let budget = usize::try_from(options.budget_bytes).unwrap_or(usize::MAX);
@@ -411,7 +411,7 @@ impl Workers {
             let mut worker =
                 Worker { shared: Arc::clone(shared), outbox: outbox.clone(), own: None };
             let inbox = inbox.clone();
-            let spawned = std::thread::Builder::new().name("stepwell-load".into()).spawn(move || worker.run(&inbox));
+            let spawned = spawn("stepwell-load", move || worker.run(&inbox));
             match spawned {
                 Ok(handle) => handles.push(handle),
                 // Fewer threads do as well.

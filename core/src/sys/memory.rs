@@ -8,6 +8,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use super::Birth;
 use crate::{Error, Result};
 
 /// Anonymous memory, zeroed, aligned to 2 MiB, `MADV_HUGEPAGE` and `MADV_DONTFORK`.
@@ -16,6 +17,7 @@ pub struct Mapping {
     address: NonNull<u8>,
     len: usize,
     mapped: (NonNull<u8>, usize),
+    birth: Birth,
 }
 
 /// Size and alignment of a huge page, in bytes.
@@ -56,7 +58,7 @@ impl Mapping {
             // SAFETY: the range lies in the mapping just made. Advice that the kernel refuses costs speed only.
             let _ = unsafe { libc::madvise(address.as_ptr().cast(), len, advice) };
         }
-        let mapping = Self { address, len, mapped: (base, mapped_len) };
+        let mapping = Self { address, len, mapped: (base, mapped_len), birth: Birth::now() };
         for page in (0..len).step_by(4096) {
             // SAFETY: `page < len`, inside the mapping, which nobody else knows yet.
             unsafe { mapping.address.add(page).write_volatile(0) };
@@ -95,6 +97,9 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if !self.birth.is_here() {
+            return; // MADV_DONTFORK: in a forked child these addresses were never mapped, and may be someone else's by now
+        }
         // SAFETY: exactly what was mapped; no Buffer is left, since each holds an Arc of this.
         let _ = unsafe { libc::munmap(self.mapped.0.as_ptr().cast(), self.mapped.1) };
     }

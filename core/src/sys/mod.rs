@@ -1,11 +1,21 @@
 //! The only unsafe code of this crate. Each file exports a safe type that makes misuse untypeable.
 #![expect(unsafe_code, reason = "mapped memory and raw system calls; every block says why it is sound")]
 
+mod descriptor;
+mod file;
+mod fork;
 mod host_target;
+mod lock;
 mod memory;
 mod scatter;
 mod stream;
+mod thread;
 
+pub use descriptor::Descriptor;
+pub use file::cached_bytes;
+pub use fork::{Birth, generation};
 pub use host_target::HostTarget;
+pub use lock::HeldLock;
 pub use memory::{Buffer, Mapping};
 pub(crate) use scatter::{Scatter, ScatterGuard, Window};
+pub use thread::spawn;
