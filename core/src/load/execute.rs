@@ -77,7 +77,10 @@ pub fn execute(
 }
 
 fn unfit(index: &Index, leaf: u32, what: &str) -> Error {
-    Error::Misuse(format!("the read plan of leaf `{}` cannot be carried out: {what}", index.tree.leaf_path(leaf)))
+    Error::Misuse(format!(
+        "the read plan of leaf `{}` cannot be carried out: {what}",
+        index.tree.leaf_path(leaf)
+    ))
 }
 
 /// Checks cells and scatters them.
@@ -134,7 +137,8 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
 impl Sink for Scatterer {
     fn cell(&self, number: usize, bytes: &[u8]) -> Result<()> {
         let copies = self.scatter.copies_of(number);
-        let Some((cell, info)) = self.cells.get(number).and_then(|cell| Some((cell, self.infos.get(&cell.file)?)))
+        let Some((cell, info)) =
+            self.cells.get(number).and_then(|cell| Some((cell, self.infos.get(&cell.file)?)))
         else {
             return Err(Error::Misuse(format!("cell {number} is not known")));
         };
@@ -150,7 +154,8 @@ impl Sink for Scatterer {
             let start = copy.src.start.max(cell.bytes.start);
             let end = copy.src.end.min(cell.bytes.end);
             if start < end {
-                let range = (info.block_of(start) - first) as usize..=(info.block_of(end - 1) - first) as usize;
+                let range =
+                    (info.block_of(start) - first) as usize..=(info.block_of(end - 1) - first) as usize;
                 needed.get_mut(range).unwrap_or_default().fill(true);
             }
         }

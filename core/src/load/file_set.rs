@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub(super) use info::FileInfo;
+pub(super) use info::{FileInfo, check_page};
 
 use super::buffers::ReadBuffers;
 use super::schedule::Shape;

@@ -26,6 +26,10 @@ mod objects;
 mod options;
 mod pipeline;
 mod schedule;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
 mod verify;
 
 pub use buffers::ReadBuffers;

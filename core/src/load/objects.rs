@@ -40,7 +40,12 @@ pub fn read_objects(
             return Err(Error::Corrupt { file: shape.path, leaf: Some(name()), block: None, what });
         }
         encoded.push(vec![0_u8; extent.length as usize]);
-        plan.runs.push(ReadRun { file, offset: extent.offset, len: extent.length, copies: vec![number as u32] });
+        plan.runs.push(ReadRun {
+            file,
+            offset: extent.offset,
+            len: extent.length,
+            copies: vec![number as u32],
+        });
         plan.copies.push(BoxCopy {
             leaf,
             file,
@@ -69,7 +74,8 @@ pub fn read_objects(
 
 /// File and bytes of an object.
 fn place(index: &Index, leaf: u32) -> Result<(u32, Extent)> {
-    let refuse = |what: &str| Err(Error::Leaf { leaf: index.tree.leaf_path(leaf).to_string(), what: what.into() });
+    let refuse =
+        |what: &str| Err(Error::Leaf { leaf: index.tree.leaf_path(leaf).to_string(), what: what.into() });
     let record = match index.leaves.get(leaf as usize) {
         Some(LeafRecord::Alias { of }) => index.leaves.get(*of as usize),
         record => record,

@@ -408,8 +408,7 @@ impl Workers {
     ) -> Result<Self> {
         let mut handles = Vec::with_capacity(count);
         for _ in 0..count {
-            let mut worker =
-                Worker { shared: Arc::clone(shared), outbox: outbox.clone(), own: None };
+            let mut worker = Worker { shared: Arc::clone(shared), outbox: outbox.clone(), own: None };
             let inbox = inbox.clone();
             let spawned = spawn("stepwell-load", move || worker.run(&inbox));
             match spawned {
@@ -473,7 +472,9 @@ impl<S: Sink> Worker<S> {
             let Some(cell) = self.shared.schedule.cells.get(number) else { continue };
             let start = skip + (cell.bytes.start - read.bytes.start) as usize;
             let end = skip + (cell.bytes.end - read.bytes.start) as usize;
-            let bytes = buffer.get(start..end).ok_or_else(|| Error::Misuse("a cell lies outside its buffer".into()))?;
+            let bytes = buffer
+                .get(start..end)
+                .ok_or_else(|| Error::Misuse("a cell lies outside its buffer".into()))?;
             self.shared.sink.cell(number, bytes)?;
         }
         Ok(read.bytes.end - read.bytes.start)
@@ -515,7 +516,9 @@ impl<S: Sink> Worker<S> {
         buffer: Buffer,
         number: usize,
     ) -> Result<Option<Completion>> {
-        let Some((queue, _)) = &mut self.own else { return Err(Error::Misuse("a worker has no queue".into())) };
+        let Some((queue, _)) = &mut self.own else {
+            return Err(Error::Misuse("a worker has no queue".into()));
+        };
         queue.submit(Transfer::ReadCached, file, offset, len, buffer, number as u64);
         let deadline = Instant::now() + self.shared.stall_timeout;
         loop {
@@ -566,7 +569,10 @@ fn errno_of(error: &Error) -> std::io::Error {
 
 /// A file that ended before its blocks did.
 pub(super) fn short(path: &std::path::Path, found: u64, wanted: u64) -> Error {
-    Error::corrupt(path, format!("it ends at byte {found}, in the middle of data that reach to byte {wanted}"))
+    Error::corrupt(
+        path,
+        format!("it ends at byte {found}, in the middle of data that reach to byte {wanted}"),
+    )
 }
 
 fn answer(worked: Result<u64>, buffer: Option<Buffer>) -> Event {

@@ -117,7 +117,11 @@ impl Schedule {
                 while let Some((_, number)) = pairs.next_if(|&(of, _)| of == i) {
                     lists.push(number);
                 }
-                windows.push(Window { file: cell.file, bytes: cell.bytes.clone(), copies: start..lists.len() });
+                windows.push(Window {
+                    file: cell.file,
+                    bytes: cell.bytes.clone(),
+                    copies: start..lists.len(),
+                });
             }
         }
         Ok((schedule, windows, lists))
@@ -134,7 +138,8 @@ fn round(
     let mut runs: Vec<Run> = Vec::with_capacity(plan.runs.len());
     let mut current: Option<(u32, Shape)> = None;
     for run in &plan.runs {
-        let of_run: Vec<u32> = run.copies.iter().filter_map(|&c| numbers.get(c as usize).copied().flatten()).collect();
+        let of_run: Vec<u32> =
+            run.copies.iter().filter_map(|&c| numbers.get(c as usize).copied().flatten()).collect();
         if of_run.is_empty() || run.len == 0 {
             continue;
         }
@@ -145,7 +150,10 @@ fn round(
         for &number in &of_run {
             let Some(copy) = copies.get(number as usize) else { continue };
             if copy.file != run.file {
-                return Err(Error::Misuse(format!("a run of file {} feeds a copy out of file {}", run.file, copy.file)));
+                return Err(Error::Misuse(format!(
+                    "a run of file {} feeds a copy out of file {}",
+                    run.file, copy.file
+                )));
             }
             if copy.src.end > *data_end {
                 let what = format!(

@@ -98,7 +98,9 @@ pub fn verify(
         unread: Mutex::default(),
         blocks: AtomicU64::new(0),
     });
-    pipeline::run(disk, files, schedule, &checker, options, &mut |done| progress(VerifyProgress { done, total }))?;
+    pipeline::run(disk, files, schedule, &checker, options, &mut |done| {
+        progress(VerifyProgress { done, total })
+    })?;
     checker.read_again(files)?;
     for (file, block, what) in std::mem::take(&mut *lock(&checker.bad)) {
         let bytes = checker.infos.get(&file).map(|info| info.bytes_of(block)).unwrap_or_default();
@@ -156,7 +158,11 @@ impl Checker {
                     .and_then(|handle| handle.read_at(range.start, len as usize))
                     .and_then(|bytes| {
                         let found = range.start + bytes.len() as u64;
-                        if found < range.end { Err(files.short(cell.file, found, range.end)) } else { Ok(bytes) }
+                        if found < range.end {
+                            Err(files.short(cell.file, found, range.end))
+                        } else {
+                            Ok(bytes)
+                        }
                     });
                 match read {
                     Ok(bytes) => self.check(cell.file, info, block, &bytes),
@@ -235,7 +241,9 @@ impl Holders {
             .take(before)
             .rev()
             .take_while(|(_, _, furthest)| *furthest > bytes.start)
-            .filter(|(extent, _, _)| extent.length > 0 && extent.offset.saturating_add(extent.length) > bytes.start)
+            .filter(|(extent, _, _)| {
+                extent.length > 0 && extent.offset.saturating_add(extent.length) > bytes.start
+            })
             .map(|(_, leaf, _)| *leaf)
             .collect();
         leaves.sort_unstable();
@@ -248,7 +256,9 @@ impl Holders {
         let list = self.files.get(file as usize)?;
         let mut leaves: Vec<u32> = list
             .iter()
-            .filter(|(extent, _, _)| extent.offset.checked_add(extent.length).is_none_or(|end| end > info.data_end))
+            .filter(|(extent, _, _)| {
+                extent.offset.checked_add(extent.length).is_none_or(|end| end > info.data_end)
+            })
             .map(|(_, leaf, _)| *leaf)
             .collect();
         leaves.sort_unstable();

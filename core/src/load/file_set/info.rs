@@ -6,9 +6,10 @@ use std::sync::OnceLock;
 
 use crate::format::block::DEFAULT_BLOCK_BYTES;
 use crate::format::checksum::crc32c;
-use crate::format::footer::{self, PageKind, PageRef, Trailer};
+use crate::format::footer::{self, Trailer};
 use crate::format::header::Header;
 use crate::format::index::FileRecord;
+use crate::format::page::{PageKind, PageRef};
 use crate::io::File;
 use crate::limits::MAX_PAGE_BYTES;
 use crate::{Error, Result};
@@ -72,7 +73,7 @@ impl FileInfo {
         if header.block_bytes != trailer.block_bytes {
             return Err(Error::corrupt(path, "header and trailer name different block sizes"));
         }
-        if trailer.footer_offset.checked_add(trailer.footer_length) != Some(record.length) {
+        if trailer.file_length() != record.length {
             return Err(Error::corrupt(path, "its footer does not end where the file ends"));
         }
         let table = trailer.page_table;
@@ -81,21 +82,14 @@ impl FileInfo {
         let (index_pages, checksum_pages): (Vec<_>, Vec<_>) =
             pages.into_iter().partition(|page| page.kind == PageKind::Index);
         let mut checksums = Vec::with_capacity(checksum_pages.len());
-        let mut next = 0;
+        // That they cover every block, without a gap, is checked with the page table.
         for page in checksum_pages {
-            if page.first != next || page.count == 0 {
-                return Err(Error::corrupt(path, format!("the checksums of block {next} are missing")));
-            }
-            next = page.first.saturating_add(page.count);
             let cell = OnceLock::new();
             if page.offset >= tail.start {
                 let bytes = tail.get(file, page.offset, page.length)?;
                 let _ = cell.set(footer::decode_block_crcs(&page, &bytes, path)?);
             }
             checksums.push(ChecksumPage { page, checksums: cell });
-        }
-        if next != trailer.footer_offset.div_ceil(trailer.block_bytes) {
-            return Err(Error::corrupt(path, format!("it has checksums of {next} blocks, which do not tile its data")));
         }
         Ok(Self {
             path: path.to_owned(),
@@ -180,8 +174,20 @@ fn check_length(file: &dyn File, record: &FileRecord) -> Result<()> {
     Err(Error::corrupt(file.path(), what))
 }
 
+/// Reads a page of a footer and compares it with its checksum.
+pub(in crate::load) fn check_page(file: &dyn File, page: &PageRef) -> Result<()> {
+    if crc32c(&page_bytes(file, page)?) == page.crc {
+        return Ok(());
+    }
+    let what = format!(
+        "the page of its index at offset {} does not have the checksum that was recorded",
+        page.offset
+    );
+    Err(Error::corrupt(file.path(), what))
+}
+
 /// A page of a footer, as it stands in the file.
-pub(in crate::load) fn page_bytes(file: &dyn File, page: &PageRef) -> Result<Vec<u8>> {
+fn page_bytes(file: &dyn File, page: &PageRef) -> Result<Vec<u8>> {
     if page.length > MAX_PAGE_BYTES {
         let what = format!("a page of {}", file.path().display());
         return Err(Error::Limit { what, found: page.length, limit: MAX_PAGE_BYTES });
@@ -206,7 +212,15 @@ struct Tail {
 impl Tail {
     fn read(file: &dyn File, length: u64) -> Result<Self> {
         let start = length.saturating_sub(TAIL);
-        Ok(Self { start, bytes: exactly(file, start, length - start)? })
+        match exactly(file, start, length - start) {
+            Ok(bytes) => Ok(Self { start, bytes }),
+            // It holds data too, and a sector of those that cannot be read says nothing against the footer.
+            Err(Error::Io { .. }) => {
+                let start = length - PAGE;
+                Ok(Self { start, bytes: exactly(file, start, PAGE)? })
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Bytes of the file, from the tail or, where they lie before it, from the disk.
@@ -214,9 +228,9 @@ impl Tail {
         if let Some(at) = offset.checked_sub(self.start) {
             let end = at.checked_add(len).filter(|&end| end <= self.bytes.len() as u64);
             let bytes = end.and_then(|end| self.bytes.get(at as usize..end as usize));
-            return bytes
-                .map(<[u8]>::to_vec)
-                .ok_or_else(|| Error::corrupt(file.path(), "a page of its footer reaches past the end of the file"));
+            return bytes.map(<[u8]>::to_vec).ok_or_else(|| {
+                Error::corrupt(file.path(), "a page of its footer reaches past the end of the file")
+            });
         }
         if len > MAX_PAGE_BYTES {
             let what = format!("a page of {}", file.path().display());
