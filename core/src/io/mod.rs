@@ -12,6 +12,7 @@ mod posix;
 mod probe;
 mod threaded;
 mod transfer;
+mod uring;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -10,6 +10,7 @@ mod memory;
 mod scatter;
 mod stream;
 mod thread;
+mod uring;
 
 pub use descriptor::Descriptor;
 pub use file::cached_bytes;
@@ -19,3 +20,4 @@ pub use lock::HeldLock;
 pub use memory::{Buffer, Mapping};
 pub(crate) use scatter::{Scatter, ScatterGuard, Window};
 pub use thread::spawn;
+pub use uring::{Flight, Ring, leaked_bytes};
