@@ -1,4 +1,7 @@
 //! Copying a run of bytes past the cache, where it is long enough for that to pay.
+//!
+//! Streaming (non-temporal) stores do not read the destination first, and leave in the caches what training holds there. Every call ends with its stores
+//! ordered before anything that follows (`sfence`), so that another thread may be told of the bytes.
 
 use std::ptr;
 
@@ -26,18 +29,22 @@ mod x86 {
     use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
     use std::ptr;
 
+    /// Bytes of one vector, and alignment that its streaming store demands.
     const VECTOR: usize = 32;
+    /// Bytes per turn of the loop: two cache lines.
     const TURN: usize = 4 * VECTOR;
 
     /// # Safety
     /// As [`super::run`], and the processor has AVX2.
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) {
+        // Whole cache lines leave the core in one piece; a line of which only a part was streamed costs a read.
         let head = dst.align_offset(64).min(len);
+        // SAFETY: `head <= len`.
+        unsafe { ptr::copy_nonoverlapping(src, dst, head) };
         let turns = (len - head) / TURN;
-        // SAFETY: all addresses below are at most `head + turns * TURN <= len` bytes from the start; stores are aligned to 64 after `head`.
+        // SAFETY: all addresses below are less than `head + turns * TURN <= len` bytes from the start; stores are aligned to 64 after `head`.
         unsafe {
-            ptr::copy_nonoverlapping(src, dst, head);
             let mut from = src.add(head);
             let mut to = dst.add(head);
             for _ in 0..turns {
@@ -54,7 +61,6 @@ mod x86 {
             }
             ptr::copy_nonoverlapping(from, to, len - head - turns * TURN);
         }
-        // Streamed stores are ordered before whatever tells another thread of them.
         _mm_sfence();
     }
 }
