@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use super::copy;
+use super::{copy, stream};
 use crate::copy::gather;
 use crate::region::{self, Region};
 use crate::{Error, Result};
@@ -20,6 +20,8 @@ pub struct HostSource {
     /// Bytes in the array.
     bytes: u64,
     contiguous: bool,
+    /// The memory, where it is this value's own.
+    owned: Option<Box<[u8]>>,
 }
 
 // SAFETY: reading memory has no thread affinity, and `new` demands that it may be read for as long as this lives.
@@ -54,23 +56,56 @@ impl HostSource {
             NonNull::dangling()
         } else {
             // The furthest elements must be addressable, so that no later offset overflows.
-            let mut reach = (0_i64, itemsize as i64);
-            for (&n, &stride) in shape.iter().zip(strides) {
-                let span = i64::try_from(n - 1).ok().and_then(|n| n.checked_mul(stride));
-                let span = span.ok_or_else(|| misuse("a stride is too long"))?;
-                let end = if span < 0 { &mut reach.0 } else { &mut reach.1 };
-                *end = end.checked_add(span).ok_or_else(|| misuse("its strides are too long"))?;
-            }
+            let (low, high) =
+                reach(itemsize, shape, strides).ok_or_else(|| misuse("its strides are too long"))?;
             let address = i64::try_from(first as usize).map_err(|_| misuse("its address is none"))?;
-            if address.checked_add(reach.0).is_none_or(|low| low < 0)
-                || address.checked_add(reach.1).is_none()
-            {
+            if address.checked_add(low).is_none_or(|low| low < 0) || address.checked_add(high).is_none() {
                 return Err(misuse("it passes the end of the address space"));
             }
             NonNull::new(first.cast_mut()).ok_or_else(|| misuse("its address is null"))?
         };
         let contiguous = is_row_major(shape, strides, itemsize);
-        Ok(Self { first, itemsize, shape: shape.into(), strides: strides.into(), bytes, contiguous })
+        Ok(Self {
+            first,
+            itemsize,
+            shape: shape.into(),
+            strides: strides.into(),
+            bytes,
+            contiguous,
+            owned: None,
+        })
+    }
+
+    /// An array in memory that it owns: the element at index zero starts at byte `first` of `memory`. [`Error::Misuse`] where an element would lie outside.
+    pub fn owned(
+        memory: Vec<u8>,
+        first: usize,
+        itemsize: usize,
+        shape: &[u64],
+        strides: &[i64],
+    ) -> Result<Self> {
+        let memory = memory.into_boxed_slice();
+        if !reach(itemsize, shape, strides).is_some_and(|(low, high)| {
+            // The bytes of a slice always fit an i64.
+            let (first, end) = (first as i64, memory.len() as i64);
+            low == high
+                || (first.checked_add(low) >= Some(0)
+                    && first.checked_add(high).is_some_and(|high| high <= end))
+        }) {
+            return Err(Error::Misuse(format!(
+                "an array of shape {shape:?}, strides {strides:?}, {itemsize} bytes each does not lie in {} bytes from byte {first} on",
+                memory.len()
+            )));
+        }
+        // SAFETY: all elements lie in `memory`, which the value keeps, and to which nobody else can write.
+        let mut source = unsafe { Self::new(memory.as_ptr().wrapping_add(first), itemsize, shape, strides)? };
+        source.owned = Some(memory);
+        Ok(source)
+    }
+
+    /// The memory, where it is the value's own.
+    pub fn memory(&self) -> Option<&[u8]> {
+        self.owned.as_deref()
     }
 
     /// Elements along each dimension.
@@ -108,7 +143,7 @@ impl HostSource {
         if whole {
             // SAFETY: `from + len <= bytes`, all of it readable (see `new`); `into` is a mutable slice, so it overlaps nothing that is readable
             // through a promise of its owner.
-            unsafe { copy::run(into.as_mut_ptr(), self.first.as_ptr().add(from as usize), into.len()) };
+            unsafe { stream::run(into.as_mut_ptr(), self.first.as_ptr().add(from as usize), into.len()) };
             return Ok(());
         }
         let Some(dims) = gather::simplify(&region.extent, &self.strides) else { return Ok(()) };
@@ -143,6 +178,20 @@ impl HostSource {
             region.offset, region.extent, self.shape
         ))
     }
+}
+
+/// The bytes from the lowest element's first to the highest one's last, relative to the element at index zero; `(0, 0)` if there are no elements, `None` on overflow.
+fn reach(itemsize: usize, shape: &[u64], strides: &[i64]) -> Option<(i64, i64)> {
+    if shape.contains(&0) {
+        return Some((0, 0));
+    }
+    let mut reach = (0_i64, i64::try_from(itemsize).ok()?);
+    for (&n, &stride) in shape.iter().zip(strides) {
+        let span = i64::try_from(n - 1).ok()?.checked_mul(stride)?;
+        let end = if span < 0 { &mut reach.0 } else { &mut reach.1 };
+        *end = end.checked_add(span)?;
+    }
+    Some(reach)
 }
 
 fn is_row_major(shape: &[u64], strides: &[i64], itemsize: usize) -> bool {

@@ -4,6 +4,7 @@
 mod copy;
 mod host_source;
 mod memory;
+mod stream;
 
 pub use host_source::HostSource;
 pub use memory::{Buffer, Mapping};
