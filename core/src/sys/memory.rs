@@ -8,6 +8,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use super::Birth;
 use crate::{Error, Result};
 
 /// Anonymous memory, zeroed, aligned to 2 MiB, `MADV_HUGEPAGE` and `MADV_DONTFORK`.
@@ -16,8 +17,7 @@ pub struct Mapping {
     address: NonNull<u8>,
     len: usize,
     mapped: (NonNull<u8>, usize),
-    /// The process that mapped it: a forked child does not have it.
-    process: u32,
+    birth: Birth,
 }
 
 /// Bytes from which on it pays to touch the pages of a mapping from several threads.
@@ -61,7 +61,7 @@ impl Mapping {
             // SAFETY: the range lies in the mapping just made. Advice that the kernel refuses costs speed only.
             let _ = unsafe { libc::madvise(address.as_ptr().cast(), len, advice) };
         }
-        let mapping = Self { address, len, mapped: (base, mapped_len), process: std::process::id() };
+        let mapping = Self { address, len, mapped: (base, mapped_len), birth: Birth::now() };
         mapping.touch();
         Ok(Arc::new(mapping))
     }
@@ -123,9 +123,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        if self.process != std::process::id() {
-            // Forked: MADV_DONTFORK left nothing here, and the addresses may be somebody else's by now.
-            return;
+        if !self.birth.is_here() {
+            return; // MADV_DONTFORK: in a forked child these addresses were never mapped, and may be someone else's by now
         }
         // SAFETY: exactly what was mapped; no Buffer is left, since each holds an Arc of this.
         let _ = unsafe { libc::munmap(self.mapped.0.as_ptr().cast(), self.mapped.1) };

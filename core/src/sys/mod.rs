@@ -2,9 +2,21 @@
 #![expect(unsafe_code, reason = "mapped memory and raw system calls; every block says why it is sound")]
 
 mod copy;
+mod descriptor;
+mod file;
+mod fork;
 mod host_source;
+mod lock;
 mod memory;
 mod stream;
+mod thread;
+mod uring;
 
+pub use descriptor::Descriptor;
+pub use file::cached_bytes;
+pub use fork::{Birth, generation};
 pub use host_source::HostSource;
+pub use lock::HeldLock;
 pub use memory::{Buffer, Mapping};
+pub use thread::spawn;
+pub use uring::{Flight, Ring, leaked_bytes};
