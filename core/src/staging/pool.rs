@@ -67,6 +67,17 @@ impl StagingPool {
         Ok(Arc::new(pool))
     }
 
+    /// A ring of exactly so many slots: [`StagingPool::new`] rounds up to whole huge pages.
+    #[cfg(test)]
+    pub(crate) fn of_slots(slots: usize, slot_bytes: usize) -> Result<Arc<Self>> {
+        let pool = Self::new(slots * slot_bytes, slot_bytes)?;
+        let mut state = pool.shared.lock();
+        state.free.truncate(slots);
+        state.total = slots;
+        drop(state);
+        Ok(pool)
+    }
+
     fn empty(slot_bytes: usize) -> Self {
         Self {
             slot_bytes,
