@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use crate::Result;
+use crate::format::checksum::crc32c;
 use crate::format::index::Index;
 use crate::value::Value;
 
@@ -16,10 +17,6 @@ pub(super) fn header(block_bytes: u64, file_id: u128, rank: u32) -> Vec<u8> {
 
 pub(super) fn object(value: &Value) -> Result<Vec<u8>> {
     Ok(format!("{value:?}").into_bytes())
-}
-
-pub(super) fn crc32c(bytes: &[u8]) -> u32 {
-    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
 pub(super) struct Footer {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{RecvTimeoutError, TryRecvError};
 
 use super::Parts;
+use crate::format::checksum::crc32c;
 use crate::io::{Completion, Dir, Disk, File, Queue, Transfer};
 use crate::save::capture::Captured;
 use crate::save::encoding;
@@ -29,6 +30,9 @@ pub(super) struct FileEnd {
 /// Writes and syncs all files.
 pub(super) fn write(parts: &Parts, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<FileEnd>> {
     let started = Instant::now();
+    if let Err(error) = disk.register(&parts.pool.mappings()) {
+        tracing::warn!(%error, "the staging ring is not registered; writes cost a little more");
+    }
     let files = create(parts, step_dir)?;
     let queue = disk.queue(parts.options.queue_depth.max(1))?;
     let mut writer = Writer {
@@ -285,7 +289,7 @@ impl Writer<'_> {
         let data = bytes.get(..window.len as usize).ok_or_else(missing)?;
         let crcs = file.crcs.get_mut(first..).ok_or_else(missing)?;
         for (crc, block) in crcs.iter_mut().zip(data.chunks(block_bytes as usize)) {
-            *crc = encoding::crc32c(block);
+            *crc = crc32c(block);
         }
         file.unsummed = file.unsummed.saturating_sub(1);
         self.parts.progress.checksummed_since(started);
