@@ -222,7 +222,7 @@ proptest! {
         let data = last.next_multiple_of(4096) as usize;
         prop_assert_eq!(&file[..data], &expected[..data]);
         let crcs: Vec<u32> = file[..data].chunks(BLOCK).map(crc32c).collect();
-        let footer = super::super::encoding::footer(1, data as u64, &written.index, &crcs).unwrap();
+        let footer = crate::format::footer::encode(1, BLOCK as u64, data as u64, &written.index, &crcs).unwrap();
         prop_assert_eq!(&file[data..], &footer.bytes[..]);
 
         // Another ring, other threads, another order of completions: the same file.
@@ -316,7 +316,8 @@ fn what_was_captured_does_not_change_with_its_source() {
     let file = disk.bytes("root/step/i0/00000.data").unwrap();
     let data = 21 * BLOCK;
     let crcs: Vec<u32> = file[..data].chunks(BLOCK).map(crc32c).collect();
-    let footer = super::super::encoding::footer(1, data as u64, &written[0].index, &crcs).unwrap();
+    let footer =
+        crate::format::footer::encode(1, BLOCK as u64, data as u64, &written[0].index, &crcs).unwrap();
     assert_eq!(file[data..], footer.bytes[..]);
 }
 
