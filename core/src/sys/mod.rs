@@ -18,6 +18,6 @@ pub use fork::{Birth, generation};
 pub use host_target::HostTarget;
 pub use lock::HeldLock;
 pub use memory::{Buffer, Mapping};
-pub(crate) use scatter::{Scatter, ScatterGuard, Window};
+pub(crate) use scatter::{Scatter, Window};
 pub use thread::spawn;
 pub use uring::{Flight, Ring, leaked_bytes};
