@@ -14,8 +14,6 @@ mod probe;
 pub mod simulated;
 mod threaded;
 mod transfer;
-#[cfg(any(test, feature = "test-support"))]
-pub mod simulated;
 mod uring;
 
 use std::path::{Path, PathBuf};
