@@ -19,6 +19,7 @@
 mod buffers;
 pub(crate) mod disjoint;
 mod execute;
+mod objects;
 mod file_set;
 pub(crate) mod geometry;
 mod options;
@@ -33,5 +34,6 @@ mod verify;
 pub use buffers::ReadBuffers;
 pub use execute::execute;
 pub use file_set::FileSet;
+pub use objects::read_objects;
 pub use options::{LoadFailure, LoadOptions, LoadStats};
 pub use verify::{Damage, VerifyProgress, VerifyReport, verify};
