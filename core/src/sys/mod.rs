@@ -6,11 +6,13 @@ mod file;
 mod fork;
 mod lock;
 mod memory;
+#[cfg(test)]
+pub mod testing;
 mod thread;
 mod uring;
 
 pub use descriptor::Descriptor;
-pub use file::cached_bytes;
+pub use file::{cached_bytes, write_out};
 pub use fork::{Birth, generation};
 pub use lock::HeldLock;
 pub use memory::{Buffer, Mapping};
