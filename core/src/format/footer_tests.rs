@@ -159,7 +159,7 @@ fn an_index_is_rebuilt_from_the_footers_of_many_ranks() {
     let index = rebuild_index(parts.clone()).unwrap();
     let paths: Vec<String> =
         (0..index.leaves.len() as u32).map(|leaf| index.tree.leaf_path(leaf).to_string()).collect();
-    assert_eq!(paths, ["layers/w", "layers/only_2", "layers/only_1", "layers/only_0", "tied", "step"]);
+    assert_eq!(paths, ["layers/w", "layers/only_0", "layers/only_1", "layers/only_2", "tied", "step"]);
     let LeafRecord::Tensor(w) = &index.leaves[0] else { panic!("w is no tensor") };
     let sources: Vec<Source> = w.chunks.iter().map(|chunk| chunk.extent.source).collect();
     assert_eq!(sources, [Source::Own(0), Source::Own(1), Source::Own(2)]);
