@@ -6,15 +6,22 @@ use stepwell_tests::crash::{Options as Crash, Profile, explore_nested};
 use stepwell_tests::steps::check::Checker;
 use stepwell_tests::steps::run::{Run, close, options};
 
+/// Temporaries and trash are only ever deleted.
+fn is_leftover(name: &str) -> bool {
+    name.starts_with(".tmp-") || name.starts_with(".trash-")
+}
+
 /// Explores every crash state of a scenario, with crashes inside the recovery, under both profiles.
 fn survives(run: &Run) {
     let log = run.disk.log();
     for profile in [Profile::PosixMinimal, Profile::OrderedMetadata] {
         let mut checker = Checker::new(options());
         let begin = std::time::Instant::now();
-        match explore_nested(&log, &Crash::default().profile(profile), |disk, marks| {
-            checker.check(disk, marks)
-        }) {
+        match explore_nested(
+            &log,
+            &Crash { unread: Some(is_leftover), ..Crash::default().profile(profile) },
+            |disk, marks| checker.check(disk, marks),
+        ) {
             Ok((outer, inner)) => {
                 println!(
                     "{} effects, {profile:?}: {outer}; inside recoveries: {inner}; {:.1?}",

@@ -29,9 +29,9 @@ pub mod sweep;
 
 use std::collections::HashSet;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use stepwell_core::io::simulated::{Image, Log, Node, Op, SimDisk, mix};
+use stepwell_core::io::simulated::{Image, Kind, Log, Moment, Node, Op, SimDisk, mix};
 
 pub use marks::Marks;
 pub use model::{Model, Profile};
@@ -45,11 +45,15 @@ pub struct Options {
     pub cap: usize,
     /// For the samples.
     pub seed: u64,
+    /// Entries (by name) below which the *bytes* of files make no difference, because nobody ever looks at them: leftovers that are only deleted. States that
+    /// differ in such bytes alone are one state. This is no assumption: a check that reads, opens or measures a file there fails, and one that does not
+    /// cannot tell those states apart.
+    pub unread: Option<fn(&str) -> bool>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { profile: Profile::PosixMinimal, cap: 20_000, seed: 1 }
+        Self { profile: Profile::PosixMinimal, cap: 20_000, seed: 1, unread: None }
     }
 }
 
@@ -130,7 +134,8 @@ impl Explorer {
         before: &Marks,
         mut check: impl FnMut(&SimDisk, &Marks) -> Result<(), String>,
     ) -> Result<(), Box<Failure>> {
-        self.explore_from(log, 0, before, |image, marks| check(&SimDisk::from_image(image), marks))
+        let unread = self.options.unread;
+        self.explore_from(log, 0, before, |image, marks| watched(unread, image, |disk| check(disk, marks)))
     }
 
     /// As [`Explorer::explore`], for the cuts from `first` on, with images instead of disks.
@@ -179,6 +184,36 @@ impl Explorer {
             }
         }
         Ok(())
+    }
+}
+
+/// Runs a check on a fresh disk, which notices where it looks at what it said it would not.
+pub(crate) fn watched(
+    unread: Option<fn(&str) -> bool>,
+    image: &Image,
+    check: impl FnOnce(&SimDisk) -> Result<(), String>,
+) -> Result<(), String> {
+    let disk = SimDisk::from_image(image);
+    let Some(unread) = unread else { return check(&disk) };
+    let seen = Arc::new(Mutex::new(None));
+    let noted = Arc::clone(&seen);
+    disk.set_hook(Some(Arc::new(move |moment, operation| {
+        let looks = matches!(operation.kind, Kind::OpenFile | Kind::Read | Kind::Stat);
+        if moment == Moment::Before && looks {
+            let text = operation.path.to_string_lossy();
+            if text.rsplit_once('/').is_some_and(|(above, _)| above.split('/').any(unread)) {
+                *noted.lock().unwrap_or_else(PoisonError::into_inner) =
+                    Some(format!("{:?} {text}", operation.kind));
+            }
+        }
+    })));
+    let result = check(&disk);
+    disk.set_hook(None);
+    match seen.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        Some(operation) if result.is_ok() => {
+            Err(format!("somebody looked where nobody was to look: {operation}"))
+        }
+        _ => result,
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use stepwell_core::io::simulated::{Image, Ino, Log, Op, SimDisk, mix};
 
-use super::{Explored, Explorer, Failure, Marks, Options};
+use super::{Explored, Explorer, Failure, Marks, Options, watched};
 
 /// What was done to the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -215,7 +215,7 @@ pub fn judge(
     let mut explorer = Explorer::new(options.clone());
     explorer.explore_from(log, 0, &Marks::default(), |image, marks| {
         original.insert(key(image, marks));
-        check(&SimDisk::from_image(image), marks)
+        watched(options.unread, image, |disk| check(disk, marks))
     })?;
     add(&mut report.explored, &explorer.explored);
     let mut used = HashSet::new();
@@ -233,7 +233,7 @@ pub fn judge(
                 if passed.contains(&key) {
                     return Ok(());
                 }
-                check(&SimDisk::from_image(image), marks)?;
+                watched(options.unread, image, |disk| check(disk, marks))?;
                 passed.insert(key);
                 Ok(())
             });
