@@ -8,6 +8,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use super::Birth;
 use crate::{Error, Result};
 
 /// Anonymous memory, zeroed, aligned to 2 MiB, `MADV_HUGEPAGE` and `MADV_DONTFORK`.
@@ -16,6 +17,7 @@ pub struct Mapping {
     address: NonNull<u8>,
     len: usize,
     mapped: (NonNull<u8>, usize),
+    birth: Birth,
 }
 
 /// Size and alignment of a huge page, in bytes.
@@ -56,7 +58,7 @@ impl Mapping {
             // SAFETY: the range lies in the mapping just made. Advice that the kernel refuses costs speed only.
             let _ = unsafe { libc::madvise(address.as_ptr().cast(), len, advice) };
         }
-        let mapping = Self { address, len, mapped: (base, mapped_len) };
+        let mapping = Self { address, len, mapped: (base, mapped_len), birth: Birth::now() };
         for page in (0..len).step_by(4096) {
             // SAFETY: `page < len`, inside the mapping, which nobody else knows yet.
             unsafe { mapping.address.add(page).write_volatile(0) };
@@ -77,7 +79,7 @@ impl Mapping {
     /// Cuts the mapping into buffers of `size` bytes (a multiple of 4096); a remainder stays unused. Takes the only handle, so
     /// that no window is handed out twice.
     pub fn into_buffers(self: Arc<Self>, size: usize) -> Result<Vec<Buffer>> {
-        if size == 0 || size % 4096 != 0 {
+        if size == 0 || !size.is_multiple_of(4096) {
             return Err(Error::Misuse(format!("a buffer of {size} bytes is not made of whole pages")));
         }
         if Arc::strong_count(&self) != 1 {
@@ -95,6 +97,9 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if !self.birth.is_here() {
+            return; // MADV_DONTFORK: in a forked child these addresses were never mapped, and may be someone else's by now
+        }
         // SAFETY: exactly what was mapped; no Buffer is left, since each holds an Arc of this.
         let _ = unsafe { libc::munmap(self.mapped.0.as_ptr().cast(), self.mapped.1) };
     }

@@ -1,0 +1,99 @@
+//! A file system of the kernel, seen through one of the real engines.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, Weak};
+
+use super::{Settings, create_dir_all, open_dir};
+use crate::Result;
+use crate::io::threaded::ThreadedQueue;
+use crate::io::uring::{self, UringQueue};
+use crate::io::{Dir, Disk, EngineChoice, Queue};
+use crate::sys::{Birth, Mapping};
+
+/// Who moves large data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mover {
+    /// The kernel's ring.
+    Uring,
+    /// Threads of ours.
+    Threads,
+}
+
+/// See the module documentation.
+#[derive(Debug)]
+pub struct PosixDisk {
+    choice: EngineChoice,
+    settings: Arc<Settings>,
+    mover: Mover,
+    /// What [`Disk::register`] was told of. Weak, so that a staging pool is freed by its users alone.
+    memory: Mutex<Vec<Weak<Mapping>>>,
+    birth: Birth,
+}
+
+impl PosixDisk {
+    /// A disk as the probe found it.
+    pub fn new(choice: EngineChoice, settings: Arc<Settings>, mover: Mover) -> Self {
+        Self { choice, settings, mover, memory: Mutex::default(), birth: Birth::now() }
+    }
+
+    /// In a forked child not even a disk is of use: its locks may be held by threads that do not exist there.
+    fn check(&self) -> Result<()> {
+        self.birth.check("disk")
+    }
+
+    /// The registered memory that still exists.
+    fn memory(&self) -> Vec<Arc<Mapping>> {
+        self.memory
+            .lock()
+            .map_or_else(|_| Vec::new(), |memory| memory.iter().filter_map(Weak::upgrade).collect())
+    }
+}
+
+impl Disk for PosixDisk {
+    fn choice(&self) -> &EngineChoice {
+        &self.choice
+    }
+
+    fn open_dir(&self, path: &Path) -> Result<Arc<dyn Dir>> {
+        self.check()?;
+        Ok(Arc::new(open_dir(&self.settings, path)?))
+    }
+
+    fn create_dir_all(&self, path: &Path) -> Result<Arc<dyn Dir>> {
+        self.check()?;
+        Ok(Arc::new(create_dir_all(&self.settings, path)?))
+    }
+
+    fn queue(&self, depth: usize) -> Result<Box<dyn Queue>> {
+        self.check()?;
+        if self.mover == Mover::Uring {
+            match UringQueue::new(depth, self.settings.alignment, self.memory()) {
+                Ok(queue) => return Ok(Box::new(queue)),
+                // What worked when the disk was opened may be forbidden or used up by now.
+                Err(error) => {
+                    tracing::warn!(%error, "no io_uring to be had any more; this queue uses threads");
+                }
+            }
+        }
+        Ok(Box::new(ThreadedQueue::new(depth, self.settings.alignment)?))
+    }
+
+    fn register(&self, memory: &[Arc<Mapping>]) -> Result<()> {
+        self.check()?;
+        if !self.choice.registered {
+            return Ok(());
+        }
+        let mut all = self.memory();
+        for mapping in memory {
+            if !all.iter().any(|known| Arc::ptr_eq(known, mapping)) {
+                all.push(Arc::clone(mapping));
+            }
+        }
+        let weak = all.iter().map(Arc::downgrade).collect();
+        uring::try_register(all)?;
+        if let Ok(mut memory) = self.memory.lock() {
+            *memory = weak;
+        }
+        Ok(())
+    }
+}
