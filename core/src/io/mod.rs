@@ -12,6 +12,8 @@ mod posix;
 mod probe;
 #[cfg(test)]
 mod tests;
+#[cfg(any(test, feature = "test-support"))]
+pub mod simulated;
 mod threaded;
 mod transfer;
 mod uring;
