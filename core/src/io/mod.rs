@@ -10,10 +10,10 @@
 pub mod conformance;
 mod posix;
 mod probe;
-#[cfg(test)]
-mod tests;
 #[cfg(any(test, feature = "test-support"))]
 pub mod simulated;
+#[cfg(test)]
+mod tests;
 mod threaded;
 mod transfer;
 mod uring;

@@ -164,6 +164,8 @@ impl Queue for ThreadedQueue {
             return;
         };
         match Job::new(inner.alignment, transfer, file, offset, len, buffer, token) {
+            // Its bytes are there already: handing it to another thread and back would cost more than moving them.
+            Ok(job) if transfer == Transfer::ReadCached => inner.ready.push_back(perform(job)),
             Ok(job) => inner.submit(job),
             Err(refusal) => self.refused.push_back(refusal),
         }
