@@ -26,3 +26,13 @@ pub const MAX_FILES: u64 = 4_000_000;
 pub const MAX_FILE_BYTES: u64 = 1 << 50;
 /// Smallest and largest block size that a header may name, in bytes.
 pub const BLOCK_BYTES: std::ops::RangeInclusive<u64> = 4096..=(64 << 20);
+/// Depth of nested lists and objects in a user's metadata; the JSON parser's own bound is 128, and the manifest nests around it.
+pub const MAX_METADATA_DEPTH: u64 = 64;
+/// Bytes of a relative path (of a data file, an index, an item directory), and of one of its components.
+pub const MAX_PATH_BYTES: u64 = 4096;
+/// See [`MAX_PATH_BYTES`]; Linux' own bound for a name.
+pub const MAX_PATH_COMPONENT_BYTES: u64 = 255;
+/// Items of a manifest: top-level entries, one for loose leaves, and what thinning may have dropped.
+pub const MAX_ITEMS: u64 = 4096;
+/// Largest label of a step (it must fit a signed 64-bit integer, so that every language can hold it).
+pub const MAX_STEP: u64 = i64::MAX as u64;

@@ -1,3 +1,25 @@
 //! The bytes on disk, as `docs/format.md` describes them. No I/O here: bytes in, bytes out.
+//!
+//! | module | what it reads and writes | bound by |
+//! |---|---|---|
+//! | [`manifest`] | `manifest.json`, the commit record of a step | its own last line |
+//! | [`index`] | what an index says, in memory, whatever version it came from | |
+//!
+//! Everything that is read here is hostile until checked: checksum first, then structure, then meaning; a size is checked before
+//! it is allocated, and no input panics. Encoding is deterministic: same values in, same bytes out.
 
+pub mod checksum;
 pub mod index;
+pub mod manifest;
+mod paths;
+
+/// The version of the format that this code writes. Older ones stay readable for ever.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// Refuses a count that passes its bound of [`crate::limits`].
+pub(crate) fn limit(what: &str, found: u64, limit: u64) -> crate::Result<()> {
+    if found > limit {
+        return Err(crate::Error::Limit { what: what.to_owned(), found, limit });
+    }
+    Ok(())
+}

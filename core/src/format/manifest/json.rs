@@ -1,0 +1,194 @@
+//! How the manifest's values stand in JSON, and the pass that refuses duplicate keys (serde keeps the last of two in a map, and ignores
+//! them where the key is unknown; two readers could then see two different manifests in one file).
+
+use std::collections::HashSet;
+use std::fmt;
+
+use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+
+/// `u32` as eight lower-case hexadecimal digits.
+pub(super) mod hex_u32 {
+    use serde::{Deserializer, Serializer};
+
+    pub(in super::super) fn serialize<S: Serializer>(value: &u32, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(&format_args!("{value:08x}"))
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<u32, D::Error> {
+        from.deserialize_str(super::Hex::<8>).map(|value| value as u32)
+    }
+}
+
+/// `u128` as 32 lower-case hexadecimal digits.
+pub(super) mod hex_u128 {
+    use serde::{Deserializer, Serializer};
+
+    pub(in super::super) fn serialize<S: Serializer>(value: &u128, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(&format_args!("{value:032x}"))
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<u128, D::Error> {
+        from.deserialize_str(super::Hex::<32>)
+    }
+}
+
+/// Whether `text` is `digits` lower-case hexadecimal digits.
+pub(super) fn is_hex(text: &str, digits: usize) -> bool {
+    text.len() == digits && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+struct Hex<const DIGITS: usize>;
+
+impl<const DIGITS: usize> Visitor<'_> for Hex<DIGITS> {
+    type Value = u128;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{DIGITS} lower-case hexadecimal digits")
+    }
+
+    fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<u128, E> {
+        if !is_hex(text, DIGITS) {
+            return Err(E::invalid_value(serde::de::Unexpected::Str(text), &self));
+        }
+        u128::from_str_radix(text, 16).map_err(E::custom)
+    }
+}
+
+/// Real numbers by name; JSON has no NaN and no infinities, so they are strings.
+pub(super) mod metrics {
+    use std::collections::BTreeMap;
+    use std::fmt;
+
+    use serde::de::{Deserialize, Deserializer, Unexpected, Visitor};
+    use serde::ser::{SerializeMap, Serializer};
+
+    pub(in super::super) fn serialize<S: Serializer>(
+        metrics: &BTreeMap<String, f64>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        let mut map = to.serialize_map(Some(metrics.len()))?;
+        for (name, &value) in metrics {
+            if value.is_finite() {
+                map.serialize_entry(name, &value)?;
+            } else if value.is_nan() {
+                map.serialize_entry(name, "NaN")?;
+            } else {
+                map.serialize_entry(name, if value > 0.0 { "Infinity" } else { "-Infinity" })?;
+            }
+        }
+        map.end()
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<BTreeMap<String, f64>, D::Error> {
+        let metrics = BTreeMap::<String, Metric>::deserialize(from)?;
+        Ok(metrics.into_iter().map(|(name, Metric(value))| (name, value)).collect())
+    }
+
+    struct Metric(f64);
+
+    impl<'de> Deserialize<'de> for Metric {
+        fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+            from.deserialize_any(MetricVisitor).map(Self)
+        }
+    }
+
+    struct MetricVisitor;
+
+    impl Visitor<'_> for MetricVisitor {
+        type Value = f64;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a number, or \"NaN\", \"Infinity\" or \"-Infinity\"")
+        }
+
+        fn visit_f64<E>(self, value: f64) -> Result<f64, E> {
+            Ok(value)
+        }
+
+        #[expect(clippy::cast_precision_loss, reason = "a metric is a float, whoever wrote it as an integer")]
+        fn visit_u64<E>(self, value: u64) -> Result<f64, E> {
+            Ok(value as f64)
+        }
+
+        #[expect(clippy::cast_precision_loss, reason = "a metric is a float, whoever wrote it as an integer")]
+        fn visit_i64<E>(self, value: i64) -> Result<f64, E> {
+            Ok(value as f64)
+        }
+
+        fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<f64, E> {
+            match text {
+                "NaN" => Ok(f64::NAN),
+                "Infinity" => Ok(f64::INFINITY),
+                "-Infinity" => Ok(f64::NEG_INFINITY),
+                _ => Err(E::invalid_value(Unexpected::Str(text), &self)),
+            }
+        }
+    }
+}
+
+/// Walks all of a JSON text, keeps nothing but the keys of the objects that are open, and refuses a key that comes twice.
+pub(super) fn refuse_duplicate_keys(text: &[u8]) -> serde_json::Result<()> {
+    let mut parser = serde_json::Deserializer::from_slice(text);
+    UniqueKeys.deserialize(&mut parser)?;
+    parser.end()
+}
+
+struct UniqueKeys;
+
+impl<'de> DeserializeSeed<'de> for UniqueKeys {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for UniqueKeys {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JSON")
+    }
+
+    fn visit_unit<E>(self) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_str<E>(self, _: &str) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
+        while seq.next_element_seed(Self)?.is_some() {}
+        Ok(())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let mut keys = HashSet::new();
+        while let Some(key) = map.next_key::<String>()? {
+            map.next_value_seed(Self)?;
+            if let Some(twice) = keys.replace(key) {
+                return Err(A::Error::custom(format_args!("the key {twice:?} stands twice in one object")));
+            }
+        }
+        Ok(())
+    }
+}

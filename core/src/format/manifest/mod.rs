@@ -1,0 +1,260 @@
+//! The manifest: the JSON commit record of a step. A step is a directory that holds one whose own checksum holds and whose files are
+//! there; so it names every file below the step, its length, and the digest that binds its content.
+//!
+//! It is text that people and other languages read: pretty-printed, keys in a fixed order, non-finite metrics as strings. Its last line,
+//! `{"crc32c": "xxxxxxxx"}`, is the CRC-32C of all bytes before that line. Unknown keys are ignored on read, unknown required features
+//! are refused by name, duplicate keys are refused. The manager writes and reads it.
+//!
+//! Invariants of every manifest that [`Manifest::encode`] writes and [`Manifest::decode`] returns: paths are relative and plain; item
+//! names, item directories and file paths are unique; each file and index lies below the directory of an item; a tombstone names
+//! nothing that a living item holds (recovery deletes what a tombstone names).
+
+mod check;
+mod json;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::format::FORMAT_VERSION;
+use crate::format::checksum::crc32c;
+use crate::limits::MAX_MANIFEST_BYTES;
+
+/// The first key of every manifest, so that a stranger knows what the file is.
+const FORMAT_NAME: &str = "stepwell";
+/// `{"crc32c": "xxxxxxxx"}` and a line feed.
+const LAST_LINE_BYTES: usize = 23;
+/// Features that a manifest may require of this reader.
+const KNOWN_FEATURES: &[&str] = &[];
+
+/// The commit record of a step. See the module documentation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Version of the format; [`FORMAT_VERSION`].
+    pub format_version: u32,
+    /// What a reader must know beyond the version; a name that it does not know makes it refuse the step.
+    #[serde(default)]
+    pub required_features: Vec<String>,
+    /// Name and version of the program that wrote it.
+    #[serde(default)]
+    pub writer: String,
+    /// The caller's label, 0 … 2⁶³ − 1; must agree with the name of the directory.
+    pub step: u64,
+    /// Whose save it is.
+    pub attempt: Attempt,
+    /// When the save began, nanoseconds since 1970 UTC.
+    pub started_unix_ns: i64,
+    /// When it was committed, likewise.
+    pub committed_unix_ns: i64,
+    /// How many ranks wrote it.
+    pub world_size: u32,
+    /// Hash of the plan on which the ranks agreed.
+    #[serde(default)]
+    pub plan_hash: String,
+    /// The items, in the order of their first top-level component.
+    pub items: Vec<Item>,
+    /// Every data file of every item.
+    pub files: Vec<FileEntry>,
+    /// Items that were thinned away after the commit.
+    #[serde(default)]
+    pub dropped: Vec<Tombstone>,
+    /// The user's metrics at the time of the save.
+    #[serde(default, with = "json::metrics")]
+    pub metrics: BTreeMap<String, f64>,
+    /// The user's metadata.
+    #[serde(default)]
+    pub custom_metadata: serde_json::Value,
+}
+
+/// A save: the session that the ranks agreed on, and its number in it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Attempt {
+    /// 32 lower-case hexadecimal digits.
+    pub session: String,
+    /// Counts the saves of the session.
+    pub counter: u64,
+}
+
+/// A part of the state that is separable on disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Item {
+    /// Its rendered top-level component, or `.` for the loose leaves or for a state that is one item.
+    pub name: String,
+    /// Its directory below the step, one component (`i0`).
+    pub dir: String,
+    /// Its index file.
+    pub index: IndexEntry,
+    /// The top-level components that it holds, in order.
+    pub top_level: Vec<TopLevel>,
+    /// Number of its leaves.
+    pub leaves: u64,
+    /// Bytes of its tensors.
+    pub tensor_bytes: u64,
+}
+
+/// A top-level entry of the state.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TopLevel {
+    /// Its rendered component.
+    pub name: String,
+    /// Its place among the state's top-level entries, so that a reader can merge the items in the order that was saved.
+    pub position: u64,
+}
+
+/// An index file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IndexEntry {
+    /// Relative to the step.
+    pub path: String,
+    /// In bytes.
+    pub length: u64,
+    /// CRC-32C of all its bytes.
+    #[serde(with = "json::hex_u32")]
+    pub crc32c: u32,
+}
+
+/// A data file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileEntry {
+    /// Relative to the step (`i0/00000.data`).
+    pub path: String,
+    /// In bytes.
+    pub length: u64,
+    /// The CRC that its trailer ends in.
+    #[serde(with = "json::hex_u32")]
+    pub trailer_crc32c: u32,
+    /// The random id of its header and trailer.
+    #[serde(with = "json::hex_u128")]
+    pub file_id: u128,
+}
+
+/// An item that was thinned away: its files may or may not be there still.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tombstone {
+    /// The item's name.
+    pub item: String,
+    /// The directory that it had; no living item has it.
+    pub dir: String,
+    /// The files that it had, relative to the step.
+    pub paths: Vec<String>,
+    /// When it was dropped, nanoseconds since 1970 UTC.
+    pub unix_ns: i64,
+}
+
+/// What stands in front of the manifest proper.
+#[derive(Serialize)]
+struct Tagged<'a> {
+    format: &'a str,
+    #[serde(flatten)]
+    manifest: &'a Manifest,
+}
+
+/// The keys that every version has and will have.
+#[derive(Deserialize)]
+struct Envelope {
+    format: String,
+    format_version: u32,
+    #[serde(default)]
+    required_features: Vec<String>,
+}
+
+impl Manifest {
+    /// The bytes of `manifest.json`. Refuses what [`Self::decode`] would refuse.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        if self.format_version != FORMAT_VERSION {
+            return Err(Error::Misuse(format!(
+                "this version writes manifests of format version {FORMAT_VERSION}, not {}",
+                self.format_version
+            )));
+        }
+        check_features(&self.required_features).map_err(Error::Misuse)?;
+        check::check(self)?
+            .map_err(|what| Error::Misuse(format!("the manifest cannot be written: {what}")))?;
+        let mut bytes = serde_json::to_vec_pretty(&Tagged { format: FORMAT_NAME, manifest: self })
+            .map_err(|error| Error::Misuse(format!("the manifest cannot be written: {error}")))?;
+        bytes.push(b'\n');
+        let crc = crc32c(&bytes);
+        bytes.extend_from_slice(&last_line(crc));
+        limit_bytes(&bytes)?;
+        Ok(bytes)
+    }
+
+    /// Reads and checks `manifest.json`; `file` is for messages. The checksum comes first: an altered byte is [`Error::Corrupt`], an
+    /// unknown version or required feature is [`Error::Format`], and so is what does not keep the module's invariants.
+    pub fn decode(bytes: &[u8], file: &Path) -> Result<Self> {
+        limit_bytes(bytes)?;
+        let format = |what: String| Error::Format { file: file.to_owned(), what };
+        let body = checked_body(bytes).map_err(|what| Error::corrupt(file, what))?;
+        json::refuse_duplicate_keys(body).map_err(|error| format(error.to_string()))?;
+        let envelope: Envelope = serde_json::from_slice(body)
+            .map_err(|error| format(format!("it is no manifest of stepwell: {error}")))?;
+        if envelope.format != FORMAT_NAME {
+            return Err(format(format!("its format is `{}`, not `{FORMAT_NAME}`", envelope.format)));
+        }
+        if envelope.format_version != FORMAT_VERSION {
+            return Err(format(format!(
+                "it has format version {}; this version of stepwell reads version {FORMAT_VERSION}",
+                envelope.format_version
+            )));
+        }
+        check_features(&envelope.required_features).map_err(format)?;
+        let manifest: Self = serde_json::from_slice(body).map_err(|error| format(error.to_string()))?;
+        check::check(&manifest)?.map_err(format)?;
+        Ok(manifest)
+    }
+
+    /// The item of that name.
+    pub fn item(&self, name: &str) -> Option<&Item> {
+        self.items.iter().find(|item| item.name == name)
+    }
+
+    /// The data files below an item's directory, in the order of the list.
+    pub fn files_of<'a>(&'a self, item: &'a Item) -> impl Iterator<Item = &'a FileEntry> + 'a {
+        self.files.iter().filter(|entry| super::paths::is_below(&entry.path, &item.dir))
+    }
+}
+
+fn last_line(crc: u32) -> [u8; LAST_LINE_BYTES] {
+    let mut line = [0; LAST_LINE_BYTES];
+    for (byte, text) in line.iter_mut().zip(format!("{{\"crc32c\": \"{crc:08x}\"}}\n").bytes()) {
+        *byte = text;
+    }
+    line
+}
+
+/// The bytes before the last line, where the last line is exactly what belongs there.
+fn checked_body(bytes: &[u8]) -> std::result::Result<&[u8], String> {
+    let (body, line) = bytes
+        .len()
+        .checked_sub(LAST_LINE_BYTES)
+        .and_then(|end| bytes.split_at_checked(end))
+        .ok_or("it is too short to hold the line with its checksum")?;
+    if !body.ends_with(b"\n") || !line.starts_with(b"{\"crc32c\": \"") {
+        return Err("its last line is not its checksum; it was cut or edited".to_owned());
+    }
+    let crc = crc32c(body);
+    if line != last_line(crc) {
+        return Err(format!(
+            "its checksum does not hold: its bytes give {crc:08x}, its last line says {}",
+            String::from_utf8_lossy(line).trim_end()
+        ));
+    }
+    Ok(body)
+}
+
+fn check_features(required: &[String]) -> std::result::Result<(), String> {
+    match required.iter().find(|name| !KNOWN_FEATURES.contains(&name.as_str())) {
+        Some(name) => {
+            Err(format!("it requires the feature `{name}`, which this version of stepwell does not know"))
+        }
+        None => Ok(()),
+    }
+}
+
+fn limit_bytes(bytes: &[u8]) -> Result<()> {
+    super::limit("a manifest's size in bytes", bytes.len() as u64, MAX_MANIFEST_BYTES)
+}

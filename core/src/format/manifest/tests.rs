@@ -1,0 +1,268 @@
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::{Attempt, FileEntry, IndexEntry, Item, Manifest, Tombstone, TopLevel};
+use crate::error::{Error, Result};
+use crate::format::checksum::crc32c;
+
+fn decode(bytes: &[u8]) -> Result<Manifest> {
+    Manifest::decode(bytes, Path::new("manifest.json"))
+}
+
+pub(crate) fn sample() -> Manifest {
+    let item = |name: &str, dir: &str, position| Item {
+        name: name.into(),
+        dir: dir.into(),
+        index: IndexEntry { path: format!("{dir}/index"), length: 4096, crc32c: 0x00C0_FFEE },
+        top_level: vec![TopLevel { name: name.into(), position }],
+        leaves: 3,
+        tensor_bytes: 1 << 40,
+    };
+    Manifest {
+        format_version: 1,
+        required_features: vec![],
+        writer: "stepwell 0.1.0".into(),
+        step: i64::MAX as u64,
+        attempt: Attempt { session: "0123456789abcdef0123456789abcdef".into(), counter: 7 },
+        started_unix_ns: 1_700_000_000_000_000_000,
+        committed_unix_ns: -1,
+        world_size: 2,
+        plan_hash: "00ff".into(),
+        items: vec![item("params", "i0", 0), item("optimizer", "i1", 2)],
+        files: vec![
+            FileEntry { path: "i0/00000.data".into(), length: 12288, trailer_crc32c: 1, file_id: u128::MAX },
+            FileEntry { path: "i1/g000/00001.data".into(), length: 8192, trailer_crc32c: 2, file_id: 3 },
+        ],
+        dropped: vec![Tombstone {
+            item: "data".into(),
+            dir: "i2".into(),
+            paths: vec!["i2/index".into(), "i2/00000.data".into()],
+            unix_ns: 5,
+        }],
+        metrics: BTreeMap::from([
+            ("loss".into(), 0.1 + 0.2),
+            ("worst".into(), f64::INFINITY),
+            ("least".into(), f64::NEG_INFINITY),
+            ("zero".into(), -0.0),
+        ]),
+        custom_metadata: json!({"z": [1, {"a": null}], "a": "ü"}),
+    }
+}
+
+/// A manifest with another text in it, and a checksum that holds.
+fn edited(edit: impl Fn(&str) -> String) -> Result<Manifest> {
+    let text = String::from_utf8(sample().encode().unwrap()).unwrap();
+    let (body, _) = text[..text.len() - 1].rsplit_once('\n').unwrap();
+    let edited = edit(&format!("{body}\n"));
+    assert_ne!(edited, format!("{body}\n"), "the edit changed nothing");
+    decode(format!("{edited}{{\"crc32c\": \"{:08x}\"}}\n", crc32c(edited.as_bytes())).as_bytes())
+}
+
+fn replaced(from: &str, to: &str) -> Result<Manifest> {
+    edited(|text| text.replacen(from, to, 1))
+}
+
+fn refused_with(outcome: Result<Manifest>, kind: &str, text: &str) {
+    let error = outcome.expect_err("it was accepted");
+    assert_eq!(error.kind(), kind, "{error}");
+    assert!(error.to_string().contains(text), "{error}");
+}
+
+#[test]
+fn what_was_written_is_read_again_and_written_the_same() {
+    let bytes = sample().encode().unwrap();
+    let again = decode(&bytes).unwrap();
+    assert_eq!(again, sample());
+    assert_eq!(again.encode().unwrap(), bytes);
+    assert!(again.metrics["zero"].is_sign_negative());
+}
+
+#[test]
+fn it_is_json_that_people_can_read_and_its_last_line_is_json_too() {
+    let text = String::from_utf8(sample().encode().unwrap()).unwrap();
+    assert!(text.starts_with("{\n  \"format\": \"stepwell\",\n  \"format_version\": 1,\n"), "{text}");
+    assert!(text.contains("\"trailer_crc32c\": \"00000001\""), "{text}");
+    let lines: Vec<&str> = text.lines().collect();
+    let last: serde_json::Value = serde_json::from_str(lines.last().unwrap()).unwrap();
+    let body = format!("{}\n", lines[..lines.len() - 1].join("\n"));
+    assert_eq!(last["crc32c"], format!("{:08x}", crc32c(body.as_bytes())));
+    serde_json::from_str::<serde_json::Value>(&body).unwrap();
+}
+
+#[test]
+fn not_a_number_survives_as_a_string() {
+    let mut manifest = sample();
+    manifest.metrics = BTreeMap::from([("loss".into(), f64::NAN)]);
+    let bytes = manifest.encode().unwrap();
+    assert!(std::str::from_utf8(&bytes).unwrap().contains("\"loss\": \"NaN\""));
+    assert!(decode(&bytes).unwrap().metrics["loss"].is_nan());
+}
+
+#[test]
+fn every_flipped_bit_is_refused() {
+    let bytes = sample().encode().unwrap();
+    for at in 0..bytes.len() * 8 {
+        let mut flipped = bytes.clone();
+        flipped[at / 8] ^= 1 << (at % 8);
+        assert_eq!(decode(&flipped).expect_err("a flipped bit was accepted").kind(), "corrupt", "bit {at}");
+    }
+}
+
+#[test]
+fn every_truncation_and_every_addition_is_refused() {
+    let bytes = sample().encode().unwrap();
+    for end in 0..bytes.len() {
+        assert_eq!(decode(&bytes[..end]).expect_err("a cut file was accepted").kind(), "corrupt", "{end}");
+    }
+    for more in [&b"\n"[..], b" ", b"\0", b"x", &bytes] {
+        let longer = [&bytes, more].concat();
+        if more.len() < 10 {
+            assert_eq!(decode(&longer).expect_err("a longer file was accepted").kind(), "corrupt");
+        } else {
+            assert!(decode(&longer).is_err());
+        }
+    }
+}
+
+#[test]
+fn unknown_keys_are_ignored_and_unknown_features_and_versions_are_refused_by_name() {
+    let with_more =
+        replaced("\"world_size\": 2", "\"world_size\": 2, \"from_the_future\": {\"x\": [1]}").unwrap();
+    assert_eq!(with_more, sample());
+    refused_with(
+        replaced("\"required_features\": []", "\"required_features\": [\"zstd\"]"),
+        "format",
+        "`zstd`",
+    );
+    refused_with(replaced("\"format_version\": 1", "\"format_version\": 2"), "format", "version 2");
+    refused_with(replaced("\"format\": \"stepwell\"", "\"format\": \"other\""), "format", "`other`");
+    let mut manifest = sample();
+    manifest.required_features.push("zstd".into());
+    assert_eq!(manifest.encode().unwrap_err().kind(), "misuse");
+}
+
+#[test]
+fn duplicate_keys_are_refused_wherever_they_stand() {
+    refused_with(replaced("\"step\": ", "\"step\": 1, \"step\": "), "format", "\"step\" stands twice");
+    refused_with(replaced("\"loss\": ", "\"loss\": 1, \"loss\": "), "format", "\"loss\" stands twice");
+    refused_with(replaced("\"a\": null", "\"a\": 1, \"a\": 2"), "format", "\"a\" stands twice");
+    refused_with(
+        replaced("\"step\": ", "\"new\": 1, \"n\\u0065w\": 2, \"step\": "),
+        "format",
+        "stands twice",
+    );
+}
+
+#[test]
+fn paths_that_leave_the_step_are_refused() {
+    for bad in ["/etc/passwd", "../x", "i0/../../x", "i0//x", "i0/", "i0", "i3/x", "i0/.hidden", "i0/a\\\\b"]
+    {
+        let what = replaced("i0/00000.data", bad).expect_err(bad);
+        assert_eq!(what.kind(), "format", "{bad}");
+    }
+    for bad in ["..", ".", "", "a/b", ".lease", "manifest.json"] {
+        assert!(replaced("\"dir\": \"i0\"", &format!("\"dir\": \"{bad}\"")).is_err(), "{bad}");
+    }
+    refused_with(replaced("i0/index", "i1/index"), "format", "not below");
+}
+
+#[test]
+fn a_tombstone_names_nothing_that_lives() {
+    refused_with(edited(|text| text.replace("i2", "i1")), "format", "stands twice");
+    refused_with(replaced("i2/00000.data", "i0/00000.data"), "format", "not below");
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_on_read_and_on_write() {
+    refused_with(replaced("\"position\": 2", "\"position\": 0"), "format", "position");
+    refused_with(replaced("\"name\": \"optimizer\"", "\"name\": \"params\""), "format", "stands twice");
+    refused_with(replaced("\"length\": 12288", "\"length\": 100"), "format", "impossible length");
+    refused_with(replaced("\"length\": 12288", "\"length\": 18446744073709551615"), "limit", "data file");
+    refused_with(replaced("\"world_size\": 2", "\"world_size\": 0"), "format", "world size");
+    refused_with(replaced("\"step\": 9223372036854775807", "\"step\": 9223372036854775808"), "limit", "step");
+    refused_with(replaced("\"step\": 9223372036854775807", "\"step\": -1"), "format", "invalid value");
+    refused_with(replaced("0123456789abcdef", "0123456789ABCDEF"), "format", "session");
+    refused_with(replaced("\"00000001\"", "\"1\""), "format", "hexadecimal");
+    refused_with(replaced("\"Infinity\"", "\"infinite\""), "format", "NaN");
+
+    let mut manifest = sample();
+    manifest.step = u64::MAX;
+    assert_eq!(manifest.encode().unwrap_err().kind(), "limit");
+    let mut manifest = sample();
+    manifest.items[1].dir = "i0".into();
+    assert_eq!(manifest.encode().unwrap_err().kind(), "misuse");
+}
+
+#[test]
+fn metadata_is_limited_in_depth_and_size() {
+    let mut manifest = sample();
+    manifest.custom_metadata = (0..64).fold(json!(1), |inner, _| json!([inner]));
+    assert_eq!(decode(&manifest.encode().unwrap()).unwrap(), manifest);
+    for deep in [65, 1000] {
+        manifest.custom_metadata = (0..deep).fold(json!(1), |inner, _| json!({ "k": inner }));
+        assert_eq!(manifest.encode().unwrap_err().kind(), "limit");
+    }
+    manifest.custom_metadata = json!("x".repeat(4 << 20));
+    assert_eq!(manifest.encode().unwrap_err().kind(), "limit");
+}
+
+#[test]
+fn json_that_nests_without_end_is_refused_and_not_followed() {
+    refused_with(
+        replaced("\"world_size\": 2", &format!("\"x\": {}", "[".repeat(1 << 20))),
+        "format",
+        "recursion",
+    );
+}
+
+#[test]
+fn an_error_names_the_file() {
+    let Err(Error::Corrupt { file, .. }) = decode(b"") else { panic!("it was accepted") };
+    assert_eq!(file, Path::new("manifest.json"));
+}
+
+proptest! {
+    #[test]
+    fn random_bytes_are_refused_without_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        prop_assert!(decode(&bytes).is_err());
+        let _ = decode(&[&bytes[..], format!("\n{{\"crc32c\": \"{:08x}\"}}\n", crc32c(&bytes)).as_bytes()].concat());
+    }
+
+    #[test]
+    fn every_metric_and_name_survives(
+        metrics in proptest::collection::btree_map(".*", proptest::num::f64::ANY, 0..6),
+        name in ".*",
+        step in 0..=i64::MAX as u64,
+        times in any::<(i64, i64)>(),
+    ) {
+        let mut manifest = sample();
+        manifest.items[0].name = name;
+        (manifest.step, manifest.metrics) = (step, metrics);
+        (manifest.started_unix_ns, manifest.committed_unix_ns) = times;
+        let again = decode(&manifest.encode().unwrap()).unwrap();
+        let bits = |value: f64| if value.is_nan() { f64::NAN.to_bits() } else { value.to_bits() };
+        for (name, &value) in &manifest.metrics {
+            prop_assert_eq!(bits(again.metrics[name]), bits(value));
+        }
+        manifest.metrics.clear();
+        let again = Manifest { metrics: BTreeMap::new(), ..again };
+        prop_assert_eq!(again, manifest);
+    }
+
+    #[test]
+    fn an_edited_text_with_a_good_checksum_never_panics(
+        at in any::<prop::sample::Index>(), with in proptest::collection::vec(any::<u8>(), 0..4), cut in 0_usize..8,
+    ) {
+        let bytes = sample().encode().unwrap();
+        let mut body = bytes[..bytes.len() - 23].to_vec();
+        let at = at.index(body.len() - cut);
+        body.splice(at..at + cut, with);
+        body.extend_from_slice(b"\n");
+        let line = format!("{{\"crc32c\": \"{:08x}\"}}\n", crc32c(&body));
+        body.extend_from_slice(line.as_bytes());
+        let _ = decode(&body);
+    }
+}
