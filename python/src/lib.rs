@@ -1,6 +1,35 @@
-//! Python bindings: no policy, no format, no framework logic.
+//! Python bindings: no policy, no format, no framework logic. The package `stepwell` beside this crate is the public face; this module
+//! (`stepwell._core`) is what it calls.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`flatten`] [`values`] | a state → tree and leaves; object leaves ↔ values |
+//! | [`ingest`] | memory that Python owns; the only unsafe code |
+//! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
 use pyo3::prelude::*;
 
+mod errors;
+mod flatten;
+mod hooks;
+mod ingest;
+mod state;
+mod values;
+
 /// The engine behind the package `stepwell`.
-#[pymodule]
-mod _core {}
+#[pymodule(gil_used = true)]
+mod _core {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::state::{State, flatten};
+
+    /// Version of the package and its engine.
+    #[pymodule_export]
+    const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+    /// Names of all dtypes that the format knows.
+    #[pyfunction]
+    fn dtype_names() -> Vec<&'static str> {
+        stepwell_core::dtype::Dtype::ALL.iter().map(|dtype| dtype.name()).collect()
+    }
+}

@@ -1,6 +1,5 @@
 //! Object leaves: Python values ↔ [`Value`]. Exact built-in types are handled here; what else there is, Python describes.
 
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{
     PyBool, PyByteArray, PyBytes, PyComplex, PyDict, PyEllipsis, PyFloat, PyFrozenSet, PyInt, PyList, PySet, PyString,
@@ -242,9 +241,4 @@ pub fn to_python<'py>(py: Python<'py>, value: &Value, reviver: &Bound<'py, PyAny
             reviver.call_method1("extension", (name, to_python(py, parts, reviver)?))?
         }
     })
-}
-
-/// Raised where a value that must be plain is not.
-pub fn not_plain(what: &str) -> PyErr {
-    PyTypeError::new_err(format!("{what} must be a plain value"))
 }

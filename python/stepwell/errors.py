@@ -52,7 +52,7 @@ class StepOrder(StepwellError, ValueError):
 class CorruptCheckpoint(StepwellError):
     """Stored bytes are not the bytes that were written. ``leaf``, ``file`` and ``block`` say where."""
 
-    kind = "corrupt"
+    kind = "corrupt_checkpoint"
     block: int | None = None
 
 
@@ -97,7 +97,7 @@ class CoordinationTimeout(StepwellError, TimeoutError):
 class StalledError(StepwellError, TimeoutError):
     """Nothing happened for too long; the message says what was waited for."""
 
-    kind = "stalled"
+    kind = "timeout"
 
 
 class LockedError(StepwellError):
@@ -115,7 +115,7 @@ class DonatedBuffer(StepwellError):
 class ForkedProcess(StepwellError):
     """A handle was used in a forked child; it belongs to the parent process."""
 
-    kind = "forked"
+    kind = "forked_process"
 
 
 class FormatError(StepwellError):
@@ -124,10 +124,16 @@ class FormatError(StepwellError):
     kind = "format"
 
 
-class LimitExceeded(StepwellError, ValueError):
-    """A bound of the format was passed, on write or on read."""
+class NotAStep(FormatError):
+    """A directory that has a step's name and is none, or is one under a wrong name."""
 
-    kind = "limit"
+    kind = "not_a_step"
+
+
+class NoLocks(LockedError):
+    """The file system has no locks, so that a second writer cannot be noticed in time."""
+
+    kind = "no_locks"
 
 
 class ClosedError(StepwellError, ValueError):
@@ -151,7 +157,7 @@ class StorageError(StepwellError, OSError):
 class MisuseError(StepwellError, ValueError):
     """A call that cannot work, whatever is on disk."""
 
-    kind = "misuse"
+    kind = "invalid"
 
 
 class Cancelled(StepwellError):
@@ -173,17 +179,19 @@ def _classes() -> list[type[StepwellError]]:
 #: Every class by its kind.
 BY_KIND: dict[str, type[StepwellError]] = {one.kind: one for one in _classes()}
 
-#: Kinds of the engine that have no class of their own.
-ENGINE_KINDS: dict[str, type[StepwellError]] = {
+#: Kinds of the engine below the manager, whose errors the manager renames before they get here.
+CORE_KINDS: dict[str, type[StepwellError]] = {
+    "corrupt": CorruptCheckpoint,
     "leaf": UnsupportedLeaf,
-    "timeout": StalledError,
-    "durability": DurabilityUncertain,
+    "forked": ForkedProcess,
+    "limit": FormatError,
+    "misuse": MisuseError,
 }
 
 
 def class_of(kind: str) -> type[StepwellError] | None:
     """The class for a kind that the engine uses."""
-    return BY_KIND.get(kind) or ENGINE_KINDS.get(kind)
+    return BY_KIND.get(kind) or CORE_KINDS.get(kind)
 
 
 def from_engine(kind: str, message: str, attributes: dict[str, Any]) -> StepwellError:
