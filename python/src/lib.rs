@@ -21,7 +21,7 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::state::{State, flatten};
+    use crate::state::{State, flatten, is_plain};
 
     /// Version of the package and its engine.
     #[pymodule_export]

@@ -56,3 +56,10 @@ impl State {
 pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<State> {
     Ok(State { flat: crate::flatten::flatten(state)? })
 }
+
+/// Whether a value is one object leaf: a scalar, or a sequence or set of plain values only.
+#[pyfunction]
+pub fn is_plain(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let hooks = crate::hooks::hooks(value.py())?;
+    Ok(matches!(crate::values::to_value(hooks, value, false, 0)?, crate::values::Plain::Value(_)))
+}

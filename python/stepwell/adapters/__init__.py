@@ -61,3 +61,12 @@ class StoredExtension:
 
     def __repr__(self) -> str:
         return f"StoredExtension({self.name!r}, {self.parts!r})"
+
+
+def spec(obj: Any) -> Any:
+    """What an array or abstract array of a framework that is in use wants, as an ``ArraySpec``, or ``None``."""
+    for module in _loaded():
+        found = module.spec(obj)
+        if found is not None:
+            return found
+    return None
