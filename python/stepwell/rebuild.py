@@ -64,6 +64,10 @@ class Structure:
                 pending.extend(reversed(self.children[at]))
         return found
 
+    def leaf_paths(self) -> list[str]:
+        """Rendered paths of the leaves, by number."""
+        return [self.paths[node] for node in self.leaf_nodes]
+
     def is_container(self, node: int) -> bool:
         """Whether a node is a container."""
         return not isinstance(self.nodes[node][2], int)

@@ -7,11 +7,11 @@ everything has been read. What a failure in the last step may have overwritten i
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,9 +20,9 @@ from .allocate import Allocator
 from .convert import cast_into, common_box
 from .errors import MismatchError, MisuseError, StepwellError
 from .leaves import Reviver
-from .paths import Component, glob_escape, starts_with
+from .paths import Component
 from .rebuild import Structure
-from .specs import ArraySpec, to_dtype
+from .specs import AS_STORED, ArraySpec, ObjectSpec, to_dtype
 from .template import Branch, Leaf, Part
 
 Globs: TypeAlias = str | Iterable[str] | None
@@ -57,34 +57,48 @@ class Options:
 
 @dataclass(slots=True)
 class RestoreReport:
-    """What a restore did, or why it did nothing. Paths are rendered leaf paths of what was wanted."""
+    """What a restore did, or why it did nothing. Paths are rendered leaf paths: wanted ones, or stored ones where that is said."""
 
     #: Leaves that were restored.
     restored: list[str] = field(default_factory=list)
-    #: Wanted, not stored.
-    missing: list[str] = field(default_factory=list)
-    #: Stored inside a wanted entry, not wanted.
-    unexpected: list[str] = field(default_factory=list)
-    #: Wanted and stored, but not alike: path and why.
-    mismatched: list[tuple[str, str]] = field(default_factory=list)
-    #: Missing, so that the caller's own array stayed.
+    #: Wanted, not stored: path, why, and stored paths that it may be called.
+    missing: list[tuple[str, str, list[str]]] = field(default_factory=list)
+    #: Stored inside a wanted entry, not wanted: stored path, its wanted name where a rename gave one, missing leaves that it may be.
+    unexpected: list[tuple[str, str | None, list[str]]] = field(default_factory=list)
+    #: Path, stored and wanted shape.
+    wrong_shape: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    #: Path, stored and wanted dtype, what is wrong with the cast.
+    wrong_dtype: list[tuple[str, str, str, str]] = field(default_factory=list)
+    #: Path, what is stored, what is wanted.
+    wrong_kind: list[tuple[str, str, str]] = field(default_factory=list)
+    #: Path, and the stored leaves that renames gave that one name.
+    collisions: list[tuple[str, list[str]]] = field(default_factory=list)
+    #: Not restored: the caller's own value stayed.
     kept: list[str] = field(default_factory=list)
     #: Restored in another dtype: path, stored and wanted dtype.
     cast: list[tuple[str, str, str]] = field(default_factory=list)
     #: Restored in another shape: path, stored and wanted shape.
     resized: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    #: Stored, and not asked for (other top-level entries, ``...``, ``exclude``).
+    #: Stored paths that were not read: unexpected and ignored.
+    ignored: list[str] = field(default_factory=list)
+    #: Stored paths that were not read: other top-level entries, ``...``, ``include`` and ``exclude``.
     left_out: list[str] = field(default_factory=list)
+    #: Renames that applied to nothing.
+    unused_renames: list[str] = field(default_factory=list)
     #: Bytes of arrays that were read.
     nbytes: int = 0
-    #: The whole report in words.
+    #: The report in words.
     text: str = ""
 
-    def __str__(self) -> str:
-        return self.text or (
-            f"{len(self.restored)} leaves restored ({self.nbytes} bytes), {len(self.kept)} kept, {len(self.cast)} cast, "
-            f"{len(self.resized)} resized, {len(self.left_out)} left out"
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was wanted was there."""
+        return not (
+            self.missing or self.unexpected or self.wrong_shape or self.wrong_dtype or self.wrong_kind or self.collisions
         )
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(slots=True)
@@ -116,145 +130,71 @@ class Restore:
     def __init__(self, core: Any, options: Options) -> None:
         self.core = core
         self.options = options.plain()
-        self.raw_options = options
         self.structure = Structure(core.nodes())
-        #: ``(kind, dtype name, shape, leaf that it is tied to)`` per stored leaf.
-        self.records: list[tuple[str, str | None, tuple[int, ...] | None, int | None]] = core.leaves()
         self.report = RestoreReport()
         self.allocator = Allocator()
         self.reviver = Reviver()
 
-    # ---- what is stored, without a target -------------------------------------------------------------------------------
-
-    def as_stored(self) -> Any:
-        """The stored structure, as numpy arrays and Python values."""
-        if self.options["rename"]:
-            raise MisuseError("rename= says where stored leaves go in a like= or into=; without one there is nothing to rename to")
-        chosen = [leaf for leaf, _ in self.core.select(self.options)]
-        values = self._read_stored(chosen)
-        everything = len(chosen) == len(self.records)
-        if not self.structure.nodes:
-            return {}
-        result = self.structure.build(0, values.__getitem__, None if everything else set(chosen))
-        if result is ... and not everything:
-            self._nothing_selected()
-        return result
-
-    def _nothing_selected(self) -> None:
-        raise MisuseError(
-            f"include={self.raw_options.include!r} exclude={self.raw_options.exclude!r} select no stored leaf; paths look like "
-            f"{[self.structure.paths[node] for node in self.structure.leaf_nodes[:3]]}"
-        )
-
-    def _read_stored(self, chosen: list[int]) -> dict[int, Any]:
-        values: dict[int, Any] = {}
-        jobs: dict[int, _Job] = {}
-        objects: list[int] = []
-        per_glob = self._cast_of()
-        for leaf in chosen:
-            kind, _, _, of = self.records[leaf]
-            path = self.structure.paths[self.structure.leaf_nodes[leaf]]
-            self.report.restored.append(path)
-            if kind == "object":
-                objects.append(leaf)
-                continue
-            source = leaf if of is None else of
-            if source not in jobs:
-                jobs[source] = self._job(source, path, None, None, per_glob.get(leaf))
-        for leaf, value in zip(objects, self.core.objects(objects, self.reviver), strict=True):
-            values[leaf] = value
-        self._run(list(jobs.values()))
-        for leaf in chosen:
-            kind, _, _, of = self.records[leaf]
-            if kind != "object":
-                values[leaf] = jobs[leaf if of is None else of].result
-        self._count_left_out(set(chosen))
-        return values
-
-    def _cast_of(self) -> dict[int, str]:
-        """Dtypes that ``cast={glob: dtype}`` gives stored leaves, where no ``like`` says what is wanted."""
-        if not isinstance(self.options["cast"], dict):
-            return {}
-        found: dict[int, str] = self.core.casts(self.options)
-        return found
-
-    # ---- with a target ------------------------------------------------------------------------------------------------
-
-    def into(self, target: Any, fill: bool) -> Any:
+    def run(self, target: Any, fill: bool) -> Any:
         """The caller's structure with the stored values; in place where ``fill`` says so and it can be."""
         part = template.parse(target)
         self.reviver = Reviver(template.enum_classes(part))
-        selected: list[tuple[int, list[Component]]] = self.core.select(self.options)
-        wanted = _Wanted(self, part, selected)
-        answer = self.core.match(wanted.specs, self.options, wanted.scope)
-        self._take(answer, wanted)
-        self._check_kept(wanted)
-        if answer["error"] is not None:
-            error = MismatchError(answer["error"])
-            self.report.text = answer["error"]
-            error.report = self.report
-            raise error
+        wanted = _Wanted(self, part)
+        if wanted.specs or wanted.top_level:
+            self._match(wanted)
         self._read_wanted(wanted, fill)
         return template.finish(part, fill)
 
-    def _take(self, answer: dict[str, Any], wanted: _Wanted) -> None:
-        report = self.report
-        report.missing = answer["missing"]
-        report.unexpected = answer["unexpected"]
-        report.mismatched = answer["mismatched"]
+    def _match(self, wanted: _Wanted) -> None:
+        answer = self.core.match(wanted.specs, wanted.top_level, self.options)
+        report, paths = self.report, self.structure.leaf_paths()
+        for name in ("missing", "unexpected", "wrong_dtype", "wrong_kind", "collisions", "unused_renames", "text"):
+            setattr(report, name, answer[name])
+        report.wrong_shape = [(path, tuple(stored), tuple(asked)) for path, stored, asked in answer["wrong_shape"]]
         report.kept = [wanted.paths[number] for number in answer["kept"]]
-        wanted.matched = {number: (stored, dtype) for number, stored, dtype in answer["matched"]}
-        wanted.kept = set(answer["kept"])
-        wanted.left_out = set(answer["left_out"])
-        report.restored = [wanted.paths[number] for number in wanted.matched]
-        self._count_left_out({stored for stored, _ in wanted.matched.values()}, set(answer["unexpected"]))
-
-    def _count_left_out(self, used: set[int], besides: set[str] | None = None) -> None:
-        for leaf, node in enumerate(self.structure.leaf_nodes):
-            path = self.structure.paths[node]
-            if leaf not in used and path not in (besides or ()):
-                self.report.left_out.append(path)
-
-    def _check_kept(self, wanted: _Wanted) -> None:
-        """``missing="keep"`` needs something to keep: a spec or a type has no value."""
-        empty = [
-            leaf.path
-            for number in sorted(wanted.kept)
-            if (leaf := wanted.leaf_of[number]) is not None
-            and (leaf.what == "stored" or isinstance(leaf.value, (ArraySpec, type)) or _is_object_spec(leaf.value))
-        ]
-        if empty:
-            error = MismatchError(
-                f'missing="keep" keeps what stands in like=, but these hold no value: {", ".join(f"`{path}`" for path in empty)}'
-            )
-            self.report.missing = empty
-            error.report = self.report
+        report.ignored = [paths[leaf] for leaf in answer["ignored"]]
+        report.left_out = [paths[leaf] for leaf in answer["left_out"]]
+        if not report.ok:
+            error = MismatchError(report.text)
+            error.report = report
             raise error
+        wanted.kept = set(answer["kept"])
+        for match in answer["matches"]:
+            wanted.matches.setdefault(match[0], []).append(match[1:])
 
     def _read_wanted(self, wanted: _Wanted, fill: bool) -> None:
-        objects: list[int] = []
+        objects: dict[int, Any] = {}
         jobs: dict[Any, _Job] = {}
-        job_of: dict[int, _Job] = {}
-        for number, (stored, dtype) in wanted.matched.items():
-            kind, _, _, of = self.records[stored]
-            if kind == "object":
-                objects.append(stored)
-                continue
+        job_of: dict[tuple[int, int], _Job] = {}
+        paths = self.structure.leaf_paths()
+        for number, matches in wanted.matches.items():
             leaf = wanted.leaf_of[number]
-            source = stored if of is None else of
-            own = leaf.array if leaf is not None else None
-            spec = leaf.spec if leaf is not None else None
-            job = self._job(source, wanted.paths[number], spec, own if fill else None, dtype)
-            key: Any = (source, job.dtype, job.shape)
-            if job.target is not None:
-                key = (*key, _place(job.target))
-            job_of[number] = jobs.setdefault(key, job)
-        unique = list(dict.fromkeys(objects))
-        read = dict(zip(unique, self.core.objects(unique, self.reviver), strict=True))
+            own = leaf.array if fill and leaf is not None and leaf.what == "array" else None
+            for stored, source, tensor in matches:
+                path = wanted.paths[number] if leaf is not None and leaf.what != "stored" else paths[stored]
+                self.report.restored.append(path)
+                if tensor is None:
+                    objects[source] = None
+                    continue
+                job = self._job(source, path, own, *tensor)
+                key: Any = (source, job.dtype, job.shape)
+                if job.target is not None:
+                    key = (*key, _place(job.target))
+                job_of[number, stored] = jobs.setdefault(key, job)
+        read = dict(zip(objects, self.core.objects(list(objects), self.reviver), strict=True))
         wanted.check_types(read)
         self._settle_shared_targets(list(jobs.values()))
         self._run(list(jobs.values()))
-        wanted.fill_results({**{n: j.result for n, j in job_of.items()}}, read, fill)
+        for job in jobs.values():
+            self._note(job)
+        wanted.fill_results({key: job.result for key, job in job_of.items()}, read, fill)
+
+    def _note(self, job: _Job) -> None:
+        self.report.nbytes += prod(job.box()) * job.stored_dtype.itemsize
+        if not job.exact:
+            self.report.cast.append((job.path, job.stored_dtype.name, job.dtype.name))
+        if job.stored_shape != job.shape:
+            self.report.resized.append((job.path, job.stored_shape, job.shape))
 
     def _settle_shared_targets(self, jobs: list[_Job]) -> None:
         """Targets that share memory. The same array twice is a tie: both stored values must then be equal. Others that overlap are read
@@ -278,7 +218,7 @@ class Restore:
         values = []
         for job in (one, other):
             apart = _Job(job.stored, job.stored_dtype, job.stored_shape, job.shape, job.dtype, job.path)
-            self._run([apart], counted=False)
+            self._run([apart])
             values.append(apart.result)
         if values[0].tobytes() != values[1].tobytes():
             error = MismatchError(
@@ -291,39 +231,25 @@ class Restore:
 
     def _job(
         self,
-        stored: int,
+        source: int,
         path: str,
-        spec: ArraySpec | None,
         target: np.ndarray[Any, Any] | None,
-        cast: str | None,
+        stored_dtype: str,
+        dtype: str,
+        stored_shape: Sequence[int],
+        shape: Sequence[int],
     ) -> _Job:
-        _, name, shape, _ = self.records[stored]
-        assert name is not None
-        assert shape is not None
-        stored_dtype = to_dtype(name)
-        dtype = stored_dtype
-        if spec is not None and spec.dtype is not None:
-            dtype = spec.dtype if spec.dtype.isnative else spec.dtype.newbyteorder("=")
-        if cast is not None:
-            dtype = to_dtype(cast)
-        wanted_shape = shape if spec is None or spec.shape is None else spec.shape
-        if target is not None and (not target.flags.writeable or target.dtype.newbyteorder("=") != dtype):
+        wanted = to_dtype(dtype)
+        if target is not None and (not target.flags.writeable or target.dtype.newbyteorder("=") != wanted):
             target = None
-        job = _Job(stored, stored_dtype, tuple(shape), tuple(wanted_shape), dtype, path, target)
-        if job.stored_dtype != job.dtype:
-            self.report.cast.append((path, stored_dtype.name, dtype.name))
-        if job.stored_shape != job.shape:
-            self.report.resized.append((path, job.stored_shape, job.shape))
-        return job
+        return _Job(source, to_dtype(stored_dtype), tuple(stored_shape), tuple(shape), wanted, path, target)
 
-    def _run(self, jobs: list[_Job], counted: bool = True) -> None:
+    def _run(self, jobs: list[_Job]) -> None:
         """Reads: new memory and casts first, the caller's memory last."""
         fresh: list[tuple[_Job, np.ndarray[Any, Any]]] = []
         in_place: list[tuple[_Job, np.ndarray[Any, Any]]] = []
         apart: list[_Job] = []
         for job in jobs:
-            if counted:
-                self.report.nbytes += prod(job.box()) * job.stored_dtype.itemsize
             if job.target is None:
                 job.result = self.allocator.empty(job.shape, job.dtype)
                 if job.box() != job.shape:
@@ -383,152 +309,135 @@ class Restore:
 
 
 class _Wanted:
-    """What is asked of the store: the template's leaves, with subtrees that are wanted as stored taken apart into stored leaves."""
+    """What is asked of the store: the template's leaves, as the engine reads them."""
 
-    def __init__(self, restore: Restore, part: Part, selected: list[tuple[int, list[Component]]]) -> None:
+    def __init__(self, restore: Restore, part: Part) -> None:
         self.restore = restore
-        #: Components, and what is wanted there, for the engine.
-        self.specs: list[tuple[list[Component], tuple[str, str | None, tuple[int, ...] | None]]] = []
+        #: Components, what is wanted there (kind, dtype, shape), and whether the caller has a value there.
+        self.specs: list[tuple[tuple[Component, ...], str, str | None, tuple[int, ...] | None, bool]] = []
         self.paths: list[str] = []
         self.leaf_of: list[Leaf | None] = []
-        self.subtree_of: dict[int, Leaf] = {}
-        self.matched: dict[int, tuple[int, str | None]] = {}
+        #: Wanted number → (stored leaf, leaf that holds its bytes, tensor or ``None``).
+        self.matches: dict[int, list[tuple[int, int, Any]]] = {}
         self.kept: set[int] = set()
-        self.left_out: set[int] = set()
         self._leaves = list(template.leaves(part))
-        self._by_leaf: dict[int, list[int]] = {}
-        self._placed = [(tuple(path), leaf) for leaf, path in selected]
-        self._exact = {_plain(path): leaf for path, leaf in self._placed}
-        self._settled: set[int] = set()
+        self._number: dict[int, int] = {}
+        self._settled: list[tuple[Leaf, int]] = []
         self._empty: list[tuple[Branch, int]] = []
-        skipped: list[str] = []
         for leaf in self._leaves:
-            if leaf.what == "skip":
-                leaf.result = ...
-                skipped.append(leaf.path)
-            else:
-                self._add_leaf(leaf)
+            self._add_leaf(leaf)
+        #: Top-level entries that are wanted, those without a leaf too.
+        self.top_level: list[Component] = []
         for branch in template.branches(part):
-            if not branch.children and isinstance(branch.value, (list, tuple)) or _is_empty_deque(branch):
+            if len(branch.components) == 1:
+                self.top_level.append(branch.components[0])
+            if not branch.children and type(branch.value) in (list, tuple, deque):
                 self._add_empty(branch)
-        #: Which stored paths count as wanted at all: the top-level entries that the caller has, less what ``...`` leaves out.
-        self.scope: dict[str, Any] = {
-            "top": None if isinstance(part, Leaf) else [component for component in _top(part)],
-            "skip": [glob for path in skipped for glob in _subtree_globs(path)],
-        }
 
-    def _add(self, components: Iterable[Component], path: str, spec: tuple[str, str | None, Any], leaf: Leaf | None) -> int:
-        self.specs.append((list(components), spec))
-        self.paths.append(path)
-        self.leaf_of.append(leaf)
+    def _add(
+        self, where: Leaf | Branch, kind: str, dtype: str | None = None, shape: tuple[int, ...] | None = None, value: bool = False
+    ) -> int:
+        self.specs.append((where.components, kind, dtype, shape, value))
+        self.paths.append(where.path)
+        self.leaf_of.append(where if isinstance(where, Leaf) else None)
         return len(self.specs) - 1
 
     def _add_leaf(self, leaf: Leaf) -> None:
-        if leaf.what == "stored":
-            self._add_subtree(leaf)
+        structure = self.restore.structure
+        if leaf.what == "skip":
+            leaf.result = ...
+            self._add(leaf, "skip")
             return
         if leaf.what == "array":
             spec = leaf.spec or ArraySpec()
             dtype = None if spec.dtype is None else spec.dtype.newbyteorder("=").name
-            shape = spec.shape
-            self._by_leaf[id(leaf)] = [self._add(leaf.components, leaf.path, ("tensor", dtype, shape), leaf)]
+            has_value = not isinstance(leaf.value, (ArraySpec, type))
+            self._number[id(leaf)] = self._add(leaf, "tensor", dtype, spec.shape, has_value)
             return
-        structure = self.restore.structure
-        if isinstance(leaf.value, (list, tuple)) or type(leaf.value).__name__ == "deque":
+        if leaf.what == "stored" or type(leaf.value) in (list, tuple, deque):
+            # A subtree without leaves, or an empty sequence where the caller has a plain one: there is nothing to read.
             node = structure.find(leaf.components)
-            if node is not None and structure.is_container(node) and not structure.children[node]:
-                leaf.result = structure.build(node, lambda _: None)
-                self._settled.add(id(leaf))
+            if node is not None and structure.is_container(node) and not structure.leaves_below(node):
+                self._settled.append((leaf, node))
                 return
-        self._by_leaf[id(leaf)] = [self._add(leaf.components, leaf.path, ("object", None, None), leaf)]
-
-    def _add_subtree(self, leaf: Leaf) -> None:
-        below = [
-            (path, stored) for path, stored in self._placed if _plain(path[: len(leaf.components)]) == _plain(leaf.components)
-        ]
-        if not below:
-            node = self.restore.structure.find(leaf.components)
-            if node is not None and not self.restore.structure.leaves_below(node):
-                leaf.result = self._give(leaf, self.restore.structure.build(node, lambda _: None), False)
-                self._settled.add(id(leaf))
-                return
-            self._by_leaf[id(leaf)] = [self._add(leaf.components, leaf.path, ("any", None, None), leaf)]
-            return
-        numbers = []
-        for path, _ in below:
-            number = self._add(path, _rendered(path), ("any", None, None), None)
-            self.subtree_of[number] = leaf
-            numbers.append(number)
-        self._by_leaf[id(leaf)] = numbers
+        kind = "any" if leaf.what == "stored" else "object"
+        has_value = leaf.owner is not None or not (leaf.value is AS_STORED or isinstance(leaf.value, (ObjectSpec, type)))
+        self._number[id(leaf)] = self._add(leaf, kind, value=has_value)
 
     def _add_empty(self, branch: Branch) -> None:
         """An empty sequence of the caller where a plain one is stored, which is one object: what is stored is wanted."""
-        stored = self._exact.get(_plain(branch.components))
-        if stored is not None and self.restore.records[stored][0] == "object":
-            self._empty.append((branch, self._add(branch.components, branch.path, ("object", None, None), None)))
+        node = self.restore.structure.find(branch.components)
+        if node is not None and not self.restore.structure.is_container(node):
+            self._empty.append((branch, self._add(branch, "object", value=True)))
 
     def check_types(self, objects: Mapping[int, Any]) -> None:
         """A type in ``like`` is a demand on the stored object."""
-        wrong: list[tuple[str, str]] = []
-        for number, (stored, _) in self.matched.items():
+        wrong: list[tuple[str, str, str]] = []
+        for number, matches in self.matches.items():
             leaf = self.leaf_of[number]
             if leaf is None or leaf.what != "object" or not isinstance(leaf.value, type):
                 continue
-            value = objects[stored]
+            value = objects[matches[0][1]]
             fits = isinstance(value, leaf.value) and (leaf.value is bool or not isinstance(value, bool))
             if not fits and not (leaf.value is float and type(value) is int):
-                wrong.append((leaf.path, f"wanted {leaf.value.__qualname__}, stored {type(value).__qualname__} {value!r:.60}"))
+                wrong.append((leaf.path, f"{type(value).__qualname__} {value!r:.60}", leaf.value.__qualname__))
         if wrong:
-            self.restore.report.mismatched = wrong
-            error = MismatchError("\n".join(f"`{path}`: {why}" for path, why in wrong))
-            error.report = self.restore.report
+            report = self.restore.report
+            report.wrong_kind = wrong
+            report.text = "\n".join(f"`{path}`: stored is {stored}, wanted is {asked}" for path, stored, asked in wrong)
+            error = MismatchError(report.text)
+            error.report = report
             raise error
 
-    def fill_results(self, arrays: Mapping[int, Any], objects: Mapping[int, Any], fill: bool) -> None:
+    def fill_results(self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool) -> None:
         """Gives every leaf of the template its value."""
-
-        def value(number: int) -> Any:
-            stored = self.matched[number][0]
-            return arrays[number] if number in arrays else objects[stored]
-
         for branch, number in self._empty:
-            if number in self.matched:
-                branch.finish = _finish_replaced(value(number))
+            for stored, source, tensor in self.matches.get(number, ()):
+                branch.finish = _finish_replaced(objects[source] if tensor is None else arrays[number, stored])
+        for leaf, node in self._settled:
+            state = self.restore.structure.build(node, _nothing)
+            leaf.result = state if leaf.owner is None else _give(leaf, state, fill)
         for leaf in self._leaves:
-            if leaf.what == "skip" or id(leaf) in self._settled:
+            at = self._number.get(id(leaf))
+            if at is None:
+                continue  # left out, or settled without reading
+            matches = self.matches.get(at, [])
+            if not matches:
+                leaf.result = leaf.value  # kept
                 continue
-            numbers = self._by_leaf[id(leaf)]
-            if leaf.what != "stored" or (len(numbers) == 1 and self.leaf_of[numbers[0]] is leaf):
-                number = numbers[0]
-                if number in self.matched:
-                    leaf.result = _as_type(leaf, value(number))
-                else:  # kept, or not selected: what stands there stays
-                    leaf.result = leaf.value if number in self.kept or fill else ...
-                continue
-            by_stored = {self.matched[n][0]: n for n in numbers if n in self.matched}
-            node = self._common_node(leaf, list(by_stored))
-            state = self.restore.structure.build(node, lambda stored: value(by_stored[stored]), set(by_stored))  # noqa: B023
-            leaf.result = self._give(leaf, state, fill)
+            values = {
+                stored: objects[source] if tensor is None else arrays[at, stored] for stored, source, tensor in matches
+            }
+            if leaf.what == "stored":
+                state = self._subtree(leaf, values)
+                leaf.result = state if leaf.owner is None else _give(leaf, state, fill)
+            else:
+                leaf.result = _as_type(leaf, values[matches[0][0]])
 
-    def _common_node(self, leaf: Leaf, stored: list[int]) -> int:
-        """The stored node that a subtree comes from: under its own path, or where a rename took it from."""
+    def _subtree(self, leaf: Leaf, values: dict[int, Any]) -> Any:
+        """The stored containers around the leaves of a subtree: those below its own path, or where a rename took it from."""
         structure = self.restore.structure
         node = structure.find(leaf.components)
-        if node is not None and set(stored) <= set(structure.leaves_below(node)):
-            return node
-        chains = [_ancestors(structure, structure.leaf_nodes[one]) for one in stored]
-        shared = [node for node in chains[0] if all(node in chain for chain in chains)]
-        return shared[0]
+        below = [] if node is None else structure.leaves_below(node)
+        if node is None or not values.keys() <= set(below):
+            chains = [_ancestors(structure, structure.leaf_nodes[stored]) for stored in values]
+            node = next(one for one in chains[0] if all(one in chain for chain in chains))
+            below = structure.leaves_below(node)
+        return structure.build(node, values.__getitem__, None if len(below) == len(values) else set(values))
 
-    def _give(self, leaf: Leaf, state: Any, fill: bool) -> Any:
-        """A stored state → the stateful object that it belongs to."""
-        if leaf.owner is None:
-            return state
-        owner, protocol = leaf.owner
-        if fill:
-            protocol.set(owner, state)
-            return owner
-        return state if protocol.make is None else protocol.make(owner, state)
+
+def _give(leaf: Leaf, state: Any, fill: bool) -> Any:
+    """A stored state → the stateful object that it belongs to."""
+    assert leaf.owner is not None
+    owner, protocol = leaf.owner
+    if fill:
+        protocol.set(owner, state)
+        return owner
+    return state if protocol.make is None else protocol.make(owner, state)
+
+
+def _nothing(_: int) -> Any:
+    raise AssertionError("a container without leaves has no leaf")
 
 
 def _ancestors(structure: Structure, node: int) -> list[int]:
@@ -553,45 +462,6 @@ def _as_type(leaf: Leaf, value: Any) -> Any:
     if leaf.value is float and type(value) is int:
         return float(value)
     return value
-
-
-def _is_object_spec(value: Any) -> bool:
-    from .specs import ObjectSpec
-
-    return isinstance(value, ObjectSpec) or (isinstance(value, type) and not issubclass(value, enum.Enum))
-
-
-def _is_empty_deque(branch: Branch) -> bool:
-    return not branch.children and type(branch.value).__name__ == "deque"
-
-
-def _plain(path: Iterable[Component]) -> tuple[tuple[bool, str | int], ...]:
-    """Components without the difference between keys and fields, indices and integer keys: what a rendered path says."""
-    return tuple((tag in "kf", value) for tag, value in path)
-
-
-def _rendered(path: Iterable[Component]) -> str:
-    from .paths import render
-
-    return render(path)
-
-
-def _top(part: Branch) -> list[str]:
-    from .paths import extend
-
-    while len(part.children) == 1 and part.children[0][0] is None and isinstance(part.children[0][1], Branch):
-        part = part.children[0][1]
-    found: list[str] = []
-    for _, child in part.children:
-        components = child.components
-        if components:
-            found.append(extend("", components[0]))
-    return found
-
-
-def _subtree_globs(path: str) -> list[str]:
-    escaped = glob_escape(path)
-    return [escaped, f"{escaped}/**", f"{escaped}\\[*"]
 
 
 def _place(array: np.ndarray[Any, Any]) -> tuple[int, tuple[int, ...], str]:
@@ -672,23 +542,15 @@ def _choice(value: Any, name: str, allowed: tuple[str | None, ...]) -> Any:
 
 def _cast(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(glob): str(one) if one in ("lossless", "lossy") else to_dtype(one).name for glob, one in value.items()}
-    return _choice(value, "cast", ("lossless", "lossy"))
+        return {str(glob): str(one) if one in ("exact", "lossless", "lossy") else to_dtype(one).name for glob, one in value.items()}
+    return _choice(value, "cast", ("exact", "lossless", "lossy"))
 
 
-def run(
-    core: Any, *, like: Any, into: Any, options: Options, like_given: bool, into_given: bool
-) -> tuple[Any, RestoreReport]:
-    """A whole restore."""
-    if like_given and into_given:
+def run(core: Any, *, like: Any, into: Any, options: Options) -> tuple[Any, RestoreReport]:
+    """A whole restore. ``like=None``: everything, as it is stored."""
+    if like is not None and into is not None:
         raise MisuseError("pass like= or into=, not both: into= is a like= that is filled in place")
     job = Restore(core, options)
-    if into_given:
-        return job.into(into, True), job.report
-    if like_given:
-        return job.into(like, False), job.report
-    return job.as_stored(), job.report
-
-
-Mode: TypeAlias = Literal["error", "keep", "ignore"]
-__all__ = ["Options", "Restore", "RestoreReport", "run", "starts_with"]
+    if into is not None:
+        return job.run(into, True), job.report
+    return job.run(AS_STORED if like is None else like, False), job.report
