@@ -10,17 +10,25 @@
 //! | [`dtype`] [`region`] [`leaf_path`] [`tree`] [`value`] | the vocabulary; no I/O |
 //! | [`format`] | the bytes on disk: blocks, footers, indexes, manifests; no I/O |
 //! | [`io`] | the [`io::Disk`] trait and its engines |
+//! | [`provider`] | what turns a leaf into bytes |
+//! | [`staging`] | the memory that they pass through |
+//! | [`copy`] | geometry of copies between strided memory and chunks |
+//! | [`save`] | the pipeline that writes data files |
 //! | [`read_plan`] | what a restore reads and where it puts it |
 //! | [`sys`] | the only unsafe code |
 
+pub mod copy;
 pub mod dtype;
 mod error;
 pub mod format;
 pub mod io;
 pub mod leaf_path;
 pub mod limits;
+pub mod provider;
 pub mod read_plan;
 pub mod region;
+pub mod save;
+pub mod staging;
 pub mod sys;
 pub mod tree;
 pub mod value;

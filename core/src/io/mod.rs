@@ -7,12 +7,22 @@
 //! Durability is the caller's to order: a write is durable after a later [`File::sync`] that was called after the write had completed, an
 //! entry of a directory after a [`Dir::sync`]. Nothing here syncs on its own, but for [`Disk::create_dir_all`] and [`Dir::write_file`], which say so.
 
+pub mod conformance;
+mod posix;
+mod probe;
+mod threaded;
+mod transfer;
+#[cfg(any(test, feature = "test-support"))]
+pub mod simulated;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Result;
-use crate::sys::Buffer;
+use crate::sys::{Buffer, Mapping};
+
+pub use probe::{Engine, open_disk};
 
 /// Which engine serves a directory, and why: what a capability probe found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,6 +106,12 @@ pub trait Disk: Send + Sync {
 
     /// A queue of at most `depth` reads and writes in flight. Queues are not shared between threads.
     fn queue(&self, depth: usize) -> Result<Box<dyn Queue>>;
+
+    /// Announces memory that queues made afterwards will be given buffers of, so that an engine may register it with the kernel (pinned
+    /// once, not for every transfer). Costs speed only where it fails: queues then work without. Keeps no memory alive.
+    fn register(&self, _memory: &[Arc<Mapping>]) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// An open directory. Names are single components or relative paths below it; they are resolved beneath it and never
@@ -199,7 +215,7 @@ pub struct Completion {
     pub result: Result<usize>,
 }
 
-/// Reads and writes in flight. One thread owns a queue. Dropping it waits for what is in flight.
+/// Reads and writes in flight. One thread owns a queue. Dropping it waits for what is in flight (as long as there is progress).
 pub trait Queue: Send {
     /// Starts a transfer of the first `len` bytes of `buffer`. `offset`, `len` and the buffer's address are multiples of the engine's alignment
     /// (buffers are page-aligned by construction). Blocks only where the queue is full: call [`Queue::complete`] at least every `depth` submissions.
@@ -221,9 +237,17 @@ pub trait Queue: Send {
     fn in_flight(&self) -> usize;
 }
 
+/// How long a dropped queue waits for the kernel without any progress before it leaves memory and threads behind, and says so in the log.
+const DROP_DEADLINE: Duration = Duration::from_secs(30);
+
 /// Whether `name` is one plain component: not empty, `.`, `..`, nor with a separator or NUL.
 pub fn is_component(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\0'])
+}
+
+/// Whether `name` is a relative path of plain components: what a [`Dir`] takes.
+pub fn is_relative(name: &str) -> bool {
+    name.split('/').all(is_component)
 }
 
 /// A path for messages.

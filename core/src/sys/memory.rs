@@ -8,6 +8,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use super::Birth;
 use crate::{Error, Result};
 
 /// Anonymous memory, zeroed, aligned to 2 MiB, `MADV_HUGEPAGE` and `MADV_DONTFORK`.
@@ -16,7 +17,11 @@ pub struct Mapping {
     address: NonNull<u8>,
     len: usize,
     mapped: (NonNull<u8>, usize),
+    birth: Birth,
 }
+
+/// Bytes from which on it pays to touch the pages of a mapping from several threads.
+const TOUCH_TOGETHER: usize = 64 << 20;
 
 /// Size and alignment of a huge page, in bytes.
 pub const HUGE_PAGE: usize = 2 << 20;
@@ -56,12 +61,35 @@ impl Mapping {
             // SAFETY: the range lies in the mapping just made. Advice that the kernel refuses costs speed only.
             let _ = unsafe { libc::madvise(address.as_ptr().cast(), len, advice) };
         }
-        let mapping = Self { address, len, mapped: (base, mapped_len) };
-        for page in (0..len).step_by(4096) {
-            // SAFETY: `page < len`, inside the mapping, which nobody else knows yet.
-            unsafe { mapping.address.add(page).write_volatile(0) };
-        }
+        let mapping = Self { address, len, mapped: (base, mapped_len), birth: Birth::now() };
+        mapping.touch();
         Ok(Arc::new(mapping))
+    }
+
+    /// Makes every page present. Zeroing pages is the memory bus's work, which one thread does not fill.
+    fn touch(&self) {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(8);
+        if self.len < TOUCH_TOGETHER || threads == 1 {
+            return self.touch_range(0, self.len);
+        }
+        let share = self.len.div_ceil(threads).next_multiple_of(HUGE_PAGE);
+        std::thread::scope(|scope| {
+            for start in (0..self.len).step_by(share) {
+                let end = (start + share).min(self.len);
+                let touched =
+                    std::thread::Builder::new().spawn_scoped(scope, move || self.touch_range(start, end));
+                if touched.is_err() {
+                    self.touch_range(start, end);
+                }
+            }
+        });
+    }
+
+    fn touch_range(&self, start: usize, end: usize) {
+        for page in (start..end).step_by(4096) {
+            // SAFETY: `page < len`, inside the mapping, which only `new` knows yet; the shares of its threads are disjoint.
+            unsafe { self.address.add(page).write_volatile(0) };
+        }
     }
 
     /// Length in bytes.
@@ -95,6 +123,9 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if !self.birth.is_here() {
+            return; // MADV_DONTFORK: in a forked child these addresses were never mapped, and may be someone else's by now
+        }
         // SAFETY: exactly what was mapped; no Buffer is left, since each holds an Arc of this.
         let _ = unsafe { libc::munmap(self.mapped.0.as_ptr().cast(), self.mapped.1) };
     }

@@ -1,6 +1,19 @@
 //! The only unsafe code of this crate. Each file exports a safe type that makes misuse untypeable.
 #![expect(unsafe_code, reason = "mapped memory and raw system calls; every block says why it is sound")]
 
+mod descriptor;
+mod file;
+mod fork;
+mod lock;
+mod copy;
+mod host_source;
 mod memory;
+mod thread;
 
+pub use descriptor::Descriptor;
+pub use file::cached_bytes;
+pub use fork::{Birth, generation};
+pub use lock::HeldLock;
+pub use host_source::HostSource;
 pub use memory::{Buffer, Mapping};
+pub use thread::spawn;

@@ -1,0 +1,301 @@
+//! An open directory, and what is done to names below it.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags};
+use rustix::io::{Errno, retry_on_intr};
+
+use super::resolve::{in_parent, open_beneath};
+use super::{PosixFile, Settings};
+use crate::io::{Dir, Entry, EntryKind, File, Lock, LockKind, Rename, Stat};
+use crate::sys::{Descriptor, HeldLock};
+use crate::{Error, Result};
+
+/// See the module documentation.
+#[derive(Debug)]
+pub struct PosixDir {
+    fd: Descriptor,
+    path: PathBuf,
+    settings: Arc<Settings>,
+}
+
+impl Lock for HeldLock {}
+
+impl PosixDir {
+    pub(super) fn new(fd: Descriptor, path: PathBuf, settings: Arc<Settings>) -> Self {
+        Self { fd, path, settings }
+    }
+
+    /// The descriptor, for the probe.
+    pub fn fd(&self) -> Result<BorrowedFd<'_>> {
+        self.fd.get()
+    }
+
+    fn failed(&self, op: &'static str, name: &str) -> impl Fn(Errno) -> Error {
+        let path = if name.is_empty() { self.path.clone() } else { self.path.join(name) };
+        move |errno| Error::io(op, &path, errno)
+    }
+
+    /// Opens a file or lock below; the mode counts where it is made.
+    fn open(&self, name: &str, flags: OFlags) -> Result<OwnedFd> {
+        open_beneath(self.fd()?, name, flags, creation_mode(flags)).map_err(self.failed("open", name))
+    }
+
+    fn in_parent<T>(
+        &self,
+        op: &'static str,
+        name: &str,
+        act: impl FnOnce(BorrowedFd<'_>, &str) -> rustix::io::Result<T>,
+    ) -> Result<T> {
+        in_parent(self.fd()?, name, act).map_err(self.failed(op, name))
+    }
+
+    /// Takes away what this call has just made exclusively and could not finish.
+    fn discard(&self, name: &str) {
+        if let Err(error) = self.remove_file(name) {
+            tracing::warn!(%error, "a file that could not be finished could not be removed either");
+        }
+    }
+
+    fn write_new(&self, name: &str, fd: &OwnedFd, bytes: &[u8]) -> Result<()> {
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            match retry_on_intr(|| rustix::io::write(fd, rest)).map_err(self.failed("write", name))? {
+                0 => return Err(Error::io("write", self.path.join(name), io::ErrorKind::WriteZero)),
+                count => rest = rest.get(count..).unwrap_or_default(),
+            }
+        }
+        rustix::fs::fsync(fd).map_err(self.failed("fsync", name))
+    }
+}
+
+/// `openat2` refuses a mode where nothing can be made.
+fn creation_mode(flags: OFlags) -> Mode {
+    if flags.contains(OFlags::CREATE) { Mode::from_raw_mode(0o666) } else { Mode::empty() }
+}
+
+fn kind_of(kind: FileType) -> EntryKind {
+    match kind {
+        FileType::RegularFile => EntryKind::File,
+        FileType::Directory => EntryKind::Dir,
+        _ => EntryKind::Other,
+    }
+}
+
+impl Dir for PosixDir {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn open_dir(&self, name: &str) -> Result<Arc<dyn Dir>> {
+        let fd = self.open(name, OFlags::RDONLY | OFlags::DIRECTORY)?;
+        let fd = Descriptor::new(fd, "directory");
+        Ok(Arc::new(Self::new(fd, self.path.join(name), Arc::clone(&self.settings))))
+    }
+
+    fn create_dir(&self, name: &str) -> Result<Arc<dyn Dir>> {
+        let mode = Mode::from_raw_mode(0o777);
+        self.in_parent("mkdir", name, |dir, last| retry_on_intr(|| rustix::fs::mkdirat(dir, last, mode)))?;
+        self.open_dir(name)
+    }
+
+    fn entries(&self) -> Result<Vec<Entry>> {
+        let fd = self.fd()?;
+        let mut entries = Vec::new();
+        for entry in rustix::fs::Dir::read_from(fd).map_err(self.failed("list", ""))? {
+            let entry = entry.map_err(self.failed("list", ""))?;
+            let raw = entry.file_name();
+            if matches!(raw.to_bytes(), b"." | b"..") {
+                continue;
+            }
+            let kind = match entry.file_type() {
+                // Some file systems do not say.
+                FileType::Unknown => match rustix::fs::statat(fd, raw, AtFlags::SYMLINK_NOFOLLOW) {
+                    Ok(stat) => FileType::from_raw_mode(stat.st_mode),
+                    Err(Errno::NOENT) => continue,
+                    Err(errno) => return Err(self.failed("stat", &raw.to_string_lossy())(errno)),
+                },
+                kind => kind,
+            };
+            entries.push(Entry { name: raw.to_string_lossy().into_owned(), kind: kind_of(kind) });
+        }
+        entries.sort_unstable();
+        Ok(entries)
+    }
+
+    fn stat(&self, name: &str) -> Result<Option<Stat>> {
+        let answer = in_parent(self.fd()?, name, |dir, last| {
+            retry_on_intr(|| rustix::fs::statat(dir, last, AtFlags::SYMLINK_NOFOLLOW))
+        });
+        match answer {
+            Ok(stat) => Ok(Some(Stat {
+                kind: kind_of(FileType::from_raw_mode(stat.st_mode)),
+                len: u64::try_from(stat.st_size).unwrap_or(0),
+                id: (stat.st_dev, stat.st_ino),
+            })),
+            Err(Errno::NOENT) => Ok(None),
+            Err(errno) => Err(self.failed("stat", name)(errno)),
+        }
+    }
+
+    fn id(&self) -> Result<(u64, u64)> {
+        let stat = rustix::fs::fstat(self.fd()?).map_err(self.failed("stat", ""))?;
+        Ok((stat.st_dev, stat.st_ino))
+    }
+
+    fn create_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>> {
+        let fd = open_beneath(
+            self.fd()?,
+            name,
+            OFlags::RDWR | OFlags::CREATE | OFlags::EXCL,
+            Mode::from_raw_mode(0o666),
+        )
+        .map_err(self.failed("create", name))?;
+        let made = PosixFile::adopt(fd, self.path.join(name), &self.settings).and_then(|file| {
+            if len_hint > 0 {
+                file.preallocate(len_hint)?;
+            }
+            Ok(file)
+        });
+        match made {
+            Ok(file) => Ok(Arc::new(file)),
+            Err(error) => {
+                self.discard(name);
+                Err(error)
+            }
+        }
+    }
+
+    fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
+        let fd = self.open(name, OFlags::RDONLY | OFlags::NONBLOCK)?;
+        Ok(Arc::new(PosixFile::adopt(fd, self.path.join(name), &self.settings)?))
+    }
+
+    fn read_file(&self, name: &str, limit: u64) -> Result<Vec<u8>> {
+        let fd = self.open(name, OFlags::RDONLY | OFlags::NONBLOCK)?;
+        let stat = rustix::fs::fstat(&fd).map_err(self.failed("stat", name))?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+            return Err(Error::io("open", self.path.join(name), source));
+        }
+        let too_long = |found| Error::Limit {
+            what: format!("the length in bytes of {}", self.path.join(name).display()),
+            found,
+            limit,
+        };
+        let len = u64::try_from(stat.st_size).unwrap_or(0);
+        if len > limit {
+            return Err(too_long(len));
+        }
+        // One byte more than there is, so that a file that grows meanwhile is noticed.
+        let mut bytes = vec![0; len as usize + 1];
+        let mut done = 0;
+        while let Some(rest) = bytes.get_mut(done..) {
+            if rest.is_empty() {
+                if done as u64 > limit {
+                    return Err(too_long(done as u64));
+                }
+                let more =
+                    (bytes.len() * 2).min(usize::try_from(limit.saturating_add(1)).unwrap_or(usize::MAX));
+                bytes.resize(more, 0);
+                continue;
+            }
+            match retry_on_intr(|| rustix::io::read(&fd, &mut *rest)).map_err(self.failed("read", name))? {
+                0 => break,
+                count => done += count,
+            }
+        }
+        bytes.truncate(done);
+        if done as u64 > limit {
+            return Err(too_long(done as u64));
+        }
+        Ok(bytes)
+    }
+
+    fn write_file(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
+        let fd = open_beneath(self.fd()?, name, flags, creation_mode(flags))
+            .map_err(self.failed("create", name))?;
+        let written = self.write_new(name, &fd, bytes);
+        if written.is_err() {
+            self.discard(name);
+        }
+        written
+    }
+
+    fn rename(&self, from: &str, to: &str, how: Rename) -> Result<()> {
+        let fd = self.fd()?;
+        let answer = in_parent(fd, from, |from_dir, from_last| {
+            in_parent(fd, to, |to_dir, to_last| {
+                let flagged = |flags| {
+                    retry_on_intr(|| rustix::fs::renameat_with(from_dir, from_last, to_dir, to_last, flags))
+                };
+                let plain = || retry_on_intr(|| rustix::fs::renameat(from_dir, from_last, to_dir, to_last));
+                match how {
+                    Rename::Replace => plain(),
+                    Rename::Exchange => match flagged(RenameFlags::EXCHANGE) {
+                        Err(Errno::NOSYS | Errno::OPNOTSUPP) => Err(Errno::INVAL),
+                        answer => answer,
+                    },
+                    Rename::NoReplace => match flagged(RenameFlags::NOREPLACE) {
+                        // The file system (NFS, some FUSE) or the kernel has no such flag. A rename of a directory into itself is EINVAL
+                        // too, and again so below.
+                        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+                            match rustix::fs::statat(to_dir, to_last, AtFlags::SYMLINK_NOFOLLOW) {
+                                Ok(_) => Err(Errno::EXIST),
+                                Err(Errno::NOENT) => plain(),
+                                Err(errno) => Err(errno),
+                            }
+                        }
+                        answer => answer,
+                    },
+                }
+            })
+        });
+        answer.map_err(|errno| {
+            // Which of the two names it is about only some answers tell.
+            let name = if errno == Errno::EXIST { to } else { from };
+            self.failed("rename", name)(errno)
+        })
+    }
+
+    fn remove_file(&self, name: &str) -> Result<()> {
+        self.in_parent("remove", name, |dir, last| {
+            retry_on_intr(|| rustix::fs::unlinkat(dir, last, AtFlags::empty()))
+        })
+    }
+
+    fn remove_dir(&self, name: &str) -> Result<()> {
+        self.in_parent("remove", name, |dir, last| {
+            retry_on_intr(|| rustix::fs::unlinkat(dir, last, AtFlags::REMOVEDIR))
+        })
+    }
+
+    fn sync(&self) -> Result<()> {
+        let fd = self.fd()?;
+        if !self.settings.sync_dirs {
+            return Ok(()); // the probe found that this file system has no such thing, and said so in its reasons
+        }
+        rustix::fs::fsync(fd).map_err(self.failed("fsync", ""))
+    }
+
+    fn try_lock(&self, name: &str, kind: LockKind, create: bool) -> Result<Option<Box<dyn Lock>>> {
+        let exclusive = kind == LockKind::Exclusive;
+        let mut flags = if exclusive { OFlags::RDWR } else { OFlags::RDONLY };
+        if create {
+            flags |= OFlags::CREATE;
+        }
+        let fd = Descriptor::unshared("lock", || self.open(name, flags | OFlags::NONBLOCK))?;
+        let taken = HeldLock::take(fd, exclusive)
+            .map_err(|source| Error::io("lock", self.path.join(name), source))?;
+        Ok(taken.map(|lock| Box::new(lock) as Box<dyn Lock>))
+    }
+
+    fn free_bytes(&self) -> Result<u64> {
+        let stat = rustix::fs::fstatvfs(self.fd()?).map_err(self.failed("statvfs", ""))?;
+        Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+    }
+}

@@ -1,0 +1,217 @@
+//! Which engine a directory gets, and why.
+//!
+//! Nothing is assumed: a block is really written and read back with O_DIRECT, a ring is really made and used, a buffer really registered,
+//! since what a kernel can do says little about what a container, a limit or a file system allows. Each refusal leads to the next engine, and into
+//! [`EngineChoice::reasons`] with its likely cause.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::io::{Errno, retry_on_intr};
+
+use super::posix::{self, DirectIo, Mover, PosixDisk, Settings};
+use super::{Disk, EngineChoice};
+use crate::sys::Buffer;
+use crate::{Error, Result};
+
+/// The environment variable that decides where the caller leaves it to the probe.
+pub const ENGINE_VARIABLE: &str = "STEPWELL_ENGINE";
+
+/// Offsets and lengths of the format are multiples of this, so no coarser alignment can be served.
+const FORMAT_ALIGNMENT: usize = 4096;
+
+/// Which engine is wanted. What cannot be had is replaced by the next best, with the reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Engine {
+    /// What `STEPWELL_ENGINE` says, else the best that works.
+    #[default]
+    Auto,
+    /// io_uring with O_DIRECT.
+    Uring,
+    /// Threads with O_DIRECT.
+    Threads,
+    /// Threads and the page cache.
+    Buffered,
+}
+
+impl FromStr for Engine {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "" | "auto" => Ok(Self::Auto),
+            "uring" | "io_uring" => Ok(Self::Uring),
+            "threads" => Ok(Self::Threads),
+            "buffered" => Ok(Self::Buffered),
+            _ => Err(Error::Misuse(format!(
+                "there is no engine `{name}`; {ENGINE_VARIABLE} and the engine option take auto, uring, threads or buffered"
+            ))),
+        }
+    }
+}
+
+/// Opens the file system that `path` is on, or will be on: what does not exist yet is judged by its nearest existing ancestor. Leaves nothing behind.
+pub fn open_disk(path: &Path, wanted: Engine) -> Result<Arc<dyn Disk>> {
+    let mut reasons = Vec::new();
+    let wanted = match (wanted, std::env::var(ENGINE_VARIABLE)) {
+        (Engine::Auto, Ok(name)) => {
+            let engine = name.parse()?;
+            if engine != Engine::Auto {
+                reasons.push(format!("{ENGINE_VARIABLE}={name} was asked for."));
+            }
+            engine
+        }
+        (wanted, _) => wanted,
+    };
+    let there = nearest_existing(path)?;
+    let probe = probe_directory(&there, wanted, &mut reasons)?;
+    let settings = Settings::new(probe.direct, probe.sync_dirs);
+    let engine = match (probe.direct, probe.mover) {
+        (None, _) => "buffered",
+        (Some(_), Mover::Threads) => "threads",
+        (Some(_), Mover::Uring) => "io_uring",
+    };
+    let choice = EngineChoice {
+        engine,
+        direct: settings.direct,
+        alignment: settings.alignment,
+        registered: probe.registered,
+        reasons,
+    };
+    tracing::debug!(path = %there.display(), ?choice, "engine chosen");
+    Ok(Arc::new(PosixDisk::new(choice, settings, probe.mover)))
+}
+
+fn nearest_existing(path: &Path) -> Result<PathBuf> {
+    for ancestor in path.ancestors() {
+        let named = if ancestor.as_os_str().is_empty() { Path::new(".") } else { ancestor };
+        match rustix::fs::stat(named) {
+            Ok(stat) if rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir() => {
+                return Ok(named.to_path_buf());
+            }
+            Ok(_) | Err(Errno::NOENT) => {}
+            Err(errno) => return Err(Error::io("open", named, errno)),
+        }
+    }
+    Err(Error::io("open", path, Errno::NOENT))
+}
+
+struct Probe {
+    direct: Option<usize>,
+    mover: Mover,
+    registered: bool,
+    sync_dirs: bool,
+}
+
+fn probe_directory(dir: &Path, wanted: Engine, reasons: &mut Vec<String>) -> Result<Probe> {
+    let opened = posix::open_dir(&Settings::new(None, true), dir)?;
+    let mut probe = Probe { direct: None, mover: Mover::Threads, registered: false, sync_dirs: true };
+    let file = match scratch_file(opened.fd()?) {
+        Ok(file) => Some(file),
+        Err(errno) => {
+            reasons.push(format!(
+                "No file could be made in {} ({errno}), so it is taken to be for reading only and nothing was written to try it.",
+                dir.display()
+            ));
+            None
+        }
+    };
+    if file.is_some() {
+        match rustix::fs::fsync(opened.fd()?) {
+            Err(errno @ (Errno::INVAL | Errno::OPNOTSUPP | Errno::BADF)) => {
+                probe.sync_dirs = false;
+                reasons.push(format!(
+                    "Directories cannot be fsynced here ({errno}): after a power cut, files may be missing that were reported as durable."
+                ));
+            }
+            // Anything else concerns whoever syncs next.
+            Ok(()) | Err(_) => {}
+        }
+    }
+    if wanted == Engine::Buffered {
+        reasons.push("Data goes through the page cache, as was asked for.".into());
+        return Ok(probe);
+    }
+    let Some(file) = file else {
+        probe.direct = Some(FORMAT_ALIGNMENT);
+        reasons.push(format!("Files are opened with O_DIRECT where each of them allows it, in blocks of {FORMAT_ALIGNMENT} bytes."));
+        return Ok(probe);
+    };
+    match try_direct(&file) {
+        Ok((alignment, how)) => {
+            probe.direct = Some(alignment);
+            reasons.push(format!(
+                "O_DIRECT works: a block of {FORMAT_ALIGNMENT} bytes was written and read back (alignment {alignment}, {how})."
+            ));
+        }
+        Err(reason) => {
+            reasons.push(format!("{reason} Data goes through the page cache, moved by threads: slower, and it evicts what others have cached."));
+            return Ok(probe);
+        }
+    }
+    Ok(probe)
+}
+
+/// A file to try things on that has no name, or loses it at once.
+fn scratch_file(dir: impl AsFd) -> Result<OwnedFd, Errno> {
+    let mode = Mode::from_raw_mode(0o600);
+    let flags = OFlags::RDWR | OFlags::CLOEXEC;
+    if let Ok(fd) = retry_on_intr(|| rustix::fs::openat(&dir, ".", flags | OFlags::TMPFILE, mode)) {
+        return Ok(fd);
+    }
+    // Not every file system has nameless files.
+    let name = format!(".stepwell-probe-{}-{:x}", std::process::id(), unique());
+    let named = flags | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
+    let fd = retry_on_intr(|| rustix::fs::openat(&dir, name.as_str(), named, mode))?;
+    rustix::fs::unlinkat(&dir, name.as_str(), AtFlags::empty())?;
+    Ok(fd)
+}
+
+/// Differs between calls of one process at least; the process id stands beside it.
+fn unique() -> u128 {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    (now.as_nanos() << 16) | u128::from(COUNT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// The alignment that direct I/O needs here and how that is known, or a sentence why there is none.
+fn try_direct(file: &OwnedFd) -> Result<(usize, &'static str), String> {
+    let (alignment, how) = match posix::direct_io(file.as_fd()) {
+        DirectIo::Unsupported => {
+            return Err("The file system says that it has no O_DIRECT (statx answers alignment 0).".into());
+        }
+        DirectIo::Aligned(wanted) if wanted > FORMAT_ALIGNMENT => {
+            return Err(format!(
+                "O_DIRECT needs an alignment of {wanted} bytes here, and files are made of blocks of {FORMAT_ALIGNMENT}."
+            ));
+        }
+        DirectIo::Aligned(wanted) => (wanted, "from statx"),
+        DirectIo::Unknown => (FORMAT_ALIGNMENT, "assumed, since the kernel does not say"),
+    };
+    rustix::fs::fcntl_setfl(file, OFlags::DIRECT)
+        .map_err(|errno| format!("The file system refuses O_DIRECT ({errno})."))?;
+    let mut buffer = Buffer::alone(FORMAT_ALIGNMENT)
+        .map_err(|error| format!("No memory to try O_DIRECT with: {error}."))?;
+    let pattern = |i: usize| (i % 251) as u8;
+    buffer.iter_mut().enumerate().for_each(|(i, byte)| *byte = pattern(i));
+    let moved = retry_on_intr(|| rustix::io::pwrite(file, &buffer, 0)).and_then(|written| {
+        buffer.fill(0);
+        let read = retry_on_intr(|| rustix::io::pread(file, &mut *buffer, 0))?;
+        Ok((written, read))
+    });
+    match moved {
+        Ok((FORMAT_ALIGNMENT, FORMAT_ALIGNMENT))
+            if buffer.iter().enumerate().all(|(i, &byte)| byte == pattern(i)) =>
+        {
+            Ok((alignment, how))
+        }
+        Ok(_) => Err("A block that was written with O_DIRECT did not come back whole.".into()),
+        Err(errno) => Err(format!(
+            "O_DIRECT was allowed at the opening of a file, but then a block of {FORMAT_ALIGNMENT} bytes was refused ({errno})."
+        )),
+    }
+}

@@ -1,0 +1,300 @@
+//! Open directories, files and locks.
+
+use std::any::Any;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::Ino;
+use super::disk::{Context, failed};
+use super::faults::{Action, Kind};
+use super::log::Op;
+use super::world::World;
+use crate::io::{Dir, Entry, File, Lock, LockKind, Rename, Stat, join};
+use crate::{Error, Result};
+
+/// The device number that every simulated inode shows.
+const DEVICE: u64 = 0x51;
+
+/// A reference of an open handle to its inode.
+struct Handle {
+    context: Arc<Context>,
+    ino: Ino,
+    path: PathBuf,
+}
+
+impl Handle {
+    fn new(context: &Arc<Context>, world: &mut World, ino: Ino, path: PathBuf) -> Self {
+        world.open(ino);
+        Self { context: Arc::clone(context), ino, path }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.context.world().close(self.ino);
+    }
+}
+
+pub(super) struct SimDir(Handle);
+
+impl SimDir {
+    pub(super) fn new(context: &Arc<Context>, world: &mut World, ino: Ino, path: &Path) -> Arc<Self> {
+        Arc::new(Self(Handle::new(context, world, ino, path.to_path_buf())))
+    }
+
+    fn context(&self) -> &Arc<Context> {
+        &self.0.context
+    }
+
+    fn join(&self, name: &str) -> PathBuf {
+        join(&self.0.path, name)
+    }
+
+    fn open_as(&self, name: &str, access: Access) -> Result<Arc<SimFile>> {
+        let path = self.join(name);
+        self.context().perform(Kind::OpenFile, "open", &path, |world| {
+            let ino = world.find_file(self.0.ino, name)?;
+            Ok(SimFile::new(self.context(), world, ino, path.clone(), access))
+        })
+    }
+
+    fn create(&self, name: &str) -> Result<Arc<SimFile>> {
+        let path = self.join(name);
+        self.context().perform(Kind::CreateFile, "create", &path, |world| {
+            let ino = world.create(self.0.ino, name)?;
+            Ok(SimFile::new(self.context(), world, ino, path.clone(), Access::Write))
+        })
+    }
+}
+
+impl Dir for SimDir {
+    fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    fn open_dir(&self, name: &str) -> Result<Arc<dyn Dir>> {
+        let path = self.join(name);
+        self.context().perform(Kind::OpenDir, "open", &path, |world| {
+            let ino = world.find_dir(self.0.ino, name)?;
+            Ok(Self::new(self.context(), world, ino, &path) as Arc<dyn Dir>)
+        })
+    }
+
+    fn create_dir(&self, name: &str) -> Result<Arc<dyn Dir>> {
+        let path = self.join(name);
+        self.context().perform(Kind::CreateDir, "mkdir", &path, |world| {
+            let ino = world.mkdir(self.0.ino, name)?;
+            Ok(Self::new(self.context(), world, ino, &path) as Arc<dyn Dir>)
+        })
+    }
+
+    fn entries(&self) -> Result<Vec<Entry>> {
+        self.context().perform(Kind::Entries, "list", &self.0.path, |world| {
+            let entries = world.entries(self.0.ino)?;
+            Ok(entries
+                .iter()
+                .map(|(name, &ino)| Entry { name: name.to_string(), kind: world.kind_of(ino) })
+                .collect())
+        })
+    }
+
+    fn stat(&self, name: &str) -> Result<Option<Stat>> {
+        self.context().perform(Kind::Stat, "stat", &self.join(name), |world| {
+            let found = match world.find(self.0.ino, name) {
+                Err(libc::ENOENT) => None,
+                found => found?,
+            };
+            let Some(ino) = found else { return Ok(None) };
+            let len = world.bytes(ino).map_or(0, |bytes| bytes.len() as u64);
+            Ok(Some(Stat { kind: world.kind_of(ino), len, id: (DEVICE, ino) }))
+        })
+    }
+
+    fn id(&self) -> Result<(u64, u64)> {
+        self.context().perform(Kind::Stat, "stat", &self.0.path, |_| Ok((DEVICE, self.0.ino)))
+    }
+
+    fn create_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>> {
+        let file = self.create(name)?;
+        if len_hint > 0 {
+            let allocated = self.context().perform(Kind::Allocate, "allocate", &file.0.path, |world| {
+                world.set_len(file.0.ino, len_hint)
+            });
+            match allocated {
+                Err(error) if error.errno() == Some(libc::EOPNOTSUPP) => {}
+                allocated => allocated?,
+            }
+        }
+        Ok(file)
+    }
+
+    fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
+        Ok(self.open_as(name, Access::Read)?)
+    }
+
+    fn read_file(&self, name: &str, limit: u64) -> Result<Vec<u8>> {
+        let file = self.open_as(name, Access::Read)?;
+        let len = file.len()?;
+        if len > limit {
+            return Err(Error::Limit {
+                what: format!("the length of {}", file.0.path.display()),
+                found: len,
+                limit,
+            });
+        }
+        file.read_at(0, usize::try_from(len).unwrap_or(usize::MAX))
+    }
+
+    fn write_file(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let file = self.create(name)?;
+        let mut at = 0;
+        while let Some(rest) = bytes.get(at..).filter(|rest| !rest.is_empty()) {
+            at += file.write_at(at as u64, rest)?;
+        }
+        file.sync()
+    }
+
+    fn rename(&self, from: &str, to: &str, how: Rename) -> Result<()> {
+        let kind = if how == Rename::Exchange { Kind::Exchange } else { Kind::Rename };
+        let verb = if how == Rename::Exchange { "exchange" } else { "rename" };
+        self.context().perform(kind, verb, &self.join(from), |world| world.rename(self.0.ino, from, to, how))
+    }
+
+    fn remove_file(&self, name: &str) -> Result<()> {
+        self.context()
+            .perform(Kind::RemoveFile, "unlink", &self.join(name), |world| world.unlink(self.0.ino, name))
+    }
+
+    fn remove_dir(&self, name: &str) -> Result<()> {
+        self.context()
+            .perform(Kind::RemoveDir, "rmdir", &self.join(name), |world| world.rmdir(self.0.ino, name))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.context().perform(Kind::SyncDir, "fsync", &self.0.path, |world| {
+            world.record(Op::FsyncDir { dir: self.0.ino }, self.0.ino);
+            Ok(())
+        })
+    }
+
+    fn try_lock(&self, name: &str, kind: LockKind, create: bool) -> Result<Option<Box<dyn Lock>>> {
+        let path = self.join(name);
+        let context = self.context();
+        let made = context.perform_with(Kind::Lock, "lock", &path, |world, action| {
+            if let Some(Action::Fail(errno) | Action::FailHalfway(errno) | Action::FailAfterwards(errno)) =
+                action
+            {
+                return Err(errno);
+            }
+            let ino = match world.find(self.0.ino, name)? {
+                None if create => world.create(self.0.ino, name)?,
+                _ => world.find_file(self.0.ino, name)?,
+            };
+            Ok(world.lock(context.process, ino, kind))
+        })?;
+        Ok(made.map(|id| Box::new(SimLock { context: Arc::clone(context), id }) as Box<dyn Lock>))
+    }
+
+    fn free_bytes(&self) -> Result<u64> {
+        self.context().perform(Kind::FreeBytes, "statvfs", &self.0.path, |world| Ok(world.free_bytes()))
+    }
+}
+
+struct SimLock {
+    context: Arc<Context>,
+    id: u64,
+}
+
+impl Lock for SimLock {}
+
+impl Drop for SimLock {
+    fn drop(&mut self) {
+        self.context.world().unlock(self.id);
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Access {
+    Read,
+    Write,
+}
+
+pub(super) struct SimFile(Handle, Access);
+
+impl SimFile {
+    fn new(context: &Arc<Context>, world: &mut World, ino: Ino, path: PathBuf, access: Access) -> Arc<Self> {
+        Arc::new(Self(Handle::new(context, world, ino, path), access))
+    }
+
+    pub(super) fn ino(&self) -> Ino {
+        self.0.ino
+    }
+
+    pub(super) fn writable(&self) -> bool {
+        self.1 == Access::Write
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize> {
+        let half = bytes.get(..bytes.len() / 2).unwrap_or_default();
+        self.0.context.perform_with(Kind::Write, "write", &self.0.path, |world, action| match action {
+            Some(Action::Fail(errno)) => Err(errno),
+            Some(Action::FailHalfway(errno)) => world.write(self.0.ino, offset, half).and(Err(errno)),
+            Some(Action::FailAfterwards(errno)) => world.write(self.0.ino, offset, bytes).and(Err(errno)),
+            Some(Action::Short) if !half.is_empty() => world.write(self.0.ino, offset, half),
+            Some(Action::Short | Action::Stall) | None => world.write(self.0.ino, offset, bytes),
+        })
+    }
+}
+
+impl File for SimFile {
+    fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    fn len(&self) -> Result<u64> {
+        self.0.context.perform(Kind::Stat, "stat", &self.0.path, |world| {
+            world.bytes(self.0.ino).map(|bytes| bytes.len() as u64)
+        })
+    }
+
+    fn set_len(&self, len: u64) -> Result<()> {
+        if !self.writable() {
+            return Err(failed("truncate", &self.0.path, libc::EINVAL));
+        }
+        self.0.context.perform(Kind::SetLen, "truncate", &self.0.path, |world| world.set_len(self.0.ino, len))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.0.context.perform_with(Kind::Sync, "fsync", &self.0.path, |world, action| {
+            let ino = self.0.ino;
+            match action {
+                Some(Action::Fail(errno) | Action::FailHalfway(errno)) => {
+                    world.record(Op::FsyncFailed { ino }, ino);
+                    Err(errno)
+                }
+                Some(Action::FailAfterwards(errno)) => {
+                    world.record(Op::Fsync { ino }, ino);
+                    Err(errno)
+                }
+                Some(Action::Short | Action::Stall) | None => {
+                    world.record(Op::Fsync { ino }, ino);
+                    Ok(())
+                }
+            }
+        })
+    }
+
+    fn read_at(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
+        self.0.context.perform(Kind::Read, "read", &self.0.path, |world| {
+            world.read(self.0.ino, offset, len).map(<[u8]>::to_vec)
+        })
+    }
+
+    fn cached(&self, _offset: u64, _len: u64) -> Option<u64> {
+        None
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

@@ -1,0 +1,215 @@
+//! Queues over a few threads that call `pread` and `pwrite`: the engines `threads` (O_DIRECT) and `buffered` (page cache).
+//!
+//! Threads belong to their queue, start when they are first needed and end with it. Memory in flight belongs to the thread that moves it, so
+//! a queue that gives up on a stuck disk leaves nothing dangling: the thread frees what it holds when the kernel at last answers.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender, unbounded};
+
+use super::transfer::Job;
+use super::{Completion, DROP_DEADLINE, File, Queue, Transfer};
+use crate::sys::{Birth, Buffer, spawn};
+use crate::{Error, Result};
+
+/// Threads of one queue. Eight of them saturate what was measured; more only add memory bandwidth wars.
+const MAX_THREADS: usize = 8;
+
+/// See the module documentation.
+pub struct ThreadedQueue {
+    /// Forgotten, not dropped, in a forked child, where its threads do not exist and its locks may be held for ever. `None` only then.
+    inner: Option<Inner>,
+    refused: VecDeque<Completion>,
+    birth: Birth,
+}
+
+struct Inner {
+    jobs: Option<Sender<Job>>,
+    pending: Receiver<Job>,
+    finished: Receiver<Completion>,
+    finish: Sender<Completion>,
+    threads: Vec<JoinHandle<()>>,
+    ready: VecDeque<Completion>,
+    /// Handed to the threads and not yet received back.
+    running: usize,
+    depth: usize,
+    alignment: usize,
+    drop_deadline: Duration,
+}
+
+impl ThreadedQueue {
+    /// A queue of `depth` transfers, at offsets that are multiples of `alignment`.
+    pub fn new(depth: usize, alignment: usize) -> Result<Self> {
+        Self::with_drop_deadline(depth, alignment, DROP_DEADLINE)
+    }
+
+    fn with_drop_deadline(depth: usize, alignment: usize, drop_deadline: Duration) -> Result<Self> {
+        let (jobs, pending) = unbounded();
+        let (finish, finished) = unbounded();
+        let mut inner = Inner {
+            jobs: Some(jobs),
+            pending,
+            finished,
+            finish,
+            threads: Vec::new(),
+            ready: VecDeque::new(),
+            running: 0,
+            depth: depth.max(1),
+            alignment,
+            drop_deadline,
+        };
+        // The first thread starts now, so that a process without room for one learns it here.
+        inner.start_thread().map_err(|source| Error::io("start a thread for", "<I/O queue>", source))?;
+        Ok(Self { inner: Some(inner), refused: VecDeque::new(), birth: Birth::now() })
+    }
+
+    fn inner(&mut self) -> Option<&mut Inner> {
+        self.inner.as_mut().filter(|_| self.birth.is_here())
+    }
+}
+
+impl Inner {
+    fn start_thread(&mut self) -> std::io::Result<()> {
+        let (jobs, finish) = (self.pending.clone(), self.finish.clone());
+        self.threads.push(spawn("stepwell-io", move || {
+            for job in jobs {
+                if finish.send(perform(job)).is_err() {
+                    break; // the queue is gone, and with this send the buffer
+                }
+            }
+        })?);
+        Ok(())
+    }
+
+    fn receive(&mut self, timeout: Duration) -> bool {
+        if self.running == 0 {
+            return false;
+        }
+        let Ok(completion) = self.finished.recv_timeout(timeout) else { return false };
+        self.running -= 1;
+        self.ready.push_back(completion);
+        true
+    }
+
+    fn submit(&mut self, job: Job) {
+        while self.running >= self.depth {
+            self.receive(Duration::from_secs(1));
+        }
+        if self.running >= self.threads.len() && self.threads.len() < MAX_THREADS.min(self.depth) {
+            // Those that run will do where the system refuses one more.
+            let _ = self.start_thread();
+        }
+        let Some(jobs) = &self.jobs else { return };
+        if jobs.send(job).is_ok() {
+            self.running += 1;
+        }
+    }
+}
+
+/// Moves all bytes of a job.
+fn perform(mut job: Job) -> Completion {
+    loop {
+        let piece = job.piece();
+        let answer = match job.descriptor.get() {
+            Err(error) => return job.complete(Err(error)),
+            Ok(_) if piece.len == 0 => Ok(0),
+            Ok(fd) => {
+                let range = piece.at..piece.at + piece.len;
+                if job.transfer == Transfer::Write {
+                    let bytes = job.buffer.get(range).unwrap_or_default();
+                    rustix::io::pwrite(fd, bytes, piece.offset)
+                } else {
+                    let bytes = job.buffer.get_mut(range).unwrap_or_default();
+                    rustix::io::pread(fd, bytes, piece.offset)
+                }
+            }
+        };
+        if let Some(result) = job.answered(answer.map_err(rustix::io::Errno::raw_os_error)) {
+            return job.complete(result);
+        }
+    }
+}
+
+impl Queue for ThreadedQueue {
+    fn submit(
+        &mut self,
+        transfer: Transfer,
+        file: &Arc<dyn File>,
+        offset: u64,
+        len: usize,
+        buffer: Buffer,
+        token: u64,
+    ) {
+        let Some(inner) = self.inner() else {
+            let result = Err(Error::Forked("I/O queue"));
+            self.refused.push_back(Completion { token, buffer, result });
+            return;
+        };
+        match Job::new(inner.alignment, transfer, file, offset, len, buffer, token) {
+            Ok(job) => inner.submit(job),
+            Err(refusal) => self.refused.push_back(refusal),
+        }
+    }
+
+    fn complete(&mut self, timeout: Duration) -> Option<Completion> {
+        if let Some(refusal) = self.refused.pop_front() {
+            return Some(refusal);
+        }
+        let inner = self.inner()?;
+        if inner.ready.is_empty() {
+            inner.receive(timeout);
+        }
+        inner.ready.pop_front()
+    }
+
+    fn in_flight(&self) -> usize {
+        let inner = self.inner.as_ref().filter(|_| self.birth.is_here());
+        self.refused.len() + inner.map_or(0, |inner| inner.running + inner.ready.len())
+    }
+}
+
+impl Drop for ThreadedQueue {
+    fn drop(&mut self) {
+        let inner = self.inner.take();
+        if self.birth.is_here() {
+            drop(inner);
+        } else {
+            std::mem::forget(inner);
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.jobs = None;
+        // What no thread has begun is called off.
+        while self.pending.try_recv().is_ok() {
+            self.running -= 1;
+        }
+        let mut deadline = Instant::now() + self.drop_deadline;
+        while self.running > 0 {
+            match self.finished.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(_) => {
+                    self.running -= 1;
+                    deadline = Instant::now() + self.drop_deadline;
+                }
+                Err(_) => break,
+            }
+        }
+        if self.running > 0 {
+            // Detached, each thread keeps its ends of the channels, its buffer and its file, and frees them when it is let go.
+            tracing::error!(
+                transfers = self.running,
+                seconds = self.drop_deadline.as_secs_f64(),
+                "the kernel does not return; the threads of this queue and their memory are left to it"
+            );
+            return;
+        }
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! What every queue does with a transfer, whoever moves the bytes: check it, go on after a short one, tell what an error means.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::posix::PosixFile;
+use super::{Completion, File, Transfer};
+use crate::sys::{Buffer, Descriptor};
+use crate::{Error, Result};
+
+/// Most bytes of one system call; the kernel itself stops just below 2 GiB, at an odd place.
+const MAX_PIECE: usize = 1 << 30;
+/// How often in a row EAGAIN is answered by waiting a millisecond.
+const MAX_AGAIN: u32 = 5000;
+/// How often in a row a direct transfer may move less than one block.
+const MAX_STALLS: u32 = 16;
+
+/// One transfer under way, with all that it needs kept alive.
+pub struct Job {
+    pub transfer: Transfer,
+    pub file: Arc<dyn File>,
+    pub descriptor: Arc<Descriptor>,
+    pub buffer: Buffer,
+    pub token: u64,
+    offset: u64,
+    len: usize,
+    done: usize,
+    /// Of a direct descriptor; 1 otherwise.
+    alignment: usize,
+    again: u32,
+    stalls: u32,
+}
+
+/// The part of a job that one system call is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Where in the file.
+    pub offset: u64,
+    /// Where in the buffer.
+    pub at: usize,
+    /// How many bytes.
+    pub len: usize,
+}
+
+impl Job {
+    /// A job, or the completion that refuses it.
+    pub fn new(
+        alignment: usize,
+        transfer: Transfer,
+        file: &Arc<dyn File>,
+        offset: u64,
+        len: usize,
+        buffer: Buffer,
+        token: u64,
+    ) -> Result<Self, Completion> {
+        let problem = if len > buffer.len() {
+            Some(format!("{len} bytes do not fit a buffer of {}", buffer.len()))
+        } else if offset % alignment as u64 != 0 || len % alignment != 0 {
+            Some(format!("offset {offset} or length {len} is not a multiple of {alignment}"))
+        } else if offset.checked_add(len as u64).is_none_or(|end| i64::try_from(end).is_err()) {
+            Some(format!("no file reaches from {offset} for {len} bytes"))
+        } else {
+            None
+        };
+        let refuse = |buffer, error| Completion { token, buffer, result: Err(error) };
+        if let Some(problem) = problem {
+            let what = format!("transfer on {}: {problem}", file.path().display());
+            return Err(refuse(buffer, Error::Misuse(what)));
+        }
+        let Some(ours) = file.as_any().downcast_ref::<PosixFile>() else {
+            let what = format!("{} was opened through another disk", file.path().display());
+            return Err(refuse(buffer, Error::Misuse(what)));
+        };
+        let (descriptor, alignment) = ours.descriptor(transfer);
+        if let Err(error) = descriptor.get() {
+            return Err(refuse(buffer, error));
+        }
+        let file = Arc::clone(file);
+        Ok(Self {
+            transfer,
+            file,
+            descriptor,
+            buffer,
+            token,
+            offset,
+            len,
+            done: 0,
+            alignment,
+            again: 0,
+            stalls: 0,
+        })
+    }
+
+    /// Whether bytes go to the file.
+    pub fn writes(&self) -> bool {
+        self.transfer == Transfer::Write
+    }
+
+    /// What is to be moved next. Of no length only where the whole job is of none.
+    pub fn piece(&self) -> Piece {
+        let len = (self.len - self.done).min(MAX_PIECE);
+        Piece { offset: self.offset + self.done as u64, at: self.done, len }
+    }
+
+    /// The answer to the last piece: bytes moved, or an errno. `Some` ends the job.
+    pub fn answered(&mut self, answer: Result<usize, i32>) -> Option<Result<usize>> {
+        match answer {
+            Ok(count) => self.moved(count),
+            Err(libc::EINTR) => None,
+            Err(libc::EAGAIN) if self.again < MAX_AGAIN => {
+                self.again += 1;
+                std::thread::sleep(Duration::from_millis(1));
+                None
+            }
+            Err(errno) => Some(Err(self.error(io::Error::from_raw_os_error(errno)))),
+        }
+    }
+
+    fn moved(&mut self, count: usize) -> Option<Result<usize>> {
+        self.again = 0;
+        if count == 0 && self.done < self.len {
+            if self.writes() {
+                return Some(Err(self.error(io::ErrorKind::WriteZero.into())));
+            }
+            return Some(Ok(self.done));
+        }
+        let before = self.done;
+        self.done = (self.done + count).min(self.len);
+        if self.done == self.len {
+            return Some(Ok(self.len));
+        }
+        let beyond = self.done % self.alignment;
+        if beyond == 0 {
+            return None;
+        }
+        // A direct transfer cannot go on from inside a block. That is the end of the file, or the block is moved again.
+        if !self.writes() {
+            match self.file.len() {
+                Ok(end) if self.offset + self.done as u64 >= end => return Some(Ok(self.done)),
+                Ok(_) => {}
+                Err(error) => return Some(Err(error)),
+            }
+        }
+        self.done -= beyond;
+        self.stalls = if self.done == before { self.stalls + 1 } else { 0 };
+        if self.stalls > MAX_STALLS {
+            return Some(Err(self.error(io::Error::from_raw_os_error(libc::EIO))));
+        }
+        None
+    }
+
+    /// An error of this transfer.
+    pub fn error(&self, source: io::Error) -> Error {
+        Error::io(if self.writes() { "write" } else { "read" }, self.file.path(), source)
+    }
+
+    /// Gives the buffer back.
+    pub fn complete(self, result: Result<usize>) -> Completion {
+        Completion { token: self.token, buffer: self.buffer, result }
+    }
+}

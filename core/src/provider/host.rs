@@ -1,0 +1,59 @@
+//! Leaves in host memory: numpy arrays, torch CPU tensors, any strided buffer.
+
+use super::{Fill, StateProvider, Ticket};
+use crate::Result;
+use crate::region::Region;
+use crate::staging::{Filling, Slot};
+use crate::sys::HostSource;
+
+/// A leaf in host memory, with whatever keeps that memory alive.
+pub struct HostProvider<O = ()> {
+    source: HostSource,
+    _owner: O,
+}
+
+impl HostProvider {
+    /// A provider whose memory the maker of `source` keeps alive.
+    pub fn new(source: HostSource) -> Self {
+        Self { source, _owner: () }
+    }
+}
+
+impl<O: Send + Sync> HostProvider<O> {
+    /// A provider that holds the owner of its memory, and drops it when the capture is over. `owner` may be dropped on any thread.
+    pub fn with_owner(source: HostSource, owner: O) -> Self {
+        Self { source, _owner: owner }
+    }
+
+    /// The array.
+    pub fn source(&self) -> &HostSource {
+        &self.source
+    }
+}
+
+impl<O: Send + Sync> StateProvider for HostProvider<O> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+        for fill in fills {
+            self.source.copy(fill.local, fill.from, slot.part(fill.at, fill.len)?)?;
+        }
+        Ok(Ticket::Done)
+    }
+
+    fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
+        if self.source.itemsize() != itemsize {
+            return Err(format!(
+                "its elements have {} bytes in memory, {itemsize} in the tensor",
+                self.source.itemsize()
+            ));
+        }
+        if !local.fits(self.source.shape()) {
+            return Err(format!(
+                "region {:?} + {:?} passes the end of an array of shape {:?}",
+                local.offset,
+                local.extent,
+                self.source.shape()
+            ));
+        }
+        Ok(())
+    }
+}

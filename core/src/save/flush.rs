@@ -1,0 +1,96 @@
+//! Flush: the half of a save that runs behind the caller. Slots go to the queue as they arrive, are checksummed when nobody waits for
+//! the processor, and go back; then footers, then fsync.
+
+mod writer;
+
+use std::sync::Arc;
+
+use crossbeam_channel::Receiver;
+
+use super::capture::Captured;
+use super::link::Link;
+use super::plan::PlannedItem;
+use super::progress::Progress;
+use super::windows::Window;
+use super::{SaveOptions, WrittenItem};
+use crate::Result;
+use crate::format::index::Index;
+use crate::io::{Dir, Disk};
+use crate::staging::StagingPool;
+
+/// What [`Flush::new`] is made of.
+pub(super) struct Parts {
+    pub items: Vec<PlannedItem>,
+    pub windows: Vec<Window>,
+    pub indexes: Arc<Vec<Index>>,
+    pub receiver: Receiver<Captured>,
+    pub link: Arc<Link>,
+    pub pool: Arc<StagingPool>,
+    pub progress: Arc<Progress>,
+    pub options: SaveOptions,
+}
+
+/// The half that writes. Dropping it cancels the save.
+pub struct Flush {
+    parts: Parts,
+    over: bool,
+}
+
+impl Flush {
+    pub(super) fn new(parts: Parts) -> Self {
+        Self { parts, over: false }
+    }
+
+    /// The save's counters.
+    pub fn progress(&self) -> Arc<Progress> {
+        Arc::clone(&self.parts.progress)
+    }
+
+    /// Writes the data files below `step_dir`, and returns when each is complete and synced. What makes them findable (the directories, the indexes, the
+    /// manifest) is the caller's. [`Error::Cancelled`] if the capture has failed or was dropped.
+    pub fn run(mut self, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<WrittenItem>> {
+        let written = writer::write(&self.parts, disk, step_dir);
+        self.over = true;
+        match written {
+            Ok(files) => {
+                let parts = &mut self.parts;
+                // Capture has just let go of its handle, or is about to.
+                let indexes = std::mem::take(&mut parts.indexes);
+                let indexes = Arc::try_unwrap(indexes).unwrap_or_else(|shared| (*shared).clone());
+                Ok(collect(std::mem::take(&mut parts.items), indexes, &files))
+            }
+            Err(error) => {
+                self.parts.link.stop(format!("the flush failed: {error}"));
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Drop for Flush {
+    fn drop(&mut self) {
+        if !self.over {
+            self.parts.link.stop("the flush was dropped before it was complete");
+        }
+    }
+}
+
+fn collect(items: Vec<PlannedItem>, indexes: Vec<Index>, files: &[writer::FileEnd]) -> Vec<WrittenItem> {
+    let written = items.into_iter().zip(indexes).zip(files);
+    written
+        .map(|((item, mut index), end)| {
+            if let Some(file) = index.files.first_mut() {
+                file.length = end.length;
+                file.trailer_crc = end.trailer_crc;
+            }
+            WrittenItem {
+                dir: item.dir,
+                index,
+                length: end.length,
+                file_id: item.file_id,
+                trailer_crc: end.trailer_crc,
+                tensor_bytes: item.tensor_bytes,
+            }
+        })
+        .collect()
+}

@@ -1,0 +1,396 @@
+//! The loop that keeps the queue full.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{RecvTimeoutError, TryRecvError};
+
+use super::Parts;
+use crate::io::{Completion, Dir, Disk, File, Queue, Transfer};
+use crate::save::capture::Captured;
+use crate::save::encoding;
+use crate::staging::{Filled, Flushing, Full, Slot, Written};
+use crate::sys::Buffer;
+use crate::{Error, Result};
+
+/// How long to look away while the capture runs: a full slot may arrive meanwhile, while the queue has room.
+const GLANCE: Duration = Duration::from_millis(1);
+
+/// How long to look away when nothing can arrive but a completion, or a cancellation.
+const NAP: Duration = Duration::from_millis(100);
+
+/// How a file ended.
+pub(super) struct FileEnd {
+    pub length: u64,
+    pub trailer_crc: u32,
+}
+
+/// Writes and syncs all files.
+pub(super) fn write(parts: &Parts, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<FileEnd>> {
+    let started = Instant::now();
+    let files = create(parts, step_dir)?;
+    let queue = disk.queue(parts.options.queue_depth.max(1))?;
+    let mut writer = Writer {
+        parts,
+        queue,
+        files,
+        pending: VecDeque::new(),
+        in_flight: Vec::new(),
+        written: Vec::new(),
+        next_token: 0,
+        received: 0,
+        moved: Instant::now(),
+    };
+    let outcome = writer.run();
+    parts.progress.written_since(started);
+    if let Err(error) = outcome {
+        // Capture must not wait for slots that nobody will free any more.
+        parts.link.stop(format!("the flush failed: {error}"));
+        writer.abandon();
+        return Err(error);
+    }
+    let started = Instant::now();
+    let ends = writer.files.iter().map(OpenFile::end).collect();
+    parts.progress.synced_since(started);
+    ends
+}
+
+fn create(parts: &Parts, step_dir: &Arc<dyn Dir>) -> Result<Vec<OpenFile>> {
+    let mut files: Vec<OpenFile> = Vec::with_capacity(parts.items.len());
+    for item in &parts.items {
+        let dir = match step_dir.create_dir(&item.dir) {
+            // Another rank's save of the same step has made it.
+            Err(error) if error.errno() == Some(libc::EEXIST) => step_dir.open_dir(&item.dir)?,
+            other => other?,
+        };
+        let file = dir.create_file(&item.file_name, item.data_bytes + item.footer_hint)?;
+        let blocks = item.data_bytes.div_ceil(parts.options.block_bytes) as usize;
+        files.push(OpenFile { file, crcs: vec![0; blocks], unsummed: 0, footer: None });
+    }
+    for window in &parts.windows {
+        if let Some(file) = files.get_mut(window.item as usize) {
+            file.unsummed += 1;
+        }
+    }
+    Ok(files)
+}
+
+/// A data file being written.
+struct OpenFile {
+    file: Arc<dyn File>,
+    /// Of its blocks.
+    crcs: Vec<u32>,
+    /// Windows not yet checksummed.
+    unsummed: usize,
+    footer: Option<FileEnd>,
+}
+
+impl OpenFile {
+    /// Cuts and syncs it: all its writes have completed.
+    fn end(&self) -> Result<FileEnd> {
+        let Some(FileEnd { length, trailer_crc }) = self.footer else {
+            return Err(Error::Misuse(format!("{} has no footer", self.file.path().display())));
+        };
+        self.file.set_len(length)?;
+        self.file.sync()?;
+        Ok(FileEnd { length, trailer_crc })
+    }
+}
+
+/// What a write is of.
+#[derive(Clone, Copy)]
+enum Content {
+    Window {
+        window: usize,
+        /// Whether its checksums are known.
+        summed: bool,
+    },
+    Footer,
+}
+
+/// A write that waits for the queue.
+struct Ready {
+    content: Content,
+    item: u32,
+    offset: u64,
+    len: u64,
+    memory: Memory,
+}
+
+/// Staging memory where there is some; footers may have to take their own.
+enum Memory {
+    Slot(Slot<Full>),
+    Own(Buffer),
+}
+
+/// A write in the queue.
+struct Flight {
+    token: u64,
+    content: Content,
+    len: u64,
+    slot: Option<Slot<Flushing>>,
+}
+
+struct Writer<'a> {
+    parts: &'a Parts,
+    queue: Box<dyn Queue>,
+    files: Vec<OpenFile>,
+    pending: VecDeque<Ready>,
+    in_flight: Vec<Flight>,
+    /// Written windows that are still to be checksummed.
+    written: Vec<(usize, Slot<Written>)>,
+    next_token: u64,
+    /// Windows that have arrived.
+    received: usize,
+    /// When something last moved.
+    moved: Instant,
+}
+
+impl Writer<'_> {
+    fn run(&mut self) -> Result<()> {
+        loop {
+            if let Some(error) = self.parts.link.cancelled() {
+                return Err(error);
+            }
+            self.receive()?;
+            self.submit()?;
+            while let Some(completion) = self.queue.complete(Duration::ZERO) {
+                self.land(completion)?;
+                self.submit()?;
+            }
+            if self.checksum_one()? || self.footer()? {
+                continue;
+            }
+            if self.pending.is_empty()
+                && self.in_flight.is_empty()
+                && self.files.iter().all(|f| f.footer.is_some())
+            {
+                return Ok(());
+            }
+            self.wait()?;
+        }
+    }
+
+    /// Whether every window has arrived.
+    fn captured(&self) -> bool {
+        self.received == self.parts.windows.len()
+    }
+
+    fn receive(&mut self) -> Result<()> {
+        while !self.captured() {
+            match self.parts.receiver.try_recv() {
+                Ok(captured) => self.take_in(captured),
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => return Err(self.capture_ended()),
+            }
+        }
+        Ok(())
+    }
+
+    fn capture_ended(&self) -> Error {
+        let ended = || Error::Cancelled("the capture has ended before it was complete".into());
+        self.parts.link.cancelled().unwrap_or_else(ended)
+    }
+
+    fn take_in(&mut self, Captured { window, slot }: Captured) {
+        self.received += 1;
+        self.moved = Instant::now();
+        if let Some(plan) = self.parts.windows.get(window) {
+            self.pending.push_back(Ready {
+                content: Content::Window { window, summed: false },
+                item: plan.item,
+                offset: plan.offset,
+                len: plan.len,
+                memory: Memory::Slot(slot),
+            });
+        }
+    }
+
+    fn submit(&mut self) -> Result<()> {
+        while self.queue.in_flight() < self.parts.options.queue_depth.max(1) {
+            let Some(Ready { content, item, offset, len, memory }) = self.pending.pop_front() else { break };
+            let Some(file) = self.files.get(item as usize) else { continue };
+            let (buffer, slot) = match memory {
+                Memory::Slot(slot) => {
+                    let (buffer, slot) = slot.launch()?;
+                    (buffer, Some(slot))
+                }
+                Memory::Own(buffer) => (buffer, None),
+            };
+            let token = self.next_token;
+            self.next_token += 1;
+            self.queue.submit(Transfer::Write, &file.file, offset, len as usize, buffer, token);
+            self.in_flight.push(Flight { token, content, len, slot });
+        }
+        Ok(())
+    }
+
+    fn land(&mut self, completion: Completion) -> Result<()> {
+        self.moved = Instant::now();
+        let Completion { token, buffer, result } = completion;
+        let place = self.in_flight.iter().position(|flight| flight.token == token);
+        let flight = place.map(|place| self.in_flight.swap_remove(place));
+        let Some(Flight { content, len, slot, .. }) = flight else {
+            return Err(Error::Misuse(format!("the queue completed write {token}, which it was not given")));
+        };
+        let slot = slot.map(|slot| slot.land(buffer)).transpose()?;
+        let done = result?;
+        if done as u64 != len {
+            return Err(Error::Misuse(format!(
+                "the queue wrote {done} of {len} bytes and reported no error"
+            )));
+        }
+        self.parts.progress.written(len);
+        if let (Content::Window { window, summed: false }, Some(slot)) = (content, slot) {
+            self.written.push((window, slot));
+        }
+        Ok(())
+    }
+
+    /// Checksums one window, if now is the time: when the capture is over, or waits for slots. Whether there was one.
+    fn checksum_one(&mut self) -> Result<bool> {
+        let starved = !self.captured() && self.parts.pool.starved();
+        if !self.captured() && !starved {
+            return Ok(false);
+        }
+        // What has been written gives a slot back; what waits for the queue can use the time.
+        if let Some((window, slot)) = self.written.pop() {
+            self.checksum(window, slot.bytes())?;
+            return Ok(true);
+        }
+        let waiting = self.pending.iter_mut().enumerate().find_map(|(i, ready)| match &mut ready.content {
+            Content::Window { window, summed } if !*summed => {
+                *summed = true;
+                Some((i, *window))
+            }
+            _ => None,
+        });
+        let Some((place, window)) = waiting else { return Ok(false) };
+        let Some(ready) = self.pending.remove(place) else { return Ok(false) };
+        if let Memory::Slot(slot) = &ready.memory {
+            self.checksum(window, slot.bytes())?;
+        }
+        self.pending.insert(place, ready);
+        Ok(true)
+    }
+
+    fn checksum(&mut self, window: usize, bytes: &[u8]) -> Result<()> {
+        let started = Instant::now();
+        let block_bytes = self.parts.options.block_bytes;
+        let missing = || Error::Misuse(format!("window {window} has no place in its file"));
+        let window = self.parts.windows.get(window).ok_or_else(missing)?;
+        let file = self.files.get_mut(window.item as usize).ok_or_else(missing)?;
+        let first = (window.offset / block_bytes) as usize;
+        let data = bytes.get(..window.len as usize).ok_or_else(missing)?;
+        let crcs = file.crcs.get_mut(first..).ok_or_else(missing)?;
+        for (crc, block) in crcs.iter_mut().zip(data.chunks(block_bytes as usize)) {
+            *crc = encoding::crc32c(block);
+        }
+        file.unsummed = file.unsummed.saturating_sub(1);
+        self.parts.progress.checksummed_since(started);
+        Ok(())
+    }
+
+    /// Encodes the footer of one file whose checksums are all known, and lines it up. Whether there was one.
+    fn footer(&mut self) -> Result<bool> {
+        let next = self.files.iter().position(|file| file.unsummed == 0 && file.footer.is_none());
+        let Some(number) = next else { return Ok(false) };
+        let (Some(item), Some(index), Some(file)) =
+            (self.parts.items.get(number), self.parts.indexes.get(number), self.files.get_mut(number))
+        else {
+            return Ok(false);
+        };
+        let footer = encoding::footer(item.file_id, item.data_bytes, index, &file.crcs)?;
+        file.footer = Some(FileEnd {
+            length: item.data_bytes + footer.bytes.len() as u64,
+            trailer_crc: footer.trailer_crc,
+        });
+        let mut offset = item.data_bytes;
+        for bytes in footer.bytes.chunks(self.parts.pool.slot_bytes()) {
+            let len = bytes.len() as u64;
+            let memory = self.footer_memory(bytes)?;
+            self.pending.push_back(Ready {
+                content: Content::Footer,
+                item: number as u32,
+                offset,
+                len,
+                memory,
+            });
+            offset += len;
+        }
+        Ok(true)
+    }
+
+    /// A slot if one is free (this thread must not wait for one: it is who frees them).
+    fn footer_memory(&self, bytes: &[u8]) -> Result<Memory> {
+        if let Some(slot) = self.parts.pool.try_acquire()? {
+            let mut slot = slot.begin();
+            slot.part(0, bytes.len() as u64)?.copy_from_slice(bytes);
+            if let Filled::Full(slot) = slot.finish(Vec::new()) {
+                return Ok(Memory::Slot(slot));
+            }
+        }
+        let mut buffer = Buffer::alone(bytes.len())?;
+        if let Some(start) = buffer.get_mut(..bytes.len()) {
+            start.copy_from_slice(bytes);
+        }
+        Ok(Memory::Own(buffer))
+    }
+
+    /// Nothing to do but to wait for a completion or a window.
+    fn wait(&mut self) -> Result<()> {
+        let stall = self.parts.options.stall_timeout;
+        let left = stall.saturating_sub(self.moved.elapsed());
+        if left.is_zero() {
+            let waited_for = if self.in_flight.is_empty() {
+                format!(
+                    "the capture ({} of {} windows have arrived)",
+                    self.received,
+                    self.parts.windows.len()
+                )
+            } else {
+                format!("{} writes to complete", self.in_flight.len())
+            };
+            return Err(Error::Timeout { waited_for, seconds: self.moved.elapsed().as_secs_f64() });
+        }
+        if self.in_flight.is_empty() {
+            match self.parts.receiver.recv_timeout(left.min(NAP)) {
+                Ok(captured) => self.take_in(captured),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Err(self.capture_ended()),
+            }
+        } else {
+            let glance = if self.captured() { NAP } else { GLANCE };
+            if let Some(completion) = self.queue.complete(left.min(glance)) {
+                self.land(completion)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// After a failure: gives back every slot as its write completes. Writes that never complete keep their memory, and the queue stays with them, on purpose: the
+    /// kernel may still read it.
+    fn abandon(mut self) {
+        self.pending.clear();
+        self.written.clear();
+        self.moved = Instant::now();
+        while self.queue.in_flight() > 0 {
+            let left = self.parts.options.stall_timeout.saturating_sub(self.moved.elapsed());
+            if left.is_zero() {
+                tracing::error!(
+                    writes = self.in_flight.len(),
+                    "writes never completed; their memory is leaked"
+                );
+                std::mem::forget(self.queue);
+                return;
+            }
+            while self.parts.receiver.try_recv().is_ok() {}
+            if let Some(completion) = self.queue.complete(left.min(NAP)) {
+                // The first error is the one that is reported.
+                let _ = self.land(completion);
+                self.written.clear();
+            }
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! Planning: every check, every offset, every fill list, before anything is captured or written.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::capture::{self, Capture};
+use super::flush::{self, Flush};
+use super::link::Link;
+use super::progress::Progress;
+use super::windows::{Chunk, FileCutter, Leaf, Source as PartSource, Windows};
+use super::{ChunkPlan, ItemPlan, LeafPlan, PAGE_ALIGNED_FROM, SMALL_ALIGNMENT, SaveOptions, encoding};
+use crate::format::index::{
+    ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
+};
+use crate::io::is_component;
+use crate::region;
+use crate::staging::StagingPool;
+use crate::tree::Tree;
+use crate::{Error, Result, limits};
+
+/// Granularity of data files: direct I/O needs no more on any device that we know.
+const PAGE: u64 = 4096;
+
+/// Alignment of objects.
+const OBJECT_ALIGNMENT: u64 = 8;
+
+/// One item, planned.
+pub(super) struct PlannedItem {
+    pub dir: String,
+    pub file_name: String,
+    pub file_id: u128,
+    /// Where the footer starts: the end of the data.
+    pub data_bytes: u64,
+    pub tensor_bytes: u64,
+    /// What the footer will take, roughly and rather too much.
+    pub footer_hint: u64,
+}
+
+/// Plans a save. Everything that can be wrong with the items is found here; nothing is read, written or waited for, and the pool is not grown. Run the
+/// two halves on two threads; dropping one cancels the other.
+pub fn prepare(
+    items: Vec<ItemPlan>,
+    pool: &Arc<StagingPool>,
+    options: SaveOptions,
+) -> Result<(Capture, Flush)> {
+    let started = Instant::now();
+    check_options(&items, pool, &options)?;
+    let mut windows = Windows::default();
+    let mut planned = Vec::with_capacity(items.len());
+    let mut indexes = Vec::with_capacity(items.len());
+    for (number, item) in items.into_iter().enumerate() {
+        let (item, index) = plan_item(item, number, &mut windows, pool.slot_bytes() as u64, &options)?;
+        planned.push(item);
+        indexes.push(index);
+    }
+    let progress = Arc::new(Progress::default());
+    progress.total(planned.iter().map(|item| item.data_bytes).sum());
+    let link = Arc::new(Link::new(Arc::clone(pool)));
+    let indexes = Arc::new(indexes);
+    let (sender, receiver) = crossbeam_channel::unbounded();
+    let flush = Flush::new(flush::Parts {
+        items: planned,
+        windows: windows.windows.clone(),
+        indexes: Arc::clone(&indexes),
+        receiver,
+        link: Arc::clone(&link),
+        pool: Arc::clone(pool),
+        progress: Arc::clone(&progress),
+        options: options.clone(),
+    });
+    let capture = Capture::new(capture::Parts {
+        windows,
+        indexes,
+        sender,
+        link,
+        pool: Arc::clone(pool),
+        progress: Arc::clone(&progress),
+        options,
+    });
+    progress.planned_since(started);
+    Ok((capture, flush))
+}
+
+fn check_options(items: &[ItemPlan], pool: &StagingPool, options: &SaveOptions) -> Result<()> {
+    let misuse = |what: String| Err(Error::Misuse(what));
+    let block = options.block_bytes;
+    if !limits::BLOCK_BYTES.contains(&block) || block % PAGE != 0 {
+        return misuse(format!("blocks of {block} bytes"));
+    }
+    let slot = pool.slot_bytes() as u64;
+    if slot % block != 0 || u32::try_from(slot).is_err() {
+        return misuse(format!("slots of {slot} bytes are not made of blocks of {block}"));
+    }
+    if options.file_ids.len() != items.len() {
+        return misuse(format!("{} file ids for {} items", options.file_ids.len(), items.len()));
+    }
+    let mut dirs = HashSet::new();
+    for item in items {
+        if !is_component(&item.dir) || !dirs.insert(item.dir.as_str()) {
+            return misuse(format!("item directory `{}` is no name or stands twice", item.dir));
+        }
+        if item.leaves.len() != item.tree.leaf_count() {
+            return misuse(format!(
+                "item `{}` has {} leaves, its tree {}",
+                item.dir,
+                item.leaves.len(),
+                item.tree.leaf_count()
+            ));
+        }
+        let limit = |what: &str, found: usize, limit: u64| match found as u64 {
+            found if found > limit => {
+                Err(Error::Limit { what: format!("number of {what} of item `{}`", item.dir), found, limit })
+            }
+            _ => Ok(()),
+        };
+        limit("leaves", item.leaves.len(), limits::MAX_LEAVES)?;
+        limit("nodes", item.tree.nodes().len(), limits::MAX_NODES)?;
+    }
+    Ok(())
+}
+
+/// Where the next extent of a file goes.
+struct Cursor {
+    offset: u64,
+}
+
+impl Cursor {
+    fn place(&mut self, len: u64, alignment: u64) -> Result<u64> {
+        let placed = self
+            .offset
+            .checked_next_multiple_of(alignment)
+            .and_then(|start| Some((start, start.checked_add(len)?)))
+            .filter(|&(_, end)| end <= limits::MAX_FILE_BYTES);
+        let Some((start, end)) = placed else {
+            return Err(Error::Limit {
+                what: "bytes of a data file".into(),
+                found: self.offset.saturating_add(len),
+                limit: limits::MAX_FILE_BYTES,
+            });
+        };
+        self.offset = end;
+        Ok(start)
+    }
+}
+
+fn extent(offset: u64, length: u64) -> Extent {
+    Extent { source: Source::Own(0), offset, length, integrity: Integrity::BlockCrc }
+}
+
+fn plan_item(
+    item: ItemPlan,
+    number: usize,
+    windows: &mut Windows,
+    slot_bytes: u64,
+    options: &SaveOptions,
+) -> Result<(PlannedItem, Index)> {
+    let ItemPlan { dir, tree, leaves } = item;
+    let file_id = options.file_ids.get(number).copied().unwrap_or_default();
+    let number = number as u32;
+    check_aliases(&tree, &leaves)?;
+    let mut cursor = Cursor { offset: 0 };
+    let mut cutter = FileCutter::new(windows, number, slot_bytes);
+    let header = encoding::header(options.block_bytes, file_id, options.rank);
+    cutter.add_bytes(cursor.place(header.len() as u64, PAGE)?, &header);
+
+    let mut records = Vec::with_capacity(leaves.len());
+    let mut objects = Vec::new();
+    let mut tensor_bytes = 0;
+    // What the index takes, roughly: names, and per leaf and chunk its numbers.
+    let mut index_bytes = 64 * tree.nodes().len() as u64;
+    for (leaf, plan) in leaves.into_iter().enumerate() {
+        let leaf = leaf as u32;
+        records.push(match plan {
+            LeafPlan::Tensor { dtype, shape, chunks, provider } => {
+                index_bytes += (96 + 24 * shape.len() as u64) * (1 + chunks.len() as u64);
+                let tensor = TensorLeaf { tree: &tree, leaf, itemsize: dtype.size() };
+                tensor.check(&shape, &chunks, &*provider)?;
+                let owner = cutter.leaf(Leaf { provider, item: number, number: leaf })?;
+                let mut stored = Vec::with_capacity(chunks.len());
+                for ChunkPlan { region, local } in chunks {
+                    let bytes = tensor.bytes(&region)?;
+                    let alignment = if bytes >= PAGE_ALIGNED_FROM { PAGE } else { SMALL_ALIGNMENT };
+                    let offset = cursor.place(bytes, alignment)?;
+                    let chunk = cutter.chunk(Chunk { leaf: owner, local })?;
+                    cutter.add(offset, bytes, PartSource::Chunk(chunk), 0);
+                    stored.push(ChunkRecord { region, extent: extent(offset, bytes), codec: Codec::Raw });
+                    tensor_bytes += bytes;
+                }
+                LeafRecord::Tensor(TensorRecord { dtype, shape, view: None, rank_key: None, chunks: stored })
+            }
+            LeafPlan::Object(value) => {
+                objects.push((leaf, value));
+                LeafRecord::Object(extent(0, 0))
+            }
+            LeafPlan::Alias { of } => LeafRecord::Alias { of },
+        });
+    }
+    for (leaf, value) in objects {
+        let bytes = encoding::object(&value)?;
+        if bytes.len() as u64 > limits::MAX_OBJECT_BYTES {
+            return Err(Error::Limit {
+                what: format!("bytes of object `{}`", tree.leaf_path(leaf)),
+                found: bytes.len() as u64,
+                limit: limits::MAX_OBJECT_BYTES,
+            });
+        }
+        let offset = cursor.place(bytes.len() as u64, OBJECT_ALIGNMENT)?;
+        cutter.add_bytes(offset, &bytes);
+        if let Some(record) = records.get_mut(leaf as usize) {
+            *record = LeafRecord::Object(extent(offset, bytes.len() as u64));
+        }
+    }
+    let data_bytes = cursor.offset.next_multiple_of(PAGE);
+    cutter.finish(data_bytes);
+
+    let file_name = format!("{:05}.data", options.rank);
+    let file = FileRecord { name: file_name.as_str().into(), length: 0, file_id, trailer_crc: 0 };
+    let index = Index { tree, leaves: records, files: vec![file] };
+    let footer_hint = index_bytes + data_bytes.div_ceil(options.block_bytes) * 4 + 4 * PAGE;
+    Ok((PlannedItem { dir, file_name, file_id, data_bytes, tensor_bytes, footer_hint }, index))
+}
+
+fn check_aliases(tree: &Tree, leaves: &[LeafPlan]) -> Result<()> {
+    for (leaf, plan) in leaves.iter().enumerate() {
+        let LeafPlan::Alias { of } = plan else { continue };
+        if matches!(leaves.get(*of as usize), None | Some(LeafPlan::Alias { .. })) {
+            let leaf = tree.leaf_path(leaf as u32).to_string();
+            return Err(Error::Leaf {
+                leaf,
+                what: format!("it is tied to leaf {of}, which holds nothing itself"),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// A tensor leaf being checked.
+struct TensorLeaf<'a> {
+    tree: &'a Tree,
+    leaf: u32,
+    itemsize: usize,
+}
+
+impl TensorLeaf<'_> {
+    fn refuse(&self, what: impl Into<String>) -> Error {
+        Error::Leaf { leaf: self.tree.leaf_path(self.leaf).to_string(), what: what.into() }
+    }
+
+    fn check(
+        &self,
+        shape: &[u64],
+        chunks: &[ChunkPlan],
+        provider: &dyn crate::provider::StateProvider,
+    ) -> Result<()> {
+        if shape.len() as u64 > limits::MAX_DIMS {
+            return Err(Error::Limit {
+                what: format!("number of dimensions of leaf `{}`", self.tree.leaf_path(self.leaf)),
+                found: shape.len() as u64,
+                limit: limits::MAX_DIMS,
+            });
+        }
+        let elements = region::volume(shape).ok_or_else(|| self.refuse("it has too many elements"))?;
+        for ChunkPlan { region, local } in chunks {
+            let fits = match region {
+                ChunkRegion::Box(region) => region.fits(shape),
+                ChunkRegion::Run { start, len } => start.checked_add(*len).is_some_and(|end| end <= elements),
+            };
+            if !fits {
+                return Err(self.refuse(format!("chunk {region:?} passes the end of shape {shape:?}")));
+            }
+            if local.volume() != volume(region) {
+                return Err(
+                    self.refuse(format!("chunk {region:?} has not as many elements as {local:?} in memory"))
+                );
+            }
+            provider.check(local, self.itemsize).map_err(|what| self.refuse(what))?;
+        }
+        Ok(())
+    }
+
+    fn bytes(&self, region: &ChunkRegion) -> Result<u64> {
+        volume(region)
+            .and_then(|elements| elements.checked_mul(self.itemsize as u64))
+            .ok_or_else(|| self.refuse("a chunk has too many bytes"))
+    }
+}
+
+fn volume(region: &ChunkRegion) -> Option<u64> {
+    match region {
+        ChunkRegion::Box(region) => region.volume(),
+        ChunkRegion::Run { len, .. } => Some(*len),
+    }
+}

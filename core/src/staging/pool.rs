@@ -1,0 +1,268 @@
+//! The staging pool: memory that is mapped, faulted in and given to the engines once, then lent and taken back for ever.
+//!
+//! One pool serves a process ([`StagingPool::shared`]): every manager holds it, the last one frees it. Saves that share it take slots in turn. No user ever
+//! holds a slot while it waits for another one to become free (capture hands a slot on before it asks for the next), so there is no deadlock,
+//! whatever the number of saves.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use super::fence::Fence;
+use super::helpers::{Helpers, Task};
+use super::slot::{Free, Lease, Slot};
+use crate::sys::{Buffer, Mapping};
+use crate::{Error, Result};
+
+/// Bytes of a slot where nobody asks for another size. Measured: see `docs/decisions`.
+pub const DEFAULT_SLOT_BYTES: usize = 8 << 20;
+
+/// Bytes of one mapping: engines register mappings, which may be at most 1 GiB each, and a process grows its pool in steps.
+const SEGMENT_BYTES: usize = 256 << 20;
+
+/// A ring with fewer slots cannot fill one while another one is written.
+const MIN_SLOTS: usize = 2;
+
+/// The process's pool, for as long as somebody holds it, and the process that made it.
+static SHARED: Mutex<(u32, Weak<StagingPool>)> = Mutex::new((0, Weak::new()));
+
+/// See the module documentation.
+pub struct StagingPool {
+    slot_bytes: usize,
+    shared: Arc<Shared>,
+    /// Mappings in the order in which they were made. Held while growing, so that two users do not both grow.
+    mappings: Mutex<Vec<Arc<Mapping>>>,
+    helpers: Helpers,
+    /// The process that mapped it; a forked child has none of the memory.
+    process: u32,
+}
+
+/// How long a slot was waited for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Waited(pub Option<Duration>);
+
+impl StagingPool {
+    /// The pool of this process, made (with no memory yet: see [`StagingPool::ensure`]) where nobody holds one.
+    pub fn shared() -> Arc<Self> {
+        let process = std::process::id();
+        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        let (owner, pool) = &*shared;
+        // A forked child sees the parent's pool here, and must not touch it, not even its counts.
+        if *owner == process {
+            if let Some(pool) = pool.upgrade() {
+                return pool;
+            }
+        }
+        let pool = Arc::new(Self::empty(DEFAULT_SLOT_BYTES));
+        std::mem::forget(std::mem::replace(&mut *shared, (process, Arc::downgrade(&pool))));
+        pool
+    }
+
+    /// A pool of its own, with slots of `slot_bytes` (a multiple of 4096) and at least `bytes` in all (and two slots).
+    pub fn new(bytes: usize, slot_bytes: usize) -> Result<Arc<Self>> {
+        if slot_bytes == 0 || slot_bytes % 4096 != 0 || slot_bytes > SEGMENT_BYTES {
+            return Err(Error::Misuse(format!(
+                "slots of {slot_bytes} bytes: a multiple of 4096 up to {SEGMENT_BYTES} is needed"
+            )));
+        }
+        let pool = Self::empty(slot_bytes);
+        pool.ensure(bytes)?;
+        Ok(Arc::new(pool))
+    }
+
+    fn empty(slot_bytes: usize) -> Self {
+        Self {
+            slot_bytes,
+            shared: Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() }),
+            mappings: Mutex::default(),
+            helpers: Helpers::default(),
+            process: std::process::id(),
+        }
+    }
+
+    /// Grows to at least `bytes`, rounded up to whole slots, two at the least. Takes the time of touching the new memory. Never shrinks.
+    pub fn ensure(&self, bytes: usize) -> Result<()> {
+        self.check_process()?;
+        let wanted = bytes.div_ceil(self.slot_bytes).max(MIN_SLOTS);
+        let mut mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slots = self.shared.lock().total;
+        while slots < wanted {
+            let more = (wanted - slots).min((SEGMENT_BYTES / self.slot_bytes).max(1));
+            let mut buffers = Mapping::new(more * self.slot_bytes)?.into_buffers(self.slot_bytes)?;
+            slots += buffers.len();
+            mappings.extend(buffers.first().map(|buffer| Arc::clone(buffer.mapping())));
+            let mut state = self.shared.lock();
+            state.total += buffers.len();
+            state.releases += buffers.len() as u64;
+            state.free.append(&mut buffers);
+            drop(state);
+            self.shared.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    /// Bytes of all slots, lent or not.
+    pub fn bytes(&self) -> usize {
+        self.shared.lock().total * self.slot_bytes
+    }
+
+    /// Bytes of one slot.
+    pub fn slot_bytes(&self) -> usize {
+        self.slot_bytes
+    }
+
+    /// Slots that nobody holds.
+    pub fn free_slots(&self) -> usize {
+        self.shared.lock().free.len()
+    }
+
+    /// Its memory, for registration with an engine.
+    pub fn mappings(&self) -> Vec<Arc<Mapping>> {
+        self.mappings.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether somebody waits for a slot, or is about to.
+    pub(crate) fn starved(&self) -> bool {
+        let state = self.shared.lock();
+        !state.queue.is_empty() || state.free.len() < MIN_SLOTS
+    }
+
+    /// A slot, if one is free and nobody came first.
+    pub fn try_acquire(&self) -> Result<Option<Slot<Free>>> {
+        self.check_process()?;
+        let mut state = self.shared.lock();
+        state.reclaim();
+        if !state.queue.is_empty() {
+            return Ok(None);
+        }
+        Ok(state.free.pop().map(|buffer| Slot::lend(Lease::new(buffer, Arc::clone(&self.shared)))))
+    }
+
+    /// Waits for a slot, in turn. [`Error::Timeout`] when for `stall` no slot of this pool has come back; whatever `cancelled` answers when it does
+    /// (it is asked after each [`StagingPool::wake`]).
+    pub fn acquire(
+        &self,
+        stall: Duration,
+        cancelled: impl Fn() -> Option<Error>,
+    ) -> Result<(Slot<Free>, Waited)> {
+        self.check_process()?;
+        let mut state = self.shared.lock();
+        let ticket = state.next_ticket;
+        state.next_ticket += 1;
+        state.queue.push_back(ticket);
+        let started = Instant::now();
+        let mut releases = state.releases;
+        let mut since = started;
+        let mut waited = false;
+        let outcome = loop {
+            if let Some(error) = cancelled() {
+                break Err(error);
+            }
+            state.reclaim();
+            if state.queue.front() == Some(&ticket) {
+                if let Some(buffer) = state.free.pop() {
+                    break Ok(buffer);
+                }
+            }
+            if state.releases != releases {
+                (releases, since) = (state.releases, Instant::now());
+            }
+            let left = stall.saturating_sub(since.elapsed());
+            if left.is_zero() {
+                break Err(Error::Timeout {
+                    waited_for: format!(
+                        "a free staging slot ({} of {} bytes, all in use)",
+                        state.total, self.slot_bytes
+                    ),
+                    seconds: started.elapsed().as_secs_f64(),
+                });
+            }
+            waited = true;
+            // Parked slots come back by asking their fences, which nobody announces.
+            let left = if state.parked.is_empty() { left } else { left.min(Duration::from_millis(1)) };
+            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        };
+        state.queue.retain(|&other| other != ticket);
+        let next = !state.queue.is_empty();
+        drop(state);
+        if next {
+            self.shared.changed.notify_all();
+        }
+        let slot = Slot::lend(Lease::new(outcome?, Arc::clone(&self.shared)));
+        Ok((slot, Waited(waited.then(|| started.elapsed()))))
+    }
+
+    /// Makes everybody who waits ask again whether it was cancelled.
+    pub fn wake(&self) {
+        // The lock orders this after the check of a waiter that is about to sleep.
+        drop(self.shared.lock());
+        self.shared.changed.notify_all();
+    }
+
+    /// Starts a task on up to `count` of the pool's threads, which are made when first needed and end with the pool.
+    pub(crate) fn help(&self, count: usize, task: &Arc<dyn Task>) {
+        self.helpers.start(count, task);
+    }
+
+    fn check_process(&self) -> Result<()> {
+        if self.process == std::process::id() { Ok(()) } else { Err(Error::Forked("staging pool")) }
+    }
+}
+
+/// What slots need of the pool: they may outlive it.
+pub(super) struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// The last one given back is lent first: its addresses are still in the translation caches.
+    free: Vec<Buffer>,
+    /// Given back while a device may still write to them.
+    parked: Vec<(Buffer, Vec<Box<dyn Fence>>)>,
+    total: usize,
+    /// Those who wait, in the order in which they came.
+    queue: VecDeque<u64>,
+    next_ticket: u64,
+    /// How often memory has come back: what "progress" means to those who wait.
+    releases: u64,
+}
+
+impl State {
+    /// Frees parked buffers whose fences have been passed.
+    fn reclaim(&mut self) {
+        let mut i = 0;
+        while let Some((_, fences)) = self.parked.get_mut(i) {
+            let now = Instant::now();
+            fences.retain(|fence| matches!(fence.host_wait(now), Err(Error::Timeout { .. })));
+            if fences.is_empty() {
+                self.free.push(self.parked.swap_remove(i).0);
+                self.releases += 1;
+            } else {
+                i += 1;
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn give_back(&self, buffer: Buffer, fences: Vec<Box<dyn Fence>>) {
+        let mut state = self.lock();
+        if fences.is_empty() {
+            state.free.push(buffer);
+            state.releases += 1;
+        } else {
+            state.parked.push((buffer, fences));
+        }
+        let waited_for = !state.queue.is_empty();
+        drop(state);
+        if waited_for {
+            self.changed.notify_all();
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Slots: windows of data files in staging memory, one type per state.
+//!
+//! ```text
+//! Free ─begin▶ Filling ─finish▶ Full ─launch▶ Flushing (+ the buffer, with the queue) ─land▶ Written ─drop▶ back in the pool
+//!                         └───▶ Pending ─wait▶ Full            (copies that a device still makes)
+//! ```
+//!
+//! Only a `Filling` slot can be written to, only a `Full` one launched, only once; memory in flight is not reachable. Whatever is dropped goes back to
+//! the pool, except what a device may still write to: that comes back when its fence has been passed.
+
+use std::mem;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::fence::Fence;
+use super::pool::Shared;
+use crate::sys::Buffer;
+use crate::{Error, Result};
+
+/// Memory lent by the pool; given back when dropped.
+pub(super) struct Lease {
+    buffer: Option<Buffer>,
+    /// Copies that may still write to the buffer; none but in [`Pending`].
+    fences: Vec<Box<dyn Fence>>,
+    pool: Arc<Shared>,
+}
+
+impl Lease {
+    pub(super) fn new(buffer: Buffer, pool: Arc<Shared>) -> Self {
+        Self { buffer: Some(buffer), fences: Vec::new(), pool }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        self.buffer.as_deref().unwrap_or_default()
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            self.pool.give_back(buffer, mem::take(&mut self.fences));
+        }
+    }
+}
+
+/// One slot. `S` says what it is in: [`Free`], [`Filling`], [`Pending`], [`Full`], [`Flushing`] or [`Written`].
+pub struct Slot<S> {
+    lease: Lease,
+    state: S,
+}
+
+/// Nothing of worth is in it.
+pub struct Free(());
+/// Being filled, by one thread.
+pub struct Filling(());
+/// Filled but for copies that were started and not yet reported: *captured, pending*.
+pub struct Pending(());
+/// All bytes are there.
+pub struct Full(());
+/// Its memory is with a queue.
+pub struct Flushing {
+    address: usize,
+}
+/// Its bytes are in the file (not yet durable), and still here to be checksummed.
+pub struct Written(());
+
+/// What comes of a slot whose last fill was given out.
+pub enum Filled {
+    /// Nothing is on its way.
+    Full(Slot<Full>),
+    /// A device still writes to it.
+    Pending(Slot<Pending>),
+}
+
+impl Slot<Free> {
+    pub(super) fn lend(lease: Lease) -> Self {
+        Self { lease, state: Free(()) }
+    }
+
+    /// Starts to fill it.
+    pub fn begin(self) -> Slot<Filling> {
+        Slot { lease: self.lease, state: Filling(()) }
+    }
+}
+
+impl Slot<Filling> {
+    /// Bytes `at .. at + len`, to be written.
+    pub fn part(&mut self, at: u64, len: u64) -> Result<&mut [u8]> {
+        let size = self.lease.bytes().len();
+        let end = at.checked_add(len).and_then(|end| usize::try_from(end).ok());
+        end.and_then(|end| self.lease.buffer.as_deref_mut()?.get_mut(at as usize..end))
+            .ok_or_else(|| Error::Misuse(format!("bytes {at} and {len} more are not in a slot of {size}")))
+    }
+
+    /// Ends the filling. `fences` are those of copies into it that were only started.
+    pub fn finish(mut self, fences: Vec<Box<dyn Fence>>) -> Filled {
+        if fences.is_empty() {
+            return Filled::Full(Slot { lease: self.lease, state: Full(()) });
+        }
+        self.lease.fences = fences;
+        Filled::Pending(Slot { lease: self.lease, state: Pending(()) })
+    }
+}
+
+impl Slot<Pending> {
+    /// Waits until all is there. On an error the memory goes back to the pool as soon as nothing writes to it any more.
+    pub fn wait(mut self, deadline: Instant) -> Result<Slot<Full>> {
+        while let Some(fence) = self.lease.fences.last() {
+            let passed = fence.host_wait(deadline);
+            if !matches!(passed, Err(Error::Timeout { .. })) {
+                self.lease.fences.pop();
+            }
+            passed?;
+        }
+        Ok(Slot { lease: self.lease, state: Full(()) })
+    }
+}
+
+impl<S> Slot<S> {
+    /// Bytes in it.
+    pub fn len(&self) -> usize {
+        self.lease.bytes().len()
+    }
+
+    /// Whether its memory is elsewhere (it is with a queue).
+    pub fn is_empty(&self) -> bool {
+        self.lease.buffer.is_none()
+    }
+}
+
+impl Slot<Full> {
+    /// What is in it.
+    pub fn bytes(&self) -> &[u8] {
+        self.lease.bytes()
+    }
+
+    /// Takes the memory out, for a queue; [`Slot::land`] puts it back.
+    pub fn launch(mut self) -> Result<(Buffer, Slot<Flushing>)> {
+        let buffer = self.lease.buffer.take();
+        let buffer = buffer.ok_or_else(|| Error::Misuse("a slot without memory".into()))?;
+        let address = buffer.as_ptr() as usize;
+        Ok((buffer, Slot { lease: self.lease, state: Flushing { address } }))
+    }
+}
+
+impl Slot<Flushing> {
+    /// Puts the memory back that [`Slot::launch`] took.
+    pub fn land(mut self, buffer: Buffer) -> Result<Slot<Written>> {
+        if buffer.as_ptr() as usize != self.state.address {
+            return Err(Error::Misuse("a queue gave back another slot's memory".into()));
+        }
+        self.lease.buffer = Some(buffer);
+        Ok(Slot { lease: self.lease, state: Written(()) })
+    }
+}
+
+impl Slot<Written> {
+    /// What was written.
+    pub fn bytes(&self) -> &[u8] {
+        self.lease.bytes()
+    }
+}

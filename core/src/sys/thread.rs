@@ -1,0 +1,26 @@
+//! Engine threads: named, and deaf to signals.
+
+use std::io;
+use std::thread::{Builder, JoinHandle};
+
+/// Starts a thread in which signals are blocked (but for those that a fault of its own raises), so that the application's handlers run on the application's threads.
+pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    Builder::new().name(name.to_owned()).spawn(move || {
+        block_signals();
+        body();
+    })
+}
+
+fn block_signals() {
+    // SAFETY: `sigset_t` is plain data for which zeros are valid; sigfillset then sets all of it.
+    let mut all: libc::sigset_t = unsafe { std::mem::zeroed() };
+    // SAFETY: `all` is a valid sigset_t and outlives the calls; only this thread's mask changes. The signals of faults stay deliverable, so
+    // that handlers that report a crash still can.
+    unsafe {
+        libc::sigfillset(&raw mut all);
+        for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGABRT] {
+            libc::sigdelset(&raw mut all, fault);
+        }
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const all, std::ptr::null_mut());
+    }
+}
