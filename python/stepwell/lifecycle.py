@@ -63,6 +63,13 @@ class _Notifier:
         self._waiting: dict[int, Callable[[], Any]] = {}
         self._thread: threading.Thread | None = None
         self._owner = Owner("notifier")
+        self._events: Any = None
+
+    @property
+    def events(self) -> Any:
+        """The queue that engine threads post to."""
+        self.start()
+        return self._events
 
     def register(self, callback: Callable[[], Any]) -> int:
         """A number for the engine to post when ``callback`` is due."""
@@ -76,14 +83,15 @@ class _Notifier:
         """Starts the thread, once."""
         with self._lock:
             if self._thread is None:
+                from . import _core
+
+                self._events = _core.Events()
                 self._thread = threading.Thread(target=self._run, name="stepwell-notifier", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
-        from . import _core
-
         while True:
-            for number in _core.next_events():
+            for number in self._events.next():
                 if number == 0:
                     return
                 with self._lock:
@@ -98,12 +106,10 @@ class _Notifier:
 
     def stop(self, timeout: float = 5.0) -> None:
         """Ends the thread after what is due has run."""
-        from . import _core
-
         thread = self._thread
         if thread is None or not self._owner.is_here or thread is threading.current_thread():
             return
-        _core.post_event(0)
+        self._events.post(0)
         thread.join(timeout)
         self._thread = None
 

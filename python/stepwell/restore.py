@@ -127,17 +127,20 @@ class _Job:
 class Restore:
     """One restore from an open checkpoint of the engine."""
 
-    def __init__(self, core: Any, options: Options) -> None:
+    def __init__(self, core: Any, options: Options, structure: Structure | None = None) -> None:
         self.core = core
         self.options = options.plain()
-        self.structure = Structure(core.nodes())
+        self.structure = structure or Structure(core.nodes())
         self.report = RestoreReport()
         self.allocator = Allocator()
         self.reviver = Reviver()
 
     def run(self, target: Any, fill: bool) -> Any:
         """The caller's structure with the stored values; in place where ``fill`` says so and it can be."""
-        part = template.parse(target)
+        return self.run_part(template.parse(target), fill)
+
+    def run_part(self, part: Part, fill: bool) -> Any:
+        """The same for a structure that was taken apart already."""
         self.reviver = Reviver(template.enum_classes(part))
         wanted = _Wanted(self, part)
         if wanted.specs or wanted.top_level:

@@ -88,7 +88,8 @@ class Save:
         if self._handle is None or self._handle.done():
             callback(self)
             return
-        self._handle.on_done(lifecycle.notifier.register(lambda: callback(self)))
+        number = lifecycle.notifier.register(lambda: callback(self))
+        self._handle.on_done(lifecycle.notifier.events, number)
 
     @property
     def stats(self) -> SaveStats | None:

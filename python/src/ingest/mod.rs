@@ -5,5 +5,7 @@
 #![expect(unsafe_code, reason = "pointers of Python's buffers enter the engine here and nowhere else")]
 
 mod held;
+mod source;
 
 pub use held::HeldBuffer;
+pub use source::provider_of;
