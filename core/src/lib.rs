@@ -24,6 +24,7 @@ pub mod format;
 pub mod io;
 pub mod leaf_path;
 pub mod limits;
+pub mod load;
 pub mod provider;
 pub mod read_plan;
 pub mod region;

@@ -36,3 +36,9 @@ pub const MAX_PATH_COMPONENT_BYTES: u64 = 255;
 pub const MAX_ITEMS: u64 = 4096;
 /// Largest label of a step (it must fit a signed 64-bit integer, so that every language can hold it).
 pub const MAX_STEP: u64 = i64::MAX as u64;
+/// Bytes of the root table of an index.
+pub const MAX_ROOT_BYTES: u64 = 512 << 20;
+/// Bytes of the names along one leaf path, one more for each component.
+pub const MAX_LEAF_PATH_BYTES: u64 = 256 << 10;
+/// Bytes of the type names of all containers of an item (files share equal ones, memory does not).
+pub const MAX_TYPE_NAME_BYTES: u64 = 256 << 20;

@@ -56,7 +56,7 @@ pub struct ViewRecord {
 }
 
 /// What a chunk covers.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum ChunkRegion {
     /// A box, stored row-major.
     Box(Region),

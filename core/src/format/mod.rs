@@ -3,15 +3,28 @@
 //! | module | what it reads and writes | bound by |
 //! |---|---|---|
 //! | [`manifest`] | `manifest.json`, the commit record of a step | its own last line |
+//! | [`header`] [`block`] [`footer`] | a data file: its front, its blocks, its end | own CRCs; manifest and index record the trailer's |
+//! | [`index_v1`] | the index file of an item, and the index pages of a footer | manifest, root table, page table |
 //! | [`index`] | what an index says, in memory, whatever version it came from | |
+//! | [`merge`] | many ranks' indexes become one | |
 //!
 //! Everything that is read here is hostile until checked: checksum first, then structure, then meaning; a size is checked before
 //! it is allocated, and no input panics. Encoding is deterministic: same values in, same bytes out.
 
+pub mod block;
+mod bytes;
+mod check;
 pub mod checksum;
+mod features;
+pub mod footer;
+pub mod header;
 pub mod index;
+pub mod index_v1;
 pub mod manifest;
+pub mod merge;
+pub mod page;
 mod paths;
+pub mod trailer;
 
 /// The version of the format that this code writes. Older ones stay readable for ever.
 pub const FORMAT_VERSION: u32 = 1;

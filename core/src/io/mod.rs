@@ -14,6 +14,7 @@ mod threaded;
 mod transfer;
 #[cfg(any(test, feature = "test-support"))]
 pub mod simulated;
+mod uring;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -4,17 +4,19 @@
 //! since what a kernel can do says little about what a container, a limit or a file system allows. Each refusal leads to the next engine, and into
 //! [`EngineChoice::reasons`] with its likely cause.
 
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::posix::{self, DirectIo, Mover, PosixDisk, Settings};
-use super::{Disk, EngineChoice};
-use crate::sys::Buffer;
+use super::{DROP_DEADLINE, Disk, EngineChoice};
+use crate::sys::{Buffer, Descriptor, Flight, Mapping, Ring};
 use crate::{Error, Result};
 
 /// The environment variable that decides where the caller leaves it to the probe.
@@ -22,6 +24,9 @@ pub const ENGINE_VARIABLE: &str = "STEPWELL_ENGINE";
 
 /// Offsets and lengths of the format are multiples of this, so no coarser alignment can be served.
 const FORMAT_ALIGNMENT: usize = 4096;
+
+/// How long the first block through a ring may take; a disk may be busy.
+const PROBE_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Which engine is wanted. What cannot be had is replaced by the next best, with the reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -152,7 +157,95 @@ fn probe_directory(dir: &Path, wanted: Engine, reasons: &mut Vec<String>) -> Res
             return Ok(probe);
         }
     }
+    if wanted == Engine::Threads {
+        reasons.push("Threads move the data, as was asked for.".into());
+        return Ok(probe);
+    }
+    match try_ring(&file) {
+        Ok(()) => {
+            probe.mover = Mover::Uring;
+            reasons.push("io_uring works: a block was written through a ring.".into());
+        }
+        Err((op, error)) => {
+            let cause = ring_cause(op, &error);
+            reasons.push(format!("{op} answered {error}: {cause}. Threads move the data instead, about as fast at a little more CPU time."));
+            return Ok(probe);
+        }
+    }
+    match try_registration() {
+        Ok(()) => {
+            probe.registered = true;
+            reasons.push("Memory can be registered with io_uring.".into());
+        }
+        Err(error) => {
+            let cause = ring_cause("io_uring_register", &error);
+            reasons.push(format!("io_uring_register answered {error}: {cause}. Transfers pin their memory one by one, which costs some CPU time."));
+        }
+    }
     Ok(probe)
+}
+
+/// Writes a block through a ring: that one can be made does not mean that it may be used.
+fn try_ring(file: &OwnedFd) -> Result<(), (&'static str, io::Error)> {
+    let mut ring = Ring::new(1, DROP_DEADLINE).map_err(|error| ("io_uring_setup", error))?;
+    let (op, invalid) = ("io_uring_enter", || io::Error::from(io::ErrorKind::InvalidData));
+    let enter = |error| (op, error);
+    let descriptor = file.try_clone().map_err(enter)?;
+    let descriptor = Arc::new(Descriptor::new(descriptor, "file"));
+    let mut buffer = Buffer::alone(FORMAT_ALIGNMENT).map_err(|_| (op, invalid()))?;
+    buffer.fill(0xA5);
+    let flight = Flight { buffer, descriptor, note: () };
+    ring.push(true, 0, 0..FORMAT_ALIGNMENT, flight).map_err(|(_, error)| enter(error))?;
+    let deadline = Instant::now() + PROBE_PATIENCE;
+    loop {
+        ring.enter(Some(Duration::from_secs(1))).map_err(enter)?;
+        match ring.next() {
+            Some((_, moved)) if usize::try_from(moved) == Ok(FORMAT_ALIGNMENT) => break,
+            Some((_, moved)) if moved < 0 => return Err(enter(io::Error::from_raw_os_error(-moved))),
+            Some(_) => return Err((op, invalid())),
+            None if Instant::now() > deadline => return Err((op, io::ErrorKind::TimedOut.into())),
+            None => {}
+        }
+    }
+    let mut found = Buffer::alone(FORMAT_ALIGNMENT).map_err(|_| (op, invalid()))?;
+    match retry_on_intr(|| rustix::io::pread(file, &mut *found, 0)) {
+        Ok(FORMAT_ALIGNMENT) if found.iter().all(|&byte| byte == 0xA5) => Ok(()),
+        _ => Err((op, invalid())),
+    }
+}
+
+/// Registers one huge page; whether a limit allows more shows when there is more.
+fn try_registration() -> io::Result<()> {
+    let memory = Mapping::new(1).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
+    Ring::<()>::new(1, DROP_DEADLINE)?.register(vec![memory])
+}
+
+/// What an operator can do about it.
+fn ring_cause(op: &str, error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EPERM) => {
+            match std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").as_deref().map(str::trim) {
+                Ok("1" | "2") => "the sysctl kernel.io_uring_disabled forbids it",
+                _ => {
+                    "forbidden, most likely by a seccomp profile (Docker's and containerd's default profiles leave io_uring out)"
+                }
+            }
+        }
+        Some(libc::EACCES) => "forbidden, most likely by a security module such as SELinux",
+        Some(libc::ENOSYS) => {
+            "the kernel is older than 5.11 or built without io_uring, or a sandbox such as gVisor hides it"
+        }
+        Some(libc::ENOMEM) if op == "io_uring_register" => {
+            "the limit on locked memory is too small (`ulimit -l`)"
+        }
+        Some(libc::ENOMEM) => {
+            "no memory for it, most likely because the limit on locked memory is used up (`ulimit -l`)"
+        }
+        Some(libc::EMFILE | libc::ENFILE) => "too many open files (`ulimit -n`)",
+        Some(libc::EOPNOTSUPP) => "the kernel does not do this with such memory or files",
+        Some(libc::EINVAL) => "the kernel does not know this form of it",
+        _ => "unexpected",
+    }
 }
 
 /// A file to try things on that has no name, or loses it at once.
@@ -213,5 +306,43 @@ fn try_direct(file: &OwnedFd) -> Result<(usize, &'static str), String> {
         Err(errno) => Err(format!(
             "O_DIRECT was allowed at the opening of a file, but then a block of {FORMAT_ALIGNMENT} bytes was refused ({errno})."
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::conformance;
+
+    /// On the file system of the sources' build, which is a real disk where the system's temporary directory may be a memory disk.
+    fn tempdir() -> tempfile::TempDir {
+        tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap()
+    }
+
+    #[test]
+    fn threads_keep_every_promise_on_a_real_disk() {
+        let dir = tempdir();
+        let disk = open_disk(dir.path(), Engine::Threads).unwrap();
+        assert_eq!(disk.choice().engine, "threads", "{:?}", disk.choice());
+        conformance::run(disk.as_ref(), &dir.path().join("root"));
+    }
+
+    #[test]
+    fn io_uring_keeps_every_promise_on_a_real_disk() {
+        let dir = tempdir();
+        let disk = open_disk(dir.path(), Engine::Uring).unwrap();
+        if disk.choice().engine != "io_uring" {
+            eprintln!("SKIPPED: no io_uring here: {:?}", disk.choice().reasons);
+            return;
+        }
+        conformance::run(disk.as_ref(), &dir.path().join("root"));
+    }
+
+    #[test]
+    fn the_page_cache_engine_keeps_every_promise() {
+        let dir = tempdir();
+        let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
+        assert_eq!(disk.choice().engine, "buffered");
+        conformance::run(disk.as_ref(), &dir.path().join("root"));
     }
 }

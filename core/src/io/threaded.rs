@@ -110,25 +110,21 @@ impl Inner {
 }
 
 /// Moves all bytes of a job.
-fn perform(mut job: Job) -> Completion {
+fn perform(job: Job) -> Completion {
+    let Job { mut buffer, descriptor, mut moving } = job;
     loop {
-        let piece = job.piece();
-        let answer = match job.descriptor.get() {
-            Err(error) => return job.complete(Err(error)),
+        let piece = moving.piece();
+        let range = piece.at..piece.at + piece.len;
+        let answer = match descriptor.get() {
+            Err(error) => return moving.complete(buffer, Err(error)),
             Ok(_) if piece.len == 0 => Ok(0),
-            Ok(fd) => {
-                let range = piece.at..piece.at + piece.len;
-                if job.transfer == Transfer::Write {
-                    let bytes = job.buffer.get(range).unwrap_or_default();
-                    rustix::io::pwrite(fd, bytes, piece.offset)
-                } else {
-                    let bytes = job.buffer.get_mut(range).unwrap_or_default();
-                    rustix::io::pread(fd, bytes, piece.offset)
-                }
+            Ok(fd) if moving.writes() => {
+                rustix::io::pwrite(fd, buffer.get(range).unwrap_or_default(), piece.offset)
             }
+            Ok(fd) => rustix::io::pread(fd, buffer.get_mut(range).unwrap_or_default(), piece.offset),
         };
-        if let Some(result) = job.answered(answer.map_err(rustix::io::Errno::raw_os_error)) {
-            return job.complete(result);
+        if let Some(result) = moving.answered(answer.map_err(rustix::io::Errno::raw_os_error)) {
+            return moving.complete(buffer, result);
         }
     }
 }

@@ -18,11 +18,16 @@ const MAX_STALLS: u32 = 16;
 
 /// One transfer under way, with all that it needs kept alive.
 pub struct Job {
-    pub transfer: Transfer,
-    pub file: Arc<dyn File>,
-    pub descriptor: Arc<Descriptor>,
     pub buffer: Buffer,
-    pub token: u64,
+    pub descriptor: Arc<Descriptor>,
+    pub moving: Moving,
+}
+
+/// How far a transfer has come.
+pub struct Moving {
+    transfer: Transfer,
+    file: Arc<dyn File>,
+    token: u64,
     offset: u64,
     len: usize,
     done: usize,
@@ -77,21 +82,12 @@ impl Job {
             return Err(refuse(buffer, error));
         }
         let file = Arc::clone(file);
-        Ok(Self {
-            transfer,
-            file,
-            descriptor,
-            buffer,
-            token,
-            offset,
-            len,
-            done: 0,
-            alignment,
-            again: 0,
-            stalls: 0,
-        })
+        let moving = Moving { transfer, file, token, offset, len, done: 0, alignment, again: 0, stalls: 0 };
+        Ok(Self { buffer, descriptor, moving })
     }
+}
 
+impl Moving {
     /// Whether bytes go to the file.
     pub fn writes(&self) -> bool {
         self.transfer == Transfer::Write
@@ -156,7 +152,7 @@ impl Job {
     }
 
     /// Gives the buffer back.
-    pub fn complete(self, result: Result<usize>) -> Completion {
-        Completion { token: self.token, buffer: self.buffer, result }
+    pub fn complete(self, buffer: Buffer, result: Result<usize>) -> Completion {
+        Completion { token: self.token, buffer, result }
     }
 }

@@ -4,16 +4,23 @@
 mod descriptor;
 mod file;
 mod fork;
+mod host_target;
 mod lock;
 mod copy;
 mod host_source;
 mod memory;
+mod scatter;
+mod stream;
 mod thread;
+mod uring;
 
 pub use descriptor::Descriptor;
 pub use file::cached_bytes;
 pub use fork::{Birth, generation};
+pub use host_target::HostTarget;
 pub use lock::HeldLock;
 pub use host_source::HostSource;
 pub use memory::{Buffer, Mapping};
+pub(crate) use scatter::{Scatter, ScatterGuard, Window};
 pub use thread::spawn;
+pub use uring::{Flight, Ring, leaked_bytes};

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
 use stepwell_core::format::FORMAT_VERSION;
 use stepwell_core::format::index::{Index, LeafRecord, Source};
 use stepwell_core::format::manifest::{Attempt, FileEntry, IndexEntry, Item, Manifest, TopLevel};
@@ -202,4 +203,63 @@ fn check_coverage(index: &Index) -> Result<()> {
         })?;
     }
     Ok(())
+}
+
+/// How a vote travels: a JSON head, then the encoded indexes back to back.
+#[derive(Serialize, Deserialize)]
+struct Head {
+    attempt: Attempt,
+    failure: Option<String>,
+    parts: Vec<HeadPart>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct HeadPart {
+    dir: String,
+    index_bytes: u64,
+    tensor_bytes: u64,
+}
+
+impl Vote {
+    /// The vote as a message.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let mut indexes = Vec::new();
+        let mut parts = Vec::new();
+        for part in self.parts.iter().flatten() {
+            let encoded = index_v1::encode(&part.index)?.bytes;
+            parts.push(HeadPart {
+                dir: part.dir.clone(),
+                index_bytes: encoded.len() as u64,
+                tensor_bytes: part.tensor_bytes,
+            });
+            indexes.extend_from_slice(&encoded);
+        }
+        let head = Head { attempt: self.attempt.clone(), failure: self.parts.as_ref().err().cloned(), parts };
+        let head = serde_json::to_vec(&head).map_err(|error| Error::Invalid(error.to_string()))?;
+        let mut out = (head.len() as u64).to_le_bytes().to_vec();
+        out.extend_from_slice(&head);
+        out.extend_from_slice(&indexes);
+        Ok(out)
+    }
+
+    /// A vote from a message of that rank.
+    pub fn decode(rank: u32, bytes: &[u8]) -> Result<Self> {
+        let bad = || Error::RankFailed { rank, cause: "its vote cannot be read; are all ranks of one version?".to_owned() };
+        let (length, rest) = bytes.split_first_chunk::<8>().ok_or_else(bad)?;
+        let length = usize::try_from(u64::from_le_bytes(*length)).map_err(|_| bad())?;
+        let (head, mut rest) = rest.split_at_checked(length).ok_or_else(bad)?;
+        let head: Head = serde_json::from_slice(head).map_err(|_| bad())?;
+        if let Some(failure) = head.failure {
+            return Ok(Self { rank, attempt: head.attempt, parts: Err(failure) });
+        }
+        let mut parts = Vec::with_capacity(head.parts.len());
+        for part in head.parts {
+            let length = usize::try_from(part.index_bytes).map_err(|_| bad())?;
+            let (index, after) = rest.split_at_checked(length).ok_or_else(bad)?;
+            rest = after;
+            let index = index_v1::decode(index, &PathBuf::from(format!("the vote of rank {rank}")))?;
+            parts.push(ItemPart { dir: part.dir, index, tensor_bytes: part.tensor_bytes });
+        }
+        Ok(Self { rank, attempt: head.attempt, parts: Ok(parts) })
+    }
 }

@@ -10,6 +10,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess,
 pub(super) mod hex_u32 {
     use serde::{Deserializer, Serializer};
 
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
     pub(in super::super) fn serialize<S: Serializer>(value: &u32, to: S) -> Result<S::Ok, S::Error> {
         to.collect_str(&format_args!("{value:08x}"))
     }

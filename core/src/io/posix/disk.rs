@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, Weak};
 use super::{Settings, create_dir_all, open_dir};
 use crate::Result;
 use crate::io::threaded::ThreadedQueue;
+use crate::io::uring::{self, UringQueue};
 use crate::io::{Dir, Disk, EngineChoice, Queue};
 use crate::sys::Mapping;
 
@@ -33,6 +34,13 @@ impl PosixDisk {
     pub fn new(choice: EngineChoice, settings: Arc<Settings>, mover: Mover) -> Self {
         Self { choice, settings, mover, memory: Mutex::default() }
     }
+
+    /// The registered memory that still exists.
+    fn memory(&self) -> Vec<Arc<Mapping>> {
+        self.memory
+            .lock()
+            .map_or_else(|_| Vec::new(), |memory| memory.iter().filter_map(Weak::upgrade).collect())
+    }
 }
 
 impl Disk for PosixDisk {
@@ -49,6 +57,33 @@ impl Disk for PosixDisk {
     }
 
     fn queue(&self, depth: usize) -> Result<Box<dyn Queue>> {
+        if self.mover == Mover::Uring {
+            match UringQueue::new(depth, self.settings.alignment, self.memory()) {
+                Ok(queue) => return Ok(Box::new(queue)),
+                // What worked when the disk was opened may be forbidden or used up by now.
+                Err(error) => {
+                    tracing::warn!(%error, "no io_uring to be had any more; this queue uses threads")
+                }
+            }
+        }
         Ok(Box::new(ThreadedQueue::new(depth, self.settings.alignment)?))
+    }
+
+    fn register(&self, memory: &[Arc<Mapping>]) -> Result<()> {
+        if !self.choice.registered {
+            return Ok(());
+        }
+        let mut all = self.memory();
+        for mapping in memory {
+            if !all.iter().any(|known| Arc::ptr_eq(known, mapping)) {
+                all.push(Arc::clone(mapping));
+            }
+        }
+        let weak = all.iter().map(Arc::downgrade).collect();
+        uring::try_register(all)?;
+        if let Ok(mut memory) = self.memory.lock() {
+            *memory = weak;
+        }
+        Ok(())
     }
 }

@@ -1,0 +1,332 @@
+//! What every index must keep, whatever version or footer it came from: run before an index is written and after one was read. Only the
+//! exact tiling of a tensor by its chunks is not checked here (that is geometry, `stepwell-reshard`'s, and a footer holds but a part).
+//!
+//! All arithmetic is overflow-safe, and nothing is allocated that is not bounded by what is in memory already.
+
+use std::collections::HashSet;
+
+use super::index::{
+    ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
+};
+use super::limit;
+use super::paths::check_relative;
+use crate::error::Error;
+use crate::leaf_path::Component;
+use crate::limits::{
+    MAX_DEPTH, MAX_DIMS, MAX_FILE_BYTES, MAX_FILES, MAX_LEAF_PATH_BYTES, MAX_LEAVES, MAX_NAME_BYTES,
+    MAX_NODES, MAX_OBJECT_BYTES, MAX_TYPE_NAME_BYTES,
+};
+use crate::region::volume;
+use crate::tree::{ContainerKind, NodeKind, Tree};
+
+/// First byte that a chunk or object may have in a data file.
+const FIRST_BYTE: u64 = 4096;
+/// What a stateful container's inner kind counts towards [`MAX_TYPE_NAME_BYTES`]: a page stores a kind once, memory once per container.
+pub(super) const STATEFUL_BYTES: u64 = 64;
+
+/// What extents and leaf numbers may name.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Bounds {
+    /// The whole index of an item.
+    Item,
+    /// The index in a footer: every extent lies in that very file, before its footer.
+    Footer {
+        /// Where the footer begins.
+        footer_offset: u64,
+    },
+    /// Some pages of an item's index: aliases and views may name leaves that are elsewhere.
+    Part {
+        /// Leaves of the whole item.
+        leaves: u64,
+    },
+}
+
+/// What does not hold.
+pub(crate) enum Fault {
+    /// A bound was passed.
+    Limit(Error),
+    /// About a node of the tree.
+    Node(u32, String),
+    /// About the whole.
+    Whole(String),
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Self::Limit(error)
+    }
+}
+
+type Checked<T = ()> = Result<T, Fault>;
+
+pub(crate) fn check(index: &Index, bounds: Bounds) -> Checked {
+    limit("the number of nodes", index.tree.nodes().len() as u64, MAX_NODES)?;
+    limit("the number of leaves", index.leaves.len() as u64, MAX_LEAVES)?;
+    if index.tree.leaf_count() != index.leaves.len() {
+        return Err(Fault::Whole(format!(
+            "the tree has {} leaves, and there are records of {}",
+            index.tree.leaf_count(),
+            index.leaves.len()
+        )));
+    }
+    if !matches!(bounds, Bounds::Footer { .. }) {
+        check_files(&index.files)?;
+    }
+    check_tree(&index.tree)?;
+    let at_leaf = |leaf: usize, what| Fault::Node(index.tree.leaf_node(leaf as u32).unwrap_or(0), what);
+    for (number, leaf) in index.leaves.iter().enumerate() {
+        let outcome = match leaf {
+            LeafRecord::Tensor(tensor) => check_tensor(index, tensor, bounds),
+            LeafRecord::Object(extent) => check_object(index, extent, bounds),
+            LeafRecord::Alias { of } => match target(index, *of, bounds) {
+                Target::Outside | Target::Leaf(LeafRecord::Tensor(_) | LeafRecord::Object(_)) => Ok(()),
+                Target::Leaf(LeafRecord::Alias { .. }) => {
+                    Err(format!("it is tied to leaf {of}, itself a tie"))
+                }
+                Target::None => Err(format!("it is tied to leaf {of}, which is none")),
+            },
+        };
+        outcome.map_err(|what| at_leaf(number, what))?;
+    }
+    Ok(())
+}
+
+fn check_files(files: &[FileRecord]) -> Checked {
+    limit("the number of files", files.len() as u64, MAX_FILES)?;
+    let mut names = HashSet::with_capacity(files.len());
+    for file in files {
+        check_relative(&file.name).map_err(Fault::Whole)?;
+        limit("the length of a file in bytes", file.length, MAX_FILE_BYTES)?;
+        if !names.insert(&*file.name) {
+            return Err(Fault::Whole(format!("the file `{}` is listed twice", file.name)));
+        }
+    }
+    Ok(())
+}
+
+fn check_tree(tree: &Tree) -> Checked {
+    // Containers from the root to where the walk is, each with the length of its path.
+    let mut open: Vec<(u32, u64)> = Vec::new();
+    let mut siblings: HashSet<(u32, Sibling<'_>)> = HashSet::with_capacity(tree.nodes().len());
+    let mut type_names = 0;
+    for (number, node) in tree.nodes().iter().enumerate() {
+        let number = number as u32;
+        let fault = |what: &str| Fault::Node(number, what.to_owned());
+        let mut path_bytes = 0;
+        match &node.component {
+            None if number == 0 && node.parent == 0 => {}
+            None => return Err(fault("a node other than the root has no name")),
+            Some(_) if number == 0 => return Err(fault("the root has a name")),
+            Some(component) => {
+                while open.last().is_some_and(|&(container, _)| container != node.parent) {
+                    open.pop();
+                }
+                let Some(&(_, parent_bytes)) = open.last() else {
+                    return Err(fault("its parent is no container that is open where it stands"));
+                };
+                path_bytes = parent_bytes + component_bytes(component);
+                limit("the length of a leaf path in bytes", path_bytes, MAX_LEAF_PATH_BYTES)?;
+                if !siblings.insert((node.parent, Sibling::of(component))) {
+                    return Err(fault("it stands twice in its container"));
+                }
+            }
+        }
+        if let NodeKind::Container(kind) = &node.kind {
+            open.push((number, path_bytes));
+            limit("the nesting of containers", open.len() as u64, MAX_DEPTH)?;
+            type_names += check_kind(kind)?;
+            limit("the size of all type names in bytes", type_names, MAX_TYPE_NAME_BYTES)?;
+        }
+        if let Some(Component::Key(name) | Component::Field(name)) = &node.component {
+            limit("the length of a name in bytes", name.len() as u64, MAX_NAME_BYTES)?;
+        }
+    }
+    Ok(())
+}
+
+/// What must differ among the children of a container: how they render. A key `a` and a field `a` would be one path.
+#[derive(PartialEq, Eq, Hash)]
+enum Sibling<'a> {
+    Name(&'a str),
+    Number(i64),
+}
+
+impl<'a> Sibling<'a> {
+    fn of(component: &'a Component) -> Self {
+        match component {
+            Component::Key(name) | Component::Field(name) => Self::Name(name),
+            Component::Int(number) => Self::Number(*number),
+            Component::Index(number) => Self::Number(i64::from(*number)),
+        }
+    }
+}
+
+fn component_bytes(component: &Component) -> u64 {
+    match component {
+        Component::Key(name) | Component::Field(name) => name.len() as u64 + 1,
+        Component::Int(_) | Component::Index(_) => 9,
+    }
+}
+
+/// Returns about the bytes that a copy of it takes beyond its own.
+fn check_kind(kind: &ContainerKind) -> Checked<u64> {
+    let mut bytes = 0;
+    let mut name = |text: &str| -> Checked {
+        bytes += text.len() as u64;
+        Ok(limit("the length of a type name in bytes", text.len() as u64, MAX_NAME_BYTES)?)
+    };
+    let mut kind = kind;
+    let mut boxes = 0;
+    for _ in 0..MAX_DEPTH {
+        match kind {
+            ContainerKind::Dict
+            | ContainerKind::OrderedDict
+            | ContainerKind::DefaultDict
+            | ContainerKind::List
+            | ContainerKind::Tuple
+            | ContainerKind::Deque { .. } => return Ok(bytes + boxes),
+            ContainerKind::NamedTuple { type_name }
+            | ContainerKind::Dataclass { type_name }
+            | ContainerKind::Custom { type_name } => {
+                name(type_name)?;
+                return Ok(bytes + boxes);
+            }
+            ContainerKind::Stateful { type_name, protocol, inner } => {
+                name(type_name)?;
+                name(protocol)?;
+                boxes += STATEFUL_BYTES;
+                kind = inner;
+            }
+        }
+    }
+    Err(Error::Limit {
+        what: "the nesting of container kinds".to_owned(),
+        found: MAX_DEPTH + 1,
+        limit: MAX_DEPTH,
+    }
+    .into())
+}
+
+enum Target<'a> {
+    Leaf(&'a LeafRecord),
+    /// Not among the leaves that were read, but in the item.
+    Outside,
+    None,
+}
+
+fn target(index: &Index, of: u32, bounds: Bounds) -> Target<'_> {
+    match bounds {
+        Bounds::Part { leaves } if u64::from(of) < leaves => Target::Outside,
+        Bounds::Part { .. } => Target::None,
+        _ => index.leaves.get(of as usize).map_or(Target::None, Target::Leaf),
+    }
+}
+
+fn check_tensor(index: &Index, tensor: &TensorRecord, bounds: Bounds) -> Result<(), String> {
+    let TensorRecord { dtype, shape, view, rank_key, chunks } = tensor;
+    if shape.len() as u64 > MAX_DIMS {
+        return Err(format!("it has {} dimensions, more than the limit of {MAX_DIMS}", shape.len()));
+    }
+    let itemsize = dtype.size() as u64;
+    let elements = volume(shape)
+        .filter(|elements| elements.checked_mul(itemsize).is_some())
+        .ok_or_else(|| format!("a tensor of shape {shape:?} does not fit 64 bits"))?;
+    if rank_key.as_ref().is_some_and(|key| key.len() as u64 > MAX_NAME_BYTES) {
+        return Err("its rank key is too long".to_owned());
+    }
+    if view.is_some() {
+        check_view(index, tensor, bounds)?;
+    }
+    for (number, chunk) in chunks.iter().enumerate() {
+        check_chunk(index, chunk, shape, elements, itemsize, bounds)
+            .map_err(|what| format!("chunk {number} {what}"))?;
+    }
+    Ok(())
+}
+
+fn check_view(index: &Index, tensor: &TensorRecord, bounds: Bounds) -> Result<(), String> {
+    let Some(view) = &tensor.view else { return Ok(()) };
+    if !tensor.chunks.is_empty() {
+        return Err("it is a view and has chunks of its own".to_owned());
+    }
+    let mut order = view.permutation.clone();
+    order.sort_unstable();
+    let is_permutation = order.iter().copied().eq(0..view.region.ndim() as u32);
+    let seen = view.permutation.iter().map(|&d| view.region.extent.get(d as usize));
+    if !is_permutation || !seen.eq(tensor.shape.iter().map(Some)) {
+        return Err("it is a view whose region does not have its shape".to_owned());
+    }
+    match target(index, view.of, bounds) {
+        Target::Outside => Ok(()),
+        Target::Leaf(LeafRecord::Tensor(of))
+            if of.view.is_none() && of.dtype == tensor.dtype && view.region.fits(&of.shape) =>
+        {
+            Ok(())
+        }
+        Target::Leaf(_) => {
+            Err(format!("it is a view of leaf {}, which is no tensor that holds its region", view.of))
+        }
+        Target::None => Err(format!("it is a view of leaf {}, which is none", view.of)),
+    }
+}
+
+fn check_chunk(
+    index: &Index,
+    chunk: &ChunkRecord,
+    shape: &[u64],
+    elements: u64,
+    itemsize: u64,
+    bounds: Bounds,
+) -> Result<(), String> {
+    let covered = match &chunk.region {
+        ChunkRegion::Box(region) if region.fits(shape) => region.volume(),
+        ChunkRegion::Run { start, len } if start.checked_add(*len).is_some_and(|end| end <= elements) => {
+            Some(*len)
+        }
+        region => return Err(format!("covers {region:?}, which is not inside the shape {shape:?}")),
+    };
+    let expected = covered.and_then(|elements| elements.checked_mul(itemsize));
+    match chunk.codec {
+        Codec::Raw if expected != Some(chunk.extent.length) => {
+            return Err(format!("has {} bytes, its region has {expected:?}", chunk.extent.length));
+        }
+        Codec::Raw => {}
+    }
+    check_extent(index, &chunk.extent, bounds)
+}
+
+fn check_object(index: &Index, extent: &Extent, bounds: Bounds) -> Result<(), String> {
+    if extent.length > MAX_OBJECT_BYTES {
+        return Err(format!(
+            "its object has {} bytes, more than the limit of {MAX_OBJECT_BYTES}",
+            extent.length
+        ));
+    }
+    check_extent(index, extent, bounds)
+}
+
+fn check_extent(index: &Index, extent: &Extent, bounds: Bounds) -> Result<(), String> {
+    let end = extent.offset.checked_add(extent.length).ok_or("has an offset that overflows")?;
+    let file = |ordinal: u32| {
+        index.files.get(ordinal as usize).ok_or_else(|| format!("lies in file {ordinal}, which is none"))
+    };
+    let (first, last) = match (extent.source, bounds) {
+        (Source::Own(0), Bounds::Footer { footer_offset }) => (FIRST_BYTE, footer_offset),
+        (_, Bounds::Footer { .. }) => {
+            return Err("lies in another file than the one whose footer it stands in".to_owned());
+        }
+        // Where the footer begins is known to the file alone; that the end is a trailer is known here.
+        (Source::Own(ordinal), _) => (FIRST_BYTE, file(ordinal)?.length.saturating_sub(FIRST_BYTE)),
+        (Source::Range(ordinal), _) => (0, file(ordinal)?.length),
+        (Source::Pulled(_), _) => (0, u64::MAX),
+    };
+    if extent.offset < first || end > last {
+        return Err(format!("lies at {}..{end}, outside of {first}..{last}", extent.offset));
+    }
+    let own = matches!(extent.source, Source::Own(_));
+    match extent.integrity {
+        Integrity::BlockCrc if own => Ok(()),
+        Integrity::Zip(_) | Integrity::None if !own => Ok(()),
+        other => Err(format!("has the integrity {other:?}, which does not fit its source")),
+    }
+}

@@ -1,0 +1,132 @@
+//! The footer of a data file: pages of this file's index, pages of block checksums, the page table, and the trailer. It makes a data file
+//! explain itself: an index can be rebuilt from the data files alone, and no reader needs more than a file to verify it.
+
+use std::path::Path;
+
+use super::block;
+use super::bytes::Fields;
+use super::checksum::crc32c;
+use super::index::{FileRecord, Index};
+use super::page::{self, PageKind, PageRef};
+use super::trailer::{PageTableRef, TRAILER_BYTES};
+pub use super::trailer::{Trailer, decode_page_table};
+use super::{index_v1, limit, merge};
+use crate::error::{Error, Result};
+use crate::limits::MAX_PAGES;
+
+/// CRCs of one page: 64 GiB of blocks of the default size.
+const CRCS_PER_PAGE: usize = (page::TARGET_PAGE_BYTES / 4) as usize;
+
+/// The end of a data file, from the footer's offset on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Footer {
+    /// A multiple of 4096 bytes.
+    pub bytes: Vec<u8>,
+    /// What manifest and index record of the file.
+    pub trailer_crc: u32,
+}
+
+/// Makes the footer of a data file. `index` holds this file's leaves, and all its extents lie in this file (`Source::Own(0)`, before
+/// `footer_offset`); its `files` are not written, since a file cannot hold its own length and digest. `block_crcs` are those of the blocks that tile
+/// `[0, footer_offset)`.
+pub fn encode(
+    file_id: u128,
+    block_bytes: u64,
+    footer_offset: u64,
+    index: &Index,
+    block_crcs: &[u32],
+) -> Result<Footer> {
+    block::check_size(block_bytes).map_err(Error::Misuse)?;
+    if block::count(footer_offset, block_bytes) != block_crcs.len() as u64 {
+        return Err(Error::Misuse(format!(
+            "{} block checksums cannot tile {footer_offset} bytes in blocks of {block_bytes}",
+            block_crcs.len()
+        )));
+    }
+    let mut pages = index_v1::encode_pages(index, index_v1::Bounds::Footer { footer_offset })?;
+    for (number, crcs) in block_crcs.chunks(CRCS_PER_PAGE).enumerate() {
+        let payload: Vec<u8> = crcs.iter().flat_map(|crc| crc.to_le_bytes()).collect();
+        let first = (number * CRCS_PER_PAGE) as u64;
+        pages.push(page::encode(PageKind::BlockCrcs, first, crcs.len() as u64, &payload)?);
+    }
+    limit("the pages of a footer", pages.len() as u64, MAX_PAGES)?;
+
+    let mut bytes = Vec::with_capacity(pages.iter().map(|(bytes, _)| bytes.len() + 40).sum::<usize>() + 8192);
+    let mut table = Vec::with_capacity(pages.len() * page::ENTRY_BYTES as usize);
+    for (page_bytes, entry) in &pages {
+        PageRef { offset: footer_offset + bytes.len() as u64, ..*entry }.put(&mut table);
+        bytes.extend_from_slice(page_bytes);
+    }
+    let table_at = bytes.len();
+    bytes.extend_from_slice(&table);
+    bytes.resize(bytes.len().next_multiple_of(4096), 0);
+    let trailer = Trailer {
+        file_id,
+        footer_offset,
+        footer_length: bytes.len() as u64 + TRAILER_BYTES,
+        block_bytes,
+        page_table: PageTableRef {
+            offset: footer_offset + table_at as u64,
+            length: (bytes.len() - table_at) as u64,
+            count: pages.len() as u32,
+            crc: bytes.get(table_at..).map_or(0, crc32c),
+        },
+        crc: 0,
+    };
+    trailer.check().map_err(|what| Error::Misuse(format!("the footer cannot be written: {what}")))?;
+    let (trailer_bytes, trailer_crc) = trailer.encode();
+    bytes.extend_from_slice(&trailer_bytes);
+    Ok(Footer { bytes, trailer_crc })
+}
+
+/// The CRCs of a page of block checksums, from its bytes.
+pub fn decode_block_crcs(page: &PageRef, bytes: &[u8], file: &Path) -> Result<Vec<u32>> {
+    let payload = page::open(page, bytes, file)?;
+    if page.kind != PageKind::BlockCrcs || page.count.checked_mul(4) != Some(payload.len() as u64) {
+        return Err(Error::corrupt(
+            file,
+            format!("the page at offset {} holds no block checksums", page.offset),
+        ));
+    }
+    let mut fields = Fields(payload);
+    Ok(std::iter::from_fn(|| fields.u32()).collect())
+}
+
+/// The page table in a whole footer: `footer` is the file from `trailer.footer_offset` to its end.
+pub fn pages_of(trailer: &Trailer, footer: &[u8], file: &Path) -> Result<Vec<PageRef>> {
+    let cut = || Error::corrupt(file, "its footer is cut");
+    if footer.len() as u64 != trailer.footer_length {
+        return Err(cut());
+    }
+    let table = &trailer.page_table;
+    let bytes = table
+        .offset
+        .checked_sub(trailer.footer_offset)
+        .and_then(|start| {
+            footer.get(usize::try_from(start).ok()?..)?.get(..usize::try_from(table.length).ok()?)
+        })
+        .ok_or_else(cut)?;
+    decode_page_table(trailer, bytes, file)
+}
+
+/// What a data file says of itself: the index of its leaves, from a whole footer. `name` becomes the name of its only file record.
+pub fn decode_index(trailer: &Trailer, footer: &[u8], name: &str, file: &Path) -> Result<Index> {
+    let pages: Vec<PageRef> = pages_of(trailer, footer, file)?;
+    let pages = pages.iter().filter(|page| page.kind == PageKind::Index).map(|page| {
+        let bytes = page.slice(footer, trailer.footer_offset);
+        bytes.map(|bytes| (*page, bytes)).ok_or_else(|| Error::corrupt(file, "its footer is cut"))
+    });
+    let record = FileRecord {
+        name: name.into(),
+        length: trailer.file_length(),
+        file_id: trailer.file_id,
+        trailer_crc: trailer.crc,
+    };
+    let bounds = index_v1::Bounds::Footer { footer_offset: trailer.footer_offset };
+    index_v1::decode_pages(pages.collect::<Result<Vec<_>>>()?, vec![record], bounds, file)
+}
+
+/// Rebuilds the index of an item from what its data files say of themselves ([`decode_index`]), in the order given. See [`merge::merge`].
+pub fn rebuild_index(parts: Vec<Index>) -> Result<Index> {
+    merge::merge(parts)
+}

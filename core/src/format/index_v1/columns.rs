@@ -1,0 +1,88 @@
+//! Archived columns that are consumed in order, each value checked to be there.
+
+use rkyv::primitive::{ArchivedI64, ArchivedU32, ArchivedU64};
+
+/// What a column that ended too early gets.
+pub(super) type Read<T> = Result<T, String>;
+
+/// An archived number.
+pub(super) trait Number: Copy {
+    type Native;
+    fn native(self) -> Self::Native;
+}
+
+macro_rules! numbers {
+    ($($archived:ty => $native:ty),*) => {$(
+        impl Number for $archived {
+            type Native = $native;
+            fn native(self) -> $native { self.into() }
+        }
+    )*};
+}
+numbers!(u8 => u8, ArchivedU32 => u32, ArchivedU64 => u64, ArchivedI64 => i64);
+
+/// The rest of a column.
+pub(super) struct Column<'a, T> {
+    rest: &'a [T],
+    name: &'static str,
+}
+
+impl<'a, T: Number> Column<'a, T> {
+    pub(super) fn new(rest: &'a [T], name: &'static str) -> Self {
+        Self { rest, name }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.rest.len()
+    }
+
+    pub(super) fn next(&mut self) -> Read<T::Native> {
+        let (first, rest) = self.rest.split_first().ok_or_else(|| short(self.name))?;
+        self.rest = rest;
+        Ok(first.native())
+    }
+
+    pub(super) fn take<'b>(&mut self, count: usize) -> Read<impl Iterator<Item = T::Native> + 'b>
+    where
+        'a: 'b,
+        T: 'b,
+    {
+        let (taken, rest) = self.rest.split_at_checked(count).ok_or_else(|| short(self.name))?;
+        self.rest = rest;
+        Ok(taken.iter().map(|number| number.native()))
+    }
+
+    pub(super) fn end(self) -> Read<()> {
+        if self.rest.is_empty() { Ok(()) } else { Err(long(self.name)) }
+    }
+}
+
+/// The rest of a column of texts.
+pub(super) struct Texts<'a> {
+    rest: &'a str,
+    name: &'static str,
+}
+
+impl<'a> Texts<'a> {
+    pub(super) fn new(rest: &'a str, name: &'static str) -> Self {
+        Self { rest, name }
+    }
+
+    pub(super) fn take(&mut self, bytes: usize) -> Read<&'a str> {
+        let (taken, rest) = self.rest.split_at_checked(bytes).ok_or_else(|| short(self.name))?;
+        self.rest = rest;
+        Ok(taken)
+    }
+
+    pub(super) fn end(self) -> Read<()> {
+        if self.rest.is_empty() { Ok(()) } else { Err(long(self.name)) }
+    }
+}
+
+fn short(name: &str) -> String {
+    format!("its column `{name}` is too short")
+}
+
+fn long(name: &str) -> String {
+    format!("its column `{name}` is longer than what uses it")
+}

@@ -1,0 +1,160 @@
+//! Version 1 of the index: the file `iN/index` of an item, and the same pages in the footers of data files.
+//!
+//! ```text
+//! 0     header, 128 bytes: magic, own CRC, version, features, lengths, CRC of the root table
+//! 128   root table (rkyv): where the pages are and their CRCs, hashes of leaf paths, files
+//! …     pages (rkyv), one after the other, each about 1 MiB
+//! ```
+//!
+//! Pages are self-contained: each repeats the containers above its first node, so that a reader may read only those that hold its leaves.
+//! Bytes are checked before they are interpreted (CRC, then bytecheck, then the columns, then [`super::check`]); what is written is checked
+//! by the same rules. Encoding is deterministic, and decoding what was encoded gives the same index.
+//!
+//! The leader of a commit writes index files, the save pipeline writes footers, every reader reads them.
+
+mod columns;
+mod page;
+mod read;
+mod root;
+mod write;
+
+use std::path::Path;
+
+pub use self::root::{INDEX_HEADER_BYTES, IndexHeader, Root, path_hash};
+pub(super) use super::check::Bounds;
+use super::check::{Fault, check};
+use super::checksum::crc32c;
+use super::index::{FileRecord, Index, LeafRecord};
+use super::limit;
+use super::page::{PageRef, open};
+use crate::error::{Error, Result};
+use crate::limits::MAX_PAGES;
+use crate::tree::Tree;
+
+/// An index file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IndexFile {
+    /// All of it.
+    pub bytes: Vec<u8>,
+    /// CRC-32C of all of it, recorded in the manifest.
+    pub crc: u32,
+}
+
+/// The index file of an item. Refuses what [`decode`] would refuse.
+pub fn encode(index: &Index) -> Result<IndexFile> {
+    let pages = encode_pages(index, Bounds::Item)?;
+    let mut root = Root {
+        pages: pages.iter().map(|&(_, page)| page).collect(),
+        files: index.files.clone(),
+        leaf_hashes: root::leaf_hashes(&index.tree),
+        nodes: index.tree.nodes().len() as u64,
+    };
+    let table = root.encode()?;
+    root.pages.clear();
+    let pages_length: usize = pages.iter().map(|(bytes, _)| bytes.len()).sum();
+    let file_length = INDEX_HEADER_BYTES as usize + table.len() + pages_length;
+    let header = IndexHeader {
+        file_length: file_length as u64,
+        root_length: table.len() as u64,
+        root_crc: crc32c(&table),
+        leaves: index.leaves.len() as u64,
+        nodes: root.nodes,
+    };
+    let mut bytes = Vec::with_capacity(file_length);
+    bytes.extend_from_slice(&header.encode());
+    bytes.extend_from_slice(&table);
+    for (page, _) in &pages {
+        bytes.extend_from_slice(page);
+    }
+    let crc = crc32c(&bytes);
+    Ok(IndexFile { bytes, crc })
+}
+
+/// Reads and checks a whole index file; `file` is for messages. Everything that [`super::check`] lists holds of the result; that chunks
+/// tile their tensors is not checked here.
+pub fn decode(bytes: &[u8], file: &Path) -> Result<Index> {
+    let header = IndexHeader::decode(bytes, file)?;
+    if header.file_length != bytes.len() as u64 {
+        return Err(Error::corrupt(
+            file,
+            format!("it has {} bytes, its header says {}", bytes.len(), header.file_length),
+        ));
+    }
+    let root = Root::decode(&header, bytes, file)?;
+    let cut = || Error::corrupt(file, "its pages are cut");
+    let pages =
+        root.pages.iter().map(|page| page.slice(bytes, 0).map(|bytes| (*page, bytes)).ok_or_else(cut));
+    let index = decode_pages(pages.collect::<Result<Vec<_>>>()?, root.files, Bounds::Item, file)?;
+    if index.tree.nodes().len() as u64 != header.nodes || root::leaf_hashes(&index.tree) != root.leaf_hashes {
+        return Err(Error::corrupt(file, "its root table does not list the leaves that its pages hold"));
+    }
+    Ok(index)
+}
+
+/// The leaves of one page of an index file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Part {
+    /// Number, in the item's index, of its first leaf; aliases and views name leaves by such numbers.
+    pub first_leaf: u64,
+    /// Containers and leaves of this page, and the containers above them.
+    pub tree: Tree,
+    /// Records of its leaves.
+    pub leaves: Vec<LeafRecord>,
+}
+
+/// Reads and checks one page of an index file, from its bytes.
+pub fn decode_part(root: &Root, page: &PageRef, bytes: &[u8], file: &Path) -> Result<Part> {
+    let payload = open(page, bytes, file)?;
+    let mut assembler = read::Assembler::part();
+    assembler.add(payload, page.count).map_err(|what| in_page(page, &what, file))?;
+    let index = Index { tree: assembler.tree, leaves: assembler.leaves, files: root.files.clone() };
+    check(&index, Bounds::Part { leaves: root.leaf_hashes.len() as u64 })
+        .map_err(|fault| on_read(&index, fault, file))?;
+    Ok(Part { first_leaf: page.first, tree: index.tree, leaves: index.leaves })
+}
+
+/// The pages of an index, each with its entry (but for its offset).
+pub(super) fn encode_pages(index: &Index, bounds: Bounds) -> Result<Vec<(Vec<u8>, PageRef)>> {
+    check(index, bounds).map_err(|fault| match fault {
+        Fault::Limit(error) => error,
+        Fault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },
+        Fault::Whole(what) => Error::Misuse(format!("the index cannot be written: {what}")),
+    })?;
+    let pages = write::pages(index)?;
+    limit("the pages of an index", pages.len() as u64, MAX_PAGES)?;
+    Ok(pages)
+}
+
+/// An index from all of its pages, in order.
+pub(super) fn decode_pages(
+    pages: Vec<(PageRef, &[u8])>,
+    files: Vec<FileRecord>,
+    bounds: Bounds,
+    file: &Path,
+) -> Result<Index> {
+    let mut assembler = read::Assembler::default();
+    for (page, bytes) in pages {
+        let payload = open(&page, bytes, file)?;
+        assembler.add(payload, page.count).map_err(|what| in_page(&page, &what, file))?;
+    }
+    let index = Index { tree: assembler.tree, leaves: assembler.leaves, files };
+    check(&index, bounds).map_err(|fault| on_read(&index, fault, file))?;
+    Ok(index)
+}
+
+fn in_page(page: &PageRef, what: &str, file: &Path) -> Error {
+    Error::corrupt(file, format!("the index page at offset {} makes no sense: {what}", page.offset))
+}
+
+fn on_read(index: &Index, fault: Fault, file: &Path) -> Error {
+    match fault {
+        Fault::Limit(error) => error,
+        Fault::Node(node, what) => Error::Corrupt {
+            file: file.to_owned(),
+            leaf: Some(index.tree.path(node).to_string()),
+            block: None,
+            what: format!("the index makes no sense: {what}"),
+        },
+        Fault::Whole(what) => Error::corrupt(file, format!("the index makes no sense: {what}")),
+    }
+}

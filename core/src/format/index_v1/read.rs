@@ -1,0 +1,392 @@
+//! Pages become an index. What is checked here is what must hold for the columns to be read at all; what the index says is checked
+//! afterwards, in [`crate::format::check`].
+
+use rkyv::primitive::{ArchivedU32, ArchivedU64};
+use rkyv::rancor::BoxedError;
+
+use super::columns::{Column, Read, Texts};
+use super::page::{ArchivedIndexPageV1, tag};
+use crate::dtype::Dtype;
+use crate::format::check::STATEFUL_BYTES;
+use crate::format::index::{
+    ChunkRecord, ChunkRegion, Codec, Extent, Integrity, LeafRecord, Source, TensorRecord, ViewRecord,
+};
+use crate::leaf_path::Component;
+use crate::limits::{MAX_DEPTH, MAX_NODES, MAX_TYPE_NAME_BYTES};
+use crate::region::Region;
+use crate::tree::{ContainerKind, NodeKind, Tree};
+
+/// Puts pages together, in order.
+#[derive(Default)]
+pub(super) struct Assembler {
+    pub tree: Tree,
+    pub leaves: Vec<LeafRecord>,
+    /// A single page is read, without those before it.
+    is_part: bool,
+    type_name_bytes: u64,
+}
+
+impl Assembler {
+    /// For one page, without those before it.
+    pub(super) fn part() -> Self {
+        Self { is_part: true, ..Self::default() }
+    }
+
+    /// Adds the payload of a page whose front says that it holds `count` leaves.
+    pub(super) fn add(&mut self, payload: &[u8], count: u64) -> Read<()> {
+        let page = rkyv::access::<ArchivedIndexPageV1, BoxedError>(payload)
+            .map_err(|error| format!("it is not well formed: {error}"))?;
+        if page.leaf_tag.len() as u64 != count {
+            return Err(format!("it holds {} leaves, its front says {count}", page.leaf_tag.len()));
+        }
+        self.nodes(page)?;
+        self.leaves(page)
+    }
+
+    fn nodes(&mut self, page: &ArchivedIndexPageV1) -> Read<()> {
+        let kinds = kinds(page)?;
+        let mut parents = Column::new(&page.node_parent, "node_parent");
+        let mut tags = Column::new(&page.node_tag, "node_tag");
+        let mut values = Column::new(&page.node_value, "node_value");
+        let mut node_kinds = Column::new(&page.node_kind, "node_kind");
+        let mut names = Texts::new(page.names.as_str(), "names");
+        let repeated = page.repeated_nodes.to_native();
+        // The first page that is read begins with what it repeats; the following ones repeat what is there.
+        let before = self.tree.nodes().len() as u64;
+        let begins = before == 0;
+        let follows = page.first_node.to_native() == before;
+        if !(follows || (begins && self.is_part)) || (begins && !self.is_part && repeated > 0) {
+            return Err("its nodes do not follow those of the page before".to_owned());
+        }
+        if before + parents.len() as u64 > MAX_NODES {
+            return Err(format!("there are more than {MAX_NODES} nodes"));
+        }
+        let open = self.open_chain();
+        let mut leaves = 0_usize;
+        for local in 0..parents.len() as u32 {
+            let parent = parents.next()?;
+            if parent > local || (parent == local && local > 0) {
+                return Err(format!("node {local} does not stand behind its parent"));
+            }
+            let component = component(tags.next()?, values.next()?, &mut names)?;
+            let kind = match node_kinds.next()? {
+                0 => None,
+                number => {
+                    let kind =
+                        kinds.get(number as usize - 1).ok_or("a container is of a kind that is none")?;
+                    self.type_name_bytes += kind.bytes;
+                    if self.type_name_bytes > MAX_TYPE_NAME_BYTES {
+                        return Err("its type names are too large".to_owned());
+                    }
+                    Some(&kind.container)
+                }
+            };
+            if local < repeated {
+                if (local > 0 && parent + 1 != local) || kind.is_none() {
+                    return Err("what it repeats is no chain of containers".to_owned());
+                }
+                if !begins {
+                    let known =
+                        open.get(local as usize).and_then(|&node| self.tree.nodes().get(node as usize));
+                    let same = known.is_some_and(|known| {
+                        known.component == component
+                            && matches!((&known.kind, kind), (NodeKind::Container(known), Some(kind)) if known == kind)
+                    });
+                    if !same {
+                        return Err("what it repeats is not what the page before left open".to_owned());
+                    }
+                    continue;
+                }
+            }
+            let number = match (begins, parent.checked_sub(repeated)) {
+                (true, _) => parent,
+                (false, Some(own)) => before as u32 + own,
+                (false, None) => *open
+                    .get(parent as usize)
+                    .ok_or("what it repeats is not what the page before left open")?,
+            };
+            let parent = (local > 0 || !begins).then_some(number);
+            if let Some(kind) = kind {
+                self.tree.push_container(parent, component, kind.clone());
+            } else {
+                leaves += 1;
+                self.tree.push_leaf(parent, component);
+            }
+        }
+        if leaves != page.leaf_tag.len() {
+            return Err(format!(
+                "{leaves} of its nodes are leaves, it has records of {}",
+                page.leaf_tag.len()
+            ));
+        }
+        tags.end()?;
+        values.end()?;
+        node_kinds.end()?;
+        names.end()
+    }
+
+    /// The containers from the root to the last node, the root first. Cut past the depth that any tree may have.
+    fn open_chain(&self) -> Vec<u32> {
+        let nodes = self.tree.nodes();
+        let mut chain = Vec::new();
+        let mut at = nodes.len().wrapping_sub(1) as u32;
+        while let Some(node) = nodes.get(at as usize) {
+            if chain.len() as u64 > MAX_DEPTH {
+                return Vec::new();
+            }
+            chain.push(at);
+            if node.parent >= at {
+                break;
+            }
+            at = node.parent;
+        }
+        chain.reverse();
+        chain
+    }
+
+    fn leaves(&mut self, page: &ArchivedIndexPageV1) -> Read<()> {
+        let mut extents = Extents::new(page);
+        let mut tensors = Tensors::new(page);
+        let mut aliases = Column::new(&page.alias_of, "alias_of");
+        self.leaves.reserve(page.leaf_tag.len());
+        for &tag in page.leaf_tag.iter() {
+            self.leaves.push(match tag {
+                tag::TENSOR => LeafRecord::Tensor(tensors.next(&mut extents)?),
+                tag::OBJECT => LeafRecord::Object(extents.next()?),
+                tag::ALIAS => LeafRecord::Alias { of: aliases.next()? },
+                other => return Err(format!("a leaf is of the unknown sort {other}")),
+            });
+        }
+        aliases.end()?;
+        tensors.end()?;
+        extents.end()
+    }
+}
+
+fn component(tag: u8, value: i64, names: &mut Texts<'_>) -> Read<Option<Component>> {
+    let mut name = || names.take(usize::try_from(value).map_err(|_| "a name has no length")?);
+    Ok(Some(match tag {
+        tag::ROOT if value == 0 => return Ok(None),
+        tag::KEY => Component::Key(name()?.into()),
+        tag::FIELD => Component::Field(name()?.into()),
+        tag::INT => Component::Int(value),
+        tag::INDEX => Component::Index(u32::try_from(value).map_err(|_| "an index is out of bounds")?),
+        _ => return Err(format!("a component is of the unknown sort {tag}")),
+    }))
+}
+
+struct Kind {
+    container: ContainerKind,
+    /// About what a copy of it takes.
+    bytes: u64,
+    nesting: u64,
+}
+
+fn kinds(page: &ArchivedIndexPageV1) -> Read<Vec<Kind>> {
+    let mut tags = Column::new(&page.kind_tag, "kind_tag");
+    let mut numbers = Column::new(&page.kind_number, "kind_number");
+    let mut names = Column::new(&page.kind_name, "kind_name");
+    let mut protocols = Column::new(&page.kind_protocol, "kind_protocol");
+    let mut texts = Texts::new(page.kind_texts.as_str(), "kind_texts");
+    let mut kinds: Vec<Kind> = Vec::with_capacity(tags.len());
+    let mut total = 0;
+    for _ in 0..tags.len() {
+        let (tag, number) = (tags.next()?, numbers.next()?);
+        let name = texts.take(names.next()? as usize)?;
+        let protocol = texts.take(protocols.next()? as usize)?;
+        let mut bytes = (name.len() + protocol.len()) as u64;
+        let mut nesting = 1;
+        let type_name = || name.into();
+        let container = match tag {
+            tag::DICT => ContainerKind::Dict,
+            tag::ORDERED_DICT => ContainerKind::OrderedDict,
+            tag::DEFAULT_DICT => ContainerKind::DefaultDict,
+            tag::LIST => ContainerKind::List,
+            tag::TUPLE => ContainerKind::Tuple,
+            tag::DEQUE => ContainerKind::Deque { maxlen: None },
+            tag::DEQUE_BOUNDED => ContainerKind::Deque { maxlen: Some(number) },
+            tag::NAMED_TUPLE => ContainerKind::NamedTuple { type_name: type_name() },
+            tag::DATACLASS => ContainerKind::Dataclass { type_name: type_name() },
+            tag::CUSTOM => ContainerKind::Custom { type_name: type_name() },
+            tag::STATEFUL => {
+                let inner = number
+                    .checked_sub(1)
+                    .and_then(|inner| kinds.get(usize::try_from(inner).ok()?))
+                    .ok_or("a container kind holds a kind that does not stand before it")?;
+                bytes += inner.bytes + STATEFUL_BYTES;
+                nesting += inner.nesting;
+                ContainerKind::Stateful {
+                    type_name: type_name(),
+                    protocol: protocol.into(),
+                    inner: Box::new(inner.container.clone()),
+                }
+            }
+            other => return Err(format!("a container is of the unknown kind {other}")),
+        };
+        total += bytes;
+        if nesting > MAX_DEPTH || total > MAX_TYPE_NAME_BYTES {
+            return Err("its container kinds nest too deeply or are too large".to_owned());
+        }
+        kinds.push(Kind { container, bytes, nesting });
+    }
+    numbers.end()?;
+    names.end()?;
+    protocols.end()?;
+    texts.end()?;
+    Ok(kinds)
+}
+
+struct Extents<'a> {
+    tags: Column<'a, u8>,
+    sources: Column<'a, ArchivedU32>,
+    offsets: Column<'a, ArchivedU64>,
+    lengths: Column<'a, ArchivedU64>,
+    integrities: Column<'a, u8>,
+    zips: Column<'a, ArchivedU32>,
+}
+
+impl<'a> Extents<'a> {
+    fn new(page: &'a ArchivedIndexPageV1) -> Self {
+        Self {
+            tags: Column::new(&page.extent_tag, "extent_tag"),
+            sources: Column::new(&page.extent_source, "extent_source"),
+            offsets: Column::new(&page.extent_offset, "extent_offset"),
+            lengths: Column::new(&page.extent_length, "extent_length"),
+            integrities: Column::new(&page.extent_integrity, "extent_integrity"),
+            zips: Column::new(&page.extent_zip, "extent_zip"),
+        }
+    }
+
+    fn next(&mut self) -> Read<Extent> {
+        let number = self.sources.next()?;
+        Ok(Extent {
+            source: match self.tags.next()? {
+                tag::OWN => Source::Own(number),
+                tag::RANGE => Source::Range(number),
+                tag::PULLED => Source::Pulled(number),
+                other => return Err(format!("an extent is of the unknown source {other}")),
+            },
+            offset: self.offsets.next()?,
+            length: self.lengths.next()?,
+            integrity: match self.integrities.next()? {
+                tag::BLOCK_CRC => Integrity::BlockCrc,
+                tag::ZIP => Integrity::Zip(self.zips.next()?),
+                tag::NO_INTEGRITY => Integrity::None,
+                other => return Err(format!("an extent is of the unknown integrity {other}")),
+            },
+        })
+    }
+
+    fn end(self) -> Read<()> {
+        self.tags.end()?;
+        self.sources.end()?;
+        self.offsets.end()?;
+        self.lengths.end()?;
+        self.integrities.end()?;
+        self.zips.end()
+    }
+}
+
+struct Tensors<'a> {
+    dtypes: Column<'a, u8>,
+    ndims: Column<'a, u8>,
+    dims: Column<'a, ArchivedU64>,
+    chunk_counts: Column<'a, ArchivedU32>,
+    views: Column<'a, u8>,
+    rank_key_lengths: Column<'a, ArchivedU32>,
+    rank_keys: Texts<'a>,
+    view_of: Column<'a, ArchivedU32>,
+    view_ndims: Column<'a, u8>,
+    view_regions: Column<'a, ArchivedU64>,
+    view_permutations: Column<'a, u8>,
+    chunk_tags: Column<'a, u8>,
+    chunk_regions: Column<'a, ArchivedU64>,
+    chunk_codecs: Column<'a, u8>,
+}
+
+impl<'a> Tensors<'a> {
+    fn new(page: &'a ArchivedIndexPageV1) -> Self {
+        Self {
+            dtypes: Column::new(&page.tensor_dtype, "tensor_dtype"),
+            ndims: Column::new(&page.tensor_ndim, "tensor_ndim"),
+            dims: Column::new(&page.tensor_dims, "tensor_dims"),
+            chunk_counts: Column::new(&page.tensor_chunks, "tensor_chunks"),
+            views: Column::new(&page.tensor_view, "tensor_view"),
+            rank_key_lengths: Column::new(&page.tensor_rank_key, "tensor_rank_key"),
+            rank_keys: Texts::new(page.rank_keys.as_str(), "rank_keys"),
+            view_of: Column::new(&page.view_of, "view_of"),
+            view_ndims: Column::new(&page.view_ndim, "view_ndim"),
+            view_regions: Column::new(&page.view_region, "view_region"),
+            view_permutations: Column::new(&page.view_permutation, "view_permutation"),
+            chunk_tags: Column::new(&page.chunk_tag, "chunk_tag"),
+            chunk_regions: Column::new(&page.chunk_region, "chunk_region"),
+            chunk_codecs: Column::new(&page.chunk_codec, "chunk_codec"),
+        }
+    }
+
+    fn next(&mut self, extents: &mut Extents<'_>) -> Read<TensorRecord> {
+        let code = self.dtypes.next()?;
+        let dtype =
+            Dtype::from_code(code).ok_or_else(|| format!("a tensor is of the unknown dtype {code}"))?;
+        let ndim = usize::from(self.ndims.next()?);
+        let shape: Vec<u64> = self.dims.take(ndim)?.collect();
+        let rank_key = match self.rank_key_lengths.next()? {
+            0 => None,
+            length => Some(self.rank_keys.take(length as usize - 1)?.into()),
+        };
+        let view = match self.views.next()? {
+            0 => None,
+            1 => Some(self.view()?),
+            other => return Err(format!("a tensor is a view of the unknown sort {other}")),
+        };
+        let count = self.chunk_counts.next()? as usize;
+        // A chunk that is not there must not be given room.
+        let mut chunks = Vec::with_capacity(count.min(self.chunk_tags.len()));
+        for _ in 0..count {
+            let region = match self.chunk_tags.next()? {
+                tag::BOX => ChunkRegion::Box(region(&mut self.chunk_regions, ndim)?),
+                tag::RUN => {
+                    ChunkRegion::Run { start: self.chunk_regions.next()?, len: self.chunk_regions.next()? }
+                }
+                other => return Err(format!("a chunk is of the unknown sort {other}")),
+            };
+            let codec = match self.chunk_codecs.next()? {
+                tag::RAW => Codec::Raw,
+                other => return Err(format!("a chunk has the unknown codec {other}")),
+            };
+            chunks.push(ChunkRecord { region, extent: extents.next()?, codec });
+        }
+        Ok(TensorRecord { dtype, shape, view, rank_key, chunks })
+    }
+
+    fn view(&mut self) -> Read<ViewRecord> {
+        let ndim = usize::from(self.view_ndims.next()?);
+        Ok(ViewRecord {
+            of: self.view_of.next()?,
+            region: region(&mut self.view_regions, ndim)?,
+            permutation: self.view_permutations.take(ndim)?.map(u32::from).collect(),
+        })
+    }
+
+    fn end(self) -> Read<()> {
+        self.dtypes.end()?;
+        self.ndims.end()?;
+        self.dims.end()?;
+        self.chunk_counts.end()?;
+        self.views.end()?;
+        self.rank_key_lengths.end()?;
+        self.rank_keys.end()?;
+        self.view_of.end()?;
+        self.view_ndims.end()?;
+        self.view_regions.end()?;
+        self.view_permutations.end()?;
+        self.chunk_tags.end()?;
+        self.chunk_regions.end()?;
+        self.chunk_codecs.end()
+    }
+}
+
+/// Offset, then extent, of `ndim` dimensions.
+fn region(numbers: &mut Column<'_, ArchivedU64>, ndim: usize) -> Read<Region> {
+    Ok(Region { offset: numbers.take(ndim)?.collect(), extent: numbers.take(ndim)?.collect() })
+}

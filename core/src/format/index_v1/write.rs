@@ -1,0 +1,230 @@
+//! An index becomes pages.
+
+use std::collections::HashMap;
+
+use rkyv::rancor::BoxedError;
+
+use super::page::{IndexPageV1, tag};
+use crate::error::{Error, Result};
+use crate::format::index::{ChunkRegion, Codec, Extent, Index, Integrity, LeafRecord, Source, TensorRecord};
+use crate::format::page::{PageKind, PageRef, TARGET_PAGE_BYTES, encode};
+use crate::leaf_path::Component;
+use crate::tree::{ContainerKind, Node, NodeKind};
+
+/// Leaves of one page.
+const LEAVES_PER_PAGE: u64 = 64 << 10;
+
+/// The pages of an index that was checked, each with its entry (but for its offset).
+pub(super) fn pages(index: &Index) -> Result<Vec<(Vec<u8>, PageRef)>> {
+    let nodes = index.tree.nodes();
+    let mut pages = Vec::new();
+    let mut page = Writer::begin(nodes, &[], 0, 0);
+    let mut open: Vec<u32> = Vec::new();
+    let mut leaves = index.leaves.iter();
+    let mut first_leaf = 0;
+    for (number, node) in nodes.iter().enumerate() {
+        while open.last().is_some_and(|&container| container != node.parent) {
+            open.pop();
+        }
+        if page.bytes >= TARGET_PAGE_BYTES || page.leaves >= LEAVES_PER_PAGE {
+            let next = Writer::begin(nodes, &open, number, first_leaf + page.leaves);
+            first_leaf += page.leaves;
+            pages.push(std::mem::replace(&mut page, next).finish()?);
+        }
+        page.node(node, open.len());
+        match node.kind {
+            NodeKind::Container(_) => open.push(number as u32),
+            NodeKind::Leaf(_) => {
+                let leaf = leaves
+                    .next()
+                    .ok_or_else(|| Error::Misuse("the tree has more leaves than records".to_owned()))?;
+                page.leaf(leaf);
+            }
+        }
+    }
+    if !page.columns.node_parent.is_empty() {
+        pages.push(page.finish()?);
+    }
+    Ok(pages)
+}
+
+struct Writer<'a> {
+    columns: IndexPageV1,
+    kinds: HashMap<&'a ContainerKind, u32>,
+    first_leaf: u64,
+    leaves: u64,
+    /// About what the archived form takes.
+    bytes: u64,
+}
+
+impl<'a> Writer<'a> {
+    /// A page whose first own node is `first_node`, below the open containers.
+    fn begin(nodes: &'a [Node], open: &[u32], first_node: usize, first_leaf: u64) -> Self {
+        let columns = IndexPageV1 {
+            first_node: first_node as u64,
+            repeated_nodes: open.len() as u32,
+            ..IndexPageV1::default()
+        };
+        let mut page = Self { columns, kinds: HashMap::new(), first_leaf, leaves: 0, bytes: 0 };
+        for (depth, node) in open.iter().filter_map(|&node| nodes.get(node as usize)).enumerate() {
+            page.node_below(node, depth.saturating_sub(1) as u32);
+        }
+        page
+    }
+
+    /// An own node, at a depth. Its parent is an own node too or, since nodes stand in pre-order, the repeated one at the depth above.
+    fn node(&mut self, node: &'a Node, depth: usize) {
+        let columns = &self.columns;
+        let local = match u64::from(node.parent).checked_sub(columns.first_node) {
+            Some(own) => columns.repeated_nodes + own as u32,
+            None => depth.saturating_sub(1) as u32,
+        };
+        self.node_below(node, local);
+    }
+
+    fn node_below(&mut self, node: &'a Node, parent: u32) {
+        let kind = match &node.kind {
+            NodeKind::Container(kind) => self.kind(kind),
+            NodeKind::Leaf(_) => 0,
+        };
+        let columns = &mut self.columns;
+        // Names were checked against their limit.
+        let (tag, value, name) = match &node.component {
+            None => (tag::ROOT, 0, ""),
+            Some(Component::Key(name)) => (tag::KEY, i64::from(name.len() as u32), &**name),
+            Some(Component::Field(name)) => (tag::FIELD, i64::from(name.len() as u32), &**name),
+            Some(Component::Int(number)) => (tag::INT, *number, ""),
+            Some(Component::Index(number)) => (tag::INDEX, i64::from(*number), ""),
+        };
+        columns.node_parent.push(parent);
+        columns.node_tag.push(tag);
+        columns.node_value.push(value);
+        columns.node_kind.push(kind);
+        columns.names.push_str(name);
+        self.bytes += 17 + name.len() as u64;
+    }
+
+    /// The number of a container kind in this page, counted from 1.
+    fn kind(&mut self, kind: &'a ContainerKind) -> u32 {
+        if let Some(&known) = self.kinds.get(kind) {
+            return known;
+        }
+        let (tag, number, name, protocol) = match kind {
+            ContainerKind::Dict => (tag::DICT, 0, "", ""),
+            ContainerKind::OrderedDict => (tag::ORDERED_DICT, 0, "", ""),
+            ContainerKind::DefaultDict => (tag::DEFAULT_DICT, 0, "", ""),
+            ContainerKind::List => (tag::LIST, 0, "", ""),
+            ContainerKind::Tuple => (tag::TUPLE, 0, "", ""),
+            ContainerKind::Deque { maxlen: None } => (tag::DEQUE, 0, "", ""),
+            ContainerKind::Deque { maxlen: Some(maxlen) } => (tag::DEQUE_BOUNDED, *maxlen, "", ""),
+            ContainerKind::NamedTuple { type_name } => (tag::NAMED_TUPLE, 0, &**type_name, ""),
+            ContainerKind::Dataclass { type_name } => (tag::DATACLASS, 0, &**type_name, ""),
+            ContainerKind::Stateful { type_name, protocol, inner } => {
+                (tag::STATEFUL, u64::from(self.kind(inner)), &**type_name, &**protocol)
+            }
+            ContainerKind::Custom { type_name } => (tag::CUSTOM, 0, &**type_name, ""),
+        };
+        let columns = &mut self.columns;
+        columns.kind_tag.push(tag);
+        columns.kind_number.push(number);
+        columns.kind_name.push(name.len() as u32);
+        columns.kind_protocol.push(protocol.len() as u32);
+        columns.kind_texts.push_str(name);
+        columns.kind_texts.push_str(protocol);
+        self.bytes += 17 + (name.len() + protocol.len()) as u64;
+        let number = columns.kind_tag.len() as u32;
+        self.kinds.insert(kind, number);
+        number
+    }
+
+    fn leaf(&mut self, leaf: &LeafRecord) {
+        self.leaves += 1;
+        self.bytes += 1;
+        let tag = match leaf {
+            LeafRecord::Tensor(tensor) => {
+                self.tensor(tensor);
+                tag::TENSOR
+            }
+            LeafRecord::Object(extent) => {
+                self.extent(extent);
+                tag::OBJECT
+            }
+            LeafRecord::Alias { of } => {
+                self.columns.alias_of.push(*of);
+                self.bytes += 4;
+                tag::ALIAS
+            }
+        };
+        self.columns.leaf_tag.push(tag);
+    }
+
+    fn tensor(&mut self, tensor: &TensorRecord) {
+        let columns = &mut self.columns;
+        columns.tensor_dtype.push(tensor.dtype.code());
+        columns.tensor_ndim.push(tensor.shape.len() as u8);
+        columns.tensor_dims.extend_from_slice(&tensor.shape);
+        columns.tensor_chunks.push(tensor.chunks.len() as u32);
+        columns.tensor_view.push(u8::from(tensor.view.is_some()));
+        columns.tensor_rank_key.push(tensor.rank_key.as_ref().map_or(0, |key| key.len() as u32 + 1));
+        columns.rank_keys.push_str(tensor.rank_key.as_deref().unwrap_or_default());
+        self.bytes +=
+            11 + 8 * tensor.shape.len() as u64 + tensor.rank_key.as_ref().map_or(0, |key| key.len() as u64);
+        if let Some(view) = &tensor.view {
+            columns.view_of.push(view.of);
+            columns.view_ndim.push(view.region.ndim() as u8);
+            columns.view_region.extend_from_slice(&view.region.offset);
+            columns.view_region.extend_from_slice(&view.region.extent);
+            columns.view_permutation.extend(view.permutation.iter().map(|&d| d as u8));
+            self.bytes += 5 + 17 * view.region.ndim() as u64;
+        }
+        for chunk in &tensor.chunks {
+            let columns = &mut self.columns;
+            let numbers = columns.chunk_region.len();
+            match &chunk.region {
+                ChunkRegion::Box(region) => {
+                    columns.chunk_tag.push(tag::BOX);
+                    columns.chunk_region.extend_from_slice(&region.offset);
+                    columns.chunk_region.extend_from_slice(&region.extent);
+                }
+                ChunkRegion::Run { start, len } => {
+                    columns.chunk_tag.push(tag::RUN);
+                    columns.chunk_region.extend([start, len]);
+                }
+            }
+            columns.chunk_codec.push(match chunk.codec {
+                Codec::Raw => tag::RAW,
+            });
+            self.bytes += 2 + 8 * (columns.chunk_region.len() - numbers) as u64;
+            self.extent(&chunk.extent);
+        }
+    }
+
+    fn extent(&mut self, extent: &Extent) {
+        let columns = &mut self.columns;
+        let (tag, source) = match extent.source {
+            Source::Own(ordinal) => (tag::OWN, ordinal),
+            Source::Range(ordinal) => (tag::RANGE, ordinal),
+            Source::Pulled(number) => (tag::PULLED, number),
+        };
+        columns.extent_tag.push(tag);
+        columns.extent_source.push(source);
+        columns.extent_offset.push(extent.offset);
+        columns.extent_length.push(extent.length);
+        columns.extent_integrity.push(match extent.integrity {
+            Integrity::BlockCrc => tag::BLOCK_CRC,
+            Integrity::Zip(crc) => {
+                columns.extent_zip.push(crc);
+                self.bytes += 4;
+                tag::ZIP
+            }
+            Integrity::None => tag::NO_INTEGRITY,
+        });
+        self.bytes += 22;
+    }
+
+    fn finish(self) -> Result<(Vec<u8>, PageRef)> {
+        let payload = rkyv::to_bytes::<BoxedError>(&self.columns)
+            .map_err(|error| Error::Misuse(format!("a page of the index cannot be written: {error}")))?;
+        encode(PageKind::Index, self.first_leaf, self.leaves, &payload)
+    }
+}

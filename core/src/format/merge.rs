@@ -1,0 +1,260 @@
+//! Many indexes of one item become one: what each rank wrote, or what each data file's footer says of itself.
+//!
+//! Files are listed in the order of the parts. Containers and leaves that are in several parts are one; the children of a container
+//! keep the order that they have in each part (a child that only a later part has comes behind the one that it follows there). Chunks of a
+//! tensor that several parts hold are put together, in the order of the parts; where two say that they hold the same region (a replica that
+//! was written twice), the first counts. One part merges to itself.
+
+use std::collections::{HashMap, HashSet};
+
+use super::check::{Bounds, Fault, check};
+use super::index::{ChunkRegion, Extent, Index, LeafRecord, Source, TensorRecord, ViewRecord};
+use crate::error::{Error, Result};
+use crate::leaf_path::Component;
+use crate::tree::{ContainerKind, Node, NodeKind, Tree};
+
+/// See the module documentation. Refuses parts that contradict each other, with the leaf that they disagree on.
+pub fn merge(parts: Vec<Index>) -> Result<Index> {
+    let mut merger = Merger::default();
+    for part in parts {
+        merger.add(part)?;
+    }
+    let index = merger.finish();
+    check(&index, Bounds::Item).map_err(|fault| match fault {
+        Fault::Limit(error) => error,
+        Fault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },
+        Fault::Whole(what) => Error::Misuse(format!("the parts of the index cannot be put together: {what}")),
+    })?;
+    Ok(index)
+}
+
+/// A node of the merged tree. Children are a linked list, so that one can be put behind any other.
+struct Entry {
+    component: Option<Component>,
+    /// The kind, or the number of the record.
+    kind: Result<ContainerKind, usize>,
+    first_child: Option<usize>,
+    next_sibling: Option<usize>,
+}
+
+#[derive(Default)]
+struct Merger {
+    entries: Vec<Entry>,
+    by_path: HashMap<(usize, Component), usize>,
+    /// Leaf numbers in aliases and views count these records until the end.
+    records: Vec<LeafRecord>,
+    /// Records that several parts have.
+    united: HashSet<usize>,
+    files: Vec<super::index::FileRecord>,
+}
+
+impl Merger {
+    fn add(&mut self, part: Index) -> Result<()> {
+        let Index { tree, leaves, files } = part;
+        let first_file = self.files.len() as u32;
+        self.files.extend(files);
+
+        let mut entry_of: Vec<usize> = Vec::with_capacity(tree.nodes().len());
+        // Of each container of the part: the child that was seen last, behind which a new one goes.
+        let mut last_child: Vec<Option<usize>> = Vec::with_capacity(tree.nodes().len());
+        let mut record_of: Vec<usize> = Vec::with_capacity(leaves.len());
+        let mut new_records = HashSet::new();
+        for (number, node) in tree.nodes().iter().enumerate() {
+            let contradicts = |what: &str| Error::Leaf {
+                leaf: tree.path(number as u32).to_string(),
+                what: format!("the parts of the index contradict each other: {what}"),
+            };
+            let parent = match number {
+                0 => None,
+                _ => Some(node.parent as usize).filter(|&parent| parent < number),
+            };
+            if parent.is_none() != node.component.is_none() {
+                return Err(contradicts("a node has no place in the tree"));
+            }
+            let (entry, is_new) = self.entry(
+                node,
+                parent.and_then(|parent| Some((*entry_of.get(parent)?, *last_child.get(parent)?))),
+            );
+            let known = self.entries.get(entry).map(|entry| &entry.kind);
+            match (&node.kind, known) {
+                (NodeKind::Container(kind), Some(Ok(known))) if kind == known => {}
+                (NodeKind::Leaf(_), Some(Err(record))) => {
+                    if is_new {
+                        new_records.insert(*record);
+                    }
+                    record_of.push(*record);
+                }
+                _ => {
+                    return Err(contradicts(
+                        "they hold containers of different kinds, or a container and a leaf",
+                    ));
+                }
+            }
+            if let Some(last) = parent.and_then(|parent| last_child.get_mut(parent)) {
+                *last = Some(entry);
+            }
+            entry_of.push(entry);
+            last_child.push(None);
+        }
+
+        if record_of.len() != leaves.len() {
+            return Err(Error::Misuse("a part of the index has not as many records as leaves".to_owned()));
+        }
+        for (leaf, record) in leaves.into_iter().enumerate() {
+            let of = |leaf: u32| {
+                let record = record_of.get(leaf as usize);
+                record
+                    .map(|&record| record as u32)
+                    .ok_or_else(|| Error::Misuse(format!("a part has no leaf {leaf}")))
+            };
+            let record = renumbered(record, first_file, of)?;
+            let place = record_of.get(leaf).copied().unwrap_or(usize::MAX);
+            let Some(known) = self.records.get_mut(place) else { continue };
+            if new_records.contains(&place) {
+                *known = record;
+                continue;
+            }
+            self.united.insert(place);
+            if let Err(what) = unite(known, record) {
+                return Err(Error::Leaf {
+                    leaf: tree.leaf_path(leaf as u32).to_string(),
+                    what: format!("the parts of the index contradict each other: {what}"),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The entry of a node below `(parent entry, the sibling before it)`, made where it is not there.
+    fn entry(&mut self, node: &Node, below: Option<(usize, Option<usize>)>) -> (usize, bool) {
+        let number = self.entries.len();
+        match (below, &node.component) {
+            (Some((parent, _)), Some(component)) => {
+                if let Some(&known) = self.by_path.get(&(parent, component.clone())) {
+                    return (known, false);
+                }
+                self.by_path.insert((parent, component.clone()), number);
+            }
+            _ if number > 0 => return (0, false),
+            _ => {}
+        }
+        let kind = match &node.kind {
+            NodeKind::Container(kind) => Ok(kind.clone()),
+            NodeKind::Leaf(_) => {
+                // A place; `add` puts the record there.
+                self.records.push(LeafRecord::Alias { of: u32::MAX });
+                Err(self.records.len() - 1)
+            }
+        };
+        let mut entry =
+            Entry { component: node.component.clone(), kind, first_child: None, next_sibling: None };
+        if let Some((parent, before)) = below {
+            let link = match before {
+                Some(before) => self.entries.get_mut(before).map(|before| &mut before.next_sibling),
+                None => self.entries.get_mut(parent).map(|parent| &mut parent.first_child),
+            };
+            if let Some(link) = link {
+                entry.next_sibling = link.replace(number);
+            }
+        }
+        self.entries.push(entry);
+        (number, true)
+    }
+
+    fn finish(mut self) -> Index {
+        let mut tree = Tree::new();
+        let mut leaf_of: Vec<u32> = vec![u32::MAX; self.records.len()];
+        let mut order: Vec<usize> = Vec::with_capacity(self.records.len());
+        // (entry, node number of its parent)
+        let mut open: Vec<(usize, Option<u32>)> =
+            if self.entries.is_empty() { Vec::new() } else { vec![(0, None)] };
+        while let Some((number, parent)) = open.pop() {
+            let Some(entry) = self.entries.get_mut(number) else { continue };
+            if let Some(sibling) = entry.next_sibling {
+                open.push((sibling, parent));
+            }
+            let component = entry.component.take();
+            match &entry.kind {
+                Ok(kind) => {
+                    let node = tree.push_container(parent, component, kind.clone());
+                    if let Some(child) = entry.first_child {
+                        open.push((child, Some(node)));
+                    }
+                }
+                Err(record) => {
+                    let leaf = tree.push_leaf(parent, component);
+                    if let Some(place) = leaf_of.get_mut(*record) {
+                        *place = leaf;
+                        order.push(*record);
+                    }
+                }
+            }
+        }
+        for &record in &self.united {
+            if let Some(LeafRecord::Tensor(tensor)) = self.records.get_mut(record) {
+                let mut seen: HashSet<ChunkRegion> = HashSet::with_capacity(tensor.chunks.len());
+                tensor.chunks.retain(|chunk| seen.insert(chunk.region.clone()));
+            }
+        }
+        let mut records: Vec<Option<LeafRecord>> = self.records.into_iter().map(Some).collect();
+        let leaves = order
+            .into_iter()
+            .filter_map(|record| records.get_mut(record)?.take())
+            .map(|mut record| {
+                if let LeafRecord::Alias { of }
+                | LeafRecord::Tensor(TensorRecord { view: Some(ViewRecord { of, .. }), .. }) = &mut record
+                {
+                    *of = leaf_of.get(*of as usize).copied().unwrap_or(u32::MAX);
+                }
+                record
+            })
+            .collect();
+        Index { tree, leaves, files: self.files }
+    }
+}
+
+fn renumbered(record: LeafRecord, first_file: u32, of: impl Fn(u32) -> Result<u32>) -> Result<LeafRecord> {
+    let moved = |extent: Extent| -> Result<Extent> {
+        let ordinal = |file: u32| {
+            file.checked_add(first_file).ok_or_else(|| Error::Misuse(format!("a part has no file {file}")))
+        };
+        let source = match extent.source {
+            Source::Own(file) => Source::Own(ordinal(file)?),
+            Source::Range(file) => Source::Range(ordinal(file)?),
+            Source::Pulled(reader) => Source::Pulled(reader),
+        };
+        Ok(Extent { source, ..extent })
+    };
+    Ok(match record {
+        LeafRecord::Tensor(mut tensor) => {
+            for chunk in &mut tensor.chunks {
+                chunk.extent = moved(chunk.extent)?;
+            }
+            if let Some(view) = &mut tensor.view {
+                view.of = of(view.of)?;
+            }
+            LeafRecord::Tensor(tensor)
+        }
+        LeafRecord::Object(extent) => LeafRecord::Object(moved(extent)?),
+        LeafRecord::Alias { of: leaf } => LeafRecord::Alias { of: of(leaf)? },
+    })
+}
+
+fn unite(known: &mut LeafRecord, other: LeafRecord) -> Result<(), &'static str> {
+    match (known, other) {
+        (LeafRecord::Tensor(known), LeafRecord::Tensor(other)) => {
+            if known.dtype != other.dtype || known.shape != other.shape {
+                return Err("it is a tensor of different dtypes or shapes");
+            }
+            if known.view != other.view || known.rank_key != other.rank_key {
+                return Err("it is different views, or different ranks' values");
+            }
+            known.chunks.extend(other.chunks); // `finish` drops what came twice, once for all parts
+            Ok(())
+        }
+        // Replicated values, of which the ranks compared digests before they committed.
+        (LeafRecord::Object(_), LeafRecord::Object(_)) => Ok(()),
+        (LeafRecord::Alias { of: known }, LeafRecord::Alias { of: other }) if *known == other => Ok(()),
+        _ => Err("it is different sorts of leaf"),
+    }
+}

@@ -1,0 +1,6 @@
+//! What a restore promises, one file per promise.
+
+mod bounds;
+mod damage;
+mod scatter;
+mod whole;

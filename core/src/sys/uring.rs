@@ -1,0 +1,280 @@
+//! An io_uring that owns what the kernel is working on.
+//!
+//! A [`Flight`] is moved into the ring and comes out again with the kernel's answer, so that memory in flight cannot be reached, freed or unmapped, nor
+//! its file be closed. Dropping a ring waits for what is in flight; where the kernel does not return, all of it is leaked, on purpose.
+//!
+//! No SQPOLL (it burns a core), no IOPOLL (virtio never completes it). No SINGLE_ISSUER and DEFER_TASKRUN either: with them only the thread that submitted can
+//! reap, so a ring that is dropped by another thread, after a panic say, could never learn when its memory is free again.
+
+use std::collections::VecDeque;
+use std::io;
+use std::mem::ManuallyDrop;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use io_uring::{IoUring, opcode, squeue, types};
+
+use super::fork::{self, Birth};
+use super::{Buffer, Descriptor, Mapping};
+
+/// The kernel refuses to register more in one buffer.
+const MAX_REGISTERED_BYTES: usize = 1 << 30;
+/// The kernel refuses to register more buffers with one ring.
+const MAX_REGISTERED_BUFFERS: usize = 1 << 14;
+
+/// Bytes that dropped rings have left to a kernel that did not return.
+static LEAKED: AtomicU64 = AtomicU64::new(0);
+
+/// Bytes of buffers that were leaked in this process since transfers never ended.
+pub fn leaked_bytes() -> u64 {
+    LEAKED.load(Ordering::Relaxed)
+}
+
+/// What a transfer works on, and a caller's note.
+#[derive(Debug)]
+pub struct Flight<T> {
+    /// The memory.
+    pub buffer: Buffer,
+    /// The file.
+    pub descriptor: Arc<Descriptor>,
+    /// Whatever belongs to it.
+    pub note: T,
+}
+
+/// See the module documentation.
+pub struct Ring<T> {
+    ring: ManuallyDrop<IoUring>,
+    fd: RawFd,
+    birth: Birth,
+    /// By the user data of its entry. Room for as many as there are entries.
+    flights: Vec<Option<Flight<T>>>,
+    free: VecDeque<usize>,
+    /// Windows of memory that the kernel has pinned, sorted by address; the place is the kernel's number for it.
+    registered: Vec<(usize, usize)>,
+    /// Keeps pinned memory mapped as long as the ring knows it.
+    memory: Vec<Arc<Mapping>>,
+    drop_deadline: Duration,
+}
+
+impl<T> Ring<T> {
+    /// A ring for `depth` flights.
+    pub fn new(depth: usize, drop_deadline: Duration) -> io::Result<Self> {
+        let depth = depth.clamp(1, 4096);
+        let birth = Birth::now();
+        let ring = build(depth as u32)?;
+        if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
+            return Err(io::Error::from_raw_os_error(libc::ENOSYS)); // before Linux 5.11: no timeouts, lost completions
+        }
+        let fd = ring.as_raw_fd();
+        fork::register(fd);
+        Ok(Self {
+            ring: ManuallyDrop::new(ring),
+            fd,
+            birth,
+            flights: (0..depth).map(|_| None).collect(),
+            free: (0..depth).collect(),
+            registered: Vec::new(),
+            memory: Vec::new(),
+            drop_deadline,
+        })
+    }
+
+    /// Pins memory, so that transfers of its buffers need not. Once per ring, before anything is in flight.
+    pub fn register(&mut self, memory: Vec<Arc<Mapping>>) -> io::Result<()> {
+        if !self.birth.is_here() || !self.memory.is_empty() || memory.is_empty() {
+            return Ok(());
+        }
+        let mut windows: Vec<(usize, usize)> = memory.iter().flat_map(|mapping| windows(mapping)).collect();
+        windows.sort_unstable();
+        windows.dedup();
+        windows.truncate(MAX_REGISTERED_BUFFERS);
+        let vectors: Vec<libc::iovec> = windows
+            .iter()
+            .map(|&(start, len)| libc::iovec { iov_base: start as *mut libc::c_void, iov_len: len })
+            .collect();
+        // SAFETY: every window lies in one of the mappings, which stay mapped while `self.memory` holds them, that is until they are unregistered.
+        unsafe { self.ring.submitter().register_buffers(&vectors) }?;
+        self.registered = windows;
+        self.memory = memory;
+        Ok(())
+    }
+
+    /// Whether this process is the one that made the ring.
+    pub fn is_here(&self) -> bool {
+        self.birth.is_here()
+    }
+
+    /// Flights that have not come back.
+    pub fn in_flight(&self) -> usize {
+        self.flights.len() - self.free.len()
+    }
+
+    /// Takes a flight that moves `range` of its buffer to (`write`) or from its file at `offset`. It starts with the next [`Ring::enter`]. Gives it back with
+    /// an error where the ring is full or the range is not one of the buffer.
+    pub fn push(
+        &mut self,
+        write: bool,
+        offset: u64,
+        range: Range<usize>,
+        flight: Flight<T>,
+    ) -> Result<(), (Flight<T>, io::Error)> {
+        let refuse = |flight, errno| Err((flight, io::Error::from_raw_os_error(errno)));
+        let Ok(file) = flight.descriptor.get().map(|fd| types::Fd(fd.as_raw_fd())) else {
+            return refuse(flight, libc::EBADF);
+        };
+        if !self.birth.is_here() {
+            return refuse(flight, libc::EBADF);
+        }
+        if range.start > range.end || range.end > flight.buffer.len() {
+            return refuse(flight, libc::EFAULT);
+        }
+        let Ok(len) = u32::try_from(range.len()) else { return refuse(flight, libc::EINVAL) };
+        let Some(slot) = self.free.pop_front() else { return refuse(flight, libc::EBUSY) };
+        let address = flight.buffer.as_ptr().wrapping_add(range.start);
+        let entry = match (write, self.registration(address as usize, range.len())) {
+            (true, Some(index)) => opcode::WriteFixed::new(file, address, len, index).offset(offset).build(),
+            (true, None) => opcode::Write::new(file, address, len).offset(offset).build(),
+            (false, Some(index)) => opcode::ReadFixed::new(file, address, len, index).offset(offset).build(),
+            (false, None) => opcode::Read::new(file, address, len).offset(offset).build(),
+        }
+        .user_data(slot as u64);
+        if let Err(full) = self.push_entry(&entry) {
+            self.free.push_front(slot);
+            return Err((flight, full));
+        }
+        if let Some(place) = self.flights.get_mut(slot) {
+            *place = Some(flight);
+        }
+        Ok(())
+    }
+
+    fn push_entry(&mut self, entry: &squeue::Entry) -> io::Result<()> {
+        // SAFETY: the entry names a window of a buffer and a descriptor of the flight that `push` stores in the same breath, and that stays there until
+        // its completion was seen, or for ever.
+        unsafe { self.ring.submission().push(entry) }.map_err(|_| io::Error::from_raw_os_error(libc::EBUSY))
+    }
+
+    /// The kernel's number of the registered window that holds these bytes.
+    fn registration(&self, address: usize, len: usize) -> Option<u16> {
+        let after = self.registered.partition_point(|&(start, _)| start <= address);
+        let index = after.checked_sub(1)?;
+        let &(start, window) = self.registered.get(index)?;
+        (address + len <= start + window).then_some(u16::try_from(index).ok()?)
+    }
+
+    /// Hands what was pushed to the kernel; with `wait`, returns once something has come back, or after so long. What the kernel cannot take
+    /// now stays pushed. An error is one that will not pass.
+    pub fn enter(&mut self, wait: Option<Duration>) -> io::Result<()> {
+        if !self.birth.is_here() {
+            return Err(io::Error::from_raw_os_error(libc::EBADF));
+        }
+        let answer = match wait {
+            None => self.ring.submit(),
+            Some(timeout) => {
+                let time =
+                    types::Timespec::new().sec(timeout.as_secs().min(3600)).nsec(timeout.subsec_nanos());
+                let args = types::SubmitArgs::new().timespec(&time);
+                self.ring.submitter().submit_with_args(1, &args)
+            }
+        };
+        match answer {
+            Ok(_) => Ok(()),
+            Err(error) => match error.raw_os_error() {
+                Some(libc::ETIME | libc::EINTR) => Ok(()),
+                Some(libc::EAGAIN | libc::EBUSY) => {
+                    // Out of memory for requests, or completions to be seen first: let some pass.
+                    if self.ring.completion().is_empty() && wait.is_some_and(|wait| !wait.is_zero()) {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    Ok(())
+                }
+                _ => Err(error),
+            },
+        }
+    }
+
+    /// A flight that has come back, with the kernel's answer: bytes, or a negative errno.
+    pub fn next(&mut self) -> Option<(Flight<T>, i32)> {
+        if !self.birth.is_here() {
+            return None;
+        }
+        loop {
+            let entry = self.ring.completion().next()?;
+            let slot = usize::try_from(entry.user_data()).ok()?;
+            if let Some(flight) = self.flights.get_mut(slot).and_then(Option::take) {
+                self.free.push_back(slot);
+                return Some((flight, entry.result()));
+            }
+        }
+    }
+
+    /// Whether everything came back, as long as there was progress at least every `drop_deadline`.
+    fn drain(&mut self) -> bool {
+        let mut deadline = Instant::now() + self.drop_deadline;
+        while self.in_flight() > 0 {
+            if self.next().is_some() {
+                deadline = Instant::now() + self.drop_deadline;
+                continue;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || self.enter(Some(left)).is_err() {
+                // What came back meanwhile is nobody's loss.
+                while self.next().is_some() {}
+                return self.in_flight() == 0;
+            }
+        }
+        true
+    }
+}
+
+impl<T> Drop for Ring<T> {
+    fn drop(&mut self) {
+        if !self.birth.is_here() {
+            // In a forked child: the ring is the parent's, its memory is not mapped here, and its descriptor has been closed.
+            std::mem::forget(std::mem::take(&mut self.flights));
+            std::mem::forget(std::mem::take(&mut self.memory));
+            return;
+        }
+        if !self.drain() {
+            let bytes: u64 = self.flights.iter().flatten().map(|flight| flight.buffer.len() as u64).sum();
+            LEAKED.fetch_add(bytes, Ordering::Relaxed);
+            tracing::error!(
+                transfers = self.in_flight(),
+                bytes,
+                seconds = self.drop_deadline.as_secs_f64(),
+                "the kernel does not return; this ring and its memory are left to it"
+            );
+            std::mem::forget(std::mem::take(&mut self.flights));
+            std::mem::forget(std::mem::take(&mut self.memory));
+            return;
+        }
+        if !self.registered.is_empty() {
+            // Closing would do it too, but some time later, and locked memory counts against a limit until then.
+            let _ = self.ring.submitter().unregister_buffers();
+        }
+        fork::unregister(self.fd);
+        // SAFETY: dropped once, here, and not used again.
+        unsafe { ManuallyDrop::drop(&mut self.ring) };
+    }
+}
+
+/// A ring without the flags that older kernels do not know, where need be.
+fn build(entries: u32) -> io::Result<IoUring> {
+    let mut builder = IoUring::builder();
+    builder.dontfork().setup_clamp();
+    let plain = builder.clone();
+    // Completions need not interrupt a thread that runs: it comes for them. (Linux 5.19)
+    builder.setup_coop_taskrun();
+    match builder.build(entries) {
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => plain.build(entries),
+        answer => answer,
+    }
+}
+
+fn windows(mapping: &Mapping) -> impl Iterator<Item = (usize, usize)> {
+    let (start, len) = (mapping.address().as_ptr() as usize, mapping.len());
+    (0..len).step_by(MAX_REGISTERED_BYTES).map(move |at| (start + at, MAX_REGISTERED_BYTES.min(len - at)))
+}
