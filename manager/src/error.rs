@@ -105,9 +105,6 @@ pub enum Error {
         /// What the system answered.
         answer: String,
     },
-    /// Some leaves do not fit what was asked for; the report lists all of them.
-    #[error("{0}")]
-    Mismatch(Box<Mismatch>),
     /// The buffer of a leaf was donated before it could be captured.
     #[error(
         "leaf `{leaf}`: its buffer was donated before it was captured; save before the donating call, or pass snapshot=\"eager\""
@@ -155,22 +152,12 @@ pub enum Error {
     /// A save in the background failed earlier, and nobody had seen it yet.
     #[error("an earlier save failed: {0}")]
     Earlier(#[source] Arc<Error>),
+    /// From planning; a mismatch carries the whole report.
+    #[error(transparent)]
+    Reshard(#[from] stepwell_reshard::Error),
     /// From the engine.
     #[error(transparent)]
     Core(#[from] stepwell_core::Error),
-}
-
-/// Leaves that do not fit what was asked for.
-#[derive(Clone, Debug)]
-pub struct Mismatch {
-    /// The whole report, rendered.
-    pub message: String,
-}
-
-impl std::fmt::Display for Mismatch {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.message)
-    }
 }
 
 fn step_not_found(step: Option<u64>, root: &std::path::Path, latest: Option<u64>) -> String {
@@ -203,7 +190,6 @@ impl Error {
             Self::CoordinationTimeout { .. } => "coordination_timeout",
             Self::Locked { .. } => "locked",
             Self::NoLocks { .. } => "no_locks",
-            Self::Mismatch(_) => "mismatch",
             Self::DonatedBuffer { .. } => "donated_buffer",
             Self::ForkedProcess(_) => "forked_process",
             Self::Closed { .. } => "closed",
@@ -212,6 +198,11 @@ impl Error {
             Self::Invalid(_) => "invalid",
             Self::Timeout { .. } => "timeout",
             Self::Earlier(error) => error.kind(),
+            Self::Reshard(error) => match error {
+                stepwell_reshard::Error::Mismatch(_) => "mismatch",
+                stepwell_reshard::Error::Index { .. } => "corrupt_checkpoint",
+                _ => "invalid",
+            },
             Self::Core(error) => match error {
                 stepwell_core::Error::Corrupt { .. } => "corrupt_checkpoint",
                 stepwell_core::Error::Leaf { .. } => "unsupported_leaf",

@@ -73,7 +73,8 @@ pub struct Stats {
     pub total_seconds: f64,
 }
 
-type Callback = Box<dyn FnOnce(&Outcome) + Send>;
+/// What is called when a save is over.
+pub type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
 #[derive(Default)]
 struct State {
@@ -226,17 +227,21 @@ impl Save {
         set(&mut self.lock().stats);
     }
 
-    /// Ends it; the first outcome stays.
-    pub(crate) fn finish(&self, outcome: Outcome) {
+    /// Ends it; the first outcome stays. The callbacks that this gives are to be called with [`Save::call`] once the caller holds no lock.
+    pub(crate) fn settle(&self, outcome: Outcome) -> Vec<Callback> {
         let mut state = self.lock();
         if state.outcome.is_some() {
-            return;
+            return Vec::new();
         }
         state.stats.total_seconds = self.shared.begun.elapsed().as_secs_f64();
-        state.outcome = Some(outcome.clone());
-        let callbacks = std::mem::take(&mut state.callbacks);
-        drop(state);
+        state.outcome = Some(outcome);
         self.shared.changed.notify_all();
+        std::mem::take(&mut state.callbacks)
+    }
+
+    /// Calls back.
+    pub(crate) fn call(&self, callbacks: Vec<Callback>) {
+        let Some(outcome) = self.outcome() else { return };
         for callback in callbacks {
             callback(&outcome);
         }

@@ -1,1 +1,3 @@
 //! Helpers for the tests that need several crates or processes.
+
+pub mod crash;

@@ -10,6 +10,8 @@
 pub mod conformance;
 mod posix;
 mod probe;
+#[cfg(any(test, feature = "test-support"))]
+pub mod simulated;
 mod threaded;
 mod transfer;
 #[cfg(any(test, feature = "test-support"))]

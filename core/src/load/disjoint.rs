@@ -137,7 +137,10 @@ fn to_box(member: &Member<'_>, strides: &[u64], origin: u64) -> Option<Cuboid> {
             ranges.push(first..first + count);
         } else {
             // Longer than that: whole rows of the array, or no box.
-            if start % radix != 0 || count.checked_mul(worth)? % radix != 0 || radix % worth != 0 {
+            if !start.is_multiple_of(radix)
+                || !count.checked_mul(worth)?.is_multiple_of(radix)
+                || !radix.is_multiple_of(worth)
+            {
                 return None;
             }
             ranges.push(0..radix / worth);

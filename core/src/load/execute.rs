@@ -1,6 +1,7 @@
 //! Carrying out a read plan: check every block, then copy what is wanted of it.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -41,12 +42,12 @@ pub fn execute(
         Schedule::of_plan(plan, &copies, &numbers, &mut |file| files.shape(file))?;
     let mut infos = HashMap::new();
     for read in &schedule.reads {
-        if !infos.contains_key(&read.file) {
-            infos.insert(read.file, files.info(read.file)?);
+        if let Entry::Vacant(place) = infos.entry(read.file) {
+            place.insert(files.info(read.file)?);
         }
     }
     // Dropped last, and on every way out: from then on nothing is written to the targets, whatever threads were left behind.
-    let guard = Scatter::new(targets, copies, windows, lists)?;
+    let guard = Scatter::open(targets, copies, windows, lists)?;
     let sink = Arc::new(Scatterer {
         scatter: guard.share(),
         infos,

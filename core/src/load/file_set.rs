@@ -50,7 +50,10 @@ struct State {
 
 impl std::fmt::Debug for FileSet {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("FileSet").field("dir", &self.dir.path()).field("files", &self.records.len()).finish()
+        f.debug_struct("FileSet")
+            .field("dir", &self.dir.path())
+            .field("files", &self.records.len())
+            .finish_non_exhaustive()
     }
 }
 

@@ -93,9 +93,9 @@ impl Strided {
             };
             src_last += src_reach;
             if dst_reach < 0 {
-                dst_first += dst_reach
+                dst_first += dst_reach;
             } else {
-                dst_last += dst_reach
+                dst_last += dst_reach;
             }
             dims.push(Dim { extent, src, dst });
         }
@@ -170,7 +170,7 @@ impl Strided {
         let reach = self.unit + inner.iter().map(|dim| (dim.extent - 1) * dim.src).sum::<u64>();
         let touching = touching(dim, src, reach, window);
         let whole = within(dim, src, reach, window);
-        let at = |i: u64| (src + i * dim.src, dst.wrapping_add_signed((i as i64).wrapping_mul(dim.dst)));
+        let at = |i: u64| (src + i * dim.src, dst.wrapping_add_signed(i.cast_signed().wrapping_mul(dim.dst)));
         if whole.is_empty() {
             for i in touching {
                 let (src, dst) = at(i);
@@ -268,7 +268,7 @@ fn walk(dims: &[Dim], src: u64, dst: u64, each: &mut dyn FnMut(u64, u64)) {
         return;
     };
     for i in 0..dim.extent {
-        walk(inner, src + i * dim.src, dst.wrapping_add_signed((i as i64).wrapping_mul(dim.dst)), each);
+        walk(inner, src + i * dim.src, dst.wrapping_add_signed(i.cast_signed().wrapping_mul(dim.dst)), each);
     }
 }
 

@@ -9,7 +9,6 @@
 //! |---|---|
 //! | [`FileSet`] | the files of one item: opened lazily, checked against the index once |
 //! | [`execute`] | a read plan carried out into [`crate::sys::HostTarget`]s |
-//! | [`read_objects`] | object leaves, decoded |
 //! | [`verify`] | every block of every file, all damage reported |
 //! | `schedule` `pipeline` `geometry` `disjoint` | how: what is read when, by whom, and which bytes go where |
 //!
@@ -22,7 +21,6 @@ pub(crate) mod disjoint;
 mod execute;
 mod file_set;
 pub(crate) mod geometry;
-mod objects;
 mod options;
 mod pipeline;
 mod schedule;
@@ -35,6 +33,5 @@ mod verify;
 pub use buffers::ReadBuffers;
 pub use execute::execute;
 pub use file_set::FileSet;
-pub use objects::read_objects;
 pub use options::{LoadFailure, LoadOptions, LoadStats};
 pub use verify::{Damage, VerifyProgress, VerifyReport, verify};

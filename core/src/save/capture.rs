@@ -183,8 +183,9 @@ impl Worker<'_> {
                 break;
             }
         }
-        let (slot, Waited(time)) =
-            parts.pool.acquire(parts.options.stall_timeout, || parts.link.cancelled())?;
+        // Longer than the flush waits for the disk: where that is what stalls, its error is the one to report.
+        let stall = parts.options.stall_timeout.mul_f32(1.25);
+        let (slot, Waited(time)) = parts.pool.acquire(stall, || parts.link.cancelled())?;
         if let Some(time) = time {
             parts.progress.waited(time);
         }

@@ -20,6 +20,8 @@ mod flush;
 mod link;
 mod plan;
 mod progress;
+#[cfg(test)]
+mod tests;
 mod windows;
 
 use std::sync::Arc;

@@ -10,6 +10,7 @@ use super::link::Link;
 use super::progress::Progress;
 use super::windows::{Chunk, FileCutter, Leaf, Source as PartSource, Windows};
 use super::{ChunkPlan, ItemPlan, LeafPlan, PAGE_ALIGNED_FROM, SMALL_ALIGNMENT, SaveOptions, encoding};
+use crate::format::header::Header;
 use crate::format::index::{
     ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
 };
@@ -161,7 +162,7 @@ fn plan_item(
     check_aliases(&tree, &leaves)?;
     let mut cursor = Cursor { offset: 0 };
     let mut cutter = FileCutter::new(windows, number, slot_bytes);
-    let header = encoding::header(options.block_bytes, file_id, options.rank);
+    let header = Header::new(file_id, options.block_bytes, options.rank).encode();
     cutter.add_bytes(cursor.place(header.len() as u64, PAGE)?, &header);
 
     let mut records = Vec::with_capacity(leaves.len());

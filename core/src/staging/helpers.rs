@@ -8,6 +8,8 @@ use std::thread::JoinHandle;
 
 use crossbeam_channel::Sender;
 
+use crate::sys::{self, Birth};
+
 /// Work that several threads do together. `work` is called by each and returns when nothing is left to start.
 pub(crate) trait Task: Send + Sync {
     /// Does a share of it. Does not panic.
@@ -65,7 +67,8 @@ pub(super) struct Helpers {
 struct Threads {
     jobs: Option<(Sender<Job>, crossbeam_channel::Receiver<Job>)>,
     handles: Vec<JoinHandle<()>>,
-    process: u32,
+    /// When the first thread was made: a forked child has none of them.
+    birth: Option<Birth>,
 }
 
 /// More threads than this saturate no memory bus that we know.
@@ -79,12 +82,12 @@ impl Helpers {
         }
         let count = count.min(MAX_HELPERS);
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
-        threads.process = std::process::id();
+        threads.birth.get_or_insert_with(Birth::now);
         let (sender, receiver) = threads.jobs.get_or_insert_with(crossbeam_channel::unbounded::<Job>).clone();
         while threads.handles.len() < count {
             let receiver = receiver.clone();
             let name = format!("stepwell-copy-{}", threads.handles.len());
-            let made = std::thread::Builder::new().name(name).spawn(move || {
+            let made = sys::spawn(&name, move || {
                 for (door, task) in receiver {
                     let Some(_inside) = door.enter() else { continue };
                     // The owner keeps the task until we have left, so this is never the last handle.
@@ -114,8 +117,7 @@ impl Drop for Helpers {
         let threads = self.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
         threads.jobs = None;
         let handles = std::mem::take(&mut threads.handles);
-        if threads.process != std::process::id() {
-            // A forked child: there are no such threads here.
+        if threads.birth.is_some_and(|birth| !birth.is_here()) {
             std::mem::forget(handles);
             return;
         }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::fence::Fence;
 use super::helpers::{Helpers, Task};
 use super::slot::{Free, Lease, Slot};
-use crate::sys::{Buffer, Mapping};
+use crate::sys::{Birth, Buffer, Mapping};
 use crate::{Error, Result};
 
 /// Bytes of a slot where nobody asks for another size. Measured: see `docs/decisions`.
@@ -24,7 +24,7 @@ const SEGMENT_BYTES: usize = 256 << 20;
 const MIN_SLOTS: usize = 2;
 
 /// The process's pool, for as long as somebody holds it, and the process that made it.
-static SHARED: Mutex<(u32, Weak<StagingPool>)> = Mutex::new((0, Weak::new()));
+static SHARED: Mutex<Option<(Birth, Weak<StagingPool>)>> = Mutex::new(None);
 
 /// See the module documentation.
 pub struct StagingPool {
@@ -33,8 +33,8 @@ pub struct StagingPool {
     /// Mappings in the order in which they were made. Held while growing, so that two users do not both grow.
     mappings: Mutex<Vec<Arc<Mapping>>>,
     helpers: Helpers,
-    /// The process that mapped it; a forked child has none of the memory.
-    process: u32,
+    /// A forked child has none of the memory.
+    birth: Birth,
 }
 
 /// How long a slot was waited for.
@@ -44,17 +44,14 @@ pub struct Waited(pub Option<Duration>);
 impl StagingPool {
     /// The pool of this process, made (with no memory yet: see [`StagingPool::ensure`]) where nobody holds one.
     pub fn shared() -> Arc<Self> {
-        let process = std::process::id();
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-        let (owner, pool) = &*shared;
         // A forked child sees the parent's pool here, and must not touch it, not even its counts.
-        if *owner == process {
-            if let Some(pool) = pool.upgrade() {
-                return pool;
-            }
+        let here = shared.as_ref().filter(|(birth, _)| birth.is_here());
+        if let Some(pool) = here.and_then(|(_, pool)| pool.upgrade()) {
+            return pool;
         }
         let pool = Arc::new(Self::empty(DEFAULT_SLOT_BYTES));
-        std::mem::forget(std::mem::replace(&mut *shared, (process, Arc::downgrade(&pool))));
+        std::mem::forget(shared.replace((pool.birth, Arc::downgrade(&pool))));
         pool
     }
 
@@ -70,19 +67,30 @@ impl StagingPool {
         Ok(Arc::new(pool))
     }
 
+    /// A ring of exactly so many slots: [`StagingPool::new`] rounds up to whole huge pages.
+    #[cfg(test)]
+    pub(crate) fn of_slots(slots: usize, slot_bytes: usize) -> Result<Arc<Self>> {
+        let pool = Self::new(slots * slot_bytes, slot_bytes)?;
+        let mut state = pool.shared.lock();
+        state.free.truncate(slots);
+        state.total = slots;
+        drop(state);
+        Ok(pool)
+    }
+
     fn empty(slot_bytes: usize) -> Self {
         Self {
             slot_bytes,
             shared: Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() }),
             mappings: Mutex::default(),
             helpers: Helpers::default(),
-            process: std::process::id(),
+            birth: Birth::now(),
         }
     }
 
     /// Grows to at least `bytes`, rounded up to whole slots, two at the least. Takes the time of touching the new memory. Never shrinks.
     pub fn ensure(&self, bytes: usize) -> Result<()> {
-        self.check_process()?;
+        self.birth.check("staging pool")?;
         let wanted = bytes.div_ceil(self.slot_bytes).max(MIN_SLOTS);
         let mut mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
         let mut slots = self.shared.lock().total;
@@ -129,7 +137,7 @@ impl StagingPool {
 
     /// A slot, if one is free and nobody came first.
     pub fn try_acquire(&self) -> Result<Option<Slot<Free>>> {
-        self.check_process()?;
+        self.birth.check("staging pool")?;
         let mut state = self.shared.lock();
         state.reclaim();
         if !state.queue.is_empty() {
@@ -145,7 +153,7 @@ impl StagingPool {
         stall: Duration,
         cancelled: impl Fn() -> Option<Error>,
     ) -> Result<(Slot<Free>, Waited)> {
-        self.check_process()?;
+        self.birth.check("staging pool")?;
         let mut state = self.shared.lock();
         let ticket = state.next_ticket;
         state.next_ticket += 1;
@@ -202,10 +210,6 @@ impl StagingPool {
     /// Starts a task on up to `count` of the pool's threads, which are made when first needed and end with the pool.
     pub(crate) fn help(&self, count: usize, task: &Arc<dyn Task>) {
         self.helpers.start(count, task);
-    }
-
-    fn check_process(&self) -> Result<()> {
-        if self.process == std::process::id() { Ok(()) } else { Err(Error::Forked("staging pool")) }
     }
 }
 

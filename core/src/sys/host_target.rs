@@ -21,7 +21,7 @@ unsafe impl Send for HostTarget<'_> {}
 // SAFETY: `&HostTarget` gives no access to the bytes; writes go through `Scatter`, which sees to it that they do not race.
 unsafe impl Sync for HostTarget<'_> {}
 
-impl<'a> HostTarget<'a> {
+impl HostTarget<'_> {
     /// Memory that is known by its address only. Several targets may share memory.
     ///
     /// # Safety

@@ -21,6 +21,6 @@ pub use host_target::HostTarget;
 pub use lock::HeldLock;
 pub use host_source::HostSource;
 pub use memory::{Buffer, Mapping};
-pub(crate) use scatter::{Scatter, ScatterGuard, Window};
+pub(crate) use scatter::{Scatter, Window};
 pub use thread::spawn;
 pub use uring::{Flight, Ring, leaked_bytes};

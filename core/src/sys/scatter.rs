@@ -26,7 +26,7 @@ pub(crate) struct Window {
     pub(crate) file: u32,
     /// Its bytes.
     pub(crate) bytes: Range<u64>,
-    /// The copies that it feeds: a range of the list given to [`Scatter::new`].
+    /// The copies that it feeds: a range of the list given to [`Scatter::open`].
     pub(crate) copies: Range<usize>,
 }
 
@@ -77,7 +77,7 @@ impl Drop for ScatterGuard<'_> {
 
 impl Scatter {
     /// Checks everything that [`Self::put`] relies on. `windows` stand in file order and do not overlap.
-    pub(crate) fn new<'a>(
+    pub(crate) fn open<'a>(
         targets: &[HostTarget<'a>],
         copies: Vec<Strided>,
         windows: Vec<Window>,
@@ -304,7 +304,10 @@ unsafe fn line<T: Copy>((dst, src): (*mut u8, *const u8), dim: Dim, count: u64) 
 /// `row` and `col` lie in the tile.
 #[inline]
 unsafe fn at(dst: *mut u8, src: *const u8, tile: &Tile, row: u64, col: u64) -> (*mut u8, *const u8) {
-    let to = (row as i64).wrapping_mul(tile.rows.dst).wrapping_add((col as i64).wrapping_mul(tile.cols.dst));
+    let to = row
+        .cast_signed()
+        .wrapping_mul(tile.rows.dst)
+        .wrapping_add(col.cast_signed().wrapping_mul(tile.cols.dst));
     let from = row * tile.rows.src + col * tile.cols.src;
     // SAFETY: an address inside the tile, as promised by the caller.
     unsafe { (dst.offset(to as isize), src.add(from as usize)) }

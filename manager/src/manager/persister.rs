@@ -43,15 +43,19 @@ impl Inner {
                 }
                 Outcome::NotCommitted(_) => {}
             }
-            {
+            let callbacks = {
+                // In one step: whoever sees the outcome finds the save pending no more, and whoever finds nothing pending finds the failure.
                 let mut state = self.lock();
                 state.pending.retain(|pending| !pending.is(&save));
-                if ended.outcome.error().is_some() {
-                    state.failed.retain(crate::save::Save::is_unseen);
+                let failed = ended.outcome.error().is_some();
+                let callbacks = save.settle(ended.outcome);
+                state.failed.retain(crate::save::Save::is_unseen);
+                if failed {
                     state.failed.push(save.clone());
                 }
-            }
-            save.finish(ended.outcome);
+                callbacks
+            };
+            save.call(callbacks);
             self.changed.notify_all();
         }
     }

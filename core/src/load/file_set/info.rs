@@ -58,7 +58,7 @@ impl FileInfo {
     pub(super) fn own(file: &dyn File, record: &FileRecord) -> Result<Self> {
         let path = file.path();
         check_length(file, record)?;
-        if record.length < 2 * PAGE || record.length % PAGE != 0 {
+        if record.length < 2 * PAGE || !record.length.is_multiple_of(PAGE) {
             let what = format!("a data file of {} bytes has no header and trailer", record.length);
             return Err(Error::corrupt(path, what));
         }

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{RecvTimeoutError, TryRecvError};
 
 use super::Parts;
+use crate::format::{block, footer};
 use crate::io::{Completion, Dir, Disk, File, Queue, Transfer};
 use crate::save::capture::Captured;
-use crate::save::encoding;
 use crate::staging::{Filled, Flushing, Full, Slot, Written};
 use crate::sys::Buffer;
 use crate::{Error, Result};
@@ -29,6 +29,9 @@ pub(super) struct FileEnd {
 /// Writes and syncs all files.
 pub(super) fn write(parts: &Parts, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<FileEnd>> {
     let started = Instant::now();
+    if let Err(error) = disk.register(&parts.pool.mappings()) {
+        tracing::warn!(%error, "the staging ring is not registered; writes cost a little more");
+    }
     let files = create(parts, step_dir)?;
     let queue = disk.queue(parts.options.queue_depth.max(1))?;
     let mut writer = Writer {
@@ -284,8 +287,8 @@ impl Writer<'_> {
         let first = (window.offset / block_bytes) as usize;
         let data = bytes.get(..window.len as usize).ok_or_else(missing)?;
         let crcs = file.crcs.get_mut(first..).ok_or_else(missing)?;
-        for (crc, block) in crcs.iter_mut().zip(data.chunks(block_bytes as usize)) {
-            *crc = encoding::crc32c(block);
+        for (place, crc) in crcs.iter_mut().zip(block::crcs(data, block_bytes)) {
+            *place = crc;
         }
         file.unsummed = file.unsummed.saturating_sub(1);
         self.parts.progress.checksummed_since(started);
@@ -301,7 +304,8 @@ impl Writer<'_> {
         else {
             return Ok(false);
         };
-        let footer = encoding::footer(item.file_id, item.data_bytes, index, &file.crcs)?;
+        let block_bytes = self.parts.options.block_bytes;
+        let footer = footer::encode(item.file_id, block_bytes, item.data_bytes, index, &file.crcs)?;
         file.footer = Some(FileEnd {
             length: item.data_bytes + footer.bytes.len() as u64,
             trailer_crc: footer.trailer_crc,

@@ -1,0 +1,57 @@
+//! What is wrong with a plan is found before anything is done.
+
+use super::*;
+use crate::Error;
+use crate::value::Value;
+
+fn refused(items: Vec<ItemPlan>, options: SaveOptions) -> Error {
+    prepare(items, &pool(2, 2 * BLOCK), options).map(|_| ()).expect_err("it was accepted")
+}
+
+fn leaf_error(leaf: LeafPlan) -> String {
+    let error = refused(vec![item("i0", vec![LeafPlan::Object(Value::None), leaf])], options(1));
+    assert!(matches!(&error, Error::Leaf { leaf, .. } if leaf == "a[1]"), "{error}");
+    error.to_string()
+}
+
+fn with(change: impl FnOnce(&mut Dtype, &mut Vec<u64>, &mut Vec<ChunkPlan>)) -> LeafPlan {
+    let LeafPlan::Tensor { mut dtype, mut shape, mut chunks, provider } = bytes_leaf(&[0; 64]) else {
+        unreachable!()
+    };
+    change(&mut dtype, &mut shape, &mut chunks);
+    LeafPlan::Tensor { dtype, shape, chunks, provider }
+}
+
+#[test]
+fn wrong_tensors_are_refused_by_path() {
+    assert!(leaf_error(with(|_, shape, _| shape[0] = 63)).contains("passes the end"));
+    assert!(leaf_error(with(|_, shape, _| *shape = vec![u64::MAX, 2])).contains("too many elements"));
+    assert!(leaf_error(with(|dtype, _, _| *dtype = Dtype::Float32)).contains("1 bytes in memory, 4"));
+    assert!(leaf_error(with(|_, _, chunks| chunks[0].local.extent[0] = 32)).contains("not as many elements"));
+    assert!(
+        leaf_error(with(|_, _, chunks| chunks[0].local.offset[0] = 1)).contains("passes the end of an array")
+    );
+    let run = ChunkRegion::Run { start: u64::MAX, len: 64 };
+    assert!(leaf_error(with(|_, _, chunks| chunks[0].region = run)).contains("passes the end"));
+    assert!(leaf_error(LeafPlan::Alias { of: 1 }).contains("tied"));
+    assert!(leaf_error(LeafPlan::Alias { of: 7 }).contains("tied"));
+    let error = refused(vec![item("i0", vec![with(|_, shape, _| *shape = vec![1; 65])])], options(1));
+    assert!(matches!(error, Error::Limit { .. }), "{error}");
+}
+
+#[test]
+fn wrong_options_and_items_are_refused() {
+    let one = || vec![item("i0", vec![])];
+    let misuse = |items, options| assert!(matches!(refused(items, options), Error::Misuse(_)));
+    misuse(one(), options(2));
+    misuse(one(), SaveOptions { block_bytes: 4095, ..options(1) });
+    misuse(one(), SaveOptions { block_bytes: 6000, ..options(1) });
+    misuse(one(), SaveOptions { block_bytes: 0, ..options(1) });
+    misuse(one(), SaveOptions { block_bytes: 4 * BLOCK as u64, ..options(1) });
+    misuse(vec![item("..", vec![])], options(1));
+    misuse(vec![item("a/b", vec![])], options(1));
+    misuse(vec![item("i0", vec![]), item("i0", vec![])], options(2));
+    let mut short = item("i0", vec![LeafPlan::Object(Value::None)]);
+    short.leaves.clear();
+    misuse(vec![short], options(1));
+}
