@@ -22,6 +22,16 @@ pub fn raise(py: Python<'_>, error: &CoreError) -> PyErr {
     built.unwrap_or_else(|failure| failure)
 }
 
+/// A call that cannot work.
+pub fn invalid(py: Python<'_>, what: &str) -> PyErr {
+    raise_manager(py, &ManagerError::Invalid(what.to_owned()))
+}
+
+/// A handle that was closed.
+pub fn closed(py: Python<'_>, what: &str) -> PyErr {
+    make(py, "closed", what, &PyDict::new(py)).unwrap_or_else(|failure| failure)
+}
+
 fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
     let attributes = PyDict::new(py);
     if let Some(core) = error.core() {

@@ -6,20 +6,37 @@
 //! | [`flatten`] [`values`] | a state → tree and leaves; object leaves ↔ values |
 //! | [`ingest`] | memory that Python owns; the only unsafe code |
 //! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
+//! | [`manager`] [`save_handle`] [`checkpoint`] [`matching`] [`options`] | the engine's types, as Python sees them |
+//! | [`events`] [`wait`] | what waits for the notifier thread; waits that answer signals |
 use pyo3::prelude::*;
 
+mod checkpoint;
 mod errors;
+mod events;
 mod flatten;
 mod hooks;
 mod ingest;
+mod manager;
+mod matching;
+mod options;
+mod save_handle;
 mod state;
 mod values;
+mod wait;
 
 /// The engine behind the package `stepwell`.
 #[pymodule(gil_used = true)]
 mod _core {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::checkpoint::Checkpoint;
+    #[pymodule_export]
+    use crate::events::Events;
+    #[pymodule_export]
+    use crate::manager::{Held, Manager, add_metrics, engine_choice, list_steps, open_path, save_path};
+    #[pymodule_export]
+    use crate::save_handle::SaveHandle;
     #[pymodule_export]
     use crate::state::{State, flatten, is_plain};
 

@@ -1,5 +1,6 @@
 //! Waiting without holding up Python: detached, and awake often enough that Ctrl-C is answered.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
@@ -49,6 +50,46 @@ pub fn on_thread<T: Send + 'static>(
             Err(interrupt)
         }
     }
+}
+
+/// Runs work on a thread of its own, and does not return before it has ended, whatever happens: it writes into the caller's memory. A
+/// signal handler that raises sets `stop`, which the work looks at.
+pub fn to_the_end<T: Send + 'static>(
+    py: Python<'_>,
+    stop: &AtomicBool,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> PyResult<T> {
+    to_the_end_with(py, stop, work, || Ok(()))
+}
+
+/// [`to_the_end`], with something to do at every look at the signals.
+pub fn to_the_end_with<T: Send + 'static>(
+    py: Python<'_>,
+    stop: &AtomicBool,
+    work: impl FnOnce() -> T + Send + 'static,
+    mut meanwhile: impl FnMut() -> PyResult<()>,
+) -> PyResult<T> {
+    let thread = std::thread::Builder::new()
+        .name("stepwell-read".into())
+        .spawn(work)
+        .map_err(|error| PyRuntimeError::new_err(format!("no thread could be started: {error}")))?;
+    let mut interrupt = None;
+    let mut pause = Duration::from_micros(20);
+    while !thread.is_finished() {
+        // Short reads end within microseconds: the first looks come quickly.
+        py.detach(|| std::thread::park_timeout(pause));
+        pause = (pause * 2).min(TICK);
+        if interrupt.is_none()
+            && let Err(raised) = py.check_signals().and_then(|()| meanwhile())
+        {
+            stop.store(true, Ordering::Relaxed);
+            interrupt = Some(raised);
+        }
+    }
+    let answer = thread
+        .join()
+        .map_err(|_| PyRuntimeError::new_err("the engine ended a call without an answer; please report this"))?;
+    interrupt.map_or(Ok(answer), Err)
 }
 
 fn wait_for<T: Send>(py: Python<'_>, receive: &mut Receiver<T>, timeout: Option<Duration>) -> PyResult<Option<T>> {

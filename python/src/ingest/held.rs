@@ -50,6 +50,11 @@ impl HeldBuffer {
         self.dimensions(self.view.shape)
     }
 
+    /// The same, as the engine counts.
+    pub fn dims(&self) -> Vec<u64> {
+        self.shape().iter().map(|&n| n.unsigned_abs() as u64).collect()
+    }
+
     /// Distance in bytes between neighbours along each dimension.
     pub fn strides(&self) -> &[isize] {
         self.dimensions(self.view.strides)

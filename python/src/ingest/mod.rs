@@ -8,4 +8,4 @@ mod held;
 mod source;
 
 pub use held::HeldBuffer;
-pub use source::provider_of;
+pub use source::{provider_of, target_of};
