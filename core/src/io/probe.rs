@@ -124,17 +124,14 @@ fn probe_directory(dir: &Path, wanted: Engine, reasons: &mut Vec<String>) -> Res
             None
         }
     };
-    if file.is_some() {
-        match rustix::fs::fsync(opened.fd()?) {
-            Err(errno @ (Errno::INVAL | Errno::OPNOTSUPP | Errno::BADF)) => {
-                probe.sync_dirs = false;
-                reasons.push(format!(
-                    "Directories cannot be fsynced here ({errno}): after a power cut, files may be missing that were reported as durable."
-                ));
-            }
-            // Anything else concerns whoever syncs next.
-            Ok(()) | Err(_) => {}
-        }
+    // Any other error concerns whoever syncs next.
+    if file.is_some()
+        && let Err(errno @ (Errno::INVAL | Errno::OPNOTSUPP | Errno::BADF)) = rustix::fs::fsync(opened.fd()?)
+    {
+        probe.sync_dirs = false;
+        reasons.push(format!(
+            "Directories cannot be fsynced here ({errno}): after a power cut, files may be missing that were reported as durable."
+        ));
     }
     if wanted == Engine::Buffered {
         reasons.push("Data goes through the page cache, as was asked for.".into());
@@ -199,7 +196,7 @@ fn try_ring(file: &OwnedFd) -> Result<(), (&'static str, io::Error)> {
     let deadline = Instant::now() + PROBE_PATIENCE;
     loop {
         ring.enter(Some(Duration::from_secs(1))).map_err(enter)?;
-        match ring.next() {
+        match ring.take_finished() {
             Some((_, moved)) if usize::try_from(moved) == Ok(FORMAT_ALIGNMENT) => break,
             Some((_, moved)) if moved < 0 => return Err(enter(io::Error::from_raw_os_error(-moved))),
             Some(_) => return Err((op, invalid())),
@@ -306,43 +303,5 @@ fn try_direct(file: &OwnedFd) -> Result<(usize, &'static str), String> {
         Err(errno) => Err(format!(
             "O_DIRECT was allowed at the opening of a file, but then a block of {FORMAT_ALIGNMENT} bytes was refused ({errno})."
         )),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::io::conformance;
-
-    /// On the file system of the sources' build, which is a real disk where the system's temporary directory may be a memory disk.
-    fn tempdir() -> tempfile::TempDir {
-        tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap()
-    }
-
-    #[test]
-    fn threads_keep_every_promise_on_a_real_disk() {
-        let dir = tempdir();
-        let disk = open_disk(dir.path(), Engine::Threads).unwrap();
-        assert_eq!(disk.choice().engine, "threads", "{:?}", disk.choice());
-        conformance::run(disk.as_ref(), &dir.path().join("root"));
-    }
-
-    #[test]
-    fn io_uring_keeps_every_promise_on_a_real_disk() {
-        let dir = tempdir();
-        let disk = open_disk(dir.path(), Engine::Uring).unwrap();
-        if disk.choice().engine != "io_uring" {
-            eprintln!("SKIPPED: no io_uring here: {:?}", disk.choice().reasons);
-            return;
-        }
-        conformance::run(disk.as_ref(), &dir.path().join("root"));
-    }
-
-    #[test]
-    fn the_page_cache_engine_keeps_every_promise() {
-        let dir = tempdir();
-        let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
-        assert_eq!(disk.choice().engine, "buffered");
-        conformance::run(disk.as_ref(), &dir.path().join("root"));
     }
 }

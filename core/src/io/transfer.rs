@@ -61,7 +61,7 @@ impl Job {
     ) -> Result<Self, Completion> {
         let problem = if len > buffer.len() {
             Some(format!("{len} bytes do not fit a buffer of {}", buffer.len()))
-        } else if offset % alignment as u64 != 0 || len % alignment != 0 {
+        } else if !offset.is_multiple_of(alignment as u64) || !len.is_multiple_of(alignment) {
             Some(format!("offset {offset} or length {len} is not a multiple of {alignment}"))
         } else if offset.checked_add(len as u64).is_none_or(|end| i64::try_from(end).is_err()) {
             Some(format!("no file reaches from {offset} for {len} bytes"))
@@ -91,6 +91,11 @@ impl Moving {
     /// Whether bytes go to the file.
     pub fn writes(&self) -> bool {
         self.transfer == Transfer::Write
+    }
+
+    /// Whether the descriptor is one that goes past the page cache.
+    pub fn is_direct(&self) -> bool {
+        self.alignment > 1
     }
 
     /// What is to be moved next. Of no length only where the whole job is of none.

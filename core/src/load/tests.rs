@@ -2,5 +2,6 @@
 
 mod bounds;
 mod damage;
+mod engines;
 mod scatter;
 mod whole;

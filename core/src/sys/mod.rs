@@ -11,11 +11,13 @@ mod host_source;
 mod memory;
 mod scatter;
 mod stream;
+#[cfg(test)]
+pub mod testing;
 mod thread;
 mod uring;
 
 pub use descriptor::Descriptor;
-pub use file::cached_bytes;
+pub use file::{cached_bytes, write_out};
 pub use fork::{Birth, generation};
 pub use host_target::HostTarget;
 pub use lock::HeldLock;

@@ -195,7 +195,7 @@ impl Scatter {
                             target.address.as_ptr().add(tile.dst as usize),
                             bytes.as_ptr().add(from),
                             &tile,
-                        )
+                        );
                     };
                     moved += tile.bytes();
                 } else {
@@ -221,9 +221,9 @@ fn tile_fits(tile: &Tile, dst_end: u64, src_end: u64) -> bool {
         let Some(reach) = i128::from(steps).checked_mul(i128::from(dim.dst)) else { return false };
         let Some(src_reach) = u128::from(steps).checked_mul(u128::from(dim.src)) else { return false };
         if reach < 0 {
-            first = first.saturating_add(reach)
+            first = first.saturating_add(reach);
         } else {
-            last = last.saturating_add(reach)
+            last = last.saturating_add(reach);
         }
         src = src.saturating_add(src_reach);
     }

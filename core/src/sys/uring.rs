@@ -46,7 +46,7 @@ pub struct Flight<T> {
 
 /// See the module documentation.
 pub struct Ring<T> {
-    ring: ManuallyDrop<IoUring>,
+    kernel: ManuallyDrop<IoUring>,
     fd: RawFd,
     birth: Birth,
     /// By the user data of its entry. Room for as many as there are entries.
@@ -71,7 +71,7 @@ impl<T> Ring<T> {
         let fd = ring.as_raw_fd();
         fork::register(fd);
         Ok(Self {
-            ring: ManuallyDrop::new(ring),
+            kernel: ManuallyDrop::new(ring),
             fd,
             birth,
             flights: (0..depth).map(|_| None).collect(),
@@ -96,7 +96,7 @@ impl<T> Ring<T> {
             .map(|&(start, len)| libc::iovec { iov_base: start as *mut libc::c_void, iov_len: len })
             .collect();
         // SAFETY: every window lies in one of the mappings, which stay mapped while `self.memory` holds them, that is until they are unregistered.
-        unsafe { self.ring.submitter().register_buffers(&vectors) }?;
+        unsafe { self.kernel.submitter().register_buffers(&vectors) }?;
         self.registered = windows;
         self.memory = memory;
         Ok(())
@@ -154,7 +154,7 @@ impl<T> Ring<T> {
     fn push_entry(&mut self, entry: &squeue::Entry) -> io::Result<()> {
         // SAFETY: the entry names a window of a buffer and a descriptor of the flight that `push` stores in the same breath, and that stays there until
         // its completion was seen, or for ever.
-        unsafe { self.ring.submission().push(entry) }.map_err(|_| io::Error::from_raw_os_error(libc::EBUSY))
+        unsafe { self.kernel.submission().push(entry) }.map_err(|_| io::Error::from_raw_os_error(libc::EBUSY))
     }
 
     /// The kernel's number of the registered window that holds these bytes.
@@ -172,12 +172,12 @@ impl<T> Ring<T> {
             return Err(io::Error::from_raw_os_error(libc::EBADF));
         }
         let answer = match wait {
-            None => self.ring.submit(),
+            None => self.kernel.submit(),
             Some(timeout) => {
                 let time =
                     types::Timespec::new().sec(timeout.as_secs().min(3600)).nsec(timeout.subsec_nanos());
                 let args = types::SubmitArgs::new().timespec(&time);
-                self.ring.submitter().submit_with_args(1, &args)
+                self.kernel.submitter().submit_with_args(1, &args)
             }
         };
         match answer {
@@ -186,7 +186,7 @@ impl<T> Ring<T> {
                 Some(libc::ETIME | libc::EINTR) => Ok(()),
                 Some(libc::EAGAIN | libc::EBUSY) => {
                     // Out of memory for requests, or completions to be seen first: let some pass.
-                    if self.ring.completion().is_empty() && wait.is_some_and(|wait| !wait.is_zero()) {
+                    if self.kernel.completion().is_empty() && wait.is_some_and(|wait| !wait.is_zero()) {
                         std::thread::sleep(Duration::from_millis(1));
                     }
                     Ok(())
@@ -197,12 +197,12 @@ impl<T> Ring<T> {
     }
 
     /// A flight that has come back, with the kernel's answer: bytes, or a negative errno.
-    pub fn next(&mut self) -> Option<(Flight<T>, i32)> {
+    pub fn take_finished(&mut self) -> Option<(Flight<T>, i32)> {
         if !self.birth.is_here() {
             return None;
         }
         loop {
-            let entry = self.ring.completion().next()?;
+            let entry = self.kernel.completion().next()?;
             let slot = usize::try_from(entry.user_data()).ok()?;
             if let Some(flight) = self.flights.get_mut(slot).and_then(Option::take) {
                 self.free.push_back(slot);
@@ -215,14 +215,14 @@ impl<T> Ring<T> {
     fn drain(&mut self) -> bool {
         let mut deadline = Instant::now() + self.drop_deadline;
         while self.in_flight() > 0 {
-            if self.next().is_some() {
+            if self.take_finished().is_some() {
                 deadline = Instant::now() + self.drop_deadline;
                 continue;
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || self.enter(Some(left)).is_err() {
                 // What came back meanwhile is nobody's loss.
-                while self.next().is_some() {}
+                while self.take_finished().is_some() {}
                 return self.in_flight() == 0;
             }
         }
@@ -253,11 +253,11 @@ impl<T> Drop for Ring<T> {
         }
         if !self.registered.is_empty() {
             // Closing would do it too, but some time later, and locked memory counts against a limit until then.
-            let _ = self.ring.submitter().unregister_buffers();
+            let _ = self.kernel.submitter().unregister_buffers();
         }
         fork::unregister(self.fd);
         // SAFETY: dropped once, here, and not used again.
-        unsafe { ManuallyDrop::drop(&mut self.ring) };
+        unsafe { ManuallyDrop::drop(&mut self.kernel) };
     }
 }
 

@@ -62,7 +62,7 @@ impl Disk for PosixDisk {
                 Ok(queue) => return Ok(Box::new(queue)),
                 // What worked when the disk was opened may be forbidden or used up by now.
                 Err(error) => {
-                    tracing::warn!(%error, "no io_uring to be had any more; this queue uses threads")
+                    tracing::warn!(%error, "no io_uring to be had any more; this queue uses threads");
                 }
             }
         }
