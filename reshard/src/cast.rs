@@ -167,13 +167,17 @@ mod tests {
             (Dtype::Float6E3m2fn, values(3, 2, 3, Top::Finite)),
             (Dtype::Float4E2m1fn, values(2, 1, 1, Top::Finite)),
         ];
-        let powers = (-127..=127).map(|e| Value::Finite(2_f64.powi(e).to_bits())).chain([Value::Nan]).collect();
+        let powers =
+            (-127..=127).map(|e| Value::Finite(2_f64.powi(e).to_bits())).chain([Value::Nan]).collect();
         formats.push((Dtype::Float8E8m0fnu, powers));
         for (from, from_values) in &formats {
             for (to, to_values) in &formats {
                 assert_eq!(is_lossless(*from, *to), from_values.is_subset(to_values), "{from} to {to}");
             }
-            assert!(is_lossless(*from, Dtype::Float32) && is_lossless(*from, Dtype::Float64), "{from} widens");
+            assert!(
+                is_lossless(*from, Dtype::Float32) && is_lossless(*from, Dtype::Float64),
+                "{from} widens"
+            );
         }
     }
 

@@ -417,7 +417,10 @@ impl<'g, 't> Matcher<'g, 't> {
     /// Where the match ends.
     fn run(&mut self, leading: bool) -> Option<usize> {
         self.leading = leading;
-        if !leading && let Some(Token::Literal(end)) = self.tokens.last() && !self.text.ends_with(end) {
+        if !leading
+            && let Some(Token::Literal(end)) = self.tokens.last()
+            && !self.text.ends_with(end)
+        {
             return None;
         }
         if self.tokens.iter().filter(|token| token.is_wildcard()).count() > 2 {
@@ -432,7 +435,9 @@ impl<'g, 't> Matcher<'g, 't> {
             return None;
         }
         let found = self.try_step(token, at);
-        if found.is_none() && let Some(failed) = self.failed.get_mut(memo) {
+        if found.is_none()
+            && let Some(failed) = self.failed.get_mut(memo)
+        {
             *failed = true;
         }
         found
@@ -446,7 +451,10 @@ impl<'g, 't> Matcher<'g, 't> {
                 rest.starts_with(literal).then_some(())?;
                 self.step(token + 1, at + literal.len())
             }
-            Some(Token::Boundary) => rest.first().is_some_and(|&b| is_mark(b)).then_some(())
+            Some(Token::Boundary) => rest
+                .first()
+                .is_some_and(|&b| is_mark(b))
+                .then_some(())
                 .and_then(|()| self.step(token + 1, at)),
             Some(Token::One) => {
                 let first = *rest.first().filter(|&&b| !is_mark(b))?;
@@ -467,8 +475,9 @@ impl<'g, 't> Matcher<'g, 't> {
             Some(&Token::Levels { min }) => {
                 is_boundary(self.text, at).then_some(())?;
                 let from = at + min; // past the mark, so that the next boundary ends a component
-                (from..=self.text.len())
-                    .find_map(|to| if is_boundary(self.text, to) { self.capture(token, at, to) } else { None })
+                (from..=self.text.len()).find_map(|to| {
+                    if is_boundary(self.text, to) { self.capture(token, at, to) } else { None }
+                })
             }
         }
     }

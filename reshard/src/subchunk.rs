@@ -68,13 +68,14 @@ fn parts(extent: &[u64], itemsize: u64, options: &Options) -> Vec<u64> {
     let mut parts = vec![1_u64; extent.len()];
     loop {
         let longest = |d: usize| extent[d].div_ceil(parts[d]);
-        let bytes =
-            (0..extent.len()).fold(u128::from(itemsize), |bytes, d| bytes.saturating_mul(u128::from(longest(d))));
+        let bytes = (0..extent.len())
+            .fold(u128::from(itemsize), |bytes, d| bytes.saturating_mul(u128::from(longest(d))));
         if bytes <= target {
             return parts;
         }
         let doubled = |d: usize| parts[d].saturating_mul(2).min(extent[d]);
-        let keeps_rows = |d: usize| u128::from(extent[d] / doubled(d)).saturating_mul(row_bytes[d]) >= min_row;
+        let keeps_rows =
+            |d: usize| u128::from(extent[d] / doubled(d)).saturating_mul(row_bytes[d]) >= min_row;
         let axis = (0..extent.len())
             .filter(|&d| longest(d) > 1 && keeps_rows(d))
             .max_by_key(|&d| (longest(d), std::cmp::Reverse(d)))
@@ -125,7 +126,8 @@ mod tests {
     use super::*;
 
     fn extents(region: Region, itemsize: u64, options: &Options) -> Vec<Vec<u64>> {
-        let mut extents: Vec<_> = cut(&region, itemsize, options).into_iter().map(|part| part.extent).collect();
+        let mut extents: Vec<_> =
+            cut(&region, itemsize, options).into_iter().map(|part| part.extent).collect();
         extents.dedup();
         extents
     }
