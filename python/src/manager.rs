@@ -8,7 +8,7 @@ use std::time::Duration;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use stepwell_core::io::probe::Engine;
+use stepwell_core::io::Engine;
 use stepwell_manager::singular::{self, SingularRequest};
 use stepwell_manager::{
     Decision, Environment, Exists, Hold, LeafSource, Manager as Engined, Mode, Options, SaveRequest, StateSource,

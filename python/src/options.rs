@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde_json::Value;
 
-use stepwell_core::io::probe::{Engine, open_disk};
+use stepwell_core::io::{Engine, open_disk};
 use stepwell_manager::{Environment, OnSaveError, Options};
 
 /// What `stepwell.options.to_json` wrote: the manager's options, and which engine to use.
