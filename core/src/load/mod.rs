@@ -9,6 +9,7 @@
 //! |---|---|
 //! | [`FileSet`] | the files of one item: opened lazily, checked against the index once |
 //! | [`execute`] | a read plan carried out into [`crate::sys::HostTarget`]s |
+//! | [`read_objects`] | object leaves, decoded |
 //! | [`verify`] | every block of every file, all damage reported |
 //! | `schedule` `pipeline` `geometry` `disjoint` | how: what is read when, by whom, and which bytes go where |
 //!
@@ -21,6 +22,7 @@ pub(crate) mod disjoint;
 mod execute;
 mod file_set;
 pub(crate) mod geometry;
+mod objects;
 mod options;
 mod pipeline;
 mod schedule;
@@ -33,5 +35,6 @@ mod verify;
 pub use buffers::ReadBuffers;
 pub use execute::execute;
 pub use file_set::FileSet;
+pub use objects::read_objects;
 pub use options::{LoadFailure, LoadOptions, LoadStats};
 pub use verify::{Damage, VerifyProgress, VerifyReport, verify};
