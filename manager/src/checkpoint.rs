@@ -198,11 +198,11 @@ impl Checkpoint {
         progress: &mut dyn FnMut(VerifyProgress) -> bool,
     ) -> Result<VerifyReport> {
         self.birth.check("checkpoint")?;
-        let mut report =
-            load::verify(&*self.environment.disk, &self.files, &self.index, options, progress)
-                .map_err(|error| self.gone_or(error))?;
+        let mut report = load::verify(&*self.environment.disk, &self.files, &self.index, options, progress)
+            .map_err(|error| self.gone_or(error))?;
         // A file that the manifest knows and no index names is as much damage as one that is missing.
-        let known: std::collections::HashSet<&str> = self.index.files.iter().map(|file| &*file.name).collect();
+        let known: std::collections::HashSet<&str> =
+            self.index.files.iter().map(|file| &*file.name).collect();
         for file in &self.manifest.files {
             if !known.contains(file.path.as_str()) {
                 report.damages.push(load::Damage {
@@ -247,7 +247,8 @@ fn files_of(index: &Index, leaf: u32) -> Vec<u32> {
     };
     match record {
         Some(LeafRecord::Tensor(tensor)) => {
-            let mut files: Vec<u32> = tensor.chunks.iter().filter_map(|chunk| of(chunk.extent.source)).collect();
+            let mut files: Vec<u32> =
+                tensor.chunks.iter().filter_map(|chunk| of(chunk.extent.source)).collect();
             files.dedup();
             files
         }
@@ -274,7 +275,9 @@ fn item_index(dir: &dyn Dir, manifest: &Manifest, item: &Item) -> Result<Index> 
     let bytes = match dir.read_file(&item.index.path, item.index.length) {
         Ok(bytes) => bytes,
         Err(error) if error.is_not_found() => {
-            return Err(stepwell_core::Error::corrupt(file, "its manifest lists it, and it is missing").into());
+            return Err(
+                stepwell_core::Error::corrupt(file, "its manifest lists it, and it is missing").into()
+            );
         }
         Err(stepwell_core::Error::Limit { .. }) => {
             return Err(stepwell_core::Error::corrupt(file, "it is longer than its manifest says").into());
@@ -315,9 +318,14 @@ fn merged(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
     let mut branches = Vec::new();
     for (number, (item, index)) in manifest.items.iter().zip(&indexes).enumerate() {
         let nodes = index.tree.nodes();
-        let tops: Vec<usize> = (1..nodes.len()).filter(|&at| nodes.get(at).is_some_and(|node| node.parent == 0)).collect();
+        let tops: Vec<usize> =
+            (1..nodes.len()).filter(|&at| nodes.get(at).is_some_and(|node| node.parent == 0)).collect();
         if tops.len() != item.top_level.len() {
-            let what = format!("it has {} top-level entries, its manifest says {}", tops.len(), item.top_level.len());
+            let what = format!(
+                "it has {} top-level entries, its manifest says {}",
+                tops.len(),
+                item.top_level.len()
+            );
             return Err(stepwell_core::Error::corrupt(dir.path().join(&item.index.path), what).into());
         }
         for (at, (&first, entry)) in tops.iter().zip(&item.top_level).enumerate() {
@@ -334,7 +342,9 @@ fn merged(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
             }
             NodeKind::Leaf(_) => {
                 let file = dir.path().join(MANIFEST);
-                return Err(stepwell_core::Error::corrupt(file, "several items, and the state is one leaf").into());
+                return Err(
+                    stepwell_core::Error::corrupt(file, "several items, and the state is one leaf").into()
+                );
             }
         }
     }
@@ -344,7 +354,8 @@ fn merged(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
         out.files.extend(index.files.iter().cloned());
     }
     // New number of each item's leaves; a tie may point forward.
-    let mut leaf_numbers: Vec<Vec<u32>> = indexes.iter().map(|index| vec![u32::MAX; index.leaves.len()]).collect();
+    let mut leaf_numbers: Vec<Vec<u32>> =
+        indexes.iter().map(|index| vec![u32::MAX; index.leaves.len()]).collect();
     let mut origins = Vec::new();
     for (_, item, first, end) in branches {
         let Some(index) = indexes.get(item) else { continue };
@@ -352,7 +363,11 @@ fn merged(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
         let mut numbers = vec![0_u32; end - first];
         for at in first..end {
             let Some(node) = nodes.get(at) else { continue };
-            let parent = (node.parent as usize).checked_sub(first).and_then(|at| numbers.get(at)).copied().unwrap_or(0);
+            let parent = (node.parent as usize)
+                .checked_sub(first)
+                .and_then(|at| numbers.get(at))
+                .copied()
+                .unwrap_or(0);
             let number = out.tree.nodes().len() as u32;
             match &node.kind {
                 NodeKind::Container(kind) => {
@@ -360,7 +375,9 @@ fn merged(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
                 }
                 NodeKind::Leaf(leaf) => {
                     let new = out.tree.push_leaf(Some(parent), node.component.clone());
-                    if let Some(slot) = leaf_numbers.get_mut(item).and_then(|leaves| leaves.get_mut(*leaf as usize)) {
+                    if let Some(slot) =
+                        leaf_numbers.get_mut(item).and_then(|leaves| leaves.get_mut(*leaf as usize))
+                    {
                         *slot = new;
                     }
                     origins.push((item, *leaf));
@@ -383,7 +400,9 @@ fn merged(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
             }
         };
         match &mut record {
-            LeafRecord::Tensor(tensor) => tensor.chunks.iter_mut().for_each(|chunk| moved(&mut chunk.extent.source)),
+            LeafRecord::Tensor(tensor) => {
+                tensor.chunks.iter_mut().for_each(|chunk| moved(&mut chunk.extent.source))
+            }
             LeafRecord::Object(extent) => moved(&mut extent.source),
             LeafRecord::Alias { of } => {
                 let new = leaf_numbers.get(item).and_then(|leaves| leaves.get(*of as usize)).copied();

@@ -93,7 +93,8 @@ impl Discovery {
             Err(error) if error.is_not_found() => return Ok(Read::Gone),
             Err(error) => return Ok(Read::NoStep(error.to_string())),
         };
-        if let Some((cached, manifest)) = self.cache.lock().unwrap_or_else(PoisonError::into_inner).get(name) {
+        if let Some((cached, manifest)) = self.cache.lock().unwrap_or_else(PoisonError::into_inner).get(name)
+        {
             if *cached == stat {
                 return Ok(Read::Step(stat, manifest.clone()));
             }
@@ -122,8 +123,7 @@ fn add(listing: &mut Listing, names: &StepName, step: u64, found: Found) {
         return;
     };
     // Two patterns are read, and both have this number: the one that is written wins, whatever the order of the listing.
-    let (kept, dropped) =
-        if names.is_primary(&found.name) { (found, other) } else { (other, found) };
+    let (kept, dropped) = if names.is_primary(&found.name) { (found, other) } else { (other, found) };
     let reason = format!("{} is the same step under another name", kept.name);
     listing.quarantined.push(Quarantined { name: dropped.name, reason });
     listing.steps.insert(step, kept);

@@ -49,7 +49,10 @@ pub fn acquire(
                 Ok(None) if clock.monotonic().saturating_sub(start) < patience => std::thread::sleep(PAUSE),
                 Ok(None) => {
                     return Err(Error::Timeout {
-                        waited_for: format!("the lease of {}, which is being thinned or removed", dir.path().display()),
+                        waited_for: format!(
+                            "the lease of {}, which is being thinned or removed",
+                            dir.path().display()
+                        ),
                         waited: clock.monotonic().saturating_sub(start),
                     });
                 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use stepwell_core::io::{Dir, Disk, Entry, File, Lock, LockKind, Rename, Stat};
+use stepwell_core::io::{Dir, Entry, File, Lock, LockKind, Rename, Stat};
 use stepwell_core::save::Flush;
 
 use crate::commit::driver::World;
@@ -53,9 +53,13 @@ pub(crate) fn run(
             .map(|text| (*text).to_owned())
             .or_else(|| panic.downcast_ref::<String>().cloned())
             .unwrap_or_default();
-        let source = stepwell_core::Error::Misuse(format!("the engine panicked, which is a defect of it: {what}"));
+        let source =
+            stepwell_core::Error::Misuse(format!("the engine panicked, which is a defect of it: {what}"));
         // It may have panicked after the rename: nothing is claimed.
-        Ended { outcome: Outcome::DurabilityUncertain(Arc::new(Error::DurabilityUncertain { step, source })), replaced: None }
+        Ended {
+            outcome: Outcome::DurabilityUncertain(Arc::new(Error::DurabilityUncertain { step, source })),
+            replaced: None,
+        }
     });
     (save, ended)
 }
@@ -147,7 +151,8 @@ impl World for SaveWorld<'_> {
     }
 
     fn send_verdict(&mut self, committed: bool, message: &str) -> Result<()> {
-        let text = serde_json::to_vec(&(committed, message)).map_err(|error| Error::Invalid(error.to_string()))?;
+        let text =
+            serde_json::to_vec(&(committed, message)).map_err(|error| Error::Invalid(error.to_string()))?;
         self.coordinator().send(&format!("verdict-{}", self.round), text)
     }
 
@@ -249,7 +254,12 @@ impl Dir for RoomMaker {
         self.inner.sync()
     }
 
-    fn try_lock(&self, name: &str, kind: LockKind, create: bool) -> stepwell_core::Result<Option<Box<dyn Lock>>> {
+    fn try_lock(
+        &self,
+        name: &str,
+        kind: LockKind,
+        create: bool,
+    ) -> stepwell_core::Result<Option<Box<dyn Lock>>> {
         self.inner.try_lock(name, kind, create)
     }
 

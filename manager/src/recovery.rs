@@ -70,7 +70,9 @@ pub fn mend(root: &dyn Dir, listing: &Listing, recovered: &mut Recovered) {
         match mended {
             Ok(true) => recovered.leases.push(found.name.clone()),
             Ok(false) => {}
-            Err(error) => tracing::warn!(step = %found.name, %error, "a step could not be mended; it is left as it is"),
+            Err(error) => {
+                tracing::warn!(step = %found.name, %error, "a step could not be mended; it is left as it is")
+            }
         }
     }
 }

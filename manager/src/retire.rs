@@ -75,11 +75,7 @@ pub enum Removed {
 }
 
 /// Deletes one trash directory, unless readers hold it.
-pub fn remove(
-    root: &dyn Dir,
-    name: &str,
-    go_on: &mut dyn FnMut() -> bool,
-) -> stepwell_core::Result<Removed> {
+pub fn remove(root: &dyn Dir, name: &str, go_on: &mut dyn FnMut() -> bool) -> stepwell_core::Result<Removed> {
     let dir = match root.open_dir(name) {
         Ok(dir) => dir,
         Err(error) if error.is_not_found() => return Ok(Removed::Gone),
@@ -149,7 +145,9 @@ impl Deleter {
             let builder = std::thread::Builder::new().name("stepwell-delete".to_owned());
             match builder.spawn(move || work(&shared)) {
                 Ok(handle) => *thread = Some(handle),
-                Err(error) => tracing::warn!(%error, "no thread to delete with; the next writer finishes the trash"),
+                Err(error) => {
+                    tracing::warn!(%error, "no thread to delete with; the next writer finishes the trash")
+                }
             }
         }
     }

@@ -103,7 +103,10 @@ pub struct Save {
 
 impl fmt::Debug for Save {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Save").field("step", &self.step()).field("outcome", &self.outcome()).finish_non_exhaustive()
+        f.debug_struct("Save")
+            .field("step", &self.step())
+            .field("outcome", &self.outcome())
+            .finish_non_exhaustive()
     }
 }
 
@@ -208,7 +211,8 @@ impl Save {
             state = match deadline {
                 None => self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
                 Some(deadline) => {
-                    let Some(left) = deadline.checked_duration_since(Instant::now()).filter(|d| !d.is_zero()) else {
+                    let Some(left) = deadline.checked_duration_since(Instant::now()).filter(|d| !d.is_zero())
+                    else {
                         return false;
                     };
                     self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use stepwell_core::format::manifest::Attempt;
-use stepwell_core::io::{Dir, EntryKind};
+use stepwell_core::io::EntryKind;
 use stepwell_core::staging::StagingPool;
 
 use crate::commit::{Existing, Plan, aside};

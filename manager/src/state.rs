@@ -81,7 +81,9 @@ pub(crate) fn items(state: StateSource, chunks: &subchunk::Options) -> Result<It
 
 fn check(state: &StateSource) -> Result<()> {
     if state.tree.nodes().is_empty() {
-        return Err(Error::Invalid("the state is empty: it has not even a root; save a dict, list or leaf".to_owned()));
+        return Err(Error::Invalid(
+            "the state is empty: it has not even a root; save a dict, list or leaf".to_owned(),
+        ));
     }
     if state.leaves.len() != state.tree.leaf_count() {
         return Err(Error::Invalid(format!(
@@ -106,7 +108,10 @@ fn check(state: &StateSource) -> Result<()> {
     }
     for (leaf, source) in state.leaves.iter().enumerate() {
         if let LeafSource::Alias(of) = source {
-            if !matches!(state.leaves.get(*of as usize), Some(LeafSource::Tensor { .. } | LeafSource::Object(_))) {
+            if !matches!(
+                state.leaves.get(*of as usize),
+                Some(LeafSource::Tensor { .. } | LeafSource::Object(_))
+            ) {
                 return Err(Error::Invalid(format!(
                     "`{}` is tied to leaf {of}, which holds no value of its own",
                     state.tree.leaf_path(leaf as u32)
@@ -144,7 +149,8 @@ fn groups(tree: &Tree) -> Vec<Group> {
     let mut loose: Option<usize> = None;
     for (position, &number) in top.iter().enumerate() {
         let entry = entry(position, number);
-        let new = |name: String, entry| Group { name, top_level: vec![entry], nodes: BTreeSet::from([number]) };
+        let new =
+            |name: String, entry| Group { name, top_level: vec![entry], nodes: BTreeSet::from([number]) };
         if is_container(number) {
             // A key `.` would be mistaken for the loose leaves; it is escaped where it is an item's name.
             let name = if entry.name == LOOSE { "\\.".to_owned() } else { entry.name.clone() };
@@ -172,7 +178,9 @@ fn is_string_keyed(tree: &Tree) -> bool {
     let root_is_mapping = tree.nodes().first().is_some_and(|root| {
         matches!(
             root.kind,
-            NodeKind::Container(ContainerKind::Dict | ContainerKind::OrderedDict | ContainerKind::DefaultDict)
+            NodeKind::Container(
+                ContainerKind::Dict | ContainerKind::OrderedDict | ContainerKind::DefaultDict
+            )
         )
     });
     root_is_mapping

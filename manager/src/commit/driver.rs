@@ -81,7 +81,9 @@ fn execute(
     match action {
         Action::CreateTemporary => {
             let made = match root.create_dir(&plan.temporary) {
-                Err(error) if plan.world_size > 1 && error.errno() == Some(17) => root.open_dir(&plan.temporary),
+                Err(error) if plan.world_size > 1 && error.errno() == Some(17) => {
+                    root.open_dir(&plan.temporary)
+                }
                 made => made,
             };
             done(made.map(|dir| *temporary = Some(dir)))
@@ -99,9 +101,10 @@ fn execute(
         Action::WriteFile { path, bytes } => {
             done(opened(temporary).and_then(|dir| dir.write_file(&path, &bytes)))
         }
-        Action::SyncDir(path) => done(opened(temporary).and_then(|dir| {
-            if path.is_empty() { dir.sync() } else { dir.open_dir(&path)?.sync() }
-        })),
+        Action::SyncDir(path) => done(
+            opened(temporary)
+                .and_then(|dir| if path.is_empty() { dir.sync() } else { dir.open_dir(&path)?.sync() }),
+        ),
         Action::CheckFence => match world.usurper() {
             Ok(who) => Event::Fence(who),
             Err(error) => Event::Failed(error),

@@ -176,24 +176,37 @@ pub enum Verdict {
 
 #[derive(Debug)]
 enum State {
-    Creating { emptied: bool },
+    Creating {
+        emptied: bool,
+    },
     Emptying,
     Writing,
     Voting,
-    Gathering { progress: Duration },
+    Gathering {
+        progress: Duration,
+    },
     Recording(VecDeque<Action>),
     Fencing,
     /// Looking at the target before the rename (only where a step may be replaced).
     Before,
-    Renaming { exchange: bool },
+    Renaming {
+        exchange: bool,
+    },
     /// A rename has failed: whose attempt is there now?
-    Settling { exchange: bool, error: stepwell_core::Error },
+    Settling {
+        exchange: bool,
+        error: stepwell_core::Error,
+    },
     Quarantining,
-    Syncing { exchange: bool },
+    Syncing {
+        exchange: bool,
+    },
     RetiringOld,
     SyncingOld,
     Removing(Error),
-    Awaiting { progress: Duration },
+    Awaiting {
+        progress: Duration,
+    },
     Telling(Verdict),
     Finished,
 }
@@ -347,16 +360,22 @@ impl Machine {
     }
 
     fn decide(&mut self, progress: Duration, now: Now) -> Action {
-        let failed = self.votes.values().find_map(|vote| Some((vote.rank, vote.parts.as_ref().err()?.clone())));
+        let failed =
+            self.votes.values().find_map(|vote| Some((vote.rank, vote.parts.as_ref().err()?.clone())));
         if let Some((rank, cause)) = failed {
             return self.abort(Error::RankFailed { rank, cause });
         }
         if self.votes.len() < self.plan.world_size as usize {
             let waited = now.monotonic.saturating_sub(progress);
             if waited >= self.plan.stall_timeout {
-                let missing = (0..self.plan.world_size).filter(|rank| !self.votes.contains_key(rank)).collect();
+                let missing =
+                    (0..self.plan.world_size).filter(|rank| !self.votes.contains_key(rank)).collect();
                 let waited_for = format!("to vote on step {}", self.plan.step);
-                return self.abort(Error::CoordinationTimeout { missing, waited_for, seconds: waited.as_secs_f64() });
+                return self.abort(Error::CoordinationTimeout {
+                    missing,
+                    waited_for,
+                    seconds: waited.as_secs_f64(),
+                });
             }
             let action = Action::PollVotes { have: self.votes.len(), timeout: POLL };
             return self.to(State::Gathering { progress }, action);
@@ -429,7 +448,9 @@ impl Machine {
     fn hear(&mut self, progress: Duration, verdict: Option<(bool, String)>, now: Now) -> Action {
         match verdict {
             Some((true, _)) => self.finish(Verdict::Committed { replaced: None }),
-            Some((false, cause)) => self.finish(Verdict::NotCommitted(Error::RankFailed { rank: LEADER, cause })),
+            Some((false, cause)) => {
+                self.finish(Verdict::NotCommitted(Error::RankFailed { rank: LEADER, cause }))
+            }
             None => {
                 let waited = now.monotonic.saturating_sub(progress);
                 if waited >= self.plan.stall_timeout {

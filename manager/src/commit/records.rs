@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::FORMAT_VERSION;
 use stepwell_core::format::index::{Index, LeafRecord, Source};
-use stepwell_core::format::manifest::{Attempt, FileEntry, IndexEntry, Item, Manifest, TopLevel};
 use stepwell_core::format::index_v1;
+use stepwell_core::format::manifest::{Attempt, FileEntry, IndexEntry, Item, Manifest, TopLevel};
 
 use crate::directory_layout::{INDEX, LEASE, MANIFEST};
 use crate::error::{Error, Result};
@@ -244,7 +244,10 @@ impl Vote {
 
     /// A vote from a message of that rank.
     pub fn decode(rank: u32, bytes: &[u8]) -> Result<Self> {
-        let bad = || Error::RankFailed { rank, cause: "its vote cannot be read; are all ranks of one version?".to_owned() };
+        let bad = || Error::RankFailed {
+            rank,
+            cause: "its vote cannot be read; are all ranks of one version?".to_owned(),
+        };
         let (length, rest) = bytes.split_first_chunk::<8>().ok_or_else(bad)?;
         let length = usize::try_from(u64::from_le_bytes(*length)).map_err(|_| bad())?;
         let (head, mut rest) = rest.split_at_checked(length).ok_or_else(bad)?;

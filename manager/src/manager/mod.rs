@@ -37,13 +37,11 @@ mod open;
 mod persister;
 mod queries;
 mod saving;
-#[cfg(test)]
-mod tests;
 
 pub use changes::Hold;
 pub use queries::StepReport;
 pub use saving::Decision;
-pub(crate) use saving::{cut_options, job_parts, pool_for};
+pub(crate) use saving::job_parts;
 
 /// What is saved, and how.
 pub struct SaveRequest {

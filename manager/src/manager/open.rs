@@ -31,7 +31,8 @@ impl Manager {
             &mut || Ok(environment.hex_id().into_bytes()),
             timeout,
         )?;
-        let session = String::from_utf8(session).map_err(|_| Error::Invalid("the session is no text".to_owned()))?;
+        let session =
+            String::from_utf8(session).map_err(|_| Error::Invalid("the session is no text".to_owned()))?;
         let directory = root::open(&environment, path, options.create && !options.read_only)?;
         let discovery = Discovery::default();
         let deleter = Arc::new(Deleter::new(Arc::clone(&directory)));
@@ -130,7 +131,8 @@ impl Inner {
                 deadline = Instant::now().checked_add(limit);
             }
             let waited_for = format!("{} save(s), the oldest of step {}", state.pending.len(), first.step());
-            let Some(left) = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) else {
+            let Some(left) = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()))
+            else {
                 return Ok(());
             };
             if left.is_zero() {

@@ -101,7 +101,9 @@ impl Manager {
                     (error, _) => {
                         save.acknowledge();
                         Err(match error {
-                            error @ (stepwell_core::Error::Leaf { .. } | stepwell_core::Error::Forked(_)) => error.into(),
+                            error @ (stepwell_core::Error::Leaf { .. } | stepwell_core::Error::Forked(_)) => {
+                                error.into()
+                            }
                             source => Error::SaveFailed { step: request.step, source },
                         })
                     }
@@ -162,7 +164,8 @@ impl Inner {
                 Duration::from_nanos(u64::try_from(passed).unwrap_or(0)).as_secs_f64()
             }),
         };
-        let context = Context { step, latest, seconds_since_save: since, saving, preempted, custom: custom.clone() };
+        let context =
+            Context { step, latest, seconds_since_save: since, saving, preempted, custom: custom.clone() };
         Ok(self.options.save_policy.should_save(&context))
     }
 
@@ -243,7 +246,10 @@ impl Inner {
             target: self.names.format(step),
             existing,
             trash: directory_layout::trash(&label, self.environment.rng.next_u128()),
-            quarantine: directory_layout::quarantine(&self.names.format(step), self.environment.rng.next_u128()),
+            quarantine: directory_layout::quarantine(
+                &self.names.format(step),
+                self.environment.rng.next_u128(),
+            ),
             attempt: Attempt { session: self.session.clone(), counter },
             rank: self.environment.coordinator.rank(),
             world_size: self.environment.coordinator.world_size(),
@@ -274,7 +280,7 @@ impl Inner {
 }
 
 /// How tensors are cut.
-pub(crate) fn cut_options(options: &Options) -> subchunk::Options {
+fn cut_options(options: &Options) -> subchunk::Options {
     subchunk::Options { target_bytes: options.chunk_bytes, min_row_bytes: options.min_row_bytes }
 }
 
@@ -305,16 +311,18 @@ pub(crate) fn job_parts(
 }
 
 /// Makes sure that there is staging memory for a state of so many bytes: all of it where that is allowed, and two slots at least.
-pub(crate) fn pool_for(pool: &Arc<StagingPool>, options: &Options, state_bytes: u64) -> Result<()> {
+fn pool_for(pool: &Arc<StagingPool>, options: &Options, state_bytes: u64) -> Result<()> {
     let slot = pool.slot_bytes() as u64;
     let wanted = match options.staging_bytes {
         Some(bytes) => bytes,
         None => {
-            let whole = state_bytes.saturating_add(4 << 20).div_ceil(slot).saturating_add(1).saturating_mul(slot);
+            let whole =
+                state_bytes.saturating_add(4 << 20).div_ceil(slot).saturating_add(1).saturating_mul(slot);
             whole.min(free_memory() / 4)
         }
     };
-    let bytes = usize::try_from(wanted.max(2 * slot)).map_err(|_| Error::Invalid("staging_bytes".to_owned()))?;
+    let bytes =
+        usize::try_from(wanted.max(2 * slot)).map_err(|_| Error::Invalid("staging_bytes".to_owned()))?;
     if bytes > pool.bytes() {
         pool.ensure(bytes)?;
     }
@@ -326,7 +334,9 @@ fn free_memory() -> u64 {
     const GUESS: u64 = 4 << 30;
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     text.lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+        .find_map(|line| {
+            line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
+        })
         .map_or(GUESS, |kilobytes| kilobytes.saturating_mul(1024))
 }
 
