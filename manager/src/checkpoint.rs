@@ -86,7 +86,7 @@ impl Checkpoint {
         environment: &Environment,
         patience: Duration,
     ) -> Result<Option<Self>> {
-        let Some((dir, lease)) = lease::acquire(&**parent, name, &*environment.clock, patience)? else {
+        let Some((dir, lease)) = lease::acquire(&**parent, name, patience)? else {
             return Ok(None);
         };
         let manifest = match dir.read_file(MANIFEST, stepwell_core::limits::MAX_MANIFEST_BYTES) {

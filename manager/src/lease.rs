@@ -4,12 +4,11 @@
 //! directory is still the one under the step's name: if it was retired meanwhile, the lock is on trash. It dies with its process.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use stepwell_core::io::{Dir, Lock, LockKind};
 
 use crate::directory_layout::LEASE;
-use crate::environment::Clock;
 use crate::error::{Error, Result};
 
 /// How often a step that is replaced while it is opened is looked up again.
@@ -30,13 +29,8 @@ impl Lease {
 }
 
 /// Opens `parent/name` and leases it. `None`: no such directory.
-pub fn acquire(
-    parent: &dyn Dir,
-    name: &str,
-    clock: &dyn Clock,
-    patience: Duration,
-) -> Result<Option<(Arc<dyn Dir>, Lease)>> {
-    let start = clock.monotonic();
+pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Option<(Arc<dyn Dir>, Lease)>> {
+    let start = Instant::now();
     for _ in 0..TRIES {
         let dir = match parent.open_dir(name) {
             Ok(dir) => dir,
@@ -46,14 +40,14 @@ pub fn acquire(
         let lock = loop {
             match dir.try_lock(LEASE, LockKind::Shared, false) {
                 Ok(Some(lock)) => break Some(lock),
-                Ok(None) if clock.monotonic().saturating_sub(start) < patience => std::thread::sleep(PAUSE),
+                Ok(None) if start.elapsed() < patience => std::thread::sleep(PAUSE),
                 Ok(None) => {
                     return Err(Error::Timeout {
                         waited_for: format!(
                             "the lease of {}, which is being thinned or removed",
                             dir.path().display()
                         ),
-                        waited: clock.monotonic().saturating_sub(start),
+                        waited: start.elapsed(),
                     });
                 }
                 Err(error) if error.is_not_found() || is_without_locks(&error) => {
