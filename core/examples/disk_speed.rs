@@ -1,7 +1,7 @@
 //! What each engine makes of this disk: writing and cold reading of one file, in GB/s.
 //!
 //! `cargo run --release -p stepwell-core --example disk_speed -- DIRECTORY [MIB] [TRANSFER_KIB] [DEPTH]`
-#![expect(clippy::unwrap_used, reason = "a measuring tool")]
+#![expect(clippy::unwrap_used, clippy::cast_precision_loss, reason = "a measuring tool")]
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -42,3 +42,5 @@ pub const MAX_ROOT_BYTES: u64 = 512 << 20;
 pub const MAX_LEAF_PATH_BYTES: u64 = 256 << 10;
 /// Bytes of the type names of all containers of an item (files share equal ones, memory does not).
 pub const MAX_TYPE_NAME_BYTES: u64 = 256 << 20;
+/// Values in one encoded object (in memory each takes 32 bytes or more, in a file as little as one).
+pub const MAX_OBJECT_VALUES: u64 = 64 << 20;

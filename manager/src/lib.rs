@@ -1,2 +1,51 @@
 //! Steps over time: save, commit, retention, recovery.
+//!
+//! ```text
+//! save ─policy─▶ items, chunks ─capture (caller's thread)─▶ slots ─persister─▶ data files ─commit machine─▶ step_N ─▶ retention
+//! ```
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`manager`] | the manager of one root |
+//! | [`singular`] | one state under one path |
+//! | [`checkpoint`] | one step, opened and leased for reading |
+//! | [`save`] [`state`] [`options`] [`environment`] | what goes in, what comes out |
+//! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: which steps are saved, which stay, how things are called |
+//! | [`commit`] | the commit machine and every rename |
+//! | [`discovery`] [`lease`] [`recovery`] [`retire`] [`metrics`] [`root`] | what is found, held, mended, deleted, added |
+//! | [`coordination`] | how ranks agree |
 #![forbid(unsafe_code)]
+
+pub mod checkpoint;
+pub mod commit;
+pub mod coordination;
+pub mod directory_layout;
+pub mod discovery;
+pub mod environment;
+pub mod error;
+pub mod lease;
+pub mod manager;
+pub mod metrics;
+pub mod options;
+mod persist;
+pub mod recovery;
+pub mod retention;
+pub mod retire;
+pub mod root;
+pub mod save;
+pub mod save_policy;
+pub mod singular;
+pub mod state;
+pub mod step_name;
+
+pub use checkpoint::{Checkpoint, ReadFailure};
+pub use environment::{Clock, Environment, Rng};
+pub use error::{Error, Result};
+pub use manager::{Decision, Exists, Hold, Manager, SaveRequest};
+pub use options::{OnSaveError, Options};
+pub use retention::{Mode, Retention};
+pub use save::{Outcome, Refusal, Save, Stats};
+pub use save_policy::SavePolicy;
+pub use singular::SingularRequest;
+pub use state::{LeafSource, StateSource};
+pub use step_name::StepName;

@@ -1,2 +1,31 @@
 //! Pure planning: who holds what, how it is cut, what a restore reads. No files, no threads.
+//!
+//! ```text
+//! save:    layout ─subchunk─▶ chunks ─tiling─▶ "covers the tensor exactly once"
+//! restore: wanted leaves × stored leaves ─matching─▶ report ─overlap─▶ copies ─read_plan─▶ coalesced reads of whole blocks
+//! ```
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`layout`] [`segment`] | what a process holds: regions of logical tensors ↔ strided places in a buffer |
+//! | [`subchunk`] | how a shard is cut into chunks; a flat run as boxes |
+//! | [`tiling`] | whether chunks cover a tensor exactly once |
+//! | [`glob`] [`selection`] | patterns over rendered leaf paths; include, exclude, rename |
+//! | [`cast`] | which casts keep every value |
+//! | [`matching`] | wanted × stored → one report |
+//! | [`overlap`] [`read_plan`] | which chunks a region needs; which reads they need |
 #![forbid(unsafe_code)]
+
+pub mod cast;
+mod error;
+pub mod glob;
+pub mod layout;
+pub mod matching;
+pub mod overlap;
+pub mod read_plan;
+pub mod segment;
+pub mod selection;
+pub mod subchunk;
+pub mod tiling;
+
+pub use error::{Error, Result};

@@ -1,8 +1,8 @@
 //! Many indexes of one item become one: what each rank wrote, or what each data file's footer says of itself.
 //!
 //! Files are listed in the order of the parts. Containers and leaves that are in several parts are one; the children of a container
-//! keep the order that they have in each part (a child that only a later part has comes behind the one that it follows there). Chunks of a
-//! tensor that several parts hold are put together, in the order of the parts; where two say that they hold the same region (a replica that
+//! keep the order that they have in each part (a child that only a later part has comes before the one that it precedes there, or
+//! last). Chunks of a tensor that several parts hold are put together, in the order of the parts; where two say that they hold the same region (a replica that
 //! was written twice), the first counts. One part merges to itself.
 
 use std::collections::{HashMap, HashSet};
@@ -28,13 +28,28 @@ pub fn merge(parts: Vec<Index>) -> Result<Index> {
     Ok(index)
 }
 
-/// A node of the merged tree. Children are a linked list, so that one can be put behind any other.
+/// A node of the merged tree. Children are a linked list, so that one can be put before any other.
 struct Entry {
     component: Option<Component>,
     /// The kind, or the number of the record.
     kind: Result<ContainerKind, usize>,
     first_child: Option<usize>,
-    next_sibling: Option<usize>,
+    last_child: Option<usize>,
+    previous: Option<usize>,
+    next: Option<usize>,
+}
+
+impl Default for Entry {
+    fn default() -> Self {
+        Self {
+            component: None,
+            kind: Ok(ContainerKind::Dict),
+            first_child: None,
+            last_child: None,
+            previous: None,
+            next: None,
+        }
+    }
 }
 
 #[derive(Default)]
@@ -54,9 +69,7 @@ impl Merger {
         let first_file = self.files.len() as u32;
         self.files.extend(files);
 
-        let mut entry_of: Vec<usize> = Vec::with_capacity(tree.nodes().len());
-        // Of each container of the part: the child that was seen last, behind which a new one goes.
-        let mut last_child: Vec<Option<usize>> = Vec::with_capacity(tree.nodes().len());
+        let mut entry_of: Vec<(usize, bool)> = Vec::with_capacity(tree.nodes().len());
         let mut record_of: Vec<usize> = Vec::with_capacity(leaves.len());
         let mut new_records = HashSet::new();
         for (number, node) in tree.nodes().iter().enumerate() {
@@ -64,19 +77,13 @@ impl Merger {
                 leaf: tree.path(number as u32).to_string(),
                 what: format!("the parts of the index contradict each other: {what}"),
             };
-            let parent = match number {
-                0 => None,
-                _ => Some(node.parent as usize).filter(|&parent| parent < number),
-            };
-            if parent.is_none() != node.component.is_none() {
+            // Only the root has no name and no parent, and a parent stands before its children.
+            let parent = entry_of.get(node.parent as usize).map(|&(entry, _)| entry);
+            if (number == 0) != node.component.is_none() || (number == 0) != parent.is_none() {
                 return Err(contradicts("a node has no place in the tree"));
             }
-            let (entry, is_new) = self.entry(
-                node,
-                parent.and_then(|parent| Some((*entry_of.get(parent)?, *last_child.get(parent)?))),
-            );
-            let known = self.entries.get(entry).map(|entry| &entry.kind);
-            match (&node.kind, known) {
+            let (entry, is_new) = self.entry(node, parent);
+            match (&node.kind, self.entries.get(entry).map(|entry| &entry.kind)) {
                 (NodeKind::Container(kind), Some(Ok(known))) if kind == known => {}
                 (NodeKind::Leaf(_), Some(Err(record))) => {
                     if is_new {
@@ -90,12 +97,9 @@ impl Merger {
                     ));
                 }
             }
-            if let Some(last) = parent.and_then(|parent| last_child.get_mut(parent)) {
-                *last = Some(entry);
-            }
-            entry_of.push(entry);
-            last_child.push(None);
+            entry_of.push((entry, is_new));
         }
+        self.link(&tree, &entry_of);
 
         if record_of.len() != leaves.len() {
             return Err(Error::Misuse("a part of the index has not as many records as leaves".to_owned()));
@@ -125,18 +129,16 @@ impl Merger {
         Ok(())
     }
 
-    /// The entry of a node below `(parent entry, the sibling before it)`, made where it is not there.
-    fn entry(&mut self, node: &Node, below: Option<(usize, Option<usize>)>) -> (usize, bool) {
+    /// The entry of a node below that entry, made where it is not there; and whether it was made.
+    fn entry(&mut self, node: &Node, parent: Option<usize>) -> (usize, bool) {
         let number = self.entries.len();
-        match (below, &node.component) {
-            (Some((parent, _)), Some(component)) => {
-                if let Some(&known) = self.by_path.get(&(parent, component.clone())) {
-                    return (known, false);
-                }
-                self.by_path.insert((parent, component.clone()), number);
+        if let (Some(parent), Some(component)) = (parent, &node.component) {
+            if let Some(&known) = self.by_path.get(&(parent, component.clone())) {
+                return (known, false);
             }
-            _ if number > 0 => return (0, false),
-            _ => {}
+            self.by_path.insert((parent, component.clone()), number);
+        } else if number > 0 {
+            return (0, false);
         }
         let kind = match &node.kind {
             NodeKind::Container(kind) => Ok(kind.clone()),
@@ -146,19 +148,46 @@ impl Merger {
                 Err(self.records.len() - 1)
             }
         };
-        let mut entry =
-            Entry { component: node.component.clone(), kind, first_child: None, next_sibling: None };
-        if let Some((parent, before)) = below {
-            let link = match before {
-                Some(before) => self.entries.get_mut(before).map(|before| &mut before.next_sibling),
-                None => self.entries.get_mut(parent).map(|parent| &mut parent.first_child),
+        self.entries.push(Entry { component: node.component.clone(), kind, ..Entry::default() });
+        (number, true)
+    }
+
+    /// Gives the new entries of a part their places among their siblings. Backwards, so that what follows a node has its place already.
+    fn link(&mut self, tree: &Tree, entry_of: &[(usize, bool)]) {
+        let mut next_of: Vec<Option<usize>> = vec![None; entry_of.len()];
+        for (node, &(entry, is_new)) in tree.nodes().iter().zip(entry_of).skip(1).rev() {
+            let parent = node.parent as usize;
+            let (Some(next), Some(&(parent, _))) = (next_of.get_mut(parent), entry_of.get(parent)) else {
+                continue;
             };
-            if let Some(link) = link {
-                entry.next_sibling = link.replace(number);
+            if is_new {
+                self.insert(entry, parent, *next);
+            }
+            *next = Some(entry);
+        }
+    }
+
+    /// Puts an entry before its sibling `next`, or last.
+    fn insert(&mut self, entry: usize, parent: usize, next: Option<usize>) {
+        let previous = match next {
+            Some(next) => self.entries.get_mut(next).and_then(|next| next.previous.replace(entry)),
+            None => self.entries.get_mut(parent).and_then(|parent| parent.last_child.replace(entry)),
+        };
+        match previous {
+            Some(previous) => {
+                if let Some(previous) = self.entries.get_mut(previous) {
+                    previous.next = Some(entry);
+                }
+            }
+            None => {
+                if let Some(parent) = self.entries.get_mut(parent) {
+                    parent.first_child = Some(entry);
+                }
             }
         }
-        self.entries.push(entry);
-        (number, true)
+        if let Some(entry) = self.entries.get_mut(entry) {
+            (entry.previous, entry.next) = (previous, next);
+        }
     }
 
     fn finish(mut self) -> Index {
@@ -170,7 +199,7 @@ impl Merger {
             if self.entries.is_empty() { Vec::new() } else { vec![(0, None)] };
         while let Some((number, parent)) = open.pop() {
             let Some(entry) = self.entries.get_mut(number) else { continue };
-            if let Some(sibling) = entry.next_sibling {
+            if let Some(sibling) = entry.next {
                 open.push((sibling, parent));
             }
             let component = entry.component.take();

@@ -103,7 +103,8 @@ fn assert_errno<T>(answer: Result<T>, expected: &[i32], about: &str) {
 
 fn assert_bytes(found: &[u8], expected: &[u8], what: impl Debug) {
     assert_eq!(found.len(), expected.len(), "{what:?}: length");
-    if let Some(at) = (0..found.len()).find(|&at| found[at] != expected[at]) {
+    if found != expected {
+        let at = found.iter().zip(expected).position(|(found, expected)| found != expected).unwrap_or(0);
         panic!("{what:?}: byte {at} is {}, expected {}", found[at], expected[at]);
     }
 }

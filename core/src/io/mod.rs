@@ -12,6 +12,8 @@ mod posix;
 mod probe;
 #[cfg(any(test, feature = "test-support"))]
 pub mod simulated;
+#[cfg(test)]
+mod tests;
 mod threaded;
 mod transfer;
 mod uring;
@@ -170,6 +172,10 @@ pub trait Dir: Send + Sync {
 }
 
 /// An open data file.
+#[expect(
+    clippy::len_without_is_empty,
+    reason = "it is a question to the system, and nobody asks it the other way"
+)]
 pub trait File: Send + Sync + std::any::Any {
     /// For messages only.
     fn path(&self) -> &Path;

@@ -4,15 +4,19 @@
 //! a queue that gives up on a stuck disk leaves nothing dangling: the thread frees what it holds when the kernel at last answers.
 
 use std::collections::VecDeque;
+use std::num::NonZeroU64;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
+use rustix::io::Errno;
+
 use super::transfer::Job;
 use super::{Completion, DROP_DEADLINE, File, Queue, Transfer};
-use crate::sys::{Birth, Buffer, spawn};
+use crate::sys::{Birth, Buffer, spawn, write_out};
 use crate::{Error, Result};
 
 /// Threads of one queue. Eight of them saturate what was measured; more only add memory bandwidth wars.
@@ -119,14 +123,29 @@ fn perform(job: Job) -> Completion {
             Err(error) => return moving.complete(buffer, Err(error)),
             Ok(_) if piece.len == 0 => Ok(0),
             Ok(fd) if moving.writes() => {
-                rustix::io::pwrite(fd, buffer.get(range).unwrap_or_default(), piece.offset)
+                let bytes = buffer.get(range).unwrap_or_default();
+                rustix::io::pwrite(fd, bytes, piece.offset).and_then(|count| {
+                    if !moving.is_direct() {
+                        pass_through_cache(fd, piece.offset, count)?;
+                    }
+                    Ok(count)
+                })
             }
             Ok(fd) => rustix::io::pread(fd, buffer.get_mut(range).unwrap_or_default(), piece.offset),
         };
-        if let Some(result) = moving.answered(answer.map_err(rustix::io::Errno::raw_os_error)) {
+        if let Some(result) = moving.answered(answer.map_err(Errno::raw_os_error)) {
             return moving.complete(buffer, result);
         }
     }
+}
+
+/// Has what was just written leave the page cache, as if it had never been there: a checkpoint that stayed would push out what the training
+/// reads, take fresh memory for every byte, and leave all of the disk's work to the fsync.
+fn pass_through_cache(fd: BorrowedFd<'_>, offset: u64, len: usize) -> rustix::io::Result<()> {
+    write_out(fd, offset, len).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+    // Advice; whoever does not take it keeps the pages.
+    let _ = rustix::fs::fadvise(fd, offset, NonZeroU64::new(len as u64), rustix::fs::Advice::DontNeed);
+    Ok(())
 }
 
 impl Queue for ThreadedQueue {
@@ -145,6 +164,8 @@ impl Queue for ThreadedQueue {
             return;
         };
         match Job::new(inner.alignment, transfer, file, offset, len, buffer, token) {
+            // Its bytes are there already: handing it to another thread and back would cost more than moving them.
+            Ok(job) if transfer == Transfer::ReadCached => inner.ready.push_back(perform(job)),
             Ok(job) => inner.submit(job),
             Err(refusal) => self.refused.push_back(refusal),
         }

@@ -42,15 +42,14 @@ impl UringQueue {
     /// Takes in what has come back, and sends on what is not done yet.
     fn reap(&mut self) {
         let mut restarted = false;
-        while let Some((flight, answer)) = self.ring.next() {
+        while let Some((flight, answer)) = self.ring.take_finished() {
             let Flight { buffer, descriptor, note: mut moving } = flight;
             let answer = usize::try_from(answer).map_err(|_| answer.saturating_neg());
-            match moving.answered(answer) {
-                Some(result) => self.ready.push_back(moving.complete(buffer, result)),
-                None => {
-                    self.start(buffer, descriptor, moving);
-                    restarted = true;
-                }
+            if let Some(result) = moving.answered(answer) {
+                self.ready.push_back(moving.complete(buffer, result));
+            } else {
+                self.start(buffer, descriptor, moving);
+                restarted = true;
             }
         }
         if restarted {

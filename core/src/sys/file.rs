@@ -1,5 +1,6 @@
 //! System calls on files that no safe crate wraps.
 
+use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 /// `cachestat(2)`, Linux 6.5. The number is the same on every architecture.
@@ -34,4 +35,25 @@ pub fn cached_bytes(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Option<u64> {
     // SAFETY: no memory is involved.
     let page = u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).ok()?;
     (answer == 0).then(|| stat.cached.saturating_mul(page).min(len))
+}
+
+/// Writes the range out of the page cache to the disk and waits for it (`sync_file_range`). This is no durability, only early work. Its error is
+/// the last that is heard of a failed write: a later fsync need not repeat it.
+pub fn write_out(fd: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<()> {
+    let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    };
+    let flags = libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    loop {
+        // SAFETY: no memory is involved.
+        if unsafe { libc::sync_file_range(fd.as_raw_fd(), offset, len, flags) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EINTR) => {}
+            Some(libc::ENOSYS | libc::EINVAL | libc::ESPIPE) => return Ok(()), // not here
+            _ => return Err(error),
+        }
+    }
 }

@@ -86,7 +86,7 @@ extern "C" fn after_in_child() {
             bits &= bits - 1;
             // SAFETY: the number was registered by its only owner, a Descriptor of the parent, whose copy in this process never closes it
             // (its generation is over); close is async-signal-safe.
-            unsafe { libc::close((index * 64 + bit) as RawFd) };
+            unsafe { libc::close(RawFd::try_from(index * 64 + bit).unwrap_or(-1)) };
         }
     }
 }

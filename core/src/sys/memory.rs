@@ -105,7 +105,7 @@ impl Mapping {
     /// Cuts the mapping into buffers of `size` bytes (a multiple of 4096); a remainder stays unused. Takes the only handle, so
     /// that no window is handed out twice.
     pub fn into_buffers(self: Arc<Self>, size: usize) -> Result<Vec<Buffer>> {
-        if size == 0 || size % 4096 != 0 {
+        if size == 0 || !size.is_multiple_of(4096) {
             return Err(Error::Misuse(format!("a buffer of {size} bytes is not made of whole pages")));
         }
         if Arc::strong_count(&self) != 1 {

@@ -6,17 +6,23 @@ mod descriptor;
 mod file;
 mod fork;
 mod host_source;
+mod host_target;
 mod lock;
 mod memory;
+mod scatter;
 mod stream;
+#[cfg(test)]
+pub mod testing;
 mod thread;
 mod uring;
 
 pub use descriptor::Descriptor;
-pub use file::cached_bytes;
+pub use file::{cached_bytes, write_out};
 pub use fork::{Birth, generation};
 pub use host_source::HostSource;
+pub use host_target::HostTarget;
 pub use lock::HeldLock;
 pub use memory::{Buffer, Mapping};
+pub(crate) use scatter::{Scatter, Window};
 pub use thread::spawn;
 pub use uring::{Flight, Ring, leaked_bytes};

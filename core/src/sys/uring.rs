@@ -46,7 +46,7 @@ pub struct Flight<T> {
 
 /// See the module documentation.
 pub struct Ring<T> {
-    ring: ManuallyDrop<IoUring>,
+    kernel: ManuallyDrop<IoUring>,
     fd: RawFd,
     birth: Birth,
     /// By the user data of its entry. Room for as many as there are entries.
@@ -71,7 +71,7 @@ impl<T> Ring<T> {
         let fd = ring.as_raw_fd();
         fork::register(fd);
         Ok(Self {
-            ring: ManuallyDrop::new(ring),
+            kernel: ManuallyDrop::new(ring),
             fd,
             birth,
             flights: (0..depth).map(|_| None).collect(),
@@ -96,7 +96,7 @@ impl<T> Ring<T> {
             .map(|&(start, len)| libc::iovec { iov_base: start as *mut libc::c_void, iov_len: len })
             .collect();
         // SAFETY: every window lies in one of the mappings, which stay mapped while `self.memory` holds them, that is until they are unregistered.
-        unsafe { self.ring.submitter().register_buffers(&vectors) }?;
+        unsafe { self.kernel.submitter().register_buffers(&vectors) }?;
         self.registered = windows;
         self.memory = memory;
         Ok(())
@@ -154,7 +154,7 @@ impl<T> Ring<T> {
     fn push_entry(&mut self, entry: &squeue::Entry) -> io::Result<()> {
         // SAFETY: the entry names a window of a buffer and a descriptor of the flight that `push` stores in the same breath, and that stays there until
         // its completion was seen, or for ever.
-        unsafe { self.ring.submission().push(entry) }.map_err(|_| io::Error::from_raw_os_error(libc::EBUSY))
+        unsafe { self.kernel.submission().push(entry) }.map_err(|_| io::Error::from_raw_os_error(libc::EBUSY))
     }
 
     /// The kernel's number of the registered window that holds these bytes.
@@ -172,12 +172,12 @@ impl<T> Ring<T> {
             return Err(io::Error::from_raw_os_error(libc::EBADF));
         }
         let answer = match wait {
-            None => self.ring.submit(),
+            None => self.kernel.submit(),
             Some(timeout) => {
                 let time =
                     types::Timespec::new().sec(timeout.as_secs().min(3600)).nsec(timeout.subsec_nanos());
                 let args = types::SubmitArgs::new().timespec(&time);
-                self.ring.submitter().submit_with_args(1, &args)
+                self.kernel.submitter().submit_with_args(1, &args)
             }
         };
         match answer {
@@ -186,7 +186,7 @@ impl<T> Ring<T> {
                 Some(libc::ETIME | libc::EINTR) => Ok(()),
                 Some(libc::EAGAIN | libc::EBUSY) => {
                     // Out of memory for requests, or completions to be seen first: let some pass.
-                    if self.ring.completion().is_empty() && wait.is_some_and(|wait| !wait.is_zero()) {
+                    if self.kernel.completion().is_empty() && wait.is_some_and(|wait| !wait.is_zero()) {
                         std::thread::sleep(Duration::from_millis(1));
                     }
                     Ok(())
@@ -197,12 +197,12 @@ impl<T> Ring<T> {
     }
 
     /// A flight that has come back, with the kernel's answer: bytes, or a negative errno.
-    pub fn next(&mut self) -> Option<(Flight<T>, i32)> {
+    pub fn take_finished(&mut self) -> Option<(Flight<T>, i32)> {
         if !self.birth.is_here() {
             return None;
         }
         loop {
-            let entry = self.ring.completion().next()?;
+            let entry = self.kernel.completion().next()?;
             let slot = usize::try_from(entry.user_data()).ok()?;
             if let Some(flight) = self.flights.get_mut(slot).and_then(Option::take) {
                 self.free.push_back(slot);
@@ -215,14 +215,14 @@ impl<T> Ring<T> {
     fn drain(&mut self) -> bool {
         let mut deadline = Instant::now() + self.drop_deadline;
         while self.in_flight() > 0 {
-            if self.next().is_some() {
+            if self.take_finished().is_some() {
                 deadline = Instant::now() + self.drop_deadline;
                 continue;
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || self.enter(Some(left)).is_err() {
                 // What came back meanwhile is nobody's loss.
-                while self.next().is_some() {}
+                while self.take_finished().is_some() {}
                 return self.in_flight() == 0;
             }
         }
@@ -253,11 +253,11 @@ impl<T> Drop for Ring<T> {
         }
         if !self.registered.is_empty() {
             // Closing would do it too, but some time later, and locked memory counts against a limit until then.
-            let _ = self.ring.submitter().unregister_buffers();
+            let _ = self.kernel.submitter().unregister_buffers();
         }
         fork::unregister(self.fd);
         // SAFETY: dropped once, here, and not used again.
-        unsafe { ManuallyDrop::drop(&mut self.ring) };
+        unsafe { ManuallyDrop::drop(&mut self.kernel) };
     }
 }
 
@@ -277,4 +277,86 @@ fn build(entries: u32) -> io::Result<IoUring> {
 fn windows(mapping: &Mapping) -> impl Iterator<Item = (usize, usize)> {
     let (start, len) = (mapping.address().as_ptr() as usize, mapping.len());
     (0..len).step_by(MAX_REGISTERED_BYTES).map(move |at| (start + at, MAX_REGISTERED_BYTES.min(len - at)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn ring(deadline: Duration) -> Option<Ring<u32>> {
+        Ring::new(2, deadline).map_err(|error| eprintln!("SKIPPED: {error}")).ok()
+    }
+
+    /// A read of a pipe, which lasts until something is written to it.
+    fn flight(from: io::PipeReader) -> Flight<u32> {
+        let descriptor = Arc::new(Descriptor::new(from.into(), "pipe"));
+        Flight { buffer: Buffer::alone(4096).unwrap(), descriptor, note: 5 }
+    }
+
+    #[test]
+    fn a_flight_comes_back_with_its_bytes_and_its_note() {
+        let Some(mut ring) = ring(Duration::from_secs(10)) else { return };
+        let (from, mut to) = io::pipe().unwrap();
+        ring.push(false, u64::MAX, 0..16, flight(from)).unwrap();
+        let begun = Instant::now();
+        ring.enter(Some(Duration::from_millis(50))).unwrap();
+        assert!(ring.take_finished().is_none() && begun.elapsed() >= Duration::from_millis(40));
+        to.write_all(b"hello").unwrap();
+        ring.enter(Some(Duration::from_secs(10))).unwrap();
+        let (flight, answer) = ring.take_finished().unwrap();
+        assert_eq!((answer, flight.note, &flight.buffer[..6]), (5, 5, &b"hello\0"[..]));
+        assert_eq!(ring.in_flight(), 0);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_the_flight() {
+        let Some(mut ring) = ring(Duration::from_millis(50)) else { return };
+        let pipes: Vec<_> = (0..3).map(|_| io::pipe().unwrap()).collect();
+        let (mut from, to): (Vec<_>, Vec<_>) = pipes.into_iter().unzip();
+        let (flight, error) = ring.push(false, 0, 4000..4097, flight(from.pop().unwrap())).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EFAULT));
+        for from in from {
+            ring.push(false, u64::MAX, 0..1, self::flight(from)).unwrap();
+        }
+        let (_, error) = ring.push(false, u64::MAX, 0..1, flight).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EBUSY));
+        for mut to in to {
+            let _ = to.write_all(b"x");
+        }
+    }
+
+    #[test]
+    fn a_dropped_ring_waits_for_its_flights() {
+        let Some(mut ring) = ring(Duration::from_secs(30)) else { return };
+        let (from, mut to) = io::pipe().unwrap();
+        let flight = flight(from);
+        let memory = Arc::downgrade(flight.buffer.mapping());
+        ring.push(false, u64::MAX, 0..16, flight).unwrap();
+        ring.enter(None).unwrap();
+        let writer = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            to.write_all(b"hello").unwrap();
+        });
+        let begun = Instant::now();
+        drop(ring);
+        assert!(begun.elapsed() >= Duration::from_millis(90) && begun.elapsed() < Duration::from_secs(20));
+        assert!(memory.upgrade().is_none());
+        writer.join().unwrap();
+    }
+
+    #[test]
+    fn a_ring_whose_flight_never_ends_is_left_with_its_memory() {
+        let Some(mut ring) = ring(Duration::from_millis(100)) else { return };
+        let (from, to) = io::pipe().unwrap();
+        let flight = flight(from);
+        let memory = Arc::downgrade(flight.buffer.mapping());
+        ring.push(false, u64::MAX, 0..16, flight).unwrap();
+        let before = leaked_bytes();
+        drop(ring);
+        assert!(leaked_bytes() >= before + 4096);
+        assert!(memory.upgrade().is_some(), "memory that the kernel may still write to was freed");
+        drop(to);
+    }
 }

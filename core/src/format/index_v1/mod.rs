@@ -16,11 +16,14 @@ mod columns;
 mod page;
 mod read;
 mod root;
+#[cfg(test)]
+pub(super) mod tests;
 mod write;
 
 use std::path::Path;
 
 pub use self::root::{INDEX_HEADER_BYTES, IndexHeader, Root, path_hash};
+use self::write::Paging;
 pub(super) use super::check::Bounds;
 use super::check::{Fault, check};
 use super::checksum::crc32c;
@@ -42,7 +45,11 @@ pub struct IndexFile {
 
 /// The index file of an item. Refuses what [`decode`] would refuse.
 pub fn encode(index: &Index) -> Result<IndexFile> {
-    let pages = encode_pages(index, Bounds::Item)?;
+    encode_paged(index, Paging::DEFAULT)
+}
+
+fn encode_paged(index: &Index, paging: Paging) -> Result<IndexFile> {
+    let pages = pages(index, Bounds::Item, paging)?;
     let mut root = Root {
         pages: pages.iter().map(|&(_, page)| page).collect(),
         files: index.files.clone(),
@@ -115,12 +122,16 @@ pub fn decode_part(root: &Root, page: &PageRef, bytes: &[u8], file: &Path) -> Re
 
 /// The pages of an index, each with its entry (but for its offset).
 pub(super) fn encode_pages(index: &Index, bounds: Bounds) -> Result<Vec<(Vec<u8>, PageRef)>> {
+    pages(index, bounds, Paging::DEFAULT)
+}
+
+fn pages(index: &Index, bounds: Bounds, paging: Paging) -> Result<Vec<(Vec<u8>, PageRef)>> {
     check(index, bounds).map_err(|fault| match fault {
         Fault::Limit(error) => error,
         Fault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },
         Fault::Whole(what) => Error::Misuse(format!("the index cannot be written: {what}")),
     })?;
-    let pages = write::pages(index)?;
+    let pages = write::pages(index, paging)?;
     limit("the pages of an index", pages.len() as u64, MAX_PAGES)?;
     Ok(pages)
 }

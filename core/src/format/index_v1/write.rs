@@ -11,11 +11,21 @@ use crate::format::page::{PageKind, PageRef, TARGET_PAGE_BYTES, encode};
 use crate::leaf_path::Component;
 use crate::tree::{ContainerKind, Node, NodeKind};
 
-/// Leaves of one page.
-const LEAVES_PER_PAGE: u64 = 64 << 10;
+/// When a page is closed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Paging {
+    /// It has about so many bytes.
+    pub bytes: u64,
+    /// It has so many leaves.
+    pub leaves: u64,
+}
+
+impl Paging {
+    pub(super) const DEFAULT: Self = Self { bytes: TARGET_PAGE_BYTES, leaves: 64 << 10 };
+}
 
 /// The pages of an index that was checked, each with its entry (but for its offset).
-pub(super) fn pages(index: &Index) -> Result<Vec<(Vec<u8>, PageRef)>> {
+pub(super) fn pages(index: &Index, paging: Paging) -> Result<Vec<(Vec<u8>, PageRef)>> {
     let nodes = index.tree.nodes();
     let mut pages = Vec::new();
     let mut page = Writer::begin(nodes, &[], 0, 0);
@@ -26,7 +36,7 @@ pub(super) fn pages(index: &Index) -> Result<Vec<(Vec<u8>, PageRef)>> {
         while open.last().is_some_and(|&container| container != node.parent) {
             open.pop();
         }
-        if page.bytes >= TARGET_PAGE_BYTES || page.leaves >= LEAVES_PER_PAGE {
+        if page.bytes >= paging.bytes || page.leaves >= paging.leaves {
             let next = Writer::begin(nodes, &open, number, first_leaf + page.leaves);
             first_leaf += page.leaves;
             pages.push(std::mem::replace(&mut page, next).finish()?);

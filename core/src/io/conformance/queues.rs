@@ -275,7 +275,7 @@ fn errors_give_the_buffer_back(scene: &Scene<'_>) {
     assert!(done.result.is_err(), "no file reaches that far");
 
     let alignment = scene.disk.choice().alignment;
-    assert!(alignment >= 1 && BLOCK % alignment == 0);
+    assert!(alignment >= 1 && BLOCK.is_multiple_of(alignment));
     if alignment > 1 {
         queue.submit(Transfer::Write, &file, 1, BLOCK, done.buffer, 4);
         let done = finish(queue.as_mut());

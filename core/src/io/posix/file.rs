@@ -76,10 +76,11 @@ impl PosixFile {
 
     /// The descriptor that a transfer goes through, and the alignment that short transfers have to be continued at.
     pub fn descriptor(&self, transfer: Transfer) -> (Arc<Descriptor>, usize) {
-        if self.direct && transfer == Transfer::ReadCached {
-            if let Some(buffered) = self.buffered.get_or_init(|| self.reopen()) {
-                return (Arc::clone(buffered), 1);
-            }
+        if self.direct
+            && transfer == Transfer::ReadCached
+            && let Some(buffered) = self.buffered.get_or_init(|| self.reopen())
+        {
+            return (Arc::clone(buffered), 1);
         }
         (Arc::clone(&self.data), if self.direct { self.settings.alignment } else { 1 })
     }

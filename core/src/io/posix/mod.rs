@@ -56,10 +56,10 @@ impl Bounce {
             None => Buffer::alone(BOUNCE_BYTES)?,
         };
         let answer = act(&mut buffer);
-        if let Ok(mut kept) = self.0.lock() {
-            if kept.len() < BOUNCE_KEPT {
-                kept.push(buffer);
-            }
+        if let Ok(mut kept) = self.0.lock()
+            && kept.len() < BOUNCE_KEPT
+        {
+            kept.push(buffer);
         }
         answer
     }

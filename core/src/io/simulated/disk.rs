@@ -95,7 +95,7 @@ impl SimDisk {
         Self { context: Arc::new(Context { shared, process, choice: choice(1), order_seed: 0 }) }
     }
 
-    /// This process, with transfers that need this alignment of offset and length (EINVAL otherwise), as with O_DIRECT. For a fresh disk: handles
+    /// This process, with transfers that need this alignment of offset and length (misuse otherwise), as with O_DIRECT. For a fresh disk: handles
     /// that were opened before keep the old one.
     #[must_use]
     pub fn with_alignment(self, alignment: usize) -> Self {

@@ -58,6 +58,12 @@ impl SimDir {
         })
     }
 
+    /// Takes away what a call has just made exclusively and could not finish, as the real engines do.
+    fn discard(&self, name: &str) {
+        // A second failure leaves it: that is for the caller's clean-up to find.
+        drop(self.remove_file(name));
+    }
+
     fn create(&self, name: &str) -> Result<Arc<SimFile>> {
         let path = self.join(name);
         self.context().perform(Kind::CreateFile, "create", &path, |world| {
@@ -121,8 +127,11 @@ impl Dir for SimDir {
                 world.set_len(file.0.ino, len_hint)
             });
             match allocated {
-                Err(error) if error.errno() == Some(libc::EOPNOTSUPP) => {}
-                allocated => allocated?,
+                Err(error) if error.errno() != Some(libc::EOPNOTSUPP) => {
+                    self.discard(name);
+                    return Err(error);
+                }
+                _ => {}
             }
         }
         Ok(file)
@@ -147,27 +156,33 @@ impl Dir for SimDir {
 
     fn write_file(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let file = self.create(name)?;
-        let mut at = 0;
-        while let Some(rest) = bytes.get(at..).filter(|rest| !rest.is_empty()) {
-            at += file.write_at(at as u64, rest)?;
+        let written = file.write_all(bytes).and_then(|()| file.sync());
+        if written.is_err() {
+            self.discard(name);
         }
-        file.sync()
+        written
     }
 
     fn rename(&self, from: &str, to: &str, how: Rename) -> Result<()> {
         let kind = if how == Rename::Exchange { Kind::Exchange } else { Kind::Rename };
-        let verb = if how == Rename::Exchange { "exchange" } else { "rename" };
-        self.context().perform(kind, verb, &self.join(from), |world| world.rename(self.0.ino, from, to, how))
+        let answer = self
+            .context()
+            .perform(kind, "rename", &self.join(from), |world| world.rename(self.0.ino, from, to, how));
+        answer.map_err(|error| match error.errno() {
+            // It is about the other name.
+            Some(libc::EEXIST) => failed("rename", &self.join(to), libc::EEXIST),
+            _ => error,
+        })
     }
 
     fn remove_file(&self, name: &str) -> Result<()> {
         self.context()
-            .perform(Kind::RemoveFile, "unlink", &self.join(name), |world| world.unlink(self.0.ino, name))
+            .perform(Kind::RemoveFile, "remove", &self.join(name), |world| world.unlink(self.0.ino, name))
     }
 
     fn remove_dir(&self, name: &str) -> Result<()> {
         self.context()
-            .perform(Kind::RemoveDir, "rmdir", &self.join(name), |world| world.rmdir(self.0.ino, name))
+            .perform(Kind::RemoveDir, "remove", &self.join(name), |world| world.rmdir(self.0.ino, name))
     }
 
     fn sync(&self) -> Result<()> {
@@ -232,6 +247,14 @@ impl SimFile {
 
     pub(super) fn writable(&self) -> bool {
         self.1 == Access::Write
+    }
+
+    fn write_all(&self, bytes: &[u8]) -> Result<()> {
+        let mut at = 0;
+        while let Some(rest) = bytes.get(at..).filter(|rest| !rest.is_empty()) {
+            at += self.write_at(at as u64, rest)?;
+        }
+        Ok(())
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize> {

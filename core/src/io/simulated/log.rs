@@ -29,8 +29,8 @@ pub enum Op {
     FsyncFailed { ino: Ino },
     /// A directory was synced.
     FsyncDir { dir: Ino },
-    /// `ino` took the name `to`; `other` is the inode that had it before (replaced, or exchanged and now named `from`).
-    Rename { dir: Ino, from: Arc<str>, to: Arc<str>, how: Rename, ino: Ino, other: Option<Ino> },
+    /// `ino` took the name `to` in `to_dir`; `other` is the inode that had it before (replaced, or exchanged and now named `from`).
+    Rename { dir: Ino, from: Arc<str>, to_dir: Ino, to: Arc<str>, how: Rename, ino: Ino, other: Option<Ino> },
     /// A file lost its name.
     Unlink { dir: Ino, name: Arc<str>, ino: Ino },
     /// An empty directory lost its name.

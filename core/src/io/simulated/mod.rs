@@ -10,7 +10,7 @@
 //! * Effects are recorded in a [`Log`], from which the enumerator builds what a power cut could have left ([`Image`]).
 //! * Transfers of a queue take effect when they complete, in submission order or in a seeded permutation of it.
 //!
-//! What it does not model: permissions, hard links, timestamps, directories moved between parents (EXDEV).
+//! What it does not model: permissions, hard links, timestamps, directories that move to another parent (EXDEV; files may).
 
 mod disk;
 mod faults;

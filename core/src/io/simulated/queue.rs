@@ -106,8 +106,8 @@ impl SimQueue {
                 Some(Action::Short) if at < bytes.len() / 2 => bytes.len() / 2,
                 Some(Action::Short) | None => bytes.len(),
             };
-            for (to, from) in window.iter_mut().zip(bytes).take(count) {
-                *to = *from;
+            if let (Some(to), Some(from)) = (window.get_mut(..count), bytes.get(..count)) {
+                to.copy_from_slice(from);
             }
             Ok(if count < bytes.len() { Step::Partly(count - at) } else { Step::Finished(count) })
         })
@@ -129,14 +129,15 @@ impl SimQueue {
                 "{len} bytes were to be transferred with a buffer of {room}"
             )));
         }
-        let verb = if transfer == Transfer::Write { "write" } else { "read" };
         let alignment = self.context.choice.alignment.max(1);
         let aligned = len.is_multiple_of(alignment) && offset.is_multiple_of(alignment as u64);
         if !aligned && transfer != Transfer::ReadCached {
-            return Some(failed(verb, file.path(), libc::EINVAL));
+            return Some(Error::Misuse(format!(
+                "offset {offset} or length {len} is not a multiple of {alignment}"
+            )));
         }
         if transfer == Transfer::Write && !sim.writable() {
-            return Some(failed(verb, file.path(), libc::EBADF));
+            return Some(failed("write", file.path(), libc::EBADF));
         }
         None
     }

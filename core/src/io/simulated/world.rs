@@ -9,10 +9,13 @@ use super::faults::{Action, Faults, Kind};
 use super::inodes::{Inode, Inodes, overwrite};
 use super::log::{Log, Op, Record};
 use super::{Ino, KILLED, ROOT};
-use crate::io::{EntryKind, LockKind, Rename};
+use crate::io::{EntryKind, LockKind, Rename, is_relative};
 
 /// The system's answer: a value or an errno.
 pub(super) type Answer<T> = Result<T, i32>;
+
+/// No simulated file reaches farther, in bytes: its bytes are memory.
+const LONGEST: u64 = 1 << 32;
 
 pub(super) struct World {
     pub(super) inodes: Inodes,
@@ -203,24 +206,15 @@ impl World {
 
     /// The directory that holds the last component of a path below `dir`, and that component.
     pub(super) fn resolve<'a>(&self, dir: Ino, path: &'a str) -> Answer<(Ino, &'a str)> {
-        if path.starts_with('/') || path.split('/').any(|part| part == "..") {
-            return Err(libc::EXDEV);
-        }
-        if path.contains('\0') {
+        if !is_relative(path) {
             return Err(libc::EINVAL);
         }
-        let mut parts = path.split('/').filter(|part| !part.is_empty() && *part != ".").peekable();
+        let (parents, last) = path.rsplit_once('/').unwrap_or(("", path));
         let mut at = dir;
-        while let Some(part) = parts.next() {
-            if part.len() > 255 {
-                return Err(libc::ENAMETOOLONG);
-            }
-            if parts.peek().is_none() {
-                return Ok((at, part));
-            }
+        for part in parents.split('/').filter(|part| !part.is_empty()) {
             at = self.child_dir(at, part)?;
         }
-        Err(if path.is_empty() { libc::ENOENT } else { libc::EINVAL })
+        if last.len() > 255 { Err(libc::ENAMETOOLONG) } else { Ok((at, last)) }
     }
 
     fn child_dir(&self, dir: Ino, name: &str) -> Answer<Ino> {
@@ -282,14 +276,15 @@ impl World {
     }
 
     pub(super) fn rename(&mut self, dir: Ino, from: &str, to: &str, how: Rename) -> Answer<()> {
-        let (dir, from) = self.resolve(dir, from).and_then(|(parent, from)| {
-            let (other_parent, _) = self.resolve(dir, to)?;
-            if parent == other_parent { Ok((parent, from)) } else { Err(libc::EXDEV) }
-        })?;
-        let to = to.trim_end_matches('/').rsplit('/').next().unwrap_or(to);
+        let (to_dir, to) = self.resolve(dir, to)?;
+        let (dir, from) = self.resolve(dir, from)?;
         let (from, to): (Arc<str>, Arc<str>) = (Arc::from(from), Arc::from(to));
         let ino = *self.entries_mut(dir)?.get(&from).ok_or(libc::ENOENT)?;
-        let other = self.entries(dir)?.get(&to).copied();
+        let other = self.entries_mut(to_dir)?.get(&to).copied();
+        let is_dir = |ino: Ino| self.kind_of(ino) == EntryKind::Dir;
+        if dir != to_dir && (is_dir(ino) || other.is_some_and(is_dir)) {
+            return Err(libc::EXDEV);
+        }
         match (how, other) {
             (Rename::NoReplace, Some(_)) => return Err(libc::EEXIST),
             (Rename::Exchange, None) => return Err(libc::ENOENT),
@@ -297,16 +292,15 @@ impl World {
             (Rename::Replace, Some(other)) => self.may_replace(ino, other)?,
             _ => {}
         }
-        let entries = self.entries_mut(dir)?;
-        entries.insert(Arc::clone(&to), ino);
         if let (Rename::Exchange, Some(other)) = (how, other) {
-            entries.insert(Arc::clone(&from), other);
+            self.entries_mut(dir)?.insert(Arc::clone(&from), other);
             self.places.insert(other, (dir, Arc::clone(&from)));
         } else {
-            entries.remove(&from);
+            self.entries_mut(dir)?.remove(&from);
         }
-        self.places.insert(ino, (dir, Arc::clone(&to)));
-        self.record(Op::Rename { dir, from, to, how, ino, other }, ino);
+        self.entries_mut(to_dir)?.insert(Arc::clone(&to), ino);
+        self.places.insert(ino, (to_dir, Arc::clone(&to)));
+        self.record(Op::Rename { dir, from, to_dir, to, how, ino, other }, ino);
         if let (Rename::Replace, Some(other)) = (how, other) {
             self.reclaim(other);
         }
@@ -386,7 +380,7 @@ impl World {
     /// How long a file may become: its pages, and those that are free.
     fn longest(&self, ino: Ino) -> Answer<u64> {
         if self.capacity.is_none() {
-            return Ok(i64::MAX as u64);
+            return Ok(LONGEST);
         }
         let pages = (self.bytes(ino)?.len() as u64).next_multiple_of(4096);
         Ok(pages + self.free_bytes() / 4096 * 4096)
@@ -394,6 +388,9 @@ impl World {
 
     /// Changes bytes without a record; what fits, and ENOSPC where nothing does. Gives the bytes written.
     pub(super) fn put(&mut self, ino: Ino, offset: u64, data: &[u8]) -> Answer<usize> {
+        if offset.saturating_add(data.len() as u64) > LONGEST {
+            return Err(libc::EFBIG);
+        }
         let room = self.longest(ino)?.saturating_sub(offset);
         let fits = data.len().min(usize::try_from(room).unwrap_or(usize::MAX));
         if fits == 0 && !data.is_empty() {
@@ -412,6 +409,9 @@ impl World {
     }
 
     pub(super) fn set_len(&mut self, ino: Ino, len: u64) -> Answer<()> {
+        if len > LONGEST {
+            return Err(libc::EFBIG);
+        }
         if len > self.longest(ino)? {
             return Err(libc::ENOSPC);
         }

@@ -1,0 +1,150 @@
+//! The memory that restores read into: page-aligned buffers, kept for the next restore as long as the process has a user of them.
+//!
+//! One [`ReadBuffers`] per process, counted by its users (every [`super::FileSet`] is one, and a manager may hold one for as long as it lives) and freed by the last.
+//! Mapping and touching fresh memory costs as much as reading it from a fast disk; that is why it is kept. A forked child has none of its parent's
+//! (`MADV_DONTFORK`) and starts afresh.
+
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use crate::sys::{Birth, Buffer, Mapping};
+use crate::{Error, Result};
+
+/// Smaller buffers are not worth telling apart.
+const SMALLEST: usize = 64 << 10;
+/// Buffers up to half of this are cut out of one mapping, which has this size whatever is asked for.
+const MAPPING: usize = 2 << 20;
+/// Most bytes that are kept while nobody reads.
+const KEEP_BYTES: usize = 64 << 20;
+
+/// See the module documentation.
+#[derive(Debug)]
+pub struct ReadBuffers {
+    idle: Mutex<Idle>,
+}
+
+#[derive(Debug)]
+struct Idle {
+    /// The process that mapped them.
+    birth: Birth,
+    /// The one that was used last is the last.
+    buffers: Vec<Buffer>,
+}
+
+impl Idle {
+    fn here(&mut self) -> &mut Vec<Buffer> {
+        if !self.birth.is_here() {
+            self.birth = Birth::now();
+            // Their memory is not mapped in this process.
+            std::mem::forget(std::mem::take(&mut self.buffers));
+        }
+        &mut self.buffers
+    }
+}
+
+impl Default for ReadBuffers {
+    fn default() -> Self {
+        Self { idle: Mutex::new(Idle { birth: Birth::now(), buffers: Vec::new() }) }
+    }
+}
+
+static SHARED: Mutex<Weak<ReadBuffers>> = Mutex::new(Weak::new());
+
+impl ReadBuffers {
+    /// The process's buffers. They live as long as somebody holds this.
+    pub fn shared() -> Arc<Self> {
+        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.upgrade().unwrap_or_else(|| {
+            let buffers = Arc::new(Self::default());
+            *shared = Arc::downgrade(&buffers);
+            buffers
+        })
+    }
+
+    /// Bytes that are kept at the moment.
+    pub fn idle_bytes(&self) -> usize {
+        self.idle
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .here()
+            .iter()
+            .map(|buffer| buffer.len())
+            .sum()
+    }
+
+    /// A buffer of at least `len` bytes, an idle one if there is one: the one that was used last.
+    pub(super) fn take(&self, len: usize) -> Result<Buffer> {
+        let len = Self::size(len);
+        let mut guard = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let idle = guard.here();
+        if let Some(at) = idle.iter().rposition(|buffer| buffer.len() == len) {
+            return Ok(idle.remove(at));
+        }
+        if len > MAPPING / 2 {
+            // Mapped without the lock.
+            drop(guard);
+            return Buffer::alone(len);
+        }
+        let mut buffers = Mapping::new(MAPPING)?.into_buffers(len)?;
+        let buffer = buffers.pop().ok_or_else(|| Error::Misuse("a mapping holds no buffer".into()))?;
+        idle.append(&mut buffers);
+        Ok(buffer)
+    }
+
+    /// The size of a buffer that holds `len` bytes: few sizes, so that buffers are used again.
+    pub(super) fn size(len: usize) -> usize {
+        if len > 2 * MAPPING { len.next_multiple_of(MAPPING) } else { len.max(SMALLEST).next_power_of_two() }
+    }
+
+    /// Takes a buffer back.
+    pub(super) fn give(&self, buffer: Buffer) {
+        let mut guard = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let idle = guard.here();
+        idle.push(buffer);
+        let mut bytes: usize = idle.iter().map(|buffer| buffer.len()).sum();
+        // The longest idle go first.
+        let mut surplus = 0;
+        for buffer in idle.iter() {
+            if bytes <= KEEP_BYTES {
+                break;
+            }
+            bytes -= buffer.len();
+            surplus += 1;
+        }
+        let dropped: Vec<Buffer> = idle.drain(..surplus).collect();
+        // Unmapped without the lock.
+        drop(guard);
+        drop(dropped);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_is_used_again_and_no_more_than_the_limit_is_kept() {
+        let buffers = ReadBuffers::default();
+        let first = buffers.take(1 << 20).unwrap();
+        let address = first.as_ptr();
+        buffers.give(first);
+        assert_eq!(buffers.take(1 << 20).unwrap().as_ptr(), address);
+        // The other half of its mapping.
+        assert_eq!(buffers.idle_bytes(), 1 << 20);
+        let many: Vec<_> = (0..5).map(|_| buffers.take(16 << 20).unwrap()).collect();
+        many.into_iter().for_each(|buffer| buffers.give(buffer));
+        assert!((KEEP_BYTES - (16 << 20)..=KEEP_BYTES).contains(&buffers.idle_bytes()));
+    }
+
+    #[test]
+    fn all_users_share_one_set_and_the_last_frees_it() {
+        let mine = ReadBuffers::shared();
+        assert!(Arc::ptr_eq(&mine, &ReadBuffers::shared()));
+        let buffer = mine.take(3 << 20).unwrap();
+        let mapping = Arc::downgrade(buffer.mapping());
+        let private = ReadBuffers::default();
+        private.give(buffer);
+        assert!(mapping.upgrade().is_some());
+        drop(private);
+        assert!(mapping.upgrade().is_none());
+    }
+}

@@ -1,0 +1,171 @@
+//! The files below one item's directory, opened when they are first needed and checked once.
+//!
+//! What a file says of itself (header, trailer, page table, checksum pages) is compared with what the index says of it (length, id, trailer's
+//! CRC) before a byte of its data is used. Checksum pages are read when a block of theirs is. Errors name the file.
+
+mod info;
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+pub(super) use info::{FileInfo, check_page};
+
+use super::buffers::ReadBuffers;
+use super::schedule::Shape;
+use crate::format::index::FileRecord;
+use crate::io::{Dir, File, is_component};
+use crate::{Error, Result};
+
+/// Files that are held open at a time. An item of a large job has more files than a process may open.
+const MAX_OPEN: usize = 128;
+
+/// How the bytes of a set's files are known to be right.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Data files of ours: everything is checked.
+    Own,
+    /// Files of others: their length is checked.
+    Foreign,
+}
+
+/// See the module documentation. Shared by all readers of a checkpoint, from any thread.
+pub struct FileSet {
+    dir: Arc<dyn Dir>,
+    records: Vec<FileRecord>,
+    kind: Kind,
+    state: Mutex<State>,
+    buffers: Arc<ReadBuffers>,
+}
+
+#[derive(Default)]
+struct State {
+    /// What is known of the files that have been looked at.
+    known: HashMap<u32, Arc<FileInfo>>,
+    open: HashMap<u32, Arc<dyn File>>,
+    /// Of the open files, the longest open first.
+    order: VecDeque<u32>,
+}
+
+impl std::fmt::Debug for FileSet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FileSet")
+            .field("dir", &self.dir.path())
+            .field("files", &self.records.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl FileSet {
+    /// The data files of an index that lie below `dir`. Opens nothing yet.
+    pub fn new(dir: Arc<dyn Dir>, records: &[FileRecord]) -> Self {
+        Self::of(dir, records, Kind::Own)
+    }
+
+    /// Files of a foreign checkpoint below `dir`: no checksum of ours guards them.
+    pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord]) -> Self {
+        Self::of(dir, records, Kind::Foreign)
+    }
+
+    fn of(dir: Arc<dyn Dir>, records: &[FileRecord], kind: Kind) -> Self {
+        let buffers = ReadBuffers::shared();
+        Self { dir, records: records.to_vec(), kind, state: Mutex::default(), buffers }
+    }
+
+    /// The directory that the names are relative to.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Number of files.
+    pub fn len(&self) -> usize {
+        self.records.len()
+    }
+
+    /// Whether there is no file.
+    pub fn is_empty(&self) -> bool {
+        self.records.is_empty()
+    }
+
+    /// Block size of a file, for planning. Opens and checks the file.
+    pub fn block_bytes(&self, file: u32) -> Result<u64> {
+        self.info(file).map(|info| info.block_bytes)
+    }
+
+    /// Where a file is, for messages.
+    pub fn path(&self, file: u32) -> PathBuf {
+        let name = self.records.get(file as usize).map_or("", |record| &record.name);
+        self.dir.path().join(name)
+    }
+
+    pub(super) fn buffers(&self) -> &Arc<ReadBuffers> {
+        &self.buffers
+    }
+
+    pub(super) fn shape(&self, file: u32) -> Result<Shape> {
+        let info = self.info(file)?;
+        Ok(Shape { path: info.path.clone(), block_bytes: info.block_bytes, data_end: info.data_end })
+    }
+
+    /// What is known of a file; opens and checks it the first time.
+    pub(super) fn info(&self, file: u32) -> Result<Arc<FileInfo>> {
+        let known = self.lock().known.get(&file).cloned();
+        match known {
+            Some(info) => Ok(info),
+            None => self.open(file).map(|(info, _)| info),
+        }
+    }
+
+    /// An open file whose checksums for `bytes` are at hand.
+    pub(super) fn ready(&self, file: u32, bytes: &Range<u64>) -> Result<Arc<dyn File>> {
+        let state = self.lock();
+        let at_hand = state.known.get(&file).cloned().zip(state.open.get(&file).cloned());
+        drop(state);
+        let (info, handle) = match at_hand {
+            Some(at_hand) => at_hand,
+            None => self.open(file)?,
+        };
+        info.load_checksums(handle.as_ref(), bytes)?;
+        Ok(handle)
+    }
+
+    /// Damage: the file ended early.
+    pub(super) fn short(&self, file: u32, found: u64, wanted: u64) -> Error {
+        super::pipeline::short(&self.path(file), found, wanted)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Opens a file, without the lock: two threads may do so at a time, and both get what they need.
+    fn open(&self, file: u32) -> Result<(Arc<FileInfo>, Arc<dyn File>)> {
+        let record = self.records.get(file as usize).ok_or_else(|| {
+            Error::corrupt(self.dir.path(), format!("the index names file {file} of {}", self.records.len()))
+        })?;
+        if !record.name.split('/').all(is_component) {
+            let what = format!("the index names a file `{}`, which is no path below the item", record.name);
+            return Err(Error::corrupt(self.dir.path(), what));
+        }
+        let handle = self.dir.open_file(&record.name)?;
+        let known = self.lock().known.get(&file).cloned();
+        let info = match known {
+            Some(info) => info,
+            None => Arc::new(match self.kind {
+                Kind::Own => FileInfo::own(handle.as_ref(), record)?,
+                Kind::Foreign => FileInfo::foreign(handle.as_ref(), record)?,
+            }),
+        };
+        let mut state = self.lock();
+        let info = Arc::clone(state.known.entry(file).or_insert(info));
+        if state.open.insert(file, Arc::clone(&handle)).is_none() {
+            state.order.push_back(file);
+        }
+        let closing = if state.order.len() > MAX_OPEN { state.order.pop_front() } else { None };
+        let closed = closing.and_then(|oldest| state.open.remove(&oldest));
+        drop(state);
+        drop(closed);
+        Ok((info, handle))
+    }
+}

@@ -1,0 +1,241 @@
+//! What is known of one file: how it is cut into blocks, and their checksums.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use crate::format::block::DEFAULT_BLOCK_BYTES;
+use crate::format::checksum::crc32c;
+use crate::format::footer::{self, Trailer};
+use crate::format::header::Header;
+use crate::format::index::FileRecord;
+use crate::format::page::{PageKind, PageRef};
+use crate::io::File;
+use crate::limits::MAX_PAGE_BYTES;
+use crate::{Error, Result};
+
+/// Bytes of a header, and of a trailer.
+const PAGE: u64 = 4096;
+/// The end of a file that is read in one go; most footers fit.
+const TAIL: u64 = 128 << 10;
+
+/// A file that has been checked.
+#[derive(Debug)]
+pub(in crate::load) struct FileInfo {
+    pub(in crate::load) path: PathBuf,
+    pub(in crate::load) block_bytes: u64,
+    /// Where the blocks end.
+    pub(in crate::load) data_end: u64,
+    /// Pages of the footer that hold parts of an index.
+    pub(in crate::load) index_pages: Vec<PageRef>,
+    /// `None` for a foreign file.
+    checksums: Option<Vec<ChecksumPage>>,
+}
+
+/// Checksums of a range of blocks, read when they are needed.
+#[derive(Debug)]
+struct ChecksumPage {
+    page: PageRef,
+    checksums: OnceLock<Vec<u32>>,
+}
+
+/// A block that is not what was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::load) struct BadBlock {
+    pub(in crate::load) block: u64,
+    pub(in crate::load) found: u32,
+    pub(in crate::load) written: u32,
+}
+
+impl BadBlock {
+    pub(in crate::load) fn what(&self) -> String {
+        format!("the block's checksum is {:08x}, what was written had {:08x}", self.found, self.written)
+    }
+}
+
+impl FileInfo {
+    /// Checks a data file against the index's record of it.
+    pub(super) fn own(file: &dyn File, record: &FileRecord) -> Result<Self> {
+        let path = file.path();
+        check_length(file, record)?;
+        if record.length < 2 * PAGE || !record.length.is_multiple_of(PAGE) {
+            let what = format!("a data file of {} bytes has no header and trailer", record.length);
+            return Err(Error::corrupt(path, what));
+        }
+        let tail = Tail::read(file, record.length)?;
+        let trailer_bytes = tail.get(file, record.length - PAGE, PAGE)?;
+        let trailer = Trailer::decode(&trailer_bytes, path, Some(record.trailer_crc), Some(record.file_id))?;
+        let header = Header::decode(&exactly(file, 0, PAGE)?, path)?;
+        if header.file_id != record.file_id {
+            let what = "the id in its header is not that of its trailer: it was put together from two files";
+            return Err(Error::corrupt(path, what));
+        }
+        if header.block_bytes != trailer.block_bytes {
+            return Err(Error::corrupt(path, "header and trailer name different block sizes"));
+        }
+        if trailer.file_length() != record.length {
+            return Err(Error::corrupt(path, "its footer does not end where the file ends"));
+        }
+        let table = trailer.page_table;
+        let table_bytes = tail.get(file, table.offset, table.length)?;
+        let pages = footer::decode_page_table(&trailer, &table_bytes, path)?;
+        let (index_pages, checksum_pages): (Vec<_>, Vec<_>) =
+            pages.into_iter().partition(|page| page.kind == PageKind::Index);
+        let mut checksums = Vec::with_capacity(checksum_pages.len());
+        // That they cover every block, without a gap, is checked with the page table.
+        for page in checksum_pages {
+            let cell = OnceLock::new();
+            if page.offset >= tail.start {
+                let bytes = tail.get(file, page.offset, page.length)?;
+                let _ = cell.set(footer::decode_block_crcs(&page, &bytes, path)?);
+            }
+            checksums.push(ChecksumPage { page, checksums: cell });
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            block_bytes: trailer.block_bytes,
+            data_end: trailer.footer_offset,
+            index_pages,
+            checksums: Some(checksums),
+        })
+    }
+
+    /// A file without checksums of ours.
+    pub(super) fn foreign(file: &dyn File, record: &FileRecord) -> Result<Self> {
+        check_length(file, record)?;
+        Ok(Self {
+            path: file.path().to_owned(),
+            block_bytes: DEFAULT_BLOCK_BYTES,
+            data_end: record.length,
+            index_pages: Vec::new(),
+            checksums: None,
+        })
+    }
+
+    /// Whether checksums of ours guard its bytes.
+    pub(in crate::load) fn is_guarded(&self) -> bool {
+        self.checksums.is_some()
+    }
+
+    /// The block that a byte lies in.
+    pub(in crate::load) fn block_of(&self, byte: u64) -> u64 {
+        byte / self.block_bytes
+    }
+
+    /// The bytes of a block.
+    pub(in crate::load) fn bytes_of(&self, block: u64) -> Range<u64> {
+        let start = block.saturating_mul(self.block_bytes);
+        start..start.saturating_add(self.block_bytes).min(self.data_end)
+    }
+
+    /// Reads the checksum pages that the blocks of `bytes` need.
+    pub(super) fn load_checksums(&self, file: &dyn File, bytes: &Range<u64>) -> Result<()> {
+        let blocks = self.block_of(bytes.start)..bytes.end.div_ceil(self.block_bytes);
+        for part in self.pages_of(&blocks) {
+            if part.checksums.get().is_none() {
+                let bytes = page_bytes(file, &part.page)?;
+                // Somebody else may have been faster, with the same result.
+                let _ = part.checksums.set(footer::decode_block_crcs(&part.page, &bytes, &self.path)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn pages_of(&self, blocks: &Range<u64>) -> &[ChecksumPage] {
+        let Some(pages) = &self.checksums else { return &[] };
+        let start = pages.partition_point(|part| part.page.first + part.page.count <= blocks.start);
+        let end = pages.partition_point(|part| part.page.first < blocks.end);
+        pages.get(start..end).unwrap_or_default()
+    }
+
+    /// Compares one block with its checksum.
+    pub(in crate::load) fn check(&self, block: u64, bytes: &[u8]) -> Result<(), BadBlock> {
+        if !self.is_guarded() {
+            return Ok(());
+        }
+        let found = crc32c(bytes);
+        let written = self.pages_of(&(block..block + 1)).first().and_then(|part| {
+            part.checksums.get()?.get(usize::try_from(block - part.page.first).ok()?).copied()
+        });
+        match written {
+            Some(written) if written == found => Ok(()),
+            // A block without a checksum is damage too: nothing is given out unchecked.
+            other => Err(BadBlock { block, found, written: other.unwrap_or(!found) }),
+        }
+    }
+}
+
+fn check_length(file: &dyn File, record: &FileRecord) -> Result<()> {
+    let found = file.len()?;
+    if found == record.length {
+        return Ok(());
+    }
+    let what = format!("it has {found} bytes, {} were written", record.length);
+    Err(Error::corrupt(file.path(), what))
+}
+
+/// Reads a page of a footer and compares it with its checksum.
+pub(in crate::load) fn check_page(file: &dyn File, page: &PageRef) -> Result<()> {
+    if crc32c(&page_bytes(file, page)?) == page.crc {
+        return Ok(());
+    }
+    let what = format!(
+        "the page of its index at offset {} does not have the checksum that was recorded",
+        page.offset
+    );
+    Err(Error::corrupt(file.path(), what))
+}
+
+/// A page of a footer, as it stands in the file.
+fn page_bytes(file: &dyn File, page: &PageRef) -> Result<Vec<u8>> {
+    if page.length > MAX_PAGE_BYTES {
+        let what = format!("a page of {}", file.path().display());
+        return Err(Error::Limit { what, found: page.length, limit: MAX_PAGE_BYTES });
+    }
+    exactly(file, page.offset, page.length)
+}
+
+fn exactly(file: &dyn File, offset: u64, len: u64) -> Result<Vec<u8>> {
+    let bytes = file.read_at(offset, len as usize)?;
+    if bytes.len() as u64 == len {
+        return Ok(bytes);
+    }
+    Err(crate::load::pipeline::short(file.path(), offset + bytes.len() as u64, offset.saturating_add(len)))
+}
+
+/// The last bytes of a file.
+struct Tail {
+    start: u64,
+    bytes: Vec<u8>,
+}
+
+impl Tail {
+    fn read(file: &dyn File, length: u64) -> Result<Self> {
+        let start = length.saturating_sub(TAIL);
+        match exactly(file, start, length - start) {
+            Ok(bytes) => Ok(Self { start, bytes }),
+            // It holds data too, and a sector of those that cannot be read says nothing against the footer.
+            Err(Error::Io { .. }) => {
+                let start = length - PAGE;
+                Ok(Self { start, bytes: exactly(file, start, PAGE)? })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Bytes of the file, from the tail or, where they lie before it, from the disk.
+    fn get(&self, file: &dyn File, offset: u64, len: u64) -> Result<Vec<u8>> {
+        if let Some(at) = offset.checked_sub(self.start) {
+            let end = at.checked_add(len).filter(|&end| end <= self.bytes.len() as u64);
+            let bytes = end.and_then(|end| self.bytes.get(at as usize..end as usize));
+            return bytes.map(<[u8]>::to_vec).ok_or_else(|| {
+                Error::corrupt(file.path(), "a page of its footer reaches past the end of the file")
+            });
+        }
+        if len > MAX_PAGE_BYTES {
+            let what = format!("a page of {}", file.path().display());
+            return Err(Error::Limit { what, found: len, limit: MAX_PAGE_BYTES });
+        }
+        exactly(file, offset, len)
+    }
+}

@@ -1,0 +1,41 @@
+//! Restoring: what a [`crate::read_plan::ReadPlan`] names is read, checked block by block, and only then copied to where the caller wants it.
+//!
+//! ```text
+//! plan ─schedule─▶ reads of 4 MiB ─Queue─▶ buffers ─workers: check─▶ cells of 512 KiB ─scatter─▶ targets
+//!                        └──────── what the page cache holds ────────────▲
+//! ```
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`FileSet`] | the files of one item: opened lazily, checked against the index once |
+//! | [`execute`] | a read plan carried out into [`crate::sys::HostTarget`]s |
+//! | [`read_objects`] | object leaves, decoded |
+//! | [`verify`] | every block of every file, all damage reported |
+//! | `schedule` `pipeline` `geometry` `disjoint` | how: what is read when, by whom, and which bytes go where |
+//!
+//! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]) that is kept for the next restore while anyone uses the process's
+//! [`ReadBuffers`]. Invariants: no byte reaches a target before the checksum of its block has held; nothing is written to a target after
+//! the call has returned; every wait ends.
+
+mod buffers;
+pub(crate) mod disjoint;
+mod execute;
+mod objects;
+mod file_set;
+pub(crate) mod geometry;
+mod objects;
+mod options;
+mod pipeline;
+mod schedule;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
+mod verify;
+
+pub use buffers::ReadBuffers;
+pub use execute::execute;
+pub use file_set::FileSet;
+pub use objects::read_objects;
+pub use options::{LoadFailure, LoadOptions, LoadStats};
+pub use verify::{Damage, VerifyProgress, VerifyReport, verify};

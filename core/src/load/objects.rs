@@ -1,0 +1,92 @@
+//! Object leaves: read, checked and decoded.
+
+use super::execute::execute;
+use super::file_set::FileSet;
+use super::options::{LoadFailure, LoadOptions};
+use crate::format::index::{Extent, Index, LeafRecord, Source};
+use crate::format::object;
+use crate::io::Disk;
+use crate::limits::MAX_OBJECT_BYTES;
+use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
+use crate::sys::HostTarget;
+use crate::value::Value;
+use crate::{Error, Result};
+
+/// The values of object leaves, in the order asked for; a tie gives the value of the leaf that it is tied to. Uses memory for the encoded objects
+/// beside the usual buffers.
+pub fn read_objects(
+    disk: &dyn Disk,
+    files: &FileSet,
+    index: &Index,
+    leaves: &[u32],
+    options: &LoadOptions,
+) -> Result<Vec<Value>> {
+    let mut plan = ReadPlan::default();
+    let mut encoded = Vec::with_capacity(leaves.len());
+    for (number, &leaf) in leaves.iter().enumerate() {
+        let (file, extent) = place(index, leaf)?;
+        let name = || index.tree.leaf_path(leaf).to_string();
+        if extent.length > MAX_OBJECT_BYTES {
+            let what = format!("the size in bytes of object `{}`", name());
+            return Err(Error::Limit { what, found: extent.length, limit: MAX_OBJECT_BYTES });
+        }
+        // Before memory is taken for what an index merely claims.
+        let shape = files.shape(file)?;
+        if extent.offset.checked_add(extent.length).is_none_or(|end| end > shape.data_end) {
+            let what = format!(
+                "the index says that its {} bytes begin at byte {}, but the file's blocks end at {}",
+                extent.length, extent.offset, shape.data_end
+            );
+            return Err(Error::Corrupt { file: shape.path, leaf: Some(name()), block: None, what });
+        }
+        encoded.push(vec![0_u8; extent.length as usize]);
+        plan.runs.push(ReadRun {
+            file,
+            offset: extent.offset,
+            len: extent.length,
+            copies: vec![number as u32],
+        });
+        plan.copies.push(BoxCopy {
+            leaf,
+            file,
+            src_offset: extent.offset,
+            src_strides: vec![1],
+            extent: vec![extent.length],
+            itemsize: 1,
+            dst: number as u32,
+            dst_offset: 0,
+            dst_strides: vec![1],
+        });
+    }
+    let targets: Vec<HostTarget<'_>> =
+        encoded.iter_mut().map(|bytes| HostTarget::from(bytes.as_mut_slice())).collect();
+    execute(disk, files, index, &plan, &targets, options).map_err(|LoadFailure { error, .. }| error)?;
+    drop(targets);
+    let decode = |(&leaf, bytes): (&u32, &Vec<u8>)| {
+        object::decode(bytes).map_err(|what| {
+            let file = place(index, leaf).map(|(file, _)| files.path(file)).unwrap_or_default();
+            let leaf = Some(index.tree.leaf_path(leaf).to_string());
+            Error::Corrupt { file, leaf, block: None, what: format!("its object does not decode: {what}") }
+        })
+    };
+    leaves.iter().zip(&encoded).map(decode).collect()
+}
+
+/// File and bytes of an object.
+fn place(index: &Index, leaf: u32) -> Result<(u32, Extent)> {
+    let refuse =
+        |what: &str| Err(Error::Leaf { leaf: index.tree.leaf_path(leaf).to_string(), what: what.into() });
+    let record = match index.leaves.get(leaf as usize) {
+        Some(LeafRecord::Alias { of }) => index.leaves.get(*of as usize),
+        record => record,
+    };
+    match record {
+        Some(LeafRecord::Object(extent)) => match extent.source {
+            Source::Own(file) | Source::Range(file) => Ok((file, *extent)),
+            Source::Pulled(_) => refuse("its bytes come from a reader outside the engine"),
+        },
+        Some(LeafRecord::Tensor(_)) => refuse("is a tensor, no object"),
+        Some(LeafRecord::Alias { .. }) => refuse("is tied to a leaf that is itself tied"),
+        None => refuse("is not in the index"),
+    }
+}

@@ -1,0 +1,595 @@
+//! Reads in flight, and threads that work on what has arrived.
+//!
+//! The calling thread keeps a [`Queue`] full of reads past the page cache and hands filled buffers to the workers; what the page cache has already
+//! is not queued: the workers read it themselves, cell by cell, so that it passes through their own caches only. What becomes of the bytes is a
+//! [`Sink`]'s business.
+//!
+//! Every wait ends: after `stall_timeout` without any progress the run fails, and leaves behind what it could not get back (a queue with its
+//! buffers, a thread). A sink must bear that a worker calls it after the run has ended.
+
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender, unbounded};
+
+use super::buffers::ReadBuffers;
+use super::file_set::FileSet;
+use super::options::{LoadOptions, LoadStats};
+use super::schedule::{Cell, Read, Schedule};
+use crate::io::{Completion, Disk, File, Queue, Transfer};
+use crate::sys::{Buffer, spawn};
+use crate::{Error, Result};
+
+/// What becomes of the bytes.
+pub(super) trait Sink: Send + Sync + 'static {
+    /// A cell's bytes have arrived; called once for every cell, from any worker. An error ends the run.
+    fn cell(&self, cell: usize, bytes: &[u8]) -> Result<()>;
+
+    /// These cells could not be read. Returning the error ends the run; `Ok` skips them.
+    fn failed(&self, cells: Range<usize>, error: Error) -> Result<()>;
+}
+
+/// Called between reads on the calling thread with the bytes that are done; `false` ends the run.
+pub(super) type Tick<'a> = &'a mut dyn FnMut(u64) -> bool;
+
+/// Longest wait before the deadline, progress and errors of workers are looked at.
+const SLICE: Duration = Duration::from_millis(50);
+/// Share of a read that the page cache must hold for it to be read through it: a hole costs a small synchronous read.
+const CACHED_NUMERATOR: u64 = 7;
+const CACHED_DENOMINATOR: u64 = 8;
+/// Cells that may wait for each worker.
+const BACKLOG: usize = 32;
+
+/// What a worker is asked to do.
+enum Job {
+    /// Check and use these bytes: those of read `read`, from byte `skip` of the buffer on.
+    Filled { read: usize, skip: usize, buffer: Buffer },
+    /// Read these cells through the page cache, then the same.
+    Cached { file: Arc<dyn File>, cell: usize },
+}
+
+/// What a worker says.
+enum Event {
+    /// A job is done; its buffer, where it came with one.
+    Done { bytes: u64, buffer: Option<Buffer> },
+    /// A job failed.
+    Failed { error: Error, buffer: Option<Buffer> },
+}
+
+/// What workers and the calling thread share.
+struct Shared<S> {
+    schedule: Schedule,
+    sink: Arc<S>,
+    buffers: Arc<ReadBuffers>,
+    alignment: u64,
+    cell_buffer: usize,
+    stall_timeout: Duration,
+    /// Queues for reads through the page cache, made by the calling thread; each worker takes one when it first needs it.
+    queues: Mutex<Vec<Box<dyn Queue>>>,
+    /// Set at the first error: what waits is not worked on.
+    over: AtomicBool,
+}
+
+/// Reads everything that the schedule names and gives it to the sink.
+pub(super) fn run<S: Sink>(
+    disk: &dyn Disk,
+    files: &FileSet,
+    schedule: Schedule,
+    sink: &Arc<S>,
+    options: &LoadOptions,
+    tick: Tick<'_>,
+) -> Result<LoadStats> {
+    let started = Instant::now();
+    if schedule.reads.is_empty() {
+        return Ok(LoadStats { elapsed: started.elapsed(), ..LoadStats::default() });
+    }
+    let alignment = disk.choice().alignment.max(1) as u64;
+    let longest = |lengths: &mut dyn Iterator<Item = &Range<u64>>| {
+        lengths.map(|bytes| bytes.end.next_multiple_of(alignment) - bytes.start / alignment * alignment).max()
+    };
+    let size = |longest: Option<u64>| {
+        let len = usize::try_from(longest.unwrap_or(0));
+        len.map(ReadBuffers::size).map_err(|_| Error::Misuse("a block does not fit the memory".into()))
+    };
+    let read_buffer = size(longest(&mut schedule.reads.iter().map(|read| &read.bytes)))?;
+    let cell_buffer = size(longest(&mut schedule.cells.iter().map(|cell| &cell.bytes)))?;
+
+    // A quarter of the budget at most is for the workers' own buffers.
+    let budget = usize::try_from(options.budget_bytes).unwrap_or(usize::MAX);
+    let threads = options.threads.min(budget / 4 / cell_buffer.max(1)).min(schedule.cells.len()).max(1);
+    let left = budget.saturating_sub(threads * cell_buffer);
+    let most_buffers = (left / read_buffer.max(1)).max(2);
+
+    let shared = Arc::new(Shared {
+        schedule,
+        sink: Arc::clone(sink),
+        buffers: Arc::clone(files.buffers()),
+        alignment,
+        cell_buffer,
+        stall_timeout: options.stall_timeout,
+        queues: Mutex::new(Vec::new()),
+        over: AtomicBool::new(false),
+    });
+    let (jobs, inbox) = unbounded();
+    let (outbox, events) = unbounded();
+    let workers = Workers::start(threads, &shared, &inbox, &outbox)?;
+    drop((inbox, outbox));
+    let mut reader = Reader {
+        disk,
+        files,
+        shared: &shared,
+        depth: options.queue_depth.max(1),
+        read_buffer,
+        most_buffers,
+        threads,
+        jobs: Some(jobs),
+        events,
+        queue: None,
+        free: Vec::new(),
+        taken: 0,
+        working: 0,
+        done: 0,
+        last_progress: Instant::now(),
+        stats: LoadStats::default(),
+    };
+    let result = reader.drive(tick);
+    let ended = reader.finish(workers);
+    let mut stats = std::mem::take(&mut reader.stats);
+    let cells = if stats.bytes_cached > 0 { threads * cell_buffer } else { 0 };
+    stats.peak_buffer_bytes = (reader.taken * read_buffer + cells) as u64;
+    stats.elapsed = started.elapsed();
+    result.and(ended).map(|()| stats)
+}
+
+/// The calling thread's side.
+struct Reader<'a, S> {
+    disk: &'a dyn Disk,
+    files: &'a FileSet,
+    shared: &'a Arc<Shared<S>>,
+    depth: usize,
+    read_buffer: usize,
+    most_buffers: usize,
+    threads: usize,
+    /// `None` once no more will come.
+    jobs: Option<Sender<Job>>,
+    events: Receiver<Event>,
+    /// Made when it is first needed.
+    queue: Option<Box<dyn Queue>>,
+    free: Vec<Buffer>,
+    /// Buffers that this run has taken, free or not.
+    taken: usize,
+    /// Jobs that workers have not answered.
+    working: usize,
+    /// Bytes that workers are done with.
+    done: u64,
+    last_progress: Instant,
+    stats: LoadStats,
+}
+
+impl<S: Sink> Reader<'_, S> {
+    fn drive(&mut self, tick: Tick<'_>) -> Result<()> {
+        let shared = Arc::clone(self.shared);
+        let mut reads = shared.schedule.reads.iter().enumerate();
+        let mut next = None;
+        loop {
+            while let Ok(event) = self.events.try_recv() {
+                self.heard(event)?;
+            }
+            if !tick(self.done) {
+                return Err(Error::Cancelled("by the caller".into()));
+            }
+            loop {
+                if next.is_none() {
+                    next = match reads.next() {
+                        Some((number, read)) => self.plan(number, read)?,
+                        None => break,
+                    };
+                }
+                let Some(planned) = next.take() else { continue };
+                if let Some(blocked) = self.start(planned)? {
+                    next = Some(blocked);
+                    break;
+                }
+            }
+            if self.in_flight() > 0 {
+                if let Some(completion) = self.queue.as_mut().and_then(|queue| queue.complete(SLICE)) {
+                    self.last_progress = Instant::now();
+                    self.completed(completion)?;
+                }
+            } else if self.working > 0 {
+                if let Ok(event) = self.events.recv_timeout(SLICE) {
+                    self.heard(event)?;
+                }
+            } else if next.is_none() && reads.len() == 0 {
+                return if tick(self.done) { Ok(()) } else { Err(Error::Cancelled("by the caller".into())) };
+            }
+            self.check_stall()?;
+        }
+    }
+
+    /// Decides how a read is done. `None`: not at all, its file cannot be opened and the sink does not mind.
+    fn plan(&mut self, number: usize, read: &Read) -> Result<Option<Planned>> {
+        let file = match self.files.ready(read.file, &read.bytes) {
+            Ok(file) => file,
+            Err(error) => {
+                self.shared.sink.failed(read.cells.clone(), error)?;
+                return Ok(None);
+            }
+        };
+        let len = read.bytes.end - read.bytes.start;
+        let cached = file
+            .cached(read.bytes.start, len)
+            .is_some_and(|cached| cached.min(len) * CACHED_DENOMINATOR >= len * CACHED_NUMERATOR);
+        Ok(Some(Planned { number, file, cached }))
+    }
+
+    /// Starts a read, or gives it back where there is no room for it now.
+    fn start(&mut self, planned: Planned) -> Result<Option<Planned>> {
+        let Some(read) = self.shared.schedule.reads.get(planned.number) else { return Ok(None) };
+        let Some(jobs) = &self.jobs else { return Ok(None) };
+        if planned.cached {
+            if self.working + read.cells.len() > self.threads * BACKLOG && self.working > 0 {
+                return Ok(Some(planned));
+            }
+            if self.stats.bytes_cached == 0 {
+                let queues: Result<Vec<_>> = (0..self.threads).map(|_| self.disk.queue(1)).collect();
+                *self.shared.queues.lock().unwrap_or_else(PoisonError::into_inner) = queues?;
+            }
+            self.stats.bytes_cached += read.bytes.end - read.bytes.start;
+            self.stats.reads += read.cells.len() as u64;
+            for cell in read.cells.clone() {
+                self.working += 1;
+                let job = Job::Cached { file: Arc::clone(&planned.file), cell };
+                jobs.send(job).map_err(|_| no_workers())?;
+            }
+            return Ok(None);
+        }
+        if self.in_flight() >= self.depth {
+            return Ok(Some(planned));
+        }
+        let Some(buffer) = self.buffer()? else { return Ok(Some(planned)) };
+        let (offset, len) = aligned(&read.bytes, self.shared.alignment);
+        if len > buffer.len() {
+            self.free.push(buffer);
+            return Err(Error::Misuse("a read does not fit its buffer".into()));
+        }
+        if self.queue.is_none() {
+            self.queue = Some(self.disk.queue(self.depth)?);
+        }
+        if let Some(queue) = &mut self.queue {
+            if queue.in_flight() == 0 && self.working == 0 {
+                // Nothing was waited for until now.
+                self.last_progress = Instant::now();
+            }
+            queue.submit(Transfer::Read, &planned.file, offset, len, buffer, planned.number as u64);
+            self.stats.reads += 1;
+        }
+        Ok(None)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.queue.as_ref().map_or(0, |queue| queue.in_flight())
+    }
+
+    /// A free buffer, or a new one while the budget lasts.
+    fn buffer(&mut self) -> Result<Option<Buffer>> {
+        if let Some(buffer) = self.free.pop() {
+            return Ok(Some(buffer));
+        }
+        if self.taken >= self.most_buffers {
+            return Ok(None);
+        }
+        let buffer = self.shared.buffers.take(self.read_buffer)?;
+        self.taken += 1;
+        Ok(Some(buffer))
+    }
+
+    fn completed(&mut self, completion: Completion) -> Result<()> {
+        let Completion { token, buffer, result } = completion;
+        let Some(read) = self.shared.schedule.reads.get(token as usize) else {
+            return Err(Error::Misuse(format!("a queue gave back read {token}, which was not asked for")));
+        };
+        let (offset, _) = aligned(&read.bytes, self.shared.alignment);
+        let skip = (read.bytes.start - offset) as usize;
+        let wanted = (read.bytes.end - offset) as usize;
+        let problem = match result {
+            Ok(count) if count >= wanted => None,
+            Ok(count) => Some(self.files.short(read.file, offset + count as u64, read.bytes.end)),
+            Err(error) => Some(error),
+        };
+        if let Some(error) = problem {
+            self.free.push(buffer);
+            return self.shared.sink.failed(read.cells.clone(), error);
+        }
+        self.stats.bytes_read += read.bytes.end - read.bytes.start;
+        self.working += 1;
+        let jobs = self.jobs.as_ref().ok_or_else(no_workers)?;
+        jobs.send(Job::Filled { read: token as usize, skip, buffer }).map_err(|_| no_workers())
+    }
+
+    fn heard(&mut self, event: Event) -> Result<()> {
+        self.last_progress = Instant::now();
+        self.working = self.working.saturating_sub(1);
+        match event {
+            Event::Done { bytes, buffer } => {
+                self.done += bytes;
+                self.free.extend(buffer);
+                Ok(())
+            }
+            Event::Failed { error, buffer } => {
+                self.free.extend(buffer);
+                Err(error)
+            }
+        }
+    }
+
+    fn check_stall(&self) -> Result<()> {
+        let waited = self.last_progress.elapsed();
+        if waited < self.shared.stall_timeout {
+            return Ok(());
+        }
+        let waited_for = match self.in_flight() {
+            0 => format!("{} pieces that are being checked and copied", self.working),
+            reads => format!("the disk to answer {reads} reads below {}", self.files.dir().display()),
+        };
+        Err(Error::Timeout { waited_for, seconds: waited.as_secs_f64() })
+    }
+
+    /// Gets back what is under way, however the run went: reads, workers, buffers. What does not come within the deadline is left behind.
+    fn finish(&mut self, workers: Workers) -> Result<()> {
+        self.shared.over.store(true, Ordering::Release);
+        self.jobs = None;
+        let mut ended = Ok(());
+        if let Some(mut queue) = self.queue.take() {
+            let deadline = Instant::now() + self.shared.stall_timeout;
+            while queue.in_flight() > 0 && Instant::now() < deadline && self.check_stall().is_ok() {
+                if let Some(completion) = queue.complete(SLICE) {
+                    self.last_progress = Instant::now();
+                    self.free.push(completion.buffer);
+                }
+            }
+            if queue.in_flight() > 0 {
+                // Dropping it would wait for the disk: the queue, and the memory that the disk may still write to, stay for ever.
+                std::mem::forget(queue);
+            }
+        }
+        while self.working > 0 {
+            match self.events.recv_timeout(SLICE) {
+                Ok(Event::Done { buffer, .. } | Event::Failed { buffer, .. }) => {
+                    self.last_progress = Instant::now();
+                    self.working -= 1;
+                    self.free.extend(buffer);
+                }
+                Err(_) => {
+                    if let Err(stalled) = self.check_stall() {
+                        ended = Err(stalled);
+                        break;
+                    }
+                }
+            }
+        }
+        workers.join(ended.is_ok());
+        for buffer in self.free.drain(..) {
+            self.shared.buffers.give(buffer);
+        }
+        ended
+    }
+}
+
+/// A read and how it is done.
+struct Planned {
+    number: usize,
+    file: Arc<dyn File>,
+    cached: bool,
+}
+
+fn no_workers() -> Error {
+    Error::Cancelled("all threads that check and copy have ended".into())
+}
+
+/// The range as the engine wants it: offset and length in whole units of its alignment.
+fn aligned(bytes: &Range<u64>, alignment: u64) -> (u64, usize) {
+    let offset = bytes.start / alignment * alignment;
+    ((offset), (bytes.end.next_multiple_of(alignment) - offset) as usize)
+}
+
+struct Workers(Vec<JoinHandle<()>>);
+
+impl Workers {
+    fn start<S: Sink>(
+        count: usize,
+        shared: &Arc<Shared<S>>,
+        inbox: &Receiver<Job>,
+        outbox: &Sender<Event>,
+    ) -> Result<Self> {
+        let mut handles = Vec::with_capacity(count);
+        for _ in 0..count {
+            let mut worker = Worker { shared: Arc::clone(shared), outbox: outbox.clone(), own: None };
+            let inbox = inbox.clone();
+            let spawned = spawn("stepwell-load", move || worker.run(&inbox));
+            match spawned {
+                Ok(handle) => handles.push(handle),
+                // Fewer threads do as well.
+                Err(_) if !handles.is_empty() => break,
+                Err(error) => return Err(Error::io("spawn", "<thread>", error)),
+            }
+        }
+        Ok(Self(handles))
+    }
+
+    /// Waits for the threads, which have nothing left to do, unless one of them hangs.
+    fn join(self, idle: bool) {
+        if idle {
+            for handle in self.0 {
+                // A panic outside the guarded part of a worker has closed its channels; the reader has seen that.
+                let _ = handle.join();
+            }
+        }
+    }
+}
+
+/// One thread that checks and copies.
+struct Worker<S> {
+    shared: Arc<Shared<S>>,
+    outbox: Sender<Event>,
+    /// Its own queue and buffer for what the page cache holds.
+    own: Option<(Box<dyn Queue>, Option<Buffer>)>,
+}
+
+impl<S: Sink> Worker<S> {
+    fn run(&mut self, inbox: &Receiver<Job>) {
+        while let Ok(job) = inbox.recv() {
+            let event = match job {
+                Job::Filled { read, skip, buffer } => {
+                    let worked = guarded(|| self.filled(read, skip, &buffer));
+                    answer(worked, Some(buffer))
+                }
+                Job::Cached { file, cell } => answer(guarded(|| self.cached(&file, cell)), None),
+            };
+            if self.outbox.send(event).is_err() {
+                break;
+            }
+        }
+        if let Some((_, Some(buffer))) = self.own.take() {
+            self.shared.buffers.give(buffer);
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.shared.over.load(Ordering::Acquire)
+    }
+
+    fn filled(&self, read: usize, skip: usize, buffer: &[u8]) -> Result<u64> {
+        let Some(read) = self.shared.schedule.reads.get(read) else { return Ok(0) };
+        for number in read.cells.clone() {
+            if self.is_over() {
+                break;
+            }
+            let Some(cell) = self.shared.schedule.cells.get(number) else { continue };
+            let start = skip + (cell.bytes.start - read.bytes.start) as usize;
+            let end = skip + (cell.bytes.end - read.bytes.start) as usize;
+            let bytes = buffer
+                .get(start..end)
+                .ok_or_else(|| Error::Misuse("a cell lies outside its buffer".into()))?;
+            self.shared.sink.cell(number, bytes)?;
+        }
+        Ok(read.bytes.end - read.bytes.start)
+    }
+
+    fn cached(&mut self, file: &Arc<dyn File>, number: usize) -> Result<u64> {
+        let Some(cell) = self.shared.schedule.cells.get(number).cloned() else { return Ok(0) };
+        if self.is_over() {
+            return Ok(0);
+        }
+        if self.own.is_none() {
+            let queue = self.shared.queues.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            self.own = Some((queue.ok_or_else(|| Error::Misuse("a worker has no queue".into()))?, None));
+        }
+        let buffer = match self.own.as_mut().and_then(|(_, buffer)| buffer.take()) {
+            Some(buffer) => buffer,
+            None => self.shared.buffers.take(self.shared.cell_buffer)?,
+        };
+        let (offset, len) = aligned(&cell.bytes, self.shared.alignment);
+        let Some(completion) = self.transfer(file, offset, len, buffer, number)? else {
+            // The disk hangs: queue and buffer stay for ever (dropping them would hang too).
+            std::mem::forget(self.own.take());
+            let waited_for = format!("{} to be read through the page cache", file.path().display());
+            return Err(Error::Timeout { waited_for, seconds: self.shared.stall_timeout.as_secs_f64() });
+        };
+        let worked = self.use_cached(file, &cell, number, offset, &completion);
+        if let Some((_, buffer)) = &mut self.own {
+            *buffer = Some(completion.buffer);
+        }
+        worked
+    }
+
+    /// One read of this worker's own; `None` where it does not end.
+    fn transfer(
+        &mut self,
+        file: &Arc<dyn File>,
+        offset: u64,
+        len: usize,
+        buffer: Buffer,
+        number: usize,
+    ) -> Result<Option<Completion>> {
+        let Some((queue, _)) = &mut self.own else {
+            return Err(Error::Misuse("a worker has no queue".into()));
+        };
+        queue.submit(Transfer::ReadCached, file, offset, len, buffer, number as u64);
+        let deadline = Instant::now() + self.shared.stall_timeout;
+        loop {
+            if let Some(completion) = queue.complete(SLICE) {
+                return Ok(Some(completion));
+            }
+            if queue.in_flight() == 0 {
+                return Err(Error::Misuse("a queue lost a read".into()));
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+        }
+    }
+
+    fn use_cached(
+        &self,
+        file: &Arc<dyn File>,
+        cell: &Cell,
+        number: usize,
+        offset: u64,
+        completion: &Completion,
+    ) -> Result<u64> {
+        let skip = (cell.bytes.start - offset) as usize;
+        let wanted = (cell.bytes.end - offset) as usize;
+        let count = match &completion.result {
+            Ok(count) => *count,
+            Err(error) => {
+                let again = Error::io("read", file.path(), errno_of(error));
+                self.shared.sink.failed(number..number + 1, again)?;
+                return Ok(0);
+            }
+        };
+        match completion.buffer.get(skip..wanted) {
+            Some(bytes) if count >= wanted => self.shared.sink.cell(number, bytes)?,
+            _ => {
+                let error = short(file.path(), offset + count as u64, cell.bytes.end);
+                self.shared.sink.failed(number..number + 1, error)?;
+            }
+        }
+        Ok(cell.bytes.end - cell.bytes.start)
+    }
+}
+
+fn errno_of(error: &Error) -> std::io::Error {
+    error.errno().map_or_else(|| std::io::Error::other(error.to_string()), std::io::Error::from_raw_os_error)
+}
+
+/// A file that ended before its blocks did.
+pub(super) fn short(path: &std::path::Path, found: u64, wanted: u64) -> Error {
+    Error::corrupt(
+        path,
+        format!("it ends at byte {found}, in the middle of data that reach to byte {wanted}"),
+    )
+}
+
+fn answer(worked: Result<u64>, buffer: Option<Buffer>) -> Event {
+    match worked {
+        Ok(bytes) => Event::Done { bytes, buffer },
+        Err(error) => Event::Failed { error, buffer },
+    }
+}
+
+/// A panic of a worker is an error of the run.
+fn guarded(work: impl FnOnce() -> Result<u64>) -> Result<u64> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic
+            .downcast_ref::<&str>()
+            .map(ToString::to_string)
+            .or_else(|| panic.downcast_ref::<String>().cloned())
+            .unwrap_or_else(|| "no message".into());
+        Err(Error::Misuse(format!("a defect of stepwell: a thread that reads panicked: {text}")))
+    })
+}

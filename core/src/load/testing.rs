@@ -1,0 +1,403 @@
+//! A disk in memory that misbehaves on request, and data files written by hand. For the tests of this module.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::format::checksum::crc32c;
+use crate::format::footer;
+use crate::format::header::Header;
+use crate::format::index::{
+    ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
+};
+use crate::io::{
+    Completion, Dir, Disk, EngineChoice, Entry, File, Lock, LockKind, Queue, Rename, Stat, Transfer,
+};
+use crate::leaf_path::Component;
+use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
+use crate::region::Region;
+use crate::sys::Buffer;
+use crate::tree::{ContainerKind, Tree};
+use crate::{Error, Result};
+
+use super::{FileSet, LoadOptions};
+
+/// What goes wrong, and what was asked for.
+#[derive(Debug, Default)]
+pub(super) struct Knobs {
+    /// Reads never end.
+    pub(super) hang: AtomicBool,
+    /// Queued reads fail with EIO where they touch this byte, but for zero.
+    pub(super) bad_byte: AtomicU64,
+    /// Everything is in the page cache.
+    pub(super) cached: AtomicBool,
+    /// Bytes of buffers in flight, and the most there were.
+    pub(super) in_flight: AtomicUsize,
+    pub(super) cached_reads: AtomicUsize,
+    pub(super) direct_reads: AtomicUsize,
+    pub(super) opened: AtomicUsize,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct MemoryDisk {
+    files: Arc<Mutex<HashMap<String, Arc<Mutex<Vec<u8>>>>>>,
+    pub(super) knobs: Arc<Knobs>,
+    choice: EngineChoice,
+}
+
+impl MemoryDisk {
+    pub(super) fn new() -> Self {
+        let choice = EngineChoice {
+            engine: "memory",
+            direct: true,
+            alignment: 4096,
+            registered: false,
+            reasons: vec![],
+        };
+        Self { files: Arc::default(), knobs: Arc::default(), choice }
+    }
+
+    pub(super) fn put(&self, name: &str, bytes: Vec<u8>) {
+        self.files.lock().unwrap().insert(name.into(), Arc::new(Mutex::new(bytes)));
+    }
+
+    pub(super) fn change(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        change(&mut self.files.lock().unwrap()[name].lock().unwrap());
+    }
+
+    pub(super) fn dir(&self) -> Arc<dyn Dir> {
+        Arc::new(self.clone())
+    }
+}
+
+fn unsupported<T>() -> Result<T> {
+    Err(Error::Misuse("a disk for reading".into()))
+}
+
+impl Disk for MemoryDisk {
+    fn choice(&self) -> &EngineChoice {
+        &self.choice
+    }
+    fn open_dir(&self, _: &Path) -> Result<Arc<dyn Dir>> {
+        Ok(self.dir())
+    }
+    fn create_dir_all(&self, _: &Path) -> Result<Arc<dyn Dir>> {
+        unsupported()
+    }
+    fn queue(&self, depth: usize) -> Result<Box<dyn Queue>> {
+        Ok(Box::new(MemoryQueue { knobs: Arc::clone(&self.knobs), depth, waiting: Vec::new() }))
+    }
+}
+
+impl Dir for MemoryDisk {
+    fn path(&self) -> &Path {
+        Path::new("/step/i0")
+    }
+    fn open_dir(&self, _: &str) -> Result<Arc<dyn Dir>> {
+        unsupported()
+    }
+    fn create_dir(&self, _: &str) -> Result<Arc<dyn Dir>> {
+        unsupported()
+    }
+    fn entries(&self) -> Result<Vec<Entry>> {
+        unsupported()
+    }
+    fn stat(&self, _: &str) -> Result<Option<Stat>> {
+        unsupported()
+    }
+    fn id(&self) -> Result<(u64, u64)> {
+        Ok((1, 1))
+    }
+    fn create_file(&self, _: &str, _: u64) -> Result<Arc<dyn File>> {
+        unsupported()
+    }
+    fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
+        let bytes = self.files.lock().unwrap().get(name).cloned();
+        let path = Path::new("/step/i0").join(name);
+        let bytes =
+            bytes.ok_or_else(|| Error::io("open", &path, io::Error::from_raw_os_error(libc::ENOENT)))?;
+        self.knobs.opened.fetch_add(1, Ordering::SeqCst);
+        Ok(Arc::new(MemoryFile { path, bytes, knobs: Arc::clone(&self.knobs) }))
+    }
+    fn read_file(&self, _: &str, _: u64) -> Result<Vec<u8>> {
+        unsupported()
+    }
+    fn write_file(&self, _: &str, _: &[u8]) -> Result<()> {
+        unsupported()
+    }
+    fn rename(&self, _: &str, _: &str, _: Rename) -> Result<()> {
+        unsupported()
+    }
+    fn remove_file(&self, _: &str) -> Result<()> {
+        unsupported()
+    }
+    fn remove_dir(&self, _: &str) -> Result<()> {
+        unsupported()
+    }
+    fn sync(&self) -> Result<()> {
+        unsupported()
+    }
+    fn try_lock(&self, _: &str, _: LockKind, _: bool) -> Result<Option<Box<dyn Lock>>> {
+        unsupported()
+    }
+    fn free_bytes(&self) -> Result<u64> {
+        unsupported()
+    }
+}
+
+struct MemoryFile {
+    path: PathBuf,
+    bytes: Arc<Mutex<Vec<u8>>>,
+    knobs: Arc<Knobs>,
+}
+
+impl MemoryFile {
+    fn copy(&self, offset: u64, to: &mut [u8]) -> usize {
+        let bytes = self.bytes.lock().unwrap();
+        let from = bytes.get(offset as usize..).unwrap_or_default();
+        let count = from.len().min(to.len());
+        to[..count].copy_from_slice(&from[..count]);
+        count
+    }
+
+    fn is_bad(&self, offset: u64, len: usize) -> Result<()> {
+        let bad = self.knobs.bad_byte.load(Ordering::SeqCst);
+        if bad != 0 && (offset..offset + len as u64).contains(&bad) {
+            return Err(Error::io("read", &self.path, io::Error::from_raw_os_error(libc::EIO)));
+        }
+        Ok(())
+    }
+}
+
+impl File for MemoryFile {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+    fn len(&self) -> Result<u64> {
+        Ok(self.bytes.lock().unwrap().len() as u64)
+    }
+    fn set_len(&self, _: u64) -> Result<()> {
+        unsupported()
+    }
+    fn sync(&self) -> Result<()> {
+        unsupported()
+    }
+    fn read_at(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
+        self.is_bad(offset, len)?;
+        let mut bytes = vec![0; len];
+        let count = self.copy(offset, &mut bytes);
+        bytes.truncate(count);
+        Ok(bytes)
+    }
+    fn cached(&self, _: u64, len: u64) -> Option<u64> {
+        self.knobs.cached.load(Ordering::SeqCst).then_some(len)
+    }
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
+struct MemoryQueue {
+    knobs: Arc<Knobs>,
+    depth: usize,
+    waiting: Vec<(Arc<dyn File>, u64, usize, Buffer, u64)>,
+}
+
+impl Queue for MemoryQueue {
+    fn submit(
+        &mut self,
+        how: Transfer,
+        file: &Arc<dyn File>,
+        offset: u64,
+        len: usize,
+        buffer: Buffer,
+        token: u64,
+    ) {
+        assert!(self.waiting.len() < self.depth, "more than `depth` transfers");
+        assert!(offset % 4096 == 0 && len % 4096 == 0 && len <= buffer.len(), "an unaligned transfer");
+        let counter = match how {
+            Transfer::Read => &self.knobs.direct_reads,
+            Transfer::ReadCached => &self.knobs.cached_reads,
+            Transfer::Write => panic!("a restore writes no file"),
+        };
+        counter.fetch_add(1, Ordering::SeqCst);
+        self.knobs.in_flight.fetch_add(1, Ordering::SeqCst);
+        self.waiting.push((Arc::clone(file), offset, len, buffer, token));
+    }
+
+    fn complete(&mut self, timeout: Duration) -> Option<Completion> {
+        if self.waiting.is_empty() {
+            return None;
+        }
+        if self.knobs.hang.load(Ordering::SeqCst) {
+            std::thread::sleep(timeout);
+            return None;
+        }
+        // Out of order, as real queues answer.
+        let (file, offset, len, mut buffer, token) = self.waiting.remove(self.waiting.len() / 2);
+        self.knobs.in_flight.fetch_sub(1, Ordering::SeqCst);
+        let file = file.as_any().downcast_ref::<MemoryFile>().unwrap();
+        let result = file.is_bad(offset, len).map(|()| file.copy(offset, &mut buffer[..len]));
+        Some(Completion { token, buffer, result })
+    }
+
+    fn in_flight(&self) -> usize {
+        self.waiting.len()
+    }
+}
+
+impl Drop for MemoryQueue {
+    fn drop(&mut self) {
+        assert!(
+            !self.knobs.hang.load(Ordering::SeqCst) || self.waiting.is_empty(),
+            "dropping this queue would hang"
+        );
+    }
+}
+
+/// An item written by hand: tensors of bytes at chosen places of `00000.data`.
+pub(super) struct Item {
+    pub(super) disk: MemoryDisk,
+    pub(super) index: Index,
+    pub(super) block: u64,
+}
+
+pub(super) const FILE: &str = "00000.data";
+
+/// Recognisable bytes.
+pub(super) fn pattern(seed: u64, len: u64) -> Vec<u8> {
+    (0..len)
+        .map(|i| ((i ^ seed.wrapping_mul(0x9E37_79B9)).wrapping_mul(0x2545_F491_4F6C_DD1D) >> 32) as u8)
+        .collect()
+}
+
+/// A file of ours around `data` (which begins at byte 4096), and its record.
+pub(super) fn data_file(id: u128, block: u64, data: &[u8], index: &Index) -> (Vec<u8>, FileRecord) {
+    let mut bytes = Header::new(id, block, 0).encode();
+    bytes.extend_from_slice(data);
+    bytes.resize(bytes.len().next_multiple_of(4096), 0);
+    let footer_offset = bytes.len() as u64;
+    let crcs: Vec<u32> = bytes.chunks(block as usize).map(crc32c).collect();
+    let footer = footer::encode(id, block, footer_offset, index, &crcs).unwrap();
+    bytes.extend_from_slice(&footer.bytes);
+    let record = FileRecord {
+        name: FILE.into(),
+        length: bytes.len() as u64,
+        file_id: id,
+        trailer_crc: footer.trailer_crc,
+    };
+    (bytes, record)
+}
+
+/// A tree of a dict with one leaf per name.
+pub(super) fn tree(names: &[String]) -> Tree {
+    let mut tree = Tree::new();
+    let root = tree.push_container(None, None, ContainerKind::Dict);
+    for name in names {
+        tree.push_leaf(Some(root), Some(Component::Key(name.as_str().into())));
+    }
+    tree
+}
+
+pub(super) fn extent(file: u32, offset: u64, length: u64) -> Extent {
+    Extent { source: Source::Own(file), offset, length, integrity: Integrity::BlockCrc }
+}
+
+/// A tensor of `uint8` in one chunk.
+pub(super) fn bytes_tensor(at: Extent) -> LeafRecord {
+    let shape = vec![at.length];
+    let region = ChunkRegion::Box(Region::whole(&shape));
+    let chunks = vec![ChunkRecord { region, extent: at, codec: Codec::Raw }];
+    LeafRecord::Tensor(TensorRecord {
+        dtype: crate::dtype::Dtype::Uint8,
+        shape,
+        view: None,
+        rank_key: None,
+        chunks,
+    })
+}
+
+impl Item {
+    /// Tensors of those lengths, one after the other, each at the next multiple of 64; leaf `i` holds `pattern(i, length)`.
+    pub(super) fn of_tensors(block: u64, lengths: &[u64]) -> Self {
+        let mut data = Vec::new();
+        let mut leaves = Vec::new();
+        for (seed, &length) in (0..).zip(lengths) {
+            data.resize(data.len().next_multiple_of(64), 0xAA);
+            leaves.push(bytes_tensor(extent(0, 4096 + data.len() as u64, length)));
+            data.extend(pattern(seed, length));
+        }
+        let names: Vec<String> = (0..lengths.len()).map(|i| format!("w{i}")).collect();
+        let mut index = Index { tree: tree(&names), leaves, files: Vec::new() };
+        let (bytes, record) = data_file(7, block, &data, &index);
+        index.files.push(record);
+        let disk = MemoryDisk::new();
+        disk.put(FILE, bytes);
+        Self { disk, index, block }
+    }
+
+    pub(super) fn files(&self) -> FileSet {
+        FileSet::new(self.disk.dir(), &self.index.files)
+    }
+
+    pub(super) fn extent(&self, leaf: usize) -> Extent {
+        match &self.index.leaves[leaf] {
+            LeafRecord::Tensor(tensor) => tensor.chunks[0].extent,
+            LeafRecord::Object(extent) => *extent,
+            LeafRecord::Alias { .. } => panic!("a tie has no bytes of its own"),
+        }
+    }
+
+    /// Whole leaves, each into its own target, in one run each.
+    pub(super) fn plan(&self, leaves: &[usize]) -> ReadPlan {
+        let mut plan = ReadPlan::default();
+        for (number, &leaf) in leaves.iter().enumerate() {
+            let extent = self.extent(leaf);
+            if extent.length == 0 {
+                continue;
+            }
+            let copy = plan.copies.len() as u32;
+            plan.copies.push(flat(leaf as u32, number as u32, extent.offset, extent.length));
+            let start = extent.offset / self.block * self.block;
+            let end = (extent.offset + extent.length).next_multiple_of(self.block);
+            plan.runs.push(ReadRun { file: 0, offset: start, len: end - start, copies: vec![copy] });
+        }
+        plan
+    }
+
+    /// Reads whole leaves.
+    pub(super) fn load(&self, leaves: &[usize], options: &LoadOptions) -> (Vec<Vec<u8>>, Loaded) {
+        let mut into: Vec<Vec<u8>> =
+            leaves.iter().map(|&leaf| vec![0xEE; self.extent(leaf).length as usize]).collect();
+        let targets: Vec<_> = into.iter_mut().map(|bytes| bytes.as_mut_slice().into()).collect();
+        let result =
+            super::execute(&self.disk, &self.files(), &self.index, &self.plan(leaves), &targets, options);
+        drop(targets);
+        (into, result)
+    }
+}
+
+pub(super) type Loaded = std::result::Result<super::LoadStats, super::LoadFailure>;
+
+/// A copy of bytes to the begin of a destination.
+pub(super) fn flat(leaf: u32, dst: u32, src_offset: u64, len: u64) -> BoxCopy {
+    BoxCopy {
+        leaf,
+        file: 0,
+        src_offset,
+        src_strides: vec![1],
+        extent: vec![len],
+        itemsize: 1,
+        dst,
+        dst_offset: 0,
+        dst_strides: vec![1],
+    }
+}
+
+/// Options for tests: two threads, an impatient deadline.
+pub(super) fn options() -> LoadOptions {
+    LoadOptions { threads: 2, stall_timeout: Duration::from_secs(10), ..LoadOptions::default() }
+}

@@ -1,0 +1,9 @@
+//! What a restore promises, one file per promise.
+
+mod bounds;
+mod damage;
+mod engines;
+mod objects;
+mod saved;
+mod scatter;
+mod whole;

@@ -1,0 +1,225 @@
+//! Damage is found before a byte of its block is given out, and named.
+
+use std::sync::atomic::Ordering;
+
+use super::super::testing::{FILE, Item, bytes_tensor, data_file, extent, options, pattern};
+use super::super::{FileSet, VerifyReport, execute, verify};
+use crate::Error;
+use crate::format::index::LeafRecord;
+use crate::sys::HostTarget;
+
+const BLOCK: u64 = 4096;
+
+fn verified(item: &Item) -> VerifyReport {
+    verify(&item.disk, &item.files(), &item.index, &options(), &mut |_| true).unwrap()
+}
+
+#[test]
+fn every_flipped_bit_of_the_data_is_found_before_its_block_is_scattered() {
+    let lengths = [5000, 100, 9000];
+    let item = Item::of_tensors(BLOCK, &lengths);
+    let end = item.extent(2).offset + 9000;
+    // Every byte, and of each one bit; all bits of the bytes around block borders.
+    for byte in 4096..end {
+        let bits = if byte % BLOCK < 2 || byte % BLOCK > BLOCK - 3 { 0..8 } else { byte % 8..byte % 8 + 1 };
+        for bit in bits {
+            item.disk.change(FILE, |bytes| bytes[byte as usize] ^= 1 << bit);
+            let (found, result) = item.load(&[0, 1, 2], &options());
+            let holders: Vec<usize> = (0..3)
+                .filter(|&leaf| {
+                    let extent = item.extent(leaf);
+                    let block = byte / BLOCK * BLOCK;
+                    extent.offset < block + BLOCK && block < extent.offset + extent.length
+                })
+                .collect();
+            let failure = result.unwrap_err();
+            let Error::Corrupt { file, leaf, block, .. } = &failure.error else { panic!("{failure}") };
+            assert_eq!((file.to_str(), *block), (Some("/step/i0/00000.data"), Some(byte / BLOCK)));
+            let leaf = leaf.as_deref().unwrap();
+            assert!(holders.iter().any(|&holder| leaf == format!("w{holder}")), "byte {byte}: {leaf}");
+            for (number, found) in found.iter().enumerate() {
+                let extent = item.extent(number);
+                let good = pattern(number as u64, extent.length);
+                for (i, found) in found.iter().enumerate() {
+                    let bad_block = (extent.offset + i as u64) / BLOCK == byte / BLOCK;
+                    assert!(*found == 0xEE || (!bad_block && *found == good[i]), "byte {i} of leaf {number}");
+                    if *found != 0xEE {
+                        assert!(failure.overwritten.contains(&(number as u32)));
+                    }
+                }
+            }
+            item.disk.change(FILE, |bytes| bytes[byte as usize] ^= 1 << bit);
+        }
+    }
+}
+
+#[test]
+fn every_flipped_bit_of_header_footer_and_padding_is_found() {
+    let item = Item::of_tensors(BLOCK, &[5000, 100]);
+    let mut length = 0;
+    item.disk.change(FILE, |bytes| length = bytes.len());
+    let data_end = (item.extent(1).offset + 100) as usize;
+    for byte in (0..4096).step_by(13).chain(data_end..length) {
+        item.disk.change(FILE, |bytes| bytes[byte] ^= 1 << (byte % 8));
+        let report = verified(&item);
+        assert!(!report.is_clean(), "the flip of byte {byte} was not seen");
+        assert!(report.damages.iter().all(|damage| damage.file.ends_with(FILE)));
+        item.disk.change(FILE, |bytes| bytes[byte] ^= 1 << (byte % 8));
+    }
+    assert!(verified(&item).is_clean());
+}
+
+#[test]
+fn damage_beside_what_is_wanted_does_not_matter() {
+    let item = Item::of_tensors(BLOCK, &[3 * BLOCK, 3 * BLOCK, 3 * BLOCK]);
+    item.disk.change(FILE, |bytes| bytes[5 * BLOCK as usize] ^= 1);
+    let (found, result) = item.load(&[0, 2], &options());
+    result.unwrap();
+    assert_eq!(found[1], pattern(2, 3 * BLOCK));
+    let mut plan = item.plan(&[0, 2]);
+    // The same as one run, with the damaged block in its gap.
+    plan.runs[0].len = plan.runs[1].offset + plan.runs[1].len - plan.runs[0].offset;
+    plan.runs[0].copies.push(1);
+    plan.runs.pop();
+    let (mut a, mut b) = (vec![0; 3 * BLOCK as usize], vec![0; 3 * BLOCK as usize]);
+    let targets = [HostTarget::from(a.as_mut_slice()), HostTarget::from(b.as_mut_slice())];
+    execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options()).unwrap();
+    assert_eq!((a, b), (pattern(0, 3 * BLOCK), pattern(2, 3 * BLOCK)));
+}
+
+#[test]
+fn a_file_that_is_cut_is_found() {
+    let item = Item::of_tensors(BLOCK, &[5000]);
+    let mut whole = Vec::new();
+    item.disk.change(FILE, |bytes| whole.clone_from(bytes));
+    for len in [0, 1, 4096, 8192, whole.len() - 4096, whole.len() - 1, whole.len() + 1] {
+        let mut cut = whole.clone();
+        cut.resize(len, 0);
+        item.disk.put(FILE, cut);
+        let (found, result) = item.load(&[0], &options());
+        let failure = result.unwrap_err();
+        assert_eq!(failure.error.kind(), "corrupt", "{len} bytes: {failure}");
+        assert!(failure.overwritten.is_empty() && found[0].iter().all(|&b| b == 0xEE));
+        assert_eq!(verified(&item).damages[0].leaves, vec![0]);
+    }
+}
+
+#[test]
+fn a_file_that_is_cut_while_it_is_read_is_found() {
+    let item = Item::of_tensors(BLOCK, &[40 * BLOCK]);
+    let files = item.files();
+    files.block_bytes(0).unwrap();
+    item.disk.change(FILE, |bytes| bytes.truncate(20 * BLOCK as usize));
+    for cached in [false, true] {
+        item.disk.knobs.cached.store(cached, Ordering::SeqCst);
+        let mut into = vec![0; 40 * BLOCK as usize];
+        let targets = [HostTarget::from(into.as_mut_slice())];
+        let plan = item.plan(&[0]);
+        let failure = execute(&item.disk, &files, &item.index, &plan, &targets, &options()).unwrap_err();
+        let Error::Corrupt { leaf, .. } = &failure.error else { panic!("{failure}") };
+        assert_eq!(leaf.as_deref(), Some("w0"));
+    }
+}
+
+#[test]
+fn another_file_in_its_place_is_found() {
+    let item = Item::of_tensors(BLOCK, &[5000]);
+    // The same leaves and the same length, with other bytes and another id.
+    let (other, _) = data_file(
+        8,
+        BLOCK,
+        &pattern(99, 5000),
+        &crate::format::index::Index { files: vec![], ..item.index.clone() },
+    );
+    item.disk.put(FILE, other);
+    let (_, result) = item.load(&[0], &options());
+    let failure = result.unwrap_err();
+    assert!(failure.error.to_string().contains("another file"), "{failure}");
+}
+
+#[test]
+fn a_missing_file_is_said_to_be_missing() {
+    let item = Item::of_tensors(BLOCK, &[5000]);
+    let mut index = item.index.clone();
+    index.files[0].name = "gone.data".into();
+    let files = FileSet::new(item.disk.dir(), &index.files);
+    assert!(files.block_bytes(0).unwrap_err().is_not_found());
+    let report = verify(&item.disk, &files, &index, &options(), &mut |_| true).unwrap();
+    assert_eq!((report.damages.len(), report.damages[0].leaves.as_slice()), (1, &[0][..]));
+}
+
+#[test]
+fn a_name_that_leaves_the_item_is_refused() {
+    for name in ["../00000.data", "/etc/passwd", "", "a//b", ".", "a/.."] {
+        let item = Item::of_tensors(BLOCK, &[10]);
+        let mut records = item.index.files.clone();
+        records[0].name = name.into();
+        let error = FileSet::new(item.disk.dir(), &records).block_bytes(0).unwrap_err();
+        assert_eq!(error.kind(), "corrupt", "{name}");
+    }
+    let item = Item::of_tensors(BLOCK, &[10]);
+    assert_eq!(item.files().block_bytes(1).unwrap_err().kind(), "corrupt");
+}
+
+#[test]
+fn an_index_that_points_behind_the_blocks_is_damage() {
+    let mut item = Item::of_tensors(BLOCK, &[5000]);
+    for (offset, length) in [(4096, 1 << 40), (1 << 40, 10), (12_288, 1)] {
+        item.index.leaves[0] = bytes_tensor(extent(0, offset, length));
+        let mut into = vec![0; 10];
+        let mut plan = item.plan(&[0]);
+        plan.copies[0].extent[0] = length.min(10);
+        plan.copies[0].src_offset = offset + length - length.min(10);
+        let targets = [HostTarget::from(into.as_mut_slice())];
+        let result = execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options());
+        assert_eq!(result.unwrap_err().error.kind(), "corrupt");
+        assert_eq!(verified(&item).damages[0].leaves, vec![0]);
+    }
+}
+
+#[test]
+fn verification_names_every_bad_block_with_the_leaves_in_it() {
+    let mut item = Item::of_tensors(BLOCK, &[2 * BLOCK, 100, 200, 20 * BLOCK]);
+    item.index.leaves.push(LeafRecord::Alias { of: 1 });
+    assert!(verified(&item).is_clean());
+    for block in [1, 3, 7, 8] {
+        item.disk.change(FILE, |bytes| bytes[block * BLOCK as usize + 5] ^= 0x10);
+    }
+    let report = verified(&item);
+    let found: Vec<_> = report.damages.iter().map(|damage| (damage.block, damage.leaves.clone())).collect();
+    assert_eq!(
+        found,
+        vec![(Some(1), vec![0]), (Some(3), vec![1, 2, 3, 4]), (Some(7), vec![3]), (Some(8), vec![3])]
+    );
+    assert_eq!(report.blocks * BLOCK, report.bytes);
+}
+
+#[test]
+fn verification_tells_an_unreadable_block_from_its_neighbours() {
+    let item = Item::of_tensors(BLOCK, &[2 * BLOCK, 2 * BLOCK]);
+    item.disk.knobs.bad_byte.store(3 * BLOCK + 17, Ordering::SeqCst);
+    for cached in [false, true] {
+        item.disk.knobs.cached.store(cached, Ordering::SeqCst);
+        let report = verified(&item);
+        let found: Vec<_> =
+            report.damages.iter().map(|damage| (damage.block, damage.leaves.clone())).collect();
+        assert_eq!(found, vec![(Some(3), vec![1])]);
+        let (_, result) = item.load(&[1], &options());
+        assert_eq!(result.unwrap_err().error.errno(), Some(libc::EIO));
+    }
+}
+
+#[test]
+fn verification_tells_how_far_it_is_and_stops_when_asked() {
+    let item = Item::of_tensors(256 << 10, &[30 << 20]);
+    let mut last = (0, 0);
+    let mut watch = |progress: super::super::VerifyProgress| {
+        assert!(progress.done >= last.0 && progress.done <= progress.total);
+        last = (progress.done, progress.total);
+        true
+    };
+    let report = verify(&item.disk, &item.files(), &item.index, &options(), &mut watch).unwrap();
+    assert_eq!(last, (report.bytes, report.bytes));
+    let stopped = verify(&item.disk, &item.files(), &item.index, &options(), &mut |p| p.done == 0);
+    assert_eq!(stopped.unwrap_err().kind(), "cancelled");
+}

@@ -1,0 +1,272 @@
+//! Reading everything and reporting all damage, instead of stopping at the first.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::file_set::{FileInfo, FileSet, check_page};
+use super::options::LoadOptions;
+use super::pipeline::{self, Sink};
+use super::schedule::{Cell, Schedule};
+use crate::format::index::{Extent, Index, LeafRecord, Source};
+use crate::io::Disk;
+use crate::{Error, Result};
+
+/// Something that is not what was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Damage {
+    /// The file.
+    pub file: PathBuf,
+    /// The block; `None` where the file as a whole or its footer is damaged.
+    pub block: Option<u64>,
+    /// Numbers of the leaves that have bytes there, ties included. Empty where only padding or a part that no leaf needs is hit.
+    pub leaves: Vec<u32>,
+    /// What does not hold.
+    pub what: String,
+}
+
+/// What a verification found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct VerifyReport {
+    /// All damage, by file and block. Empty: everything is as it was written.
+    pub damages: Vec<Damage>,
+    /// Files looked at.
+    pub files: u64,
+    /// Blocks whose checksum was compared.
+    pub blocks: u64,
+    /// Bytes of blocks that were read.
+    pub bytes: u64,
+}
+
+impl VerifyReport {
+    /// Whether nothing is damaged.
+    pub fn is_clean(&self) -> bool {
+        self.damages.is_empty()
+    }
+}
+
+/// How far a verification has come, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VerifyProgress {
+    /// Read and compared.
+    pub done: u64,
+    /// Of this many.
+    pub total: u64,
+}
+
+/// Reads and checks every block and every footer page of every file. Damage is reported, not returned as an error; errors are what keeps the
+/// verification itself from going on. `progress` is called on this thread, and ends the verification by `false` ([`Error::Cancelled`]).
+pub fn verify(
+    disk: &dyn Disk,
+    files: &FileSet,
+    index: &Index,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(VerifyProgress) -> bool,
+) -> Result<VerifyReport> {
+    let holders = Holders::of(index, files.len());
+    let mut report = VerifyReport { files: files.len() as u64, ..VerifyReport::default() };
+    let mut schedule = Schedule::default();
+    let mut infos = HashMap::new();
+    for file in 0..files.len() as u32 {
+        let checked = files.info(file).and_then(|info| {
+            let handle = files.ready(file, &(0..0))?;
+            for page in &info.index_pages {
+                check_page(handle.as_ref(), page)?;
+            }
+            Ok(info)
+        });
+        match checked {
+            Ok(info) => {
+                schedule.push(file, 0..info.data_end, info.block_bytes);
+                report.damages.extend(holders.outside(file, &info));
+                infos.insert(file, info);
+            }
+            Err(error) => {
+                let what = damage(error)?;
+                let leaves = holders.leaves(file, &(0..u64::MAX));
+                report.damages.push(Damage { file: files.path(file), block: None, leaves, what });
+            }
+        }
+    }
+    let total = schedule.bytes();
+    let checker = Arc::new(Checker {
+        infos,
+        cells: schedule.cells.clone(),
+        bad: Mutex::default(),
+        unread: Mutex::default(),
+        blocks: AtomicU64::new(0),
+    });
+    pipeline::run(disk, files, schedule, &checker, options, &mut |done| {
+        progress(VerifyProgress { done, total })
+    })?;
+    checker.read_again(files)?;
+    for (file, block, what) in std::mem::take(&mut *lock(&checker.bad)) {
+        let bytes = checker.infos.get(&file).map(|info| info.bytes_of(block)).unwrap_or_default();
+        let leaves = holders.leaves(file, &bytes);
+        report.damages.push(Damage { file: files.path(file), block: Some(block), leaves, what });
+    }
+    report.damages.sort_by(|a, b| (&a.file, a.block).cmp(&(&b.file, b.block)));
+    report.blocks = checker.blocks.load(Ordering::Acquire);
+    report.bytes = total;
+    Ok(report)
+}
+
+/// What an error says of the data, or the error itself where it says nothing of them.
+fn damage(error: Error) -> Result<String> {
+    match error {
+        Error::Corrupt { what, .. } | Error::Format { what, .. } => Ok(what),
+        Error::Io { .. } | Error::Limit { .. } => Ok(error.to_string()),
+        other => Err(other),
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Checks blocks and remembers the bad ones.
+struct Checker {
+    infos: HashMap<u32, Arc<FileInfo>>,
+    cells: Vec<Cell>,
+    /// File, block, and what does not hold.
+    bad: Mutex<Vec<(u32, u64, String)>>,
+    /// Cells that a read has failed for, in which not every block need be bad.
+    unread: Mutex<Vec<Range<usize>>>,
+    blocks: AtomicU64,
+}
+
+impl Checker {
+    fn check(&self, file: u32, info: &FileInfo, block: u64, bytes: &[u8]) {
+        self.blocks.fetch_add(1, Ordering::Relaxed);
+        if let Err(bad) = info.check(block, bytes) {
+            lock(&self.bad).push((file, block, bad.what()));
+        }
+    }
+
+    /// Reads what could not be read in one go block by block, to tell the bad blocks from their neighbours.
+    fn read_again(&self, files: &FileSet) -> Result<()> {
+        for number in std::mem::take(&mut *lock(&self.unread)).into_iter().flatten() {
+            let Some(cell) = self.cells.get(number) else { continue };
+            let Some(info) = self.infos.get(&cell.file) else { continue };
+            for block in info.block_of(cell.bytes.start)..cell.bytes.end.div_ceil(info.block_bytes) {
+                let range = info.bytes_of(block);
+                let len = range.end - range.start;
+                let read = files
+                    .ready(cell.file, &range)
+                    .and_then(|handle| handle.read_at(range.start, len as usize))
+                    .and_then(|bytes| {
+                        let found = range.start + bytes.len() as u64;
+                        if found < range.end {
+                            Err(files.short(cell.file, found, range.end))
+                        } else {
+                            Ok(bytes)
+                        }
+                    });
+                match read {
+                    Ok(bytes) => self.check(cell.file, info, block, &bytes),
+                    Err(error) => lock(&self.bad).push((cell.file, block, damage(error)?)),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Sink for Checker {
+    fn cell(&self, number: usize, bytes: &[u8]) -> Result<()> {
+        let found = self.cells.get(number).and_then(|cell| Some((cell, self.infos.get(&cell.file)?)));
+        let Some((cell, info)) = found else {
+            return Err(Error::Misuse(format!("cell {number} is not known")));
+        };
+        let first = info.block_of(cell.bytes.start);
+        for (block, bytes) in (first..).zip(bytes.chunks(info.block_bytes as usize)) {
+            self.check(cell.file, info, block, bytes);
+        }
+        Ok(())
+    }
+
+    fn failed(&self, cells: Range<usize>, error: Error) -> Result<()> {
+        damage(error)?;
+        lock(&self.unread).push(cells);
+        Ok(())
+    }
+}
+
+/// Which leaves have bytes where.
+struct Holders {
+    /// For each file: extents with their leaves, by offset, and the furthest end so far (extents of a damaged index may overlap).
+    files: Vec<Vec<(Extent, u32, u64)>>,
+}
+
+impl Holders {
+    fn of(index: &Index, files: usize) -> Self {
+        let mut holders: Vec<Vec<(Extent, u32, u64)>> = vec![Vec::new(); files];
+        for (leaf, record) in (0..).zip(&index.leaves) {
+            let stored = match record {
+                LeafRecord::Alias { of } => index.leaves.get(*of as usize),
+                record => Some(record),
+            };
+            let mut add = |extent: &Extent| {
+                if let Source::Own(file) | Source::Range(file) = extent.source
+                    && let Some(list) = holders.get_mut(file as usize)
+                {
+                    list.push((*extent, leaf, 0));
+                }
+            };
+            match stored {
+                Some(LeafRecord::Tensor(tensor)) => tensor.chunks.iter().for_each(|chunk| add(&chunk.extent)),
+                Some(LeafRecord::Object(extent)) => add(extent),
+                Some(LeafRecord::Alias { .. }) | None => {}
+            }
+        }
+        for list in &mut holders {
+            list.sort_by_key(|(extent, leaf, _)| (extent.offset, *leaf));
+            let mut furthest = 0;
+            for (extent, _, end) in list {
+                furthest = extent.offset.saturating_add(extent.length).max(furthest);
+                *end = furthest;
+            }
+        }
+        Self { files: holders }
+    }
+
+    /// Leaves with bytes in that range of a file, in ascending order.
+    fn leaves(&self, file: u32, bytes: &Range<u64>) -> Vec<u32> {
+        let list = self.files.get(file as usize).map(Vec::as_slice).unwrap_or_default();
+        let before = list.partition_point(|(extent, _, _)| extent.offset < bytes.end);
+        let mut leaves: Vec<u32> = list
+            .iter()
+            .take(before)
+            .rev()
+            .take_while(|(_, _, furthest)| *furthest > bytes.start)
+            .filter(|(extent, _, _)| {
+                extent.length > 0 && extent.offset.saturating_add(extent.length) > bytes.start
+            })
+            .map(|(_, leaf, _)| *leaf)
+            .collect();
+        leaves.sort_unstable();
+        leaves.dedup();
+        leaves
+    }
+
+    /// Extents of an index that reach past the blocks of their file.
+    fn outside(&self, file: u32, info: &FileInfo) -> Option<Damage> {
+        let list = self.files.get(file as usize)?;
+        let mut leaves: Vec<u32> = list
+            .iter()
+            .filter(|(extent, _, _)| {
+                extent.offset.checked_add(extent.length).is_none_or(|end| end > info.data_end)
+            })
+            .map(|(_, leaf, _)| *leaf)
+            .collect();
+        leaves.sort_unstable();
+        leaves.dedup();
+        if leaves.is_empty() {
+            return None;
+        }
+        let what = format!("the index names bytes behind the end of its blocks at {}", info.data_end);
+        Some(Damage { file: info.path.clone(), block: None, leaves, what })
+    }
+}

@@ -1,0 +1,314 @@
+//! Writing verified bytes of a file into the caller's memory, from several threads.
+//!
+//! Safe to call for any plan, by three means:
+//! * *bounds*: a copy is checked against its destination's length when the [`Scatter`] is made, and every tile of it again, on both sides, before a
+//!   byte moves;
+//! * *races*: a window of the file is scattered once at most (a flag per window), windows are disjoint, and a copy never writes a byte twice. Two
+//!   copies that may overlap (see [`crate::load::disjoint`]) are written under one lock;
+//! * *lifetime*: the caller's borrow is held by a [`ScatterGuard`]; a thread that comes too late (after a stall, say) finds the gate shut, and
+//!   shutting it waits for the copy under way.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use super::{HostTarget, stream};
+use crate::load::disjoint;
+use crate::load::geometry::{Dim, Strided, Tile};
+use crate::{Error, Result};
+
+/// A part of a file whose bytes are scattered in one go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Window {
+    /// Ordinal of the file.
+    pub(crate) file: u32,
+    /// Its bytes.
+    pub(crate) bytes: Range<u64>,
+    /// The copies that it feeds: a range of the list given to [`Scatter::open`].
+    pub(crate) copies: Range<usize>,
+}
+
+/// Destinations and the copies into them. See the module documentation.
+#[derive(Debug)]
+pub(crate) struct Scatter {
+    targets: Vec<Target>,
+    copies: Vec<Strided>,
+    /// For each copy, the lock that it needs, where it may overlap with another.
+    locks: disjoint::Locks,
+    windows: Vec<Window>,
+    lists: Vec<u32>,
+    claimed: Vec<AtomicBool>,
+    held: Vec<Mutex<()>>,
+    open: RwLock<bool>,
+}
+
+#[derive(Debug)]
+struct Target {
+    address: NonNull<u8>,
+    len: u64,
+    touched: AtomicBool,
+}
+
+// SAFETY: the addresses are those of HostTargets, which may be written from any thread; `put` sees to it that writes do not race.
+unsafe impl Send for Scatter {}
+// SAFETY: as above.
+unsafe impl Sync for Scatter {}
+
+/// Holds the caller's borrow of the targets; dropping it ends all writing.
+#[derive(Debug)]
+pub(crate) struct ScatterGuard<'a> {
+    scatter: Arc<Scatter>,
+    borrowed: PhantomData<&'a mut [u8]>,
+}
+
+impl ScatterGuard<'_> {
+    pub(crate) fn share(&self) -> Arc<Scatter> {
+        Arc::clone(&self.scatter)
+    }
+}
+
+impl Drop for ScatterGuard<'_> {
+    fn drop(&mut self) {
+        *self.scatter.open.write().unwrap_or_else(PoisonError::into_inner) = false;
+    }
+}
+
+impl Scatter {
+    /// Checks everything that [`Self::put`] relies on. `windows` stand in file order and do not overlap.
+    pub(crate) fn open<'a>(
+        targets: &[HostTarget<'a>],
+        copies: Vec<Strided>,
+        windows: Vec<Window>,
+        lists: Vec<u32>,
+    ) -> Result<ScatterGuard<'a>> {
+        for copy in &copies {
+            let target = targets.get(copy.dst as usize).ok_or_else(|| {
+                Error::Misuse(format!("a copy goes to destination {} of {}", copy.dst, targets.len()))
+            })?;
+            if copy.dst_span.end > target.len() as u64 {
+                return Err(Error::Misuse(format!(
+                    "a copy ends at byte {} of destination {}, which has {}",
+                    copy.dst_span.end,
+                    copy.dst,
+                    target.len()
+                )));
+            }
+            if !copy.is_injective() {
+                return Err(Error::Misuse(format!("destination {} overlaps itself", copy.dst)));
+            }
+        }
+        let ascending = windows.windows(2).all(|pair| match pair {
+            [a, b] => (a.file, a.bytes.end) <= (b.file, b.bytes.start),
+            _ => true,
+        });
+        if !ascending || windows.iter().any(|window| window.bytes.is_empty()) {
+            return Err(Error::Misuse("windows of a read overlap".into()));
+        }
+        for window in &windows {
+            let copies_of = lists.get(window.copies.clone()).unwrap_or_default();
+            if copies_of.len() != window.copies.len()
+                || copies_of.windows(2).any(|pair| matches!(pair, [a, b] if a >= b))
+                || copies_of
+                    .iter()
+                    .any(|&c| copies.get(c as usize).is_none_or(|copy| copy.file != window.file))
+            {
+                return Err(Error::Misuse("a window of a read names copies that are not its own".into()));
+            }
+        }
+        let spans: Vec<Range<u64>> = targets
+            .iter()
+            .map(|target| {
+                target.address().as_ptr() as u64..target.address().as_ptr() as u64 + target.len() as u64
+            })
+            .collect();
+        let locks = disjoint::Locks::find(&spans, &copies);
+        Ok(ScatterGuard {
+            scatter: Arc::new(Self {
+                held: (0..locks.count()).map(|_| Mutex::new(())).collect(),
+                locks,
+                claimed: windows.iter().map(|_| AtomicBool::new(false)).collect(),
+                targets: targets
+                    .iter()
+                    .map(|target| Target {
+                        address: target.address(),
+                        len: target.len() as u64,
+                        touched: AtomicBool::new(false),
+                    })
+                    .collect(),
+                copies,
+                windows,
+                lists,
+                open: RwLock::new(true),
+            }),
+            borrowed: PhantomData,
+        })
+    }
+
+    pub(crate) fn copies(&self) -> &[Strided] {
+        &self.copies
+    }
+
+    /// The numbers of the copies that a window feeds.
+    pub(crate) fn copies_of(&self, window: usize) -> &[u32] {
+        self.windows.get(window).and_then(|window| self.lists.get(window.copies.clone())).unwrap_or_default()
+    }
+
+    /// Destinations that have been written to, in part at least.
+    pub(crate) fn overwritten(&self) -> Vec<u32> {
+        let touched = |(_, target): &(usize, &Target)| target.touched.load(Ordering::Acquire);
+        self.targets.iter().enumerate().filter(touched).map(|(number, _)| number as u32).collect()
+    }
+
+    /// Scatters a window's bytes and returns how many went somewhere. Each window once.
+    pub(crate) fn put(&self, number: usize, bytes: &[u8]) -> Result<u64> {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
+        if !*open {
+            return Err(Error::Cancelled("the restore has ended".into()));
+        }
+        let (Some(window), Some(claimed)) = (self.windows.get(number), self.claimed.get(number)) else {
+            return Err(Error::Misuse(format!("there is no window {number}")));
+        };
+        if bytes.len() as u64 != window.bytes.end - window.bytes.start {
+            return Err(Error::Misuse(format!("window {number} got {} bytes", bytes.len())));
+        }
+        if claimed.swap(true, Ordering::AcqRel) {
+            return Err(Error::Misuse(format!("window {number} was scattered twice")));
+        }
+        let mut moved = 0;
+        let mut outside = false;
+        for &c in self.copies_of(number) {
+            let Some(copy) = self.copies.get(c as usize) else { continue };
+            let Some(target) = self.targets.get(copy.dst as usize) else { continue };
+            let lock = self.locks.of(c).and_then(|lock| self.held.get(lock));
+            let held = lock.map(|lock| lock.lock().unwrap_or_else(PoisonError::into_inner));
+            target.touched.store(true, Ordering::Release);
+            copy.clip(&window.bytes, &mut |tile| {
+                if tile_fits(&tile, target.len, window.bytes.end) && tile.src >= window.bytes.start {
+                    let from = (tile.src - window.bytes.start) as usize;
+                    // SAFETY: the tile lies in the destination and in `bytes`, whose first byte is the window's. The destination is valid: the
+                    // gate is open, and shutting it needs the lock that is held here. Nobody else writes these bytes: the window is claimed, no other
+                    // window holds these bytes of the file, and copies that may overlap hold a common lock.
+                    unsafe {
+                        copy_tile(
+                            target.address.as_ptr().add(tile.dst as usize),
+                            bytes.as_ptr().add(from),
+                            &tile,
+                        );
+                    };
+                    moved += tile.bytes();
+                } else {
+                    outside = true;
+                }
+            });
+            drop(held);
+        }
+        if outside {
+            return Err(Error::Misuse("a copy left its destination".into()));
+        }
+        Ok(moved)
+    }
+}
+
+/// Whether all of a tile lies below `dst_end` in its destination and below `src_end` in the file.
+fn tile_fits(tile: &Tile, dst_end: u64, src_end: u64) -> bool {
+    let (mut first, mut last) = (i128::from(tile.dst), i128::from(tile.dst));
+    let mut src = u128::from(tile.src);
+    for dim in [tile.rows, tile.cols] {
+        let Some(steps) = dim.extent.checked_sub(1) else { return false };
+        // Products of two 64-bit numbers fit 127 bits and a sign but for the largest, which no tile of a checked copy has.
+        let Some(reach) = i128::from(steps).checked_mul(i128::from(dim.dst)) else { return false };
+        let Some(src_reach) = u128::from(steps).checked_mul(u128::from(dim.src)) else { return false };
+        if reach < 0 {
+            first = first.saturating_add(reach);
+        } else {
+            last = last.saturating_add(reach);
+        }
+        src = src.saturating_add(src_reach);
+    }
+    first >= 0
+        && last.saturating_add(i128::from(tile.unit)) <= i128::from(dst_end)
+        && src.saturating_add(u128::from(tile.unit)) <= u128::from(src_end)
+}
+
+/// Edge of the squares that a transposing copy moves at a time, in units: 32 lines of 64 bytes on either side fit the first-level cache.
+const SQUARE: u64 = 32;
+
+/// # Safety
+/// Every unit of the tile is readable at `src` and writable at `dst`, and the two do not overlap.
+unsafe fn copy_tile(dst: *mut u8, src: *const u8, tile: &Tile) {
+    // SAFETY: as promised by the caller.
+    unsafe {
+        match tile.unit {
+            1 => units::<u8>(dst, src, tile),
+            2 => units::<[u8; 2]>(dst, src, tile),
+            4 => units::<[u8; 4]>(dst, src, tile),
+            8 => units::<[u8; 8]>(dst, src, tile),
+            16 => units::<[u8; 16]>(dst, src, tile),
+            _ => {
+                let unit = tile.unit as usize;
+                for row in 0..tile.rows.extent {
+                    for col in 0..tile.cols.extent {
+                        let (to, from) = at(dst, src, tile, row, col);
+                        stream::run(to, from, unit);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Unit by unit, in squares, so that both sides stay in the cache whichever of them jumps.
+///
+/// # Safety
+/// As [`copy_tile`], and `tile.unit` is the size of `T`.
+unsafe fn units<T: Copy>(dst: *mut u8, src: *const u8, tile: &Tile) {
+    let (rows, cols) = (tile.rows.extent, tile.cols.extent);
+    let rows_inside = tile.rows.dst.unsigned_abs() < tile.cols.dst.unsigned_abs();
+    for row in (0..rows).step_by(SQUARE as usize) {
+        let row_end = (row + SQUARE).min(rows);
+        for col in (0..cols).step_by(SQUARE as usize) {
+            let col_end = (col + SQUARE).min(cols);
+            // The destination's nearer dimension is the inner one: stores that fill a line are worth more than loads that do.
+            if rows_inside {
+                for c in col..col_end {
+                    // SAFETY: units of the tile.
+                    unsafe { line::<T>(at(dst, src, tile, row, c), tile.rows, row_end - row) };
+                }
+            } else {
+                for r in row..row_end {
+                    // SAFETY: units of the tile.
+                    unsafe { line::<T>(at(dst, src, tile, r, col), tile.cols, col_end - col) };
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `count` units along `dim` are readable and writable at the two addresses.
+#[inline]
+unsafe fn line<T: Copy>((dst, src): (*mut u8, *const u8), dim: Dim, count: u64) {
+    let (dst_step, src_step) = (dim.dst as isize, dim.src as usize);
+    for i in 0..count as usize {
+        // SAFETY: as promised by the caller. Units need not be aligned.
+        unsafe {
+            let to = dst.offset(i.cast_signed() * dst_step).cast::<T>();
+            to.write_unaligned(src.add(i * src_step).cast::<T>().read_unaligned());
+        }
+    }
+}
+
+/// # Safety
+/// `row` and `col` lie in the tile.
+#[inline]
+unsafe fn at(dst: *mut u8, src: *const u8, tile: &Tile, row: u64, col: u64) -> (*mut u8, *const u8) {
+    let to = row
+        .cast_signed()
+        .wrapping_mul(tile.rows.dst)
+        .wrapping_add(col.cast_signed().wrapping_mul(tile.cols.dst));
+    let from = row * tile.rows.src + col * tile.cols.src;
+    // SAFETY: an address inside the tile, as promised by the caller.
+    unsafe { (dst.offset(to as isize), src.add(from as usize)) }
+}

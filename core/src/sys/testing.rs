@@ -1,0 +1,54 @@
+//! What tests do to their own process: forbid system calls, fork. Each of them runs in a process of its own (see `io::tests`).
+
+use std::io;
+
+/// From now on this thread, and those that it starts, get `errno` from system call `number`.
+pub fn refuse_syscall(number: libc::c_long, errno: i32) -> io::Result<()> {
+    let statement = |code: u32, k: u32, jt: u8, jf: u8| libc::sock_filter { code: code as u16, jt, jf, k };
+    let number = u32::try_from(number).map_err(io::Error::other)?;
+    let mut filter = [
+        statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0), // the number of the call
+        statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, number, 0, 1),
+        statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | errno.unsigned_abs(), 0, 0),
+        statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, 0, 0),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the program and its filter outlive the call, which copies them.
+    let answer = unsafe {
+        if libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 {
+            libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program)
+        } else {
+            -1
+        }
+    };
+    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Forks; the child runs `body` and exits with what it returns, with no destructor and no test harness behind it.
+pub fn fork(body: impl FnOnce() -> i32) -> io::Result<Child> {
+    // SAFETY: the C library makes its own state usable in the child (malloc among it); the test's process has no other busy threads.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => {
+            let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(101);
+            // SAFETY: ends the process at once.
+            unsafe { libc::_exit(code) }
+        }
+        pid => Ok(Child(pid)),
+    }
+}
+
+/// A forked child.
+pub struct Child(libc::pid_t);
+
+impl Child {
+    /// Its exit code, or the negative number of the signal that ended it.
+    pub fn wait(self) -> io::Result<i32> {
+        let mut status = 0;
+        // SAFETY: `status` outlives the call.
+        if unsafe { libc::waitpid(self.0, &raw mut status, 0) } != self.0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(if libc::WIFEXITED(status) { libc::WEXITSTATUS(status) } else { -libc::WTERMSIG(status) })
+    }
+}

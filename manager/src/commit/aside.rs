@@ -1,0 +1,100 @@
+//! Renames that take something away, and the one that replaces a small file. Each is one rename inside one directory, followed by that directory's sync.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use stepwell_core::format::manifest::{Manifest, Tombstone};
+use stepwell_core::io::{Dir, LockKind, Rename};
+
+use crate::directory_layout::{self, LEASE, MANIFEST, MANIFEST_NEW};
+use crate::discovery::read_manifest;
+use crate::error::Result;
+use crate::lease::is_without_locks;
+use crate::retire::delete_tree;
+
+/// Takes a step (or a dead temporary) out of sight. It may be deleted once this has returned `Ok`, and not before: the rename is durable then.
+pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<()> {
+    root.rename(name, trash, Rename::NoReplace)?;
+    root.sync()
+}
+
+/// Takes dead temporaries out of sight, with one sync for all of them.
+pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> stepwell_core::Result<()> {
+    for (name, trash) in names {
+        root.rename(name, trash, Rename::NoReplace)?;
+    }
+    if names.is_empty() { Ok(()) } else { root.sync() }
+}
+
+/// Sets a step aside into a branch.
+pub fn set_aside(root: &dyn Dir, name: &str, branch: &str) -> stepwell_core::Result<()> {
+    root.rename(name, &directory_layout::branch(branch, name), Rename::NoReplace)?;
+    root.sync()
+}
+
+/// Writes a small file anew: the old one or the new one is there at any instant.
+pub fn replace_file(dir: &dyn Dir, name: &str, new_name: &str, bytes: &[u8]) -> stepwell_core::Result<()> {
+    match dir.remove_file(new_name) {
+        Err(error) if !error.is_not_found() => return Err(error),
+        _ => {}
+    }
+    dir.write_file(new_name, bytes)?;
+    dir.rename(new_name, name, Rename::Replace)?;
+    dir.sync()
+}
+
+/// What became of a thinning.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Thinned {
+    /// These items are gone.
+    Dropped(Vec<String>),
+    /// Readers hold the step; it stays as it is for now.
+    Held,
+    /// There was nothing to drop.
+    Nothing,
+}
+
+/// Drops the items of a step that are not in `keep`: a new manifest with tombstones takes the old one's place, then the files go. A crash in
+/// between leaves files that a tombstone names; recovery deletes those.
+pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -> Result<Thinned> {
+    let step = root.open_dir(name)?;
+    let _lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
+        Ok(Some(lock)) => Some(lock),
+        Ok(None) => return Ok(Thinned::Held),
+        Err(error) if is_without_locks(&error) => None,
+        Err(error) => return Err(error.into()),
+    };
+    let mut manifest = read_manifest(root, name)?;
+    let (kept, dropped): (Vec<_>, Vec<_>) =
+        std::mem::take(&mut manifest.items).into_iter().partition(|item| keep.contains(&item.name));
+    if dropped.is_empty() || kept.is_empty() {
+        return Ok(Thinned::Nothing);
+    }
+    manifest.items = kept;
+    let names = dropped.iter().map(|item| item.name.clone()).collect();
+    for item in dropped {
+        let below = format!("{}/", item.dir);
+        let (gone, files) = std::mem::take(&mut manifest.files)
+            .into_iter()
+            .partition(|file: &stepwell_core::format::manifest::FileEntry| file.path.starts_with(&below));
+        manifest.files = files;
+        let paths = std::iter::once(item.index.path).chain(gone.into_iter().map(|file| file.path)).collect();
+        manifest.dropped.push(Tombstone { item: item.name, dir: item.dir, paths, unix_ns });
+    }
+    replace_file(&*step, MANIFEST, MANIFEST_NEW, &manifest.encode()?)?;
+    apply_tombstones(&step, &manifest)?;
+    Ok(Thinned::Dropped(names))
+}
+
+/// Deletes what the tombstones of a manifest name. The caller holds the step's lease exclusively, or knows that no reader has it.
+pub fn apply_tombstones(step: &Arc<dyn Dir>, manifest: &Manifest) -> stepwell_core::Result<()> {
+    let mut changed = false;
+    for tombstone in &manifest.dropped {
+        match delete_tree(&**step, &tombstone.dir) {
+            Ok(()) => changed = true,
+            Err(error) if error.is_not_found() => {}
+            Err(error) => return Err(error),
+        }
+    }
+    if changed { step.sync() } else { Ok(()) }
+}

@@ -1,0 +1,156 @@
+//! Carries out the commit machine's actions over a root directory.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use stepwell_core::io::Dir;
+
+use super::machine::{Action, Event, Machine, Now, Stands, Verdict};
+use super::records::{ItemPart, Vote};
+use crate::discovery::read_manifest;
+use crate::environment::Clock;
+use crate::error::Result;
+use crate::retire::delete_tree;
+
+/// How a commit ended, and what it cost.
+#[derive(Debug)]
+pub struct Outcome {
+    /// How it ended.
+    pub verdict: Verdict,
+    /// Time in the save pipeline.
+    pub data: Duration,
+    /// Time for everything else: records, syncs, votes, the rename.
+    pub commit: Duration,
+}
+
+/// What the driver needs beside the root directory.
+pub trait World {
+    /// Runs the save pipeline into the temporary; called once at most.
+    fn write_data(&mut self, temporary: &Arc<dyn Dir>) -> stepwell_core::Result<Vec<ItemPart>>;
+    /// Deletes what is on its way out, now.
+    fn empty_trash(&mut self);
+    /// Who has taken the root over, if someone has.
+    fn usurper(&mut self) -> stepwell_core::Result<Option<String>>;
+    /// Publishes this rank's vote.
+    fn send_vote(&mut self, vote: &Vote) -> Result<()>;
+    /// All votes that are there.
+    fn poll_votes(&mut self, have: usize, timeout: Duration) -> Result<Vec<Vote>>;
+    /// Tells the other ranks.
+    fn send_verdict(&mut self, committed: bool, message: &str) -> Result<()>;
+    /// The leader's verdict, if it is there.
+    fn poll_verdict(&mut self, timeout: Duration) -> Result<Option<(bool, String)>>;
+}
+
+/// Runs a commit to its end.
+pub fn run(machine: &mut Machine, root: &Arc<dyn Dir>, clock: &dyn Clock, world: &mut dyn World) -> Outcome {
+    let start = clock.monotonic();
+    let mut data = Duration::ZERO;
+    let mut temporary: Option<Arc<dyn Dir>> = None;
+    let mut action = machine.start();
+    loop {
+        tracing::trace!(?action, "commit");
+        if let Action::Finish(verdict) = action {
+            let commit = clock.monotonic().saturating_sub(start).saturating_sub(data);
+            return Outcome { verdict: *verdict, data, commit };
+        }
+        let began = clock.monotonic();
+        let is_data = matches!(action, Action::WriteData);
+        let event = execute(machine, root, &mut temporary, world, action);
+        if is_data {
+            data += clock.monotonic().saturating_sub(began);
+        }
+        action = machine.on(event, Now { monotonic: clock.monotonic(), unix_ns: clock.unix_ns() });
+    }
+}
+
+fn execute(
+    machine: &Machine,
+    root: &Arc<dyn Dir>,
+    temporary: &mut Option<Arc<dyn Dir>>,
+    world: &mut dyn World,
+    action: Action,
+) -> Event {
+    let plan = machine.plan();
+    let opened = |temporary: &Option<Arc<dyn Dir>>| {
+        temporary.clone().ok_or_else(|| stepwell_core::Error::Misuse("there is no temporary yet".to_owned()))
+    };
+    let done = |result: stepwell_core::Result<()>| match result {
+        Ok(()) => Event::Done,
+        Err(error) => Event::Failed(error),
+    };
+    match action {
+        Action::CreateTemporary => {
+            let made = match root.create_dir(&plan.temporary) {
+                Err(error) if plan.world_size > 1 && error.errno() == Some(17) => {
+                    root.open_dir(&plan.temporary)
+                }
+                made => made,
+            };
+            done(made.map(|dir| *temporary = Some(dir)))
+        }
+        Action::EmptyTrash => {
+            world.empty_trash();
+            Event::Done
+        }
+        Action::WriteData => match opened(temporary).and_then(|dir| world.write_data(&dir)) {
+            Ok(parts) => Event::Data(parts),
+            Err(error) => Event::Failed(error),
+        },
+        Action::SendVote(vote) => reached(world.send_vote(&vote).map(|()| Event::Done)),
+        Action::PollVotes { have, timeout } => reached(world.poll_votes(have, timeout).map(Event::Votes)),
+        Action::WriteFile { path, bytes } => {
+            done(opened(temporary).and_then(|dir| dir.write_file(&path, &bytes)))
+        }
+        Action::SyncDir(path) => done(
+            opened(temporary)
+                .and_then(|dir| if path.is_empty() { dir.sync() } else { dir.open_dir(&path)?.sync() }),
+        ),
+        Action::CheckFence => match world.usurper() {
+            Ok(who) => Event::Fence(who),
+            Err(error) => Event::Failed(error),
+        },
+        Action::Look(name) => match look(root, &name) {
+            Ok(stands) => Event::Stands(stands),
+            Err(error) => Event::Failed(error),
+        },
+        Action::Rename { from, to, how } => done(root.rename(&from, &to, how)),
+        Action::SyncRoot => done(root.sync()),
+        Action::RemoveTemporary => {
+            drop(temporary.take());
+            match delete_tree(&**root, &plan.temporary) {
+                Err(error) if !error.is_not_found() => {
+                    tracing::warn!(%error, "a failed save left its temporary; the next writer removes it");
+                }
+                _ => {}
+            }
+            Event::Done
+        }
+        Action::SendVerdict(committed, message) => {
+            reached(world.send_verdict(committed, &message).map(|()| Event::Done))
+        }
+        Action::PollVerdict { timeout } => reached(world.poll_verdict(timeout).map(Event::Verdict)),
+        // The caller returns before.
+        Action::Finish(_) => Event::Done,
+    }
+}
+
+fn reached(result: Result<Event>) -> Event {
+    result.unwrap_or_else(Event::Unreachable)
+}
+
+/// What stands under a name: an answer, or that none can be had.
+fn look(root: &Arc<dyn Dir>, name: &str) -> stepwell_core::Result<Stands> {
+    if root.stat(name)?.is_none() {
+        return Ok(Stands::Nothing);
+    }
+    match read_manifest(&**root, name) {
+        Ok(manifest) => Ok(Stands::Step(manifest.attempt)),
+        Err(error) if error.is_not_found() => Ok(Stands::NoStep("it has no manifest".to_owned())),
+        Err(error @ (stepwell_core::Error::Corrupt { .. } | stepwell_core::Error::Format { .. })) => {
+            Ok(Stands::NoStep(error.to_string()))
+        }
+        // ENOTDIR and ELOOP: a file or a symlink has the name.
+        Err(error) if matches!(error.errno(), Some(20 | 40)) => Ok(Stands::NoStep(error.to_string())),
+        Err(error) => Err(error),
+    }
+}

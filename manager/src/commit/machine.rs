@@ -1,0 +1,490 @@
+//! The commit machine. One action at a time: [`Machine::start`] gives the first, [`Machine::on`] takes what came of it and gives the next, until
+//! [`Action::Finish`]. It never touches a file, a clock or another rank itself.
+//!
+//! ```text
+//! every rank:  create the temporary ─▶ write data ─▶ vote ─┐
+//! leader:      ◀────────────────────────────────── all votes
+//!              indexes, lease, manifest, directories bottom-up ─▶ fence ─▶ rename (the commit point) ─▶ fsync(root) ─▶ verdict
+//! ```
+//!
+//! Invariants: nothing is renamed before everything below it was synced; a failed write or sync is never tried again (only *making* the temporary is, once, after
+//! the trash was emptied); an error before the rename is `NotCommitted` and the temporary goes; an error after it is `Uncertain` and everything stays.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use stepwell_core::format::manifest::Attempt;
+
+use super::records::{self, Draft, Vote};
+use crate::coordination::LEADER;
+use crate::error::Error;
+
+const EEXIST: i32 = 17;
+const ENOTEMPTY: i32 = 39;
+const EINVAL: i32 = 22;
+const ENOSPC: i32 = 28;
+const EDQUOT: i32 = 122;
+
+/// How long one look for votes or for the verdict takes at most, so that deadlines are kept.
+const POLL: Duration = Duration::from_millis(250);
+
+/// What a commit is to do.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The step, for messages.
+    pub step: u64,
+    /// Whose save it is.
+    pub attempt: Attempt,
+    /// The directory while it is written.
+    pub temporary: String,
+    /// The name that it gets.
+    pub target: String,
+    /// What to do with a step that stands there.
+    pub existing: Existing,
+    /// The name that a replaced step gets.
+    pub trash: String,
+    /// The name that something that is no step gets.
+    pub quarantine: String,
+    /// This rank and all ranks.
+    pub rank: u32,
+    /// All ranks.
+    pub world_size: u32,
+    /// How long nothing may happen while others are waited for.
+    pub stall_timeout: Duration,
+    /// Whether there is an epoch file to look at before the rename.
+    pub fenced: bool,
+}
+
+/// What to do with a step that has the name already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Existing {
+    /// It stays; the commit is refused.
+    Refuse,
+    /// It is swapped with the new one in one operation, then retired.
+    Replace,
+}
+
+/// What the machine asks for.
+#[derive(Debug)]
+pub enum Action {
+    /// Make [`Plan::temporary`]; another rank may have made it (world size > 1).
+    CreateTemporary,
+    /// Make room: delete what is on its way out anyway.
+    EmptyTrash,
+    /// Run the save pipeline into the temporary; answer with [`Event::Data`].
+    WriteData,
+    /// Publish this rank's vote.
+    SendVote(Box<Vote>),
+    /// Look for the votes of the other ranks; the leader has `have` of them.
+    PollVotes {
+        /// How many are known.
+        have: usize,
+        /// At most so long.
+        timeout: Duration,
+    },
+    /// Write and sync a small file below the temporary.
+    WriteFile {
+        /// Relative to the temporary.
+        path: String,
+        /// Its content.
+        bytes: Vec<u8>,
+    },
+    /// Sync a directory: of the temporary (relative path), or the temporary itself (empty).
+    SyncDir(String),
+    /// Read the epoch: is this still the root's writer?
+    CheckFence,
+    /// What stands under this name?
+    Look(String),
+    /// Rename within the root.
+    Rename {
+        /// From.
+        from: String,
+        /// To.
+        to: String,
+        /// How.
+        how: stepwell_core::io::Rename,
+    },
+    /// Make the root's entries durable.
+    SyncRoot,
+    /// Remove the temporary and all in it; failing to is no error (the next writer does it).
+    RemoveTemporary,
+    /// Tell the other ranks.
+    SendVerdict(bool, String),
+    /// Look for the leader's verdict.
+    PollVerdict {
+        /// At most so long.
+        timeout: Duration,
+    },
+    /// The end.
+    Finish(Box<Verdict>),
+}
+
+/// What came of an action.
+#[derive(Debug)]
+pub enum Event {
+    /// It was done.
+    Done,
+    /// It failed.
+    Failed(stepwell_core::Error),
+    /// The data files of this rank are written and synced.
+    Data(Vec<records::ItemPart>),
+    /// All votes that are there.
+    Votes(Vec<Vote>),
+    /// What stands under the name.
+    Stands(Stands),
+    /// The fence: `None` if this is still the writer, else who is.
+    Fence(Option<String>),
+    /// The leader's verdict, if it is there: committed or not, and its message.
+    Verdict(Option<(bool, String)>),
+    /// Ranks could not be reached.
+    Unreachable(Error),
+}
+
+/// What stands under a name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stands {
+    /// Nothing.
+    Nothing,
+    /// A step, of this attempt.
+    Step(Attempt),
+    /// Something that is no step, and why.
+    NoStep(String),
+}
+
+/// The time of an event.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Now {
+    /// Monotonic.
+    pub monotonic: Duration,
+    /// Wall clock, nanoseconds since 1970.
+    pub unix_ns: i64,
+}
+
+/// How a commit ended.
+#[derive(Debug)]
+pub enum Verdict {
+    /// The step survives a power cut.
+    Committed {
+        /// The name in the root of the step that was replaced, ready to be deleted.
+        replaced: Option<String>,
+    },
+    /// Nothing of it is visible.
+    NotCommitted(Error),
+    /// It stands under its name, but may not survive a power cut.
+    Uncertain(stepwell_core::Error),
+}
+
+#[derive(Debug)]
+enum State {
+    Creating {
+        emptied: bool,
+    },
+    Emptying,
+    Writing,
+    Voting,
+    Gathering {
+        progress: Duration,
+    },
+    Recording(VecDeque<Action>),
+    Fencing,
+    /// Looking at the target before the rename (only where a step may be replaced).
+    Before,
+    Renaming {
+        exchange: bool,
+    },
+    /// A rename has failed: whose attempt is there now?
+    Settling {
+        exchange: bool,
+        error: stepwell_core::Error,
+    },
+    Quarantining,
+    Syncing {
+        exchange: bool,
+    },
+    RetiringOld,
+    SyncingOld,
+    Removing(Error),
+    Awaiting {
+        progress: Duration,
+    },
+    Telling(Verdict),
+    Finished,
+}
+
+/// See the module documentation.
+#[derive(Debug)]
+pub struct Machine {
+    plan: Plan,
+    draft: Draft,
+    state: State,
+    votes: BTreeMap<u32, Vote>,
+    quarantined: bool,
+}
+
+impl Machine {
+    /// A commit that has not begun.
+    pub fn new(plan: Plan, draft: Draft) -> Self {
+        let state = State::Creating { emptied: false };
+        Self { plan, draft, state, votes: BTreeMap::new(), quarantined: false }
+    }
+
+    /// What it is to do.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The first action.
+    pub fn start(&mut self) -> Action {
+        self.state = State::Creating { emptied: false };
+        Action::CreateTemporary
+    }
+
+    /// What follows from an event.
+    pub fn on(&mut self, event: Event, now: Now) -> Action {
+        match (std::mem::replace(&mut self.state, State::Finished), event) {
+            (State::Creating { .. }, Event::Done) => self.to(State::Writing, Action::WriteData),
+            (State::Creating { emptied: false }, Event::Failed(error))
+                if matches!(error.errno(), Some(ENOSPC | EDQUOT)) =>
+            {
+                self.to(State::Emptying, Action::EmptyTrash)
+            }
+            (State::Emptying, _) => self.to(State::Creating { emptied: true }, Action::CreateTemporary),
+            (State::Creating { .. } | State::Writing, Event::Failed(error)) => self.own_failure(error),
+            (State::Writing, Event::Data(parts)) => {
+                let vote = Vote { rank: self.plan.rank, attempt: self.plan.attempt.clone(), parts: Ok(parts) };
+                self.vote(vote, now)
+            }
+            (State::Voting, Event::Done) => {
+                self.to(State::Awaiting { progress: now.monotonic }, Action::PollVerdict { timeout: POLL })
+            }
+            (State::Voting | State::Gathering { .. } | State::Awaiting { .. }, Event::Unreachable(error)) => {
+                self.abort(error)
+            }
+            (State::Gathering { progress }, Event::Votes(votes)) => self.gather(progress, votes, now),
+            (State::Recording(actions), Event::Done) => self.record(actions),
+            (State::Recording(_), Event::Failed(error)) => self.abort(self.failed(error)),
+            (State::Fencing, Event::Fence(None)) => self.before_rename(),
+            (State::Fencing, Event::Fence(Some(owner))) => {
+                let error = Error::Locked { root: self.draft.root.clone(), owner: Some(owner) };
+                self.abort(error)
+            }
+            (State::Before, Event::Stands(stands)) => match stands {
+                Stands::Nothing => self.rename(false),
+                Stands::Step(_) => self.rename(true),
+                Stands::NoStep(_) => self.set_aside(),
+            },
+            (State::Renaming { exchange }, Event::Done) => self.to(State::Syncing { exchange }, Action::SyncRoot),
+            (State::Renaming { exchange: true }, Event::Failed(error)) if error.errno() == Some(EINVAL) => {
+                self.abort(Error::Invalid(format!(
+                    "{} cannot swap two directories ({error}), so that replacing step {} could lose both; delete it first",
+                    self.draft.root.display(),
+                    self.plan.step
+                )))
+            }
+            (State::Renaming { exchange }, Event::Failed(error)) => {
+                let look = Action::Look(self.plan.target.clone());
+                self.to(State::Settling { exchange, error }, look)
+            }
+            (State::Settling { exchange, error }, Event::Stands(stands)) => self.settle(exchange, error, stands),
+            // Nothing can be learnt: it may or may not stand there. Nothing is touched.
+            (State::Settling { error, .. }, Event::Failed(_)) => self.end(Verdict::Uncertain(error)),
+            (State::Quarantining, Event::Done) => self.rename(false),
+            (State::Syncing { .. }, Event::Failed(error)) => self.end(Verdict::Uncertain(error)),
+            (State::Syncing { exchange: false }, Event::Done) => self.end(Verdict::Committed { replaced: None }),
+            (State::Syncing { exchange: true }, Event::Done) => {
+                let (from, to) = (self.plan.temporary.clone(), self.plan.trash.clone());
+                let how = stepwell_core::io::Rename::NoReplace;
+                self.to(State::RetiringOld, Action::Rename { from, to, how })
+            }
+            (State::RetiringOld, Event::Done) => self.to(State::SyncingOld, Action::SyncRoot),
+            (State::SyncingOld, Event::Done) => {
+                let replaced = Some(self.plan.trash.clone());
+                self.end(Verdict::Committed { replaced })
+            }
+            // The new step is durable; what is left of the old one is the next writer's.
+            (State::RetiringOld | State::SyncingOld, Event::Failed(_)) => {
+                self.end(Verdict::Committed { replaced: None })
+            }
+            (State::Removing(error), _) => self.end(Verdict::NotCommitted(error)),
+            (State::Awaiting { progress }, Event::Verdict(verdict)) => self.hear(progress, verdict, now),
+            (State::Telling(verdict), _) => Action::Finish(Box::new(verdict)),
+            (_, Event::Failed(error)) => self.abort(self.failed(error)),
+            (state, event) => {
+                let what = format!("the commit machine in {state:?} was told {event:?}");
+                self.abort(Error::Invalid(what))
+            }
+        }
+    }
+
+    fn to(&mut self, state: State, action: Action) -> Action {
+        self.state = state;
+        action
+    }
+
+    fn is_leader(&self) -> bool {
+        self.plan.rank == LEADER
+    }
+
+    fn failed(&self, source: stepwell_core::Error) -> Error {
+        Error::SaveFailed { step: self.plan.step, source }
+    }
+
+    /// This rank's data could not be written: the others are told, then it is over here.
+    fn own_failure(&mut self, error: stepwell_core::Error) -> Action {
+        if self.is_leader() {
+            return self.abort(self.failed(error));
+        }
+        let cause = error.to_string();
+        let vote = Vote { rank: self.plan.rank, attempt: self.plan.attempt.clone(), parts: Err(cause) };
+        self.to(State::Telling(Verdict::NotCommitted(self.failed(error))), Action::SendVote(Box::new(vote)))
+    }
+
+    fn vote(&mut self, vote: Vote, now: Now) -> Action {
+        if self.is_leader() {
+            self.votes.insert(vote.rank, vote);
+            return self.decide(now.monotonic, now);
+        }
+        self.to(State::Voting, Action::SendVote(Box::new(vote)))
+    }
+
+    fn gather(&mut self, progress: Duration, votes: Vec<Vote>, now: Now) -> Action {
+        let before = self.votes.len();
+        for vote in votes {
+            // A straggler of a dead attempt does not count.
+            if vote.attempt == self.plan.attempt && vote.rank < self.plan.world_size {
+                self.votes.entry(vote.rank).or_insert(vote);
+            }
+        }
+        let progress = if self.votes.len() > before { now.monotonic } else { progress };
+        self.decide(progress, now)
+    }
+
+    fn decide(&mut self, progress: Duration, now: Now) -> Action {
+        let failed =
+            self.votes.values().find_map(|vote| Some((vote.rank, vote.parts.as_ref().err()?.clone())));
+        if let Some((rank, cause)) = failed {
+            return self.abort(Error::RankFailed { rank, cause });
+        }
+        if self.votes.len() < self.plan.world_size as usize {
+            let waited = now.monotonic.saturating_sub(progress);
+            if waited >= self.plan.stall_timeout {
+                let missing =
+                    (0..self.plan.world_size).filter(|rank| !self.votes.contains_key(rank)).collect();
+                let waited_for = format!("to vote on step {}", self.plan.step);
+                return self.abort(Error::CoordinationTimeout {
+                    missing,
+                    waited_for,
+                    seconds: waited.as_secs_f64(),
+                });
+            }
+            let action = Action::PollVotes { have: self.votes.len(), timeout: POLL };
+            return self.to(State::Gathering { progress }, action);
+        }
+        let votes = std::mem::take(&mut self.votes).into_values().collect();
+        match records::records(&self.draft, &self.plan.attempt, self.plan.world_size, votes, now.unix_ns) {
+            Ok(files) => {
+                let mut actions = VecDeque::new();
+                for (dir, file) in files {
+                    actions.push_back(Action::WriteFile { path: file.path, bytes: file.bytes });
+                    if let Some(dir) = dir {
+                        actions.push_back(Action::SyncDir(dir));
+                    }
+                }
+                actions.push_back(Action::SyncDir(String::new()));
+                self.record(actions)
+            }
+            Err(error) => self.abort(error),
+        }
+    }
+
+    fn record(&mut self, mut actions: VecDeque<Action>) -> Action {
+        match actions.pop_front() {
+            Some(action) => self.to(State::Recording(actions), action),
+            None if self.plan.fenced => self.to(State::Fencing, Action::CheckFence),
+            None => self.before_rename(),
+        }
+    }
+
+    fn before_rename(&mut self) -> Action {
+        match self.plan.existing {
+            Existing::Refuse => self.rename(false),
+            Existing::Replace => {
+                let look = Action::Look(self.plan.target.clone());
+                self.to(State::Before, look)
+            }
+        }
+    }
+
+    fn rename(&mut self, exchange: bool) -> Action {
+        use stepwell_core::io::Rename;
+        let (from, to) = (self.plan.temporary.clone(), self.plan.target.clone());
+        let how = if exchange { Rename::Exchange } else { Rename::NoReplace };
+        self.to(State::Renaming { exchange }, Action::Rename { from, to, how })
+    }
+
+    fn set_aside(&mut self) -> Action {
+        let (from, to) = (self.plan.target.clone(), self.plan.quarantine.clone());
+        self.quarantined = true;
+        self.to(State::Quarantining, Action::Rename { from, to, how: stepwell_core::io::Rename::NoReplace })
+    }
+
+    /// After a rename that did not say yes: whose attempt stands there decides, not the errno (a network file system loses answers).
+    fn settle(&mut self, exchange: bool, error: stepwell_core::Error, stands: Stands) -> Action {
+        match stands {
+            Stands::Step(attempt) if attempt == self.plan.attempt => {
+                self.to(State::Syncing { exchange }, Action::SyncRoot)
+            }
+            Stands::Step(_) if matches!(error.errno(), Some(EEXIST | ENOTEMPTY)) => {
+                let root = self.draft.root.clone();
+                self.abort(Error::StepExists { step: self.plan.step, root })
+            }
+            Stands::NoStep(_) if !self.quarantined && matches!(error.errno(), Some(EEXIST | ENOTEMPTY)) => {
+                self.set_aside()
+            }
+            _ => self.abort(self.failed(error)),
+        }
+    }
+
+    fn hear(&mut self, progress: Duration, verdict: Option<(bool, String)>, now: Now) -> Action {
+        match verdict {
+            Some((true, _)) => self.finish(Verdict::Committed { replaced: None }),
+            Some((false, cause)) => {
+                self.finish(Verdict::NotCommitted(Error::RankFailed { rank: LEADER, cause }))
+            }
+            None => {
+                let waited = now.monotonic.saturating_sub(progress);
+                if waited >= self.plan.stall_timeout {
+                    let waited_for = format!("to decide on step {}", self.plan.step);
+                    let seconds = waited.as_secs_f64();
+                    let error = Error::CoordinationTimeout { missing: vec![LEADER], waited_for, seconds };
+                    return self.finish(Verdict::NotCommitted(error));
+                }
+                self.to(State::Awaiting { progress }, Action::PollVerdict { timeout: POLL })
+            }
+        }
+    }
+
+    /// Before the rename: nothing is visible, and the temporary goes. Only the leader removes it: other ranks may still write there.
+    fn abort(&mut self, error: Error) -> Action {
+        if self.is_leader() {
+            return self.to(State::Removing(error), Action::RemoveTemporary);
+        }
+        self.finish(Verdict::NotCommitted(error))
+    }
+
+    fn end(&mut self, verdict: Verdict) -> Action {
+        if self.plan.world_size == 1 || !self.is_leader() {
+            return self.finish(verdict);
+        }
+        let (committed, message) = match &verdict {
+            Verdict::Committed { .. } => (true, String::new()),
+            Verdict::NotCommitted(error) => (false, error.to_string()),
+            Verdict::Uncertain(error) => (false, format!("the rename may not survive a power cut: {error}")),
+        };
+        self.to(State::Telling(verdict), Action::SendVerdict(committed, message))
+    }
+
+    fn finish(&mut self, verdict: Verdict) -> Action {
+        self.to(State::Finished, Action::Finish(Box::new(verdict)))
+    }
+}

@@ -1,0 +1,165 @@
+//! Every name in a root, in one place. Pure.
+//!
+//! Temporary, trash, quarantine and branch names are siblings of the steps on purpose: commit, retirement, quarantine and rewinding are then
+//! one rename inside **one** directory each. (A rename between two directories may, after a crash, leave one inode under both parents or under
+//! neither.) All start with a dot, so none can be a step's name.
+
+/// The commit record of a step.
+pub const MANIFEST: &str = "manifest.json";
+/// Where a thinned step's new manifest is written before it takes the old one's name.
+pub const MANIFEST_NEW: &str = ".manifest.json.new";
+/// Readers hold a shared lock on this file of a step.
+pub const LEASE: &str = ".lease";
+/// The index of an item, below the item's directory.
+pub const INDEX: &str = "index";
+/// What belongs to the root and to no step.
+pub const CONTROL: &str = ".stepwell";
+/// Format version, root id, step-name pattern, the user's root metadata.
+pub const ROOT_JSON: &str = "root.json";
+/// The writer's lock.
+pub const LOCK: &str = "lock";
+/// The fence: which writer is the current one.
+pub const EPOCH: &str = "epoch";
+/// Sidecars of metrics that came after the commit, keyed by attempt.
+pub const METRICS: &str = "metrics";
+
+const TEMPORARY_PREFIX: &str = ".tmp-";
+const TRASH_PREFIX: &str = ".trash-";
+const QUARANTINE_PREFIX: &str = ".quarantine-";
+const BRANCH_PREFIX: &str = ".branch-";
+/// Bytes of a label inside a generated name: such a name stays below 255 whatever was labelled.
+const MAX_LABEL_BYTES: usize = 128;
+
+/// A name of ours in a root, taken apart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum OwnName {
+    /// A save in flight, or what a crashed one left.
+    Temporary {
+        /// The step's padded number, or the name of a singular checkpoint.
+        label: String,
+        /// The session that made it: 32 hex digits.
+        session: String,
+        /// The save's number within its session.
+        counter: u64,
+    },
+    /// Something on its way out.
+    Trash,
+    /// A directory that had a step's name and was none.
+    Quarantine,
+    /// A step that `rewind` set aside.
+    Branch {
+        /// The branch.
+        branch: String,
+        /// The step's name.
+        step_name: String,
+    },
+    /// The root's own directory.
+    Control,
+}
+
+/// The label of a step in generated names.
+pub fn label(step: u64) -> String {
+    format!("{step:08}")
+}
+
+/// A save in flight. Every rank derives it itself from the attempt.
+pub fn temporary(label: &str, session: &str, counter: u64) -> String {
+    format!("{TEMPORARY_PREFIX}{}-{session}-{counter}", shortened(label))
+}
+
+/// Something on its way out; `unique` makes that two steps of one number are both kept until they are deleted.
+pub fn trash(label: &str, unique: u128) -> String {
+    format!("{TRASH_PREFIX}{}-{unique:032x}", shortened(label))
+}
+
+/// A directory that had a step's name and was none.
+pub fn quarantine(name: &str, unique: u128) -> String {
+    format!("{QUARANTINE_PREFIX}{}-{unique:032x}", shortened(name))
+}
+
+/// A step that `rewind` set aside.
+pub fn branch(branch: &str, step_name: &str) -> String {
+    format!("{BRANCH_PREFIX}{branch}.{step_name}")
+}
+
+/// Whether a branch may have that name.
+pub fn is_branch_name(name: &str) -> bool {
+    !name.is_empty()
+        && name.len() <= MAX_LABEL_BYTES
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-'))
+}
+
+/// A path in the root's own directory.
+pub fn control(name: &str) -> String {
+    format!("{CONTROL}/{name}")
+}
+
+/// What a name of ours says; `None` for steps and for what is not ours.
+pub fn parse(name: &str) -> Option<OwnName> {
+    if name == CONTROL {
+        return Some(OwnName::Control);
+    }
+    if name.starts_with(TRASH_PREFIX) {
+        return Some(OwnName::Trash);
+    }
+    if name.starts_with(QUARANTINE_PREFIX) {
+        return Some(OwnName::Quarantine);
+    }
+    if let Some(rest) = name.strip_prefix(BRANCH_PREFIX) {
+        let (branch, step_name) = rest.split_once('.')?;
+        return Some(OwnName::Branch { branch: branch.to_owned(), step_name: step_name.to_owned() });
+    }
+    let rest = name.strip_prefix(TEMPORARY_PREFIX)?;
+    let mut parts = rest.rsplitn(3, '-');
+    let counter = parts.next()?.parse().ok()?;
+    let session = parts.next().filter(|s| s.len() == 32 && s.bytes().all(|b| b.is_ascii_hexdigit()))?;
+    Some(OwnName::Temporary { label: parts.next()?.to_owned(), session: session.to_owned(), counter })
+}
+
+fn shortened(label: &str) -> &str {
+    let mut end = label.len().min(MAX_LABEL_BYTES);
+    while !label.is_char_boundary(end) {
+        end -= 1;
+    }
+    label.get(..end).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::step_name::StepName;
+
+    #[test]
+    fn names_that_we_make_are_recognised_and_are_never_steps() {
+        let session = "0123456789abcdef0123456789abcdef";
+        let temporary = temporary(&label(5), session, 3);
+        assert_eq!(
+            parse(&temporary),
+            Some(OwnName::Temporary { label: "00000005".into(), session: session.into(), counter: 3 })
+        );
+        assert_eq!(parse(&trash("00000005", 1)), Some(OwnName::Trash));
+        assert_eq!(parse(&quarantine("step_00000005", 1)), Some(OwnName::Quarantine));
+        assert_eq!(
+            parse(&branch("main-2", "step_00000005")),
+            Some(OwnName::Branch { branch: "main-2".into(), step_name: "step_00000005".into() })
+        );
+        let any = StepName::new("", 0).unwrap();
+        for name in [temporary, trash("5", 1), quarantine("5", 1), branch("x", "5"), CONTROL.to_owned()] {
+            assert_eq!(any.parse(&name), None);
+        }
+    }
+
+    #[test]
+    fn foreign_names_are_not_ours() {
+        for name in ["step_00000005", ".tmp", ".tmp-5", ".tmp-5-abc-1", ".git", ".DS_Store", "x"] {
+            assert_eq!(parse(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn generated_names_fit_a_directory_entry_whatever_the_label_is() {
+        let label = "é".repeat(300);
+        assert!(temporary(&label, &"a".repeat(32), u64::MAX).len() <= 255);
+        assert!(trash(&label, u128::MAX).len() <= 255);
+    }
+}

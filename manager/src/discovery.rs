@@ -1,0 +1,155 @@
+//! Discovery: which steps a root holds.
+//!
+//! A *step* is a directory with a parsable, canonical step name that holds a `manifest.json` whose own checksum holds, which carries that number, and
+//! whose listed files exist with the listed lengths. Nothing else is one: a directory with a step's name that is none is *quarantined*, which means
+//! reported by name and reason, never chosen, never deleted. Listing reads manifests; [`check_lengths`] is for the step that is chosen and
+//! for those that retention counts.
+//!
+//! Manifests are cached by the identity of their file, so that a repeated listing costs one `stat` per step and reads nothing.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use stepwell_core::format::manifest::Manifest;
+use stepwell_core::io::{Dir, EntryKind, Stat};
+use stepwell_core::limits::MAX_MANIFEST_BYTES;
+
+use crate::directory_layout::MANIFEST;
+use crate::error::Result;
+use crate::step_name::StepName;
+
+/// A step that a listing found.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Found {
+    /// The directory's name.
+    pub name: String,
+    /// Its commit record.
+    pub manifest: Arc<Manifest>,
+}
+
+/// A directory with a step's name that is no step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Quarantined {
+    /// The directory's name.
+    pub name: String,
+    /// What does not hold.
+    pub reason: String,
+}
+
+/// What a listing found.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Listing {
+    /// The steps, by number.
+    pub steps: BTreeMap<u64, Found>,
+    /// What has a step's name and is none.
+    pub quarantined: Vec<Quarantined>,
+}
+
+/// Lists roots, and remembers manifests. See the module documentation.
+#[derive(Debug, Default)]
+pub struct Discovery {
+    cache: Mutex<HashMap<String, (Stat, Arc<Manifest>)>>,
+}
+
+impl Discovery {
+    /// Forgets everything.
+    pub fn forget(&self) {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
+    /// What the root holds now.
+    pub fn list(&self, root: &dyn Dir, names: &StepName) -> Result<Listing> {
+        let mut listing = Listing::default();
+        let mut seen = HashMap::new();
+        for entry in root.entries()? {
+            let Some(step) = names.parse(&entry.name) else { continue };
+            if entry.kind != EntryKind::Dir {
+                let reason = "it is no directory".to_owned();
+                listing.quarantined.push(Quarantined { name: entry.name, reason });
+                continue;
+            }
+            match self.read(root, &entry.name, step)? {
+                Read::Step(stat, manifest) => {
+                    seen.insert(entry.name.clone(), (stat, manifest.clone()));
+                    add(&mut listing, names, step, Found { name: entry.name, manifest });
+                }
+                Read::NoStep(reason) => listing.quarantined.push(Quarantined { name: entry.name, reason }),
+                Read::Gone => {}
+            }
+        }
+        *self.cache.lock().unwrap_or_else(PoisonError::into_inner) = seen;
+        Ok(listing)
+    }
+
+    fn read(&self, root: &dyn Dir, name: &str, step: u64) -> Result<Read> {
+        let path = format!("{name}/{MANIFEST}");
+        let stat = match root.stat(&path) {
+            Ok(Some(stat)) => stat,
+            Ok(None) => {
+                // Retired between the listing and now, or never a step.
+                let gone = root.stat(name)?.is_none();
+                return Ok(if gone { Read::Gone } else { Read::NoStep(format!("it has no {MANIFEST}")) });
+            }
+            Err(error) if error.is_not_found() => return Ok(Read::Gone),
+            Err(error) => return Ok(Read::NoStep(error.to_string())),
+        };
+        if let Some((cached, manifest)) = self.cache.lock().unwrap_or_else(PoisonError::into_inner).get(name)
+        {
+            if *cached == stat {
+                return Ok(Read::Step(stat, manifest.clone()));
+            }
+        }
+        match read_manifest(root, name) {
+            Ok(manifest) if manifest.step != step => Ok(Read::NoStep(format!(
+                "its manifest says that it is step {}: a step is not renamed by hand",
+                manifest.step
+            ))),
+            Ok(manifest) => Ok(Read::Step(stat, Arc::new(manifest))),
+            Err(error) if error.is_not_found() => Ok(Read::Gone),
+            Err(error) => Ok(Read::NoStep(error.to_string())),
+        }
+    }
+}
+
+enum Read {
+    Step(Stat, Arc<Manifest>),
+    NoStep(String),
+    Gone,
+}
+
+fn add(listing: &mut Listing, names: &StepName, step: u64, found: Found) {
+    let Some(other) = listing.steps.remove(&step) else {
+        listing.steps.insert(step, found);
+        return;
+    };
+    // Two patterns are read, and both have this number: the one that is written wins, whatever the order of the listing.
+    let (kept, dropped) = if names.is_primary(&found.name) { (found, other) } else { (other, found) };
+    let reason = format!("{} is the same step under another name", kept.name);
+    listing.quarantined.push(Quarantined { name: dropped.name, reason });
+    listing.steps.insert(step, kept);
+}
+
+/// The manifest of a directory, checked by itself.
+pub fn read_manifest(parent: &dyn Dir, name: &str) -> stepwell_core::Result<Manifest> {
+    let path = format!("{name}/{MANIFEST}");
+    let bytes = parent.read_file(&path, MAX_MANIFEST_BYTES)?;
+    Manifest::decode(&bytes, &parent.path().join(path))
+}
+
+/// Whether all files that a manifest lists are there with their lengths; the error says which is not.
+pub fn check_lengths(parent: &dyn Dir, found: &Found) -> std::result::Result<(), String> {
+    let files = found.manifest.files.iter().map(|file| (&file.path, file.length));
+    let indexes = found.manifest.items.iter().map(|item| (&item.index.path, item.index.length));
+    for (path, length) in files.chain(indexes) {
+        match parent.stat(&format!("{}/{path}", found.name)) {
+            Ok(Some(stat)) if stat.kind == EntryKind::File && stat.len == length => {}
+            Ok(Some(stat)) if stat.kind == EntryKind::File => {
+                return Err(format!("{path} has {} bytes, its manifest says {length}", stat.len));
+            }
+            Ok(Some(_)) => return Err(format!("{path} is no regular file")),
+            Ok(None) => return Err(format!("{path} is missing")),
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+    Ok(())
+}

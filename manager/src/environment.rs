@@ -1,0 +1,99 @@
+//! What a manager touches besides memory: disk, clock, randomness, other ranks. Injected, so that the product and the simulators run the same code.
+
+use std::hash::{BuildHasher, Hasher};
+use std::io::Read;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use stepwell_core::io::Disk;
+
+use crate::coordination::{Coordinator, SingleProcess};
+
+/// Time. Steps are ordered by their number, never by time; time is for records, for policies that name seconds, and for deadlines.
+pub trait Clock: Send + Sync {
+    /// Wall-clock time: nanoseconds since 1970.
+    fn unix_ns(&self) -> i64;
+    /// A clock that never goes back.
+    fn monotonic(&self) -> Duration;
+}
+
+/// Randomness: for identities, never for secrets.
+pub trait Rng: Send + Sync {
+    /// A number that nobody else will ever draw.
+    fn next_u128(&self) -> u128;
+}
+
+/// The injected world of a manager.
+#[derive(Clone)]
+pub struct Environment {
+    /// Files and directories.
+    pub disk: Arc<dyn Disk>,
+    /// Time.
+    pub clock: Arc<dyn Clock>,
+    /// Identities.
+    pub rng: Arc<dyn Rng>,
+    /// The other ranks.
+    pub coordinator: Arc<dyn Coordinator>,
+}
+
+impl Environment {
+    /// The real clock and randomness, one process, over a given disk.
+    pub fn single_process(disk: Arc<dyn Disk>) -> Self {
+        Self {
+            disk,
+            clock: Arc::new(SystemClock::default()),
+            rng: Arc::new(SystemRng),
+            coordinator: Arc::new(SingleProcess),
+        }
+    }
+
+    /// A new identity as 32 hex digits.
+    pub(crate) fn hex_id(&self) -> String {
+        format!("{:032x}", self.rng.next_u128())
+    }
+}
+
+/// The system's clocks.
+#[derive(Debug)]
+pub struct SystemClock {
+    start: Instant,
+}
+
+impl Default for SystemClock {
+    fn default() -> Self {
+        Self { start: Instant::now() }
+    }
+}
+
+impl Clock for SystemClock {
+    fn unix_ns(&self) -> i64 {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
+    }
+
+    fn monotonic(&self) -> Duration {
+        self.start.elapsed()
+    }
+}
+
+/// The kernel's random source.
+#[derive(Debug, Default)]
+pub struct SystemRng;
+
+impl Rng for SystemRng {
+    fn next_u128(&self) -> u128 {
+        let mut bytes = [0; 16];
+        let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
+        if read.is_ok() {
+            return u128::from_ne_bytes(bytes);
+        }
+        // A sandbox without /dev: the standard library's hash keys are seeded by getrandom(2).
+        let half = || {
+            let mut hasher = std::collections::hash_map::RandomState::new().build_hasher();
+            hasher.write_u32(std::process::id());
+            hasher.write_u128(SystemClock::default().unix_ns().unsigned_abs().into());
+            u128::from(hasher.finish())
+        };
+        (half() << 64) | half()
+    }
+}

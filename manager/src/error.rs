@@ -1,0 +1,244 @@
+//! The one error type of this crate. [`Error::kind`] is a stable name that the Python exceptions mirror; messages say
+//! what happened, where, and what to do.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What every fallible call of this crate returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// See the module documentation.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The step is there already (or is being saved).
+    #[error(
+        "step {step} exists already in {}; pass exists=\"skip\" to keep it or exists=\"replace\" to write it anew",
+        root.display()
+    )]
+    StepExists {
+        /// The step.
+        step: u64,
+        /// The root (or the path of a singular checkpoint).
+        root: PathBuf,
+    },
+    /// No such step, or no step at all.
+    #[error("{}", step_not_found(*step, root, *latest))]
+    StepNotFound {
+        /// The step that was asked for; `None`: the latest.
+        step: Option<u64>,
+        /// The root.
+        root: PathBuf,
+        /// The newest step that is there.
+        latest: Option<u64>,
+    },
+    /// The step was there when it was opened, and was removed or replaced since.
+    #[error("{what} of {} is gone: it was removed or replaced while it was open; open it again or take a newer step", path.display())]
+    StepGone {
+        /// The step's directory.
+        path: PathBuf,
+        /// What was not found.
+        what: String,
+    },
+    /// A step may not go back behind the latest one.
+    #[error(
+        "step {step} is below the latest step {latest}: saving backwards would make \"latest\" ambiguous; call rewind({step}) or rewind to the step that training restarts from first"
+    )]
+    StepOrder {
+        /// The step that was to be saved.
+        step: u64,
+        /// The latest step, committed or being saved.
+        latest: u64,
+    },
+    /// A save did not happen; nothing of it is visible. `source` keeps the errno.
+    #[error("saving step {step} failed, nothing of it is visible: {source}")]
+    SaveFailed {
+        /// The step.
+        step: u64,
+        /// Why.
+        source: stepwell_core::Error,
+    },
+    /// The step stands under its name, but it is not known whether it survives a power cut.
+    #[error(
+        "step {step} was renamed into place, but making that durable failed ({source}); it is not counted as committed. Save again, or reopen the root: its next writer settles what is there"
+    )]
+    DurabilityUncertain {
+        /// The step.
+        step: u64,
+        /// Why.
+        source: stepwell_core::Error,
+    },
+    /// Another rank failed, so that no rank has committed.
+    #[error("rank {rank} failed: {cause}; the step was not committed on any rank")]
+    RankFailed {
+        /// The rank.
+        rank: u32,
+        /// What it said.
+        cause: String,
+    },
+    /// Ranks did not answer in time.
+    #[error(
+        "waited {seconds:.1} s without progress for rank(s) {missing:?} ({waited_for}); the step was not committed"
+    )]
+    CoordinationTimeout {
+        /// The ranks that are missing.
+        missing: Vec<u32>,
+        /// What they were waited for.
+        waited_for: String,
+        /// For how long, in seconds.
+        seconds: f64,
+    },
+    /// Another live writer has the root.
+    #[error("{} has another live writer{}; close it, or open this root with read_only=True", root.display(), owned_by(owner.as_deref()))]
+    Locked {
+        /// The root.
+        root: PathBuf,
+        /// What is known of the other writer.
+        owner: Option<String>,
+    },
+    /// The file system has no locks, and the caller has not said that it is the only writer.
+    #[error("{} lies on a file system without locks ({answer}), so a second writer cannot be noticed in time; pass take_over=True if you know that no other process writes there", root.display())]
+    NoLocks {
+        /// The root.
+        root: PathBuf,
+        /// What the system answered.
+        answer: String,
+    },
+    /// The buffer of a leaf was donated before it could be captured.
+    #[error(
+        "leaf `{leaf}`: its buffer was donated before it was captured; save before the donating call, or pass snapshot=\"eager\""
+    )]
+    DonatedBuffer {
+        /// The rendered leaf path.
+        leaf: String,
+    },
+    /// The handle belongs to the parent process.
+    #[error("this {0} was made before a fork and belongs to the parent process; make a new one in the child")]
+    ForkedProcess(&'static str),
+    /// The manager was closed.
+    #[error("this manager of {} is closed; make a new one", root.display())]
+    Closed {
+        /// The root.
+        root: PathBuf,
+    },
+    /// The manager writes nothing.
+    #[error("cannot {what}: this manager of {} was opened with read_only=True", root.display())]
+    ReadOnly {
+        /// What was asked.
+        what: &'static str,
+        /// The root.
+        root: PathBuf,
+    },
+    /// A name in the root that is not a step, or is one under a wrong name.
+    #[error("{} is no step: {reason}", path.display())]
+    NotAStep {
+        /// The directory.
+        path: PathBuf,
+        /// What does not hold.
+        reason: String,
+    },
+    /// An argument that cannot work.
+    #[error("{0}")]
+    Invalid(String),
+    /// A wait ended by its deadline.
+    #[error("waited {:.1} s for {waited_for}; it goes on in the background", waited.as_secs_f64())]
+    Timeout {
+        /// What was waited for.
+        waited_for: String,
+        /// For how long.
+        waited: Duration,
+    },
+    /// A save in the background failed earlier, and nobody had seen it yet.
+    #[error("an earlier save failed: {0}")]
+    Earlier(#[source] Arc<Error>),
+    /// From planning; a mismatch carries the whole report.
+    #[error(transparent)]
+    Reshard(#[from] stepwell_reshard::Error),
+    /// From the engine.
+    #[error(transparent)]
+    Core(#[from] stepwell_core::Error),
+}
+
+fn step_not_found(step: Option<u64>, root: &std::path::Path, latest: Option<u64>) -> String {
+    let root = root.display();
+    match (step, latest) {
+        (Some(step), Some(latest)) => format!("{root} has no step {step}; the latest is {latest}"),
+        (Some(step), None) => format!("{root} has no step {step}; it has no step at all"),
+        (None, _) => format!("{root} has no step yet"),
+    }
+}
+
+fn owned_by(owner: Option<&str>) -> String {
+    owner.map(|owner| format!(" ({owner})")).unwrap_or_default()
+}
+
+impl Error {
+    /// Stable name; part of the public interface. The names of the engine's own errors are those that the interface has for them.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::StepExists { .. } => "step_exists",
+            Self::StepNotFound { .. } => "step_not_found",
+            Self::StepGone { .. } => "step_gone",
+            Self::StepOrder { .. } => "step_order",
+            Self::SaveFailed { source, .. } => match source {
+                stepwell_core::Error::Leaf { .. } => "unsupported_leaf",
+                _ => "save_failed",
+            },
+            Self::DurabilityUncertain { .. } => "durability_uncertain",
+            Self::RankFailed { .. } => "rank_failed",
+            Self::CoordinationTimeout { .. } => "coordination_timeout",
+            Self::Locked { .. } => "locked",
+            Self::NoLocks { .. } => "no_locks",
+            Self::DonatedBuffer { .. } => "donated_buffer",
+            Self::ForkedProcess(_) => "forked_process",
+            Self::Closed { .. } => "closed",
+            Self::ReadOnly { .. } => "read_only",
+            Self::NotAStep { .. } => "not_a_step",
+            Self::Invalid(_) => "invalid",
+            Self::Timeout { .. } => "timeout",
+            Self::Earlier(error) => error.kind(),
+            Self::Reshard(error) => match error {
+                stepwell_reshard::Error::Mismatch(_) => "mismatch",
+                stepwell_reshard::Error::Index { .. } => "corrupt_checkpoint",
+                _ => "invalid",
+            },
+            Self::Core(error) => match error {
+                stepwell_core::Error::Corrupt { .. } => "corrupt_checkpoint",
+                stepwell_core::Error::Leaf { .. } => "unsupported_leaf",
+                stepwell_core::Error::Forked(_) => "forked_process",
+                stepwell_core::Error::Limit { .. } => "format",
+                other => other.kind(),
+            },
+        }
+    }
+
+    /// The engine's error underneath, where there is one.
+    pub fn core(&self) -> Option<&stepwell_core::Error> {
+        match self {
+            Self::SaveFailed { source, .. } | Self::DurabilityUncertain { source, .. } => Some(source),
+            Self::Core(error) => Some(error),
+            Self::Earlier(error) => error.core(),
+            _ => None,
+        }
+    }
+
+    /// The errno of the failed file operation underneath, where there is one.
+    pub fn errno(&self) -> Option<i32> {
+        self.core().and_then(stepwell_core::Error::errno)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_earlier_failure_keeps_its_kind_and_errno() {
+        let source = stepwell_core::Error::io("write", "/x", std::io::Error::from_raw_os_error(28));
+        let error = Error::Earlier(Arc::new(Error::SaveFailed { step: 7, source }));
+        assert_eq!(error.kind(), "save_failed");
+        assert_eq!(error.errno(), Some(28));
+        assert!(error.to_string().contains("step 7"));
+    }
+}

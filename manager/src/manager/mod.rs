@@ -1,0 +1,190 @@
+//! The manager of one root: saves in order, what is there, what stays.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `open` | opens a root as its writer or as a reader; closes it |
+//! | `saving` | `save`: checks, capture on the caller's thread, hand-over to the persister |
+//! | `persister` | the one thread that writes and commits, first in, first out; retention after each commit |
+//! | `queries` | what is there: steps, metrics, metadata, plans |
+//! | `changes` | rewind, delete, hold, prune |
+//!
+//! Only committed steps are ever listed. Every call that may wait has a deadline.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use stepwell_core::io::{Dir, Lock};
+use stepwell_core::staging::StagingPool;
+use stepwell_core::sys::Birth;
+
+use crate::discovery::Discovery;
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+use crate::metrics::Sidecars;
+use crate::options::Options;
+use crate::persist::Job;
+use crate::retire::Deleter;
+use crate::root::RootInfo;
+use crate::save::Save;
+use crate::state::StateSource;
+use crate::step_name::StepName;
+
+mod changes;
+mod open;
+mod persister;
+mod queries;
+mod saving;
+
+pub use changes::Hold;
+pub use queries::StepReport;
+pub use saving::Decision;
+pub(crate) use saving::job_parts;
+
+/// What is saved, and how.
+pub struct SaveRequest {
+    /// The step: the caller's label, 0 … 2^63 - 1.
+    pub step: u64,
+    /// The state.
+    pub state: StateSource,
+    /// Metrics; NaN and infinities survive.
+    pub metrics: BTreeMap<String, f64>,
+    /// Metadata; limited in size.
+    pub custom_metadata: serde_json::Value,
+    /// Skips the policy, and nothing else.
+    pub force: bool,
+    /// What to do where the step is there already.
+    pub exists: Exists,
+}
+
+impl SaveRequest {
+    /// A save of a state, with nothing else said.
+    pub fn new(step: u64, state: StateSource) -> Self {
+        Self {
+            step,
+            state,
+            metrics: BTreeMap::new(),
+            custom_metadata: serde_json::Value::Null,
+            force: false,
+            exists: Exists::Error,
+        }
+    }
+}
+
+/// What to do where a step is there already.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Exists {
+    /// It is an error.
+    #[default]
+    Error,
+    /// It stays, and the save is refused without an error.
+    Skip,
+    /// The new one is written first and swapped in.
+    Replace,
+}
+
+/// The manager of one root. See the module documentation.
+pub struct Manager {
+    inner: Arc<Inner>,
+}
+
+/// Shared by the handle and the persister.
+struct Inner {
+    path: PathBuf,
+    root: Arc<dyn Dir>,
+    names: StepName,
+    info: Option<RootInfo>,
+    options: Options,
+    environment: Environment,
+    session: String,
+    discovery: Discovery,
+    sidecars: Sidecars,
+    deleter: Arc<Deleter>,
+    pool: Arc<StagingPool>,
+    birth: Birth,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    closed: bool,
+    /// The persister is to end once the queue is empty.
+    stop: bool,
+    /// The save counter of the session.
+    counter: u64,
+    queue: VecDeque<Job>,
+    /// Every save that is not over, oldest first.
+    pending: Vec<Save>,
+    /// Saves that failed, until someone has seen it.
+    failed: Vec<Save>,
+    /// Steps that stand under their name and may not be durable.
+    uncertain: BTreeSet<u64>,
+    /// The step that was saved or restored last.
+    last: Option<u64>,
+    /// When the last save began.
+    last_save: Option<Duration>,
+    /// The step from which on the job counts as preempted.
+    preempted: Option<u64>,
+    preemption_asked: bool,
+    held: BTreeMap<u64, u64>,
+    thread: Option<JoinHandle<()>>,
+    lock: Option<Box<dyn Lock>>,
+}
+
+impl Inner {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Every call begins here.
+    fn check_usable(&self) -> Result<()> {
+        self.birth.check("manager")?;
+        if self.lock().closed {
+            return Err(Error::Closed { root: self.path.clone() });
+        }
+        Ok(())
+    }
+
+    fn check_writable(&self, what: &'static str) -> Result<()> {
+        self.check_usable()?;
+        if self.options.read_only {
+            return Err(Error::ReadOnly { what, root: self.path.clone() });
+        }
+        Ok(())
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, deadline: Instant) -> Option<MutexGuard<'a, State>> {
+        let left = deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
+        Some(self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0)
+    }
+}
+
+impl Manager {
+    /// The root's path.
+    pub fn path(&self) -> &Path {
+        &self.inner.path
+    }
+
+    /// The injected world.
+    pub fn environment(&self) -> &Environment {
+        &self.inner.environment
+    }
+
+    /// What it was told.
+    pub fn options(&self) -> &Options {
+        &self.inner.options
+    }
+
+    /// How steps are named here.
+    pub fn step_name(&self) -> &StepName {
+        &self.inner.names
+    }
+
+    /// The user's metadata of the root.
+    pub fn root_metadata(&self) -> Option<&serde_json::Value> {
+        self.inner.info.as_ref().map(|info| &info.metadata).filter(|metadata| !metadata.is_null())
+    }
+}

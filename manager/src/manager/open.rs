@@ -1,0 +1,212 @@
+//! Opening and closing.
+
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use stepwell_core::staging::StagingPool;
+use stepwell_core::sys::Birth;
+
+use super::{Inner, Manager, State};
+use crate::coordination::LEADER;
+use crate::discovery::Discovery;
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+use crate::metrics::Sidecars;
+use crate::options::{OnSaveError, Options};
+use crate::recovery;
+use crate::retire::Deleter;
+use crate::root::{self, RootInfo};
+use crate::step_name::StepName;
+
+impl Manager {
+    /// Opens a root: as its writer, which settles what a crash has left there, or read-only, which changes nothing.
+    pub fn open(path: &Path, options: Options, environment: Environment) -> Result<Self> {
+        options.check()?;
+        let leads = environment.coordinator.rank() == LEADER;
+        let timeout = options.stall_timeout;
+        // Ranks that open one root in the same order agree on the session before anything is named after it.
+        let session = environment.coordinator.broadcast(
+            &format!("session-{}", path.display()),
+            &mut || Ok(environment.hex_id().into_bytes()),
+            timeout,
+        )?;
+        let session =
+            String::from_utf8(session).map_err(|_| Error::Invalid("the session is no text".to_owned()))?;
+        let directory = root::open(&environment, path, options.create && !options.read_only)?;
+        let discovery = Discovery::default();
+        let deleter = Arc::new(Deleter::new(Arc::clone(&directory)));
+        let mut state = State::default();
+        let (names, info) = if options.read_only || !leads {
+            let info = root::read_info(&*directory)?;
+            (names(options.step_name.clone(), info.as_ref()), info)
+        } else {
+            root::make_control(&*directory)?;
+            state.lock = root::lock(&*directory, options.take_over, &*environment.clock)?;
+            directory.sync()?;
+            root::take_epoch(&*directory, &session)?;
+            let names = names(options.step_name.clone(), root::read_info(&*directory)?.as_ref());
+            let info = root::make_info(&*directory, &environment, &names, &options.root_metadata)?;
+            let mut recovered = recovery::sweep(&*directory, &session, &environment)?;
+            recovery::mend(&*directory, &discovery.list(&*directory, &names)?, &mut recovered);
+            if !recovered.abandoned.is_empty() {
+                tracing::info!(temporaries = ?recovered.abandoned, "removing what dead writers left");
+            }
+            deleter.enqueue(recovered.trash);
+            (names, Some(info))
+        };
+        Ok(Self {
+            inner: Arc::new(Inner {
+                path: path.to_owned(),
+                root: directory,
+                names,
+                info,
+                options,
+                environment,
+                session,
+                discovery,
+                sidecars: Sidecars::default(),
+                deleter,
+                pool: StagingPool::shared(),
+                birth: Birth::now(),
+                state: Mutex::new(state),
+                changed: Condvar::new(),
+            }),
+        })
+    }
+
+    /// Waits until every save is over and what it made superfluous is out of sight; raises a failure that nobody has seen.
+    pub fn wait_until_finished(&self, timeout: Option<Duration>) -> Result<()> {
+        self.inner.birth.check("manager")?;
+        self.inner.drain(timeout)?;
+        self.check_for_errors()
+    }
+
+    /// Raises a failure in the background that nobody has seen, once.
+    pub fn check_for_errors(&self) -> Result<()> {
+        self.inner.birth.check("manager")?;
+        self.inner.raise_unseen()
+    }
+
+    /// The failures that nobody has seen, as text; they stay unseen. For a process that ends.
+    pub fn unseen_errors(&self) -> Vec<String> {
+        if !self.inner.birth.is_here() {
+            return Vec::new();
+        }
+        let state = self.inner.lock();
+        state
+            .failed
+            .iter()
+            .filter(|save| save.is_unseen())
+            .filter_map(|save| save.outcome().and_then(|outcome| outcome.error().map(ToString::to_string)))
+            .collect()
+    }
+
+    /// Finishes all saves, deletes what is to be deleted, and lets go of the root. Ends by its deadline: what the kernel does not return is leaked on
+    /// purpose, and reported. Closing twice is nothing.
+    pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
+        self.inner.birth.check("manager")?;
+        self.inner.close(timeout.unwrap_or(self.inner.options.stall_timeout))
+    }
+}
+
+/// How steps are named: as the caller says, else as the root says, else the default.
+fn names(wanted: Option<StepName>, info: Option<&RootInfo>) -> StepName {
+    wanted.or_else(|| info.map(|info| info.step_name.clone())).unwrap_or_default()
+}
+
+impl Inner {
+    /// Waits until no save is pending. Without a timeout: as long as there is progress.
+    pub(super) fn drain(&self, timeout: Option<Duration>) -> Result<()> {
+        let begun = Instant::now();
+        let limit = timeout.unwrap_or(self.options.stall_timeout);
+        let mut deadline = begun.checked_add(limit);
+        let mut state = self.lock();
+        let mut seen = (state.pending.len(), 0);
+        loop {
+            let Some(first) = state.pending.first() else { return Ok(()) };
+            let now = (state.pending.len(), first.bytes_done());
+            if timeout.is_none() && now != seen {
+                seen = now;
+                deadline = Instant::now().checked_add(limit);
+            }
+            let waited_for = format!("{} save(s), the oldest of step {}", state.pending.len(), first.step());
+            let Some(left) = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()))
+            else {
+                return Ok(());
+            };
+            if left.is_zero() {
+                return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
+            }
+            let pause = Instant::now() + left.min(Duration::from_secs(1));
+            state = match self.wait(state, pause) {
+                Some(state) => state,
+                None => self.lock(),
+            };
+        }
+    }
+
+    pub(super) fn raise_unseen(&self) -> Result<()> {
+        let mut state = self.lock();
+        while !state.failed.is_empty() {
+            let save = state.failed.remove(0);
+            let Some(error) = save.take_unseen() else { continue };
+            if self.options.on_save_error == OnSaveError::Warn {
+                tracing::warn!(step = save.step(), %error, "a save failed; training goes on");
+                continue;
+            }
+            return Err(Error::Earlier(error));
+        }
+        Ok(())
+    }
+
+    pub(super) fn close(&self, timeout: Duration) -> Result<()> {
+        let deadline = Instant::now() + timeout;
+        let left = || deadline.saturating_duration_since(Instant::now());
+        {
+            let mut state = self.lock();
+            if state.closed {
+                return Ok(());
+            }
+            state.closed = true;
+        }
+        let drained = self.drain(Some(timeout));
+        self.lock().stop = true;
+        self.changed.notify_all();
+        if drained.is_ok() {
+            let thread = self.lock().thread.take();
+            if let Some(thread) = thread {
+                // It has nothing left to do but to see that.
+                let _ = thread.join();
+            }
+        }
+        // Past the deadline a moment is still given: a deletion stops between two files.
+        let stopped = self.deleter.stop(left().max(Duration::from_millis(100)));
+        if drained.is_ok() {
+            // Kept otherwise: whoever took the root over would meet a writer that still writes.
+            self.lock().lock = None;
+        }
+        drained?;
+        self.raise_unseen()?;
+        if let Some(error) = self.deleter.take_failures().into_iter().next() {
+            return Err(error.into());
+        }
+        if stopped {
+            Ok(())
+        } else {
+            Err(Error::Timeout { waited_for: "a deletion".to_owned(), waited: timeout })
+        }
+    }
+}
+
+impl Drop for Manager {
+    fn drop(&mut self) {
+        // In a forked child nothing of it is ours.
+        if !self.inner.birth.is_here() {
+            return;
+        }
+        if let Err(error) = self.inner.close(self.inner.options.stall_timeout) {
+            tracing::error!(%error, root = %self.inner.path.display(), "a manager was dropped without close()");
+        }
+    }
+}

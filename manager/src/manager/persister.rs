@@ -1,0 +1,95 @@
+//! The persister: one thread per manager that writes and commits, first in, first out, and applies retention after each commit.
+
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use super::Inner;
+use crate::commit::aside::{self, Thinned};
+use crate::directory_layout;
+use crate::error::Result;
+use crate::persist;
+use crate::save::Outcome;
+
+impl Inner {
+    /// The body of the persister's thread. It ends when it is told to and nothing is left.
+    pub(super) fn persist(self: &Arc<Self>) {
+        loop {
+            let job = {
+                let mut state = self.lock();
+                loop {
+                    if let Some(job) = state.queue.pop_front() {
+                        break job;
+                    }
+                    if state.stop {
+                        return;
+                    }
+                    let wait = self.changed.wait_timeout(state, Duration::from_secs(60));
+                    state = wait.unwrap_or_else(PoisonError::into_inner).0;
+                }
+            };
+            let (save, ended) = persist::run(job, &self.root, &self.environment, &self.deleter);
+            let step = save.step();
+            match &ended.outcome {
+                Outcome::Committed => {
+                    self.lock().uncertain.remove(&step);
+                    self.deleter.enqueue(ended.replaced);
+                    // A failure to clean up is no failure of the save.
+                    if let Err(error) = self.apply_retention() {
+                        tracing::warn!(%error, "retention could not be applied; it is tried again after the next commit");
+                    }
+                }
+                Outcome::DurabilityUncertain(_) => {
+                    self.lock().uncertain.insert(step);
+                }
+                Outcome::NotCommitted(_) => {}
+            }
+            let callbacks = {
+                // In one step: whoever sees the outcome finds the save pending no more, and whoever finds nothing pending finds the failure.
+                let mut state = self.lock();
+                state.pending.retain(|pending| !pending.is(&save));
+                let failed = ended.outcome.error().is_some();
+                let callbacks = save.settle(ended.outcome);
+                state.failed.retain(crate::save::Save::is_unseen);
+                if failed {
+                    state.failed.push(save.clone());
+                }
+                callbacks
+            };
+            save.call(callbacks);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Retires what no rule keeps, and thins what is kept in part. Called after a newer step is committed, never before.
+    pub(super) fn apply_retention(&self) -> Result<Vec<u64>> {
+        if self.options.retention == crate::retention::Retention::KeepAll {
+            return Ok(Vec::new());
+        }
+        let (plan, found) = self.retention_plan()?;
+        let victims: Vec<u64> = plan.deleted().collect();
+        let mut renames = Vec::with_capacity(victims.len());
+        let mut attempts = Vec::with_capacity(victims.len());
+        for step in &victims {
+            if let Some(found) = found.get(step) {
+                let label = directory_layout::label(*step);
+                let trash = directory_layout::trash(&label, self.environment.rng.next_u128());
+                renames.push((found.name.clone(), trash));
+                attempts.push(found.manifest.attempt.clone());
+            }
+        }
+        aside::retire_all(&*self.root, &renames)?;
+        for attempt in attempts {
+            self.sidecars.remove(&*self.root, &attempt);
+        }
+        self.deleter.enqueue(renames.into_iter().map(|(_, trash)| trash));
+        for (step, keep) in plan.thinned() {
+            let Some(found) = found.get(&step) else { continue };
+            match aside::thin(&*self.root, &found.name, keep, self.environment.clock.unix_ns())? {
+                Thinned::Dropped(items) => tracing::info!(step, ?items, "thinned"),
+                Thinned::Held => tracing::info!(step, "not thinned now: it is being read"),
+                Thinned::Nothing => {}
+            }
+        }
+        Ok(victims)
+    }
+}

@@ -1,0 +1,256 @@
+//! What is there. Only committed steps: what is being saved is [`Manager::pending`], what may not be durable is nowhere.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde::Serialize;
+use stepwell_core::format::manifest::Manifest;
+
+use super::{Inner, Manager};
+use crate::checkpoint::Checkpoint;
+use crate::discovery::{Found, Quarantined, check_lengths};
+use crate::error::{Error, Result};
+use crate::retention::{self, Candidate, Mode, Plan};
+use crate::step_name::MAX_STEP;
+
+/// Everything that has a step's name, for `ls`.
+#[derive(Clone, Debug, Serialize)]
+pub struct StepReport {
+    /// Its number, where it is a step.
+    pub step: Option<u64>,
+    /// The directory's name.
+    pub name: String,
+    /// Bytes of its data files.
+    pub bytes: u64,
+    /// Its items.
+    pub items: Vec<String>,
+    /// Items that were thinned away.
+    pub dropped: Vec<String>,
+    /// Its metrics, those that came later included.
+    pub metrics: BTreeMap<String, String>,
+    /// When it was committed: nanoseconds since 1970.
+    pub committed_unix_ns: i64,
+    /// What is wrong with it, if something is.
+    pub damage: Option<String>,
+}
+
+impl Manager {
+    /// The newest step that is whole: its manifest and the lengths of its files hold. A damaged one is skipped with a warning.
+    pub fn latest_step(&self) -> Result<Option<u64>> {
+        self.inner.check_usable()?;
+        Ok(self.inner.newest()?.map(|found| found.manifest.step))
+    }
+
+    /// All committed steps, in order.
+    pub fn all_steps(&self) -> Result<Vec<u64>> {
+        self.inner.check_usable()?;
+        Ok(self.inner.list()?.into_keys().collect())
+    }
+
+    /// Steps that are being saved, in the order in which they will commit.
+    pub fn pending(&self) -> Result<Vec<u64>> {
+        self.inner.check_usable()?;
+        Ok(self.inner.lock().pending.iter().map(crate::save::Save::step).collect())
+    }
+
+    /// What has a step's name and is none, with the reason.
+    pub fn quarantined(&self) -> Result<Vec<Quarantined>> {
+        self.inner.check_usable()?;
+        Ok(self.inner.discovery.list(&*self.inner.root, &self.inner.names)?.quarantined)
+    }
+
+    /// The best step by a metric (the one that retention names, if none is given). Steps without it do not count; `None` where none has it.
+    pub fn best_step(&self, metric: Option<(&str, Mode)>) -> Result<Option<u64>> {
+        self.inner.check_usable()?;
+        let Some((metric, mode)) = metric.or_else(|| self.inner.options.retention.metric()) else {
+            return Err(Error::Invalid(
+                "best_step() needs a metric and a mode: the retention names none (keep_best would)"
+                    .to_owned(),
+            ));
+        };
+        let candidates = self.inner.candidates(&self.inner.list()?)?;
+        Ok(retention::best(&candidates, metric, mode).map(|candidate| candidate.step))
+    }
+
+    /// This manager's last saved or restored step + 1, else the latest + 1, else 0.
+    pub fn next_step(&self) -> Result<u64> {
+        self.inner.check_usable()?;
+        let last = self.inner.lock().last;
+        let last = match last {
+            Some(last) => Some(last),
+            None => self.inner.newest()?.map(|found| found.manifest.step),
+        };
+        Ok(last.map_or(0, |last| last.saturating_add(1).min(MAX_STEP)))
+    }
+
+    /// The commit record of a step (`None`: the latest). No array bytes are read.
+    pub fn manifest(&self, step: Option<u64>) -> Result<Arc<Manifest>> {
+        self.inner.check_usable()?;
+        Ok(self.inner.find(step)?.manifest)
+    }
+
+    /// The metrics of a step, those that came later included.
+    pub fn metrics(&self, step: u64) -> Result<BTreeMap<String, f64>> {
+        self.inner.check_usable()?;
+        let found = self.inner.find(Some(step))?;
+        let mut metrics = found.manifest.metrics.clone();
+        let later = self.inner.sidecars.all(&*self.inner.root)?;
+        metrics.extend(later.get(&found.manifest.attempt).cloned().unwrap_or_default());
+        Ok(metrics)
+    }
+
+    /// What retention would do now, and why.
+    pub fn plan_retention(&self) -> Result<Plan> {
+        self.inner.check_usable()?;
+        Ok(self.inner.retention_plan()?.0)
+    }
+
+    /// Everything that has a step's name, with what is known of it.
+    pub fn report(&self) -> Result<Vec<StepReport>> {
+        self.inner.check_usable()?;
+        let listing = self.inner.discovery.list(&*self.inner.root, &self.inner.names)?;
+        let later = self.inner.sidecars.all(&*self.inner.root)?;
+        let mut out = Vec::new();
+        for (step, found) in &listing.steps {
+            let manifest = &found.manifest;
+            let mut metrics = manifest.metrics.clone();
+            metrics.extend(later.get(&manifest.attempt).cloned().unwrap_or_default());
+            out.push(StepReport {
+                step: Some(*step),
+                name: found.name.clone(),
+                bytes: manifest.files.iter().map(|file| file.length).fold(0, u64::saturating_add),
+                items: manifest.items.iter().map(|item| item.name.clone()).collect(),
+                dropped: manifest.dropped.iter().map(|tombstone| tombstone.item.clone()).collect(),
+                metrics: metrics.into_iter().map(|(name, value)| (name, value.to_string())).collect(),
+                committed_unix_ns: manifest.committed_unix_ns,
+                damage: check_lengths(&*self.inner.root, found).err(),
+            });
+        }
+        out.extend(listing.quarantined.into_iter().map(|quarantined| StepReport {
+            step: None,
+            name: quarantined.name,
+            bytes: 0,
+            items: Vec::new(),
+            dropped: Vec::new(),
+            metrics: BTreeMap::new(),
+            committed_unix_ns: 0,
+            damage: Some(quarantined.reason),
+        }));
+        Ok(out)
+    }
+
+    /// Forgets what was read of the root, and reads it again.
+    pub fn reload(&self) -> Result<()> {
+        self.inner.check_usable()?;
+        self.inner.discovery.forget();
+        self.inner.list().map(drop)
+    }
+
+    /// Opens a step for reading (`None`: the latest), leased as long as the [`Checkpoint`] lives.
+    pub fn checkpoint(&self, step: Option<u64>) -> Result<Checkpoint> {
+        self.inner.check_usable()?;
+        let inner = &self.inner;
+        // A step that is retired between finding and leasing it was the latest no more: look again.
+        for _ in 0..8 {
+            let found = inner.find(step)?;
+            let patience = inner.options.stall_timeout;
+            match Checkpoint::lease(&inner.root, &found.name, &inner.environment, patience)? {
+                Some(checkpoint) => return Ok(checkpoint),
+                None if step.is_none() => {}
+                None => break,
+            }
+        }
+        Err(inner.not_found(step))
+    }
+
+    /// Where a step is, for messages.
+    pub fn step_path(&self, step: u64) -> PathBuf {
+        self.inner.path.join(self.inner.names.format(step))
+    }
+}
+
+impl Inner {
+    /// All committed steps that this manager counts.
+    pub(super) fn list(&self) -> Result<BTreeMap<u64, Found>> {
+        let mut steps = self.discovery.list(&*self.root, &self.names)?.steps;
+        for step in &self.lock().uncertain {
+            steps.remove(step);
+        }
+        Ok(steps)
+    }
+
+    /// The newest whole step.
+    pub(super) fn newest(&self) -> Result<Option<Found>> {
+        for (step, found) in self.list()?.into_iter().rev() {
+            match check_lengths(&*self.root, &found) {
+                Ok(()) => return Ok(Some(found)),
+                // Retired between the listing and now.
+                Err(_) if self.root.stat(&found.name)?.is_none() => {}
+                Err(damage) => tracing::warn!(step, %damage, "a damaged step is skipped"),
+            }
+        }
+        Ok(None)
+    }
+
+    /// A committed step by its number.
+    pub(super) fn committed(&self, step: u64) -> Result<Option<Found>> {
+        Ok(self.list()?.remove(&step))
+    }
+
+    /// A committed step by its number, or the newest.
+    pub(super) fn find(&self, step: Option<u64>) -> Result<Found> {
+        let found = match step {
+            Some(step) => self.committed(step)?,
+            None => self.newest()?,
+        };
+        found.ok_or_else(|| self.not_found(step))
+    }
+
+    pub(super) fn not_found(&self, step: Option<u64>) -> Error {
+        let latest = self.newest().ok().flatten().map(|found| found.manifest.step);
+        Error::StepNotFound { step, root: self.path.clone(), latest }
+    }
+
+    /// The largest step that is committed or being saved. A damaged one counts: its number is taken.
+    pub(super) fn latest_or_pending(&self) -> Result<Option<u64>> {
+        let committed = self.list()?.into_keys().next_back();
+        let pending = self.lock().pending.iter().map(crate::save::Save::step).max();
+        Ok(committed.max(pending))
+    }
+
+    pub(super) fn candidates(&self, steps: &BTreeMap<u64, Found>) -> Result<Vec<Candidate>> {
+        let later = self.sidecars.all(&*self.root)?;
+        let held = self.lock().held.clone();
+        Ok(steps
+            .iter()
+            .map(|(&step, found)| {
+                let manifest = &found.manifest;
+                let mut metrics = manifest.metrics.clone();
+                metrics.extend(later.get(&manifest.attempt).cloned().unwrap_or_default());
+                Candidate {
+                    step,
+                    committed_unix_ns: manifest.committed_unix_ns,
+                    metrics,
+                    items: manifest.items.iter().map(|item| item.name.clone()).collect(),
+                    held: held.contains_key(&step),
+                }
+            })
+            .collect())
+    }
+
+    /// What retention would do, over whole steps only: a damaged one neither counts nor goes.
+    pub(super) fn retention_plan(&self) -> Result<(Plan, BTreeMap<u64, Found>)> {
+        let mut steps = self.list()?;
+        steps.retain(|step, found| match check_lengths(&*self.root, found) {
+            Ok(()) => true,
+            Err(damage) => {
+                tracing::warn!(step, %damage, "a damaged step is neither counted nor deleted");
+                false
+            }
+        });
+        let candidates = self.candidates(&steps)?;
+        let plan = self.options.retention.plan(&candidates, self.environment.clock.unix_ns())?;
+        Ok((plan, steps))
+    }
+}

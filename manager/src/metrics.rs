@@ -1,0 +1,161 @@
+//! Metrics that come after a commit (an evaluator's): sidecars in the root's own directory, keyed by attempt.
+//!
+//! One call writes one file, under a name that nobody else draws, first under a dotted name and then renamed: so an evaluator needs no lock, and never meets the
+//! trainer. Sidecars never change; they are read once. Of several values for one name the last written wins.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+use stepwell_core::format::manifest::Attempt;
+use stepwell_core::io::Dir;
+use stepwell_core::limits::MAX_METADATA_BYTES;
+
+use crate::commit::aside::replace_file;
+use crate::directory_layout::{METRICS, control};
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+
+/// A real number, or one that JSON has no digits for.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Number {
+    Real(f64),
+    Named(Name),
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+enum Name {
+    NaN,
+    Infinity,
+    #[serde(rename = "-Infinity")]
+    MinusInfinity,
+}
+
+impl From<f64> for Number {
+    fn from(value: f64) -> Self {
+        if value.is_finite() {
+            Self::Real(value)
+        } else if value.is_nan() {
+            Self::Named(Name::NaN)
+        } else {
+            Self::Named(if value > 0.0 { Name::Infinity } else { Name::MinusInfinity })
+        }
+    }
+}
+
+impl From<Number> for f64 {
+    fn from(number: Number) -> Self {
+        match number {
+            Number::Real(value) => value,
+            Number::Named(Name::NaN) => f64::NAN,
+            Number::Named(Name::Infinity) => f64::INFINITY,
+            Number::Named(Name::MinusInfinity) => f64::NEG_INFINITY,
+        }
+    }
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Sidecar {
+    step: u64,
+    unix_ns: i64,
+    metrics: BTreeMap<String, Number>,
+}
+
+/// Writes a sidecar for a committed step.
+pub fn add(
+    root: &dyn Dir,
+    attempt: &Attempt,
+    step: u64,
+    metrics: &BTreeMap<String, f64>,
+    environment: &Environment,
+) -> Result<()> {
+    let sidecar = Sidecar {
+        step,
+        unix_ns: environment.clock.unix_ns(),
+        metrics: metrics.iter().map(|(name, &value)| (name.clone(), value.into())).collect(),
+    };
+    let bytes = serde_json::to_vec(&sidecar).map_err(|error| Error::Invalid(error.to_string()))?;
+    crate::root::make_control(root)?;
+    let dir = root.open_dir(&control(METRICS))?;
+    let name = format!("{}-{}-{}.json", attempt.session, attempt.counter, environment.hex_id());
+    replace_file(&*dir, &name, &format!(".{name}.new"), &bytes)?;
+    Ok(())
+}
+
+/// Reads sidecars, and remembers them.
+#[derive(Debug, Default)]
+pub struct Sidecars {
+    read: Mutex<HashMap<String, Arc<Sidecar>>>,
+}
+
+impl Sidecars {
+    /// The metrics that came later, by attempt.
+    pub fn all(&self, root: &dyn Dir) -> Result<HashMap<Attempt, BTreeMap<String, f64>>> {
+        let dir = match root.open_dir(&control(METRICS)) {
+            Ok(dir) => dir,
+            Err(error) if error.is_not_found() => return Ok(HashMap::new()),
+            Err(error) => return Err(error.into()),
+        };
+        let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut still = HashMap::new();
+        let mut by_attempt: HashMap<Attempt, Vec<(i64, String, Arc<Sidecar>)>> = HashMap::new();
+        for entry in dir.entries()? {
+            let Some(attempt) = attempt_of(&entry.name) else { continue };
+            let sidecar = match read.get(&entry.name) {
+                Some(sidecar) => Arc::clone(sidecar),
+                None => match parse(&*dir, &entry.name) {
+                    Ok(sidecar) => Arc::new(sidecar),
+                    Err(error) => {
+                        tracing::warn!(file = %entry.name, %error, "metrics that cannot be read are left out");
+                        continue;
+                    }
+                },
+            };
+            still.insert(entry.name.clone(), Arc::clone(&sidecar));
+            by_attempt.entry(attempt).or_default().push((sidecar.unix_ns, entry.name, sidecar));
+        }
+        *read = still;
+        let mut out = HashMap::new();
+        for (attempt, mut sidecars) in by_attempt {
+            sidecars.sort_by(|a, b| (a.0, &a.1).cmp(&(b.0, &b.1)));
+            let mut metrics = BTreeMap::new();
+            for (_, _, sidecar) in sidecars {
+                metrics.extend(sidecar.metrics.iter().map(|(name, &value)| (name.clone(), f64::from(value))));
+            }
+            out.insert(attempt, metrics);
+        }
+        Ok(out)
+    }
+
+    /// Removes the sidecars of a step that was deleted. Failing to is no error: they say nothing of any step that is there.
+    pub fn remove(&self, root: &dyn Dir, attempt: &Attempt) {
+        let removed = (|| -> stepwell_core::Result<()> {
+            let dir = root.open_dir(&control(METRICS))?;
+            for entry in dir.entries()? {
+                if attempt_of(&entry.name).as_ref() == Some(attempt) {
+                    dir.remove_file(&entry.name)?;
+                }
+            }
+            Ok(())
+        })();
+        if let Err(error) = removed {
+            tracing::debug!(%error, "the metrics of a deleted step stay");
+        }
+    }
+}
+
+fn attempt_of(name: &str) -> Option<Attempt> {
+    let mut parts = name.strip_suffix(".json")?.split('-');
+    let session = parts.next().filter(|s| s.len() == 32 && s.bytes().all(|b| b.is_ascii_hexdigit()))?;
+    let counter = parts.next()?.parse().ok()?;
+    parts.next()?;
+    Some(Attempt { session: session.to_owned(), counter })
+}
+
+fn parse(dir: &dyn Dir, name: &str) -> stepwell_core::Result<Sidecar> {
+    let bytes = dir.read_file(name, MAX_METADATA_BYTES)?;
+    let file = dir.path().join(name);
+    serde_json::from_slice(&bytes)
+        .map_err(|error| stepwell_core::Error::Format { file, what: error.to_string() })
+}

@@ -1,0 +1,99 @@
+//! What a manager may be told. Every option is typed; none switches another off.
+
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::retention::Retention;
+use crate::save_policy::SavePolicy;
+use crate::step_name::StepName;
+
+/// See [`Options::default`] for the defaults: every call saves, nothing is deleted.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Which calls of `save` write.
+    pub save_policy: SavePolicy,
+    /// Which steps stay.
+    pub retention: Retention,
+    /// How steps are named; `None`: as the root says, or `step_` with eight digits.
+    pub step_name: Option<StepName>,
+    /// Bytes of staging memory; `None`: what the states need, up to a quarter of the free memory.
+    pub staging_bytes: Option<u64>,
+    /// Saves that may wait beside the one that is being written.
+    pub max_pending: usize,
+    /// Write nothing at all.
+    pub read_only: bool,
+    /// Make the root where it is missing.
+    pub create: bool,
+    /// On a file system without locks: this is the only writer, says the caller.
+    pub take_over: bool,
+    /// What a failure in the background that nobody has seen does.
+    pub on_save_error: OnSaveError,
+    /// Bytes of a chunk, about.
+    pub chunk_bytes: u64,
+    /// Rows of chunks stay at least so long, in bytes.
+    pub min_row_bytes: u64,
+    /// Bytes of a block: the unit of checksums and of reading.
+    pub block_bytes: u64,
+    /// Threads that capture; `None`: a few.
+    pub capture_threads: Option<usize>,
+    /// Reads or writes in flight.
+    pub queue_depth: usize,
+    /// How long nothing may happen before a wait gives up.
+    pub stall_timeout: Duration,
+    /// The user's metadata of the root; the first writer's stays.
+    pub root_metadata: serde_json::Value,
+}
+
+/// What a failure in the background that nobody has seen does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnSaveError {
+    /// It raises once, at the next call that can.
+    #[default]
+    Raise,
+    /// It is logged, and training goes on.
+    Warn,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            save_policy: SavePolicy::default(),
+            retention: Retention::default(),
+            step_name: None,
+            staging_bytes: None,
+            max_pending: 1,
+            read_only: false,
+            create: true,
+            take_over: false,
+            on_save_error: OnSaveError::default(),
+            chunk_bytes: 8 << 20,
+            min_row_bytes: 4096,
+            block_bytes: 256 << 10,
+            capture_threads: None,
+            queue_depth: 16,
+            stall_timeout: Duration::from_secs(600),
+            root_metadata: serde_json::Value::Null,
+        }
+    }
+}
+
+impl Options {
+    /// Refuses what can never work.
+    pub fn check(&self) -> Result<()> {
+        self.save_policy.check()?;
+        self.retention.check()?;
+        if self.block_bytes % 4096 != 0 || !stepwell_core::limits::BLOCK_BYTES.contains(&self.block_bytes) {
+            return Err(Error::Invalid(format!(
+                "block_bytes={} must be a multiple of 4096 within {:?}",
+                self.block_bytes,
+                stepwell_core::limits::BLOCK_BYTES
+            )));
+        }
+        if self.chunk_bytes == 0 || self.queue_depth == 0 || self.stall_timeout.is_zero() {
+            return Err(Error::Invalid(
+                "chunk_bytes, queue_depth and stall_timeout must be more than 0".to_owned(),
+            ));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,99 @@
+//! Opening a root as its writer: what a crash may have left is settled, under the lock. Idempotent, and safe to be killed at any point.
+//!
+//! 1. fsync the root: what is visible is durable before anything is concluded from it;
+//! 2. take the epoch (where locks do not reach, an older writer sees it before its next rename);
+//! 3. take the temporaries of dead owners out of sight. The lock says that every other owner is dead: nothing is ever deleted by its age;
+//! 4. finish what tombstones name, make missing leases again;
+//! 5. hand all trash to the deleter.
+
+use std::sync::Arc;
+
+use stepwell_core::io::{Dir, EntryKind, LockKind};
+
+use crate::commit::aside;
+use crate::directory_layout::{self, LEASE, MANIFEST_NEW, OwnName};
+use crate::discovery::Listing;
+use crate::environment::Environment;
+use crate::error::Result;
+use crate::lease::is_without_locks;
+
+/// What recovery found and did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Recovered {
+    /// Trash to delete: its renames are durable.
+    pub trash: Vec<String>,
+    /// Temporaries of dead owners, by their old names.
+    pub abandoned: Vec<String>,
+    /// Steps that got their `.lease` back.
+    pub leases: Vec<String>,
+}
+
+/// Takes temporaries of dead owners out of sight and finds all trash. `session` is the caller's own.
+pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result<Recovered> {
+    let mut recovered = Recovered::default();
+    let mut renames = Vec::new();
+    for entry in root.entries()? {
+        match directory_layout::parse(&entry.name) {
+            Some(OwnName::Trash) if entry.kind == EntryKind::Dir => recovered.trash.push(entry.name),
+            Some(OwnName::Temporary { session: owner, label, .. })
+                if owner != session && entry.kind == EntryKind::Dir =>
+            {
+                let trash = directory_layout::trash(&label, environment.rng.next_u128());
+                renames.push((entry.name, trash));
+            }
+            _ => {}
+        }
+    }
+    aside::retire_all(root, &renames)?;
+    for (name, trash) in renames {
+        recovered.abandoned.push(name);
+        recovered.trash.push(trash);
+    }
+    Ok(recovered)
+}
+
+/// Finishes thinnings, and makes missing leases again. A step that cannot be mended is left as it is, with a warning: it can still be read.
+pub fn mend(root: &dyn Dir, listing: &Listing, recovered: &mut Recovered) {
+    for found in listing.steps.values() {
+        let mended = (|| -> stepwell_core::Result<bool> {
+            let missing = root.stat(&format!("{}/{LEASE}", found.name))?.is_none();
+            if missing {
+                let step = root.open_dir(&found.name)?;
+                step.write_file(LEASE, &[])?;
+                step.sync()?;
+            }
+            if !found.manifest.dropped.is_empty() {
+                finish_thinning(&root.open_dir(&found.name)?, found)?;
+            }
+            Ok(missing)
+        })();
+        match mended {
+            Ok(true) => recovered.leases.push(found.name.clone()),
+            Ok(false) => {}
+            Err(error) => {
+                tracing::warn!(step = %found.name, %error, "a step could not be mended; it is left as it is")
+            }
+        }
+    }
+}
+
+fn finish_thinning(step: &Arc<dyn Dir>, found: &crate::discovery::Found) -> stepwell_core::Result<()> {
+    let left = found.manifest.dropped.iter().any(|tombstone| {
+        // An error here is met again below, and told there.
+        step.stat(&tombstone.dir).map_or(true, |stat| stat.is_some())
+    });
+    let half_written = step.stat(MANIFEST_NEW)?.is_some();
+    if !left && !half_written {
+        return Ok(());
+    }
+    let _lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
+        Ok(Some(lock)) => Some(lock),
+        Ok(None) => return Ok(()),
+        Err(error) if is_without_locks(&error) => None,
+        Err(error) => return Err(error),
+    };
+    if half_written {
+        step.remove_file(MANIFEST_NEW)?;
+    }
+    aside::apply_tombstones(step, &found.manifest)
+}

@@ -1,0 +1,168 @@
+use proptest::prelude::*;
+
+use super::*;
+
+fn steps(steps: impl IntoIterator<Item = u64>) -> Vec<Candidate> {
+    let items = vec!["params".to_owned(), "optimizer".to_owned(), ".".to_owned()];
+    steps.into_iter().map(|step| Candidate { step, items: items.clone(), ..Candidate::default() }).collect()
+}
+
+fn scored(values: &[(u64, f64)]) -> Vec<Candidate> {
+    values
+        .iter()
+        .map(|&(step, loss)| Candidate {
+            step,
+            metrics: BTreeMap::from([("loss".to_owned(), loss)]),
+            ..Candidate::default()
+        })
+        .collect()
+}
+
+fn kept(retention: &Retention, steps: &[Candidate]) -> Vec<u64> {
+    retention.plan(steps, 0).unwrap().kept().collect()
+}
+
+#[test]
+fn the_newest_are_ranked_by_number_and_not_by_the_order_of_arrival() {
+    assert_eq!(kept(&Retention::keep_latest(2), &steps([10, 20, 30, 5])), [20, 30]);
+}
+
+#[test]
+fn keeping_none_keeps_the_newest() {
+    assert_eq!(kept(&Retention::keep_latest(0), &steps(0..5)), [4]);
+    assert_eq!(kept(&Retention::Any { of: vec![] }, &steps(0..5)), [4]);
+}
+
+#[test]
+fn a_union_keeps_what_any_part_keeps() {
+    let retention = Retention::keep_latest(2) | Retention::keep_every(4);
+    assert_eq!(kept(&retention, &steps([0, 2, 4, 6, 8, 10])), [0, 4, 8, 10]);
+}
+
+#[test]
+fn ties_keep_the_later() {
+    let steps = scored(&[(1, 0.5), (2, 0.5), (3, 0.9)]);
+    assert_eq!(kept(&Retention::keep_best(1, "loss", Mode::Min), &steps), [2, 3]);
+}
+
+#[test]
+fn nan_is_worst_and_never_evicts_a_real_best() {
+    for mode in [Mode::Min, Mode::Max] {
+        let steps = scored(&[(1, 0.5), (2, f64::NAN), (3, f64::NAN), (4, 9.0)]);
+        assert_eq!(kept(&Retention::keep_best(2, "loss", mode), &steps), [1, 4]);
+        assert_eq!(kept(&Retention::keep_best(3, "loss", mode), &steps), [1, 3, 4]);
+    }
+    let steps = scored(&[(1, f64::NAN), (2, f64::INFINITY)]);
+    assert_eq!(best(&steps, "loss", Mode::Min).unwrap().step, 2);
+}
+
+#[test]
+fn a_step_without_the_metric_counts_only_where_there_are_too_few_with_it() {
+    let mut some = scored(&[(1, 0.5), (2, 0.1)]);
+    some.extend(steps([3, 4, 5]));
+    assert_eq!(kept(&Retention::keep_best(1, "loss", Mode::Min), &some), [2, 5]);
+    assert_eq!(kept(&Retention::keep_best(3, "loss", Mode::Min), &some), [1, 2, 5]);
+    assert_eq!(best(&some, "loss", Mode::Min).unwrap().step, 2);
+    assert!(best(&steps([1]), "loss", Mode::Min).is_none());
+}
+
+#[test]
+fn the_newest_is_never_evicted_by_a_metric() {
+    let steps = scored(&[(1, 0.1), (2, 0.2), (3, 0.3)]);
+    assert_eq!(kept(&Retention::keep_best(1, "loss", Mode::Min), &steps), [1, 3]);
+}
+
+#[test]
+fn thinning_keeps_the_named_items_of_old_steps_and_all_of_the_new() {
+    let retention = Retention::keep_latest(1) | Retention::keep_every_items(10, ["params"]);
+    let plan = retention.plan(&steps([0, 5, 10, 20]), 0).unwrap();
+    assert_eq!(plan.deleted().collect::<Vec<_>>(), [5]);
+    let thinned: Vec<_> = plan.thinned().map(|(step, items)| (step, items.clone())).collect();
+    let params = BTreeSet::from(["params".to_owned()]);
+    assert_eq!(thinned, [(0, params.clone()), (10, params)]);
+}
+
+#[test]
+fn a_step_that_one_rule_keeps_whole_is_not_thinned_by_another() {
+    let retention = Retention::keep_every_items(10, ["params"]) | Retention::keep_every(20);
+    let plan = retention.plan(&steps([0, 10, 20, 30]), 0).unwrap();
+    assert_eq!(plan.thinned().map(|(step, _)| step).collect::<Vec<_>>(), [10]);
+}
+
+#[test]
+fn a_step_with_nothing_left_to_thin_is_left_alone_and_one_with_nothing_to_keep_goes() {
+    let mut all = steps([0, 10, 20]);
+    all[0].items = vec!["params".to_owned()];
+    all[1].items = vec!["optimizer".to_owned()];
+    let plan = Retention::keep_every_items(10, ["params"]).plan(&all, 0).unwrap();
+    assert_eq!(plan.thinned().count(), 0);
+    assert_eq!(plan.deleted().collect::<Vec<_>>(), [10]);
+}
+
+#[test]
+fn age_is_measured_from_the_commit_and_a_clock_set_back_deletes_nothing() {
+    let mut all = steps(0..4);
+    for candidate in &mut all {
+        candidate.committed_unix_ns = (candidate.step as i64) * 1_000_000_000;
+    }
+    let retention = Retention::KeepNewerThan { seconds: 2.0 };
+    let at = |now| retention.plan(&all, now).unwrap().kept().collect::<Vec<_>>();
+    assert_eq!(at(3_000_000_000), [2, 3]);
+    assert_eq!(at(-1_000_000_000), [0, 1, 2, 3]);
+}
+
+#[test]
+fn a_plan_explains_itself() {
+    let retention = Retention::keep_latest(1) | Retention::keep_best(1, "loss", Mode::Min);
+    let plan = retention.plan(&scored(&[(1, 0.1), (2, 0.2), (3, 0.3)]), 0).unwrap();
+    let Decision::Keep { reasons, .. } = &plan.steps[&1] else { panic!("{plan:?}") };
+    assert_eq!(reasons, &["keep_best(1, \"loss\", min): loss=0.1"]);
+    assert_eq!(plan.steps[&2], Decision::Delete { reason: "no rule keeps it".to_owned() });
+    let Decision::Keep { reasons, .. } = &plan.steps[&3] else { panic!("{plan:?}") };
+    assert_eq!(reasons, &["the newest committed step always stays", "keep_latest(1)"]);
+}
+
+#[test]
+fn a_held_step_stays() {
+    let mut all = steps(0..3);
+    all[0].held = true;
+    assert_eq!(kept(&Retention::keep_latest(1), &all), [0, 2]);
+}
+
+#[test]
+fn what_can_never_work_is_refused() {
+    assert!(Retention::keep_every(0).check().is_err());
+    assert!(Retention::keep_every_items(1, ["a[".to_owned()]).check().is_err());
+    assert!(Retention::keep_every_items(1, Vec::<String>::new()).check().is_err());
+    assert!(Retention::KeepNewerThan { seconds: f64::NAN }.check().is_err());
+}
+
+#[test]
+fn a_policy_survives_json() {
+    let retention = Retention::keep_latest(3)
+        | Retention::keep_every_items(1000, ["params"])
+        | Retention::keep_best(1, "loss", Mode::Min);
+    let text = serde_json::to_string(&retention).unwrap();
+    assert_eq!(serde_json::from_str::<Retention>(&text).unwrap(), retention);
+}
+
+proptest! {
+    #[test]
+    fn a_union_never_keeps_less_than_its_parts(
+        numbers in proptest::collection::btree_set(0_u64..50, 1..20),
+        n in 0_u64..5, every in 1_u64..7, losses in proptest::collection::vec(-1.0..1.0_f64, 20),
+    ) {
+        let mut all = steps(numbers.iter().copied());
+        for (candidate, loss) in all.iter_mut().zip(losses) {
+            candidate.metrics.insert("loss".to_owned(), loss);
+        }
+        let parts = [
+            Retention::keep_latest(n), Retention::keep_every(every), Retention::keep_best(n, "loss", Mode::Max),
+        ];
+        let whole = Retention::Any { of: parts.to_vec() };
+        let union: BTreeSet<u64> = parts.iter().flat_map(|part| kept(part, &all)).collect();
+        prop_assert_eq!(kept(&whole, &all), union.into_iter().collect::<Vec<_>>());
+        prop_assert!(kept(&whole, &all).len() >= all.len().min(n.max(1) as usize));
+        prop_assert!(kept(&whole, &all).contains(numbers.last().unwrap()));
+    }
+}

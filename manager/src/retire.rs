@@ -1,0 +1,263 @@
+//! Deleting what was taken out of sight: slowly, in the background, and only where no reader holds it.
+//!
+//! A step comes here after [`retire`](crate::commit::aside::retire) has made its rename durable. The deleter tries the step's lease exclusively; where
+//! a reader holds it, the trash waits and is tried again. Whatever is left when the process ends is finished by the next writer.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use stepwell_core::io::{Dir, EntryKind, LockKind};
+
+use crate::directory_layout::LEASE;
+use crate::lease::is_without_locks;
+
+/// Between two tries of a step that readers hold.
+const RETRY: Duration = Duration::from_millis(500);
+/// Between two files, so that a save that runs at the same time has the disk.
+const PACE: Duration = Duration::from_millis(1);
+/// Directories nest no deeper in anything that we made; a deeper foreign tree is left alone.
+const MAX_DEPTH: usize = 64;
+
+/// Deletes a directory and all in it, at once. A missing one is ENOENT.
+pub fn delete_tree(parent: &dyn Dir, name: &str) -> stepwell_core::Result<()> {
+    delete(parent, name, &mut || true, 0).map(drop)
+}
+
+/// `Ok(false)`: told to stop.
+fn delete(
+    parent: &dyn Dir,
+    name: &str,
+    go_on: &mut dyn FnMut() -> bool,
+    depth: usize,
+) -> stepwell_core::Result<bool> {
+    let path = || parent.path().join(name);
+    if depth > MAX_DEPTH {
+        return Err(stepwell_core::Error::Misuse(format!("{} nests too deep to be ours", path().display())));
+    }
+    let dir = parent.open_dir(name)?;
+    let mut entries = dir.entries()?;
+    // The lock file goes last, so that the lock means something until the end.
+    entries.sort_by_key(|entry| entry.name == LEASE);
+    for entry in entries {
+        if !go_on() {
+            return Ok(false);
+        }
+        if entry.kind == EntryKind::Dir {
+            if !delete(&*dir, &entry.name, go_on, depth + 1)? {
+                return Ok(false);
+            }
+        } else {
+            ignore_missing(dir.remove_file(&entry.name))?;
+        }
+    }
+    ignore_missing(parent.remove_dir(name))?;
+    Ok(true)
+}
+
+fn ignore_missing(result: stepwell_core::Result<()>) -> stepwell_core::Result<()> {
+    match result {
+        Err(error) if error.is_not_found() => Ok(()),
+        other => other,
+    }
+}
+
+/// What became of one try.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Removed {
+    /// It is gone.
+    Gone,
+    /// Readers hold it.
+    Held,
+    /// Told to stop.
+    Stopped,
+}
+
+/// Deletes one trash directory, unless readers hold it.
+pub fn remove(root: &dyn Dir, name: &str, go_on: &mut dyn FnMut() -> bool) -> stepwell_core::Result<Removed> {
+    let dir = match root.open_dir(name) {
+        Ok(dir) => dir,
+        Err(error) if error.is_not_found() => return Ok(Removed::Gone),
+        // Not a directory: nothing of ours, but under a name of ours.
+        Err(error) if error.errno() == Some(20) => {
+            ignore_missing(root.remove_file(name))?;
+            return Ok(Removed::Gone);
+        }
+        Err(error) => return Err(error),
+    };
+    let _lock = match dir.try_lock(LEASE, LockKind::Exclusive, false) {
+        Ok(Some(lock)) => Some(lock),
+        Ok(None) => return Ok(Removed::Held),
+        Err(error) if error.is_not_found() || is_without_locks(&error) => None,
+        Err(error) => return Err(error),
+    };
+    Ok(if delete(root, name, go_on, 0)? { Removed::Gone } else { Removed::Stopped })
+}
+
+#[derive(Default)]
+struct Queue {
+    ready: VecDeque<String>,
+    held: VecDeque<String>,
+    busy: Option<String>,
+    /// What could not be deleted; told once.
+    failed: Vec<stepwell_core::Error>,
+    stop: bool,
+}
+
+struct Shared {
+    root: Arc<dyn Dir>,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The background deleter of one root. Its thread starts with the first thing to delete.
+pub struct Deleter {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Deleter {
+    /// A deleter with nothing to do.
+    pub fn new(root: Arc<dyn Dir>) -> Self {
+        let shared = Shared { root, queue: Mutex::default(), changed: Condvar::new() };
+        Self { shared: Arc::new(shared), thread: Mutex::new(None) }
+    }
+
+    /// Takes over trash whose rename is durable.
+    pub fn enqueue(&self, names: impl IntoIterator<Item = String>) {
+        let mut queue = self.shared.lock();
+        queue.ready.extend(names);
+        if queue.stop || (queue.ready.is_empty() && queue.held.is_empty()) {
+            return;
+        }
+        self.shared.changed.notify_all();
+        drop(queue);
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if thread.is_none() {
+            let shared = Arc::clone(&self.shared);
+            let builder = std::thread::Builder::new().name("stepwell-delete".to_owned());
+            match builder.spawn(move || work(&shared)) {
+                Ok(handle) => *thread = Some(handle),
+                Err(error) => {
+                    tracing::warn!(%error, "no thread to delete with; the next writer finishes the trash")
+                }
+            }
+        }
+    }
+
+    /// Deletes all that nobody holds, now and at full speed, on this thread: the disk is full.
+    pub fn empty_now(&self) {
+        loop {
+            let Some(name) = self.shared.lock().ready.pop_front() else { break };
+            finish(&self.shared, &name, remove(&*self.shared.root, &name, &mut || true));
+        }
+        // What the other thread has begun is waited for, within reason.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let mut queue = self.shared.lock();
+        while queue.busy.is_some() {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
+            queue = self.shared.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Waits until nothing is left but what readers hold; `false` by the deadline.
+    pub fn drain(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let mut queue = self.shared.lock();
+        while !queue.ready.is_empty() || queue.busy.is_some() {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { return false };
+            queue = self.shared.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// The names that wait because readers hold them.
+    pub fn held(&self) -> Vec<String> {
+        self.shared.lock().held.iter().cloned().collect()
+    }
+
+    /// Deletions that failed since the last question.
+    pub fn take_failures(&self) -> Vec<stepwell_core::Error> {
+        std::mem::take(&mut self.shared.lock().failed)
+    }
+
+    /// Tries once more what readers held, then ends the thread; what is left is the next writer's. `false`: the thread did not end in time.
+    pub fn stop(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        {
+            let mut queue = self.shared.lock();
+            let held = std::mem::take(&mut queue.held);
+            queue.ready.extend(held);
+            self.shared.changed.notify_all();
+        }
+        let has_thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        if has_thread {
+            self.drain(timeout);
+        } else {
+            self.empty_now();
+        }
+        self.shared.lock().stop = true;
+        self.shared.changed.notify_all();
+        let handle = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(handle) = handle else { return true };
+        while !handle.is_finished() {
+            if Instant::now() >= deadline + Duration::from_millis(100) {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        handle.join().is_ok()
+    }
+}
+
+fn work(shared: &Shared) {
+    let mut next_retry = Instant::now() + RETRY;
+    loop {
+        let name = {
+            let mut queue = shared.lock();
+            loop {
+                if queue.stop {
+                    return;
+                }
+                if !queue.held.is_empty() && Instant::now() >= next_retry {
+                    let held = std::mem::take(&mut queue.held);
+                    queue.ready.extend(held);
+                    next_retry = Instant::now() + RETRY;
+                }
+                if let Some(name) = queue.ready.pop_front() {
+                    queue.busy = Some(name.clone());
+                    break name;
+                }
+                let waiting = if queue.held.is_empty() { Duration::from_secs(3600) } else { RETRY };
+                queue = shared.changed.wait_timeout(queue, waiting).unwrap_or_else(PoisonError::into_inner).0;
+            }
+        };
+        let mut go_on = || {
+            std::thread::sleep(PACE);
+            !shared.lock().stop
+        };
+        let result = remove(&*shared.root, &name, &mut go_on);
+        shared.lock().busy = None;
+        finish(shared, &name, result);
+    }
+}
+
+fn finish(shared: &Shared, name: &str, result: stepwell_core::Result<Removed>) {
+    let mut queue = shared.lock();
+    match result {
+        Ok(Removed::Gone | Removed::Stopped) => {}
+        Ok(Removed::Held) => queue.held.push_back(name.to_owned()),
+        Err(error) => {
+            tracing::warn!(name, %error, "a retired step could not be deleted; the next writer tries again");
+            queue.failed.push(error);
+        }
+    }
+    shared.changed.notify_all();
+}

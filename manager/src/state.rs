@@ -1,0 +1,323 @@
+//! A state as the front end hands it over, and how it is cut into items.
+//!
+//! **Items** are the top-level entries that are containers or stateful objects; loose leaves share one item, `.`; a state with more than
+//! [`MAX_SPLIT_ITEMS`] such entries, or that is no string-keyed mapping, is one item. Grouping never alters leaf paths. Ties are shared within an item; a
+//! tie between two items is stored in both, so that each can be restored alone.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+
+use stepwell_core::dtype::Dtype;
+use stepwell_core::format::index::ChunkRegion;
+use stepwell_core::format::manifest::TopLevel;
+use stepwell_core::leaf_path::Component;
+use stepwell_core::provider::StateProvider;
+use stepwell_core::region::Region;
+use stepwell_core::save::{ChunkPlan, ItemPlan, LeafPlan};
+use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
+use stepwell_core::value::Value;
+use stepwell_reshard::subchunk;
+
+use crate::commit::records::DraftItem;
+use crate::error::{Error, Result};
+
+/// More top-level containers than this make one item of all.
+pub const MAX_SPLIT_ITEMS: usize = 64;
+/// The item of loose leaves, and of a state that is one item.
+pub const LOOSE: &str = ".";
+
+/// A state to be saved: its structure, and one source per leaf.
+pub struct StateSource {
+    /// Containers and leaves, in order.
+    pub tree: Tree,
+    /// One per leaf of the tree, in leaf order.
+    pub leaves: Vec<LeafSource>,
+}
+
+/// Where a leaf's value comes from.
+#[derive(Clone)]
+pub enum LeafSource {
+    /// A whole tensor.
+    Tensor {
+        /// Element type.
+        dtype: Dtype,
+        /// Shape.
+        shape: Vec<u64>,
+        /// Where the bytes come from.
+        provider: Arc<dyn StateProvider>,
+    },
+    /// A plain value.
+    Object(Value),
+    /// The same value as another leaf, which is no alias itself.
+    Alias(u32),
+}
+
+/// A state, cut into items.
+pub(crate) struct Items {
+    pub plans: Vec<ItemPlan>,
+    pub drafts: Vec<DraftItem>,
+    pub plan_hash: String,
+    /// Bytes of all tensors as they will be written.
+    pub tensor_bytes: u64,
+}
+
+/// Cuts a state into items, and its tensors into chunks.
+pub(crate) fn items(state: StateSource, chunks: &subchunk::Options) -> Result<Items> {
+    check(&state)?;
+    let plan_hash = plan_hash(&state);
+    let groups = groups(&state.tree);
+    let mut plans = Vec::with_capacity(groups.len());
+    let mut drafts = Vec::with_capacity(groups.len());
+    let mut tensor_bytes = 0_u64;
+    for (number, group) in groups.into_iter().enumerate() {
+        let dir = format!("i{number}");
+        let (tree, origins) = branch(&state.tree, &group.nodes);
+        let leaves = leaves(&state, &origins, chunks, &mut tensor_bytes)?;
+        drafts.push(DraftItem { dir: dir.clone(), name: group.name, top_level: group.top_level });
+        plans.push(ItemPlan { dir, tree, leaves });
+    }
+    Ok(Items { plans, drafts, plan_hash, tensor_bytes })
+}
+
+fn check(state: &StateSource) -> Result<()> {
+    if state.tree.nodes().is_empty() {
+        return Err(Error::Invalid(
+            "the state is empty: it has not even a root; save a dict, list or leaf".to_owned(),
+        ));
+    }
+    if state.leaves.len() != state.tree.leaf_count() {
+        return Err(Error::Invalid(format!(
+            "the state has {} leaves, but {} sources",
+            state.tree.leaf_count(),
+            state.leaves.len()
+        )));
+    }
+    let mut seen = BTreeSet::new();
+    for node in state.tree.nodes() {
+        if let Some(component) = &node.component {
+            if !seen.insert((node.parent, component)) {
+                let mut parent = state.tree.path(node.parent);
+                parent.0.push(component.clone());
+                return Err(stepwell_core::Error::Leaf {
+                    leaf: parent.to_string(),
+                    what: "two entries of one container have this path; rename one of them".to_owned(),
+                }
+                .into());
+            }
+        }
+    }
+    for (leaf, source) in state.leaves.iter().enumerate() {
+        if let LeafSource::Alias(of) = source {
+            if !matches!(
+                state.leaves.get(*of as usize),
+                Some(LeafSource::Tensor { .. } | LeafSource::Object(_))
+            ) {
+                return Err(Error::Invalid(format!(
+                    "`{}` is tied to leaf {of}, which holds no value of its own",
+                    state.tree.leaf_path(leaf as u32)
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Group {
+    name: String,
+    top_level: Vec<TopLevel>,
+    /// The top-level nodes of the state that belong to it.
+    nodes: BTreeSet<u32>,
+}
+
+fn groups(tree: &Tree) -> Vec<Group> {
+    let top: Vec<u32> = (1..tree.nodes().len() as u32)
+        .filter(|&number| tree.nodes().get(number as usize).is_some_and(|node| node.parent == 0))
+        .collect();
+    let entry = |position: usize, number: u32| {
+        let component = tree.nodes().get(number as usize).and_then(|node| node.component.clone());
+        TopLevel { name: rendered(component.as_ref()), position: position as u64 }
+    };
+    let is_container = |number: u32| {
+        matches!(tree.nodes().get(number as usize).map(|node| &node.kind), Some(NodeKind::Container(_)))
+    };
+    let containers = top.iter().filter(|&&number| is_container(number)).count();
+    if !is_string_keyed(tree) || containers > MAX_SPLIT_ITEMS || containers == 0 {
+        let top_level = top.iter().enumerate().map(|(position, &number)| entry(position, number)).collect();
+        return vec![Group { name: LOOSE.to_owned(), top_level, nodes: top.into_iter().collect() }];
+    }
+    let mut groups: Vec<Group> = Vec::new();
+    let mut loose: Option<usize> = None;
+    for (position, &number) in top.iter().enumerate() {
+        let entry = entry(position, number);
+        let new =
+            |name: String, entry| Group { name, top_level: vec![entry], nodes: BTreeSet::from([number]) };
+        if is_container(number) {
+            // A key `.` would be mistaken for the loose leaves; it is escaped where it is an item's name.
+            let name = if entry.name == LOOSE { "\\.".to_owned() } else { entry.name.clone() };
+            groups.push(new(name, entry));
+        } else if let Some(group) = loose.and_then(|at| groups.get_mut(at)) {
+            group.top_level.push(entry);
+            group.nodes.insert(number);
+        } else {
+            loose = Some(groups.len());
+            groups.push(new(LOOSE.to_owned(), entry));
+        }
+    }
+    groups
+}
+
+fn rendered(component: Option<&Component>) -> String {
+    let mut out = String::new();
+    if let Some(component) = component {
+        component.render(&mut out);
+    }
+    out
+}
+
+fn is_string_keyed(tree: &Tree) -> bool {
+    let root_is_mapping = tree.nodes().first().is_some_and(|root| {
+        matches!(
+            root.kind,
+            NodeKind::Container(
+                ContainerKind::Dict | ContainerKind::OrderedDict | ContainerKind::DefaultDict
+            )
+        )
+    });
+    root_is_mapping
+        && tree
+            .nodes()
+            .iter()
+            .skip(1)
+            .filter(|node| node.parent == 0)
+            .all(|node| matches!(node.component, Some(Component::Key(_))))
+}
+
+/// The part of a tree below some top-level nodes, rooted at the state's root, and the state's leaf number of each of its leaves.
+fn branch(tree: &Tree, top: &BTreeSet<u32>) -> (Tree, Vec<u32>) {
+    let mut out = Tree::new();
+    let mut origins = Vec::new();
+    // New number of a node of the state, where it is in this part.
+    let mut numbers: HashMap<u32, u32> = HashMap::new();
+    for (number, node) in (0_u32..).zip(tree.nodes()) {
+        let parent = if number == 0 {
+            None
+        } else if node.parent != 0 || top.contains(&number) {
+            match numbers.get(&node.parent) {
+                Some(&parent) => Some(parent),
+                None => continue,
+            }
+        } else {
+            continue;
+        };
+        match &node.kind {
+            NodeKind::Container(kind) => {
+                numbers.insert(number, out.push_container(parent, node.component.clone(), kind.clone()));
+            }
+            NodeKind::Leaf(leaf) => {
+                out.push_leaf(parent, node.component.clone());
+                origins.push(*leaf);
+            }
+        }
+    }
+    (out, origins)
+}
+
+fn leaves(
+    state: &StateSource,
+    origins: &[u32],
+    chunks: &subchunk::Options,
+    tensor_bytes: &mut u64,
+) -> Result<Vec<LeafPlan>> {
+    // Where a leaf of the state that holds a value is stored in this item.
+    let mut stored: HashMap<u32, u32> = (0_u32..)
+        .zip(origins)
+        .filter(|(_, origin)| !matches!(state.leaves.get(**origin as usize), Some(LeafSource::Alias(_))))
+        .map(|(here, &origin)| (origin, here))
+        .collect();
+    let mut out = Vec::with_capacity(origins.len());
+    for (here, &origin) in (0_u32..).zip(origins) {
+        let mut source = state.leaves.get(origin as usize);
+        if let Some(LeafSource::Alias(of)) = source {
+            match stored.get(of) {
+                Some(&of) => {
+                    out.push(LeafPlan::Alias { of });
+                    continue;
+                }
+                None => {
+                    stored.insert(*of, here);
+                    source = state.leaves.get(*of as usize);
+                }
+            }
+        }
+        out.push(match source {
+            Some(LeafSource::Tensor { dtype, shape, provider }) => {
+                let bytes = stepwell_core::region::volume(shape)
+                    .and_then(|volume| volume.checked_mul(dtype.size() as u64))
+                    .ok_or_else(|| stepwell_core::Error::Leaf {
+                        leaf: state.tree.leaf_path(origin).to_string(),
+                        what: format!("its shape {shape:?} is larger than any memory"),
+                    })?;
+                *tensor_bytes = tensor_bytes.saturating_add(bytes);
+                let cut = subchunk::cut(&Region::whole(shape), dtype.size() as u64, chunks);
+                let chunks = cut
+                    .into_iter()
+                    .map(|region| ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region })
+                    .collect();
+                LeafPlan::Tensor {
+                    dtype: *dtype,
+                    shape: shape.clone(),
+                    chunks,
+                    provider: Arc::clone(provider),
+                }
+            }
+            Some(LeafSource::Object(value)) => LeafPlan::Object(value.clone()),
+            Some(LeafSource::Alias(_)) | None => {
+                return Err(Error::Invalid(format!("`{}` has no value", state.tree.leaf_path(origin))));
+            }
+        });
+    }
+    Ok(out)
+}
+
+/// A hash of the structure: paths, kinds, dtypes, shapes and ties, not of any value. FNV-1a, twice: it finds ranks that do not agree, and is no security.
+fn plan_hash(state: &StateSource) -> String {
+    let mut hash = Fnv([0xcbf2_9ce4_8422_2325, 0x9ae1_6a3b_2f90_404f]);
+    for node in state.tree.nodes() {
+        hash.add(&node.parent.to_le_bytes());
+        hash.add(rendered(node.component.as_ref()).as_bytes());
+        match &node.kind {
+            NodeKind::Container(kind) => hash.add(format!("{kind:?}").as_bytes()),
+            NodeKind::Leaf(leaf) => match state.leaves.get(*leaf as usize) {
+                Some(LeafSource::Tensor { dtype, shape, .. }) => {
+                    hash.add(&[0, dtype.code()]);
+                    for extent in shape {
+                        hash.add(&extent.to_le_bytes());
+                    }
+                }
+                Some(LeafSource::Alias(of)) => {
+                    hash.add(&[1]);
+                    hash.add(&of.to_le_bytes());
+                }
+                Some(LeafSource::Object(_)) | None => hash.add(&[2]),
+            },
+        }
+    }
+    let Fnv([a, b]) = hash;
+    format!("{a:016x}{b:016x}")
+}
+
+struct Fnv([u64; 2]);
+
+impl Fnv {
+    fn add(&mut self, bytes: &[u8]) {
+        for byte in bytes.iter().chain(&[0xff]) {
+            for half in &mut self.0 {
+                *half = (*half ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
+            }
+            self.0[1] = self.0[1].rotate_left(5);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

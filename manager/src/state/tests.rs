@@ -1,0 +1,112 @@
+use stepwell_core::provider::{Fill, Ticket};
+use stepwell_core::staging::{Filling, Slot};
+
+use super::*;
+
+struct Nothing;
+
+impl StateProvider for Nothing {
+    fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+        Ok(Ticket::Done)
+    }
+}
+
+fn tensor() -> LeafSource {
+    LeafSource::Tensor { dtype: Dtype::Uint8, shape: vec![4], provider: Arc::new(Nothing) }
+}
+
+fn key(name: impl Into<String>) -> Option<Component> {
+    Some(Component::Key(name.into().into()))
+}
+
+fn names(items: &Items) -> Vec<String> {
+    items.drafts.iter().map(|item| item.name.clone()).collect()
+}
+
+/// `{"a": {"x"}, "one", "b": {"y"}, "two"}` with these sources in leaf order.
+fn state(leaves: Vec<LeafSource>) -> StateSource {
+    let mut tree = Tree::new();
+    tree.push_container(None, None, ContainerKind::Dict);
+    let a = tree.push_container(Some(0), key("a"), ContainerKind::Dict);
+    tree.push_leaf(Some(a), key("x"));
+    tree.push_leaf(Some(0), key("one"));
+    let b = tree.push_container(Some(0), key("b"), ContainerKind::List);
+    tree.push_leaf(Some(b), Some(Component::Index(0)));
+    tree.push_leaf(Some(0), key("two"));
+    StateSource { tree, leaves }
+}
+
+#[test]
+fn containers_are_items_and_loose_leaves_share_one() {
+    let items = items(state(vec![tensor(), tensor(), tensor(), tensor()]), &subchunk::Options::HOST).unwrap();
+    assert_eq!(names(&items), ["a", ".", "b"]);
+    let positions: Vec<Vec<u64>> =
+        items.drafts.iter().map(|item| item.top_level.iter().map(|entry| entry.position).collect()).collect();
+    assert_eq!(positions, [vec![0], vec![1, 3], vec![2]]);
+    let paths: Vec<String> = (0..2).map(|leaf| items.plans[1].tree.leaf_path(leaf).to_string()).collect();
+    assert_eq!(paths, ["one", "two"]);
+    assert_eq!(items.plans[2].tree.leaf_path(0).to_string(), "b[0]");
+}
+
+#[test]
+fn a_tie_within_an_item_is_stored_once_and_one_between_items_twice() {
+    let leaves = vec![tensor(), tensor(), LeafSource::Alias(0), LeafSource::Alias(1)];
+    let items = items(state(leaves), &subchunk::Options::HOST).unwrap();
+    assert!(matches!(items.plans[1].leaves[1], LeafPlan::Alias { of: 0 }));
+    assert!(matches!(items.plans[2].leaves[0], LeafPlan::Tensor { .. }));
+    assert_eq!(items.tensor_bytes, 12);
+}
+
+#[test]
+fn many_containers_or_other_keys_make_one_item() {
+    for (count, integer, expected) in [(64, false, 64), (65, false, 1), (2, true, 1)] {
+        let mut tree = Tree::new();
+        tree.push_container(None, None, ContainerKind::Dict);
+        for at in 0..count {
+            let component = if integer { Some(Component::Int(at)) } else { key(format!("k{at}")) };
+            let parent = tree.push_container(Some(0), component, ContainerKind::Dict);
+            tree.push_leaf(Some(parent), key("w"));
+        }
+        let leaves = (0..count).map(|_| tensor()).collect();
+        let items = items(StateSource { tree, leaves }, &subchunk::Options::HOST).unwrap();
+        assert_eq!(items.drafts.len(), expected, "{count} {integer}");
+    }
+}
+
+#[test]
+fn a_state_that_is_one_leaf_or_an_empty_container_is_one_item() {
+    let mut tree = Tree::new();
+    tree.push_leaf(None, None);
+    let one = items(StateSource { tree, leaves: vec![tensor()] }, &subchunk::Options::HOST).unwrap();
+    assert_eq!(names(&one), ["."]);
+    assert_eq!(one.plans[0].leaves.len(), 1);
+    let mut tree = Tree::new();
+    tree.push_container(None, None, ContainerKind::Dict);
+    let empty = items(StateSource { tree, leaves: vec![] }, &subchunk::Options::HOST).unwrap();
+    assert_eq!(names(&empty), ["."]);
+}
+
+#[test]
+fn colliding_entries_and_bad_ties_are_refused_by_path() {
+    let mut tree = Tree::new();
+    tree.push_container(None, None, ContainerKind::Dict);
+    tree.push_leaf(Some(0), key("x"));
+    tree.push_leaf(Some(0), key("x"));
+    let error = items(StateSource { tree, leaves: vec![tensor(), tensor()] }, &subchunk::Options::HOST)
+        .err()
+        .unwrap();
+    assert_eq!(error.kind(), "unsupported_leaf");
+    assert!(error.to_string().contains("`x`"), "{error}");
+    let leaves = vec![tensor(), LeafSource::Alias(2), LeafSource::Alias(1), tensor()];
+    assert!(items(state(leaves), &subchunk::Options::HOST).is_err());
+}
+
+#[test]
+fn the_plan_hash_tells_structures_apart_and_not_values() {
+    let hash = |leaves| items(state(leaves), &subchunk::Options::HOST).unwrap().plan_hash;
+    let base = hash(vec![tensor(), tensor(), tensor(), LeafSource::Object(Value::Int(1))]);
+    assert_eq!(base, hash(vec![tensor(), tensor(), tensor(), LeafSource::Object(Value::Int(2))]));
+    assert_ne!(base, hash(vec![tensor(), tensor(), tensor(), tensor()]));
+    assert_ne!(base, hash(vec![tensor(), tensor(), LeafSource::Alias(0), LeafSource::Object(Value::Int(1))]));
+    assert_eq!(base.len(), 32);
+}

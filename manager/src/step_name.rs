@@ -1,0 +1,166 @@
+//! Step names: how a step's number becomes the name of its directory, and back. Pure.
+//!
+//! Names are **canonical**: a name is a step's only if formatting its number gives the name again. So `step_5` and `step_00000005` are never both
+//! steps, and what a listing finds does not depend on the order in which it finds it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// The largest number that a step may have: 2^63 - 1, so that it fits every signed integer that it passes through.
+pub const MAX_STEP: u64 = i64::MAX as u64;
+
+/// Digits that a name may be padded to.
+const MAX_WIDTH: usize = 19;
+/// Bytes that a prefix may have, so that every name made from it stays below the usual 255.
+const MAX_PREFIX_BYTES: usize = 100;
+
+/// The pattern of step names: a prefix, and the number padded with zeros to `width` digits (longer numbers use more).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Fields", into = "Fields")]
+pub struct StepName {
+    prefix: String,
+    width: usize,
+    also: Vec<StepName>,
+}
+
+/// How a [`StepName`] is written in `root.json` and in options.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Fields {
+    prefix: String,
+    width: usize,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    also_read: Vec<StepName>,
+}
+
+impl TryFrom<Fields> for StepName {
+    type Error = Error;
+
+    fn try_from(fields: Fields) -> Result<Self> {
+        Self::new(fields.prefix, fields.width)?.also_reading(fields.also_read)
+    }
+}
+
+impl From<StepName> for Fields {
+    fn from(name: StepName) -> Self {
+        Self { prefix: name.prefix, width: name.width, also_read: name.also }
+    }
+}
+
+impl Default for StepName {
+    fn default() -> Self {
+        Self { prefix: "step_".to_owned(), width: 8, also: Vec::new() }
+    }
+}
+
+impl StepName {
+    /// A pattern. The prefix is a part of one file name: no separator, no control character, no dot in front (those names are ours).
+    pub fn new(prefix: impl Into<String>, width: usize) -> Result<Self> {
+        let prefix = prefix.into();
+        if prefix.starts_with('.') || prefix.contains('/') || prefix.chars().any(char::is_control) {
+            return Err(Error::Invalid(format!(
+                "the step prefix {prefix:?} must not start with a dot nor hold `/` or control characters: it is a part of a directory's name"
+            )));
+        }
+        if prefix.len() > MAX_PREFIX_BYTES || width > MAX_WIDTH {
+            return Err(Error::Invalid(format!(
+                "the step prefix {prefix:?} with width {width} is too long (at most {MAX_PREFIX_BYTES} bytes and {MAX_WIDTH} digits)"
+            )));
+        }
+        Ok(Self { prefix, width, also: Vec::new() })
+    }
+
+    /// The same pattern for writing, which reads steps under the `other` patterns too (for a root whose pattern has changed).
+    pub fn also_reading(mut self, other: Vec<StepName>) -> Result<Self> {
+        if other.iter().any(|name| !name.also.is_empty()) {
+            return Err(Error::Invalid("a step name that is only read cannot itself read others".to_owned()));
+        }
+        self.also = other;
+        Ok(self)
+    }
+
+    /// The name of a step.
+    pub fn format(&self, step: u64) -> String {
+        format!("{}{step:0width$}", self.prefix, width = self.width)
+    }
+
+    /// The number of a step by its name; `None` where the name is no step's, or not the canonical one.
+    pub fn parse(&self, name: &str) -> Option<u64> {
+        self.parse_own(name).or_else(|| self.also.iter().find_map(|other| other.parse_own(name)))
+    }
+
+    /// Whether a name follows the pattern that this root writes (and not one that it only reads).
+    pub fn is_primary(&self, name: &str) -> bool {
+        self.parse_own(name).is_some()
+    }
+
+    /// All names under which a step may stand, the one that is written first.
+    pub fn names(&self, step: u64) -> Vec<String> {
+        let mut names = vec![self.format(step)];
+        names.extend(self.also.iter().map(|other| other.format(step)));
+        names.dedup();
+        names
+    }
+
+    fn parse_own(&self, name: &str) -> Option<u64> {
+        let digits = name.strip_prefix(self.prefix.as_str())?;
+        if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+            return None;
+        }
+        let step = digits.parse().ok().filter(|&step| step <= MAX_STEP)?;
+        (self.format(step) == name).then_some(step)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_step_is_found_again_by_its_name(step in 0..=MAX_STEP, width in 0..=MAX_WIDTH, prefix in "[a-z_-]{0,8}") {
+            let names = StepName::new(prefix, width).unwrap();
+            prop_assert_eq!(names.parse(&names.format(step)), Some(step));
+        }
+
+        #[test]
+        fn whatever_parses_is_the_canonical_name(name in "step_[0-9]{1,20}") {
+            let names = StepName::default();
+            if let Some(step) = names.parse(&name) {
+                prop_assert_eq!(names.format(step), name);
+            }
+        }
+    }
+
+    #[test]
+    fn only_one_of_the_spellings_of_a_number_is_a_step() {
+        let names = StepName::new("", 0).unwrap();
+        assert_eq!(names.parse("5"), Some(5));
+        for other in ["005", "+5", "-5", "5 ", "", "5.orbax-checkpoint-tmp", "٥", "9223372036854775808"] {
+            assert_eq!(names.parse(other), None, "{other:?}");
+        }
+        assert_eq!(StepName::default().parse("step_123456789"), Some(123_456_789));
+        assert_eq!(StepName::default().parse("step_0123456789"), None);
+    }
+
+    #[test]
+    fn a_changed_pattern_reads_the_old_names_and_writes_the_new_one() {
+        let names = StepName::default().also_reading(vec![StepName::new("", 0).unwrap()]).unwrap();
+        assert_eq!(names.parse("7"), Some(7));
+        assert_eq!(names.parse("step_00000007"), Some(7));
+        assert_eq!(names.format(7), "step_00000007");
+        assert!(!names.is_primary("7"));
+    }
+
+    #[test]
+    fn a_prefix_that_is_more_than_a_part_of_a_name_is_refused() {
+        for prefix in ["../", "a/b", ".tmp-", "a\0", "a\nb"] {
+            assert!(StepName::new(prefix, 8).is_err(), "{prefix:?}");
+        }
+        assert!(StepName::new("x".repeat(101), 8).is_err());
+        assert!(serde_json::from_str::<StepName>(r#"{"prefix": "../x", "width": 8}"#).is_err());
+    }
+}

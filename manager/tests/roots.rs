@@ -1,0 +1,359 @@
+//! What is a step and what is not; retention, rewinding, leases, recovery.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use common::*;
+use stepwell_core::io::simulated::{Action, Fault, Kind, Node};
+use stepwell_manager::{Checkpoint, Mode, Options, Retention, SaveRequest, StepName};
+
+fn keeping(retention: Retention) -> Options {
+    Options { retention, ..options() }
+}
+
+#[test]
+fn what_only_looks_like_a_step_is_none_and_is_neither_chosen_nor_deleted() {
+    let world = World::default();
+    let manager = world.open(keeping(Retention::keep_latest(1)));
+    commit(&manager, 3);
+    world.disk.settle();
+    let step = world.disk.image().get("/run/step_00000003").unwrap().clone();
+    world.disk.plant("/run/step_00000007", &Node::dir(vec![])).unwrap();
+    world.disk.plant("/run/step_8", &step).unwrap();
+    world.disk.plant("/run/step_00000009", &step).unwrap();
+    world.disk.plant("/run/step_00000010", &Node::file(Arc::new(vec![1]))).unwrap();
+    world.disk.plant("/run/notes", &step).unwrap();
+    assert_eq!(manager.all_steps().unwrap(), [3]);
+    let quarantined = manager.quarantined().unwrap();
+    let names: Vec<&str> = quarantined.iter().map(|q| q.name.as_str()).collect();
+    assert_eq!(names, ["step_00000007", "step_00000009", "step_00000010"]);
+    assert!(quarantined[0].reason.contains("no manifest.json"), "{quarantined:?}");
+    assert!(quarantined[1].reason.contains("step 3"), "{quarantined:?}");
+    commit(&manager, 4);
+    assert!(manager.wait_for_deletions(LONG).unwrap());
+    assert_eq!(
+        world.names(),
+        ["notes", "step_00000004", "step_00000007", "step_00000009", "step_00000010", "step_8"]
+    );
+}
+
+#[test]
+fn a_commit_sets_aside_what_has_its_name_and_is_no_step() {
+    let world = World::default();
+    let manager = world.open(options());
+    world
+        .disk
+        .plant("/run/step_00000001", &Node::dir(vec![("x".into(), Node::file(Arc::new(vec![1])))]))
+        .unwrap();
+    commit(&manager, 1);
+    assert_restores(&manager, 1);
+    let names = world.names();
+    assert!(names[0].starts_with(".quarantine-step_00000001-"), "{names:?}");
+    assert_eq!(world.disk.bytes(&format!("/run/{}/x", names[0])).unwrap().as_slice(), [1]);
+}
+
+#[test]
+fn an_empty_directory_of_the_name_is_not_silently_replaced() {
+    let world = World::default();
+    let manager = world.open(options());
+    world.disk.plant("/run/step_00000001", &Node::dir(vec![])).unwrap();
+    commit(&manager, 1);
+    assert_eq!(world.names().len(), 2);
+}
+
+#[test]
+fn a_damaged_step_is_skipped_and_a_copied_one_stays_one() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    commit(&manager, 2);
+    commit(&manager, 3);
+    assert!(world.disk.corrupt("/run/step_00000002/i0/00000.data", |bytes| bytes.truncate(5000)));
+    assert!(world.disk.corrupt("/run/step_00000003/manifest.json", |bytes| bytes[100] ^= 1));
+    manager.reload().unwrap();
+    assert_eq!(manager.latest_step().unwrap(), Some(1));
+    assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+    manager.close(Some(LONG)).unwrap();
+
+    let step = world.disk.image().get("/run/step_00000001").unwrap().clone();
+    let copy = World::default();
+    copy.disk.plant("/run", &Node::dir(vec![("step_00000001".into(), step)])).unwrap();
+    let manager = copy.open(options());
+    assert_restores(&manager, 1);
+}
+
+#[test]
+fn any_flipped_byte_of_a_manifest_or_index_keeps_the_step_from_being_read() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    manager.close(Some(LONG)).unwrap();
+    for file in ["manifest.json", "i0/index"] {
+        let path = format!("/run/step_00000001/{file}");
+        let length = world.disk.bytes(&path).unwrap().len();
+        for at in (0..length).step_by(7) {
+            world.disk.corrupt(&path, |bytes| bytes[at] ^= 0x10);
+            let opened = Checkpoint::open(Path::new("/run/step_00000001"), &world.environment());
+            assert!(opened.is_err(), "{file} byte {at}");
+            world.disk.corrupt(&path, |bytes| bytes[at] ^= 0x10);
+        }
+    }
+    Checkpoint::open(Path::new("/run/step_00000001"), &world.environment()).unwrap();
+}
+
+#[test]
+fn retention_is_applied_after_each_commit_and_explains_itself() {
+    let world = World::default();
+    let manager = world.open(keeping(Retention::keep_latest(2) | Retention::keep_every(4)));
+    for step in [0, 2, 4, 6, 8, 10] {
+        commit(&manager, step);
+    }
+    assert_eq!(manager.all_steps().unwrap(), [0, 4, 8, 10]);
+    assert_eq!(manager.plan_retention().unwrap().kept().count(), 4);
+    assert!(manager.wait_for_deletions(LONG).unwrap());
+    assert_eq!(world.names().len(), 4);
+}
+
+#[test]
+fn a_save_that_fails_evicts_nothing() {
+    let world = World::default();
+    let manager = world.open(keeping(Retention::keep_latest(1)));
+    commit(&manager, 1);
+    world.disk.inject(Fault::on(Kind::Rename, Action::Fail(5)).at("step_00000002"));
+    world.disk.inject(Fault::on(Kind::Sync, Action::Fail(5)).at("manifest"));
+    assert!(save(&manager, 2).wait(Some(LONG)).unwrap().error().is_some());
+    assert_eq!(manager.all_steps().unwrap(), [1]);
+    assert_restores(&manager, 1);
+}
+
+#[test]
+fn the_best_and_the_newest_stay_across_a_restart() {
+    let world = World::default();
+    let retention = Retention::keep_best(2, "loss", Mode::Min);
+    for half in [[0.5, 0.1, 0.4], [0.9, f64::NAN, 0.2]] {
+        let manager = world.open(keeping(retention.clone()));
+        for loss in half {
+            let step = manager.next_step().unwrap();
+            let metrics = BTreeMap::from([("loss".to_owned(), loss)]);
+            committed(&manager.save(SaveRequest { metrics, ..request(step) }).unwrap());
+        }
+        manager.close(Some(LONG)).unwrap();
+    }
+    let manager = world.open(keeping(retention));
+    assert_eq!(manager.all_steps().unwrap(), [1, 5]);
+    assert_eq!(manager.best_step(None).unwrap(), Some(1));
+}
+
+#[test]
+fn old_steps_are_thinned_to_the_items_that_are_asked_for() {
+    let world = World::default();
+    let manager = world.open(keeping(Retention::keep_latest(1) | Retention::keep_every_items(1, ["params"])));
+    commit(&manager, 1);
+    commit(&manager, 2);
+    let thin = manager.checkpoint(Some(1)).unwrap();
+    assert_eq!(read(&thin), [("params/w".to_owned(), vec![1; 3000])]);
+    assert_eq!(thin.manifest().dropped.len(), 2);
+    assert!(world.disk.image().get("/run/step_00000001/i2").is_none());
+    assert_restores(&manager, 2);
+    assert_eq!(manager.plan_retention().unwrap().thinned().count(), 0);
+}
+
+#[test]
+fn a_thinning_that_was_interrupted_is_finished_by_the_next_writer() {
+    let world = World::default();
+    let manager = world.open(keeping(Retention::keep_latest(1) | Retention::keep_every_items(1, ["params"])));
+    commit(&manager, 1);
+    world.disk.inject(Fault::on(Kind::RemoveFile, Action::Fail(5)).at("step_00000001/i1").from_then_on());
+    commit(&manager, 2);
+    assert!(world.disk.image().get("/run/step_00000001/i2").is_some());
+    manager.close(Some(LONG)).unwrap();
+    world.disk.clear_faults();
+    let manager = world.open(options());
+    assert!(world.disk.image().get("/run/step_00000001/i2").is_none());
+    assert_eq!(read(&manager.checkpoint(Some(1)).unwrap()).len(), 1);
+}
+
+#[test]
+fn a_reader_finishes_with_a_step_that_was_retired_and_then_it_goes() {
+    let world = World::default();
+    let manager = world.open(keeping(Retention::keep_latest(1)));
+    commit(&manager, 1);
+    let reader = Checkpoint::open(Path::new("/run/step_00000001"), &world.environment()).unwrap();
+    assert!(reader.is_leased());
+    commit(&manager, 2);
+    assert_eq!(manager.all_steps().unwrap(), [2]);
+    assert!(manager.wait_for_deletions(LONG).unwrap());
+    assert_eq!(read(&reader)[0].1, vec![1; 3000]);
+    assert_eq!(world.names().len(), 2);
+    drop(reader);
+    manager.close(Some(LONG)).unwrap();
+    assert_eq!(world.names(), ["step_00000002"]);
+}
+
+#[test]
+fn a_reader_that_died_holds_nothing() {
+    let world = World::default();
+    let manager = world.open(keeping(Retention::keep_latest(1)));
+    commit(&manager, 1);
+    let other = world.disk.process();
+    let reader = Checkpoint::open(Path::new("/run/step_00000001"), &world.environment_of(&other)).unwrap();
+    other.kill();
+    commit(&manager, 2);
+    manager.close(Some(LONG)).unwrap();
+    assert_eq!(world.names(), ["step_00000002"]);
+    drop(reader);
+}
+
+#[test]
+fn a_held_step_stays_as_long_as_it_is_held() {
+    let world = World::default();
+    let manager = world.open(keeping(Retention::keep_latest(1)));
+    commit(&manager, 1);
+    let hold = manager.hold(1).unwrap();
+    commit(&manager, 2);
+    assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+    drop(hold);
+    commit(&manager, 3);
+    assert_eq!(manager.all_steps().unwrap(), [3]);
+}
+
+#[test]
+fn rewinding_sets_newer_steps_aside_and_training_goes_on_from_there() {
+    let world = World::default();
+    let manager = world.open(options());
+    for step in 1..=4 {
+        commit(&manager, step);
+    }
+    let (branch, moved) = manager.rewind(2, Some("before")).unwrap();
+    assert_eq!((branch.as_str(), moved), ("before", vec![4, 3]));
+    assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+    assert_eq!(manager.next_step().unwrap(), 3);
+    committed(&manager.save(SaveRequest::new(3, state(33))).unwrap());
+    assert_value(&manager, 3, 33);
+    let aside =
+        Checkpoint::open(Path::new("/run/.branch-before.step_00000004"), &world.environment()).unwrap();
+    assert_eq!(read(&aside)[0].1, vec![4; 3000]);
+    assert_eq!(manager.rewind(9, None).unwrap_err().kind(), "step_not_found");
+    assert_eq!(manager.rewind(1, Some("../x")).unwrap_err().kind(), "invalid");
+}
+
+#[test]
+fn a_rewind_that_is_interrupted_leaves_a_latest_between_the_two() {
+    let world = World::default();
+    let manager = world.open(options());
+    for step in 1..=4 {
+        commit(&manager, step);
+    }
+    world.disk.inject(Fault::on(Kind::Rename, Action::Fail(5)).at("step_00000003"));
+    manager.rewind(1, Some("b")).unwrap_err();
+    assert_eq!(manager.all_steps().unwrap(), [1, 2, 3]);
+    manager.rewind(1, Some("b")).unwrap();
+    assert_eq!(manager.all_steps().unwrap(), [1]);
+}
+
+#[test]
+fn the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_live_one() {
+    let world = World::default();
+    let killed = world.disk.process();
+    let manager =
+        stepwell_manager::Manager::open(Path::new(ROOT), options(), world.environment_of(&killed)).unwrap();
+    commit(&manager, 1);
+    let kill = killed.clone();
+    killed.set_hook(Some(Arc::new(move |_, operation| {
+        if operation.kind == Kind::Write && operation.path.to_string_lossy().contains(".tmp-00000002") {
+            kill.kill();
+        }
+    })));
+    assert!(save(&manager, 2).wait(Some(LONG)).unwrap().error().is_some());
+    world.disk.set_hook(None);
+    assert!(world.names().iter().any(|name| name.starts_with(".tmp-00000002")), "{:?}", world.names());
+    drop(manager);
+
+    let manager = world.open(options());
+    assert_restores(&manager, 1);
+    commit(&manager, 2);
+    manager.close(Some(LONG)).unwrap();
+    assert_eq!(world.names(), ["step_00000001", "step_00000002"]);
+}
+
+#[test]
+fn a_writer_that_was_taken_over_commits_nothing_more() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    let epoch = br#"{"epoch": 9, "session": "ffffffffffffffffffffffffffffffff", "owner": "another"}"#;
+    world.disk.corrupt("/run/.stepwell/epoch", |bytes| *bytes = epoch.to_vec());
+    let error = save(&manager, 2).wait(Some(LONG)).unwrap().error().cloned().unwrap();
+    assert_eq!(error.kind(), "locked");
+    assert!(error.to_string().contains("another"), "{error}");
+    assert_eq!(world.names(), ["step_00000001"]);
+}
+
+#[test]
+fn a_full_disk_is_met_by_emptying_the_trash_once() {
+    let world = World::default();
+    let manager = world.open(keeping(Retention::keep_latest(1)));
+    commit(&manager, 1);
+    world.disk.inject(Fault::on(Kind::CreateDir, Action::Fail(28)).at(".tmp-00000002"));
+    commit(&manager, 2);
+    world.disk.inject(Fault::on(Kind::CreateFile, Action::Fail(28)).at("i1"));
+    commit(&manager, 3);
+    world.disk.inject(Fault::on(Kind::CreateFile, Action::Fail(28)).at("i1").from_then_on());
+    let error = save(&manager, 4).wait(Some(LONG)).unwrap().error().cloned().unwrap();
+    assert_eq!(error.errno(), Some(28));
+    assert_eq!(manager.all_steps().unwrap(), [3]);
+    assert_restores(&manager, 3);
+}
+
+#[test]
+fn a_changed_pattern_reads_old_names_and_writes_the_new_one() {
+    let world = World::default();
+    let manager = world.open(Options { step_name: Some(StepName::new("", 0).unwrap()), ..options() });
+    commit(&manager, 7);
+    manager.close(Some(LONG)).unwrap();
+    // Nothing said: the root's own pattern.
+    let manager = world.open(options());
+    assert_eq!(manager.all_steps().unwrap(), [7]);
+    manager.close(Some(LONG)).unwrap();
+    let both = StepName::default().also_reading(vec![StepName::new("", 0).unwrap()]).unwrap();
+    let manager = world.open(Options { step_name: Some(both), ..options() });
+    commit(&manager, 8);
+    assert_eq!(manager.all_steps().unwrap(), [7, 8]);
+    assert_eq!(world.names(), ["7", "step_00000008"]);
+}
+
+#[test]
+fn a_deleted_step_is_out_of_sight_at_once_and_may_be_saved_again() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    manager.delete(1).unwrap();
+    assert_eq!(manager.all_steps().unwrap(), [] as [u64; 0]);
+    committed(&manager.save(SaveRequest::new(1, state(9))).unwrap());
+    manager.delete(1).unwrap();
+    manager.close(Some(LONG)).unwrap();
+    assert_eq!(world.names(), [] as [&str; 0]);
+}
+
+#[test]
+fn listing_again_reads_no_manifest_again() {
+    let world = World::default();
+    let manager = world.open(options());
+    for step in 0..5 {
+        commit(&manager, step);
+    }
+    manager.all_steps().unwrap();
+    world.disk.inject(Fault::on(Kind::Read, Action::Fail(5)).at("manifest.json").from_then_on());
+    assert_eq!(manager.all_steps().unwrap(), [0, 1, 2, 3, 4]);
+}
+
+#[test]
+fn a_temporary_cannot_be_opened_as_a_checkpoint() {
+    let world = World::default();
+    let path = format!("/run/.tmp-00000001-{}-0", "0".repeat(32));
+    let error = Checkpoint::open(Path::new(&path), &world.environment()).err().unwrap();
+    assert_eq!(error.kind(), "not_a_step");
+}

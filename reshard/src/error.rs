@@ -1,0 +1,61 @@
+//! The one error type of this crate; [`Error::kind`] is a stable name that the Python exceptions mirror.
+
+use crate::matching::Report;
+use crate::tiling::Fault;
+
+/// What every fallible call of this crate returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// See the module documentation.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// What is stored is not what is wanted; the report names every leaf.
+    #[error("{0}")]
+    Mismatch(Box<Report>),
+    /// A glob or a rename cannot be understood.
+    #[error("`{glob}`: {what}")]
+    Glob {
+        /// The glob, as it was given.
+        glob: String,
+        /// What is wrong with it, and how to write it.
+        what: String,
+    },
+    /// The chunks of a tensor do not cover it exactly once.
+    #[error("leaf `{leaf}`: {fault}")]
+    Tiling {
+        /// The rendered leaf path.
+        leaf: String,
+        /// The hole or the overlap.
+        fault: Fault,
+    },
+    /// The index contradicts itself: it is damaged, or a reader of a foreign format is wrong.
+    #[error("leaf `{leaf}`: the index is inconsistent: {what}")]
+    Index {
+        /// The rendered leaf path.
+        leaf: String,
+        /// What contradicts what.
+        what: String,
+    },
+    /// Something was asked for that the checkpoint cannot give; a defect of the caller.
+    #[error("leaf `{leaf}`: {what}")]
+    Request {
+        /// The rendered leaf path.
+        leaf: String,
+        /// Why not.
+        what: String,
+    },
+}
+
+impl Error {
+    /// Stable name of the variant; part of the public interface.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Mismatch(_) => "mismatch",
+            Self::Glob { .. } => "glob",
+            Self::Tiling { .. } => "tiling",
+            Self::Index { .. } => "index",
+            Self::Request { .. } => "request",
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! Whether a stored leaf fits the wanted one that it meets: kind, dtype, shape; and what becomes of wanted leaves that meet none.
+
+use std::collections::HashSet;
+
+use stepwell_core::dtype::Dtype;
+use stepwell_core::region::Region;
+
+use super::{
+    Cast, Kept, Match, Matching, Missing, MissingLeaf, OnMissing, Resize, Spec, StoredSpec, TensorMatch, Why,
+    WrongDtype, WrongKind, WrongShape,
+};
+use crate::cast;
+
+impl Matching<'_> {
+    pub(super) fn resolve(&mut self, assigned: &[Option<usize>], below_any: &[(usize, usize)]) {
+        let taken_as_branch: HashSet<usize> = below_any.iter().map(|&(w, _)| w).collect();
+        let deselected: HashSet<Vec<u8>> = if self.report.deselected.is_empty() || !assigned.contains(&None) {
+            HashSet::new()
+        } else {
+            self.report.deselected.iter().map(|&s| self.text(s).to_owned()).collect()
+        };
+        for (w, stored) in assigned.iter().enumerate() {
+            match stored {
+                Some(s) => self.fit(w, *s),
+                None if self.wanted[w].spec == Spec::Skip || taken_as_branch.contains(&w) => {}
+                None => self.absent(w, deselected.contains(self.wanted_texts.get(w))),
+            }
+        }
+        for &(w, s) in below_any {
+            self.fit(w, s);
+        }
+        self.report.matches.sort_unstable_by_key(|found| (found.wanted, found.stored));
+    }
+
+    fn absent(&mut self, w: usize, deselected: bool) {
+        let keep = self.options.missing.of(self.wanted_texts.get(w)) == OnMissing::Keep;
+        let holds = self.wanted[w].holds_value;
+        match (deselected, keep, holds) {
+            (true, _, true) => self.report.kept.push(Kept { wanted: w, why: Why::Deselected }),
+            (false, true, true) => self.report.kept.push(Kept { wanted: w, why: Why::NotStored }),
+            _ => {
+                let reason = match (deselected, keep) {
+                    (true, _) => Missing::Deselected,
+                    (false, true) => Missing::NothingToKeep,
+                    (false, false) => Missing::NotStored,
+                };
+                let path = self.wanted[w].path.to_string();
+                self.report.missing.push(MissingLeaf { wanted: w, path, reason, near: Vec::new() });
+            }
+        }
+    }
+
+    /// The leaf that holds the bytes. An alias of an alias is none (an index that says so was refused when it was read).
+    fn source(&self, s: usize) -> Option<usize> {
+        let StoredSpec::Alias { of } = self.stored[s].spec else { return Some(s) };
+        let target = self.stored.get(of as usize)?;
+        (!matches!(target.spec, StoredSpec::Alias { .. })).then_some(of as usize)
+    }
+
+    fn fit(&mut self, w: usize, s: usize) {
+        let wanted = &self.wanted[w];
+        // Below a wanted branch, options are asked with the leaf's own path.
+        let text = self.renamed.get(&s).map_or_else(|| self.stored_texts.get(s), Vec::as_slice);
+        let path = || crate::glob::render(text);
+        let Some(source) = self.source(s) else {
+            let kind = "an alias of no leaf that holds bytes";
+            self.report.wrong_kind.push(WrongKind {
+                wanted: w,
+                stored: s,
+                path: path(),
+                stored_kind: kind,
+                wanted_kind: "a leaf",
+            });
+            return;
+        };
+        let (dtype, shape) = match (&self.stored[source].spec, &wanted.spec) {
+            (StoredSpec::Tensor { dtype, shape }, Spec::Tensor { .. } | Spec::Any) => (*dtype, shape),
+            (StoredSpec::Object, Spec::Object | Spec::Any) => {
+                self.report.matches.push(Match { wanted: w, stored: s, source, tensor: None });
+                return;
+            }
+            (stored, _) => {
+                const KINDS: [&str; 2] = ["a tensor", "an object"];
+                let [stored_kind, wanted_kind] =
+                    if matches!(stored, StoredSpec::Tensor { .. }) { KINDS } else { [KINDS[1], KINDS[0]] };
+                self.report.wrong_kind.push(WrongKind {
+                    wanted: w,
+                    stored: s,
+                    path: path(),
+                    stored_kind,
+                    wanted_kind,
+                });
+                return;
+            }
+        };
+        let (wanted_dtype, wanted_shape) = match &wanted.spec {
+            Spec::Tensor { dtype, shape } => (*dtype, shape.as_deref()),
+            _ => (None, None),
+        };
+        let allowed = self.options.cast.of(text);
+        let cast = cast_of(dtype, wanted_dtype, allowed);
+        if let Err((wanted_dtype, why)) = cast {
+            let path = path();
+            self.report.wrong_dtype.push(WrongDtype {
+                wanted: w,
+                stored: s,
+                path,
+                stored_dtype: dtype,
+                wanted_dtype,
+                why,
+            });
+        }
+        let wanted_shape = wanted_shape.unwrap_or(shape);
+        let resize = self.options.resize.of(text);
+        if !resize_allows(resize, shape, wanted_shape) {
+            self.report.wrong_shape.push(WrongShape {
+                wanted: w,
+                stored: s,
+                path: path(),
+                stored_shape: shape.clone(),
+                wanted_shape: wanted_shape.to_vec(),
+            });
+        } else if let Ok(to) = cast {
+            let extent: Vec<u64> =
+                shape.iter().zip(wanted_shape).map(|(&stored, &wanted)| stored.min(wanted)).collect();
+            self.report.matches.push(Match {
+                wanted: w,
+                stored: s,
+                source,
+                tensor: Some(TensorMatch {
+                    stored_dtype: dtype,
+                    dtype: to,
+                    lossless: cast::is_lossless(dtype, to),
+                    padded: extent != wanted_shape,
+                    truncated: extent != *shape,
+                    shape: wanted_shape.to_vec(),
+                    region: Region { offset: vec![0; extent.len()], extent },
+                }),
+            });
+        }
+    }
+}
+
+/// The dtype that a tensor gets, or the one that it cannot get and why.
+fn cast_of(stored: Dtype, wanted: Option<Dtype>, allowed: Cast) -> Result<Dtype, (Dtype, &'static str)> {
+    let to = match (wanted, allowed) {
+        (Some(wanted), _) => wanted,
+        (None, Cast::To(dtype)) => dtype,
+        (None, _) => stored,
+    };
+    if to == stored {
+        return Ok(to);
+    }
+    if !cast::is_possible(stored, to) {
+        return Err((to, "means nothing"));
+    }
+    match allowed {
+        Cast::Exact => Err((to, "is a cast, and none is allowed here")),
+        Cast::Lossless if !cast::is_lossless(stored, to) => Err((to, "may lose values")),
+        Cast::To(dtype) if dtype != to && !cast::is_lossless(stored, to) => {
+            Err((to, "may lose values, and is not the cast that was allowed"))
+        }
+        _ => Ok(to),
+    }
+}
+
+fn resize_allows(resize: Resize, stored: &[u64], wanted: &[u64]) -> bool {
+    stored.len() == wanted.len()
+        && stored.iter().zip(wanted).all(|(stored, wanted)| match resize {
+            Resize::Never => stored == wanted,
+            Resize::Pad => stored <= wanted,
+            Resize::Truncate => stored >= wanted,
+            Resize::Both => true,
+        })
+}

@@ -1,0 +1,318 @@
+use super::*;
+
+/// Parses a rendering: bracketed parts are indices, the rest keys.
+fn path(rendered: &str) -> LeafPath {
+    let mut components = Vec::new();
+    for part in rendered.split('/').filter(|part| !part.is_empty()) {
+        let mut parts = part.split(['[', ']']).filter(|part| !part.is_empty());
+        if !part.starts_with('[') {
+            components.push(Component::Key(parts.next().unwrap().into()));
+        }
+        components.extend(parts.map(|index| Component::Index(index.parse().unwrap())));
+    }
+    LeafPath(components)
+}
+
+fn want(rendered: &str, dtype: Dtype, shape: &[u64]) -> Wanted {
+    let spec = Spec::Tensor { dtype: Some(dtype), shape: Some(shape.to_vec()) };
+    Wanted { path: path(rendered), spec, holds_value: false }
+}
+
+fn want_as(rendered: &str, spec: Spec) -> Wanted {
+    Wanted { path: path(rendered), spec, holds_value: false }
+}
+
+fn tensor(rendered: &str, dtype: Dtype, shape: &[u64]) -> StoredLeaf {
+    StoredLeaf { path: path(rendered), spec: StoredSpec::Tensor { dtype, shape: shape.to_vec() } }
+}
+
+fn object(rendered: &str) -> StoredLeaf {
+    StoredLeaf { path: path(rendered), spec: StoredSpec::Object }
+}
+
+const F32: Dtype = Dtype::Float32;
+
+fn pairs(report: &Report) -> Vec<(usize, usize)> {
+    report.matches.iter().map(|found| (found.wanted, found.stored)).collect()
+}
+
+#[test]
+fn leaves_meet_by_path_and_what_fits_is_read() {
+    let wanted = [want("params/w", F32, &[4, 2]), want_as("step", Spec::Object)];
+    let stored = [object("step"), tensor("params/w", F32, &[4, 2])];
+    let report = match_state(&wanted, &stored, &Options::default());
+    assert_eq!(pairs(&report), [(0, 1), (1, 0)]);
+    let found = report.matches[0].tensor.as_ref().unwrap();
+    assert_eq!(
+        (found.region.clone(), found.is_cast(), found.padded, found.truncated),
+        (Region::whole(&[4, 2]), false, false, false)
+    );
+    assert_eq!(report.to_string(), "2 leaves match");
+    assert!(report.into_result().is_ok());
+}
+
+#[test]
+fn one_report_names_everything_that_does_not_fit() {
+    let wanted = [
+        want("params/decoder/layers[0]/w", F32, &[4]),
+        want("params/decoder/layers[1]/w", F32, &[4]),
+        want("params/decoder/bias", F32, &[4]),
+        want("params/embed", F32, &[8, 2]),
+        want("params/head", Dtype::Bfloat16, &[2]),
+        want("params/count", F32, &[]),
+        want_as("params/name", Spec::Object),
+    ];
+    let stored = [
+        tensor("params/decodr/layers[1]/w", F32, &[4]),
+        tensor("params/decoder/layers[0]/w", F32, &[4]),
+        tensor("params/decoder/b", F32, &[4]),
+        tensor("params/embed", F32, &[4, 2]),
+        tensor("params/head", F32, &[2]),
+        object("params/count"),
+        tensor("params/name", F32, &[1]),
+        tensor("optimizer/mu", F32, &[1]),
+    ];
+    let report = match_state(&wanted, &stored, &Options::default());
+    assert_eq!(pairs(&report), [(0, 1)]);
+    assert_eq!(report.not_wanted, [7]);
+    let error = report.into_result().unwrap_err();
+    assert_eq!(error.kind(), "mismatch");
+    let expected = "\
+the checkpoint does not hold what is wanted: 2 missing, 2 unexpected, 1 wrong shape, 1 wrong dtype, 2 wrong kind
+missing: wanted, but not stored (2):
+  params/decoder/layers[1]/w; near it is stored `params/decodr/layers[1]/w`
+  params/decoder/bias; near it is stored `params/decoder/b`
+  → rename the stored leaves, leave these out of what is wanted, or keep the values they have with missing=\"keep\" (also per glob)
+unexpected: stored, but not wanted (2):
+  params/decodr/layers[1]/w; near it is missing `params/decoder/layers[1]/w`
+  params/decoder/b; near it is missing `params/decoder/bias`
+  → add them to what is wanted, leave them out with exclude=…, or pass them over with unexpected=\"ignore\" (also per glob)
+wrong shape (1):
+  params/embed: stored (4, 2), wanted (8, 2)
+  → want the stored shape, or allow the difference with resize=\"pad\", \"truncate\" or \"both\" (also per glob)
+wrong dtype (1):
+  params/head: stored float32, wanted bfloat16, which may lose values
+  → want the stored dtype, or allow the loss with cast=\"lossy\" or cast={glob: dtype}
+wrong kind (2):
+  params/count: stored is an object, wanted is a tensor
+  params/name: stored is a tensor, wanted is an object
+  → want what is stored (an array or its description for a tensor, a plain value for an object)";
+    assert_eq!(error.to_string(), expected);
+}
+
+#[test]
+fn a_class_with_many_leaves_shows_some_and_counts_the_rest() {
+    let wanted: Vec<Wanted> = (0..1250).map(|i| want(&format!("params/w{i}"), F32, &[1])).collect();
+    let report = match_state(&wanted, &[], &Options::default());
+    let text = report.to_string();
+    assert!(text.contains("\n  … and 1234 more\n"), "{text}");
+    assert_eq!(text.lines().count(), 1 + 1 + 16 + 1 + 1);
+    assert_eq!(report.missing.len(), 1250, "the report itself holds all");
+}
+
+#[test]
+fn top_level_entries_that_nobody_wants_are_no_error_and_inside_wanted_ones_strays_are() {
+    let stored = [tensor("params/w", F32, &[1]), tensor("params/x", F32, &[1]), tensor("ema/w", F32, &[1])];
+    let wanted = [want("params/w", F32, &[1])];
+    let report = match_state(&wanted, &stored, &Options::default());
+    assert_eq!((report.not_wanted.as_slice(), report.unexpected.len()), (&[2][..], 1));
+    let unexpected = PerGlob::new([("params/x", OnUnexpected::Ignore)], OnUnexpected::Error).unwrap();
+    let report = match_state(&wanted, &stored, &Options { unexpected, ..Options::default() });
+    assert!(report.is_ok());
+    assert_eq!(report.ignored, [1]);
+    assert_eq!(report.to_string(), "1 leaves match, 1 ignored, 1 stored but not wanted");
+    // An empty `ema` in the caller's state makes it wanted.
+    let top_level = vec![Component::Key("ema".into())];
+    let report = match_state(
+        &wanted,
+        &stored[..1].iter().chain(&stored[2..]).cloned().collect::<Vec<_>>(),
+        &Options { top_level, ..Options::default() },
+    );
+    assert_eq!(report.unexpected[0].path, "ema/w");
+}
+
+#[test]
+fn missing_leaves_keep_their_values_where_that_is_asked_for_and_there_is_one() {
+    let mut wanted =
+        [want("params/lora/a", F32, &[1]), want("params/lora/b", F32, &[1]), want("params/w", F32, &[1])];
+    wanted[0].holds_value = true;
+    wanted[2].holds_value = true;
+    let missing = PerGlob::new([("**/lora/*", OnMissing::Keep)], OnMissing::Error).unwrap();
+    let report = match_state(&wanted, &[], &Options { missing, ..Options::default() });
+    assert_eq!(report.kept, [Kept { wanted: 0, why: Why::NotStored }]);
+    let reasons: Vec<_> = report.missing.iter().map(|leaf| (leaf.path.as_str(), leaf.reason)).collect();
+    assert_eq!(reasons, [("params/lora/b", Missing::NothingToKeep), ("params/w", Missing::NotStored)]);
+    assert!(report.to_string().contains("params/lora/b (nothing to keep"));
+}
+
+#[test]
+fn what_selection_leaves_out_stays_where_there_is_a_value_and_is_missing_where_there_is_none() {
+    let mut wanted = [want("params/w", F32, &[1]), want("params/x", F32, &[1])];
+    wanted[0].holds_value = true;
+    let stored = [tensor("params/w", F32, &[1]), tensor("params/x", F32, &[1])];
+    let selection = Selection::new(Some(&["optimizer/**"]), &[]).unwrap();
+    let report = match_state(&wanted, &stored, &Options { selection, ..Options::default() });
+    assert_eq!(report.deselected, [0, 1]);
+    assert_eq!(report.kept, [Kept { wanted: 0, why: Why::Deselected }]);
+    assert_eq!(report.missing[0].reason, Missing::Deselected);
+    assert!(report.to_string().contains("params/x (stored, but left out by include/exclude)\n"));
+}
+
+#[test]
+fn renames_come_after_selection_and_their_collisions_are_reported() {
+    let stored = [tensor("model/a", F32, &[1]), tensor("old/a", F32, &[1]), tensor("old/b", F32, &[1])];
+    let wanted = [want("params/a", F32, &[1]), want("params/b", F32, &[1])];
+    let renames = || Renames::new([("model", "params"), ("old", "params"), ("nothing", "x")]).unwrap();
+    let report = match_state(&wanted, &stored, &Options { renames: renames(), ..Options::default() });
+    assert_eq!(report.collisions[0].stored_paths, ["model/a", "old/a"]);
+    let text = report.to_string();
+    assert!(text.contains("\n  params/a: model/a, old/a\n"), "{text}");
+    assert!(text.contains("\n  nothing\n"), "{text}");
+    let selection = Selection::new(None, &["old/a"]).unwrap();
+    let report =
+        match_state(&wanted, &stored, &Options { selection, renames: renames(), ..Options::default() });
+    assert!(report.is_ok());
+    assert_eq!(pairs(&report), [(0, 0), (1, 2)]);
+    assert_eq!(report.unused_renames, ["nothing"]);
+    let report = match_state(&wanted[1..], &stored, &Options { renames: renames(), ..Options::default() });
+    assert_eq!(report.unexpected[1].renamed.as_deref(), Some("params/a"));
+    assert!(report.to_string().contains("old/a (renamed to params/a)"));
+}
+
+#[test]
+fn a_tie_is_read_from_where_it_is_stored() {
+    let alias = StoredLeaf { path: path("params/head"), spec: StoredSpec::Alias { of: 0 } };
+    let stored = [tensor("params/embed", F32, &[3]), alias];
+    let report = match_state(
+        &[want("params/embed", F32, &[3]), want("params/head", F32, &[3])],
+        &stored,
+        &Options::default(),
+    );
+    let sources: Vec<_> = report.matches.iter().map(|found| (found.stored, found.source)).collect();
+    assert_eq!(sources, [(0, 0), (1, 0)]);
+    let report = match_state(&[want("params/head", F32, &[4])], &stored[1..], &Options::default());
+    assert_eq!(report.wrong_kind.len(), 1, "an alias of itself holds nothing: {report}");
+}
+
+#[test]
+fn left_out_leaves_and_branches_are_not_read_and_as_stored_takes_a_leaf_or_a_branch() {
+    let stored = [
+        tensor("params/a/w", F32, &[1]),
+        tensor("params/a/x", Dtype::Int8, &[2]),
+        tensor("params/b", F32, &[3]),
+        object("step"),
+    ];
+    let wanted =
+        [want_as("params/a", Spec::Skip), want_as("params/b", Spec::Any), want_as("gone", Spec::Skip)];
+    let report = match_state(&wanted, &stored, &Options::default());
+    assert!(report.is_ok());
+    assert_eq!((pairs(&report), report.skipped.as_slice()), (vec![(1, 2)], &[0, 1][..]));
+    let report = match_state(
+        &[want_as("params/a", Spec::Any), want_as("gone", Spec::Any)],
+        &stored[..2],
+        &Options::default(),
+    );
+    assert_eq!(pairs(&report), [(0, 0), (0, 1)]);
+    assert_eq!(report.matches[1].tensor.as_ref().unwrap().dtype, Dtype::Int8);
+    assert_eq!(report.missing[0].path, "gone");
+    // Everything, as stored, but for one leaf.
+    let report =
+        match_state(&[want_as("", Spec::Any), want_as("params/b", Spec::Skip)], &stored, &Options::default());
+    assert_eq!((pairs(&report), report.skipped.as_slice()), (vec![(0, 0), (0, 1), (0, 3)], &[2][..]));
+}
+
+#[test]
+fn casts_are_allowed_exactly_as_asked() {
+    let stored = [tensor("w", F32, &[1])];
+    let try_cast = |wanted: Option<Dtype>, cast: PerGlob<Cast>| {
+        let wanted = want_as("w", Spec::Tensor { dtype: wanted, shape: None });
+        let report = match_state(&[wanted], &stored, &Options { cast, ..Options::default() });
+        report
+            .matches
+            .first()
+            .and_then(|found| found.tensor.as_ref())
+            .map(|tensor| (tensor.dtype, tensor.lossless))
+    };
+    let everywhere = PerGlob::everywhere;
+    let to = |dtype| PerGlob::new([("w", Cast::To(dtype))], Cast::Lossless).unwrap();
+    let (f64, bf16, i8) = (Dtype::Float64, Dtype::Bfloat16, Dtype::Int8);
+    for (wanted, cast, expected) in [
+        (None, everywhere(Cast::Exact), Some((F32, true))),
+        (Some(f64), everywhere(Cast::Exact), None),
+        (Some(f64), everywhere(Cast::Lossless), Some((f64, true))),
+        (Some(bf16), everywhere(Cast::Lossless), None),
+        (Some(bf16), everywhere(Cast::Lossy), Some((bf16, false))),
+        (Some(Dtype::DatetimeS), everywhere(Cast::Lossy), None),
+        (None, to(bf16), Some((bf16, false))),
+        (Some(bf16), to(bf16), Some((bf16, false))),
+        (Some(i8), to(bf16), None),
+        (Some(f64), to(bf16), Some((f64, true))),
+        (Some(bf16), PerGlob::new([("x", Cast::Lossy)], Cast::Lossless).unwrap(), None),
+    ] {
+        assert_eq!(try_cast(wanted, cast.clone()), expected, "{wanted:?} {cast:?}");
+    }
+}
+
+#[test]
+fn shapes_differ_only_as_far_as_resizing_is_allowed() {
+    let stored = [tensor("w", F32, &[4, 6])];
+    let try_resize = |shape: &[u64], resize| {
+        let options = Options { resize: PerGlob::everywhere(resize), ..Options::default() };
+        let report = match_state(&[want("w", F32, shape)], &stored, &options);
+        let tensor = report.matches.first().and_then(|found| found.tensor.clone());
+        tensor.map(|tensor| (tensor.region.extent, tensor.padded, tensor.truncated))
+    };
+    for (shape, resize, expected) in [
+        (&[4, 6][..], Resize::Never, Some((vec![4, 6], false, false))),
+        (&[5, 6], Resize::Never, None),
+        (&[5, 6], Resize::Pad, Some((vec![4, 6], true, false))),
+        (&[3, 6], Resize::Pad, None),
+        (&[3, 6], Resize::Truncate, Some((vec![3, 6], false, true))),
+        (&[5, 6], Resize::Truncate, None),
+        (&[5, 3], Resize::Truncate, None),
+        (&[5, 3], Resize::Both, Some((vec![4, 3], true, true))),
+        (&[24], Resize::Both, None),
+    ] {
+        assert_eq!(try_resize(shape, resize), expected, "{shape:?} {resize:?}");
+    }
+    let report = match_state(&[want("w", F32, &[24])], &stored, &Options::default());
+    assert!(
+        report.to_string().contains("w: stored (4, 6), wanted (24,) (2 and 1 dimensions: no resize helps)")
+    );
+}
+
+#[test]
+fn near_names_are_found_for_changed_added_and_moved_components_and_other_separators() {
+    for (missing, stored) in [
+        ("params/decoder/w", "params/decodr/w"),
+        ("params/model/layers[3]/w", "params/layers[3]/w"),
+        ("params/layers[3]/w", "params/model/layers[3]/w"),
+        ("params/a/b/w", "params/a.b.W"),
+        ("params/kernel", "params/weight"),
+        ("params/x/y/mlp/up", "params/z/mlp/up"),
+        ("params/w", "params/w/data"),
+        ("params/w", "model/w"),
+    ] {
+        let mut leaves: Vec<StoredLeaf> =
+            (0..500).map(|i| tensor(&format!("params/other{i}/unlike{i}"), F32, &[1])).collect();
+        leaves.push(tensor(stored, F32, &[1]));
+        let report = match_state(&[want(missing, F32, &[1])], &leaves, &Options::default());
+        assert_eq!(report.missing[0].near, [stored], "{missing}");
+    }
+}
+
+#[test]
+fn stored_leaves_are_those_of_the_index_in_leaf_order() {
+    use stepwell_core::format::index::TensorRecord;
+    use stepwell_core::tree::{ContainerKind, Tree};
+    let mut tree = Tree::new();
+    let root = tree.push_container(None, None, ContainerKind::Dict);
+    let list = tree.push_container(Some(root), Some(Component::Key("l".into())), ContainerKind::List);
+    tree.push_leaf(Some(list), Some(Component::Index(0)));
+    tree.push_leaf(Some(root), Some(Component::Key("tied".into())));
+    let record = TensorRecord { dtype: F32, shape: vec![2], view: None, rank_key: None, chunks: Vec::new() };
+    let leaves = vec![LeafRecord::Tensor(record), LeafRecord::Alias { of: 0 }];
+    let stored = stored_leaves(&Index { tree, leaves, files: Vec::new() });
+    let alias = StoredLeaf { path: path("tied"), spec: StoredSpec::Alias { of: 0 } };
+    assert_eq!(stored, [tensor("l[0]", F32, &[2]), alias]);
+}

@@ -1,0 +1,157 @@
+//! What is read, and what is copied from where to where: regions of stored tensors → box copies → coalesced reads of whole blocks. Called by a restore once its
+//! leaves are matched; the plan is carried out by the engine.
+//!
+//! * Every element of every request is copied exactly once, or planning fails: memory that was not filled is never handed out.
+//! * Runs stand in file order, are whole blocks, and do not overlap within a file. Blocks that no copy needs are read only inside gaps of at
+//!   most [`PlanOptions::max_gap_bytes`].
+//! * Copies stand in file order, too. A copy whose bytes lie in several runs is listed by each.
+//! * A request without elements reads nothing.
+//!
+//! The numbers of an index are hostile: sums and products are checked, and contradictions are errors that name the leaf.
+
+mod copies;
+mod runs;
+
+use stepwell_core::format::index::{Index, LeafRecord, TensorRecord};
+use stepwell_core::read_plan::ReadPlan;
+use stepwell_core::region::Region;
+
+use crate::{Error, Result};
+
+/// A region of a stored tensor, and where it goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Number of the leaf in the index; an alias is followed.
+    pub leaf: u32,
+    /// Part of the stored tensor.
+    pub region: Region,
+    /// Number of the destination.
+    pub dst: u32,
+    /// Byte of the destination where the region's first element goes.
+    pub dst_offset: u64,
+    /// Bytes between neighbours in the destination, along each dimension of the tensor.
+    pub dst_strides: Vec<i64>,
+}
+
+impl Request {
+    /// A whole tensor into a row-major buffer of its own.
+    pub fn whole(leaf: u32, tensor: &TensorRecord, dst: u32) -> Self {
+        Self::row_major(leaf, Region::whole(&tensor.shape), tensor.dtype.size() as u64, dst)
+    }
+
+    /// A region into a row-major buffer of its own.
+    pub fn row_major(leaf: u32, region: Region, itemsize: u64, dst: u32) -> Self {
+        let mut dst_strides = vec![i64::try_from(itemsize).unwrap_or(i64::MAX); region.ndim()];
+        for d in (1..region.ndim()).rev() {
+            let extent = i64::try_from(region.extent[d].max(1)).unwrap_or(i64::MAX);
+            dst_strides[d - 1] = dst_strides[d].saturating_mul(extent);
+        }
+        Self { leaf, region, dst, dst_offset: 0, dst_strides }
+    }
+}
+
+/// How reads are made of blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlanOptions {
+    /// Bytes per block: runs begin and end at multiples of it (or at the end of the file).
+    pub block_bytes: u64,
+    /// The same for files that differ, by their ordinals in the index; `None` and missing entries mean `block_bytes`.
+    pub file_block_bytes: Vec<Option<u64>>,
+    /// No run is longer, but for a single block that is.
+    pub max_run_bytes: u64,
+    /// Bytes that nobody needs are read along where two reads would be no farther apart.
+    pub max_gap_bytes: u64,
+}
+
+impl PlanOptions {
+    /// A local disk. A request costs it about 0.1 ms, in which it reads some 256 KiB: bridging smaller gaps is cheaper than a second request.
+    /// Runs of 8 MiB are as fast as longer ones, and eight of them fit a restore's 64 MiB.
+    pub fn local(block_bytes: u64) -> Self {
+        Self { block_bytes, file_block_bytes: Vec::new(), max_run_bytes: 8 << 20, max_gap_bytes: 256 << 10 }
+    }
+
+    /// A parallel or network file system. A request costs a round trip of about a millisecond, in which several MiB come: bridge more, ask for more
+    /// at once.
+    pub fn network(block_bytes: u64) -> Self {
+        Self { max_run_bytes: 16 << 20, max_gap_bytes: 2 << 20, ..Self::local(block_bytes) }
+    }
+
+    /// Nothing that is not needed: what a partial read cannot do with less. For dry runs and tests.
+    pub fn least(block_bytes: u64) -> Self {
+        Self { max_gap_bytes: 0, ..Self::local(block_bytes) }
+    }
+
+    fn block_of(&self, file: u32) -> u64 {
+        self.file_block_bytes.get(file as usize).copied().flatten().unwrap_or(self.block_bytes).max(1)
+    }
+}
+
+/// Plans the reads of `requests`. Destinations are not checked: who executes the plan knows them.
+pub fn plan(index: &Index, requests: &[Request], options: &PlanOptions) -> Result<ReadPlan> {
+    let mut copies = copies::copies(index, requests)?;
+    copies.sort_by(|a, b| {
+        let order = (a.file, a.src_offset).cmp(&(b.file, b.src_offset));
+        order.then_with(|| (a.dst, a.dst_offset).cmp(&(b.dst, b.dst_offset)))
+    });
+    let runs = runs::runs(index, &copies, options);
+    Ok(ReadPlan { runs, copies })
+}
+
+/// What a plan reads, for dry runs and reports.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PlanStats {
+    /// Files that are opened.
+    pub files: u64,
+    /// Reads.
+    pub runs: u64,
+    /// Bytes that are read.
+    pub read_bytes: u64,
+    /// Bytes that are copied: what the caller asked for.
+    pub wanted_bytes: u64,
+}
+
+impl PlanStats {
+    /// Counts a plan.
+    pub fn of(plan: &ReadPlan) -> Self {
+        let mut stats = Self { runs: plan.runs.len() as u64, ..Self::default() };
+        let mut last = None;
+        for run in &plan.runs {
+            stats.files += u64::from(last != Some(run.file));
+            last = Some(run.file);
+            stats.read_bytes += run.len;
+        }
+        for copy in &plan.copies {
+            stats.wanted_bytes += copy.extent.iter().product::<u64>() * u64::from(copy.itemsize);
+        }
+        stats
+    }
+}
+
+/// The tensor of a leaf, aliases followed, with the number of the leaf that holds it.
+fn tensor(index: &Index, leaf: u32) -> Result<(u32, &TensorRecord)> {
+    let request = |what: &str| Error::Request { leaf: name(index, leaf), what: what.to_owned() };
+    let source = match index.leaves.get(leaf as usize) {
+        Some(LeafRecord::Alias { of }) => *of,
+        Some(_) => leaf,
+        None => return Err(request("the index has no such leaf")),
+    };
+    match index.leaves.get(source as usize) {
+        Some(LeafRecord::Tensor(tensor)) => Ok((source, tensor)),
+        Some(LeafRecord::Object(_)) => Err(request("it is an object, of which no region can be read")),
+        _ => Err(Error::Index {
+            leaf: name(index, leaf),
+            what: "its alias names no leaf that holds bytes".into(),
+        }),
+    }
+}
+
+fn name(index: &Index, leaf: u32) -> String {
+    if index.tree.leaf_node(leaf).is_some() {
+        index.tree.leaf_path(leaf).to_string()
+    } else {
+        format!("number {leaf}")
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,151 @@
+//! Segments: a region of a logical tensor ↔ a strided place in a local buffer. The one idea under every layout: a box in a row-major array is a
+//! segment, and so is a part of a fused, transposed, padded or flattened parameter.
+
+use stepwell_core::format::index::ChunkRegion;
+use stepwell_core::region::{Region, row_major_strides, volume};
+
+use crate::subchunk::run_to_boxes;
+
+/// Where a region lies in a buffer. In bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The region's first element.
+    pub offset: u64,
+    /// Distance between neighbours along each dimension of the region; one stride for a run.
+    pub strides: Vec<i64>,
+}
+
+impl Place {
+    /// The bytes of the buffer, first and end, that a region of that extent lies in; `None` where they do not fit 64 bits or begin before the buffer.
+    pub fn span(&self, extent: &[u64], itemsize: u64) -> Option<(u64, u64)> {
+        if extent.contains(&0) {
+            return Some((self.offset, self.offset));
+        }
+        let (mut first, mut end) = (i128::from(self.offset), i128::from(self.offset) + i128::from(itemsize));
+        for (&n, &stride) in extent.iter().zip(&self.strides) {
+            let reach = i128::from(n - 1).checked_mul(i128::from(stride))?;
+            if reach < 0 {
+                first = first.checked_add(reach)?;
+            } else {
+                end = end.checked_add(reach)?;
+            }
+        }
+        Some((u64::try_from(first).ok()?, u64::try_from(end).ok()?))
+    }
+}
+
+/// See the module documentation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// A box of the logical tensor, or a run of the flattened one.
+    pub region: ChunkRegion,
+    /// Where its elements are in the local buffer.
+    pub place: Place,
+}
+
+/// Why a segment cannot be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SegmentError {
+    /// The region is no part of the tensor.
+    #[error("segment {number} does not lie in the tensor's shape {shape:?}")]
+    Outside {
+        /// Position of the segment.
+        number: usize,
+        /// The tensor's shape.
+        shape: Vec<u64>,
+    },
+    /// The place has not one stride per dimension.
+    #[error("segment {number} has {strides} strides for {dimensions} dimensions")]
+    Strides {
+        /// Position of the segment.
+        number: usize,
+        /// Strides that it has.
+        strides: usize,
+        /// Strides that it needs.
+        dimensions: usize,
+    },
+    /// The place is no part of the buffer.
+    #[error("segment {number} does not lie in its buffer of {buffer_bytes} bytes")]
+    Buffer {
+        /// Position of the segment.
+        number: usize,
+        /// The buffer's size.
+        buffer_bytes: u64,
+    },
+}
+
+impl Segment {
+    /// Number of elements.
+    pub fn elements(&self) -> Option<u64> {
+        match &self.region {
+            ChunkRegion::Box(region) => region.volume(),
+            ChunkRegion::Run { len, .. } => Some(*len),
+        }
+    }
+
+    /// Checks it against the tensor and the buffer; `number` is its position, for the message.
+    pub fn check(
+        &self,
+        number: usize,
+        shape: &[u64],
+        itemsize: u64,
+        buffer_bytes: u64,
+    ) -> Result<(), SegmentError> {
+        let (extent, fits) = match &self.region {
+            ChunkRegion::Box(region) => (region.extent.clone(), region.fits(shape)),
+            ChunkRegion::Run { start, len } => {
+                let end = start.checked_add(*len);
+                (vec![*len], matches!((end, volume(shape)), (Some(end), Some(all)) if end <= all))
+            }
+        };
+        if !fits {
+            return Err(SegmentError::Outside { number, shape: shape.to_vec() });
+        }
+        if self.place.strides.len() != extent.len() {
+            let (strides, dimensions) = (self.place.strides.len(), extent.len());
+            return Err(SegmentError::Strides { number, strides, dimensions });
+        }
+        match self.place.span(&extent, itemsize) {
+            Some((_, end)) if end <= buffer_bytes => Ok(()),
+            _ => Err(SegmentError::Buffer { number, buffer_bytes }),
+        }
+    }
+
+    /// The segment as boxes with their places: itself, or the boxes of its run. `None` where it does not lie in the tensor.
+    pub fn boxes(&self, shape: &[u64]) -> Option<Vec<(Region, Place)>> {
+        match &self.region {
+            ChunkRegion::Box(region) => {
+                region.fits(shape).then(|| vec![(region.clone(), self.place.clone())])
+            }
+            ChunkRegion::Run { start, len } => {
+                let stride = self.place.strides.first().copied()?;
+                let mut before = 0_u64; // elements of the run
+                let mut boxes = Vec::new();
+                for region in run_to_boxes(shape, *start, *len)? {
+                    let offset = i128::from(self.place.offset) + i128::from(before) * i128::from(stride);
+                    let scaled = |n: u64| i64::try_from(i128::from(n) * i128::from(stride)).ok();
+                    let strides =
+                        row_major_strides(&region.extent).into_iter().map(scaled).collect::<Option<_>>()?;
+                    before += region.volume()?;
+                    boxes.push((region, Place { offset: u64::try_from(offset).ok()?, strides }));
+                }
+                Some(boxes)
+            }
+        }
+    }
+
+    /// The part of it inside `within` (a box of the tensor), as boxes with their places.
+    pub fn clip(&self, shape: &[u64], within: &Region) -> Option<Vec<(Region, Place)>> {
+        let boxes = self.boxes(shape)?.into_iter().filter_map(|(region, place)| {
+            let part = region.intersect(within)?;
+            let offset = part.offset.iter().zip(&region.offset).zip(&place.strides).try_fold(
+                i128::from(place.offset),
+                |at, ((part, region), stride)| {
+                    at.checked_add(i128::from(part - region) * i128::from(*stride))
+                },
+            );
+            Some(offset.and_then(|at| u64::try_from(at).ok()).map(|offset| (part, Place { offset, ..place })))
+        });
+        boxes.collect()
+    }
+}

@@ -1,0 +1,66 @@
+use stepwell_core::leaf_path::Component;
+
+use super::*;
+
+fn renamed(rules: &[(&str, &str)], path: &str) -> Option<String> {
+    Renames::new(rules.iter().copied()).unwrap().apply_rendered(path).unwrap()
+}
+
+#[test]
+fn a_leaf_is_selected_when_an_include_matches_and_no_exclude_does() {
+    let path = |keys: &[&str]| LeafPath(keys.iter().map(|&key| Component::Key(key.into())).collect());
+    let selection = Selection::new(Some(&["params/**", "step"]), &["**/bias"]).unwrap();
+    assert!(selection.selects(&path(&["params", "w"])) && selection.selects(&path(&["step"])));
+    assert!(
+        !selection.selects(&path(&["params", "bias"])) && !selection.selects(&path(&["optimizer", "mu"]))
+    );
+    assert!(Selection::new::<&str>(None, &[]).unwrap().selects(&path(&["x"])));
+    assert!(
+        !Selection::new::<&str>(Some(&[]), &[]).unwrap().selects(&path(&["x"])),
+        "an empty include selects nothing"
+    );
+}
+
+#[test]
+fn a_rename_moves_a_leaf_or_a_branch_or_what_a_glob_matched() {
+    for (rule, from, to) in [
+        (("a/b", "c"), "a/b", Some("c")),
+        (("a", "c"), "a/b[0]/w", Some("c/b[0]/w")),
+        (("a", "c"), "ab", None),
+        (("", "params"), "w", Some("params/w")),
+        (("model", ""), "model/w", Some("w")),
+        (("layer_*", "layers[*]"), "layer_3/w", Some("layers[3]/w")),
+        (("layers[*]/**", "layer_*/**"), "layers[3]/a/b", Some("layer_3/a/b")),
+        (("*/*/w", "{2}/{1}/w"), "a/b/w", Some("b/a/w")),
+        (("**/w", "**/weight"), "w", Some("weight")),
+        (("**/w", "**/weight"), "a[0]/w", Some("a[0]/weight")),
+        (("**.gamma", "**.weight"), "params/norm.gamma", Some("params/norm.weight")),
+        (("model/**", "{1}"), "model/a/b", Some("a/b")),
+        ((r"a\*", r"a\{1\}"), "a*/w", Some(r"a{1}/w")),
+    ] {
+        assert_eq!(renamed(&[rule], from).as_deref(), to, "{rule:?} on {from}");
+    }
+}
+
+#[test]
+fn the_first_rule_that_applies_renames_once() {
+    let rules = [("a/b", "x"), ("a/*", "y/*"), ("a/c", "z"), ("y", "never")];
+    assert_eq!(renamed(&rules, "a/b/w").as_deref(), Some("x/w"));
+    assert_eq!(renamed(&rules, "a/c").as_deref(), Some("y/c"));
+}
+
+#[test]
+fn a_rename_that_cannot_be_meant_says_why() {
+    for (from, to, says) in [
+        ("{a,b}/w", "w", "braces"),
+        ("a/*", "b/*/*", "asks for wildcard 2, but its left side has 1"),
+        ("a/*", "b/{2}", "asks for wildcard 2"),
+        ("a/*", "b/{x}", "`{1}` stands for the first wildcard"),
+        ("a/**", "b_**", "whole level"),
+        ("*/*", "{1}{2}", "something must stand"),
+        ("a[", "b", "without `]`"),
+    ] {
+        let error = Renames::new([(from, to)]).unwrap_err().to_string();
+        assert!(error.contains(says), "{from} → {to}: {error}");
+    }
+}

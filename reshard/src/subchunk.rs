@@ -1,0 +1,224 @@
+//! How a shard is cut into chunks, and how a flat run is cut into boxes. Called when a save is planned; pure and deterministic, so that
+//! ranks which agree on shapes and options agree on the chunks.
+//!
+//! A chunk is the unit that a later read for *another* cut can skip. Cut along one axis only, a column-parallel tensor that is read
+//! row-parallel needs every chunk; cut along several, it needs a few of them. The price is shorter rows (the contiguous runs of the
+//! source), so an axis is cut only while rows stay long.
+
+use stepwell_core::region::{Region, row_major_strides, volume};
+
+/// How large chunks are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// No chunk has more bytes than this (unless one element has).
+    pub target_bytes: u64,
+    /// Contiguous bytes that a chunk's rows keep in its region. More than half the target is read as half the target, and where
+    /// the two contradict each other the target wins.
+    pub min_row_bytes: u64,
+}
+
+impl Options {
+    /// Host memory: 8 MiB keeps 16 requests in flight within 128 MiB; copies of 4 KiB rows run at the speed of memory.
+    pub const HOST: Self = Self { target_bytes: 8 << 20, min_row_bytes: 4096 };
+    /// Device memory: a 2-d device-to-host copy needs longer rows to reach the bus's speed.
+    pub const DEVICE: Self = Self { target_bytes: 8 << 20, min_row_bytes: 16 << 10 };
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self::HOST
+    }
+}
+
+/// Cuts `region` into boxes that tile it exactly, in row-major order. Axes are halved, the longest first, until a box has at most
+/// `target_bytes`: so boxes have between about half and all of it, stay near cubes, and fall on the borders that meshes of 2, 4, 8 … ranks have. An
+/// empty region gives no box.
+pub fn cut(region: &Region, itemsize: u64, options: &Options) -> Vec<Region> {
+    if region.is_empty() {
+        return Vec::new();
+    }
+    let parts = parts(&region.extent, itemsize, options);
+    let mut boxes = Vec::with_capacity(parts.iter().product::<u64>() as usize);
+    let mut at = vec![0_u64; parts.len()];
+    loop {
+        let border = |d: usize, i: u64| {
+            // Parts differ by at most one element, and no part is empty because there are never more parts than elements.
+            (u128::from(region.extent[d]) * u128::from(i) / u128::from(parts[d])) as u64
+        };
+        let (mut offset, mut extent) = (Vec::with_capacity(at.len()), Vec::with_capacity(at.len()));
+        for (d, &i) in at.iter().enumerate() {
+            offset.push(region.offset[d] + border(d, i));
+            extent.push(border(d, i + 1) - border(d, i));
+        }
+        boxes.push(Region { offset, extent });
+        let Some(d) = (0..at.len()).rev().find(|&d| at[d] + 1 < parts[d]) else { return boxes };
+        at[d] += 1;
+        at[d + 1..].fill(0);
+    }
+}
+
+/// Into how many parts each axis is cut.
+fn parts(extent: &[u64], itemsize: u64, options: &Options) -> Vec<u64> {
+    let target = u128::from(options.target_bytes.max(1));
+    let min_row = u128::from(options.min_row_bytes).min(target / 2);
+    let mut row_bytes = vec![u128::from(itemsize); extent.len()]; // of one step along the axis, trailing axes whole
+    for d in (1..extent.len()).rev() {
+        row_bytes[d - 1] = row_bytes[d].saturating_mul(u128::from(extent[d]));
+    }
+    let mut parts = vec![1_u64; extent.len()];
+    loop {
+        let longest = |d: usize| extent[d].div_ceil(parts[d]);
+        let bytes = (0..extent.len())
+            .fold(u128::from(itemsize), |bytes, d| bytes.saturating_mul(u128::from(longest(d))));
+        if bytes <= target {
+            return parts;
+        }
+        let doubled = |d: usize| parts[d].saturating_mul(2).min(extent[d]);
+        let keeps_rows =
+            |d: usize| u128::from(extent[d] / doubled(d)).saturating_mul(row_bytes[d]) >= min_row;
+        let axis = (0..extent.len())
+            .filter(|&d| longest(d) > 1 && keeps_rows(d))
+            .max_by_key(|&d| (longest(d), std::cmp::Reverse(d)))
+            .or_else(|| (0..extent.len()).find(|&d| longest(d) > 1));
+        let Some(axis) = axis else { return parts }; // single elements: nothing is left to cut
+        parts[axis] = doubled(axis);
+    }
+}
+
+/// The run `start .. start + len` of the row-major flattened tensor as at most `2 * ndim - 1` boxes, in the run's order. Each box is itself
+/// contiguous in that order. `None` where the run does not lie in the tensor.
+pub fn run_to_boxes(shape: &[u64], start: u64, len: u64) -> Option<Vec<Region>> {
+    let end = start.checked_add(len)?;
+    if end > volume(shape)? {
+        return None;
+    }
+    if len == 0 {
+        return Some(Vec::new());
+    }
+    if shape.is_empty() {
+        return Some(vec![Region::whole(shape)]);
+    }
+    let strides = row_major_strides(shape);
+    let (mut boxes, mut at) = (Vec::new(), start);
+    while at < end {
+        // The outermost axis along which a whole step starts here and ends inside the run; the innermost always does.
+        let axis = (0..shape.len()).find(|&d| at.is_multiple_of(strides[d]) && strides[d] <= end - at)?;
+        let coordinate = |d: usize| (at / strides[d]) % shape[d];
+        let count = ((end - at) / strides[axis]).min(shape[axis] - coordinate(axis));
+        let offset = (0..shape.len()).map(|d| if d <= axis { coordinate(d) } else { 0 }).collect();
+        let extent = (0..shape.len())
+            .map(|d| match d.cmp(&axis) {
+                std::cmp::Ordering::Less => 1,
+                std::cmp::Ordering::Equal => count,
+                std::cmp::Ordering::Greater => shape[d],
+            })
+            .collect();
+        boxes.push(Region { offset, extent });
+        at += count * strides[axis];
+    }
+    Some(boxes)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn extents(shape: &[u64], itemsize: u64, options: &Options) -> Vec<Vec<u64>> {
+        let mut extents: Vec<_> =
+            cut(&Region::whole(shape), itemsize, options).into_iter().map(|part| part.extent).collect();
+        extents.dedup();
+        extents
+    }
+
+    #[test]
+    fn a_large_matrix_is_cut_along_both_axes_and_keeps_its_rows_long() {
+        let cuts = |shape: &[u64], itemsize| extents(shape, itemsize, &Options::HOST);
+        assert_eq!(cuts(&[8192, 8192], 2), [[2048, 2048]], "square, rows of 4096 bytes");
+        assert_eq!(cuts(&[8192, 8192], 4), [[1024, 2048]], "rows would fall below 4096 bytes: no, 8192");
+        assert_eq!(cuts(&[1 << 20, 64], 4), [[32768, 64]], "short rows are never cut");
+        assert_eq!(cuts(&[16, 1 << 24], 4), [[16, 131_072]], "long rows are");
+        assert_eq!(cuts(&[1 << 26], 2), [[1 << 22]]);
+        assert_eq!(cuts(&[1024, 1024], 4), [[1024, 1024]], "what fits stays whole");
+    }
+
+    #[test]
+    fn scalars_are_one_chunk_and_empty_tensors_none() {
+        assert_eq!(cut(&Region::whole(&[]), 8, &Options::HOST), [Region::whole(&[])]);
+        assert_eq!(cut(&Region::whole(&[5, 0]), 8, &Options::HOST), []);
+    }
+
+    #[test]
+    fn an_element_that_is_larger_than_a_chunk_is_a_chunk() {
+        let options = Options { target_bytes: 4, min_row_bytes: 4096 };
+        assert_eq!(cut(&Region::whole(&[2, 2]), 16, &options).len(), 4);
+    }
+
+    proptest! {
+        #[test]
+        fn chunks_tile_the_region_in_row_major_order_within_the_target(
+            offset in prop::collection::vec(0_u64..100, 4),
+            extent in prop::collection::vec(1_u64..40, 0..4),
+            itemsize in prop_oneof![Just(1_u64), Just(2), Just(8)],
+            target_bytes in 1_u64..3000,
+            min_row_bytes in 0_u64..300,
+        ) {
+            let region = Region { offset: offset[..extent.len()].to_vec(), extent };
+            let options = Options { target_bytes, min_row_bytes };
+            let parts = cut(&region, itemsize, &options);
+            prop_assert_eq!(&parts, &cut(&region, itemsize, &options));
+            let bytes = |part: &Region| part.volume().unwrap() * itemsize;
+            prop_assert!(parts.iter().all(|part| bytes(part) <= target_bytes.max(itemsize)));
+            let numbered = parts.iter().cloned().enumerate().collect();
+            prop_assert_eq!(crate::tiling::check_boxes(&region, numbered), Ok(()));
+            prop_assert!(parts.windows(2).all(|pair| pair[0].offset < pair[1].offset));
+            // Not needlessly small: a chunk that could have stayed larger would be at most a quarter, odd lengths included.
+            if parts.len() > 1 {
+                let largest = parts.iter().map(bytes).max().unwrap();
+                prop_assert!(largest * 4 > target_bytes || largest <= itemsize, "{} of {}", largest, target_bytes);
+            }
+        }
+
+        #[test]
+        fn rows_stay_long_where_the_target_has_room_for_them(
+            rows in 1_u64..5000,
+            columns in 1_u64..5000,
+            min_row_bytes in 1_u64..256,
+        ) {
+            // The target is many rows of the least length, so the two never contradict each other.
+            let options = Options { target_bytes: 16 * min_row_bytes, min_row_bytes };
+            for part in cut(&Region::whole(&[rows, columns]), 1, &options) {
+                let row = if part.extent[1] == columns { part.extent[0] * columns } else { part.extent[1] };
+                prop_assert!(row >= min_row_bytes.min(rows * columns), "{:?}", part);
+            }
+        }
+
+        #[test]
+        fn a_run_is_at_most_two_boxes_per_dimension_less_one_in_its_own_order(
+            (shape, start, len) in prop::collection::vec(1_u64..6, 1..6).prop_flat_map(|shape| {
+                let n = volume(&shape).unwrap();
+                (Just(shape), 0..n).prop_flat_map(move |(shape, start)| (Just(shape), Just(start), 0..=n - start))
+            })
+        ) {
+            let boxes = run_to_boxes(&shape, start, len).unwrap();
+            prop_assert!(boxes.len() < 2 * shape.len());
+            let strides = row_major_strides(&shape);
+            let mut at = start;
+            for part in boxes {
+                for n in 0..part.volume().unwrap() {
+                    let (mut rest, mut element) = (n, 0);
+                    for d in (0..shape.len()).rev() {
+                        element += (part.offset[d] + rest % part.extent[d]) * strides[d];
+                        rest /= part.extent[d];
+                    }
+                    prop_assert_eq!(element, at);
+                    at += 1;
+                }
+            }
+            prop_assert_eq!(at, start + len);
+            let all = volume(&shape).unwrap();
+            prop_assert_eq!(run_to_boxes(&shape, start, all - start + 1), None);
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! All states of a cut, where they are few enough to be listed.
+//!
+//! The states of a directory are, for each variant of its entries, the product of the states of its children: so each inode's list is made once,
+//! kept while neither it nor anything below it changes, and free of repetitions at every level.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+
+use stepwell_core::io::simulated::{Ino, Node, ROOT};
+
+use super::Options;
+use super::model::{Change, Edit, Entries, Model, Profile, State, prefix};
+
+/// The states of one inode; `None` where they are more than the cap.
+type List = Option<States>;
+type States = Arc<Vec<Arc<Node>>>;
+
+pub(super) struct Space {
+    cap: usize,
+    profile: Profile,
+    lists: BTreeMap<Ino, List>,
+}
+
+impl Space {
+    pub(super) fn new(options: &Options) -> Self {
+        Self { cap: options.cap, profile: options.profile, lists: BTreeMap::new() }
+    }
+
+    /// Every state that a crash may leave now.
+    pub(super) fn all(&mut self, model: &mut Model) -> List {
+        for ino in std::mem::take(&mut model.touched) {
+            self.lists.remove(&ino);
+        }
+        match self.profile {
+            Profile::PosixMinimal => self.list(model, ROOT),
+            Profile::OrderedMetadata => self.ordered(model),
+        }
+    }
+
+    fn list(&mut self, model: &Model, ino: Ino) -> List {
+        if let Some(list) = self.lists.get(&ino) {
+            return list.clone();
+        }
+        let list = match model.inodes.get(&ino) {
+            Some(State::File { durable, pending }) => files(durable, pending, self.cap),
+            Some(State::Dir { durable, pending }) => self.dirs(model, durable, pending),
+            Some(State::Other) | None => Some(vec![Node::other()]),
+        };
+        let list = list.map(Arc::new);
+        self.lists.insert(ino, list.clone());
+        list
+    }
+
+    fn dirs(&mut self, model: &Model, durable: &Entries, pending: &[Edit]) -> Option<Vec<Arc<Node>>> {
+        let mut nodes = Nodes::new(self.cap);
+        for entries in variants(durable, pending, self.cap)? {
+            let children: Option<Vec<_>> = entries
+                .iter()
+                .map(|(name, &child)| Some((Arc::clone(name), self.list(model, child)?)))
+                .collect();
+            nodes.product(&children?)?;
+        }
+        Some(nodes.list)
+    }
+
+    fn ordered(&mut self, model: &Model) -> List {
+        let mut nodes = Nodes::new(self.cap);
+        for last in model.prefixes() {
+            for node in self.ordered_list(model, ROOT, last)?.iter() {
+                nodes.push(Arc::clone(node))?;
+            }
+        }
+        Some(Arc::new(nodes.list))
+    }
+
+    fn ordered_list(&mut self, model: &Model, ino: Ino, last: u64) -> List {
+        let Some(State::Dir { durable, pending }) = model.inodes.get(&ino) else {
+            return self.list(model, ino);
+        };
+        let children: Option<Vec<_>> = prefix(durable, pending, last)
+            .into_iter()
+            .map(|(name, child)| Some((name, self.ordered_list(model, child, last)?)))
+            .collect();
+        let mut nodes = Nodes::new(self.cap);
+        nodes.product(&children?)?;
+        Some(Arc::new(nodes.list))
+    }
+}
+
+/// Nodes without repetitions, up to a cap.
+struct Nodes {
+    list: Vec<Arc<Node>>,
+    seen: HashSet<u64>,
+    cap: usize,
+}
+
+impl Nodes {
+    fn new(cap: usize) -> Self {
+        Self { list: Vec::new(), seen: HashSet::new(), cap }
+    }
+
+    fn push(&mut self, node: Arc<Node>) -> Option<()> {
+        if self.seen.insert(node.hash()) {
+            if self.list.len() == self.cap {
+                return None;
+            }
+            self.list.push(node);
+        }
+        Some(())
+    }
+
+    /// Directories with every combination of these children.
+    fn product(&mut self, children: &[(Arc<str>, States)]) -> Option<()> {
+        let mut count: usize = 1;
+        for (_, list) in children {
+            count = count.checked_mul(list.len()).filter(|&count| count <= self.cap)?;
+        }
+        for number in 0..count {
+            let mut rest = number;
+            let mut entries = Vec::with_capacity(children.len());
+            for (name, list) in children {
+                let node = list.get(rest % list.len())?;
+                rest /= list.len();
+                entries.push((Arc::clone(name), Arc::clone(node)));
+            }
+            self.push(Node::dir(entries))?;
+        }
+        Some(())
+    }
+}
+
+/// Every content that a crash may leave of a file.
+fn files(durable: &Arc<Vec<u8>>, pending: &[Change], cap: usize) -> Option<Vec<Arc<Node>>> {
+    let mut now = vec![Node::file(Arc::clone(durable))];
+    for change in pending {
+        let mut next = Nodes::new(cap);
+        for node in &now {
+            next.push(Arc::clone(node))?;
+        }
+        for node in &now {
+            for choice in 1..change.choices() {
+                let mut bytes = node.bytes()?.as_ref().clone();
+                change.keep(choice, &mut bytes);
+                next.push(Node::file(Arc::new(bytes)))?;
+            }
+        }
+        now = next.list;
+    }
+    Some(now)
+}
+
+/// Every set of entries that a crash may leave of a directory.
+fn variants(durable: &Entries, pending: &[Edit], cap: usize) -> Option<Vec<Entries>> {
+    let mut now = vec![durable.clone()];
+    for edit in pending {
+        let mut seen: HashSet<Entries> = now.iter().cloned().collect();
+        for at in 0..now.len() {
+            let mut entries = now.get(at)?.clone();
+            edit.keep(&mut entries);
+            if seen.insert(entries.clone()) {
+                if now.len() == cap {
+                    return None;
+                }
+                now.push(entries);
+            }
+        }
+    }
+    Some(now)
+}
