@@ -92,22 +92,24 @@ impl Manager {
                 save.set_captured(true);
                 Ok(save)
             }
-            Err(error) => {
-                // The flush ends by itself; where it was the cause, its error is the better one.
+            // The flush failed first; its error is the save's outcome, and told as every failure in the background is.
+            Err(stepwell_core::Error::Cancelled(_)) => {
                 save.set_captured(false);
-                let outcome = save.wait(Some(inner.options.stall_timeout));
-                match (error, outcome.and_then(|outcome| outcome.error().cloned())) {
-                    (stepwell_core::Error::Cancelled(_), Some(cause)) => Err(Error::Earlier(cause)),
-                    (error, _) => {
-                        save.acknowledge();
-                        Err(match error {
-                            error @ (stepwell_core::Error::Leaf { .. } | stepwell_core::Error::Forked(_)) => {
-                                error.into()
-                            }
-                            source => Error::SaveFailed { step: request.step, source },
-                        })
-                    }
+                Ok(save)
+            }
+            Err(error) => {
+                save.set_captured(false);
+                // The caller has the cause; the flush that was cancelled by it ends by itself.
+                let ended = save.wait(Some(inner.options.stall_timeout));
+                if ended.is_none() {
+                    save.acknowledge();
                 }
+                Err(match error {
+                    error @ (stepwell_core::Error::Leaf { .. } | stepwell_core::Error::Forked(_)) => {
+                        error.into()
+                    }
+                    source => Error::SaveFailed { step: request.step, source },
+                })
             }
         }
     }
