@@ -18,13 +18,13 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// A held lease. Dropping it gives the step free.
 pub struct Lease {
-    _lock: Option<Box<dyn Lock>>,
+    lock: Option<Box<dyn Lock>>,
 }
 
 impl Lease {
     /// Whether it protects: a file system without locks, or a step whose `.lease` is missing, gives one that does not.
     pub fn protects(&self) -> bool {
-        self._lock.is_some()
+        self.lock.is_some()
     }
 }
 
@@ -61,7 +61,7 @@ pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Optio
             }
         };
         match parent.stat(name)? {
-            Some(stat) if stat.id == dir.id()? => return Ok(Some((dir, Lease { _lock: lock }))),
+            Some(stat) if stat.id == dir.id()? => return Ok(Some((dir, Lease { lock }))),
             // Replaced or retired between opening and locking: look again.
             Some(_) => {}
             None => return Ok(None),

@@ -148,10 +148,12 @@ pub fn sweep(path: &Path, environment: &Environment, is_dead: impl Fn(&str) -> b
     };
     let mut renames = Vec::new();
     for entry in parent.entries()? {
-        if let Some(OwnName::Temporary { label, session, .. }) = directory_layout::parse(&entry.name) {
-            if entry.kind == EntryKind::Dir && label == name && is_dead(&session) {
-                renames.push((entry.name, directory_layout::trash(&name, environment.rng.next_u128())));
-            }
+        if let Some(OwnName::Temporary { label, session, .. }) = directory_layout::parse(&entry.name)
+            && entry.kind == EntryKind::Dir
+            && label == name
+            && is_dead(&session)
+        {
+            renames.push((entry.name, directory_layout::trash(&name, environment.rng.next_u128())));
         }
     }
     aside::retire_all(&*parent, &renames)?;

@@ -1,5 +1,7 @@
 //! The same promises on the file system of this machine, through every engine; and singular checkpoints.
 
+#![allow(clippy::unwrap_used, reason = "tests end by it")]
+
 mod common;
 
 use std::path::Path;

@@ -287,13 +287,17 @@ fn cut_options(options: &Options) -> subchunk::Options {
 }
 
 /// Plans a save: items, chunks, both halves of the pipeline. Every check of the user's data is in here; nothing is written.
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "the plan holds the providers from here on, and lets go of them early"
+)]
 pub(crate) fn job_parts(
     environment: &Environment,
     options: &Options,
     pool: &Arc<StagingPool>,
     state: StateSource,
 ) -> Result<(Draft, Capture, Flush)> {
-    let items = state::items(state, &cut_options(options))?;
+    let items = state::items(&state, &cut_options(options))?;
     // Planning, headers and footers come on top of the tensors.
     pool_for(pool, options, items.tensor_bytes)?;
     let mut save_options = SaveOptions {
@@ -315,13 +319,11 @@ pub(crate) fn job_parts(
 /// Makes sure that there is staging memory for a state of so many bytes: all of it where that is allowed, and two slots at least.
 fn pool_for(pool: &Arc<StagingPool>, options: &Options, state_bytes: u64) -> Result<()> {
     let slot = pool.slot_bytes() as u64;
-    let wanted = match options.staging_bytes {
-        Some(bytes) => bytes,
-        None => {
-            let whole =
-                state_bytes.saturating_add(4 << 20).div_ceil(slot).saturating_add(1).saturating_mul(slot);
-            whole.min(free_memory() / 4)
-        }
+    let wanted = if let Some(bytes) = options.staging_bytes {
+        bytes
+    } else {
+        let whole = state_bytes.saturating_add(4 << 20).div_ceil(slot).saturating_add(1).saturating_mul(slot);
+        whole.min(free_memory() / 4)
     };
     let bytes =
         usize::try_from(wanted.max(2 * slot)).map_err(|_| Error::Invalid("staging_bytes".to_owned()))?;
