@@ -96,7 +96,7 @@ fn check<T: Copy + PartialEq + std::fmt::Debug + Default>(case: &Case, from_byte
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 30, ..ProptestConfig::default() })]
 
     #[test]
     fn a_box_lands_where_ndarray_puts_it(case in cases()) {
