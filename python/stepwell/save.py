@@ -18,8 +18,11 @@ class SaveStats:
 
     nbytes: int
     files: int
+    plan_seconds: float
     capture_seconds: float
+    queued_seconds: float
     write_seconds: float
+    sync_seconds: float
     commit_seconds: float
     total_seconds: float
 
