@@ -21,7 +21,6 @@ use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
 use stepwell_reshard::read_plan::{self, PlanOptions, Request};
 
 use crate::directory_layout::{self, MANIFEST};
-use crate::discovery::{Found, check_lengths, read_manifest};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::lease::{self, Lease};
@@ -255,15 +254,6 @@ fn files_of(index: &Index, leaf: u32) -> Vec<u32> {
         Some(LeafRecord::Object(extent)) => of(extent.source).into_iter().collect(),
         _ => Vec::new(),
     }
-}
-
-/// Whether everything that a manifest lists is there, for a directory that was opened by path.
-pub(crate) fn check_whole(parent: &dyn Dir, name: &str) -> Result<Found> {
-    let manifest = read_manifest(parent, name)?;
-    let found = Found { name: name.to_owned(), manifest: Arc::new(manifest) };
-    check_lengths(parent, &found)
-        .map_err(|what| stepwell_core::Error::corrupt(parent.path().join(name), what))?;
-    Ok(found)
 }
 
 /// The index of an item, checked against the manifest.

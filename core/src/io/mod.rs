@@ -10,12 +10,12 @@
 pub mod conformance;
 mod posix;
 mod probe;
+#[cfg(any(test, feature = "test-support"))]
+pub mod simulated;
 #[cfg(test)]
 mod tests;
 mod threaded;
 mod transfer;
-#[cfg(any(test, feature = "test-support"))]
-pub mod simulated;
 mod uring;
 
 use std::path::{Path, PathBuf};
