@@ -8,6 +8,7 @@
 use stepwell_core::dtype::{Dtype, Kind};
 
 /// What a float format can say. Every finite value is a multiple of `2^quantum` with at most `precision` significant bits.
+#[expect(clippy::struct_excessive_bools, reason = "four independent properties of a format")]
 struct FloatFormat {
     precision: u32,
     quantum: i32,
@@ -125,9 +126,9 @@ mod tests {
                     let (significand, exponent) = if exponent == 0 {
                         (f64::from(mantissa), 1 - bias)
                     } else {
-                        (f64::from(mantissa + (1 << mantissa_bits)), exponent as i32 - bias)
+                        (f64::from(mantissa + (1 << mantissa_bits)), exponent.cast_signed() - bias)
                     };
-                    let magnitude = significand * 2_f64.powi(exponent - mantissa_bits as i32);
+                    let magnitude = significand * 2_f64.powi(exponent - mantissa_bits.cast_signed());
                     Value::Finite((if negative { -magnitude } else { magnitude }).to_bits())
                 }
             };

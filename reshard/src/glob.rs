@@ -221,8 +221,11 @@ fn wildcards(tokens: &[Token]) -> Vec<Wildcard> {
     found
 }
 
-/// A brace-free glob in its parts: literal texts, and `None` for each wildcard; with what the wildcards stand for.
-pub(crate) fn template(glob: &str) -> Result<(Vec<Option<Vec<u8>>>, Vec<Wildcard>), String> {
+/// The parts of a brace-free glob: literal texts, and `None` for each wildcard.
+pub(crate) type Parts = Vec<Option<Vec<u8>>>;
+
+/// A brace-free glob in its parts, with what its wildcards stand for.
+pub(crate) fn template(glob: &str) -> Result<(Parts, Vec<Wildcard>), String> {
     let tokens = parse(glob)?;
     let wildcards = wildcards(&tokens);
     let parts = tokens.into_iter().filter(|token| *token != Token::Boundary).map(|token| match token {

@@ -159,7 +159,7 @@ impl Sweep<'_> {
             for &(_, term) in here {
                 match changes.last_mut() {
                     Some(last) if self.compare(*last, term, axis + 1) == Ordering::Equal => {
-                        last.sign += term.sign
+                        last.sign += term.sign;
                     }
                     _ => changes.push(term),
                 }
@@ -212,6 +212,7 @@ fn fault_at(whole: &Region, boxes: &[(usize, Region)], point: &[u64]) -> Fault {
 }
 
 #[cfg(test)]
+#[expect(clippy::cast_possible_wrap, reason = "the numbers of these tests are small")]
 mod tests {
     use proptest::prelude::*;
     use stepwell_core::region::volume;
@@ -230,7 +231,7 @@ mod tests {
             match chunk {
                 ChunkRegion::Box(region) => add(&mut counts, region),
                 ChunkRegion::Run { start, len } => {
-                    counts.iter_mut().skip(*start as usize).take(*len as usize).for_each(|count| *count += 1)
+                    counts.iter_mut().skip(*start as usize).take(*len as usize).for_each(|count| *count += 1);
                 }
             }
         }

@@ -20,6 +20,7 @@
 mod buffers;
 pub(crate) mod disjoint;
 mod execute;
+mod objects;
 mod file_set;
 pub(crate) mod geometry;
 mod objects;

@@ -1,3 +1,9 @@
+#![expect(
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "the numbers of these tests are small"
+)]
+
 use proptest::prelude::*;
 
 use super::*;

@@ -296,7 +296,7 @@ struct Targets<'a> {
     everything: bool,
 }
 
-impl<'a> Targets<'a> {
+impl Targets<'_> {
     fn branch(&self, text: &[u8]) -> Option<usize> {
         if self.branches.is_empty() {
             return None;
@@ -312,7 +312,7 @@ impl<'a> Targets<'a> {
     }
 }
 
-impl<'a> Matching<'a> {
+impl Matching<'_> {
     fn run(mut self) -> Report {
         let top_level: Vec<PathText> =
             self.options.top_level.iter().map(|top| PathText::new(&LeafPath(vec![top.clone()]))).collect();

@@ -262,7 +262,7 @@ impl Report {
                 Missing::NotStored => {}
                 Missing::Deselected => f.write_str(" (stored, but left out by include/exclude)")?,
                 Missing::NothingToKeep => {
-                    f.write_str(" (nothing to keep: only its description was given, no value)")?
+                    f.write_str(" (nothing to keep: only its description was given, no value)")?;
                 }
             }
             if leaf.reason == Missing::Deselected {

@@ -27,7 +27,7 @@ pub(super) fn runs(index: &Index, copies: &[BoxCopy], options: &PlanOptions) -> 
             };
             match needs.last_mut() {
                 Some(last @ Need { .. }) if last.copy == need.copy && last.end >= need.start => {
-                    last.end = need.end
+                    last.end = need.end;
                 }
                 _ => needs.push(need),
             }

@@ -1,3 +1,9 @@
+#![expect(
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "the numbers of these tests are small"
+)]
+
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;
@@ -132,7 +138,9 @@ fn execute(stored: &Stored, plan: &ReadPlan, options: &PlanOptions, destinations
         );
         assert!(*len <= options.max_run_bytes.max(block), "no run is too long");
         assert!(copies.is_sorted() && !copies.is_empty());
-        copies.iter().for_each(|&copy| assert!(listed[copy as usize].insert(r)));
+        for &copy in copies {
+            assert!(listed[copy as usize].insert(r), "a run lists a copy once");
+        }
     }
     for (c, copy) in plan.copies.iter().enumerate() {
         let block = options.block_of(copy.file);
@@ -402,7 +410,7 @@ fn a_hole_in_a_tensor_of_one_chunk_is_named() {
     tensor.chunks[0].region = ChunkRegion::Box(Region { offset: vec![0, 0], extent: vec![64, 60] });
     match plan(&stored.index, &[request], &PlanOptions::local(64)).unwrap_err() {
         Error::Tiling { fault: Fault::Hole { region }, .. } => {
-            assert_eq!(region, Region { offset: vec![0, 60], extent: vec![64, 4] })
+            assert_eq!(region, Region { offset: vec![0, 60], extent: vec![64, 4] });
         }
         other => panic!("{other}"),
     }
