@@ -23,7 +23,6 @@ mod execute;
 mod objects;
 mod file_set;
 pub(crate) mod geometry;
-mod objects;
 mod options;
 mod pipeline;
 mod schedule;
