@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -220,18 +221,21 @@ def test_buffers_are_given_back_after_the_save(root: Path) -> None:
         array.resize(2000, refcheck=False)
 
 
-def test_importing_is_cheap_and_imports_no_framework() -> None:
+def test_importing_is_cheap_and_imports_no_framework(tmp_path: Path) -> None:
     script = """
 import sys, time
 import numpy, ml_dtypes
 before = time.perf_counter()
 import stepwell
 print(time.perf_counter() - before)
-print([name for name in ("torch", "jax", "asyncio.base_events", "concurrent.futures.thread") if name in sys.modules and False] + [n for n in ("torch", "jax") if n in sys.modules])
+print([name for name in ("torch", "jax", "asyncio") if name in sys.modules])
 """
-    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split("\n") for _ in range(5)]
-    assert all(run[1] == "[]" for run in runs)
-    assert min(float(run[0]) for run in runs) < 0.030
+    # Compiled once, as an installed package is.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout for _ in range(8)]
+    assert {run.split("\n")[1] for run in runs} == {"[]"}
+    assert min(float(run.split("\n")[0]) for run in runs) < 0.030
 
 
 def test_nothing_is_logged_when_all_is_well(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
