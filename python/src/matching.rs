@@ -7,7 +7,7 @@ use pyo3::types::{PyDict, PyList};
 use stepwell_core::dtype::Dtype;
 use stepwell_core::leaf_path::{Component, LeafPath};
 use stepwell_reshard::matching::{
-    Cast, Missing, OnMissing, OnUnexpected, Options, PerGlob, Report, Resize, Spec, Wanted,
+    Cast, Missing, OnMissing, OnUnexpected, Options, PerGlob, Report, Resize, Spec, StoredSpec, Wanted,
 };
 use stepwell_reshard::selection::{Renames, Selection};
 
@@ -104,27 +104,24 @@ fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Option
     })
 }
 
-#[pymethods]
-impl Checkpoint {
-    /// Matches what is wanted against what is stored; nothing is read. See `stepwell.restore` for the rows.
-    #[pyo3(name = "match")]
-    fn match_wanted<'py>(
-        &self,
-        py: Python<'py>,
-        rows: Vec<WantedRow<'py>>,
-        top_level: Vec<Part<'py>>,
-        given: &Bound<'py, PyDict>,
-    ) -> PyResult<Bound<'py, PyDict>> {
-        let inner = self.get(py)?;
-        let wanted = rows.iter().map(wanted).collect::<PyResult<Vec<_>>>()?;
-        let options = options(given, &top_level)?;
-        let report = py.detach(|| inner.match_state(&wanted, &options));
-        let shape = |stored: usize| match inner.leaves().get(stored).map(|leaf| &leaf.spec) {
-            Some(stepwell_reshard::matching::StoredSpec::Tensor { shape, .. }) => shape.clone(),
-            _ => Vec::new(),
-        };
-        rendered(py, &report, shape)
-    }
+/// Matches what is wanted against what is stored; nothing is read. See `stepwell.restore` for the rows.
+#[pyfunction]
+pub fn match_state<'py>(
+    py: Python<'py>,
+    checkpoint: &Checkpoint,
+    rows: Vec<WantedRow<'py>>,
+    top_level: Vec<Part<'py>>,
+    given: &Bound<'py, PyDict>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let inner = checkpoint.get(py)?;
+    let wanted = rows.iter().map(wanted).collect::<PyResult<Vec<_>>>()?;
+    let options = options(given, &top_level)?;
+    let report = py.detach(|| inner.match_state(&wanted, &options));
+    let shape = |stored: usize| match inner.leaves().get(stored).map(|leaf| &leaf.spec) {
+        Some(StoredSpec::Tensor { shape, .. }) => shape.clone(),
+        _ => Vec::new(),
+    };
+    rendered(py, &report, shape)
 }
 
 fn rendered<'py>(

@@ -104,10 +104,13 @@ fn wait_for<T: Send>(
         There(T),
         Gone,
     }
-    let answer = poll(py, timeout, |slice| match receive.recv_timeout(slice) {
-        Ok(answer) => Some(Answer::There(answer)),
-        Err(RecvTimeoutError::Timeout) => None,
-        Err(RecvTimeoutError::Disconnected) => Some(Answer::Gone),
+    let answer = poll(py, timeout, |slice| {
+        let receive = &mut *receive; // exclusive, since a receiver cannot be shared between threads
+        match receive.recv_timeout(slice) {
+            Ok(answer) => Some(Answer::There(answer)),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => Some(Answer::Gone),
+        }
     })?;
     Ok(match answer {
         Some(Answer::There(answer)) => Some(answer),

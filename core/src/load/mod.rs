@@ -22,7 +22,6 @@ pub(crate) mod disjoint;
 mod execute;
 mod file_set;
 pub(crate) mod geometry;
-mod objects;
 mod options;
 mod pipeline;
 mod schedule;
