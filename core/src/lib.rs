@@ -14,6 +14,7 @@
 //! | [`staging`] | the memory that they pass through |
 //! | [`copy`] | geometry of copies between strided memory and chunks |
 //! | [`save`] | the pipeline that writes data files |
+//! | [`load`] | the pipeline that reads them: restore, verification |
 //! | [`read_plan`] | what a restore reads and where it puts it |
 //! | [`sys`] | the only unsafe code |
 

@@ -21,7 +21,6 @@ use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
 use stepwell_reshard::read_plan::{self, PlanOptions, Request};
 
 use crate::directory_layout::{self, MANIFEST};
-use crate::discovery::{Found, check_lengths, read_manifest};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::lease::{self, Lease};
@@ -50,9 +49,9 @@ pub struct ReadFailure {
     pub overwritten: Vec<u32>,
 }
 
-impl From<Error> for ReadFailure {
+impl From<Error> for Box<ReadFailure> {
     fn from(error: Error) -> Self {
-        Self { error, overwritten: Vec::new() }
+        Self::new(ReadFailure { error, overwritten: Vec::new() })
     }
 }
 
@@ -87,7 +86,7 @@ impl Checkpoint {
         environment: &Environment,
         patience: Duration,
     ) -> Result<Option<Self>> {
-        let Some((dir, lease)) = lease::acquire(&**parent, name, &*environment.clock, patience)? else {
+        let Some((dir, lease)) = lease::acquire(&**parent, name, patience)? else {
             return Ok(None);
         };
         let manifest = match dir.read_file(MANIFEST, stepwell_core::limits::MAX_MANIFEST_BYTES) {
@@ -174,13 +173,13 @@ impl Checkpoint {
         requests: &[Request],
         targets: &[HostTarget<'_>],
         options: &LoadOptions,
-    ) -> std::result::Result<LoadStats, ReadFailure> {
+    ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
         self.birth.check("checkpoint").map_err(Error::from)?;
         let plan = self.plan(requests, false)?;
         let disk = &*self.environment.disk;
         load::execute(disk, &self.files, &self.index, &plan, targets, options).map_err(|failure| {
             let LoadFailure { error, overwritten } = failure;
-            ReadFailure { error: self.gone_or(error), overwritten }
+            Box::new(ReadFailure { error: self.gone_or(error), overwritten })
         })
     }
 
@@ -255,15 +254,6 @@ fn files_of(index: &Index, leaf: u32) -> Vec<u32> {
         Some(LeafRecord::Object(extent)) => of(extent.source).into_iter().collect(),
         _ => Vec::new(),
     }
-}
-
-/// Whether everything that a manifest lists is there, for a directory that was opened by path.
-pub(crate) fn check_whole(parent: &dyn Dir, name: &str) -> Result<Found> {
-    let manifest = read_manifest(parent, name)?;
-    let found = Found { name: name.to_owned(), manifest: Arc::new(manifest) };
-    check_lengths(parent, &found)
-        .map_err(|what| stepwell_core::Error::corrupt(parent.path().join(name), what))?;
-    Ok(found)
 }
 
 /// The index of an item, checked against the manifest.
@@ -401,7 +391,7 @@ fn merged(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
         };
         match &mut record {
             LeafRecord::Tensor(tensor) => {
-                tensor.chunks.iter_mut().for_each(|chunk| moved(&mut chunk.extent.source))
+                tensor.chunks.iter_mut().for_each(|chunk| moved(&mut chunk.extent.source));
             }
             LeafRecord::Object(extent) => moved(&mut extent.source),
             LeafRecord::Alias { of } => {

@@ -9,6 +9,7 @@
 //! |---|---|
 //! | [`FileSet`] | the files of one item: opened lazily, checked against the index once |
 //! | [`execute`] | a read plan carried out into [`crate::sys::HostTarget`]s |
+//! | [`read_objects`] | object leaves, decoded |
 //! | [`verify`] | every block of every file, all damage reported |
 //! | `schedule` `pipeline` `geometry` `disjoint` | how: what is read when, by whom, and which bytes go where |
 //!
@@ -19,9 +20,9 @@
 mod buffers;
 pub(crate) mod disjoint;
 mod execute;
-mod objects;
 mod file_set;
 pub(crate) mod geometry;
+mod objects;
 mod options;
 mod pipeline;
 mod schedule;

@@ -3,5 +3,7 @@
 mod bounds;
 mod damage;
 mod engines;
+mod objects;
+mod saved;
 mod scatter;
 mod whole;

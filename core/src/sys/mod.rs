@@ -1,13 +1,13 @@
 //! The only unsafe code of this crate. Each file exports a safe type that makes misuse untypeable.
 #![expect(unsafe_code, reason = "mapped memory and raw system calls; every block says why it is sound")]
 
+mod copy;
 mod descriptor;
 mod file;
 mod fork;
+mod host_source;
 mod host_target;
 mod lock;
-mod copy;
-mod host_source;
 mod memory;
 mod scatter;
 mod stream;
@@ -19,9 +19,9 @@ mod uring;
 pub use descriptor::Descriptor;
 pub use file::{cached_bytes, write_out};
 pub use fork::{Birth, generation};
+pub use host_source::HostSource;
 pub use host_target::HostTarget;
 pub use lock::HeldLock;
-pub use host_source::HostSource;
 pub use memory::{Buffer, Mapping};
 pub(crate) use scatter::{Scatter, Window};
 pub use thread::spawn;
