@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use stepwell_core::io::simulated::{Image, Ino, Log, Op, SimDisk, mix};
 
-use super::{Explored, Explorer, Failure, Marks, Options, watched};
+use super::{Explored, Explorer, Failure, Marks, Options, preface, watched};
 
 /// What was done to the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +27,7 @@ impl Mutation {
     pub fn all(log: &Log) -> Vec<Self> {
         let ops: Vec<&Op> = log.records.iter().map(|record| &record.op).collect();
         let drops = ops.iter().enumerate().filter(|(_, op)| can_be_dropped(op)).map(|(at, _)| Self::Drop(at));
-        let swaps = ops.windows(2).enumerate().filter_map(|(at, pair)| match pair {
+        let swaps = ops.windows(2).enumerate().skip(preface(log)).filter_map(|(at, pair)| match pair {
             [one, two] if can_be_swapped(one, two) => Some(Self::Swap(at)),
             _ => None,
         });
