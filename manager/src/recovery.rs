@@ -62,7 +62,9 @@ pub fn mend(root: &dyn Dir, listing: &Listing, recovered: &mut Recovered) {
                 step.write_file(LEASE, &[])?;
                 step.sync()?;
             }
-            if !found.manifest.dropped.is_empty() {
+            // The first thinning of a step may have been cut before its manifest named anything.
+            let begun = || root.stat(&format!("{}/{MANIFEST_NEW}", found.name));
+            if !found.manifest.dropped.is_empty() || begun()?.is_some() {
                 finish_thinning(&root.open_dir(&found.name)?, found)?;
             }
             Ok(missing)
@@ -95,5 +97,7 @@ fn finish_thinning(step: &Arc<dyn Dir>, found: &crate::discovery::Found) -> step
     if half_written {
         step.remove_file(MANIFEST_NEW)?;
     }
+    // Whoever wrote this manifest may have been killed before its rename was durable: a power cut after the deletion would bring the old one back, without its files.
+    step.sync()?;
     aside::apply_tombstones(step, &found.manifest)
 }

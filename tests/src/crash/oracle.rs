@@ -10,7 +10,7 @@ use stepwell_core::io::{Dir, Disk, Rename, Transfer};
 use stepwell_core::sys::Buffer;
 
 use super::sample::{Builder, Choices, pending};
-use super::{Explorer, Marks, Model, Options, Profile};
+use super::{Explorer, Marks, Model, Options, Profile, preface};
 
 /// One call of a random program. Names are drawn from a few, so that they collide.
 #[derive(Clone, Debug)]
@@ -109,7 +109,7 @@ fn by_force(log: &Log, options: &Options) -> Option<BTreeSet<u64>> {
         }
         let lasts: Vec<Option<u64>> =
             if ordered { model.prefixes().into_iter().map(Some).collect() } else { vec![None] };
-        for number in 0..count {
+        for number in 0..if cut < preface(log) { 0 } else { count } {
             let mut rest = number;
             let mut chosen = std::collections::BTreeMap::new();
             for &(serial, choices) in &pending {

@@ -7,7 +7,8 @@ use std::time::Duration;
 use stepwell_core::io::simulated::{Image, Node, SimDisk, content_hash, mix};
 use stepwell_manager::{Checkpoint, Manager, Options};
 
-use super::promises::{Promise, Promises};
+use super::promises::{MayGo, Promise, Promises};
+use super::run::opened;
 use super::{ROOT, states, world};
 use crate::crash::Marks;
 
@@ -123,9 +124,19 @@ impl Checker {
             seen.insert(step, facts);
         }
         for (step, promise) in promises.steps.iter().filter(|(_, promise)| promise.must) {
-            let taken = promise.may_go.iter().any(|once| once.is_none_or(|other| seen.contains_key(&other)));
+            let taken = promise.may_go.iter().any(|may_go| match may_go {
+                MayGo::Now => true,
+                MayGo::Once(other) => seen.contains_key(other),
+                MayGo::After(other) => !seen.contains_key(other),
+            });
             if !seen.contains_key(step) && !taken {
                 return Err(format!("I2, I3, I5: committed step {step} is lost; there are {steps:?}"));
+            }
+        }
+        if let Some((id, epoch)) = &promises.opened {
+            let found = opened(disk);
+            if !found.as_ref().is_some_and(|(found, now)| found == id && now >= epoch) {
+                return Err(format!("I2, I7: the root was {id} at epoch {epoch}, it is {found:?}"));
             }
         }
         let latest = manager.latest_step().map_err(words("latest"))?;

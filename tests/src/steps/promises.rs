@@ -10,11 +10,13 @@
 //! | `uncertain N t` | was told that nobody knows |
 //! | `may go N` | asks for something that takes N away |
 //! | `may go N once M` | starts a save of M, after which retention takes N away |
+//! | `may go N after M` | asks for something that takes M away, and then N |
 //! | `gone N` | was told that N is away: it never comes back |
 //! | `may thin N once M` | starts a save of M, after which retention thins N to `params` |
 //! | `thinned N` | was told that N is thinned |
 //! | `branch B N t` | was told that N was moved to branch B |
 //! | `metric N name v` | was told that this metric is recorded |
+//! | `opened ID E` | was told that it is the writer: the root keeps this id, and never goes back behind epoch E |
 //! | `quarantined NAME` | has put something there that has a step's name and is none |
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,14 +30,25 @@ pub struct Promise {
     pub may: BTreeSet<String>,
     /// It must be seen, as one of `may`, unless something may have taken it away.
     pub must: bool,
-    /// What may have taken it away: a step that is committed then, or nothing more.
-    pub may_go: Vec<Option<u64>>,
+    /// What may have taken it away.
+    pub may_go: Vec<MayGo>,
     /// It may have been thinned since.
     pub may_thin: bool,
     /// It must have been thinned.
     pub thinned: bool,
     /// Metrics that must be there as long as it is.
     pub metrics: BTreeMap<String, String>,
+}
+
+/// When a step may be away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MayGo {
+    /// At any time.
+    Now,
+    /// Once another step is there.
+    Once(u64),
+    /// Once another step is away.
+    After(u64),
 }
 
 /// Everything that was promised.
@@ -45,6 +58,8 @@ pub struct Promises {
     pub steps: BTreeMap<u64, Promise>,
     /// Branches: name, step, attempt.
     pub branches: BTreeSet<(String, u64, String)>,
+    /// The root's id, and the last writer's epoch.
+    pub opened: Option<(String, u64)>,
     /// Directories that are no steps.
     pub quarantined: BTreeSet<String>,
 }
@@ -79,11 +94,16 @@ impl Promises {
                 self.step(step)?.may.remove(tag);
             }
             ["uncertain", ..] => {}
-            ["may", "go", step] => self.step(step)?.may_go.push(None),
+            ["may", "go", step] => self.step(step)?.may_go.push(MayGo::Now),
             ["may", "go", step, "once", other] => {
                 let other = other.parse().ok()?;
-                self.step(step)?.may_go.push(Some(other));
+                self.step(step)?.may_go.push(MayGo::Once(other));
             }
+            ["may", "go", step, "after", other] => {
+                let other = other.parse().ok()?;
+                self.step(step)?.may_go.push(MayGo::After(other));
+            }
+            ["opened", id, epoch] => self.opened = Some((id.into(), epoch.parse().ok()?)),
             ["gone", step] => *self.step(step)? = Promise::default(),
             ["may", "thin", step, "once", _] => self.step(step)?.may_thin = true,
             ["thinned", step] => {

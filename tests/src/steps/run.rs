@@ -52,10 +52,7 @@ impl Run {
         }
         close(&manager)?;
         drop(manager);
-        run.disk.settle();
-        for step in steps {
-            run.mark(&format!("committed {step} a"));
-        }
+        run.settle(&steps);
         Ok(run)
     }
 
@@ -75,7 +72,25 @@ impl Run {
     pub fn open(&self, options: Options) -> Result<Manager, String> {
         let seed = self.opened.fetch_add(1, Ordering::Relaxed);
         let environment = world::environment(&self.disk, seed);
-        Manager::open(Path::new(ROOT), options, environment).map_err(|error| format!("opening: {error}"))
+        let manager = Manager::open(Path::new(ROOT), options, environment);
+        let manager = manager.map_err(|error| format!("opening: {error}"))?;
+        self.mark_opened();
+        Ok(manager)
+    }
+
+    /// Forgets how the disk came to be as it is, and notes what it holds: `steps`, all of attempt `a`.
+    pub fn settle(&self, steps: &[u64]) {
+        self.disk.settle();
+        self.mark_opened();
+        for step in steps {
+            self.mark(&format!("committed {step} a"));
+        }
+    }
+
+    fn mark_opened(&self) {
+        if let Some((id, epoch)) = opened(&self.disk) {
+            self.mark(&format!("opened {id} {epoch}"));
+        }
     }
 
     /// Saves a step and waits for its outcome, and for all that it made superfluous to be deleted. An outcome that is no commit is
@@ -141,20 +156,19 @@ impl Run {
         Ok(())
     }
 
-    /// Goes back to a step; the newer ones, of attempts `a`, move aside.
-    pub fn rewind(&self, manager: &Manager, step: u64, branch: &str) -> Result<(), String> {
-        let newer: Vec<u64> = manager
-            .all_steps()
-            .map_err(|error| error.to_string())?
-            .into_iter()
-            .filter(|&other| other > step)
-            .collect();
-        for other in &newer {
-            self.mark(&format!("may go {other}"));
+    /// Goes back to a step; the steps of `newer`, attempts `a`, move aside.
+    pub fn rewind(&self, manager: &Manager, step: u64, branch: &str, newer: &[u64]) -> Result<(), String> {
+        // Newest first: whenever it is cut short, what is left is a beginning of what was there.
+        let mut above = None;
+        for other in newer.iter().rev() {
+            match above.replace(other) {
+                None => self.mark(&format!("may go {other}")),
+                Some(above) => self.mark(&format!("may go {other} after {above}")),
+            }
         }
         let (branch, moved) =
             manager.rewind(step, Some(branch)).map_err(|error| format!("rewinding to {step}: {error}"))?;
-        for other in moved {
+        for other in moved.into_iter().rev() {
             self.mark(&format!("gone {other}"));
             self.mark(&format!("branch {branch} {other} a"));
         }
@@ -168,6 +182,15 @@ impl Run {
         self.mark(&format!("metric {step} accuracy {value}"));
         Ok(())
     }
+}
+
+/// The root's id and its epoch, as they stand on the disk.
+pub fn opened(disk: &SimDisk) -> Option<(String, u64)> {
+    let read = |name: &str| -> Option<serde_json::Value> {
+        serde_json::from_slice(&disk.bytes(&format!("{ROOT}/.stepwell/{name}"))?).ok()
+    };
+    let id = read("root.json")?.get("root_id")?.as_str()?.to_owned();
+    Some((id, read("epoch")?.get("epoch")?.as_u64()?))
 }
 
 /// Closes a manager.

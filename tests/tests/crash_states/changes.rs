@@ -37,7 +37,7 @@ fn deleting_everything_and_saving_again() {
 fn rewinding_over_two_steps() {
     let run = Run::with_steps([1, 2, 3]).unwrap();
     let manager = run.open(options()).unwrap();
-    run.rewind(&manager, 1, "old").unwrap();
+    run.rewind(&manager, 1, "old", &[2, 3]).unwrap();
     close(&manager).unwrap();
     survives(&run);
 }
@@ -46,7 +46,7 @@ fn rewinding_over_two_steps() {
 fn rewinding_and_going_on_with_the_same_numbers() {
     let run = Run::with_steps([1, 2]).unwrap();
     let manager = run.open(options()).unwrap();
-    run.rewind(&manager, 1, "old").unwrap();
+    run.rewind(&manager, 1, "old", &[2]).unwrap();
     run.save(&manager, 2, "b").unwrap();
     close(&manager).unwrap();
     survives(&run);
@@ -56,8 +56,8 @@ fn rewinding_and_going_on_with_the_same_numbers() {
 fn rewinding_twice() {
     let run = Run::with_steps([1, 2, 3]).unwrap();
     let manager = run.open(options()).unwrap();
-    run.rewind(&manager, 2, "one").unwrap();
-    run.rewind(&manager, 1, "two").unwrap();
+    run.rewind(&manager, 2, "one", &[3]).unwrap();
+    run.rewind(&manager, 1, "two", &[2]).unwrap();
     close(&manager).unwrap();
     survives(&run);
 }

@@ -25,7 +25,12 @@ fn is_leftover(name: &str) -> bool {
 }
 
 fn crash(profile: Profile) -> Crash {
-    Crash { unread: Some(is_leftover), cap: 3000, nested_cap: 250, ..Crash::default().profile(profile) }
+    Crash { unread: Some(is_leftover), cap: 1000, nested_cap: 60, ..Crash::default().profile(profile) }
+}
+
+/// For sweeps, which explore a hundred histories that differ in one operation.
+fn quick() -> Crash {
+    Crash { cap: 100, ..crash(Profile::PosixMinimal) }
 }
 
 fn keeping(retention: Retention) -> Options {

@@ -52,7 +52,7 @@ fn transfers_that_complete_out_of_order() {
     for seed in [3, 4] {
         let run = Run::on(SimDisk::new().with_order(seed));
         let manager = run.open(options()).unwrap();
-        run.disk.settle();
+        run.settle(&[]);
         run.save(&manager, 1, "a").unwrap();
         close(&manager).unwrap();
         survives(&run);
@@ -73,7 +73,7 @@ fn transfers_that_are_short() {
 fn aligned_transfers() {
     let run = Run::on(SimDisk::new().with_alignment(4096));
     let manager = run.open(options()).unwrap();
-    run.disk.settle();
+    run.settle(&[]);
     run.save(&manager, 1, "a").unwrap();
     close(&manager).unwrap();
     survives(&run);
@@ -145,8 +145,7 @@ fn a_directory_that_is_no_step_is_set_aside_for_one() {
         .cloned()
         .collect();
     run.disk.plant("run/step_00000002", &stepwell_core::io::simulated::Node::dir(torn)).unwrap();
-    run.disk.settle();
-    run.mark("committed 1 a");
+    run.settle(&[1]);
     run.mark("quarantined step_00000002");
     let manager = run.open(options()).unwrap();
     run.save(&manager, 2, "b").unwrap();
