@@ -46,7 +46,10 @@ fn wanted(row: &WantedRow<'_>) -> PyResult<Wanted> {
 }
 
 /// A choice for all leaves, or per glob.
-fn choice<T: Copy + Default>(value: &Bound<'_, PyAny>, named: impl Fn(&str) -> PyResult<T>) -> PyResult<PerGlob<T>> {
+fn choice<T: Copy + Default>(
+    value: &Bound<'_, PyAny>,
+    named: impl Fn(&str) -> PyResult<T>,
+) -> PyResult<PerGlob<T>> {
     if value.is_none() {
         return Ok(PerGlob::everywhere(T::default()));
     }
@@ -66,7 +69,8 @@ fn unknown<T>(name: &str) -> PyResult<T> {
 
 fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Options> {
     let py = given.py();
-    let get = |name: &str| given.get_item(name).map(|found| found.unwrap_or_else(|| py.None().into_bound(py)));
+    let get =
+        |name: &str| given.get_item(name).map(|found| found.unwrap_or_else(|| py.None().into_bound(py)));
     let wrong = |error: stepwell_reshard::Error| invalid(py, &error.to_string());
     let include: Option<Vec<String>> = get("include")?.extract()?;
     let exclude: Option<Vec<String>> = get("exclude")?.extract()?;
@@ -148,7 +152,8 @@ fn rendered<'py>(
         (leaf.path.clone(), why, leaf.near.clone())
     });
     out.set_item("missing", missing.collect::<Vec<_>>())?;
-    let unexpected = report.unexpected.iter().map(|leaf| (leaf.path.clone(), leaf.renamed.clone(), leaf.near.clone()));
+    let unexpected =
+        report.unexpected.iter().map(|leaf| (leaf.path.clone(), leaf.renamed.clone(), leaf.near.clone()));
     out.set_item("unexpected", unexpected.collect::<Vec<_>>())?;
     let shapes = report
         .wrong_shape

@@ -65,7 +65,7 @@ pub fn pieces(dims: &[Dim], start: u64, len: u64, mut emit: impl FnMut(Piece)) {
         let mut offset = 0_i64;
         for (d, dim) in dims.iter().enumerate().rev() {
             let index = position / inner % dim.extent;
-            if position % inner == 0 && left >= inner {
+            if position.is_multiple_of(inner) && left >= inner {
                 best = (d, inner, (left / inner).min(dim.extent - index));
             }
             offset = offset.wrapping_add((index as i64).wrapping_mul(dim.stride));

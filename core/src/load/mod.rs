@@ -20,7 +20,6 @@
 mod buffers;
 pub(crate) mod disjoint;
 mod execute;
-mod objects;
 mod file_set;
 pub(crate) mod geometry;
 mod options;

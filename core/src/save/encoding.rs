@@ -1,3 +1,9 @@
-//! Objects as the format encodes them.
+//! How objects become bytes.
 
-pub(super) use crate::format::object::encode as object;
+use crate::Result;
+use crate::format::object as format;
+use crate::value::Value;
+
+pub(super) fn object(value: &Value) -> Result<Vec<u8>> {
+    format::encode(value)
+}

@@ -86,11 +86,11 @@ pub fn prepare(
 fn check_options(items: &[ItemPlan], pool: &StagingPool, options: &SaveOptions) -> Result<()> {
     let misuse = |what: String| Err(Error::Misuse(what));
     let block = options.block_bytes;
-    if !limits::BLOCK_BYTES.contains(&block) || block % PAGE != 0 {
+    if !limits::BLOCK_BYTES.contains(&block) || !block.is_multiple_of(PAGE) {
         return misuse(format!("blocks of {block} bytes"));
     }
     let slot = pool.slot_bytes() as u64;
-    if slot % block != 0 || u32::try_from(slot).is_err() {
+    if !slot.is_multiple_of(block) || u32::try_from(slot).is_err() {
         return misuse(format!("slots of {slot} bytes are not made of blocks of {block}"));
     }
     if options.file_ids.len() != items.len() {

@@ -61,6 +61,10 @@ pub(super) struct Leaf {
 
 /// All windows of all items, in file order.
 #[derive(Default)]
+#[expect(
+    clippy::struct_field_names,
+    reason = "the windows are what it is about; the rest is what they are made of"
+)]
 pub(super) struct Windows {
     pub windows: Vec<Window>,
     pub parts: Vec<Part>,

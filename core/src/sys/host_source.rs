@@ -133,7 +133,9 @@ impl HostSource {
         }
         // The volume of a part of the array does not overflow, since that of the array does not.
         let volume = region.volume().unwrap_or(0);
-        if from % item != 0 || len % item != 0 || from.checked_add(len).is_none_or(|end| end > volume * item)
+        if !from.is_multiple_of(item)
+            || !len.is_multiple_of(item)
+            || from.checked_add(len).is_none_or(|end| end > volume * item)
         {
             return Err(self.refuse(region, &format!("bytes {from} and {len} more are no elements of it")));
         }
