@@ -22,6 +22,7 @@ pub(crate) mod disjoint;
 mod execute;
 mod file_set;
 pub(crate) mod geometry;
+mod objects;
 mod options;
 mod pipeline;
 mod schedule;
