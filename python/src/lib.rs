@@ -41,7 +41,7 @@ mod _core {
     #[pymodule_export]
     use crate::save_handle::SaveHandle;
     #[pymodule_export]
-    use crate::state::{State, flatten, is_plain};
+    use crate::state::{State, flatten, is_plain, spans};
 
     /// Version of the package and its engine.
     #[pymodule_export]

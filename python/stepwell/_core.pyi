@@ -8,6 +8,26 @@ from numpy import ndarray
 
 from .rebuild import Node
 
+__all__ = [
+    "Checkpoint",
+    "Events",
+    "Held",
+    "Manager",
+    "SaveHandle",
+    "State",
+    "VERSION",
+    "add_metrics",
+    "dtype_names",
+    "engine_choice",
+    "flatten",
+    "is_plain",
+    "list_steps",
+    "match_state",
+    "open_path",
+    "save_path",
+    "spans",
+]
+
 VERSION: str
 
 _Path = str | PathLike[str]
@@ -15,6 +35,7 @@ _LeafRow = tuple[str, str | None, list[int] | None, bool]
 
 def dtype_names() -> list[str]: ...
 def flatten(state: Any) -> State: ...
+def spans(arrays: Sequence[ndarray[Any, Any]]) -> list[tuple[int, int, int]]: ...
 def is_plain(value: Any) -> bool: ...
 def save_path(
     path: _Path,

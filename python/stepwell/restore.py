@@ -22,7 +22,7 @@ from .errors import MismatchError, MisuseError, StepwellError
 from .leaves import Reviver
 from .paths import Component
 from .rebuild import Structure
-from .specs import AS_STORED, ArraySpec, ObjectSpec, to_dtype
+from .specs import AS_STORED, ArraySpec, ObjectSpec, native_name, to_dtype
 from .template import Branch, Leaf, Part
 
 Globs: TypeAlias = str | Iterable[str] | None
@@ -130,6 +130,8 @@ class _Job:
         return self.stored_dtype == self.dtype
 
     def box(self) -> tuple[int, ...]:
+        if self.stored_shape == self.shape:
+            return self.shape
         return common_box(self.stored_shape, self.shape)
 
 
@@ -201,7 +203,7 @@ class Restore:
                 job = self._job(source, path, own, *tensor)
                 key: Any = (source, job.dtype, job.shape)
                 if job.target is not None:
-                    key = (*key, _place(job.target))
+                    key = (*key, id(job.target))
                 job_of[number, stored] = jobs.setdefault(key, job)
         read = dict(zip(objects, self.core.objects(list(objects), self.reviver), strict=True))
         wanted.check_types(read)
@@ -221,23 +223,21 @@ class Restore:
     def _settle_shared_targets(self, jobs: list[_Job]) -> None:
         """Targets that share memory. The same array twice is a tie: both stored values must then be equal. Others whose elements lie between
         each other's are written one after the other; those that overlap are refused."""
-        spans = sorted(
-            (
-                (*_bounds(job.target), number)
-                for number, job in enumerate(jobs)
-                if job.target is not None and job.target.size
-            )
-        )
-        end, group = -1, list[_Job]()
+        own = [job for job in jobs if job.target is not None and job.target.size]
+        places = _core.spans([job.target for job in own if job.target is not None])
+        spans = sorted((low, high, number) for number, (_, low, high) in enumerate(places))
+        end, group = -1, list[int]()
         for low, high, number in spans:
-            job = jobs[number]
+            job = own[number]
             if low >= end:
                 group = []
-            for other in group:
+            for at in group:
+                other = own[at]
                 assert job.target is not None
                 assert other.target is not None
-                if _place(job.target) == _place(other.target) and job.shape == other.shape:
-                    self._check_tie(other, job)
+                if places[at][0] == places[number][0] and _same_view(job.target, other.target):
+                    if job.stored != other.stored:
+                        self._check_tie(other, job)
                     job.twin = other
                     break
                 if np.shares_memory(job.target, other.target):
@@ -247,7 +247,7 @@ class Restore:
                     )
                 job.apart = other.apart = True
             else:
-                group.append(job)
+                group.append(number)
             end = max(end, high)
 
     def _check_tie(self, one: _Job, other: _Job) -> None:
@@ -276,7 +276,7 @@ class Restore:
         shape: Sequence[int],
     ) -> _Job:
         wanted = to_dtype(dtype)
-        if target is not None and (not target.flags.writeable or target.dtype.newbyteorder("=") != wanted):
+        if target is not None and (not target.flags.writeable or native_name(target.dtype) != dtype):
             target = None
         return _Job(source, to_dtype(stored_dtype), tuple(stored_shape), tuple(shape), wanted, path, target)
 
@@ -400,7 +400,7 @@ class _Wanted:
             return
         if leaf.what == "array":
             spec = leaf.spec or ArraySpec()
-            dtype = None if spec.dtype is None else spec.dtype.newbyteorder("=").name
+            dtype = None if spec.dtype is None else native_name(spec.dtype)
             has_value = not isinstance(leaf.value, (ArraySpec, type))
             self._number[id(leaf)] = self._add(leaf, "tensor", dtype, spec.shape, has_value)
             return
@@ -525,19 +525,9 @@ def _as_type(leaf: Leaf, value: Any) -> Any:
     return value
 
 
-def _place(array: np.ndarray[Any, Any]) -> tuple[int, tuple[int, ...], str]:
-    return (int(array.__array_interface__["data"][0]), array.strides, array.dtype.name)
-
-
-def _bounds(array: np.ndarray[Any, Any] | None) -> tuple[int, int]:
-    assert array is not None
-    low = high = int(array.__array_interface__["data"][0])
-    for n, stride in zip(array.shape, array.strides, strict=True):
-        if stride < 0:
-            low += (n - 1) * stride
-        else:
-            high += (n - 1) * stride
-    return low, high + array.dtype.itemsize
+def _same_view(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    """Whether two arrays that start at the same address are the same elements."""
+    return one.dtype == other.dtype and one.shape == other.shape and one.strides == other.strides
 
 
 def _fillable(array: np.ndarray[Any, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Generic, TypeVar, final
 
 import ml_dtypes
@@ -12,10 +13,20 @@ import numpy.typing as npt
 T = TypeVar("T")
 
 
+@lru_cache(maxsize=256)
+def _named_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def to_dtype(name: Any) -> np.dtype[Any]:
     """A numpy dtype from a name (``ml_dtypes`` names too), a type or a dtype."""
-    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name, name) if isinstance(name, str) else name)
-    return dtype
+    return _named_dtype(name) if type(name) is str else np.dtype(name)
+
+
+@lru_cache(maxsize=256)
+def native_name(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype's elements in the byte order of this machine."""
+    return dtype.newbyteorder("=").name
 
 
 @final
