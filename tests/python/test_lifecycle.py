@@ -235,10 +235,11 @@ def test_buffers_are_given_back_after_the_save(root: Path) -> None:
 def test_importing_is_cheap_and_imports_no_framework(tmp_path: Path) -> None:
     script = """
 import sys, time
+first = time.perf_counter()
 import numpy, ml_dtypes
 before = time.perf_counter()
 import stepwell
-print(time.perf_counter() - before)
+print(time.perf_counter() - before, before - first)
 print([name for name in ("torch", "jax", "asyncio") if name in sys.modules])
 """
     # Compiled once, as an installed package is.
@@ -249,7 +250,9 @@ print([name for name in ("torch", "jax", "asyncio") if name in sys.modules])
         for _ in range(8)
     ]
     assert {run.split("\n")[1] for run in runs} == {"[]"}
-    assert min(float(run.split("\n")[0]) for run in runs) < 0.030
+    # 30 ms on an idle machine, where numpy takes 80 or more; a busy one slows both down alike.
+    times = [tuple(map(float, run.split("\n")[0].split())) for run in runs]
+    assert any(ours < 0.030 * max(1.0, numpys / 0.080) for ours, numpys in times), times
 
 
 def test_nothing_is_logged_when_all_is_well(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
