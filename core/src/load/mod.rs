@@ -20,9 +20,9 @@
 mod buffers;
 pub(crate) mod disjoint;
 mod execute;
-mod objects;
 mod file_set;
 pub(crate) mod geometry;
+mod objects;
 mod objects;
 mod options;
 mod pipeline;

@@ -58,7 +58,7 @@ impl StagingPool {
 
     /// A pool of its own, with slots of `slot_bytes` (a multiple of 4096) and at least `bytes` in all (and two slots).
     pub fn new(bytes: usize, slot_bytes: usize) -> Result<Arc<Self>> {
-        if slot_bytes == 0 || slot_bytes % 4096 != 0 || slot_bytes > SEGMENT_BYTES {
+        if slot_bytes == 0 || !slot_bytes.is_multiple_of(4096) || slot_bytes > SEGMENT_BYTES {
             return Err(Error::Misuse(format!(
                 "slots of {slot_bytes} bytes: a multiple of 4096 up to {SEGMENT_BYTES} is needed"
             )));
@@ -168,10 +168,9 @@ impl StagingPool {
                 break Err(error);
             }
             state.reclaim();
-            if state.queue.front() == Some(&ticket) {
-                if let Some(buffer) = state.free.pop() {
-                    break Ok(buffer);
-                }
+            let first = state.queue.front() == Some(&ticket);
+            if first && let Some(buffer) = state.free.pop() {
+                break Ok(buffer);
             }
             if state.releases != releases {
                 (releases, since) = (state.releases, Instant::now());
