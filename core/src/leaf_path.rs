@@ -5,7 +5,7 @@
 //! `\`, and an empty key renders as `\e`, so that the rendering is reversible. The empty path (a state that is itself a leaf)
 //! renders as the empty string.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 
 /// One step from a container to its child.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -31,10 +31,10 @@ impl Component {
                 escape(name, out);
             }
             Self::Int(key) => {
-                out.push_str(&format!("[{key}]"));
+                let _ = write!(out, "[{key}]");
             }
             Self::Index(index) => {
-                out.push_str(&format!("[{index}]"));
+                let _ = write!(out, "[{index}]");
             }
         }
     }

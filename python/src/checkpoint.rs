@@ -98,7 +98,8 @@ impl Checkpoint {
     fn nodes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let inner = self.get(py)?;
         let nodes = inner.tree().nodes().iter().map(|node| {
-            let component = node.component.as_ref().map(|component| component_row(py, component)).transpose()?;
+            let component =
+                node.component.as_ref().map(|component| component_row(py, component)).transpose()?;
             let kind = match &node.kind {
                 NodeKind::Leaf(leaf) => leaf.into_pyobject(py)?.into_any(),
                 NodeKind::Container(kind) => kind_row(py, kind)?.into_any(),
@@ -139,7 +140,11 @@ impl Checkpoint {
 
     /// Reads regions of stored tensors into writable arrays: `(leaf, offset, extent, array of that shape)`. Returns the bytes that were read. Nothing is
     /// written any more when it returns, however it does.
-    fn read(&self, py: Python<'_>, requests: Vec<(u32, Vec<u64>, Vec<u64>, Bound<'_, PyAny>)>) -> PyResult<u64> {
+    fn read(
+        &self,
+        py: Python<'_>,
+        requests: Vec<(u32, Vec<u64>, Vec<u64>, Bound<'_, PyAny>)>,
+    ) -> PyResult<u64> {
         let inner = self.get(py)?;
         let mut targets = Vec::with_capacity(requests.len());
         let mut parts: Vec<Request> = Vec::with_capacity(requests.len());
@@ -158,7 +163,11 @@ impl Checkpoint {
             });
             match stored {
                 Some(LeafRecord::Tensor(tensor)) if tensor.dtype.size() as u64 == itemsize => {}
-                _ => return Err(PyValueError::new_err(format!("leaf {leaf} has no elements of {itemsize} bytes"))),
+                _ => {
+                    return Err(PyValueError::new_err(format!(
+                        "leaf {leaf} has no elements of {itemsize} bytes"
+                    )));
+                }
             }
             let (below, _) = target.span();
             let request = Request {
@@ -205,12 +214,13 @@ impl Checkpoint {
             }
         };
         let tell = || match &progress {
-            Some(progress) => progress
-                .call1((seen.0.load(Ordering::Relaxed), seen.1.load(Ordering::Relaxed)))
-                .map(|_| ()),
+            Some(progress) => {
+                progress.call1((seen.0.load(Ordering::Relaxed), seen.1.load(Ordering::Relaxed))).map(|_| ())
+            }
             None => Ok(()),
         };
-        let report = wait::to_the_end_with(py, &stop, work, tell)?.map_err(|error| raise_manager(py, &error))?;
+        let report =
+            wait::to_the_end_with(py, &stop, work, tell)?.map_err(|error| raise_manager(py, &error))?;
         tell()?;
         let name = |leaf: &u32| inner.tree().leaf_path(*leaf).to_string();
         let damages = report.damages.iter().map(|damage| {
@@ -234,7 +244,8 @@ fn cut(request: Request, itemsize: u64, parts: &mut Vec<Request>) {
     let mut row = 0;
     while row < rows {
         let mut part = request.clone();
-        if let (Some(offset), Some(extent)) = (part.region.offset.first_mut(), part.region.extent.first_mut()) {
+        if let (Some(offset), Some(extent)) = (part.region.offset.first_mut(), part.region.extent.first_mut())
+        {
             *offset += row;
             *extent = step.min(rows - row);
         }

@@ -43,7 +43,13 @@ pub struct Flat {
 /// Flattens a state. A leaf that cannot be stored is named by its path.
 pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<Flat> {
     let hooks = hooks(state.py())?;
-    let mut walk = Walk { hooks, flat: Flat::default(), ties: HashMap::new(), originals: HashMap::new(), dtypes: HashMap::new() };
+    let mut walk = Walk {
+        hooks,
+        flat: Flat::default(),
+        ties: HashMap::new(),
+        originals: HashMap::new(),
+        dtypes: HashMap::new(),
+    };
     walk.visit(None, None, state, 0)?;
     Ok(walk.flat)
 }
@@ -112,7 +118,8 @@ impl<'py> Walk<'_, 'py> {
         depth: u64,
     ) -> PyResult<()> {
         for (index, item) in items.enumerate() {
-            let index = u32::try_from(index).map_err(|_| PyValueError::new_err("a sequence of 2**32 elements"))?;
+            let index =
+                u32::try_from(index).map_err(|_| PyValueError::new_err("a sequence of 2**32 elements"))?;
             self.visit(Some(node), Some(Component::Index(index)), &item, depth + 1)?;
         }
         Ok(())
@@ -178,7 +185,9 @@ impl<'py> Walk<'_, 'py> {
                     self.leaf(parent, component, Leaf::Object(value));
                     Ok(())
                 }
-                Plain::Not => Err(self.refuse(parent, component, object.py(), "a set can only hold plain values")),
+                Plain::Not => {
+                    Err(self.refuse(parent, component, object.py(), "a set can only hold plain values"))
+                }
                 Plain::Refused(why) => Err(self.refuse(parent, component, object.py(), &why)),
             };
         }
@@ -207,7 +216,8 @@ impl<'py> Walk<'_, 'py> {
             }
             "custom" => {
                 let type_name = answer.get_item(1)?.extract::<String>()?.into_boxed_str();
-                let node = self.flat.tree.push_container(parent, component, ContainerKind::Custom { type_name });
+                let node =
+                    self.flat.tree.push_container(parent, component, ContainerKind::Custom { type_name });
                 self.pairs(node, &answer.get_item(2)?, false, depth)
             }
             "stateful" => self.stateful(parent, component, &answer, depth),
@@ -224,7 +234,9 @@ impl<'py> Walk<'_, 'py> {
                     let items = answer.get_item(2)?;
                     self.children(node, items.cast::<PyList>()?.iter(), depth)
                 }
-                Plain::Not => Err(self.refuse(parent, component, object.py(), &format!("unknown answer `{tag}`"))),
+                Plain::Not => {
+                    Err(self.refuse(parent, component, object.py(), &format!("unknown answer `{tag}`")))
+                }
             },
         }
     }

@@ -36,6 +36,8 @@ mod _core {
     #[pymodule_export]
     use crate::manager::{Held, Manager, add_metrics, engine_choice, list_steps, open_path, save_path};
     #[pymodule_export]
+    use crate::matching::match_state;
+    #[pymodule_export]
     use crate::save_handle::SaveHandle;
     #[pymodule_export]
     use crate::state::{State, flatten, is_plain};

@@ -11,8 +11,8 @@ use pyo3::prelude::*;
 use stepwell_core::io::Engine;
 use stepwell_manager::singular::{self, SingularRequest};
 use stepwell_manager::{
-    Decision, Environment, Exists, Hold, LeafSource, Manager as Engined, Mode, Options, SaveRequest, StateSource,
-    metrics, root,
+    Decision, Environment, Exists, Hold, LeafSource, Manager as Engined, Mode, Options, SaveRequest,
+    StateSource, metrics, root,
 };
 
 use crate::checkpoint::Checkpoint;
@@ -180,7 +180,12 @@ impl Manager {
     }
 
     #[pyo3(signature = (metric = None, mode = None))]
-    fn best_step(&self, py: Python<'_>, metric: Option<String>, mode: Option<String>) -> PyResult<Option<u64>> {
+    fn best_step(
+        &self,
+        py: Python<'_>,
+        metric: Option<String>,
+        mode: Option<String>,
+    ) -> PyResult<Option<u64>> {
         let mode = match mode.as_deref() {
             Some("min") => Some(Mode::Min),
             Some("max") => Some(Mode::Max),
@@ -188,7 +193,9 @@ impl Manager {
             None => None,
         };
         let by = metric.zip(mode);
-        self.query(py, move |inner| inner.best_step(by.as_ref().map(|(metric, mode)| (metric.as_str(), *mode))))
+        self.query(py, move |inner| {
+            inner.best_step(by.as_ref().map(|(metric, mode)| (metric.as_str(), *mode)))
+        })
     }
 
     fn metrics(&self, py: Python<'_>, step: u64) -> PyResult<BTreeMap<String, f64>> {
@@ -342,7 +349,9 @@ fn reader(path: &Path, environment: Environment) -> Result<Engined, Error> {
 /// Whether a directory is a root: it says so, or it holds a step (a copy may have lost `.stepwell`).
 fn has_steps(path: &Path, environment: &Environment) -> bool {
     path.join(stepwell_manager::directory_layout::CONTROL).is_dir()
-        || reader(path, environment.clone()).and_then(|root| root.all_steps()).is_ok_and(|steps| !steps.is_empty())
+        || reader(path, environment.clone())
+            .and_then(|root| root.all_steps())
+            .is_ok_and(|steps| !steps.is_empty())
 }
 
 /// The committed steps of a root, for one who only looks.

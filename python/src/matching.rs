@@ -7,7 +7,7 @@ use pyo3::types::{PyDict, PyList};
 use stepwell_core::dtype::Dtype;
 use stepwell_core::leaf_path::{Component, LeafPath};
 use stepwell_reshard::matching::{
-    Cast, Missing, OnMissing, OnUnexpected, Options, PerGlob, Report, Resize, Spec, Wanted,
+    Cast, Missing, OnMissing, OnUnexpected, Options, PerGlob, Report, Resize, Spec, StoredSpec, Wanted,
 };
 use stepwell_reshard::selection::{Renames, Selection};
 
@@ -46,7 +46,10 @@ fn wanted(row: &WantedRow<'_>) -> PyResult<Wanted> {
 }
 
 /// A choice for all leaves, or per glob.
-fn choice<T: Copy + Default>(value: &Bound<'_, PyAny>, named: impl Fn(&str) -> PyResult<T>) -> PyResult<PerGlob<T>> {
+fn choice<T: Copy + Default>(
+    value: &Bound<'_, PyAny>,
+    named: impl Fn(&str) -> PyResult<T>,
+) -> PyResult<PerGlob<T>> {
     if value.is_none() {
         return Ok(PerGlob::everywhere(T::default()));
     }
@@ -66,7 +69,8 @@ fn unknown<T>(name: &str) -> PyResult<T> {
 
 fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Options> {
     let py = given.py();
-    let get = |name: &str| given.get_item(name).map(|found| found.unwrap_or_else(|| py.None().into_bound(py)));
+    let get =
+        |name: &str| given.get_item(name).map(|found| found.unwrap_or_else(|| py.None().into_bound(py)));
     let wrong = |error: stepwell_reshard::Error| invalid(py, &error.to_string());
     let include: Option<Vec<String>> = get("include")?.extract()?;
     let exclude: Option<Vec<String>> = get("exclude")?.extract()?;
@@ -100,27 +104,24 @@ fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Option
     })
 }
 
-#[pymethods]
-impl Checkpoint {
-    /// Matches what is wanted against what is stored; nothing is read. See `stepwell.restore` for the rows.
-    #[pyo3(name = "match")]
-    fn match_wanted<'py>(
-        &self,
-        py: Python<'py>,
-        rows: Vec<WantedRow<'py>>,
-        top_level: Vec<Part<'py>>,
-        given: &Bound<'py, PyDict>,
-    ) -> PyResult<Bound<'py, PyDict>> {
-        let inner = self.get(py)?;
-        let wanted = rows.iter().map(wanted).collect::<PyResult<Vec<_>>>()?;
-        let options = options(given, &top_level)?;
-        let report = py.detach(|| inner.match_state(&wanted, &options));
-        let shape = |stored: usize| match inner.leaves().get(stored).map(|leaf| &leaf.spec) {
-            Some(stepwell_reshard::matching::StoredSpec::Tensor { shape, .. }) => shape.clone(),
-            _ => Vec::new(),
-        };
-        rendered(py, &report, shape)
-    }
+/// Matches what is wanted against what is stored; nothing is read. See `stepwell.restore` for the rows.
+#[pyfunction]
+pub fn match_state<'py>(
+    py: Python<'py>,
+    checkpoint: &Checkpoint,
+    rows: Vec<WantedRow<'py>>,
+    top_level: Vec<Part<'py>>,
+    given: &Bound<'py, PyDict>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let inner = checkpoint.get(py)?;
+    let wanted = rows.iter().map(wanted).collect::<PyResult<Vec<_>>>()?;
+    let options = options(given, &top_level)?;
+    let report = py.detach(|| inner.match_state(&wanted, &options));
+    let shape = |stored: usize| match inner.leaves().get(stored).map(|leaf| &leaf.spec) {
+        Some(StoredSpec::Tensor { shape, .. }) => shape.clone(),
+        _ => Vec::new(),
+    };
+    rendered(py, &report, shape)
 }
 
 fn rendered<'py>(
@@ -151,7 +152,8 @@ fn rendered<'py>(
         (leaf.path.clone(), why, leaf.near.clone())
     });
     out.set_item("missing", missing.collect::<Vec<_>>())?;
-    let unexpected = report.unexpected.iter().map(|leaf| (leaf.path.clone(), leaf.renamed.clone(), leaf.near.clone()));
+    let unexpected =
+        report.unexpected.iter().map(|leaf| (leaf.path.clone(), leaf.renamed.clone(), leaf.near.clone()));
     out.set_item("unexpected", unexpected.collect::<Vec<_>>())?;
     let shapes = report
         .wrong_shape

@@ -52,7 +52,8 @@ impl SaveHandle {
 
     #[pyo3(signature = (timeout = None))]
     fn wait_captured(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let there = wait::poll(py, seconds(timeout), |slice| self.save.wait_captured(Some(slice)).then_some(()))?;
+        let there =
+            wait::poll(py, seconds(timeout), |slice| self.save.wait_captured(Some(slice)).then_some(()))?;
         Ok(there.is_some())
     }
 

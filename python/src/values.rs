@@ -2,8 +2,8 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{
-    PyBool, PyByteArray, PyBytes, PyComplex, PyDict, PyEllipsis, PyFloat, PyFrozenSet, PyInt, PyList, PySet, PyString,
-    PyTuple,
+    PyBool, PyByteArray, PyBytes, PyComplex, PyDict, PyEllipsis, PyFloat, PyFrozenSet, PyInt, PyList, PySet,
+    PyString, PyTuple,
 };
 
 use stepwell_core::dtype::Dtype;
@@ -206,8 +206,14 @@ fn mapping(hooks: &Hooks, dict: &Bound<'_, PyDict>, depth: u64) -> PyResult<Plai
 }
 
 /// The Python object of a value. `reviver` is a `stepwell.leaves.Reviver`.
-pub fn to_python<'py>(py: Python<'py>, value: &Value, reviver: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    let many = |values: &[Value]| values.iter().map(|value| to_python(py, value, reviver)).collect::<PyResult<Vec<_>>>();
+pub fn to_python<'py>(
+    py: Python<'py>,
+    value: &Value,
+    reviver: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let many = |values: &[Value]| {
+        values.iter().map(|value| to_python(py, value, reviver)).collect::<PyResult<Vec<_>>>()
+    };
     Ok(match value {
         Value::None => py.None().into_bound(py),
         Value::Ellipsis => PyEllipsis::get(py).to_owned().into_any(),
@@ -216,7 +222,11 @@ pub fn to_python<'py>(py: Python<'py>, value: &Value, reviver: &Bound<'py, PyAny
         Value::BigInt(bytes) => {
             let signed = PyDict::new(py);
             signed.set_item("signed", true)?;
-            py.get_type::<PyInt>().call_method("from_bytes", (PyBytes::new(py, bytes), "little"), Some(&signed))?
+            py.get_type::<PyInt>().call_method(
+                "from_bytes",
+                (PyBytes::new(py, bytes), "little"),
+                Some(&signed),
+            )?
         }
         Value::Float(value) => PyFloat::new(py, *value).into_any(),
         Value::Complex(real, imag) => PyComplex::from_doubles(py, *real, *imag).into_any(),

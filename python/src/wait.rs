@@ -18,7 +18,8 @@ pub fn poll<T: Send>(
 ) -> PyResult<Option<T>> {
     let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     loop {
-        let slice = deadline.map_or(TICK, |deadline| deadline.saturating_duration_since(Instant::now()).min(TICK));
+        let slice =
+            deadline.map_or(TICK, |deadline| deadline.saturating_duration_since(Instant::now()).min(TICK));
         if let Some(answer) = py.detach(|| ready(slice)) {
             return Ok(Some(answer));
         }
@@ -43,7 +44,9 @@ pub fn on_thread<T: Send + 'static>(
         .map_err(|error| PyRuntimeError::new_err(format!("no thread could be started: {error}")))?;
     match wait_for(py, &mut receive, None) {
         Ok(Some(answer)) => Ok(answer),
-        Ok(None) => Err(PyRuntimeError::new_err("the engine ended a call without an answer; please report this")),
+        Ok(None) => {
+            Err(PyRuntimeError::new_err("the engine ended a call without an answer; please report this"))
+        }
         Err(interrupt) => {
             // A second signal ends the grace.
             let _ = wait_for(py, &mut receive, Some(grace));
@@ -86,21 +89,28 @@ pub fn to_the_end_with<T: Send + 'static>(
             interrupt = Some(raised);
         }
     }
-    let answer = thread
-        .join()
-        .map_err(|_| PyRuntimeError::new_err("the engine ended a call without an answer; please report this"))?;
+    let answer = thread.join().map_err(|_| {
+        PyRuntimeError::new_err("the engine ended a call without an answer; please report this")
+    })?;
     interrupt.map_or(Ok(answer), Err)
 }
 
-fn wait_for<T: Send>(py: Python<'_>, receive: &mut Receiver<T>, timeout: Option<Duration>) -> PyResult<Option<T>> {
+fn wait_for<T: Send>(
+    py: Python<'_>,
+    receive: &mut Receiver<T>,
+    timeout: Option<Duration>,
+) -> PyResult<Option<T>> {
     enum Answer<T> {
         There(T),
         Gone,
     }
-    let answer = poll(py, timeout, |slice| match receive.recv_timeout(slice) {
-        Ok(answer) => Some(Answer::There(answer)),
-        Err(RecvTimeoutError::Timeout) => None,
-        Err(RecvTimeoutError::Disconnected) => Some(Answer::Gone),
+    let answer = poll(py, timeout, |slice| {
+        let receive = &mut *receive; // exclusive, since a receiver cannot be shared between threads
+        match receive.recv_timeout(slice) {
+            Ok(answer) => Some(Answer::There(answer)),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => Some(Answer::Gone),
+        }
     })?;
     Ok(match answer {
         Some(Answer::There(answer)) => Some(answer),

@@ -234,7 +234,7 @@ class Checkpoint:
         kind = structure.nodes[node][2]
         if not isinstance(kind, int):
             return Branch(self, node)
-        what, dtype, shape = self._open().leaf(kind)
+        what, dtype, shape, _tied = self._open().leaf(kind)
         if what == "object":
             return self._open().objects([kind], Reviver())[0]
         return Array(self, kind, structure.paths[node], dtype, tuple(shape))

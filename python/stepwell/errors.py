@@ -24,6 +24,10 @@ class StepwellError(Exception):
     #: Paths of leaves of the caller's own memory that had been overwritten when a restore failed.
     overwritten: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        # The message alone: OSError would show errno and file in its own way, and drop it.
+        return str(self.args[0]) if self.args else type(self).__name__
+
 
 class StepExists(StepwellError, FileExistsError):
     """The step is there already; ``exists="skip"`` or ``"replace"`` say what to do then."""

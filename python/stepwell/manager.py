@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, final
 
 from . import _core, lifecycle, restore, stateful
@@ -47,6 +48,7 @@ class CheckpointManager:
         self._core: Any = None
         self._owner = lifecycle.Owner("manager")
         self._lock = threading.RLock()
+        self._saves: list[Save] = []
         self._policy = every_steps(1) if save_policy is None else save_policy
         if not isinstance(self._policy, SavePolicy):
             raise MisuseError(f"save_policy is made by sw.every_steps() and the like, not a {type(save_policy).__qualname__}")
@@ -56,11 +58,11 @@ class CheckpointManager:
         _check_coordinator(coordinator)
         self._root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self._read_only = bool(read_only)
-        self._preemption = _Preemption(self._policy.signals)
         text = to_json(
             options or Options(), self._policy, rules, step_name, staging_bytes, max_pending, read_only, on_save_error
         )
-        self._core = _core.Manager(self._root, text)
+        self._core = core = _core.Manager(self._root, text)
+        self._preemption = _Preemption(self._policy.signals, core.request_preemption)
         lifecycle.watch(self)
 
     # ---- saving -------------------------------------------------------------------------------------------------------
@@ -90,15 +92,22 @@ class CheckpointManager:
         numbers = real_numbers(metrics)
         metadata = json.dumps(plain_json(custom_metadata, "custom_metadata"))
         with self._lock:
-            refusal = core.refusal(step, bool(force), exists, self._answers(step), self._preemption.is_set())
+            answers = self._answers(step)
+            refusal = core.refusal(step, bool(force), exists, answers)
             if refusal is not None:
                 return Save(step, None, refusal)
             if _is_callable_state(state):
                 state = state()
             flat = _core.flatten(state)
-            handle = core.save(step, flat, numbers, metadata, bool(force), exists, lifecycle.notifier.events)
+            handle = core.save(
+                step, flat, numbers, metadata, bool(force), exists, answers, lifecycle.notifier.events
+            )
             refusal = handle.refusal()
-            return Save(step, None if refusal else handle, refusal)
+            save = Save(step, None if refusal else handle, refusal)
+            self._saves = [one for one in self._saves if not one.done()]
+            if save:
+                self._saves.append(save)
+            return save
 
     def check(self, state: Any) -> None:
         """Raises what :meth:`save` would raise about ``state``, without saving: for the start of a run."""
@@ -107,15 +116,12 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Whether :meth:`save` would save that step."""
-        core = self._open()
-        refusal = core.refusal(_step(step), False, "skip", self._answers(_step(step)), self._preemption.is_set())
-        return refusal is None
+        number = _step(step)
+        return bool(self._open().should_save(number, self._answers(number)))
 
     def reached_preemption(self, step: int) -> bool:
         """Whether this job is to be preempted: save and leave."""
-        self._open()
-        _step(step)
-        return self._preemption.is_set()
+        return bool(self._open().reached_preemption(_step(step)))
 
     @contextmanager
     def update_guard(self) -> Iterator[None]:
@@ -176,7 +182,8 @@ class CheckpointManager:
     def metadata(self, step: int | None = None) -> Metadata:
         """What is known of a step without reading an array."""
         with self.checkpoint(step) as checkpoint:
-            return checkpoint.metadata()
+            found = checkpoint.metadata()
+            return replace(found, metrics=self.metrics(found.step))
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of a step, those that came after the commit included."""
@@ -211,12 +218,23 @@ class CheckpointManager:
 
     def pending(self) -> list[Save]:
         """Saves that are not over."""
-        return [Save(handle.step(), handle) for handle in self._open().pending()]
+        self._open()
+        return [save for save in self._saves if not save.done()]
 
     def rewind(self, step: int, branch: str | None = None) -> list[int]:
-        """Goes back to ``step``: newer steps are moved to a kept branch. Returns them."""
-        moved: list[int] = self._open().rewind(_step(step), branch)
-        return moved
+        """Goes back to ``step``: newer steps are moved to a kept branch (``.branch-<name>.…``). Returns them."""
+        moved: tuple[str, list[int]] = self._open().rewind(_step(step), branch)
+        return moved[1]
+
+    def quarantined(self) -> dict[str, str]:
+        """Directories that have a step's name and are none, and why. They are never chosen and never deleted."""
+        return dict(self._open().quarantined())
+
+    @property
+    def root_metadata(self) -> Any:
+        """The JSON that belongs to the root."""
+        text: str | None = self._open().root_metadata()
+        return None if text is None else json.loads(text)
 
     def delete(self, step: int) -> None:
         """Deletes a step."""
@@ -237,10 +255,10 @@ class CheckpointManager:
         return {int(step): decision for step, decision in plan.get("steps", plan).items()}
 
     def prepare(self, like: Any) -> int:
-        """Makes the staging memory that a state like this needs, so that the first save does not pay for it. Returns its bytes."""
-        nbytes = _core.flatten(like).nbytes
-        made: int = self._open().prepare(nbytes)
-        return made
+        """Makes the staging memory that a state like this needs, so that the first save does not pay for it. Returns the bytes of its arrays."""
+        nbytes: int = _core.flatten(like).nbytes
+        self._open().prepare(nbytes)
+        return nbytes
 
     def reload(self) -> None:
         """Looks at the root anew: what others have removed or added."""
@@ -306,8 +324,8 @@ class CheckpointManager:
 class _Preemption:
     """Signals that announce a preemption; handlers that were there still run."""
 
-    def __init__(self, signals: tuple[int, ...]) -> None:
-        self._flag = False
+    def __init__(self, signals: tuple[int, ...], announce: Callable[[], None]) -> None:
+        self._tell = announce
         self._before: dict[int, Any] = {}
         if not signals:
             return
@@ -319,14 +337,10 @@ class _Preemption:
             self._before[number] = signal.signal(number, self._announce)
 
     def _announce(self, number: int, frame: Any) -> None:
-        self._flag = True
+        self._tell()
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
-
-    def is_set(self) -> bool:
-        """Whether one was announced."""
-        return self._flag
 
     def restore(self) -> None:
         """Puts the handlers back that were there, where ours still stand."""

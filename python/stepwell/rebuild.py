@@ -97,7 +97,7 @@ class Structure:
                 continue
             children = self.children[at]
             there = [child for child in children if child in built]
-            if children and not there:
+            if not there and (children or wanted is not None):
                 continue
             if kind_of(kind) in ("dict", "OrderedDict", "defaultdict", "custom"):
                 built[at] = make(kind, [(self.key(child), built[child]) for child in there])

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from . import template
+from . import _core, template
 from .allocate import Allocator
 from .convert import cast_into, common_box
 from .errors import MismatchError, MisuseError, StepwellError
@@ -115,6 +115,10 @@ class _Job:
     target: np.ndarray[Any, Any] | None = None
     #: What is returned; made here or the caller's.
     result: Any = None
+    #: Whether other targets lie between its elements, so that it is read apart and written alone.
+    apart: bool = False
+    #: The job that fills the same memory with the same values.
+    twin: _Job | None = None
 
     @property
     def exact(self) -> bool:
@@ -149,7 +153,7 @@ class Restore:
         return template.finish(part, fill)
 
     def _match(self, wanted: _Wanted) -> None:
-        answer = self.core.match(wanted.specs, wanted.top_level, self.options)
+        answer = _core.match_state(self.core, wanted.specs, wanted.top_level, self.options)
         report, paths = self.report, self.structure.leaf_paths()
         for name in ("missing", "unexpected", "wrong_dtype", "wrong_kind", "collisions", "unused_renames", "text"):
             setattr(report, name, answer[name])
@@ -200,22 +204,32 @@ class Restore:
             self.report.resized.append((job.path, job.stored_shape, job.shape))
 
     def _settle_shared_targets(self, jobs: list[_Job]) -> None:
-        """Targets that share memory. The same array twice is a tie: both stored values must then be equal. Others that overlap are read
-        apart and written one after the other."""
-        own = [job for job in jobs if job.target is not None and job.target.nbytes]
-        spans = sorted(((*_bounds(job.target), job) for job in own if job.target is not None), key=lambda span: span[:2])
-        end, holder = -1, None
-        for low, high, job in spans:
-            if low < end and holder is not None and job.target is not None and holder.target is not None:
-                if _place(job.target) == _place(holder.target):
-                    self._check_tie(holder, job)
-                elif np.shares_memory(job.target, holder.target):
+        """Targets that share memory. The same array twice is a tie: both stored values must then be equal. Others whose elements lie between
+        each other's are written one after the other; those that overlap are refused."""
+        spans = sorted(
+            ((*_bounds(job.target), number) for number, job in enumerate(jobs) if job.target is not None and job.target.size)
+        )
+        end, group = -1, list[_Job]()
+        for low, high, number in spans:
+            job = jobs[number]
+            if low >= end:
+                group = []
+            for other in group:
+                assert job.target is not None
+                assert other.target is not None
+                if _place(job.target) == _place(other.target) and job.shape == other.shape:
+                    self._check_tie(other, job)
+                    job.twin = other
+                    break
+                if np.shares_memory(job.target, other.target):
                     raise MismatchError(
-                        f"`{holder.path}` and `{job.path}` overlap in memory and are stored as different arrays; "
+                        f"`{other.path}` and `{job.path}` overlap in memory and are stored as different arrays; "
                         "restoring into them would let one overwrite a part of the other"
                     )
-            if high > end:
-                end, holder = high, job
+                job.apart = other.apart = True
+            else:
+                group.append(job)
+            end = max(end, high)
 
     def _check_tie(self, one: _Job, other: _Job) -> None:
         values = []
@@ -253,7 +267,9 @@ class Restore:
         in_place: list[tuple[_Job, np.ndarray[Any, Any]]] = []
         apart: list[_Job] = []
         for job in jobs:
-            if job.target is None:
+            if job.twin is not None:
+                job.result = job.target
+            elif job.target is None:
                 job.result = self.allocator.empty(job.shape, job.dtype)
                 if job.box() != job.shape:
                     job.result[...] = np.zeros((), job.dtype)
@@ -263,7 +279,7 @@ class Restore:
                     apart.append(job)
             else:
                 job.result = job.target
-                if job.exact and job.target.dtype.isnative and _fillable(job.target):
+                if job.exact and job.target.dtype.isnative and not job.apart and _fillable(job.target):
                     in_place.append((job, job.target))
                 else:
                     apart.append(job)

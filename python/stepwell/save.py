@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,8 +17,11 @@ class SaveStats:
 
     nbytes: int
     files: int
+    plan_seconds: float
     capture_seconds: float
+    queued_seconds: float
     write_seconds: float
+    sync_seconds: float
     commit_seconds: float
     total_seconds: float
 
@@ -98,6 +100,8 @@ class Save:
         return None if self._handle is None else SaveStats(**self._handle.stats())
 
     def __await__(self) -> Generator[Any, None, int | None]:
+        import asyncio  # costs more than all of this package to import; who awaits has imported it
+
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
 

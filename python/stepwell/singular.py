@@ -153,8 +153,24 @@ def add_metrics(root: Path, step: int, metrics: Mapping[str, Any]) -> None:
 
 def engine_info(path: Path | None = None) -> dict[str, Any]:
     """Which engine serves ``path`` (default: the working directory), why, and versions."""
-    found: dict[str, Any] = _core.engine_info(_absolute("." if path is None else path))
-    return found
+    import platform
+
+    import ml_dtypes
+    import numpy as np
+
+    engine, direct, alignment, registered, reasons = _core.engine_choice(_absolute("." if path is None else path))
+    return {
+        "engine": engine,
+        "direct": direct,
+        "alignment": alignment,
+        "registered": registered,
+        "reasons": reasons,
+        "stepwell": _core.VERSION,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "ml_dtypes": ml_dtypes.__version__,
+        "kernel": platform.release(),
+    }
 
 
 def watch(

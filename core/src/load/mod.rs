@@ -23,7 +23,6 @@ mod execute;
 mod file_set;
 pub(crate) mod geometry;
 mod objects;
-mod objects;
 mod options;
 mod pipeline;
 mod schedule;

@@ -168,8 +168,9 @@ impl StagingPool {
                 break Err(error);
             }
             state.reclaim();
-            let first = state.queue.front() == Some(&ticket);
-            if first && let Some(buffer) = state.free.pop() {
+            if state.queue.front() == Some(&ticket)
+                && let Some(buffer) = state.free.pop()
+            {
                 break Ok(buffer);
             }
             if state.releases != releases {

@@ -1,5 +1,7 @@
 //! What the tests of the manager share: a world in memory, states of a few tensors, and reading them back.
 #![allow(dead_code, reason = "every test file uses a part of it")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests end by them")]
+#![allow(clippy::unnecessary_wraps, clippy::cast_sign_loss, missing_docs, reason = "tests")]
 
 use std::path::Path;
 use std::sync::Arc;
@@ -197,13 +199,9 @@ pub fn read(checkpoint: &Checkpoint) -> Vec<(String, Vec<u8>)> {
     names.into_iter().zip(buffers).collect()
 }
 
-#[expect(unsafe_code, reason = "targets are addresses; these are of vectors that outlive the read")]
 fn read_into(checkpoint: &Checkpoint, requests: &[Request], buffers: &mut [Vec<u8>]) {
-    let targets: Vec<HostTarget<'_>> = buffers
-        .iter_mut()
-        // SAFETY: each is a vector of its own, borrowed for the whole call.
-        .map(|buffer| unsafe { HostTarget::new(buffer.as_mut_ptr(), buffer.len()) }.unwrap())
-        .collect();
+    let targets: Vec<HostTarget<'_>> =
+        buffers.iter_mut().map(|buffer| HostTarget::from(buffer.as_mut_slice())).collect();
     checkpoint.read(requests, &targets, &LoadOptions::default()).map_err(|failure| failure.error).unwrap();
 }
 

@@ -127,7 +127,7 @@ fn any_shape() -> impl Strategy<Value = Shape> {
                 let component = match sort {
                     0 => Component::Key(name.into()),
                     1 => Component::Field(name.into()),
-                    2 => Component::Int(-(place as i64) - 1),
+                    2 => Component::Int(-i64::from(place as u32) - 1),
                     _ => Component::Index(place as u32),
                 };
                 let mut rendered = String::from("x");
@@ -249,7 +249,7 @@ proptest! {
         prop_assert_eq!(file.crc, crc32c(&file.bytes));
         prop_assert_eq!(&read(&file.bytes).unwrap(), &index);
         prop_assert_eq!(&encode(&index).unwrap(), &file, "the encoding is not deterministic");
-        let paged = encode_paged(&index, Paging { leaves, bytes }).unwrap();
+        let paged = encode_paged(&index, Paging { bytes, leaves }).unwrap();
         prop_assert_eq!(&read(&paged.bytes).unwrap(), &index);
     }
 

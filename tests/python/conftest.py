@@ -1,0 +1,55 @@
+"""What the tests share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A root that does not exist yet."""
+    return tmp_path / "run"
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are alike to the bit: types, structure, order, dtypes, shapes, NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
+        )
+    if isinstance(one, np.generic):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) or type(one).__name__ == "deque":
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, float):
+        return np.float64(one).tobytes() == np.float64(other).tobytes()
+    if isinstance(one, complex):
+        return same(one.real, other.real) and same(one.imag, other.imag)
+    return bool(one == other)
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a script in a process of its own."""
+
+    def run(script: str, *arguments: Any, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        file = tmp_path / "script.py"
+        file.write_text("import sys, os, numpy as np, stepwell as sw\n" + script)
+        return subprocess.run(
+            [sys.executable, str(file), *map(str, arguments)], capture_output=True, text=True, timeout=timeout, check=False
+        )
+
+    return run

@@ -1,0 +1,54 @@
+"""Kinds of errors: the engine's names and the package's classes are in step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import stepwell as sw
+from stepwell import errors
+
+SOURCES = Path(__file__).parents[2]
+
+
+def kinds(source: str) -> set[str]:
+    """The names that `fn kind` of an error type gives."""
+    body = (SOURCES / source).read_text().split("pub fn kind(&self)", 1)[1].split("\n    }\n", 1)[0]
+    return set(re.findall(r'=> "([a-z_]+)"', body))
+
+
+@pytest.mark.parametrize("source", ["core/src/error.rs", "manager/src/error.rs"])
+def test_every_kind_of_the_engine_has_a_class(source: str) -> None:
+    found = kinds(source)
+    assert len(found) > 5
+    assert {kind for kind in found if errors.class_of(kind) is None} == set()
+
+
+def test_no_two_classes_share_a_kind() -> None:
+    classes = errors._classes()
+    assert len({cls.kind for cls in classes}) == len(classes)
+    assert all(errors.BY_KIND[cls.kind] is cls for cls in classes)
+
+
+def test_the_classes_are_what_their_callers_expect() -> None:
+    expected = {
+        sw.StepExists: FileExistsError, sw.StepNotFound: FileNotFoundError, sw.UnsupportedLeaf: TypeError,
+        sw.SaveFailed: OSError, sw.CoordinationTimeout: TimeoutError,
+    }  # fmt: skip
+    for cls, base in expected.items():
+        assert issubclass(cls, base)
+        assert issubclass(cls, sw.StepwellError)
+
+
+def test_an_error_keeps_its_message_and_the_systems_number() -> None:
+    error = errors.from_engine("save_failed", "saving step 3 failed", {"errno": 28, "file": "/x"})
+    assert isinstance(error, OSError)
+    assert (str(error), error.errno, error.filename, error.kind) == ("saving step 3 failed", 28, "/x", "save_failed")
+
+
+def test_every_class_is_public() -> None:
+    public = {name for name in dir(sw) if isinstance(getattr(sw, name), type)}
+    for name in ("StepExists", "StepNotFound", "StepGone", "CorruptCheckpoint", "MismatchError", "UnsupportedLeaf", "SaveFailed",
+                 "DurabilityUncertain", "RankFailed", "CoordinationTimeout", "LockedError", "DonatedBuffer", "ForkedProcess", "FormatError"):  # fmt: skip
+        assert name in public

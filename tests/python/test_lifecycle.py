@@ -1,0 +1,286 @@
+"""Exit, fork, signals, threads, import: what happens around the calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+FAIL = """
+import shutil, time
+manager = sw.CheckpointManager(sys.argv[1], staging_bytes=128 << 20, max_pending=2)
+manager.save(0, {"big": np.zeros(64 << 20, np.uint8)})
+save = manager.save(1, {"a": np.zeros(3)})
+while os.path.exists(sys.argv[1]):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+while not save.done():
+    time.sleep(0.01)
+"""
+
+
+def test_a_pending_save_is_committed_at_exit(python: Run, root: Path) -> None:
+    done = python("sw.CheckpointManager(sys.argv[1]).save(3, {'a': np.arange(1 << 20)})", root)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert np.array_equal(sw.restore(root)["a"], np.arange(1 << 20))
+
+
+def test_a_manager_that_lives_to_the_end_is_closed(python: Run, root: Path) -> None:
+    done = python("m = sw.CheckpointManager(sys.argv[1])\nm.save(3, {'a': np.arange(1 << 20)})", root)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sw.metadata(root).step == 3
+
+
+def test_a_singular_save_in_the_background_is_committed_at_exit(python: Run, root: Path) -> None:
+    done = python("sw.save_async(sys.argv[1], {'a': np.arange(1 << 20)})", root)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sw.restore(root)["a"][-1] == (1 << 20) - 1
+
+
+def test_a_failure_that_nobody_saw_ends_the_process_with_an_error(python: Run, root: Path) -> None:
+    done = python(FAIL + "print('the end')", root)
+    assert done.returncode == 1
+    assert "the end" in done.stdout
+    assert "SaveFailed" in done.stderr
+    assert "step" in done.stderr
+
+
+def test_a_failure_that_was_seen_does_not(python: Run, root: Path) -> None:
+    script = FAIL + "for _ in range(2):\n    try:\n        manager.check_for_errors()\n    except sw.SaveFailed:\n        pass\n"
+    done = python(script, root)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_exit_status_of_the_program_stays(python: Run, root: Path) -> None:
+    assert python("sw.CheckpointManager(sys.argv[1]).save(0, {}); sys.exit(7)", root).returncode == 7
+    assert python("sw.CheckpointManager(sys.argv[1]).save(1, {}); raise ValueError('x')", root).returncode == 1
+
+
+def test_handles_know_that_they_are_in_a_forked_child(python: Run, root: Path) -> None:
+    script = """
+manager = sw.CheckpointManager(sys.argv[1])
+save = manager.save(0, {"a": np.arange(5)})
+save.result()
+checkpoint = manager.checkpoint()
+pid = os.fork()
+if pid == 0:
+    told = 0
+    for call in (lambda: manager.save(1, {}), manager.latest_step, manager.close, save.result, save.done,
+                 lambda: save.add_done_callback(print), lambda: checkpoint["a"], checkpoint.metadata):
+        try:
+            call()
+        except sw.ForkedProcess as error:
+            told += error.kind == "forked_process"
+    del manager, save, checkpoint
+    again = sw.restore(sys.argv[1])["a"].tolist()
+    print(told, again, flush=True)
+    sys.exit(0)
+print(os.waitpid(pid, 0)[1], flush=True)
+manager.save(1, {"a": np.arange(6)}).result()
+print(manager.all_steps(), checkpoint["a"][:].tolist())
+checkpoint.close()
+manager.close()
+"""
+    done = python(script, root)
+    assert done.stderr == ""
+    assert done.stdout.split("\n")[:3] == ["8 [0, 1, 2, 3, 4]", "0", "[0, 1] [0, 1, 2, 3, 4]"]
+
+
+def test_a_child_may_save_for_itself(python: Run, root: Path, tmp_path: Path) -> None:
+    script = """
+sw.save(sys.argv[1], {"a": 1})
+import multiprocessing
+def work(path):
+    with sw.CheckpointManager(path) as manager:
+        called = []
+        save = manager.save(0, {"a": np.arange(1 << 18)})
+        save.add_done_callback(called.append)
+        save.result()
+    return sw.restore(path)["a"].sum()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(pool.map(work, [sys.argv[2] + "/x", sys.argv[2] + "/y"]))
+"""
+    done = python(script, root, tmp_path)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_a_forked_child_neither_flushes_nor_reports(python: Run, root: Path) -> None:
+    script = """
+manager = sw.CheckpointManager(sys.argv[1])
+save = manager.save(0, {"a": np.zeros(64 << 20, np.uint8)})
+if os.fork() == 0:
+    sys.exit(5)
+print(os.wait()[1] >> 8)
+"""
+    done = python(script, root)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
+    assert sw.metadata(root).step == 0
+
+
+INTERRUPT = """
+import signal, threading, time
+def later():
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_an_interrupt_ends_a_wait_and_leaves_the_save(python: Run, root: Path) -> None:
+    script = INTERRUPT + """
+manager = sw.CheckpointManager(sys.argv[1])
+class Slow:
+    pass
+import stepwell.save
+save = manager.save(0, {"a": np.zeros(1000)})
+save.result()
+handle = save._handle
+# A wait for something that never comes: the notifier's queue.
+threading.Thread(target=later).start()
+begun = time.monotonic()
+try:
+    while True:
+        saves = [manager.save(step, {"a": np.zeros(32 << 20, np.uint8)}) for step in range(int(time.monotonic() * 1000), int(time.monotonic() * 1000) + 1)]
+        manager.wait_until_finished()
+except KeyboardInterrupt:
+    waited = time.monotonic() - begun
+print(0.2 < waited < 3)
+manager.wait_until_finished()
+steps = manager.all_steps()
+print(all(not manager.restore(step)["a"].any() for step in steps[-2:]))
+manager.close()
+"""
+    done = python(script, root)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["True", "True"]
+
+
+def test_an_interrupt_ends_a_read_and_nothing_is_written_afterwards(python: Run, root: Path) -> None:
+    script = INTERRUPT + """
+sw.save(sys.argv[1], {"a": np.ones(256 << 20, np.uint8)})
+target = np.zeros(256 << 20, np.uint8)
+threading.Thread(target=later).start()
+interrupted = False
+try:
+    while True:
+        sw.restore(sys.argv[1], into={"a": target})
+        target[:] = 0
+except KeyboardInterrupt:
+    before = int(target.sum())
+    time.sleep(0.3)
+    interrupted = int(target.sum()) == before
+print(interrupted)
+"""
+    done = python(script, root)
+    assert done.stdout.split() == ["True"], done.stderr
+
+
+def test_other_python_threads_run_while_a_save_is_waited_for(root: Path) -> None:
+    import threading
+    import time
+
+    turns, stop = [0], threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            turns[0] += 1
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    with sw.CheckpointManager(root) as manager:
+        before = turns[0]
+        manager.save(0, {"a": np.zeros(128 << 20, np.uint8)}).result()
+        assert turns[0] > before
+    stop.set()
+    thread.join()
+
+
+def test_buffers_are_given_back_after_the_save(root: Path) -> None:
+    import gc
+    import sys
+    import time
+
+    array = np.zeros(1000)
+    count = sys.getrefcount(array)
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"a": array}).result()
+        deadline = time.monotonic() + 5
+        while sys.getrefcount(array) != count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        gc.collect()
+        assert sys.getrefcount(array) == count
+        array.resize(2000, refcheck=False)
+
+
+def test_importing_is_cheap_and_imports_no_framework(tmp_path: Path) -> None:
+    script = """
+import sys, time
+import numpy, ml_dtypes
+before = time.perf_counter()
+import stepwell
+print(time.perf_counter() - before)
+print([name for name in ("torch", "jax", "asyncio") if name in sys.modules])
+"""
+    # Compiled once, as an installed package is.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout for _ in range(8)]
+    assert {run.split("\n")[1] for run in runs} == {"[]"}
+    assert min(float(run.split("\n")[0]) for run in runs) < 0.030
+
+
+def test_nothing_is_logged_when_all_is_well(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with sw.CheckpointManager(root, retention=sw.keep_latest(1)) as manager:
+        for step in range(3):
+            manager.save(step, {"a": np.zeros(3)}).result()
+        manager.restore()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_left_after_the_last_close(python: Run, root: Path) -> None:
+    script = """
+import threading, time
+def state():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+def cycle():
+    with sw.CheckpointManager(sys.argv[1]) as manager:
+        manager.save(manager.next_step(), {"a": np.zeros(1 << 20)}).result()
+        manager.restore()
+cycle()
+time.sleep(0.3)
+before = state()
+for _ in range(3):
+    cycle()
+time.sleep(0.3)
+print(before == state(), before, state())
+"""
+    done = python(script, root)
+    assert done.stdout.startswith("True"), done.stdout
+    assert done.stderr == ""
+
+
+def test_a_callback_that_raises_is_printed_and_harms_nobody(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import threading
+
+    called = threading.Event()
+
+    def bad(_: Any) -> None:
+        raise RuntimeError("from a callback")
+
+    with sw.CheckpointManager(root) as manager:
+        save = manager.save(0, {"a": np.zeros(1 << 22)})
+        save.add_done_callback(bad) if not save.done() else None
+        save.result()
+        following = manager.save(1, {"a": np.zeros(1 << 22)})
+        following.add_done_callback(lambda _: called.set())
+        following.result()
+        assert called.wait(5)

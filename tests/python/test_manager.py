@@ -1,0 +1,418 @@
+"""A root over time: saving, listing, existing steps, metadata, metrics, items, retention, rewinding."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+from conftest import same
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"params": {"w": np.full((4, 4), float(value))}, "step": int(value)}
+
+
+def test_a_saved_step_restores(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        assert manager.latest_step() is None
+        assert manager.all_steps() == []
+        assert manager.next_step() == 0
+        with pytest.raises(sw.StepNotFound):
+            manager.restore()
+        for step in range(3):
+            assert manager.save(step, state(step)).result() == step
+        assert manager.all_steps() == [0, 1, 2]
+        assert same(manager.restore(1), state(1))
+        assert same(manager.restore(), state(2))
+        assert manager.next_step() == 3
+    with sw.CheckpointManager(root) as again:
+        assert again.all_steps() == [0, 1, 2]
+        again.restore(0)
+        assert again.next_step() == 1
+
+
+def test_an_unknown_step_is_a_file_that_is_not_found(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, state(0)).result()
+        for call in (manager.restore, manager.delete, manager.metadata, manager.metrics, manager.checkpoint):
+            with pytest.raises(FileNotFoundError) as caught:
+                call(7)
+            assert isinstance(caught.value, sw.StepNotFound)
+            assert caught.value.kind == "step_not_found"
+
+
+def test_a_missing_root_is_made_or_refused(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nothing"):
+        sw.CheckpointManager(tmp_path / "nothing", options=sw.Options(create=False))
+    assert not (tmp_path / "nothing").exists()
+    with pytest.raises(OSError, match="nothing"):
+        sw.CheckpointManager(tmp_path / "nothing", read_only=True)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_root_may_be_given_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for root in ("run", "run/", Path("run"), str(tmp_path / "run"), "./x/../run"):
+        with sw.CheckpointManager(root) as manager:
+            manager.save(0, state(0), exists="skip")
+            assert manager.root == str(tmp_path / "run")
+
+
+def test_leaving_the_block_commits(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(3, state(3))
+    assert sw.metadata(root).step == 3
+    manager.close()
+    for call in (lambda: manager.save(4, {}), manager.all_steps, manager.restore, manager.__enter__):
+        with pytest.raises(sw.ClosedError, match="closed"):
+            call()
+
+
+def test_the_exception_of_the_block_goes_on(root: Path) -> None:
+    with pytest.raises(ZeroDivisionError), sw.CheckpointManager(root) as manager:
+        manager.save(0, state(0))
+        raise ZeroDivisionError
+    assert sw.metadata(root).step == 0
+
+
+def test_the_policy_decides(root: Path) -> None:
+    asked = []
+
+    def expensive() -> dict[str, Any]:
+        asked.append(1)
+        return state(0)
+
+    with sw.CheckpointManager(root, save_policy=sw.every_steps(2)) as manager:
+        for step in range(6):
+            save = manager.save(step, expensive)
+            assert bool(save) == (step % 2 == 0)
+            assert save.result() == (step if step % 2 == 0 else None)
+            if not save:
+                assert save.done()
+                assert save.captured()
+                assert "policy" in str(save.reason)
+                assert save.stats is None
+        assert manager.all_steps() == [0, 2, 4]
+        assert len(asked) == 3
+        assert not manager.should_save(7)
+        assert manager.save(7, expensive, force=True).result() == 7
+
+
+def test_policies_compose(root: Path) -> None:
+    policy = (sw.every_steps(3, initial=False) | sw.at_steps([4, 5, 10])) & sw.when(lambda step, latest: step != 9)
+    with sw.CheckpointManager(root, save_policy=policy) as manager:
+        for step in range(3, 11):
+            manager.save(step, state(step))
+            manager.wait_until_finished()
+        assert manager.all_steps() == [3, 4, 5, 6, 10]
+
+
+def test_a_signal_announces_a_preemption(root: Path) -> None:
+    import signal
+
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        policy = sw.every_steps(100, initial=False) | sw.on_preemption([signal.SIGUSR1])
+        with sw.CheckpointManager(root, save_policy=policy) as manager:
+            assert not manager.save(1, state(1))
+            assert not manager.reached_preemption(1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert manager.save(2, state(2)).result() == 2
+            assert manager.reached_preemption(2)
+        assert heard == [signal.SIGUSR1]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_existing_step_stays_as_it_is(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(5, state(5)).result()
+        with pytest.raises(FileExistsError) as caught:
+            manager.save(5, state(6))
+        assert isinstance(caught.value, sw.StepExists)
+        assert same(manager.restore(5), state(5))
+        skipped = manager.save(5, state(6), exists="skip")
+        assert not skipped
+        assert "exists" in str(skipped.reason)
+        assert sorted(p.name for p in root.iterdir()) == [".stepwell", "step_00000005"]
+        manager.save(6, state(6)).result()
+
+
+def test_replacing_swaps_the_new_one_in(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(5, state(5)).result()
+        manager.save(5, state(6), exists="replace").result()
+        assert same(manager.restore(5), state(6))
+        assert manager.all_steps() == [5]
+
+
+def test_a_step_below_the_latest_is_refused_force_or_not(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(5, state(5)).result()
+        for force in (False, True):
+            with pytest.raises(sw.StepOrder):
+                manager.save(4, state(4), force=force)
+        assert manager.all_steps() == [5]
+
+
+def test_rewinding_moves_newer_steps_aside(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        for step in range(4):
+            manager.save(step, state(step))
+        manager.wait_until_finished()
+        assert sorted(manager.rewind(1, branch="old")) == [2, 3]
+        assert manager.all_steps() == [0, 1]
+        assert manager.next_step() == 2
+        manager.save(2, state(20)).result()
+        assert same(manager.restore(2), state(20))
+
+
+def test_the_state_may_change_as_soon_as_save_returns(root: Path) -> None:
+    array = np.zeros(1 << 20)
+    with sw.CheckpointManager(root) as manager:
+        save = manager.save(0, {"a": array})
+        assert save.captured()
+        assert save.wait_captured(0)
+        array += 1
+        save.result()
+        assert not manager.restore(0)["a"].any()
+
+
+def test_futures_behave_like_futures(root: Path) -> None:
+    called = threading.Event()
+    threads: list[str] = []
+    with sw.CheckpointManager(root) as manager:
+        save = manager.save(0, {"a": np.zeros(1 << 20)})
+        save.add_done_callback(lambda one: (threads.append(threading.current_thread().name), called.set()))
+        assert save.result(30) == 0
+        assert called.wait(5)
+        assert save.done()
+        assert save.exception() is None
+        assert save.stats is not None
+        assert save.stats.nbytes >= 8 << 20
+        at_once: list[sw.Save] = []
+        save.add_done_callback(at_once.append)
+        assert at_once == [save]
+
+
+def test_a_save_can_be_awaited(root: Path) -> None:
+    async def main(manager: sw.CheckpointManager) -> list[int | None]:
+        saves = [manager.save(step, {"a": np.zeros(1 << 18)}) for step in range(3)]
+        return [await save for save in saves]
+
+    with sw.CheckpointManager(root) as manager:
+        assert asyncio.run(main(manager)) == [0, 1, 2]
+
+
+def test_saves_commit_in_order_and_pending_ones_are_not_listed(root: Path) -> None:
+    with sw.CheckpointManager(root, max_pending=3) as manager:
+        saves = [manager.save(step, {"a": np.zeros(1 << 19)}) for step in range(4)]
+        assert {save.step for save in manager.pending()} <= {0, 1, 2, 3}
+        manager.wait_until_finished()
+        assert all(save.done() for save in saves)
+        assert manager.pending() == []
+        assert manager.all_steps() == [0, 1, 2, 3]
+
+
+def fail_in_the_background(manager: sw.CheckpointManager) -> sw.Save:
+    """A save that is captured and then cannot be written: its root goes away while an earlier one is being written."""
+    manager.save(0, {"big": np.zeros(64 << 20, np.uint8)})
+    failing = manager.save(1, state(1))
+    while os.path.exists(manager.root):
+        shutil.rmtree(manager.root, ignore_errors=True)
+    while not failing.done():
+        time.sleep(0.005)
+    return failing
+
+
+def roomy(root: Path, **options: Any) -> sw.CheckpointManager:
+    return sw.CheckpointManager(root, staging_bytes=128 << 20, max_pending=2, **options)
+
+
+def test_a_failed_save_is_told_to_all_who_ask_and_the_manager_goes_on(root: Path) -> None:
+    manager = roomy(root)
+    failed = fail_in_the_background(manager)
+    for _ in range(2):
+        with pytest.raises(sw.SaveFailed) as caught:
+            failed.result()
+        assert isinstance(caught.value, OSError)
+        assert caught.value.errno == 2
+        assert "step 1" in str(caught.value)
+    assert isinstance(failed.exception(), sw.SaveFailed)
+    with pytest.raises(sw.SaveFailed, match="step 0"):
+        manager.close()
+
+
+def test_a_failure_that_nobody_saw_raises_once_and_starts_nothing(root: Path) -> None:
+    manager = roomy(root)
+    fail_in_the_background(manager)
+    for step in (0, 1):
+        with pytest.raises(sw.SaveFailed, match=f"step {step}"):
+            manager.save(7, state(7))
+    manager.check_for_errors()
+    assert manager.pending() == []
+    manager.close()
+
+
+def test_failures_may_be_warnings(root: Path) -> None:
+    manager = roomy(root, on_save_error="warn")
+    fail_in_the_background(manager)
+    manager.check_for_errors()
+    manager.close()
+
+
+def test_metrics_survive_and_choose_the_best(root: Path) -> None:
+    with sw.CheckpointManager(root, retention=sw.keep_best(2, "loss", mode="min")) as manager:
+        for step, loss in enumerate([3.0, 1.0, math.nan, np.float32(2.0), np.array(5)]):
+            manager.save(step, state(step), metrics={"loss": loss, "n": step})
+            manager.wait_until_finished()
+        assert manager.best_step() == 1
+        assert manager.best_step("n", "max") == 4
+        assert manager.all_steps() == [1, 3, 4]
+        assert manager.metrics(3) == {"loss": 2.0, "n": 3.0}
+        manager.add_metrics(4, {"loss": 0.5, "accuracy": -math.inf})
+        assert manager.best_step() == 4
+    sw.add_metrics(root, 1, {"late": 1.5})
+    with sw.CheckpointManager(root, read_only=True) as reader:
+        assert reader.metrics(1)["late"] == 1.5
+        assert reader.metadata(1).metrics["late"] == 1.5
+        assert reader.metrics(4)["accuracy"] == -math.inf
+
+
+def test_retention_keeps_and_explains(root: Path) -> None:
+    keep = sw.keep_latest(2) | sw.keep_every(steps=4)
+    with sw.CheckpointManager(root, retention=keep) as manager:
+        for step in range(0, 12, 2):
+            manager.save(step, state(step)).result()
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 4, 8, 10]
+        plan = manager.plan_retention()
+        assert set(plan) == {0, 4, 8, 10}
+        assert all(decision["reasons"] for decision in plan.values())
+
+
+def test_old_steps_may_be_thinned(root: Path) -> None:
+    keep = sw.keep_latest(1) | sw.keep_every(steps=1, items=["params"])
+    with sw.CheckpointManager(root, retention=keep) as manager:
+        for step in range(2):
+            manager.save(step, {"params": {"w": np.full(3, step)}, "optimizer": {"m": np.zeros(3)}}).result()
+        manager.wait_until_finished()
+        assert manager.metadata(0).items == ("params",)
+        assert same(manager.restore(0), {"params": {"w": np.zeros(3, int)}})
+        assert set(manager.restore(1)) == {"params", "optimizer"}
+
+
+def test_a_held_step_outlives_retention(root: Path) -> None:
+    with sw.CheckpointManager(root, retention=sw.keep_latest(1)) as manager:
+        manager.save(0, state(0)).result()
+        with manager.hold(0):
+            manager.save(1, state(1)).result()
+            manager.wait_until_finished()
+            assert manager.all_steps() == [0, 1]
+        manager.save(2, state(2)).result()
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
+
+
+def test_metadata_reads_no_array(root: Path) -> None:
+    with sw.CheckpointManager(root, options=sw.Options(root_metadata={"run": "x"})) as manager:
+        manager.save(3, state(3), custom_metadata={"git": ["abc", 1, None]}).result()
+        found = manager.metadata(3)
+        assert found.tree == {"params": {"w": sw.ArraySpec((4, 4), "float64")}, "step": sw.ObjectSpec()}
+        assert found.items == ("params", ".")
+        assert found.custom_metadata == {"git": ["abc", 1, None]}
+        assert found.started <= found.committed
+        assert found.nbytes == 128
+        assert found.step == 3
+        assert json.dumps(found.manifest)
+    with sw.CheckpointManager(root, options=sw.Options(root_metadata={"run": "y"})) as manager:
+        assert manager.root_metadata == {"run": "x"}
+
+
+def test_a_metadata_tree_is_a_like(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, state(7)).result()
+        assert same(manager.restore(like=manager.metadata(0).tree), state(7))
+
+
+def test_items_restore_alone(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"params": {"w": np.ones(3)}, "data": {"position": 5}, "config": "x"}).result()
+        (data,) = (p for p in (root / "step_00000000").glob("i*/00000.data") if p.stat().st_size and p.parent.name == "i1")
+        assert manager.restore(0, like={"data": {"position": 0}}) == {"data": {"position": 5}}
+        data.chmod(0o644)
+        data.write_bytes(b"\0" * data.stat().st_size)
+        assert same(manager.restore(0, like={"params": sw.AS_STORED}), {"params": {"w": np.ones(3)}})
+        with pytest.raises(sw.CorruptCheckpoint):
+            manager.restore(0, like={"data": sw.AS_STORED})
+
+
+def test_a_reader_changes_nothing(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, state(0)).result()
+        before = sorted((p.relative_to(root), p.stat().st_mtime_ns) for p in root.rglob("*"))
+        with sw.CheckpointManager(root, read_only=True) as reader:
+            assert not reader.save(1, state(1))
+            assert same(reader.restore(), state(0))
+            with pytest.raises(sw.ReadOnlyError):
+                reader.delete(0)
+        assert sorted((p.relative_to(root), p.stat().st_mtime_ns) for p in root.rglob("*")) == before
+
+
+def test_a_second_writer_is_refused(root: Path) -> None:
+    with sw.CheckpointManager(root), pytest.raises(sw.LockedError):
+        sw.CheckpointManager(root)
+    sw.CheckpointManager(root).close()
+
+
+def test_what_others_removed_is_gone_after_a_reload(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        for step in range(2):
+            manager.save(step, state(step)).result()
+        shutil.rmtree(root / "step_00000001")
+        manager.reload()
+        assert manager.all_steps() == [0]
+
+
+def test_a_directory_that_is_no_step_is_quarantined_not_chosen(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, state(0)).result()
+        (root / "step_00000007").mkdir()
+        (root / "unrelated").mkdir()
+        assert manager.latest_step() == 0
+        assert list(manager.quarantined()) == ["step_00000007"]
+
+
+def test_steps_may_be_named_otherwise(root: Path) -> None:
+    with sw.CheckpointManager(root, step_name=sw.StepName("ckpt-", 0)) as manager:
+        manager.save(7, state(7)).result()
+    assert (root / "ckpt-7").is_dir()
+    assert sw.open(root).step == 7
+
+
+def test_several_processes_without_a_coordinator_are_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(sw.MisuseError, match="coordinator=None"):
+        sw.CheckpointManager(root)
+    sw.CheckpointManager(root, coordinator=None).close()
+
+
+def test_staging_memory_may_be_small(root: Path) -> None:
+    array = np.arange(12 << 20, dtype=np.uint8)
+    with sw.CheckpointManager(root, staging_bytes=16 << 20) as manager:
+        manager.prepare({"a": array})
+        manager.save(0, {"a": array}).result()
+        assert np.array_equal(manager.restore()["a"], array)
