@@ -45,6 +45,9 @@ impl Checkpoint {
     }
 }
 
+/// A region of a stored tensor, and the array that it is read into: `(leaf, offset, extent, array)`.
+type ReadRow<'py> = (u32, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
+
 /// What a stored leaf is: `(kind, dtype, shape, tied)`.
 type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>, bool);
 
@@ -140,11 +143,7 @@ impl Checkpoint {
 
     /// Reads regions of stored tensors into writable arrays: `(leaf, offset, extent, array of that shape)`. Returns the bytes that were read. Nothing is
     /// written any more when it returns, however it does.
-    fn read(
-        &self,
-        py: Python<'_>,
-        requests: Vec<(u32, Vec<u64>, Vec<u64>, Bound<'_, PyAny>)>,
-    ) -> PyResult<u64> {
+    fn read(&self, py: Python<'_>, requests: Vec<ReadRow<'_>>) -> PyResult<u64> {
         let inner = self.get(py)?;
         let mut targets = Vec::with_capacity(requests.len());
         let mut parts: Vec<Request> = Vec::with_capacity(requests.len());
@@ -260,7 +259,7 @@ fn read_parts(
     parts: &[Request],
     buffers: &[HeldBuffer],
     stop: &AtomicBool,
-) -> Result<u64, ReadFailure> {
+) -> Result<u64, Box<ReadFailure>> {
     let options = LoadOptions::default();
     let size = |part: &Request| {
         let itemsize = buffers.get(part.dst as usize).map_or(1, HeldBuffer::itemsize) as u64;

@@ -8,6 +8,7 @@
 //! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
 //! | [`manager`] [`save_handle`] [`checkpoint`] [`matching`] [`options`] | the engine's types, as Python sees them |
 //! | [`events`] [`wait`] | what waits for the notifier thread; waits that answer signals |
+#![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 use pyo3::prelude::*;
 
 mod checkpoint;

@@ -7,6 +7,9 @@ use pyo3::prelude::*;
 
 use crate::flatten::{Flat, Leaf};
 
+/// What a leaf is: kind, dtype, and shape (of an alias: the leaf that it is tied to).
+type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
+
 /// A flattened state: structure, object values, and arrays by reference (their buffers are held until this is dropped).
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct State {
@@ -39,7 +42,7 @@ impl State {
     }
 
     /// What each leaf is: `("array", dtype, shape)`, `("object", None, None)` or `("alias", None, [of])`.
-    fn leaves(&self) -> PyResult<Vec<(&'static str, Option<&'static str>, Option<Vec<u64>>)>> {
+    fn leaves(&self) -> PyResult<Vec<LeafRow>> {
         self.with(|flat| {
             let row = |leaf: &Leaf| match leaf {
                 Leaf::Array(dtype, buffer) => ("array", Some(dtype.name()), Some(buffer.dims())),

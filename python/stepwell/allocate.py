@@ -8,6 +8,7 @@ surviving small leaf holds on to 2 MiB, one of 512 KiB or more to four times tha
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from math import prod
 from typing import Any
@@ -71,8 +72,6 @@ def _slab(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     skip = -raw.ctypes.data % SLAB
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
-        try:
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
             mapping.madvise(advice, skip, size)
-        except OSError:
-            pass  # a kernel without huge pages: slower, not wrong
     return raw[skip : skip + size]

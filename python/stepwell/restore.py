@@ -94,7 +94,12 @@ class RestoreReport:
     def ok(self) -> bool:
         """Whether everything that was wanted was there."""
         return not (
-            self.missing or self.unexpected or self.wrong_shape or self.wrong_dtype or self.wrong_kind or self.collisions
+            self.missing
+            or self.unexpected
+            or self.wrong_shape
+            or self.wrong_dtype
+            or self.wrong_kind
+            or self.collisions
         )
 
     def __str__(self) -> str:
@@ -155,9 +160,19 @@ class Restore:
     def _match(self, wanted: _Wanted) -> None:
         answer = _core.match_state(self.core, wanted.specs, wanted.top_level, self.options)
         report, paths = self.report, self.structure.leaf_paths()
-        for name in ("missing", "unexpected", "wrong_dtype", "wrong_kind", "collisions", "unused_renames", "text"):
+        for name in (
+            "missing",
+            "unexpected",
+            "wrong_dtype",
+            "wrong_kind",
+            "collisions",
+            "unused_renames",
+            "text",
+        ):
             setattr(report, name, answer[name])
-        report.wrong_shape = [(path, tuple(stored), tuple(asked)) for path, stored, asked in answer["wrong_shape"]]
+        report.wrong_shape = [
+            (path, tuple(stored), tuple(asked)) for path, stored, asked in answer["wrong_shape"]
+        ]
         report.kept = [wanted.paths[number] for number in answer["kept"]]
         report.ignored = [paths[leaf] for leaf in answer["ignored"]]
         report.left_out = [paths[leaf] for leaf in answer["left_out"]]
@@ -207,7 +222,11 @@ class Restore:
         """Targets that share memory. The same array twice is a tie: both stored values must then be equal. Others whose elements lie between
         each other's are written one after the other; those that overlap are refused."""
         spans = sorted(
-            ((*_bounds(job.target), number) for number, job in enumerate(jobs) if job.target is not None and job.target.size)
+            (
+                (*_bounds(job.target), number)
+                for number, job in enumerate(jobs)
+                if job.target is not None and job.target.size
+            )
         )
         end, group = -1, list[_Job]()
         for low, high, number in spans:
@@ -294,14 +313,21 @@ class Restore:
             if isinstance(error, StepwellError):
                 error.overwritten = tuple(overwritten)
             if overwritten:
-                error.add_note(f"these leaves of the caller may hold a mixture of old and new values: {overwritten}")
+                error.add_note(
+                    f"these leaves of the caller may hold a mixture of old and new values: {overwritten}"
+                )
             raise
         for job, target in in_place:
             _zero_outside(target, job.box())
 
     def _read(self, jobs: list[tuple[_Job, np.ndarray[Any, Any]]]) -> None:
         requests = [
-            (job.stored, [0] * len(box), list(box), array[tuple(slice(0, n) for n in box)] if box != array.shape else array)
+            (
+                job.stored,
+                [0] * len(box),
+                list(box),
+                array[tuple(slice(0, n) for n in box)] if box != array.shape else array,
+            )
             for job, array in jobs
             if 0 not in (box := job.box())
         ]
@@ -354,7 +380,12 @@ class _Wanted:
                 self._add_empty(branch)
 
     def _add(
-        self, where: Leaf | Branch, kind: str, dtype: str | None = None, shape: tuple[int, ...] | None = None, value: bool = False
+        self,
+        where: Leaf | Branch,
+        kind: str,
+        dtype: str | None = None,
+        shape: tuple[int, ...] | None = None,
+        value: bool = False,
     ) -> int:
         self.specs.append((where.components, kind, dtype, shape, value))
         self.paths.append(where.path)
@@ -380,7 +411,9 @@ class _Wanted:
                 self._settled.append((leaf, node))
                 return
         kind = "any" if leaf.what == "stored" else "object"
-        has_value = leaf.owner is not None or not (leaf.value is AS_STORED or isinstance(leaf.value, (ObjectSpec, type)))
+        has_value = leaf.owner is not None or not (
+            leaf.value is AS_STORED or isinstance(leaf.value, (ObjectSpec, type))
+        )
         self._number[id(leaf)] = self._add(leaf, kind, value=has_value)
 
     def _add_empty(self, branch: Branch) -> None:
@@ -399,20 +432,28 @@ class _Wanted:
             value = objects[matches[0][1]]
             fits = isinstance(value, leaf.value) and (leaf.value is bool or not isinstance(value, bool))
             if not fits and not (leaf.value is float and type(value) is int):
-                wrong.append((leaf.path, f"{type(value).__qualname__} {value!r:.60}", leaf.value.__qualname__))
+                wrong.append(
+                    (leaf.path, f"{type(value).__qualname__} {value!r:.60}", leaf.value.__qualname__)
+                )
         if wrong:
             report = self.restore.report
             report.wrong_kind = wrong
-            report.text = "\n".join(f"`{path}`: stored is {stored}, wanted is {asked}" for path, stored, asked in wrong)
+            report.text = "\n".join(
+                f"`{path}`: stored is {stored}, wanted is {asked}" for path, stored, asked in wrong
+            )
             error = MismatchError(report.text)
             error.report = report
             raise error
 
-    def fill_results(self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool) -> None:
+    def fill_results(
+        self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
+    ) -> None:
         """Gives every leaf of the template its value."""
         for branch, number in self._empty:
             for stored, source, tensor in self.matches.get(number, ()):
-                branch.finish = _finish_replaced(objects[source] if tensor is None else arrays[number, stored])
+                branch.finish = _finish_replaced(
+                    objects[source] if tensor is None else arrays[number, stored]
+                )
         for leaf, node in self._settled:
             state = self.restore.structure.build(node, _nothing)
             leaf.result = state if leaf.owner is None else _give(leaf, state, fill)
@@ -425,7 +466,8 @@ class _Wanted:
                 leaf.result = leaf.value  # kept
                 continue
             values = {
-                stored: objects[source] if tensor is None else arrays[at, stored] for stored, source, tensor in matches
+                stored: objects[source] if tensor is None else arrays[at, stored]
+                for stored, source, tensor in matches
             }
             if leaf.what == "stored":
                 state = self._subtree(leaf, values)
@@ -501,7 +543,9 @@ def _bounds(array: np.ndarray[Any, Any] | None) -> tuple[int, int]:
 def _fillable(array: np.ndarray[Any, Any]) -> bool:
     """Whether no two elements of an array share memory (a broadcast or a sliding window would)."""
     reach = array.dtype.itemsize
-    for stride, n in sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1):
+    for stride, n in sorted(
+        (abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1
+    ):
         if stride < reach:
             return False
         reach = stride * (n - 1) + reach
@@ -534,7 +578,9 @@ def _globs(value: Globs, name: str) -> list[str] | None:
         return None
     found = [value] if isinstance(value, str) else list(value)
     if not all(isinstance(one, str) for one in found):
-        raise MisuseError(f"{name} takes a glob or a list of globs over rendered leaf paths, such as 'params/**'")
+        raise MisuseError(
+            f"{name} takes a glob or a list of globs over rendered leaf paths, such as 'params/**'"
+        )
     return found
 
 
@@ -543,8 +589,7 @@ def _renames(value: Any) -> list[tuple[str, str]]:
         return []
     if isinstance(value, Mapping):
         value = value.items()
-    found = [(str(old), str(new)) for old, new in value]
-    return found
+    return [(str(old), str(new)) for old, new in value]
 
 
 def _choice(value: Any, name: str, allowed: tuple[str | None, ...]) -> Any:
@@ -555,13 +600,18 @@ def _choice(value: Any, name: str, allowed: tuple[str | None, ...]) -> Any:
                 raise MisuseError(f"{name}={{glob: …}} takes {', '.join(map(repr, allowed))}, not {one!r}")
         return table
     if value not in allowed:
-        raise MisuseError(f"{name} is one of {', '.join(map(repr, allowed))}, or {{glob: …}} of them; not {value!r}")
+        raise MisuseError(
+            f"{name} is one of {', '.join(map(repr, allowed))}, or {{glob: …}} of them; not {value!r}"
+        )
     return value
 
 
 def _cast(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(glob): str(one) if one in ("exact", "lossless", "lossy") else to_dtype(one).name for glob, one in value.items()}
+        return {
+            str(glob): str(one) if one in ("exact", "lossless", "lossy") else to_dtype(one).name
+            for glob, one in value.items()
+        }
     return _choice(value, "cast", ("exact", "lossless", "lossy"))
 
 

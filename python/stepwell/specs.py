@@ -14,9 +14,8 @@ T = TypeVar("T")
 
 def to_dtype(name: Any) -> np.dtype[Any]:
     """A numpy dtype from a name (``ml_dtypes`` names too), a type or a dtype."""
-    if isinstance(name, str) and hasattr(ml_dtypes, name):
-        return np.dtype(getattr(ml_dtypes, name))
-    return np.dtype(name)
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name, name) if isinstance(name, str) else name)
+    return dtype
 
 
 @final
@@ -32,7 +31,9 @@ class ArraySpec:
     dtype: np.dtype[Any] | None
     layout: Any
 
-    def __init__(self, shape: Any = None, dtype: npt.DTypeLike | str | None = None, layout: Any = None) -> None:
+    def __init__(
+        self, shape: Any = None, dtype: npt.DTypeLike | str | None = None, layout: Any = None
+    ) -> None:
         if isinstance(shape, (int, np.integer)):
             shape = (int(shape),)
         object.__setattr__(self, "shape", None if shape is None else tuple(int(n) for n in shape))

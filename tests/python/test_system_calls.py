@@ -36,7 +36,9 @@ CALLS = (
     "fstat", "fcntl", "pread64", "read", "fstatfs", "close",
 )  # fmt: skip
 
-pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: no injection at system calls")
+pytestmark = pytest.mark.skipif(
+    shutil.which("strace") is None, reason="strace is not installed: no injection at system calls"
+)
 
 
 @dataclass
@@ -44,18 +46,28 @@ class Subject:
     name: str
     command: list[str]
 
-    def run(self, root: Path, steps: int = STEPS, first: int = 10, strace: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, root: Path, steps: int = STEPS, first: int = 10, strace: list[str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         command = [*self.command, str(root), str(first), str(steps)]
         if strace is not None:
             command = ["strace", "-f", "-qq", "--signal=none", *strace, *command]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        )
 
 
 @pytest.fixture(scope="module", params=["rust", "python"])
 def subject(request: pytest.FixtureRequest) -> Subject:
     if request.param == "python":
         return Subject("python", [sys.executable, str(HERE / "saver.py")])
-    subprocess.run(["cargo", "build", "--quiet", "-p", "stepwell-tests", "--bin", "saver"], cwd=PROJECT, check=True)
+    subprocess.run(
+        ["cargo", "build", "--quiet", "-p", "stepwell-tests", "--bin", "saver"], cwd=PROJECT, check=True
+    )
     target = Path(os.environ.get("CARGO_TARGET_DIR", PROJECT / "target"))
     return Subject("rust", [str(target / "debug" / "saver")])
 
@@ -72,7 +84,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def points(subject: Subject, base: Path) -> list[tuple[str, int]]:
     """Every (system call, n) after the sweep's beginning, where n counts that call within a thread, as strace's injection does."""
     log = base / f"{subject.name}.trace"
-    done = subject.run(base / f"{subject.name}-counted", strace=["-o", str(log), "-e", "trace=" + ",".join(f"?{call}" for call in CALLS)])
+    done = subject.run(
+        base / f"{subject.name}-counted",
+        strace=["-o", str(log), "-e", "trace=" + ",".join(f"?{call}" for call in CALLS)],
+    )
     assert done.stdout.splitlines()[-1] == "closed", done
     begun = False
     seen: dict[str, Counter[str]] = defaultdict(Counter)
@@ -105,7 +120,7 @@ def check(root: Path, output: str, first: int = 10) -> None:
     with sw.CheckpointManager(root, retention=sw.keep_latest(2), staging_bytes=1 << 20) as mgr:
         steps = mgr.all_steps()
         for step in steps:
-            report = sw.verify(mgr.step_path(step))
+            report = sw.verify(root / f"step_{step:08d}")
             assert report.ok, (step, report)
             state = mgr.restore(step)
             assert state["updates"] == step and (state["params"]["w"] == step).all()
@@ -114,7 +129,10 @@ def check(root: Path, output: str, first: int = 10) -> None:
             assert steps[-1] >= committed[-1], (steps, committed)
             # keep_latest(2): the one before the newest acknowledged step is there too, unless a newer one has been committed since.
             if len(committed) > 1:
-                assert committed[-2] in steps or len([s for s in steps if s >= committed[-1]]) >= 2, (steps, committed)
+                assert committed[-2] in steps or len([s for s in steps if s >= committed[-1]]) >= 2, (
+                    steps,
+                    committed,
+                )
         step = max([*steps, first + STEPS]) + 1
         mgr.save(step, {"params": {"w": np.full((64, 1024), step, np.float32)}, "updates": step}).result(30)
         assert mgr.latest_step() == step
@@ -122,12 +140,17 @@ def check(root: Path, output: str, first: int = 10) -> None:
     assert not left, left
 
 
-def test_a_process_killed_at_any_system_call_tears_nothing_and_loses_no_committed_step(subject: Subject, base: Path) -> None:
+def test_a_process_killed_at_any_system_call_tears_nothing_and_loses_no_committed_step(
+    subject: Subject, base: Path
+) -> None:
     swept = points(subject, base)
     killed = 0
     for number, (call, n) in enumerate(swept):
         root = base / f"{subject.name}-kill-{number}"
-        done = subject.run(root, strace=["-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:signal=SIGKILL:when={n}"])
+        done = subject.run(
+            root,
+            strace=["-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:signal=SIGKILL:when={n}"],
+        )
         killed += done.returncode != 0
         check(root, done.stdout)
         shutil.rmtree(root, ignore_errors=True)
@@ -145,7 +168,10 @@ def test_an_errno_at_any_system_call_is_a_typed_error_and_nothing_else(subject: 
         root = base / f"{subject.name}-errno-{number}"
         # One whole step before the accident: it must be there after it.
         subject.run(root, steps=1, first=1)
-        done = subject.run(root, strace=["-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:error={name}:when={n}"])
+        done = subject.run(
+            root,
+            strace=["-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:error={name}:when={n}"],
+        )
         where = f"{call} number {n} failing with {name}"
         assert done.returncode == 0, (where, done)
         assert "panicked" not in done.stderr, (where, done.stderr)
@@ -169,19 +195,31 @@ def test_an_errno_at_any_system_call_is_a_typed_error_and_nothing_else(subject: 
 
 def test_a_process_killed_at_random_moments_resumes_each_time(base: Path) -> None:
     """One root, killed over and over while it saves; each new process goes on from what the last one committed."""
-    subprocess.run(["cargo", "build", "--quiet", "-p", "stepwell-tests", "--bin", "saver"], cwd=PROJECT, check=True)
+    subprocess.run(
+        ["cargo", "build", "--quiet", "-p", "stepwell-tests", "--bin", "saver"], cwd=PROJECT, check=True
+    )
     target = Path(os.environ.get("CARGO_TARGET_DIR", PROJECT / "target"))
     root, first, newest = base / "random-kills", 1, 0
     kills = 10_000 if LONG else 1_000
     rng = random.Random(11)
     committed = 0
     for _ in range(kills):
-        process = subprocess.Popen([str(target / "debug" / "saver"), str(root), str(first), "1000"], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [str(target / "debug" / "saver"), str(root), str(first), "1000"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         time.sleep(rng.uniform(0.002, 0.03))
         process.kill()
         output, _ = process.communicate()
-        acknowledged = [int(line.split()[1]) for line in output.splitlines() if line.startswith("committed") and line.split()[1].isdigit()]
-        assert not any(line.startswith(("failed", "open failed", "uncertain")) for line in output.splitlines()), output
+        acknowledged = [
+            int(line.split()[1])
+            for line in output.splitlines()
+            if line.startswith("committed") and line.split()[1].isdigit()
+        ]
+        assert not any(
+            line.startswith(("failed", "open failed", "uncertain")) for line in output.splitlines()
+        ), output
         committed += len(acknowledged)
         newest = max([newest, *acknowledged])
         found = sw.latest_step(root) if root.exists() else None
