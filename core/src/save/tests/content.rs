@@ -1,4 +1,9 @@
 //! What stands in the file.
+#![expect(
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "the numbers of these tests are small"
+)]
 
 use proptest::prelude::*;
 
@@ -208,7 +213,7 @@ proptest! {
         }
         for (record, sample) in written.index.leaves.iter().zip(&samples) {
             if let (LeafRecord::Object(extent), Sample::Object(text)) = (record, sample) {
-                let bytes = super::super::encoding::object(&Value::Str(text.clone())).unwrap();
+                let bytes = crate::format::object::encode(&Value::Str(text.clone())).unwrap();
                 prop_assert_eq!(extent.length, bytes.len() as u64);
                 prop_assert!(extent.offset >= end);
                 end = extent.offset + extent.length;
