@@ -8,6 +8,7 @@
 use stepwell_core::dtype::{Dtype, Kind};
 
 /// What a float format can say. Every finite value is a multiple of `2^quantum` with at most `precision` significant bits.
+#[expect(clippy::struct_excessive_bools, reason = "four independent properties of a format")]
 struct FloatFormat {
     precision: u32,
     quantum: i32,
@@ -125,9 +126,9 @@ mod tests {
                     let (significand, exponent) = if exponent == 0 {
                         (f64::from(mantissa), 1 - bias)
                     } else {
-                        (f64::from(mantissa + (1 << mantissa_bits)), exponent as i32 - bias)
+                        (f64::from(mantissa + (1 << mantissa_bits)), exponent.cast_signed() - bias)
                     };
-                    let magnitude = significand * 2_f64.powi(exponent - mantissa_bits as i32);
+                    let magnitude = significand * 2_f64.powi(exponent - mantissa_bits.cast_signed());
                     Value::Finite((if negative { -magnitude } else { magnitude }).to_bits())
                 }
             };
@@ -167,13 +168,17 @@ mod tests {
             (Dtype::Float6E3m2fn, values(3, 2, 3, Top::Finite)),
             (Dtype::Float4E2m1fn, values(2, 1, 1, Top::Finite)),
         ];
-        let powers = (-127..=127).map(|e| Value::Finite(2_f64.powi(e).to_bits())).chain([Value::Nan]).collect();
+        let powers =
+            (-127..=127).map(|e| Value::Finite(2_f64.powi(e).to_bits())).chain([Value::Nan]).collect();
         formats.push((Dtype::Float8E8m0fnu, powers));
         for (from, from_values) in &formats {
             for (to, to_values) in &formats {
                 assert_eq!(is_lossless(*from, *to), from_values.is_subset(to_values), "{from} to {to}");
             }
-            assert!(is_lossless(*from, Dtype::Float32) && is_lossless(*from, Dtype::Float64), "{from} widens");
+            assert!(
+                is_lossless(*from, Dtype::Float32) && is_lossless(*from, Dtype::Float64),
+                "{from} widens"
+            );
         }
     }
 

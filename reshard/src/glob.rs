@@ -221,8 +221,11 @@ fn wildcards(tokens: &[Token]) -> Vec<Wildcard> {
     found
 }
 
-/// A brace-free glob in its parts: literal texts, and `None` for each wildcard; with what the wildcards stand for.
-pub(crate) fn template(glob: &str) -> Result<(Vec<Option<Vec<u8>>>, Vec<Wildcard>), String> {
+/// The parts of a brace-free glob: literal texts, and `None` for each wildcard.
+pub(crate) type Parts = Vec<Option<Vec<u8>>>;
+
+/// A brace-free glob in its parts, with what its wildcards stand for.
+pub(crate) fn template(glob: &str) -> Result<(Parts, Vec<Wildcard>), String> {
     let tokens = parse(glob)?;
     let wildcards = wildcards(&tokens);
     let parts = tokens.into_iter().filter(|token| *token != Token::Boundary).map(|token| match token {
@@ -417,7 +420,10 @@ impl<'g, 't> Matcher<'g, 't> {
     /// Where the match ends.
     fn run(&mut self, leading: bool) -> Option<usize> {
         self.leading = leading;
-        if !leading && let Some(Token::Literal(end)) = self.tokens.last() && !self.text.ends_with(end) {
+        if !leading
+            && let Some(Token::Literal(end)) = self.tokens.last()
+            && !self.text.ends_with(end)
+        {
             return None;
         }
         if self.tokens.iter().filter(|token| token.is_wildcard()).count() > 2 {
@@ -432,7 +438,9 @@ impl<'g, 't> Matcher<'g, 't> {
             return None;
         }
         let found = self.try_step(token, at);
-        if found.is_none() && let Some(failed) = self.failed.get_mut(memo) {
+        if found.is_none()
+            && let Some(failed) = self.failed.get_mut(memo)
+        {
             *failed = true;
         }
         found
@@ -446,7 +454,10 @@ impl<'g, 't> Matcher<'g, 't> {
                 rest.starts_with(literal).then_some(())?;
                 self.step(token + 1, at + literal.len())
             }
-            Some(Token::Boundary) => rest.first().is_some_and(|&b| is_mark(b)).then_some(())
+            Some(Token::Boundary) => rest
+                .first()
+                .is_some_and(|&b| is_mark(b))
+                .then_some(())
                 .and_then(|()| self.step(token + 1, at)),
             Some(Token::One) => {
                 let first = *rest.first().filter(|&&b| !is_mark(b))?;
@@ -467,8 +478,9 @@ impl<'g, 't> Matcher<'g, 't> {
             Some(&Token::Levels { min }) => {
                 is_boundary(self.text, at).then_some(())?;
                 let from = at + min; // past the mark, so that the next boundary ends a component
-                (from..=self.text.len())
-                    .find_map(|to| if is_boundary(self.text, to) { self.capture(token, at, to) } else { None })
+                (from..=self.text.len()).find_map(|to| {
+                    if is_boundary(self.text, to) { self.capture(token, at, to) } else { None }
+                })
             }
         }
     }

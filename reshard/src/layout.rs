@@ -32,33 +32,43 @@ impl Layout {
     /// `self` in an array of shape `local`; they lie one after another from `offset` (bytes) on. The parameter may itself be a part of the tensor,
     /// or fused of several: so the run is cut into boxes of the local array, and each is followed through the segments that it meets.
     ///
-    /// `None` where the run does not lie in the local array, or where a segment is no box in axis order of it (each dimension of a segment must step along
-    /// one dimension of the local array, or along none).
+    /// `None` where the run does not lie in the local array, or where a segment is not laid out along its dimensions (each dimension of a segment
+    /// must step along one of the array, forwards; no two along the same).
     pub fn flat(&self, local: &[u64], itemsize: u64, start: u64, len: u64, offset: u64) -> Option<Self> {
         let local_strides: Vec<i64> = row_major_strides(local)
             .into_iter()
             .map(|n| i64::try_from(n.checked_mul(itemsize)?).ok())
             .collect::<Option<_>>()?;
-        let own: Vec<LocalBox> =
-            self.0.iter().map(|segment| LocalBox::new(segment, local, &local_strides, itemsize)).collect::<Option<_>>()?;
+        let own = self.0.iter().filter(|segment| segment.elements() != Some(0));
+        let own: Vec<LocalBox> = own
+            .map(|segment| LocalBox::new(segment, local, &local_strides, itemsize))
+            .collect::<Option<_>>()?;
         let mut segments = Vec::new();
         let mut before = 0_u64; // elements of the run
         for part in run_to_boxes(local, start, len)? {
             let at = offset.checked_add(before.checked_mul(itemsize)?)?;
             let part_strides = row_major_strides(&part.extent);
             for own in &own {
-                let Some(both) = own.local.intersect(&part) else { continue };
                 let mut region = own.region.clone();
                 let mut place = Place { offset: at, strides: vec![0; region.ndim()] };
-                for d in 0..local.len() {
-                    place.offset += (both.offset[d] - part.offset[d]) * part_strides[d] * itemsize;
-                    if let Some(axis) = own.axis_of[d] {
-                        region.offset[axis] += both.offset[d] - own.local.offset[d];
-                        region.extent[axis] = both.extent[d];
-                        place.strides[axis] = i64::try_from(part_strides[d] * itemsize).ok()?;
+                let mut meets = true;
+                for (d, line) in own.lines.iter().enumerate() {
+                    let (first, count) = line.within(part.offset[d], part.extent[d]);
+                    meets &= count > 0;
+                    if !meets {
+                        break;
+                    }
+                    let step = part_strides[d].checked_mul(itemsize)?;
+                    place.offset += (line.start + first * line.step - part.offset[d]) * step;
+                    if let Some(axis) = line.axis {
+                        region.offset[axis] += first;
+                        region.extent[axis] = count;
+                        place.strides[axis] = i64::try_from(step.checked_mul(line.step)?).ok()?;
                     }
                 }
-                segments.push(Segment { region: ChunkRegion::Box(region), place });
+                if meets {
+                    segments.push(Segment { region: ChunkRegion::Box(region), place });
+                }
             }
             before += part.volume()?;
         }
@@ -81,46 +91,78 @@ impl Layout {
         let mut requests = Vec::with_capacity(self.0.len());
         for segment in &self.0 {
             for (region, place) in segment.clip(shape, stored)? {
-                requests.push(Request { leaf, region, dst, dst_offset: place.offset, dst_strides: place.strides });
+                requests.push(Request {
+                    leaf,
+                    region,
+                    dst,
+                    dst_offset: place.offset,
+                    dst_strides: place.strides,
+                });
             }
         }
         Some(requests)
     }
 }
 
-/// A segment as a box of the local array.
+/// A segment in the coordinates of the local array.
 struct LocalBox {
     /// In the logical tensor.
     region: Region,
-    /// In the local array; same extents, but for dimensions of one element, in another order.
-    local: Region,
-    /// The tensor's axis along which a local dimension steps.
-    axis_of: Vec<Option<usize>>,
+    /// One for each local dimension.
+    lines: Vec<Line>,
+}
+
+/// The places along one local dimension that a segment takes.
+#[derive(Clone, Copy)]
+struct Line {
+    start: u64,
+    step: u64,
+    count: u64,
+    /// The tensor's axis that steps along it; `None` where it takes one place.
+    axis: Option<usize>,
+}
+
+impl Line {
+    /// Its places in `from .. from + len`: the number of the first, and how many.
+    fn within(&self, from: u64, len: u64) -> (u64, u64) {
+        let before = |end: u64| end.saturating_sub(self.start).div_ceil(self.step).min(self.count);
+        let first = before(from);
+        (first, before(from + len) - first)
+    }
 }
 
 impl LocalBox {
     fn new(segment: &Segment, local: &[u64], strides: &[i64], itemsize: u64) -> Option<Self> {
         let ChunkRegion::Box(region) = &segment.region else { return None };
-        let mut at = segment.place.offset;
-        if !at.is_multiple_of(itemsize.max(1)) || volume(local)? == 0 {
+        if region.is_empty()
+            || volume(local)? == 0
+            || itemsize == 0
+            || !segment.place.offset.is_multiple_of(itemsize)
+        {
             return None;
         }
-        at /= itemsize.max(1);
-        let steps = row_major_strides(local);
-        let offset: Vec<u64> = steps.iter().zip(local).map(|(step, size)| at / step % size).collect();
-        let mut extent = vec![1; local.len()];
-        let mut axis_of = vec![None; local.len()];
-        for (axis, (&n, stride)) in region.extent.iter().zip(&segment.place.strides).enumerate() {
+        let at = segment.place.offset / itemsize;
+        if at >= volume(local)? {
+            return None;
+        }
+        let steps = row_major_strides(local).into_iter().zip(local);
+        let mut lines: Vec<Line> = steps
+            .map(|(step, size)| Line { start: at / step % size, step: 1, count: 1, axis: None })
+            .collect();
+        for (axis, (&n, &stride)) in region.extent.iter().zip(&segment.place.strides).enumerate() {
             if n == 1 {
                 continue;
             }
-            // Among dimensions of equal stride only one has more than one element.
-            let d = (0..local.len()).find(|&d| strides[d] == *stride && local[d] > 1 && axis_of[d].is_none())?;
-            axis_of[d] = Some(axis);
-            extent[d] = n;
+            // The outermost dimension that has room for it: a step along an inner one would be shorter.
+            let line = lines.iter_mut().zip(strides).zip(local).find_map(|((line, &local_stride), &size)| {
+                let step = u64::try_from(stride).ok()? / u64::try_from(local_stride).ok()?;
+                let last = step.checked_mul(n - 1)?.checked_add(line.start)?;
+                let fits = stride % local_stride == 0 && step > 0 && last < size && line.axis.is_none();
+                fits.then(|| *line = Line { start: line.start, step, count: n, axis: Some(axis) })
+            });
+            line?;
         }
-        let found = Self { region: region.clone(), local: Region { offset, extent }, axis_of };
-        found.local.fits(local).then_some(found)
+        Some(Self { region: region.clone(), lines })
     }
 }
 

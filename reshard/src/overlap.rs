@@ -95,9 +95,14 @@ impl ChunkIndex {
             }
             (high - low) / width.max(1)
         };
-        let Some(axis) = (0..boxes[0].region.ndim()).max_by_key(|&d| (spread(d), std::cmp::Reverse(d))) else { return };
+        let Some(axis) = (0..boxes[0].region.ndim()).max_by_key(|&d| (spread(d), std::cmp::Reverse(d)))
+        else {
+            return;
+        };
         let middle = boxes.len() / 2;
-        boxes.select_nth_unstable_by_key(middle, |stored| (stored.region.offset[axis], stored.chunk, stored.base));
+        boxes.select_nth_unstable_by_key(middle, |stored| {
+            (stored.region.offset[axis], stored.chunk, stored.base)
+        });
         self.build(range.start..range.start + middle);
         self.nodes[node].second = self.nodes.len();
         self.build(range.start + middle..range.end);
@@ -116,9 +121,11 @@ impl ChunkIndex {
                 open.extend([node.second, at + 1]);
                 continue;
             }
-            found.extend(self.boxes[node.boxes.clone()].iter().filter_map(|stored| {
-                Some(Overlap { stored, region: stored.region.intersect(region)? })
-            }));
+            found.extend(
+                self.boxes[node.boxes.clone()]
+                    .iter()
+                    .filter_map(|stored| Some(Overlap { stored, region: stored.region.intersect(region)? })),
+            );
         }
         found.sort_unstable_by_key(|overlap| (overlap.stored.chunk, overlap.stored.base));
         found
@@ -134,7 +141,8 @@ fn meet(a: &Region, b: &Region) -> bool {
 fn bounds(boxes: &[StoredBox]) -> Region {
     let Some(first) = boxes.first() else { return Region::whole(&[]) };
     let mut offset = first.region.offset.clone();
-    let mut end: Vec<u64> = first.region.offset.iter().zip(&first.region.extent).map(|(o, e)| o + e).collect();
+    let mut end: Vec<u64> =
+        first.region.offset.iter().zip(&first.region.extent).map(|(o, e)| o + e).collect();
     for stored in boxes {
         for d in 0..offset.len() {
             offset[d] = offset[d].min(stored.region.offset[d]);

@@ -84,7 +84,13 @@ impl Segment {
     }
 
     /// Checks it against the tensor and the buffer; `number` is its position, for the message.
-    pub fn check(&self, number: usize, shape: &[u64], itemsize: u64, buffer_bytes: u64) -> Result<(), SegmentError> {
+    pub fn check(
+        &self,
+        number: usize,
+        shape: &[u64],
+        itemsize: u64,
+        buffer_bytes: u64,
+    ) -> Result<(), SegmentError> {
         let (extent, fits) = match &self.region {
             ChunkRegion::Box(region) => (region.extent.clone(), region.fits(shape)),
             ChunkRegion::Run { start, len } => {
@@ -108,7 +114,9 @@ impl Segment {
     /// The segment as boxes with their places: itself, or the boxes of its run. `None` where it does not lie in the tensor.
     pub fn boxes(&self, shape: &[u64]) -> Option<Vec<(Region, Place)>> {
         match &self.region {
-            ChunkRegion::Box(region) => region.fits(shape).then(|| vec![(region.clone(), self.place.clone())]),
+            ChunkRegion::Box(region) => {
+                region.fits(shape).then(|| vec![(region.clone(), self.place.clone())])
+            }
             ChunkRegion::Run { start, len } => {
                 let stride = self.place.strides.first().copied()?;
                 let mut before = 0_u64; // elements of the run
@@ -116,7 +124,8 @@ impl Segment {
                 for region in run_to_boxes(shape, *start, *len)? {
                     let offset = i128::from(self.place.offset) + i128::from(before) * i128::from(stride);
                     let scaled = |n: u64| i64::try_from(i128::from(n) * i128::from(stride)).ok();
-                    let strides = row_major_strides(&region.extent).into_iter().map(scaled).collect::<Option<_>>()?;
+                    let strides =
+                        row_major_strides(&region.extent).into_iter().map(scaled).collect::<Option<_>>()?;
                     before += region.volume()?;
                     boxes.push((region, Place { offset: u64::try_from(offset).ok()?, strides }));
                 }
@@ -131,7 +140,9 @@ impl Segment {
             let part = region.intersect(within)?;
             let offset = part.offset.iter().zip(&region.offset).zip(&place.strides).try_fold(
                 i128::from(place.offset),
-                |at, ((part, region), stride)| at.checked_add(i128::from(part - region) * i128::from(*stride)),
+                |at, ((part, region), stride)| {
+                    at.checked_add(i128::from(part - region) * i128::from(*stride))
+                },
             );
             Some(offset.and_then(|at| u64::try_from(at).ok()).map(|offset| (part, Place { offset, ..place })))
         });

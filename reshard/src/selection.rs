@@ -197,13 +197,18 @@ fn template(to: &str, wildcards: &[Wildcard]) -> Result<Vec<Piece>, String> {
             Some(Wildcard::Part) => "*",
             None => {
                 let n = wildcards.len();
-                return Err(format!("its right side asks for wildcard {}, but its left side has {n}", wildcard + 1));
+                return Err(format!(
+                    "its right side asks for wildcard {}, but its left side has {n}",
+                    wildcard + 1
+                ));
             }
         });
         order.push(wildcard);
     }
     let (parts, found) = crate::glob::template(&glob)?;
-    if found.len() != order.len() || !found.iter().zip(&order).all(|(found, &n)| wildcards.get(n) == Some(found)) {
+    if found.len() != order.len()
+        || !found.iter().zip(&order).all(|(found, &n)| wildcards.get(n) == Some(found))
+    {
         return Err("a `**` that stands for whole levels must be a whole level on both sides".into());
     }
     let mut order = order.into_iter();

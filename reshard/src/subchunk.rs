@@ -68,13 +68,14 @@ fn parts(extent: &[u64], itemsize: u64, options: &Options) -> Vec<u64> {
     let mut parts = vec![1_u64; extent.len()];
     loop {
         let longest = |d: usize| extent[d].div_ceil(parts[d]);
-        let bytes =
-            (0..extent.len()).fold(u128::from(itemsize), |bytes, d| bytes.saturating_mul(u128::from(longest(d))));
+        let bytes = (0..extent.len())
+            .fold(u128::from(itemsize), |bytes, d| bytes.saturating_mul(u128::from(longest(d))));
         if bytes <= target {
             return parts;
         }
         let doubled = |d: usize| parts[d].saturating_mul(2).min(extent[d]);
-        let keeps_rows = |d: usize| u128::from(extent[d] / doubled(d)).saturating_mul(row_bytes[d]) >= min_row;
+        let keeps_rows =
+            |d: usize| u128::from(extent[d] / doubled(d)).saturating_mul(row_bytes[d]) >= min_row;
         let axis = (0..extent.len())
             .filter(|&d| longest(d) > 1 && keeps_rows(d))
             .max_by_key(|&d| (longest(d), std::cmp::Reverse(d)))
@@ -124,15 +125,16 @@ mod tests {
 
     use super::*;
 
-    fn extents(region: Region, itemsize: u64, options: &Options) -> Vec<Vec<u64>> {
-        let mut extents: Vec<_> = cut(&region, itemsize, options).into_iter().map(|part| part.extent).collect();
+    fn extents(shape: &[u64], itemsize: u64, options: &Options) -> Vec<Vec<u64>> {
+        let mut extents: Vec<_> =
+            cut(&Region::whole(shape), itemsize, options).into_iter().map(|part| part.extent).collect();
         extents.dedup();
         extents
     }
 
     #[test]
     fn a_large_matrix_is_cut_along_both_axes_and_keeps_its_rows_long() {
-        let cuts = |shape: &[u64], itemsize| extents(Region::whole(shape), itemsize, &Options::HOST);
+        let cuts = |shape: &[u64], itemsize| extents(shape, itemsize, &Options::HOST);
         assert_eq!(cuts(&[8192, 8192], 2), [[2048, 2048]], "square, rows of 4096 bytes");
         assert_eq!(cuts(&[8192, 8192], 4), [[1024, 2048]], "rows would fall below 4096 bytes: no, 8192");
         assert_eq!(cuts(&[1 << 20, 64], 4), [[32768, 64]], "short rows are never cut");

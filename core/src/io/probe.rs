@@ -137,28 +137,36 @@ fn probe_directory(dir: &Path, wanted: Engine, reasons: &mut Vec<String>) -> Res
         reasons.push("Data goes through the page cache, as was asked for.".into());
         return Ok(probe);
     }
-    let Some(file) = file else {
-        probe.direct = Some(FORMAT_ALIGNMENT);
-        reasons.push(format!("Files are opened with O_DIRECT where each of them allows it, in blocks of {FORMAT_ALIGNMENT} bytes."));
-        return Ok(probe);
-    };
-    match try_direct(&file) {
-        Ok((alignment, how)) => {
+    match file.as_ref().map(try_direct) {
+        Some(Ok((alignment, how))) => {
             probe.direct = Some(alignment);
             reasons.push(format!(
                 "O_DIRECT works: a block of {FORMAT_ALIGNMENT} bytes was written and read back (alignment {alignment}, {how})."
             ));
         }
-        Err(reason) => {
-            reasons.push(format!("{reason} Data goes through the page cache, moved by threads: slower, and it evicts what others have cached."));
+        Some(Err(reason)) => {
+            reasons.push(format!(
+                "{reason} Data goes through the page cache, moved by threads: slower, and at more CPU time."
+            ));
             return Ok(probe);
+        }
+        None => {
+            probe.direct = Some(FORMAT_ALIGNMENT);
+            reasons.push(format!(
+                "Files are opened with O_DIRECT where each of them allows it, in blocks of {FORMAT_ALIGNMENT} bytes."
+            ));
         }
     }
     if wanted == Engine::Threads {
         reasons.push("Threads move the data, as was asked for.".into());
         return Ok(probe);
     }
-    match try_ring(&file) {
+    // Where nothing may be written, a ring is tried on memory.
+    let tried = match file.map_or_else(memory_file, Ok) {
+        Ok(file) => try_ring(&file),
+        Err(errno) => Err(("memfd_create", errno.into())),
+    };
+    match tried {
         Ok(()) => {
             probe.mover = Mover::Uring;
             reasons.push("io_uring works: a block was written through a ring.".into());
@@ -258,6 +266,10 @@ fn scratch_file(dir: impl AsFd) -> Result<OwnedFd, Errno> {
     let fd = retry_on_intr(|| rustix::fs::openat(&dir, name.as_str(), named, mode))?;
     rustix::fs::unlinkat(&dir, name.as_str(), AtFlags::empty())?;
     Ok(fd)
+}
+
+fn memory_file() -> Result<OwnedFd, Errno> {
+    rustix::fs::memfd_create("stepwell-probe", rustix::fs::MemfdFlags::CLOEXEC)
 }
 
 /// Differs between calls of one process at least; the process id stands beside it.

@@ -195,12 +195,18 @@ fn what_a_sandbox_forbids_is_done_without_and_explained() {
         (451, libc::ENOSYS, "io_uring", ""), // cachestat
         (libc::SYS_sync_file_range, libc::ENOSYS, "buffered", ""),
     ];
-    for (call, errno, left, said) in cases {
-        let dir = tempdir();
-        let argument = format!("{} {call} {errno} {left}", dir.path().display());
-        let output = run_alone("conformance_without_a_system_call", &argument, None);
-        assert!(output.contains(said), "{argument}: {said} is not in {output}");
-    }
+    std::thread::scope(|threads| {
+        for cases in cases.chunks(4) {
+            threads.spawn(move || {
+                for (call, errno, left, said) in cases {
+                    let dir = tempdir();
+                    let argument = format!("{} {call} {errno} {left}", dir.path().display());
+                    let output = run_alone("conformance_without_a_system_call", &argument, None);
+                    assert!(output.contains(said), "{argument}: {said} is not in {output}");
+                }
+            });
+        }
+    });
 }
 
 #[test]
@@ -215,6 +221,51 @@ fn conformance_without_a_system_call() {
     assert_eq!(disk.choice().engine, left[0]);
     assert_eq!(disk.choice().registered, left[0] == "io_uring" && left.get(1).is_none());
     conformance::run(disk.as_ref(), &Path::new(dir).join("root"));
+}
+
+#[test]
+#[ignore = "run by another test, in a process of its own"]
+fn conformance_without_rings_after_the_probe() {
+    let dir = tempdir();
+    let disk = open_disk(dir.path(), Engine::Uring).unwrap();
+    refuse_syscall(libc::SYS_io_uring_setup, libc::EPERM).unwrap();
+    conformance::run(disk.as_ref(), &dir.path().join("root"));
+}
+
+#[test]
+fn a_ring_that_is_forbidden_later_is_replaced_by_threads() {
+    run_alone("conformance_without_rings_after_the_probe", "", None);
+}
+
+#[test]
+fn a_directory_for_reading_only_is_probed_without_writing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mode = |mode| std::os::unix::fs::PermissionsExt::from_mode(mode);
+    std::fs::set_permissions(dir.path(), mode(0o777)).unwrap();
+    write_sample(open_disk(dir.path(), Engine::Auto).unwrap().as_ref(), dir.path());
+    std::fs::set_permissions(dir.path(), mode(0o555)).unwrap();
+    let user = rustix::process::geteuid().is_root().then_some(65534);
+    run_alone("read_where_nothing_may_be_written", &dir.path().display().to_string(), user);
+    std::fs::set_permissions(dir.path(), mode(0o777)).unwrap();
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+}
+
+#[test]
+#[ignore = "run by another test, in a process of its own"]
+fn read_where_nothing_may_be_written() {
+    let path = PathBuf::from(&argument()[0]);
+    let expected = std::fs::read(path.join("f")).unwrap();
+    for (wanted, name) in ENGINES {
+        let Some(disk) = engine(&path, wanted, name) else { continue };
+        let dir = disk.open_dir(&path).unwrap();
+        assert_eq!(dir.create_file("g", 0).err().and_then(|error| error.errno()), Some(libc::EACCES));
+        let file = dir.open_file("f").unwrap();
+        let mut queue = disk.queue(1).unwrap();
+        queue.submit(Transfer::Read, &file, 0, 4 << 20, Buffer::alone(4 << 20).unwrap(), 0);
+        let done = queue.complete(Duration::from_secs(60)).unwrap();
+        let count = done.result.unwrap();
+        assert!(done.buffer[..count] == expected, "{name}");
+    }
 }
 
 #[test]
@@ -317,6 +368,7 @@ fn fork_with_handles() {
         let left: Vec<_> = ours.collect();
         assert!(left.is_empty(), "open in the child: {left:?}");
         let forked = |error: Option<Error>| matches!(error, Some(Error::Forked(_)));
+        assert!(forked(disk.open_dir(&path).err()) && forked(disk.queue(1).err()));
         assert!(forked(dir.entries().err()) && forked(dir.write_file("x", b"").err()));
         assert!(forked(dir.try_lock("lock", LockKind::Shared, false).err()));
         assert!(forked(file.read_at(0, 10).err()) && forked(file.sync().err()));

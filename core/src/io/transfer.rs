@@ -161,3 +161,101 @@ impl Moving {
         Completion { token: self.token, buffer, result }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::io::{Engine, open_disk};
+
+    const BLOCK: usize = 512;
+
+    /// A transfer of `blocks` blocks on a file of `file_len` bytes, as a direct one.
+    fn job(transfer: Transfer, blocks: usize, file_len: u64) -> Job {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
+        let file = disk.open_dir(dir.path()).unwrap().create_file("f", 0).unwrap();
+        file.set_len(file_len).unwrap();
+        let buffer = Buffer::alone(blocks * BLOCK).unwrap();
+        let mut job = Job::new(BLOCK, transfer, &file, 0, blocks * BLOCK, buffer, 7)
+            .unwrap_or_else(|refused| panic!("{:?}", refused.result));
+        job.moving.alignment = BLOCK;
+        job
+    }
+
+    proptest! {
+        /// Whatever a kernel answers, pieces start at block boundaries, none is skipped, and a job ends as it should.
+        #[test]
+        fn short_answers_are_continued_without_a_hole(
+            answers in prop::collection::vec((0_usize..5000, 0..6), 1..200),
+            blocks in 1_usize..20,
+            writes: bool,
+        ) {
+            let len = blocks * BLOCK;
+            let transfer = if writes { Transfer::Write } else { Transfer::Read };
+            let mut moving = job(transfer, blocks, len as u64).moving;
+            let mut moved = 0;
+            for (count, kind) in answers {
+                let piece = moving.piece();
+                prop_assert_eq!(piece.offset % BLOCK as u64, 0);
+                prop_assert_eq!(piece.offset, piece.at as u64);
+                prop_assert!(piece.at <= moved, "bytes {} to {} were never moved", moved, piece.at);
+                prop_assert_eq!(piece.at + piece.len, len);
+                let answer = if kind == 0 { Err(libc::EINTR) } else { Ok(1 + count % piece.len) };
+                if let Ok(count) = answer {
+                    moved = moved.max(piece.at + count);
+                }
+                match moving.answered(answer) {
+                    None => {}
+                    Some(Ok(total)) => {
+                        prop_assert_eq!((total, moved), (len, len));
+                        return Ok(());
+                    }
+                    // Too many answers of less than a block in a row.
+                    Some(Err(error)) => {
+                        prop_assert_eq!(error.errno(), Some(libc::EIO));
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_read_ends_at_the_end_of_the_file_and_not_before() {
+        let mut moving = job(Transfer::Read, 8, 1300).moving;
+        assert!(moving.answered(Ok(600)).is_none(), "inside the file: the block is read again");
+        assert_eq!(moving.piece().at, 512);
+        assert_eq!(moving.answered(Ok(1300 - 512)).unwrap().unwrap(), 1300);
+        let mut moving = job(Transfer::Read, 8, 1024).moving;
+        assert!(moving.answered(Ok(1024)).is_none());
+        assert_eq!(moving.answered(Ok(0)).unwrap().unwrap(), 1024);
+    }
+
+    #[test]
+    fn a_write_that_stands_still_is_an_error() {
+        let mut moving = job(Transfer::Write, 8, 0).moving;
+        assert!(moving.answered(Ok(512)).is_none());
+        let error = moving.answered(Ok(0)).unwrap().unwrap_err();
+        assert!(
+            matches!(&error, Error::Io { op: "write", source, .. } if source.kind() == io::ErrorKind::WriteZero)
+        );
+        let mut moving = job(Transfer::Write, 8, 0).moving;
+        let ended = (0..100).find_map(|_| moving.answered(Ok(100)));
+        assert_eq!(ended.unwrap().unwrap_err().errno(), Some(libc::EIO));
+    }
+
+    #[test]
+    fn a_busy_kernel_is_asked_again_and_a_failing_one_is_not() {
+        let mut moving = job(Transfer::Write, 1, 0).moving;
+        for passing in [libc::EAGAIN, libc::EINTR, libc::EAGAIN] {
+            assert!(moving.answered(Err(passing)).is_none());
+        }
+        for lasting in [libc::EIO, libc::ENOSPC, libc::EDQUOT, libc::ECANCELED] {
+            let error = moving.answered(Err(lasting)).unwrap().unwrap_err();
+            assert_eq!(error.errno(), Some(lasting));
+            assert!(error.file().unwrap().ends_with("f"));
+        }
+    }
+}

@@ -278,3 +278,85 @@ fn windows(mapping: &Mapping) -> impl Iterator<Item = (usize, usize)> {
     let (start, len) = (mapping.address().as_ptr() as usize, mapping.len());
     (0..len).step_by(MAX_REGISTERED_BYTES).map(move |at| (start + at, MAX_REGISTERED_BYTES.min(len - at)))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn ring(deadline: Duration) -> Option<Ring<u32>> {
+        Ring::new(2, deadline).map_err(|error| eprintln!("SKIPPED: {error}")).ok()
+    }
+
+    /// A read of a pipe, which lasts until something is written to it.
+    fn flight(from: io::PipeReader) -> Flight<u32> {
+        let descriptor = Arc::new(Descriptor::new(from.into(), "pipe"));
+        Flight { buffer: Buffer::alone(4096).unwrap(), descriptor, note: 5 }
+    }
+
+    #[test]
+    fn a_flight_comes_back_with_its_bytes_and_its_note() {
+        let Some(mut ring) = ring(Duration::from_secs(10)) else { return };
+        let (from, mut to) = io::pipe().unwrap();
+        ring.push(false, u64::MAX, 0..16, flight(from)).unwrap();
+        let begun = Instant::now();
+        ring.enter(Some(Duration::from_millis(50))).unwrap();
+        assert!(ring.take_finished().is_none() && begun.elapsed() >= Duration::from_millis(40));
+        to.write_all(b"hello").unwrap();
+        ring.enter(Some(Duration::from_secs(10))).unwrap();
+        let (flight, answer) = ring.take_finished().unwrap();
+        assert_eq!((answer, flight.note, &flight.buffer[..6]), (5, 5, &b"hello\0"[..]));
+        assert_eq!(ring.in_flight(), 0);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_the_flight() {
+        let Some(mut ring) = ring(Duration::from_millis(50)) else { return };
+        let pipes: Vec<_> = (0..3).map(|_| io::pipe().unwrap()).collect();
+        let (mut from, to): (Vec<_>, Vec<_>) = pipes.into_iter().unzip();
+        let (flight, error) = ring.push(false, 0, 4000..4097, flight(from.pop().unwrap())).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EFAULT));
+        for from in from {
+            ring.push(false, u64::MAX, 0..1, self::flight(from)).unwrap();
+        }
+        let (_, error) = ring.push(false, u64::MAX, 0..1, flight).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EBUSY));
+        for mut to in to {
+            let _ = to.write_all(b"x");
+        }
+    }
+
+    #[test]
+    fn a_dropped_ring_waits_for_its_flights() {
+        let Some(mut ring) = ring(Duration::from_secs(30)) else { return };
+        let (from, mut to) = io::pipe().unwrap();
+        let flight = flight(from);
+        let memory = Arc::downgrade(flight.buffer.mapping());
+        ring.push(false, u64::MAX, 0..16, flight).unwrap();
+        ring.enter(None).unwrap();
+        let writer = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            to.write_all(b"hello").unwrap();
+        });
+        let begun = Instant::now();
+        drop(ring);
+        assert!(begun.elapsed() >= Duration::from_millis(90) && begun.elapsed() < Duration::from_secs(20));
+        assert!(memory.upgrade().is_none());
+        writer.join().unwrap();
+    }
+
+    #[test]
+    fn a_ring_whose_flight_never_ends_is_left_with_its_memory() {
+        let Some(mut ring) = ring(Duration::from_millis(100)) else { return };
+        let (from, to) = io::pipe().unwrap();
+        let flight = flight(from);
+        let memory = Arc::downgrade(flight.buffer.mapping());
+        ring.push(false, u64::MAX, 0..16, flight).unwrap();
+        let before = leaked_bytes();
+        drop(ring);
+        assert!(leaked_bytes() >= before + 4096);
+        assert!(memory.upgrade().is_some(), "memory that the kernel may still write to was freed");
+        drop(to);
+    }
+}

@@ -30,15 +30,23 @@ fn a_star_stays_in_its_level_and_two_stars_do_not() {
         ("**/w", &["w", "a/w", "a[0]/b/w"], &["w/a", "aw", "a/xw"]),
         ("a/**", &["a/b", "a/b/c", "a[0]", "a[0]/w"], &["a", "ab", "b/a/c"]),
         ("a/**/w", &["a/w", "a/b/w", "a[0]/w", "a/b[1]/c/w"], &["a", "aw", "a/xw"]),
-        ("**.weight", &["x.weight", "params/x.weight", "params/a[0]/x.weight"], &["params/weight", "x.weight/y"]),
+        (
+            "**.weight",
+            &["x.weight", "params/x.weight", "params/a[0]/x.weight"],
+            &["params/weight", "x.weight/y"],
+        ),
         ("**norm*", &["norm", "a/norm1", "a/b/layernorm"], &["a/norm/w", "a/n"]),
         ("a/x**z", &["a/xz", "a/x/y/z", "a/x[0]/z"], &["a/y/z"]),
         ("?b", &["ab", "éb"], &["b", "aab"]),
         ("{a,b/c}/w", &["a/w", "b/c/w"], &["b/w", "c/w"]),
         ("x{,_{a,b}}", &["x", "x_a", "x_b"], &["x_", "x_c"]),
     ] {
-        yes.iter().for_each(|p| assert!(matches(glob, p), "`{glob}` matches `{p}`"));
-        no.iter().for_each(|p| assert!(!matches(glob, p), "`{glob}` does not match `{p}`"));
+        for p in yes {
+            assert!(matches(glob, p), "`{glob}` matches `{p}`");
+        }
+        for p in no {
+            assert!(!matches(glob, p), "`{glob}` does not match `{p}`");
+        }
     }
 }
 
@@ -48,7 +56,11 @@ fn brackets_are_indices_that_match_literally_and_with_wildcards() {
         ("layers[0]/w", &["layers[0]/w"][..], &["layers[1]/w", "layers[00]/x", "layers0/w"][..]),
         ("layers[*]/w", &["layers[0]/w", "layers[12]/w"], &["layers/w", "layers[0][1]/w", "layers[0]/x/w"]),
         ("layers*/w", &["layers/w", "layers[0]/w", "layers[0][1]/w", "layers_b[2]/w"], &["layers/0/w"]),
-        ("layers[1?]/w", &["layers[10]/w", "layers[19]/w"], &["layers[1]/w", "layers[100]/w", "layers[20]/w"]),
+        (
+            "layers[1?]/w",
+            &["layers[10]/w", "layers[19]/w"],
+            &["layers[1]/w", "layers[100]/w", "layers[20]/w"],
+        ),
         ("layers[{0,2}]/w", &["layers[0]/w", "layers[2]/w"], &["layers[1]/w"]),
         ("layers/[0]/w", &["layers[0]/w"], &["layers/w"]),
         ("[*]/w", &["[0]/w", "[-3]/w"], &["a[0]/w", "w"]),
@@ -56,8 +68,12 @@ fn brackets_are_indices_that_match_literally_and_with_wildcards() {
         ("m[0][*]", &["m[0][7]"], &["m[0]", "m[1][0]"]),
         ("m[0]*", &["m[0]", "m[0][7]"], &["m[0]/w", "m[1]"]),
     ] {
-        yes.iter().for_each(|p| assert!(matches(glob, p), "`{glob}` matches `{p}`"));
-        no.iter().for_each(|p| assert!(!matches(glob, p), "`{glob}` does not match `{p}`"));
+        for p in yes {
+            assert!(matches(glob, p), "`{glob}` matches `{p}`");
+        }
+        for p in no {
+            assert!(!matches(glob, p), "`{glob}` does not match `{p}`");
+        }
     }
 }
 

@@ -1,3 +1,9 @@
+#![expect(
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "the numbers of these tests are small"
+)]
+
 use proptest::prelude::*;
 
 use super::*;
@@ -34,10 +40,7 @@ fn segment(offset: &[u64], extent: &[u64], at: u64, strides: &[i64]) -> Segment 
 #[test]
 fn a_flat_shard_of_a_fused_and_cut_parameter_names_the_elements_that_it_holds() {
     // A rank's own 4 × 3 parameter: rows 0 and 2 are rows 5 and 6 of the tensor, rows 1 and 3 are rows 1 and 2; columns 4..7 of 8.
-    let own = Layout(vec![
-        segment(&[5, 4], &[2, 3], 0, &[24, 4]),
-        segment(&[1, 4], &[2, 3], 12, &[24, 4]),
-    ]);
+    let own = Layout(vec![segment(&[5, 4], &[2, 3], 0, &[24, 4]), segment(&[1, 4], &[2, 3], 12, &[24, 4])]);
     let shape = [8, 8];
     let all = contents(&own, &shape, 4, 12);
     for start in 0..=12 {
@@ -62,7 +65,8 @@ fn a_flat_shard_of_a_transposed_parameter_follows_the_transposition() {
 fn padding_is_asked_for_by_nobody() {
     let layout = Layout::whole(&[6, 4], 4, None);
     let requests = layout.requests(7, &[6, 4], &Region::whole(&[5, 4]), 3).unwrap();
-    let expected = Request { leaf: 7, region: Region::whole(&[5, 4]), dst: 3, dst_offset: 0, dst_strides: vec![16, 4] };
+    let expected =
+        Request { leaf: 7, region: Region::whole(&[5, 4]), dst: 3, dst_offset: 0, dst_strides: vec![16, 4] };
     assert_eq!(requests, [expected]);
     let second_half = Layout::one_box(Region { offset: vec![3, 0], extent: vec![3, 4] }, 4, None);
     let requests = second_half.requests(7, &[6, 4], &Region::whole(&[2, 4]), 3).unwrap();
@@ -72,7 +76,8 @@ fn padding_is_asked_for_by_nobody() {
 #[test]
 fn a_segment_outside_of_its_tensor_or_its_buffer_is_named() {
     let shape = [4, 4];
-    let check = |segment: Segment, bytes| Layout(vec![segment]).check(&shape, 4, bytes).map_err(|e| e.to_string());
+    let check =
+        |segment: Segment, bytes| Layout(vec![segment]).check(&shape, 4, bytes).map_err(|e| e.to_string());
     assert_eq!(check(segment(&[0, 0], &[4, 4], 0, &[16, 4]), 64), Ok(()));
     let backwards = segment(&[0, 0], &[4, 4], 48, &[-16, 4]);
     assert_eq!(check(backwards, 64), Ok(()));
@@ -83,7 +88,10 @@ fn a_segment_outside_of_its_tensor_or_its_buffer_is_named() {
     assert!(check(segment(&[0, 0], &[4, 4], 44, &[-16, 4]), 64).unwrap_err().contains("buffer"));
     assert!(check(segment(&[1, 0], &[4, 4], 0, &[16, 4]), 64).unwrap_err().contains("shape [4, 4]"));
     assert!(check(segment(&[0, 0], &[4, 4], 0, &[4]), 64).unwrap_err().contains("1 strides for 2"));
-    let run = |start, len| Segment { region: ChunkRegion::Run { start, len }, place: Place { offset: 0, strides: vec![4] } };
+    let run = |start, len| Segment {
+        region: ChunkRegion::Run { start, len },
+        place: Place { offset: 0, strides: vec![4] },
+    };
     assert_eq!(check(run(8, 8), 32), Ok(()));
     assert!(check(run(8, 9), 64).is_err() && check(run(u64::MAX, 2), 64).is_err());
     assert!(check(segment(&[0, 0], &[4, 4], u64::MAX, &[i64::MAX, i64::MAX]), 64).is_err());

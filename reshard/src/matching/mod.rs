@@ -240,7 +240,8 @@ struct Texts {
 
 impl Texts {
     fn new<'a>(paths: impl ExactSizeIterator<Item = &'a LeafPath>) -> Self {
-        let mut texts = Self { bytes: Vec::with_capacity(paths.len() * 48), ends: Vec::with_capacity(paths.len() + 1) };
+        let mut texts =
+            Self { bytes: Vec::with_capacity(paths.len() * 48), ends: Vec::with_capacity(paths.len() + 1) };
         texts.ends.push(0);
         for path in paths {
             path.0.iter().for_each(|component| crate::glob::push_component(component, &mut texts.bytes));
@@ -295,7 +296,7 @@ struct Targets<'a> {
     everything: bool,
 }
 
-impl<'a> Targets<'a> {
+impl Targets<'_> {
     fn branch(&self, text: &[u8]) -> Option<usize> {
         if self.branches.is_empty() {
             return None;
@@ -306,11 +307,12 @@ impl<'a> Targets<'a> {
     }
 
     fn holds(&self, text: &[u8]) -> bool {
-        self.everything || crate::glob::components(text).next().is_some_and(|top| self.top_level.contains(top))
+        self.everything
+            || crate::glob::components(text).next().is_some_and(|top| self.top_level.contains(top))
     }
 }
 
-impl<'a> Matching<'a> {
+impl Matching<'_> {
     fn run(mut self) -> Report {
         let top_level: Vec<PathText> =
             self.options.top_level.iter().map(|top| PathText::new(&LeafPath(vec![top.clone()]))).collect();
@@ -339,7 +341,8 @@ impl<'a> Matching<'a> {
         for s in 0..self.stored.len() {
             let stored_text = self.stored_texts.get(s);
             let renamed = self.options.renames.apply_text(stored_text);
-            let selected = self.options.selection.is_all() || self.options.selection.selects_text(stored_text);
+            let selected =
+                self.options.selection.is_all() || self.options.selection.selects_text(stored_text);
             if let Some((rule, text)) = renamed {
                 rules_used[rule] |= selected;
                 self.renamed.insert(s, text);
@@ -380,7 +383,12 @@ impl<'a> Matching<'a> {
     fn unexpected(&mut self, s: usize) {
         let stored_path = crate::glob::render(self.stored_texts.get(s));
         let renamed = self.renamed.get(&s).map(|text| crate::glob::render(text));
-        self.report.unexpected.push(UnexpectedLeaf { stored: s, path: stored_path, renamed, near: Vec::new() });
+        self.report.unexpected.push(UnexpectedLeaf {
+            stored: s,
+            path: stored_path,
+            renamed,
+            near: Vec::new(),
+        });
     }
 
     fn collide(&mut self, collisions: HashMap<usize, Vec<usize>>) {
@@ -388,7 +396,8 @@ impl<'a> Matching<'a> {
         collisions.sort_unstable();
         for (w, stored) in collisions {
             let path = crate::glob::render(self.wanted_texts.get(w));
-            let stored_paths = stored.iter().map(|&s| crate::glob::render(self.stored_texts.get(s))).collect();
+            let stored_paths =
+                stored.iter().map(|&s| crate::glob::render(self.stored_texts.get(s))).collect();
             self.report.collisions.push(Collision { wanted: w, path, stored, stored_paths });
         }
     }

@@ -28,9 +28,11 @@ impl Matching<'_> {
         let used = assigned.iter().flatten().chain(below_any.iter().map(|(_, s)| s));
         used.for_each(|&s| taken[s] = true);
         let free = (0..self.stored.len()).filter(|&s| !taken[s]).map(|s| (s, self.text(s)));
-        let asked = self.report.missing.iter().take(ASKED).map(|missing| self.wanted_texts.get(missing.wanted));
+        let asked =
+            self.report.missing.iter().take(ASKED).map(|missing| self.wanted_texts.get(missing.wanted));
         let for_missing = nearest(&asked.collect::<Vec<_>>(), free);
-        let free = self.report.missing.iter().map(|missing| (missing.wanted, self.wanted_texts.get(missing.wanted)));
+        let free =
+            self.report.missing.iter().map(|missing| (missing.wanted, self.wanted_texts.get(missing.wanted)));
         let asked = self.report.unexpected.iter().take(ASKED).map(|unexpected| self.text(unexpected.stored));
         let for_unexpected = nearest(&asked.collect::<Vec<_>>(), free);
         // Of stored leaves the stored name is shown: it is what the user will look for in the checkpoint.

@@ -261,9 +261,15 @@ impl Report {
             match leaf.reason {
                 Missing::NotStored => {}
                 Missing::Deselected => f.write_str(" (stored, but left out by include/exclude)")?,
-                Missing::NothingToKeep => f.write_str(" (nothing to keep: only its description was given, no value)")?,
+                Missing::NothingToKeep => {
+                    f.write_str(" (nothing to keep: only its description was given, no value)")?;
+                }
             }
-            if leaf.reason == Missing::Deselected { Ok(()) } else { near(f, "; near it is stored", &leaf.near) }
+            if leaf.reason == Missing::Deselected {
+                Ok(())
+            } else {
+                near(f, "; near it is stored", &leaf.near)
+            }
         })?;
         let class = Class {
             title: "unexpected: stored, but not wanted",
@@ -281,9 +287,19 @@ impl Report {
             advice: "want the stored shape, or allow the difference with resize=\"pad\", \"truncate\" or \"both\" (also per glob)",
         };
         class.write(f, &self.wrong_shape, |f, leaf| {
-            write!(f, "{}: stored {}, wanted {}", leaf.path, Shape(&leaf.stored_shape), Shape(&leaf.wanted_shape))?;
+            write!(
+                f,
+                "{}: stored {}, wanted {}",
+                leaf.path,
+                Shape(&leaf.stored_shape),
+                Shape(&leaf.wanted_shape)
+            )?;
             let (stored, wanted) = (leaf.stored_shape.len(), leaf.wanted_shape.len());
-            if stored == wanted { Ok(()) } else { write!(f, " ({stored} and {wanted} dimensions: no resize helps)") }
+            if stored == wanted {
+                Ok(())
+            } else {
+                write!(f, " ({stored} and {wanted} dimensions: no resize helps)")
+            }
         })?;
         let class = Class {
             title: "wrong dtype",

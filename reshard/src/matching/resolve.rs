@@ -64,7 +64,13 @@ impl Matching<'_> {
         let path = || crate::glob::render(text);
         let Some(source) = self.source(s) else {
             let kind = "an alias of no leaf that holds bytes";
-            self.report.wrong_kind.push(WrongKind { wanted: w, stored: s, path: path(), stored_kind: kind, wanted_kind: "a leaf" });
+            self.report.wrong_kind.push(WrongKind {
+                wanted: w,
+                stored: s,
+                path: path(),
+                stored_kind: kind,
+                wanted_kind: "a leaf",
+            });
             return;
         };
         let (dtype, shape) = match (&self.stored[source].spec, &wanted.spec) {
@@ -77,7 +83,13 @@ impl Matching<'_> {
                 const KINDS: [&str; 2] = ["a tensor", "an object"];
                 let [stored_kind, wanted_kind] =
                     if matches!(stored, StoredSpec::Tensor { .. }) { KINDS } else { [KINDS[1], KINDS[0]] };
-                self.report.wrong_kind.push(WrongKind { wanted: w, stored: s, path: path(), stored_kind, wanted_kind });
+                self.report.wrong_kind.push(WrongKind {
+                    wanted: w,
+                    stored: s,
+                    path: path(),
+                    stored_kind,
+                    wanted_kind,
+                });
                 return;
             }
         };
@@ -89,7 +101,14 @@ impl Matching<'_> {
         let cast = cast_of(dtype, wanted_dtype, allowed);
         if let Err((wanted_dtype, why)) = cast {
             let path = path();
-            self.report.wrong_dtype.push(WrongDtype { wanted: w, stored: s, path, stored_dtype: dtype, wanted_dtype, why });
+            self.report.wrong_dtype.push(WrongDtype {
+                wanted: w,
+                stored: s,
+                path,
+                stored_dtype: dtype,
+                wanted_dtype,
+                why,
+            });
         }
         let wanted_shape = wanted_shape.unwrap_or(shape);
         let resize = self.options.resize.of(text);
@@ -102,7 +121,8 @@ impl Matching<'_> {
                 wanted_shape: wanted_shape.to_vec(),
             });
         } else if let Ok(to) = cast {
-            let extent: Vec<u64> = shape.iter().zip(wanted_shape).map(|(&stored, &wanted)| stored.min(wanted)).collect();
+            let extent: Vec<u64> =
+                shape.iter().zip(wanted_shape).map(|(&stored, &wanted)| stored.min(wanted)).collect();
             self.report.matches.push(Match {
                 wanted: w,
                 stored: s,

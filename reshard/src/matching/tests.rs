@@ -43,7 +43,10 @@ fn leaves_meet_by_path_and_what_fits_is_read() {
     let report = match_state(&wanted, &stored, &Options::default());
     assert_eq!(pairs(&report), [(0, 1), (1, 0)]);
     let found = report.matches[0].tensor.as_ref().unwrap();
-    assert_eq!((found.region.clone(), found.is_cast(), found.padded, found.truncated), (Region::whole(&[4, 2]), false, false, false));
+    assert_eq!(
+        (found.region.clone(), found.is_cast(), found.padded, found.truncated),
+        (Region::whole(&[4, 2]), false, false, false)
+    );
     assert_eq!(report.to_string(), "2 leaves match");
     assert!(report.into_result().is_ok());
 }
@@ -120,13 +123,18 @@ fn top_level_entries_that_nobody_wants_are_no_error_and_inside_wanted_ones_stray
     assert_eq!(report.to_string(), "1 leaves match, 1 ignored, 1 stored but not wanted");
     // An empty `ema` in the caller's state makes it wanted.
     let top_level = vec![Component::Key("ema".into())];
-    let report = match_state(&wanted, &stored[..1].iter().chain(&stored[2..]).cloned().collect::<Vec<_>>(), &Options { top_level, ..Options::default() });
+    let report = match_state(
+        &wanted,
+        &stored[..1].iter().chain(&stored[2..]).cloned().collect::<Vec<_>>(),
+        &Options { top_level, ..Options::default() },
+    );
     assert_eq!(report.unexpected[0].path, "ema/w");
 }
 
 #[test]
 fn missing_leaves_keep_their_values_where_that_is_asked_for_and_there_is_one() {
-    let mut wanted = [want("params/lora/a", F32, &[1]), want("params/lora/b", F32, &[1]), want("params/w", F32, &[1])];
+    let mut wanted =
+        [want("params/lora/a", F32, &[1]), want("params/lora/b", F32, &[1]), want("params/w", F32, &[1])];
     wanted[0].holds_value = true;
     wanted[2].holds_value = true;
     let missing = PerGlob::new([("**/lora/*", OnMissing::Keep)], OnMissing::Error).unwrap();
@@ -161,7 +169,8 @@ fn renames_come_after_selection_and_their_collisions_are_reported() {
     assert!(text.contains("\n  params/a: model/a, old/a\n"), "{text}");
     assert!(text.contains("\n  nothing\n"), "{text}");
     let selection = Selection::new(None, &["old/a"]).unwrap();
-    let report = match_state(&wanted, &stored, &Options { selection, renames: renames(), ..Options::default() });
+    let report =
+        match_state(&wanted, &stored, &Options { selection, renames: renames(), ..Options::default() });
     assert!(report.is_ok());
     assert_eq!(pairs(&report), [(0, 0), (1, 2)]);
     assert_eq!(report.unused_renames, ["nothing"]);
@@ -174,7 +183,11 @@ fn renames_come_after_selection_and_their_collisions_are_reported() {
 fn a_tie_is_read_from_where_it_is_stored() {
     let alias = StoredLeaf { path: path("params/head"), spec: StoredSpec::Alias { of: 0 } };
     let stored = [tensor("params/embed", F32, &[3]), alias];
-    let report = match_state(&[want("params/embed", F32, &[3]), want("params/head", F32, &[3])], &stored, &Options::default());
+    let report = match_state(
+        &[want("params/embed", F32, &[3]), want("params/head", F32, &[3])],
+        &stored,
+        &Options::default(),
+    );
     let sources: Vec<_> = report.matches.iter().map(|found| (found.stored, found.source)).collect();
     assert_eq!(sources, [(0, 0), (1, 0)]);
     let report = match_state(&[want("params/head", F32, &[4])], &stored[1..], &Options::default());
@@ -189,16 +202,22 @@ fn left_out_leaves_and_branches_are_not_read_and_as_stored_takes_a_leaf_or_a_bra
         tensor("params/b", F32, &[3]),
         object("step"),
     ];
-    let wanted = [want_as("params/a", Spec::Skip), want_as("params/b", Spec::Any), want_as("gone", Spec::Skip)];
+    let wanted =
+        [want_as("params/a", Spec::Skip), want_as("params/b", Spec::Any), want_as("gone", Spec::Skip)];
     let report = match_state(&wanted, &stored, &Options::default());
     assert!(report.is_ok());
     assert_eq!((pairs(&report), report.skipped.as_slice()), (vec![(1, 2)], &[0, 1][..]));
-    let report = match_state(&[want_as("params/a", Spec::Any), want_as("gone", Spec::Any)], &stored[..2], &Options::default());
+    let report = match_state(
+        &[want_as("params/a", Spec::Any), want_as("gone", Spec::Any)],
+        &stored[..2],
+        &Options::default(),
+    );
     assert_eq!(pairs(&report), [(0, 0), (0, 1)]);
     assert_eq!(report.matches[1].tensor.as_ref().unwrap().dtype, Dtype::Int8);
     assert_eq!(report.missing[0].path, "gone");
     // Everything, as stored, but for one leaf.
-    let report = match_state(&[want_as("", Spec::Any), want_as("params/b", Spec::Skip)], &stored, &Options::default());
+    let report =
+        match_state(&[want_as("", Spec::Any), want_as("params/b", Spec::Skip)], &stored, &Options::default());
     assert_eq!((pairs(&report), report.skipped.as_slice()), (vec![(0, 0), (0, 1), (0, 3)], &[2][..]));
 }
 
@@ -208,7 +227,11 @@ fn casts_are_allowed_exactly_as_asked() {
     let try_cast = |wanted: Option<Dtype>, cast: PerGlob<Cast>| {
         let wanted = want_as("w", Spec::Tensor { dtype: wanted, shape: None });
         let report = match_state(&[wanted], &stored, &Options { cast, ..Options::default() });
-        report.matches.first().and_then(|found| found.tensor.as_ref()).map(|tensor| (tensor.dtype, tensor.lossless))
+        report
+            .matches
+            .first()
+            .and_then(|found| found.tensor.as_ref())
+            .map(|tensor| (tensor.dtype, tensor.lossless))
     };
     let everywhere = PerGlob::everywhere;
     let to = |dtype| PerGlob::new([("w", Cast::To(dtype))], Cast::Lossless).unwrap();
@@ -253,7 +276,9 @@ fn shapes_differ_only_as_far_as_resizing_is_allowed() {
         assert_eq!(try_resize(shape, resize), expected, "{shape:?} {resize:?}");
     }
     let report = match_state(&[want("w", F32, &[24])], &stored, &Options::default());
-    assert!(report.to_string().contains("w: stored (4, 6), wanted (24,) (2 and 1 dimensions: no resize helps)"));
+    assert!(
+        report.to_string().contains("w: stored (4, 6), wanted (24,) (2 and 1 dimensions: no resize helps)")
+    );
 }
 
 #[test]

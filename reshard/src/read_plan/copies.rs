@@ -53,13 +53,15 @@ pub(super) fn copies(index: &Index, requests: &[Request]) -> Result<Vec<BoxCopy>
         let chunks = match chunks_of.entry(source) {
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
             std::collections::hash_map::Entry::Vacant(entry) => {
-                let chunks = ChunkIndex::new(&tensor.shape, &tensor.chunks)
-                    .map_err(|chunk| Error::Tiling { leaf: name(index, request.leaf), fault: Fault::Outside { chunk } })?;
+                let chunks = ChunkIndex::new(&tensor.shape, &tensor.chunks).map_err(|chunk| {
+                    Error::Tiling { leaf: name(index, request.leaf), fault: Fault::Outside { chunk } }
+                })?;
                 entry.insert(chunks)
             }
         };
         let overlaps = chunks.overlaps(&request.region);
-        let parts = overlaps.iter().map(|overlap| (overlap.stored.chunk as usize, overlap.region.clone())).collect();
+        let parts =
+            overlaps.iter().map(|overlap| (overlap.stored.chunk as usize, overlap.region.clone())).collect();
         tiling::check_boxes(&request.region, parts)
             .map_err(|fault| Error::Tiling { leaf: name(index, request.leaf), fault })?;
         for overlap in &overlaps {
@@ -94,7 +96,9 @@ impl Maker<'_> {
         if length != Some(chunk.extent.length) {
             let found = length.map_or_else(|| "more than 64 bits can count".to_owned(), |n| n.to_string());
             let (number, stored) = (stored.chunk, chunk.extent.length);
-            return Err(self.inconsistent(format!("chunk {number} has {stored} bytes, but its region has {found}")));
+            return Err(
+                self.inconsistent(format!("chunk {number} has {stored} bytes, but its region has {found}"))
+            );
         }
         // From here on nothing overflows on the source's side: the box lies in the chunk, and the chunk's bytes fit.
         let ndim = region.ndim();
@@ -104,14 +108,19 @@ impl Maker<'_> {
         for d in (0..ndim).rev() {
             src_offset += (region.offset[d] - stored.region.offset[d]) * stride;
             let dst_stride = self.request.dst_strides[d];
-            dst_offset += i128::from(region.offset[d] - self.request.region.offset[d]) * i128::from(dst_stride);
+            dst_offset +=
+                i128::from(region.offset[d] - self.request.region.offset[d]) * i128::from(dst_stride);
             dims.push(Dim { extent: region.extent[d], src: stride, dst: dst_stride });
             stride *= stored.region.extent[d];
         }
-        let dst_offset = u64::try_from(dst_offset).map_err(|_| Error::Request {
-            leaf: name(self.index, self.request.leaf),
-            what: format!("its strides lead to byte {dst_offset} of the destination"),
-        })?;
+        let reach = |dim: &Dim| i128::from(dim.extent - 1) * i128::from(dim.dst);
+        let first = dst_offset + dims.iter().map(reach).filter(|&reach| reach < 0).sum::<i128>();
+        let Some(dst_offset) = u64::try_from(dst_offset).ok().filter(|_| first >= 0) else {
+            return Err(Error::Request {
+                leaf: name(self.index, self.request.leaf),
+                what: format!("its strides lead to byte {first} of the destination"),
+            });
+        };
         let dims = merge(dims);
         self.copies.push(BoxCopy {
             leaf: self.request.leaf,

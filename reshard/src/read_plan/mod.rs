@@ -138,7 +138,10 @@ fn tensor(index: &Index, leaf: u32) -> Result<(u32, &TensorRecord)> {
     match index.leaves.get(source as usize) {
         Some(LeafRecord::Tensor(tensor)) => Ok((source, tensor)),
         Some(LeafRecord::Object(_)) => Err(request("it is an object, of which no region can be read")),
-        _ => Err(Error::Index { leaf: name(index, leaf), what: "its alias names no leaf that holds bytes".into() }),
+        _ => Err(Error::Index {
+            leaf: name(index, leaf),
+            what: "its alias names no leaf that holds bytes".into(),
+        }),
     }
 }
 

@@ -26,7 +26,9 @@ pub(super) fn runs(index: &Index, copies: &[BoxCopy], options: &PlanOptions) -> 
                 copy: number as u32,
             };
             match needs.last_mut() {
-                Some(last @ Need { .. }) if last.copy == need.copy && last.end >= need.start => last.end = need.end,
+                Some(last @ Need { .. }) if last.copy == need.copy && last.end >= need.start => {
+                    last.end = need.end;
+                }
                 _ => needs.push(need),
             }
         };
@@ -48,12 +50,14 @@ fn width(copy: &BoxCopy, d: usize) -> u64 {
 fn spans(copy: &BoxCopy, apart: u64, add: &mut impl FnMut(u64, u64)) {
     // The outermost dimensions, as many as step over more than `apart`, are walked; what lies inside is one span.
     let ndim = copy.extent.len();
-    let walked = (0..ndim).rev().find(|&d| copy.src_strides[d] - width(copy, d + 1).min(copy.src_strides[d]) >= apart);
+    let walked =
+        (0..ndim).rev().find(|&d| copy.src_strides[d] - width(copy, d + 1).min(copy.src_strides[d]) >= apart);
     let walked = walked.map_or(0, |d| d + 1);
     let span = width(copy, walked);
     let mut at = vec![0_u64; walked];
     loop {
-        let start = at.iter().zip(&copy.src_strides).fold(copy.src_offset, |start, (i, stride)| start + i * stride);
+        let start =
+            at.iter().zip(&copy.src_strides).fold(copy.src_offset, |start, (i, stride)| start + i * stride);
         add(start, start + span);
         let Some(d) = (0..walked).rev().find(|&d| at[d] + 1 < copy.extent[d]) else { return };
         at[d] += 1;
@@ -76,8 +80,13 @@ fn coalesce(needs: &[Need], options: &PlanOptions) -> Vec<ReadRun> {
         while start < need.end {
             // What follows without a gap fills the run up; what follows after one comes along if it fits.
             let extends = |run: &ReadRun| {
-                let fits = if start == done { start - run.offset < longest } else { need.end - run.offset <= longest };
-                run.file == need.file && start - done <= options.max_gap_bytes && fits
+                run.file == need.file
+                    && start - done <= options.max_gap_bytes
+                    && if start == done {
+                        start - run.offset < longest
+                    } else {
+                        need.end - run.offset <= longest
+                    }
             };
             if !runs.last().is_some_and(extends) {
                 runs.push(ReadRun { file: need.file, offset: start, len: 0, copies: Vec::new() });
@@ -91,7 +100,9 @@ fn coalesce(needs: &[Need], options: &PlanOptions) -> Vec<ReadRun> {
     // Needs and runs are both in file order; a need's runs are neighbours.
     let mut first = 0;
     for need in needs {
-        while runs[first].file < need.file || (runs[first].file == need.file && end(&runs[first]) <= need.start) {
+        while runs[first].file < need.file
+            || (runs[first].file == need.file && end(&runs[first]) <= need.start)
+        {
             first += 1;
         }
         let overlapping = |run: &&mut ReadRun| run.file == need.file && run.offset < need.end;

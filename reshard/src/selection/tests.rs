@@ -11,9 +11,14 @@ fn a_leaf_is_selected_when_an_include_matches_and_no_exclude_does() {
     let path = |keys: &[&str]| LeafPath(keys.iter().map(|&key| Component::Key(key.into())).collect());
     let selection = Selection::new(Some(&["params/**", "step"]), &["**/bias"]).unwrap();
     assert!(selection.selects(&path(&["params", "w"])) && selection.selects(&path(&["step"])));
-    assert!(!selection.selects(&path(&["params", "bias"])) && !selection.selects(&path(&["optimizer", "mu"])));
+    assert!(
+        !selection.selects(&path(&["params", "bias"])) && !selection.selects(&path(&["optimizer", "mu"]))
+    );
     assert!(Selection::new::<&str>(None, &[]).unwrap().selects(&path(&["x"])));
-    assert!(!Selection::new::<&str>(Some(&[]), &[]).unwrap().selects(&path(&["x"])), "an empty include selects nothing");
+    assert!(
+        !Selection::new::<&str>(Some(&[]), &[]).unwrap().selects(&path(&["x"])),
+        "an empty include selects nothing"
+    );
 }
 
 #[test]

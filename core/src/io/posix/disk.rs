@@ -8,7 +8,7 @@ use crate::Result;
 use crate::io::threaded::ThreadedQueue;
 use crate::io::uring::{self, UringQueue};
 use crate::io::{Dir, Disk, EngineChoice, Queue};
-use crate::sys::Mapping;
+use crate::sys::{Birth, Mapping};
 
 /// Who moves large data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,12 +27,18 @@ pub struct PosixDisk {
     mover: Mover,
     /// What [`Disk::register`] was told of. Weak, so that a staging pool is freed by its users alone.
     memory: Mutex<Vec<Weak<Mapping>>>,
+    birth: Birth,
 }
 
 impl PosixDisk {
     /// A disk as the probe found it.
     pub fn new(choice: EngineChoice, settings: Arc<Settings>, mover: Mover) -> Self {
-        Self { choice, settings, mover, memory: Mutex::default() }
+        Self { choice, settings, mover, memory: Mutex::default(), birth: Birth::now() }
+    }
+
+    /// In a forked child not even a disk is of use: its locks may be held by threads that do not exist there.
+    fn check(&self) -> Result<()> {
+        self.birth.check("disk")
     }
 
     /// The registered memory that still exists.
@@ -49,14 +55,17 @@ impl Disk for PosixDisk {
     }
 
     fn open_dir(&self, path: &Path) -> Result<Arc<dyn Dir>> {
+        self.check()?;
         Ok(Arc::new(open_dir(&self.settings, path)?))
     }
 
     fn create_dir_all(&self, path: &Path) -> Result<Arc<dyn Dir>> {
+        self.check()?;
         Ok(Arc::new(create_dir_all(&self.settings, path)?))
     }
 
     fn queue(&self, depth: usize) -> Result<Box<dyn Queue>> {
+        self.check()?;
         if self.mover == Mover::Uring {
             match UringQueue::new(depth, self.settings.alignment, self.memory()) {
                 Ok(queue) => return Ok(Box::new(queue)),
@@ -70,6 +79,7 @@ impl Disk for PosixDisk {
     }
 
     fn register(&self, memory: &[Arc<Mapping>]) -> Result<()> {
+        self.check()?;
         if !self.choice.registered {
             return Ok(());
         }

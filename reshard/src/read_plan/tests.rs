@@ -1,0 +1,428 @@
+#![expect(
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "the numbers of these tests are small"
+)]
+
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+use stepwell_core::dtype::Dtype;
+use stepwell_core::format::index::{ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Integrity, Source};
+use stepwell_core::leaf_path::Component;
+use stepwell_core::read_plan::{BoxCopy, ReadRun};
+use stepwell_core::region::{row_major_strides, volume};
+use stepwell_core::tree::{ContainerKind, Tree};
+
+use super::*;
+use crate::subchunk;
+use crate::tiling::Fault;
+
+/// An index and the bytes of its files, built leaf by leaf.
+#[derive(Clone, Debug, Default)]
+struct Stored {
+    index: Index,
+    files: Vec<Vec<u8>>,
+    /// Every tensor's bytes, row-major.
+    tensors: Vec<Vec<u8>>,
+}
+
+impl Stored {
+    fn new(files: usize) -> Self {
+        let mut stored = Self { files: vec![vec![0xEE; 8]; files], ..Self::default() };
+        stored.index.tree.push_container(None, None, ContainerKind::Dict);
+        stored
+    }
+
+    /// Adds a tensor whose chunk `i` goes to file `i % files`, at the next multiple of `align`.
+    fn push(&mut self, dtype: Dtype, shape: &[u64], chunks: Vec<ChunkRegion>, align: usize) -> u32 {
+        let itemsize = dtype.size();
+        let leaf = self.tensors.len();
+        let bytes = volume(shape).unwrap() as usize * itemsize;
+        let data: Vec<u8> = (0..bytes).map(|i| (i * 131 + leaf * 17 + i / 251) as u8).collect();
+        let mut records = Vec::new();
+        for (i, region) in chunks.into_iter().enumerate() {
+            let number = i % self.files.len();
+            let file = &mut self.files[number];
+            file.resize(file.len().next_multiple_of(align), 0xEE);
+            let offset = file.len();
+            match &region {
+                ChunkRegion::Box(region) => {
+                    for_each_element(shape, region, |e| file.extend(&data[e * itemsize..(e + 1) * itemsize]));
+                }
+                ChunkRegion::Run { start, len } => {
+                    let (start, end) = (*start as usize, (start + len) as usize);
+                    file.extend(&data[start * itemsize..end * itemsize]);
+                }
+            }
+            let length = (file.len() - offset) as u64;
+            let extent = Extent {
+                source: Source::Own(number as u32),
+                offset: offset as u64,
+                length,
+                integrity: Integrity::BlockCrc,
+            };
+            records.push(ChunkRecord { region, extent, codec: Codec::Raw });
+        }
+        let record =
+            TensorRecord { dtype, shape: shape.to_vec(), view: None, rank_key: None, chunks: records };
+        self.index.leaves.push(LeafRecord::Tensor(record));
+        self.tensors.push(data);
+        self.index.tree.push_leaf(Some(0), Some(Component::Key(format!("t{leaf}").into())))
+    }
+
+    fn finish(mut self) -> Self {
+        self.index.files = self
+            .files
+            .iter()
+            .enumerate()
+            .map(|(i, file)| FileRecord {
+                name: format!("{i:05}.data").into(),
+                length: file.len() as u64,
+                file_id: 0,
+                trailer_crc: 0,
+            })
+            .collect();
+        self
+    }
+
+    fn tensor(&self, leaf: u32) -> &TensorRecord {
+        let LeafRecord::Tensor(tensor) = &self.index.leaves[leaf as usize] else { panic!("a tensor") };
+        tensor
+    }
+}
+
+/// Calls `f` with the row-major number of every element of a region, in row-major order.
+fn for_each_element(shape: &[u64], region: &Region, mut f: impl FnMut(usize)) {
+    let strides = row_major_strides(shape);
+    for n in 0..region.volume().unwrap() {
+        let (mut rest, mut element) = (n, 0);
+        for d in (0..shape.len()).rev() {
+            element += (region.offset[d] + rest % region.extent[d]) * strides[d];
+            rest /= region.extent[d];
+        }
+        f(element as usize);
+    }
+}
+
+/// The bytes of every element of a copy: where they are, where they go.
+fn for_each_copied(copy: &BoxCopy, mut f: impl FnMut(u64, usize)) {
+    for n in 0..copy.extent.iter().product::<u64>() {
+        let (mut rest, mut src, mut dst) = (n, copy.src_offset, copy.dst_offset as i64);
+        for d in (0..copy.extent.len()).rev() {
+            let i = rest % copy.extent[d];
+            rest /= copy.extent[d];
+            src += i * copy.src_strides[d];
+            dst += i as i64 * copy.dst_strides[d];
+        }
+        for byte in 0..u64::from(copy.itemsize) {
+            f(src + byte, dst as usize + byte as usize);
+        }
+    }
+}
+
+/// Carries a plan out, byte by byte, and checks what the plan promises of runs and copies.
+fn execute(stored: &Stored, plan: &ReadPlan, options: &PlanOptions, destinations: &mut [Vec<u8>]) {
+    for pair in plan.runs.windows(2) {
+        let ordered = pair[0].file < pair[1].file || pair[0].offset + pair[0].len <= pair[1].offset;
+        assert!(ordered && pair[0].file <= pair[1].file, "{pair:?}");
+    }
+    let mut needed: BTreeSet<(u32, u64)> = BTreeSet::new(); // blocks
+    let mut listed: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); plan.copies.len()];
+    for (r, ReadRun { file, offset, len, copies }) in plan.runs.iter().enumerate() {
+        let block = options.block_of(*file);
+        let length = stored.index.files[*file as usize].length;
+        assert!(
+            *len > 0 && offset % block == 0 && (len % block == 0 || offset + len == length),
+            "whole blocks"
+        );
+        assert!(*len <= options.max_run_bytes.max(block), "no run is too long");
+        assert!(copies.is_sorted() && !copies.is_empty());
+        for &copy in copies {
+            assert!(listed[copy as usize].insert(r), "a run lists a copy once");
+        }
+    }
+    for (c, copy) in plan.copies.iter().enumerate() {
+        let block = options.block_of(copy.file);
+        let bytes = &stored.files[copy.file as usize];
+        let mut used = BTreeSet::new();
+        for_each_copied(copy, |src, dst| {
+            let holds =
+                |run: &ReadRun| run.file == copy.file && run.offset <= src && src < run.offset + run.len;
+            let run = listed[c]
+                .iter()
+                .copied()
+                .find(|&run| holds(&plan.runs[run]))
+                .expect("a run that lists the copy");
+            used.insert(run);
+            needed.insert((copy.file, src / block));
+            destinations[copy.dst as usize][dst] = bytes[src as usize];
+        });
+        // Between the blocks of one copy a run may bridge a gap, never more.
+        assert!(used.len() <= listed[c].len());
+    }
+    let least: u64 = needed
+        .iter()
+        .map(|&(file, number)| {
+            let block = options.block_of(file);
+            block.min(stored.index.files[file as usize].length - number * block)
+        })
+        .sum();
+    let stats = PlanStats::of(plan);
+    // Only gaps are read along: at most one before every needed block.
+    assert!(stats.read_bytes <= least + needed.len() as u64 * options.max_gap_bytes, "bytes read");
+    if options.max_gap_bytes == 0 {
+        assert_eq!(stats.read_bytes, least, "without gaps exactly the needed blocks are read");
+    }
+}
+
+/// A tiling of `shape` in chunks of one kind or another.
+fn chunks(shape: Vec<u64>) -> impl Strategy<Value = (Vec<u64>, Vec<ChunkRegion>)> {
+    let n = volume(&shape).unwrap();
+    let whole = Region::whole(&shape);
+    let grid = (1_u64..64).prop_map({
+        let whole = whole.clone();
+        move |target_bytes| {
+            let options = subchunk::Options { target_bytes, min_row_bytes: 4 };
+            subchunk::cut(&whole, 1, &options).into_iter().map(ChunkRegion::Box).collect()
+        }
+    });
+    let runs = prop::collection::btree_set(0..=n, 0..5).prop_map(move |mut borders| {
+        borders.extend([0, n]);
+        let borders: Vec<u64> = borders.into_iter().collect();
+        borders.windows(2).map(|w| ChunkRegion::Run { start: w[0], len: w[1] - w[0] }).collect()
+    });
+    let one = Just(vec![ChunkRegion::Box(whole)]);
+    (Just(shape), prop_oneof![grid, runs, one])
+}
+
+#[derive(Clone, Debug)]
+struct Ask {
+    leaf: prop::sample::Index,
+    /// Begin and end along each dimension, as fractions.
+    part: Vec<(prop::sample::Index, prop::sample::Index)>,
+    transposed: bool,
+    reversed: bool,
+    padding: u64,
+}
+
+fn ask() -> impl Strategy<Value = Ask> {
+    let part = prop::collection::vec(any::<(prop::sample::Index, prop::sample::Index)>(), 4);
+    (any::<prop::sample::Index>(), part, any::<bool>(), any::<bool>(), 0_u64..3).prop_map(
+        |(leaf, part, transposed, reversed, padding)| Ask { leaf, part, transposed, reversed, padding },
+    )
+}
+
+fn checkpoint() -> impl Strategy<Value = Stored> {
+    let dtype = prop_oneof![Just(Dtype::Int8), Just(Dtype::Bfloat16), Just(Dtype::Complex64)];
+    let shape = prop::collection::vec(prop_oneof![9 => 1_u64..12, 1 => Just(0)], 0..4);
+    let tensor = (dtype, shape.prop_flat_map(chunks), prop_oneof![Just(1_usize), Just(8), Just(64)]);
+    (1_usize..4, prop::collection::vec(tensor, 1..6)).prop_map(|(files, tensors)| {
+        let mut stored = Stored::new(files);
+        for (dtype, (shape, chunks), align) in tensors {
+            stored.push(dtype, &shape, chunks, align);
+        }
+        stored.finish()
+    })
+}
+
+fn options() -> impl Strategy<Value = PlanOptions> {
+    let block = prop_oneof![Just(1_u64), Just(16), Just(64), Just(256)];
+    let file_blocks = prop::collection::vec(prop::option::of(Just(32_u64)), 0..3);
+    (block, file_blocks, 1_u64..2000, prop_oneof![Just(0_u64), 1_u64..200]).prop_map(
+        |(block_bytes, file_block_bytes, run, gap)| PlanOptions {
+            block_bytes,
+            file_block_bytes,
+            max_run_bytes: run,
+            max_gap_bytes: gap,
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn a_plan_fills_every_destination_with_the_slice_of_the_tensor_and_reads_no_more_than_it_may(
+        stored in checkpoint(),
+        asks in prop::collection::vec(ask(), 1..6),
+        options in options(),
+    ) {
+        let (mut requests, mut destinations, mut expected) = (Vec::new(), Vec::new(), Vec::new());
+        for ask in asks {
+            let leaf = ask.leaf.index(stored.tensors.len()) as u32;
+            let tensor = stored.tensor(leaf);
+            let itemsize = tensor.dtype.size() as u64;
+            let (mut offset, mut extent) = (Vec::new(), Vec::new());
+            for (&n, (a, b)) in tensor.shape.iter().zip(&ask.part) {
+                let (a, b) = (a.index(n as usize + 1) as u64, b.index(n as usize + 1) as u64);
+                offset.push(a.min(b));
+                extent.push(a.max(b) - a.min(b));
+            }
+            let region = Region { offset, extent };
+            // The destination: padded, transposed or backwards along the first dimension.
+            let ndim = region.ndim();
+            let order: Vec<usize> = if ask.transposed { (0..ndim).rev().collect() } else { (0..ndim).collect() };
+            let (mut strides, mut size) = (vec![0_i64; ndim], itemsize);
+            for &d in order.iter().rev() {
+                strides[d] = size as i64;
+                size *= region.extent[d] + ask.padding;
+            }
+            let mut dst_offset = ask.padding;
+            if ask.reversed && ndim > 0 && region.extent[0] > 0 {
+                dst_offset += strides[0] as u64 * (region.extent[0] - 1);
+                strides[0] = -strides[0];
+            }
+            let mut wanted = vec![0xAA_u8; (size + ask.padding) as usize];
+            let mut element = 0;
+            let data = &stored.tensors[leaf as usize];
+            for_each_element(&tensor.shape, &region, |source| {
+                let (mut rest, mut at) = (element, dst_offset as i64);
+                for d in (0..ndim).rev() {
+                    at += (rest % region.extent[d]) as i64 * strides[d];
+                    rest /= region.extent[d];
+                }
+                let (at, source, itemsize) = (at as usize, source * itemsize as usize, itemsize as usize);
+                wanted[at..at + itemsize].copy_from_slice(&data[source..source + itemsize]);
+                element += 1;
+            });
+            destinations.push(vec![0xAA_u8; wanted.len()]);
+            expected.push(wanted);
+            let dst = requests.len() as u32;
+            requests.push(Request { leaf, region, dst, dst_offset, dst_strides: strides });
+        }
+        let plan = plan(&stored.index, &requests, &options).unwrap();
+        execute(&stored, &plan, &options, &mut destinations);
+        prop_assert_eq!(destinations, expected);
+    }
+}
+
+fn matrix(chunk: &[u64]) -> Stored {
+    let shape = [64_u64, 64];
+    let mut stored = Stored::new(1);
+    let mut chunks = Vec::new();
+    for i in (0..shape[0]).step_by(chunk[0] as usize) {
+        for j in (0..shape[1]).step_by(chunk[1] as usize) {
+            chunks.push(ChunkRegion::Box(Region { offset: vec![i, j], extent: chunk.to_vec() }));
+        }
+    }
+    stored.push(Dtype::Int8, &shape, chunks, 64);
+    stored.finish()
+}
+
+#[test]
+fn a_whole_tensor_in_one_file_is_few_runs_and_each_chunk_few_dimensions() {
+    let stored = matrix(&[16, 64]);
+    let options = PlanOptions { max_run_bytes: 2048, ..PlanOptions::local(64) };
+    let requests = [Request::whole(0, stored.tensor(0), 0)];
+    let plan = plan(&stored.index, &requests, &options).unwrap();
+    let runs: Vec<_> = plan.runs.iter().map(|run| (run.offset, run.len)).collect();
+    assert_eq!(runs, [(64, 2048), (64 + 2048, 2048)]);
+    assert!(plan.copies.iter().all(|copy| copy.extent == [16 * 64]), "a contiguous copy has one dimension");
+}
+
+#[test]
+fn a_column_of_a_tensor_that_was_cut_along_both_axes_reads_its_chunks_only() {
+    let stored = matrix(&[16, 16]);
+    let column = Region { offset: vec![0, 20], extent: vec![64, 5] };
+    let requests = [Request::row_major(0, column, 1, 0)];
+    let plan = plan(&stored.index, &requests, &PlanOptions::least(256)).unwrap();
+    let stats = PlanStats::of(&plan);
+    assert_eq!((stats.wanted_bytes, stats.files, plan.copies.len()), (320, 1, 4));
+    // Chunks of 256 bytes begin 64 bytes into the file: each touches two blocks.
+    assert_eq!((stats.runs, stats.read_bytes), (4, 8 * 256));
+}
+
+#[test]
+fn small_leaves_are_read_together_and_leaves_without_elements_not_at_all() {
+    let mut stored = Stored::new(1);
+    for i in 0..1000 {
+        let shape = [if i % 10 == 0 { 0 } else { 5 }];
+        stored.push(Dtype::Int8, &shape, vec![ChunkRegion::Box(Region::whole(&shape))], 64);
+    }
+    let stored = stored.finish();
+    let requests: Vec<Request> =
+        (0..1000).map(|leaf| Request::whole(leaf, stored.tensor(leaf), leaf)).collect();
+    let plan = plan(&stored.index, &requests, &PlanOptions::local(4096)).unwrap();
+    assert_eq!((plan.runs.len(), plan.copies.len(), plan.runs[0].copies.len()), (1, 900, 900));
+    assert_eq!(plan.runs[0].len, stored.index.files[0].length, "the last block is short");
+    let empty: Vec<Request> = requests.into_iter().step_by(10).collect();
+    assert_eq!(super::plan(&stored.index, &empty, &PlanOptions::local(4096)).unwrap(), ReadPlan::default());
+}
+
+#[test]
+fn a_tie_is_read_where_it_is_stored_and_an_object_is_refused() {
+    let mut stored = matrix(&[64, 64]);
+    stored.index.leaves.push(LeafRecord::Alias { of: 0 });
+    let object = stored.tensor(0).chunks[0].extent;
+    stored.index.leaves.push(LeafRecord::Object(object));
+    stored.index.leaves.push(LeafRecord::Alias { of: 3 });
+    let request = |leaf| Request { leaf, ..Request::whole(0, stored.tensor(0), 0) };
+    let options = PlanOptions::local(64);
+    let tied = plan(&stored.index, &[request(1)], &options).unwrap();
+    assert_eq!((tied.copies[0].leaf, tied.copies[0].src_offset), (1, 64));
+    let error = |leaf| plan(&stored.index, &[request(leaf)], &options).unwrap_err();
+    assert_eq!((error(2).kind(), error(3).kind(), error(9).kind()), ("request", "index", "request"));
+}
+
+#[test]
+fn an_index_that_contradicts_itself_is_refused_and_so_is_a_request_beyond_the_tensor() {
+    type Damage = fn(&mut TensorRecord);
+    let cases: [(&str, Damage); 8] = [
+        ("no chunk holds [0:16, 16:32]", |t| drop(t.chunks.remove(1))),
+        ("chunks 0 and 4 both hold", |t| t.chunks[4].region = t.chunks[0].region.clone()),
+        ("chunk 2 does not lie in the tensor", |t| {
+            t.chunks[2].region = ChunkRegion::Box(Region { offset: vec![0, u64::MAX], extent: vec![16, 16] });
+        }),
+        ("chunk 3 has 255 bytes, but its region has 256", |t| t.chunks[3].extent.length = 255),
+        ("lies in file 7", |t| t.chunks[0].extent.source = Source::Own(7)),
+        ("of 00000.data, which has", |t| t.chunks[0].extent.offset = u64::MAX - 3),
+        ("supplied by reader 5", |t| t.chunks[0].extent.source = Source::Pulled(5)),
+        ("does not lie in its shape [64, 63]", |t| t.shape[1] = 63),
+    ];
+    for (says, damage) in cases {
+        let mut stored = matrix(&[16, 16]);
+        let request = Request::whole(0, stored.tensor(0), 0);
+        let LeafRecord::Tensor(tensor) = &mut stored.index.leaves[0] else { unreachable!() };
+        damage(tensor);
+        let error = plan(&stored.index, &[request], &PlanOptions::local(64)).unwrap_err().to_string();
+        assert!(error.contains(says) && error.contains("leaf `t0`"), "{says}: {error}");
+    }
+    let stored = matrix(&[64, 64]);
+    let request = Request::whole(0, stored.tensor(0), 0);
+    let strides = Request { dst_strides: vec![1], ..request.clone() };
+    let before = Request {
+        dst_strides: vec![-64, 1],
+        region: Region { offset: vec![0, 0], extent: vec![64, 1] },
+        ..request
+    };
+    for (request, says) in
+        [(strides, "1 strides for 2 dimensions"), (before, "to byte -4032 of the destination")]
+    {
+        let error = plan(&stored.index, &[request], &PlanOptions::local(64)).unwrap_err();
+        assert!(error.kind() == "request" && error.to_string().contains(says), "{error}");
+    }
+}
+
+#[test]
+fn a_hole_in_a_tensor_of_one_chunk_is_named() {
+    let mut stored = matrix(&[64, 64]);
+    let request = Request::whole(0, stored.tensor(0), 0);
+    let LeafRecord::Tensor(tensor) = &mut stored.index.leaves[0] else { unreachable!() };
+    tensor.chunks[0].region = ChunkRegion::Box(Region { offset: vec![0, 0], extent: vec![64, 60] });
+    match plan(&stored.index, &[request], &PlanOptions::local(64)).unwrap_err() {
+        Error::Tiling { fault: Fault::Hole { region }, .. } => {
+            assert_eq!(region, Region { offset: vec![0, 60], extent: vec![64, 4] });
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn presets_bridge_more_where_a_request_costs_more() {
+    let (local, network) = (PlanOptions::local(1 << 18), PlanOptions::network(1 << 18));
+    assert!(
+        network.max_gap_bytes > local.max_gap_bytes
+            && local.max_gap_bytes > PlanOptions::least(1 << 18).max_gap_bytes
+    );
+    let tree = Tree::new();
+    assert_eq!(plan(&Index { tree, ..Index::default() }, &[], &local).unwrap(), ReadPlan::default());
+}

@@ -1,0 +1,123 @@
+"""How things are timed on a machine that works against it.
+
+Two traps make naive figures worthless on virtual machines, and both are dealt with here:
+
+* Free guest memory is handed back to the host after a moment; touching it again costs seconds per GiB. :class:`Spare` holds touched memory and
+  gives it back to the kernel just before something is timed that needs fresh memory, so that what it gets is backed.
+* Blocks that have just been freed are still being discarded, and writes that follow run at two thirds of their speed. Nothing is deleted inside a round,
+  and :func:`settle` waits after deletions.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HUGE_PAGE = 2 << 20
+
+
+def huge_buffer(size: int) -> mmap.mmap:
+    """Anonymous memory in huge pages where the system has them, every page touched."""
+    buffer = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    for page in range(0, len(buffer), 4096):
+        buffer[page] = 0
+    return buffer
+
+
+class Spare:
+    """Memory held so that the host does not take it, until somebody needs it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.held: mmap.mmap | None = None
+
+    def hold(self) -> None:
+        if self.held is None and self.size:
+            self.held = huge_buffer(self.size)
+
+    def release(self) -> None:
+        if self.held is not None:
+            self.held.close()
+            self.held = None
+
+
+@dataclass
+class Timing:
+    """One measured call; seconds and bytes."""
+
+    seconds: float
+    cpu: float
+    extra_peak: int
+    result: Any = None
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def measured(call: Callable[[], Any]) -> Timing:
+    """Wall time, CPU time of the whole process, and how far its memory rose above where it was."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _status("VmRSS")
+    cpu = resource.getrusage(resource.RUSAGE_SELF)
+    begin = time.perf_counter()
+    result = call()
+    seconds = time.perf_counter() - begin
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    spent = after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime
+    return Timing(seconds, spent, max(0, _status("VmHWM") - before), result)
+
+
+def sync_file_system(directory: Path) -> None:
+    """The same explicit sync for every contestant, whatever it has synced itself."""
+    import ctypes
+
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
+            raise OSError(ctypes.get_errno(), "syncfs")
+    finally:
+        os.close(descriptor)
+
+
+def settle(seconds: float = 1.5) -> None:
+    """Let write-back and discards end."""
+    os.sync()
+    time.sleep(seconds)
+
+
+def drop_caches() -> bool:
+    """Make the next read come from the disk. False where that is not allowed."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def warm_cache(directory: Path) -> None:
+    """Put every file below into the page cache."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(16 << 20):
+                    pass
+
+
+def footprint(directory: Path) -> tuple[int, int]:
+    """Number of files below, and their bytes."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return len(files), sum(path.stat().st_size for path in files)
