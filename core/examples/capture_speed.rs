@@ -19,7 +19,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use stepwell_core::Result;
-use stepwell_core::provider::HostProvider;
 use stepwell_core::save::prepare;
 use stepwell_core::staging::StagingPool;
 use support::{MIB, items, large, middle, small, sources};
@@ -34,7 +33,7 @@ fn main() -> Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(8);
     println!("{threads} threads, median (fastest) of {ROUNDS}, milliseconds");
     for (name, sizes) in [("1 GiB, 300 tensors", large(1024)), ("20 000 leaves, 1-64 KiB", small())] {
-        let sources = sources(&sizes)?;
+        let sources = sources(&sizes);
         let bytes: usize = sizes.iter().sum();
         let mut warm = vec![1_u8; bytes];
         for &slot in &slots {
@@ -42,7 +41,7 @@ fn main() -> Result<()> {
             let (mut plain, mut plan, mut run) = (Vec::new(), Vec::new(), Vec::new());
             for _ in 0..ROUNDS {
                 plain.push(copy(&sources, &mut warm, threads));
-                let (items, options) = items(&sources, threads);
+                let (items, options) = items(&sources, threads)?;
                 let started = Instant::now();
                 let (capture, flush) = prepare(items, &pool, options)?;
                 plan.push(started.elapsed().as_secs_f64() * 1e3);
@@ -71,7 +70,7 @@ fn main() -> Result<()> {
 }
 
 /// Every leaf into its place, each thread an equal part of the bytes.
-fn copy(sources: &[Arc<HostProvider>], into: &mut [u8], threads: usize) -> f64 {
+fn copy(sources: &[Arc<Vec<u8>>], into: &mut [u8], threads: usize) -> f64 {
     let started = Instant::now();
     let share = into.len().div_ceil(threads);
     std::thread::scope(|scope| {
@@ -80,7 +79,7 @@ fn copy(sources: &[Arc<HostProvider>], into: &mut [u8], threads: usize) -> f64 {
             let mut work = Vec::new();
             let mut bytes = 0;
             while next < sources.len() && (bytes < share || thread + 1 == threads) {
-                let from = sources[next].source().memory().unwrap();
+                let from = sources[next].as_slice();
                 let (to, after) = std::mem::take(&mut rest).split_at_mut(from.len());
                 work.push((from, to));
                 (rest, next, bytes) = (after, next + 1, bytes + from.len());

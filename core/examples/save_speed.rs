@@ -44,13 +44,13 @@ fn main() -> Result<()> {
         *byte = i as u8;
     }
     for (name, sizes) in [("20 000 leaves", small()), ("1 GiB", large(1024)), ("3 GiB", large(3072))] {
-        let sources = sources(&sizes)?;
+        let sources = sources(&sizes);
         let bytes: usize = sizes.iter().sum();
         let (mut raws, mut totals, mut blocked) = (Vec::new(), Vec::new(), Vec::new());
         let mut last = SaveStats::default();
         for _ in 0..rounds {
             raws.push(raw(&root.join("raw"), bytes, &buffer));
-            let (items, mut options) = items(&sources, threads);
+            let (items, mut options) = items(&sources, threads)?;
             options.queue_depth = depth;
             let started = Instant::now();
             let (capture, flush) = prepare(items, &pool, options)?;

@@ -93,6 +93,8 @@ dtypes! {
     Uint2 = 30, "uint2", 1, 2, Unsigned;
     Int1 = 31, "int1", 1, 1, Signed;
     Uint1 = 32, "uint1", 1, 1, Unsigned;
+    Complex32 = 33, "complex32", 4, 32, Complex;
+    Bcomplex32 = 34, "bcomplex32", 4, 32, Complex;
     DatetimeY = 40, "datetime64[Y]", 8, 64, Datetime;
     DatetimeM = 41, "datetime64[M]", 8, 64, Datetime;
     DatetimeW = 42, "datetime64[W]", 8, 64, Datetime;
@@ -103,6 +105,9 @@ dtypes! {
     DatetimeMs = 47, "datetime64[ms]", 8, 64, Datetime;
     DatetimeUs = 48, "datetime64[us]", 8, 64, Datetime;
     DatetimeNs = 49, "datetime64[ns]", 8, 64, Datetime;
+    DatetimePs = 50, "datetime64[ps]", 8, 64, Datetime;
+    DatetimeFs = 51, "datetime64[fs]", 8, 64, Datetime;
+    DatetimeAs = 52, "datetime64[as]", 8, 64, Datetime;
     TimedeltaY = 60, "timedelta64[Y]", 8, 64, Timedelta;
     TimedeltaM = 61, "timedelta64[M]", 8, 64, Timedelta;
     TimedeltaW = 62, "timedelta64[W]", 8, 64, Timedelta;
@@ -113,6 +118,9 @@ dtypes! {
     TimedeltaMs = 67, "timedelta64[ms]", 8, 64, Timedelta;
     TimedeltaUs = 68, "timedelta64[us]", 8, 64, Timedelta;
     TimedeltaNs = 69, "timedelta64[ns]", 8, 64, Timedelta;
+    TimedeltaPs = 70, "timedelta64[ps]", 8, 64, Timedelta;
+    TimedeltaFs = 71, "timedelta64[fs]", 8, 64, Timedelta;
+    TimedeltaAs = 72, "timedelta64[as]", 8, 64, Timedelta;
 }
 
 impl Dtype {

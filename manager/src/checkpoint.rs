@@ -49,9 +49,9 @@ pub struct ReadFailure {
     pub overwritten: Vec<u32>,
 }
 
-impl From<Error> for ReadFailure {
+impl From<Error> for Box<ReadFailure> {
     fn from(error: Error) -> Self {
-        Self { error, overwritten: Vec::new() }
+        Self::new(ReadFailure { error, overwritten: Vec::new() })
     }
 }
 
@@ -86,7 +86,7 @@ impl Checkpoint {
         environment: &Environment,
         patience: Duration,
     ) -> Result<Option<Self>> {
-        let Some((dir, lease)) = lease::acquire(&**parent, name, &*environment.clock, patience)? else {
+        let Some((dir, lease)) = lease::acquire(&**parent, name, patience)? else {
             return Ok(None);
         };
         let manifest = match dir.read_file(MANIFEST, stepwell_core::limits::MAX_MANIFEST_BYTES) {
@@ -173,13 +173,13 @@ impl Checkpoint {
         requests: &[Request],
         targets: &[HostTarget<'_>],
         options: &LoadOptions,
-    ) -> std::result::Result<LoadStats, ReadFailure> {
+    ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
         self.birth.check("checkpoint").map_err(Error::from)?;
         let plan = self.plan(requests, false)?;
         let disk = &*self.environment.disk;
         load::execute(disk, &self.files, &self.index, &plan, targets, options).map_err(|failure| {
             let LoadFailure { error, overwritten } = failure;
-            ReadFailure { error: self.gone_or(error), overwritten }
+            Box::new(ReadFailure { error: self.gone_or(error), overwritten })
         })
     }
 
@@ -391,7 +391,7 @@ fn merged(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
         };
         match &mut record {
             LeafRecord::Tensor(tensor) => {
-                tensor.chunks.iter_mut().for_each(|chunk| moved(&mut chunk.extent.source))
+                tensor.chunks.iter_mut().for_each(|chunk| moved(&mut chunk.extent.source));
             }
             LeafRecord::Object(extent) => moved(&mut extent.source),
             LeafRecord::Alias { of } => {

@@ -94,10 +94,9 @@ impl Discovery {
             Err(error) => return Ok(Read::NoStep(error.to_string())),
         };
         if let Some((cached, manifest)) = self.cache.lock().unwrap_or_else(PoisonError::into_inner).get(name)
+            && *cached == stat
         {
-            if *cached == stat {
-                return Ok(Read::Step(stat, manifest.clone()));
-            }
+            return Ok(Read::Step(stat, manifest.clone()));
         }
         match read_manifest(root, name) {
             Ok(manifest) if manifest.step != step => Ok(Read::NoStep(format!(

@@ -2,12 +2,14 @@
 
 use std::hash::{BuildHasher, Hasher};
 use std::io::Read;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use stepwell_core::io::Disk;
+use stepwell_core::io::{Disk, Engine, open_disk};
 
 use crate::coordination::{Coordinator, SingleProcess};
+use crate::error::Result;
 
 /// Time. Steps are ordered by their number, never by time; time is for records, for policies that name seconds, and for deadlines.
 pub trait Clock: Send + Sync {
@@ -37,6 +39,11 @@ pub struct Environment {
 }
 
 impl Environment {
+    /// The real world of one process: the engine that suits the directory (or its nearest ancestor that exists).
+    pub fn real(path: &Path, engine: Engine) -> Result<Self> {
+        Ok(Self::single_process(open_disk(path, engine)?))
+    }
+
     /// The real clock and randomness, one process, over a given disk.
     pub fn single_process(disk: Arc<dyn Disk>) -> Self {
         Self {

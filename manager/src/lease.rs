@@ -4,12 +4,11 @@
 //! directory is still the one under the step's name: if it was retired meanwhile, the lock is on trash. It dies with its process.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use stepwell_core::io::{Dir, Lock, LockKind};
 
 use crate::directory_layout::LEASE;
-use crate::environment::Clock;
 use crate::error::{Error, Result};
 
 /// How often a step that is replaced while it is opened is looked up again.
@@ -19,24 +18,19 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// A held lease. Dropping it gives the step free.
 pub struct Lease {
-    _lock: Option<Box<dyn Lock>>,
+    lock: Option<Box<dyn Lock>>,
 }
 
 impl Lease {
     /// Whether it protects: a file system without locks, or a step whose `.lease` is missing, gives one that does not.
     pub fn protects(&self) -> bool {
-        self._lock.is_some()
+        self.lock.is_some()
     }
 }
 
 /// Opens `parent/name` and leases it. `None`: no such directory.
-pub fn acquire(
-    parent: &dyn Dir,
-    name: &str,
-    clock: &dyn Clock,
-    patience: Duration,
-) -> Result<Option<(Arc<dyn Dir>, Lease)>> {
-    let start = clock.monotonic();
+pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Option<(Arc<dyn Dir>, Lease)>> {
+    let start = Instant::now();
     for _ in 0..TRIES {
         let dir = match parent.open_dir(name) {
             Ok(dir) => dir,
@@ -46,14 +40,14 @@ pub fn acquire(
         let lock = loop {
             match dir.try_lock(LEASE, LockKind::Shared, false) {
                 Ok(Some(lock)) => break Some(lock),
-                Ok(None) if clock.monotonic().saturating_sub(start) < patience => std::thread::sleep(PAUSE),
+                Ok(None) if start.elapsed() < patience => std::thread::sleep(PAUSE),
                 Ok(None) => {
                     return Err(Error::Timeout {
                         waited_for: format!(
                             "the lease of {}, which is being thinned or removed",
                             dir.path().display()
                         ),
-                        waited: clock.monotonic().saturating_sub(start),
+                        waited: start.elapsed(),
                     });
                 }
                 Err(error) if error.is_not_found() || is_without_locks(&error) => {
@@ -67,7 +61,7 @@ pub fn acquire(
             }
         };
         match parent.stat(name)? {
-            Some(stat) if stat.id == dir.id()? => return Ok(Some((dir, Lease { _lock: lock }))),
+            Some(stat) if stat.id == dir.id()? => return Ok(Some((dir, Lease { lock }))),
             // Replaced or retired between opening and locking: look again.
             Some(_) => {}
             None => return Ok(None),

@@ -82,7 +82,9 @@ impl Options {
     pub fn check(&self) -> Result<()> {
         self.save_policy.check()?;
         self.retention.check()?;
-        if self.block_bytes % 4096 != 0 || !stepwell_core::limits::BLOCK_BYTES.contains(&self.block_bytes) {
+        if !self.block_bytes.is_multiple_of(4096)
+            || !stepwell_core::limits::BLOCK_BYTES.contains(&self.block_bytes)
+        {
             return Err(Error::Invalid(format!(
                 "block_bytes={} must be a multiple of 4096 within {:?}",
                 self.block_bytes,

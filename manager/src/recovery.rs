@@ -71,7 +71,7 @@ pub fn mend(root: &dyn Dir, listing: &Listing, recovered: &mut Recovered) {
             Ok(true) => recovered.leases.push(found.name.clone()),
             Ok(false) => {}
             Err(error) => {
-                tracing::warn!(step = %found.name, %error, "a step could not be mended; it is left as it is")
+                tracing::warn!(step = %found.name, %error, "a step could not be mended; it is left as it is");
             }
         }
     }

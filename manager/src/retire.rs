@@ -146,7 +146,7 @@ impl Deleter {
             match builder.spawn(move || work(&shared)) {
                 Ok(handle) => *thread = Some(handle),
                 Err(error) => {
-                    tracing::warn!(%error, "no thread to delete with; the next writer finishes the trash")
+                    tracing::warn!(%error, "no thread to delete with; the next writer finishes the trash");
                 }
             }
         }

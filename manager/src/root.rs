@@ -10,7 +10,7 @@ use stepwell_core::limits::MAX_METADATA_BYTES;
 
 use crate::commit::aside::replace_file;
 use crate::directory_layout::{CONTROL, EPOCH, LOCK, METRICS, ROOT_JSON, control};
-use crate::environment::{Clock, Environment};
+use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::lease::is_without_locks;
 use crate::step_name::StepName;
@@ -19,8 +19,9 @@ const FORMAT_VERSION: u32 = 1;
 /// `root.json` holds the user's metadata and little else.
 const MAX_ROOT_JSON_BYTES: u64 = MAX_METADATA_BYTES + (64 << 10);
 const MAX_EPOCH_BYTES: u64 = 64 << 10;
-/// Another manager of the same process may be just closing.
-const LOCK_PATIENCE: Duration = Duration::from_millis(200);
+/// How often the lock is tried, and the pause in between: another manager of the same process may be just closing.
+const LOCK_TRIES: usize = 20;
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
 /// What `root.json` says.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -113,14 +114,13 @@ pub fn make_control(root: &dyn Dir) -> Result<()> {
 }
 
 /// Takes the writer's lock. `None`: this file system has none, and the caller said that it is the only writer.
-pub fn lock(root: &dyn Dir, take_over: bool, clock: &dyn Clock) -> Result<Option<Box<dyn Lock>>> {
-    let start = clock.monotonic();
+pub fn lock(root: &dyn Dir, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
+    let mut tries = LOCK_TRIES;
     loop {
+        tries -= 1;
         match root.try_lock(&control(LOCK), LockKind::Exclusive, true) {
             Ok(Some(lock)) => return Ok(Some(lock)),
-            Ok(None) if clock.monotonic().saturating_sub(start) < LOCK_PATIENCE => {
-                std::thread::sleep(Duration::from_millis(10));
-            }
+            Ok(None) if tries > 0 => std::thread::sleep(LOCK_PAUSE),
             Ok(None) => {
                 let owner = read_epoch(root).ok().flatten().map(|epoch| epoch.owner);
                 return Err(Error::Locked { root: root.path().to_owned(), owner });

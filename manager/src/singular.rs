@@ -1,7 +1,7 @@
 //! Singular checkpoints: one state under one path, by the same machine. The temporary is a sibling of the path.
 //!
-//! There is no root here, and no writer's lock: a temporary is guarded by an exclusive lock on its own `.lease`, so that whoever saves to the same path
-//! next can tell a dead writer's leftovers from a live one's.
+//! There is no root here, and no writer's lock. What a killed writer left can therefore not be told from what a live one is writing: it stays, under its own name, until
+//! someone who knows calls [`sweep`].
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -122,13 +122,17 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
             save.set_captured(true);
             Ok(save)
         }
+        // The flush failed first; its error is the save's outcome.
+        Err(stepwell_core::Error::Cancelled(_)) => {
+            save.set_captured(false);
+            Ok(save)
+        }
         Err(error) => {
             save.set_captured(false);
-            let outcome = save.wait(Some(options.stall_timeout));
-            Err(match (error, outcome.and_then(|outcome| outcome.error().cloned())) {
-                (stepwell_core::Error::Cancelled(_), Some(cause)) => Error::Earlier(cause),
-                (error @ stepwell_core::Error::Leaf { .. }, _) => error.into(),
-                (source, _) => Error::SaveFailed { step: request.step, source },
+            save.wait(Some(options.stall_timeout));
+            Err(match error {
+                error @ stepwell_core::Error::Leaf { .. } => error.into(),
+                source => Error::SaveFailed { step: request.step, source },
             })
         }
     }
@@ -144,10 +148,12 @@ pub fn sweep(path: &Path, environment: &Environment, is_dead: impl Fn(&str) -> b
     };
     let mut renames = Vec::new();
     for entry in parent.entries()? {
-        if let Some(OwnName::Temporary { label, session, .. }) = directory_layout::parse(&entry.name) {
-            if entry.kind == EntryKind::Dir && label == name && is_dead(&session) {
-                renames.push((entry.name, directory_layout::trash(&name, environment.rng.next_u128())));
-            }
+        if let Some(OwnName::Temporary { label, session, .. }) = directory_layout::parse(&entry.name)
+            && entry.kind == EntryKind::Dir
+            && label == name
+            && is_dead(&session)
+        {
+            renames.push((entry.name, directory_layout::trash(&name, environment.rng.next_u128())));
         }
     }
     aside::retire_all(&*parent, &renames)?;

@@ -62,9 +62,9 @@ pub(crate) struct Items {
 }
 
 /// Cuts a state into items, and its tensors into chunks.
-pub(crate) fn items(state: StateSource, chunks: &subchunk::Options) -> Result<Items> {
-    check(&state)?;
-    let plan_hash = plan_hash(&state);
+pub(crate) fn items(state: &StateSource, chunks: &subchunk::Options) -> Result<Items> {
+    check(state)?;
+    let plan_hash = plan_hash(state);
     let groups = groups(&state.tree);
     let mut plans = Vec::with_capacity(groups.len());
     let mut drafts = Vec::with_capacity(groups.len());
@@ -72,7 +72,7 @@ pub(crate) fn items(state: StateSource, chunks: &subchunk::Options) -> Result<It
     for (number, group) in groups.into_iter().enumerate() {
         let dir = format!("i{number}");
         let (tree, origins) = branch(&state.tree, &group.nodes);
-        let leaves = leaves(&state, &origins, chunks, &mut tensor_bytes)?;
+        let leaves = leaves(state, &origins, chunks, &mut tensor_bytes)?;
         drafts.push(DraftItem { dir: dir.clone(), name: group.name, top_level: group.top_level });
         plans.push(ItemPlan { dir, tree, leaves });
     }
@@ -94,29 +94,29 @@ fn check(state: &StateSource) -> Result<()> {
     }
     let mut seen = BTreeSet::new();
     for node in state.tree.nodes() {
-        if let Some(component) = &node.component {
-            if !seen.insert((node.parent, component)) {
-                let mut parent = state.tree.path(node.parent);
-                parent.0.push(component.clone());
-                return Err(stepwell_core::Error::Leaf {
-                    leaf: parent.to_string(),
-                    what: "two entries of one container have this path; rename one of them".to_owned(),
-                }
-                .into());
+        if let Some(component) = &node.component
+            && !seen.insert((node.parent, component))
+        {
+            let mut parent = state.tree.path(node.parent);
+            parent.0.push(component.clone());
+            return Err(stepwell_core::Error::Leaf {
+                leaf: parent.to_string(),
+                what: "two entries of one container have this path; rename one of them".to_owned(),
             }
+            .into());
         }
     }
     for (leaf, source) in state.leaves.iter().enumerate() {
-        if let LeafSource::Alias(of) = source {
-            if !matches!(
+        if let LeafSource::Alias(of) = source
+            && !matches!(
                 state.leaves.get(*of as usize),
                 Some(LeafSource::Tensor { .. } | LeafSource::Object(_))
-            ) {
-                return Err(Error::Invalid(format!(
-                    "`{}` is tied to leaf {of}, which holds no value of its own",
-                    state.tree.leaf_path(leaf as u32)
-                )));
-            }
+            )
+        {
+            return Err(Error::Invalid(format!(
+                "`{}` is tied to leaf {of}, which holds no value of its own",
+                state.tree.leaf_path(leaf as u32)
+            )));
         }
     }
     Ok(())
@@ -238,16 +238,12 @@ fn leaves(
     for (here, &origin) in (0_u32..).zip(origins) {
         let mut source = state.leaves.get(origin as usize);
         if let Some(LeafSource::Alias(of)) = source {
-            match stored.get(of) {
-                Some(&of) => {
-                    out.push(LeafPlan::Alias { of });
-                    continue;
-                }
-                None => {
-                    stored.insert(*of, here);
-                    source = state.leaves.get(*of as usize);
-                }
+            if let Some(&of) = stored.get(of) {
+                out.push(LeafPlan::Alias { of });
+                continue;
             }
+            stored.insert(*of, here);
+            source = state.leaves.get(*of as usize);
         }
         out.push(match source {
             Some(LeafSource::Tensor { dtype, shape, provider }) => {

@@ -1,6 +1,52 @@
-//! Python bindings: no policy, no format, no framework logic.
+//! Python bindings: no policy, no format, no framework logic. The package `stepwell` beside this crate is the public face; this module
+//! (`stepwell._core`) is what it calls.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`flatten`] [`values`] | a state → tree and leaves; object leaves ↔ values |
+//! | [`ingest`] | memory that Python owns; the only unsafe code |
+//! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
+//! | [`manager`] [`save_handle`] [`checkpoint`] [`matching`] [`options`] | the engine's types, as Python sees them |
+//! | [`events`] [`wait`] | what waits for the notifier thread; waits that answer signals |
 use pyo3::prelude::*;
 
+mod checkpoint;
+mod errors;
+mod events;
+mod flatten;
+mod hooks;
+mod ingest;
+mod manager;
+mod matching;
+mod options;
+mod save_handle;
+mod state;
+mod values;
+mod wait;
+
 /// The engine behind the package `stepwell`.
-#[pymodule]
-mod _core {}
+#[pymodule(gil_used = true)]
+mod _core {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::checkpoint::Checkpoint;
+    #[pymodule_export]
+    use crate::events::Events;
+    #[pymodule_export]
+    use crate::manager::{Held, Manager, add_metrics, engine_choice, list_steps, open_path, save_path};
+    #[pymodule_export]
+    use crate::save_handle::SaveHandle;
+    #[pymodule_export]
+    use crate::state::{State, flatten, is_plain};
+
+    /// Version of the package and its engine.
+    #[pymodule_export]
+    const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+    /// Names of all dtypes that the format knows.
+    #[pyfunction]
+    fn dtype_names() -> Vec<&'static str> {
+        stepwell_core::dtype::Dtype::ALL.iter().map(|dtype| dtype.name()).collect()
+    }
+}

@@ -11,7 +11,7 @@ use stepwell_core::io::{Dir, Disk, EntryKind, Rename, Transfer};
 use stepwell_core::sys::Buffer;
 use stepwell_core::{Error, Result};
 use stepwell_tests::crash::mutants::{Explained, Mutation, judge};
-use stepwell_tests::crash::{Explorer, Failure, Marks, Options, Profile, explore, explore_nested};
+use stepwell_tests::crash::{Explorer, Failure, Marks, Options, Profile, explore, explore_nested, sweep};
 
 /// How a save is broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -308,6 +308,73 @@ const EXPLAINED: &[Explained] = &[
         reason: "a temporary is no step, whether the one before was acknowledged or not",
     },
 ];
+
+fn prepared() -> SimDisk {
+    let disk = SimDisk::new();
+    disk.create_dir_all(Path::new("run")).unwrap();
+    disk.settle();
+    disk
+}
+
+fn two_saves(disk: &SimDisk) -> Result<()> {
+    let root = disk.open_dir(Path::new("run"))?;
+    save(disk, &*root, 1, Bug::None)?;
+    save(disk, &*root, 2, Bug::None)
+}
+
+/// A new process opens the root after a kill, and announces the newest step that it sees.
+fn reopen(disk: &SimDisk, syncs: bool) -> Result<()> {
+    let root = disk.open_dir(Path::new("run"))?;
+    if syncs {
+        recover(&*root)?;
+    }
+    let steps =
+        root.entries()?.into_iter().filter_map(|entry| entry.name.strip_prefix("step_")?.parse::<u64>().ok());
+    if let Some(newest) = steps.max() {
+        disk.mark(&format!("committed {newest}"));
+    }
+    Ok(())
+}
+
+#[test]
+fn after_a_kill_the_next_process_may_trust_only_what_it_has_synced() {
+    let explore_after = |syncs: bool| {
+        sweep::kills(
+            prepared,
+            |disk| drop(two_saves(disk)),
+            |disk| {
+                reopen(disk, syncs).map_err(|error| error.to_string())?;
+                explore(&disk.log(), &Options::default(), check)
+                    .map(drop)
+                    .map_err(|failure| failure.to_string())
+            },
+        )
+    };
+    let runs = explore_after(true).unwrap();
+    assert!(runs > 40, "{runs}");
+    let failure = explore_after(false).unwrap_err();
+    assert!(failure.contains("is lost"), "{failure}");
+}
+
+#[test]
+fn after_a_failed_operation_nothing_committed_is_lost_and_nothing_is_torn() {
+    for action in [Action::Fail(libc_eio()), Action::FailHalfway(28), Action::FailAfterwards(libc_eio())] {
+        for from_then_on in [false, true] {
+            let runs = sweep::failures(
+                action,
+                from_then_on,
+                prepared,
+                |disk| drop(two_saves(disk)),
+                |disk| {
+                    explore(&disk.log(), &Options::default(), check)
+                        .map(drop)
+                        .map_err(|failure| failure.to_string())
+                },
+            );
+            assert!(runs.unwrap_or_else(|failure| panic!("{failure}")) > 40);
+        }
+    }
+}
 
 #[test]
 fn a_mutant_without_a_state_of_its_own_is_called_equivalent() {

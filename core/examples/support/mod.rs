@@ -35,21 +35,20 @@ pub fn small() -> Vec<usize> {
     (0..20_000).map(|_| (1024.0 * 64_f64.powf(next())) as usize / 4 * 4).collect()
 }
 
-pub fn sources(sizes: &[usize]) -> Result<Vec<Arc<HostProvider>>> {
-    let make = |(i, &size): (usize, &usize)| {
-        let memory = vec![i as u8 | 1; size];
-        Ok(Arc::new(HostProvider::new(HostSource::owned(memory, 0, 4, &[size as u64 / 4], &[4])?)))
-    };
-    sizes.iter().enumerate().map(make).collect()
+/// Memory of the leaves, touched.
+pub fn sources(sizes: &[usize]) -> Vec<Arc<Vec<u8>>> {
+    sizes.iter().enumerate().map(|(i, &size)| Arc::new(vec![i as u8 | 1; size])).collect()
 }
 
-pub fn items(sources: &[Arc<HostProvider>], threads: usize) -> (Vec<ItemPlan>, SaveOptions) {
+/// What a save is given: made anew each time, as a save makes it.
+pub fn items(sources: &[Arc<Vec<u8>>], threads: usize) -> Result<(Vec<ItemPlan>, SaveOptions)> {
     let mut tree = Tree::new();
     let root = tree.push_container(None, None, ContainerKind::Dict);
     let mut leaves = Vec::with_capacity(sources.len());
-    for (i, provider) in sources.iter().enumerate() {
+    for (i, memory) in sources.iter().enumerate() {
         tree.push_leaf(Some(root), Some(Component::Key(format!("layers.{i}.weight").into())));
-        let elements = provider.source().shape()[0];
+        let elements = memory.len() as u64 / 4;
+        let source = HostSource::owned(Arc::clone(memory), 0, 4, &[elements], &[4])?;
         let step = CHUNK as u64 / 4;
         let chunks = (0..elements).step_by(CHUNK / 4).map(|start| {
             let region = Region { offset: vec![start], extent: vec![step.min(elements - start)] };
@@ -59,11 +58,11 @@ pub fn items(sources: &[Arc<HostProvider>], threads: usize) -> (Vec<ItemPlan>, S
             dtype: Dtype::Float32,
             shape: vec![elements],
             chunks: chunks.collect(),
-            provider: Arc::clone(provider) as _,
+            provider: Arc::new(HostProvider::new(source)),
         });
     }
     let item = ItemPlan { dir: "i0".into(), tree, leaves };
-    (vec![item], SaveOptions { file_ids: vec![1], capture_threads: threads, ..SaveOptions::default() })
+    Ok((vec![item], SaveOptions { file_ids: vec![1], capture_threads: threads, ..SaveOptions::default() }))
 }
 
 /// The median and the least.

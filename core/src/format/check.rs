@@ -105,9 +105,7 @@ fn check_files(files: &[FileRecord]) -> Checked {
 }
 
 fn check_tree(tree: &Tree) -> Checked {
-    // Containers from the root to where the walk is, each with the length of its path.
-    let mut open: Vec<(u32, u64)> = Vec::new();
-    let mut siblings: HashSet<(u32, Sibling<'_>)> = HashSet::with_capacity(tree.nodes().len());
+    let mut open: Vec<Open<'_>> = Vec::new();
     let mut type_names = 0;
     for (number, node) in tree.nodes().iter().enumerate() {
         let number = number as u32;
@@ -118,21 +116,21 @@ fn check_tree(tree: &Tree) -> Checked {
             None => return Err(fault("a node other than the root has no name")),
             Some(_) if number == 0 => return Err(fault("the root has a name")),
             Some(component) => {
-                while open.last().is_some_and(|&(container, _)| container != node.parent) {
+                while open.last().is_some_and(|container| container.node != node.parent) {
                     open.pop();
                 }
-                let Some(&(_, parent_bytes)) = open.last() else {
+                let Some(container) = open.last_mut() else {
                     return Err(fault("its parent is no container that is open where it stands"));
                 };
-                path_bytes = parent_bytes + component_bytes(component);
+                path_bytes = container.path_bytes + component_bytes(component);
                 limit("the length of a leaf path in bytes", path_bytes, MAX_LEAF_PATH_BYTES)?;
-                if !siblings.insert((node.parent, Sibling::of(component))) {
+                if !container.children.insert(Sibling::of(component)) {
                     return Err(fault("it stands twice in its container"));
                 }
             }
         }
         if let NodeKind::Container(kind) = &node.kind {
-            open.push((number, path_bytes));
+            open.push(Open { node: number, path_bytes, children: HashSet::new() });
             limit("the nesting of containers", open.len() as u64, MAX_DEPTH)?;
             type_names += check_kind(kind)?;
             limit("the size of all type names in bytes", type_names, MAX_TYPE_NAME_BYTES)?;
@@ -142,6 +140,13 @@ fn check_tree(tree: &Tree) -> Checked {
         }
     }
     Ok(())
+}
+
+/// A container on the way from the root to where the walk is.
+struct Open<'a> {
+    node: u32,
+    path_bytes: u64,
+    children: HashSet<Sibling<'a>>,
 }
 
 /// What must differ among the children of a container: how they render. A key `a` and a field `a` would be one path.

@@ -133,7 +133,9 @@ impl Encoder {
         encodings.sort_unstable();
         out.push(tag);
         put_varint(values.len() as u64, out);
-        encodings.iter().for_each(|encoding| out.extend_from_slice(encoding));
+        for encoding in &encodings {
+            out.extend_from_slice(encoding);
+        }
         Ok(())
     }
 }

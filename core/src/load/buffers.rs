@@ -131,7 +131,9 @@ mod tests {
         // The other half of its mapping.
         assert_eq!(buffers.idle_bytes(), 1 << 20);
         let many: Vec<_> = (0..5).map(|_| buffers.take(16 << 20).unwrap()).collect();
-        many.into_iter().for_each(|buffer| buffers.give(buffer));
+        for buffer in many {
+            buffers.give(buffer);
+        }
         assert!((KEEP_BYTES - (16 << 20)..=KEEP_BYTES).contains(&buffers.idle_bytes()));
     }
 

@@ -41,9 +41,11 @@ pub(super) struct Knobs {
     pub(super) opened: AtomicUsize,
 }
 
+type Content = Arc<Mutex<Vec<u8>>>;
+
 #[derive(Clone, Debug)]
 pub(super) struct MemoryDisk {
-    files: Arc<Mutex<HashMap<String, Arc<Mutex<Vec<u8>>>>>>,
+    files: Arc<Mutex<HashMap<String, Content>>>,
     pub(super) knobs: Arc<Knobs>,
     choice: EngineChoice,
 }
@@ -150,7 +152,7 @@ impl Dir for MemoryDisk {
 
 struct MemoryFile {
     path: PathBuf,
-    bytes: Arc<Mutex<Vec<u8>>>,
+    bytes: Content,
     knobs: Arc<Knobs>,
 }
 
@@ -200,10 +202,18 @@ impl File for MemoryFile {
     }
 }
 
+struct Waiting {
+    file: Arc<dyn File>,
+    offset: u64,
+    len: usize,
+    buffer: Buffer,
+    token: u64,
+}
+
 struct MemoryQueue {
     knobs: Arc<Knobs>,
     depth: usize,
-    waiting: Vec<(Arc<dyn File>, u64, usize, Buffer, u64)>,
+    waiting: Vec<Waiting>,
 }
 
 impl Queue for MemoryQueue {
@@ -217,7 +227,10 @@ impl Queue for MemoryQueue {
         token: u64,
     ) {
         assert!(self.waiting.len() < self.depth, "more than `depth` transfers");
-        assert!(offset % 4096 == 0 && len % 4096 == 0 && len <= buffer.len(), "an unaligned transfer");
+        assert!(
+            offset.is_multiple_of(4096) && len.is_multiple_of(4096) && len <= buffer.len(),
+            "an unaligned transfer"
+        );
         let counter = match how {
             Transfer::Read => &self.knobs.direct_reads,
             Transfer::ReadCached => &self.knobs.cached_reads,
@@ -225,7 +238,7 @@ impl Queue for MemoryQueue {
         };
         counter.fetch_add(1, Ordering::SeqCst);
         self.knobs.in_flight.fetch_add(1, Ordering::SeqCst);
-        self.waiting.push((Arc::clone(file), offset, len, buffer, token));
+        self.waiting.push(Waiting { file: Arc::clone(file), offset, len, buffer, token });
     }
 
     fn complete(&mut self, timeout: Duration) -> Option<Completion> {
@@ -237,7 +250,7 @@ impl Queue for MemoryQueue {
             return None;
         }
         // Out of order, as real queues answer.
-        let (file, offset, len, mut buffer, token) = self.waiting.remove(self.waiting.len() / 2);
+        let Waiting { file, offset, len, mut buffer, token } = self.waiting.remove(self.waiting.len() / 2);
         self.knobs.in_flight.fetch_sub(1, Ordering::SeqCst);
         let file = file.as_any().downcast_ref::<MemoryFile>().unwrap();
         let result = file.is_bad(offset, len).map(|()| file.copy(offset, &mut buffer[..len]));

@@ -19,10 +19,13 @@ use crate::provider::{Fill, Ticket};
 use crate::staging::{Door, Filled, Filling, Free, Full, Pending, Slot, StagingPool, Task, Waited};
 use crate::{Error, Result};
 
-/// A filled window on its way to the flush.
-pub(super) struct Captured {
-    pub window: usize,
-    pub slot: Slot<Full>,
+/// What goes from the capture to the flush.
+pub(super) enum Message {
+    /// A filled window.
+    Window(usize, Slot<Full>),
+    /// The capture is over. The plan and its providers are no longer needed, but taking 20 000 of them apart takes milliseconds, which the caller need not
+    /// wait for.
+    Over(Box<Windows>),
 }
 
 /// What [`Capture::new`] is made of.
@@ -30,7 +33,7 @@ pub(super) struct Parts {
     pub windows: Windows,
     /// For messages.
     pub indexes: Arc<Vec<Index>>,
-    pub sender: Sender<Captured>,
+    pub sender: Sender<Message>,
     pub link: Arc<Link>,
     pub pool: Arc<StagingPool>,
     pub progress: Arc<Progress>,
@@ -52,44 +55,58 @@ pub struct CaptureStats {
 
 /// The half that copies. Dropping it cancels the save.
 pub struct Capture {
-    job: Arc<Job>,
+    /// `None` once it has run.
+    job: Option<Arc<Job>>,
+    link: Arc<Link>,
+    progress: Arc<Progress>,
+    slots: usize,
 }
 
 impl Capture {
     pub(super) fn new(parts: Parts) -> Self {
+        let (link, progress) = (Arc::clone(&parts.link), Arc::clone(&parts.progress));
+        let slots = parts.windows.windows.len();
         let job = Job { parts, next: AtomicUsize::new(0), error: Mutex::new(None), door: Arc::default() };
-        Self { job: Arc::new(job) }
+        Self { job: Some(Arc::new(job)), link, progress, slots }
     }
 
     /// The save's counters.
     pub fn progress(&self) -> Arc<Progress> {
-        Arc::clone(&self.job.parts.progress)
+        Arc::clone(&self.progress)
     }
 
     /// Slots that would hold the whole save, so that this never waits for the disk.
     pub fn slots(&self) -> usize {
-        self.job.parts.windows.windows.len()
+        self.slots
     }
 
     /// Copies everything, on this thread and on helpers; returns when every byte is in a slot (or in a file already), and the sources may change.
     /// [`Error::Cancelled`] if the flush has failed or was dropped; [`Error::Timeout`] if no slot has come back for the stall timeout. When this
-    /// returns, whatever the outcome, nothing reads the sources any more, and the providers have been dropped.
-    pub fn run(self) -> Result<CaptureStats> {
+    /// returns, whatever the outcome, nothing reads the sources any more. The providers are dropped soon after, on the flush's thread (or here,
+    /// if that has ended), and at the latest before `Flush::run` returns.
+    pub fn run(mut self) -> Result<CaptureStats> {
         let started = Instant::now();
-        let job = Arc::clone(&self.job);
+        let Some(job) = self.job.take() else {
+            return Err(Error::Misuse("a capture runs once".into()));
+        };
         let parts = &job.parts;
         let threads = parts.options.capture_threads.min(parts.windows.windows.len());
-        let task: Arc<dyn Task> = Arc::clone(&self.job) as Arc<dyn Task>;
+        let task: Arc<dyn Task> = Arc::clone(&job) as Arc<dyn Task>;
         parts.pool.help(threads.saturating_sub(1), &task);
         drop(task);
         job.work();
         job.door.close();
-        parts.progress.captured_since(started);
         let error = job.error.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(error) = error.or_else(|| parts.link.cancelled()) {
+        // All helpers have left, and none comes in any more: this is the only handle.
+        if let Some(Job { parts, .. }) = Arc::into_inner(job) {
+            // Where the flush has ended, this comes back and is dropped here.
+            let _ = parts.sender.send(Message::Over(Box::new(parts.windows)));
+        }
+        self.progress.captured_since(started);
+        if let Some(error) = error.or_else(|| self.link.cancelled()) {
             return Err(error);
         }
-        let stats = parts.progress.snapshot();
+        let stats = self.progress.snapshot();
         Ok(CaptureStats {
             bytes: stats.captured_bytes,
             seconds: started.elapsed().as_secs_f64(),
@@ -101,8 +118,8 @@ impl Capture {
 
 impl Drop for Capture {
     fn drop(&mut self) {
-        if self.job.next.load(Ordering::Relaxed) < self.job.parts.windows.windows.len() {
-            self.job.parts.link.stop("the capture was dropped before it was complete");
+        if self.job.is_some() {
+            self.link.stop("the capture was dropped before it was complete");
         }
     }
 }
@@ -205,7 +222,7 @@ impl Worker<'_> {
         let parts = &self.job.parts;
         let bytes = parts.windows.windows.get(window).map_or(0, |window| window.len);
         parts.progress.captured(bytes);
-        if parts.sender.send(Captured { window, slot }).is_err() {
+        if parts.sender.send(Message::Window(window, slot)).is_err() {
             return Err(parts
                 .link
                 .cancelled()

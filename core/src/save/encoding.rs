@@ -1,9 +1,9 @@
-//! Stands in for `format::object` until that is there.
+//! How objects become bytes.
 
 use crate::Result;
+use crate::format::object as format;
 use crate::value::Value;
 
-#[expect(clippy::unnecessary_wraps, reason = "the real one can fail")]
 pub(super) fn object(value: &Value) -> Result<Vec<u8>> {
-    Ok(format!("{value:?}").into_bytes())
+    format::encode(value)
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crossbeam_channel::Receiver;
 
-use super::capture::Captured;
+use super::capture::Message;
 use super::link::Link;
 use super::plan::PlannedItem;
 use super::progress::Progress;
@@ -23,7 +23,7 @@ pub(super) struct Parts {
     pub items: Vec<PlannedItem>,
     pub windows: Vec<Window>,
     pub indexes: Arc<Vec<Index>>,
-    pub receiver: Receiver<Captured>,
+    pub receiver: Receiver<Message>,
     pub link: Arc<Link>,
     pub pool: Arc<StagingPool>,
     pub progress: Arc<Progress>,

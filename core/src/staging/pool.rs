@@ -14,7 +14,8 @@ use super::slot::{Free, Lease, Slot};
 use crate::sys::{Birth, Buffer, Mapping};
 use crate::{Error, Result};
 
-/// Bytes of a slot where nobody asks for another size. Measured: see `docs/decisions`.
+/// Bytes of a slot where nobody asks for another size. From 2 to 16 MiB captures are equally fast; a write of this size keeps a disk busy with few in flight, and
+/// the first one starts after a fraction of a millisecond of copying.
 pub const DEFAULT_SLOT_BYTES: usize = 8 << 20;
 
 /// Bytes of one mapping: engines register mappings, which may be at most 1 GiB each, and a process grows its pool in steps.
@@ -270,3 +271,6 @@ impl Shared {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

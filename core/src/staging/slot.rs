@@ -7,6 +7,49 @@
 //!
 //! Only a `Filling` slot can be written to, only a `Full` one launched, only once; memory in flight is not reachable. Whatever is dropped goes back to
 //! the pool, except what a device may still write to: that comes back when its fence has been passed.
+//!
+//! Misuse does not compile. A slot that is not being filled cannot be written to:
+//!
+//! ```compile_fail,E0599
+//! # let pool = stepwell_core::staging::StagingPool::new(1, 4096)?;
+//! let mut slot = pool.try_acquire()?.unwrap();
+//! slot.part(0, 1)?; // it was not begun
+//! # Ok::<(), stepwell_core::Error>(())
+//! ```
+//!
+//! nor one that was finished, since finishing takes it:
+//!
+//! ```compile_fail,E0382
+//! # let pool = stepwell_core::staging::StagingPool::new(1, 4096)?;
+//! let mut slot = pool.try_acquire()?.unwrap().begin();
+//! let filled = slot.finish(Vec::new());
+//! slot.part(0, 1)?;
+//! # Ok::<(), stepwell_core::Error>(())
+//! ```
+//!
+//! nor can one be written to disk before everything is there, or be read while it is with a queue:
+//!
+//! ```compile_fail,E0599
+//! # let pool = stepwell_core::staging::StagingPool::new(1, 4096)?;
+//! let slot = pool.try_acquire()?.unwrap().begin();
+//! slot.launch()?; // not finished
+//! # Ok::<(), stepwell_core::Error>(())
+//! ```
+//!
+//! The way through:
+//!
+//! ```
+//! # let pool = stepwell_core::staging::StagingPool::new(1, 4096)?;
+//! use stepwell_core::staging::Filled;
+//! let mut slot = pool.try_acquire()?.unwrap().begin();
+//! slot.part(0, 3)?.copy_from_slice(b"abc");
+//! let Filled::Full(slot) = slot.finish(Vec::new()) else { panic!("no fence, nothing pending") };
+//! let (buffer, slot) = slot.launch()?;
+//! // … a queue writes `buffer` and gives it back …
+//! let slot = slot.land(buffer)?;
+//! assert_eq!(&slot.bytes()[..3], b"abc");
+//! # Ok::<(), stepwell_core::Error>(())
+//! ```
 
 use std::mem;
 use std::sync::Arc;

@@ -1,6 +1,7 @@
 //! A strided array in host memory that somebody else owns, as a source of bytes.
 
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use super::{copy, stream};
 use crate::copy::gather;
@@ -21,7 +22,7 @@ pub struct HostSource {
     bytes: u64,
     contiguous: bool,
     /// The memory, where it is this value's own.
-    owned: Option<Box<[u8]>>,
+    owned: Option<Arc<Vec<u8>>>,
 }
 
 // SAFETY: reading memory has no thread affinity, and `new` demands that it may be read for as long as this lives.
@@ -76,15 +77,15 @@ impl HostSource {
         })
     }
 
-    /// An array in memory that it owns: the element at index zero starts at byte `first` of `memory`. [`Error::Misuse`] where an element would lie outside.
+    /// An array in memory that it owns, alone or with others: the element at index zero starts at byte `first` of `memory`. [`Error::Misuse`] where an element would lie outside.
     pub fn owned(
-        memory: Vec<u8>,
+        memory: impl Into<Arc<Vec<u8>>>,
         first: usize,
         itemsize: usize,
         shape: &[u64],
         strides: &[i64],
     ) -> Result<Self> {
-        let memory = memory.into_boxed_slice();
+        let memory: Arc<Vec<u8>> = memory.into();
         if !reach(itemsize, shape, strides).is_some_and(|(low, high)| {
             // The bytes of a slice always fit an i64.
             let (first, end) = (first as i64, memory.len() as i64);
@@ -97,7 +98,7 @@ impl HostSource {
                 memory.len()
             )));
         }
-        // SAFETY: all elements lie in `memory`, which the value keeps, and to which nobody else can write.
+        // SAFETY: all elements lie in `memory`, which the value keeps, and to which nobody can write while it is shared so.
         let mut source = unsafe { Self::new(memory.as_ptr().wrapping_add(first), itemsize, shape, strides)? };
         source.owned = Some(memory);
         Ok(source)
@@ -105,7 +106,7 @@ impl HostSource {
 
     /// The memory, where it is the value's own.
     pub fn memory(&self) -> Option<&[u8]> {
-        self.owned.as_deref()
+        self.owned.as_deref().map(Vec::as_slice)
     }
 
     /// Elements along each dimension.

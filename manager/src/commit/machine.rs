@@ -262,7 +262,6 @@ impl Machine {
             }
             (State::Gathering { progress }, Event::Votes(votes)) => self.gather(progress, votes, now),
             (State::Recording(actions), Event::Done) => self.record(actions),
-            (State::Recording(_), Event::Failed(error)) => self.abort(self.failed(error)),
             (State::Fencing, Event::Fence(None)) => self.before_rename(),
             (State::Fencing, Event::Fence(Some(owner))) => {
                 let error = Error::Locked { root: self.draft.root.clone(), owner: Some(owner) };
@@ -286,10 +285,11 @@ impl Machine {
                 self.to(State::Settling { exchange, error }, look)
             }
             (State::Settling { exchange, error }, Event::Stands(stands)) => self.settle(exchange, error, stands),
-            // Nothing can be learnt: it may or may not stand there. Nothing is touched.
-            (State::Settling { error, .. }, Event::Failed(_)) => self.end(Verdict::Uncertain(error)),
+            // Nothing can be learnt, or it stands there and may not last: nothing is touched.
+            (State::Settling { error, .. }, Event::Failed(_)) | (State::Syncing { .. }, Event::Failed(error)) => {
+                self.end(Verdict::Uncertain(error))
+            }
             (State::Quarantining, Event::Done) => self.rename(false),
-            (State::Syncing { .. }, Event::Failed(error)) => self.end(Verdict::Uncertain(error)),
             (State::Syncing { exchange: false }, Event::Done) => self.end(Verdict::Committed { replaced: None }),
             (State::Syncing { exchange: true }, Event::Done) => {
                 let (from, to) = (self.plan.temporary.clone(), self.plan.trash.clone());

@@ -42,7 +42,7 @@ impl Manager {
             (names(options.step_name.clone(), info.as_ref()), info)
         } else {
             root::make_control(&*directory)?;
-            state.lock = root::lock(&*directory, options.take_over, &*environment.clock)?;
+            state.lock = root::lock(&*directory, options.take_over)?;
             directory.sync()?;
             root::take_epoch(&*directory, &session)?;
             let names = names(options.step_name.clone(), root::read_info(&*directory)?.as_ref());

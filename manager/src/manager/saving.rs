@@ -92,22 +92,24 @@ impl Manager {
                 save.set_captured(true);
                 Ok(save)
             }
-            Err(error) => {
-                // The flush ends by itself; where it was the cause, its error is the better one.
+            // The flush failed first; its error is the save's outcome, and told as every failure in the background is.
+            Err(stepwell_core::Error::Cancelled(_)) => {
                 save.set_captured(false);
-                let outcome = save.wait(Some(inner.options.stall_timeout));
-                match (error, outcome.and_then(|outcome| outcome.error().cloned())) {
-                    (stepwell_core::Error::Cancelled(_), Some(cause)) => Err(Error::Earlier(cause)),
-                    (error, _) => {
-                        save.acknowledge();
-                        Err(match error {
-                            error @ (stepwell_core::Error::Leaf { .. } | stepwell_core::Error::Forked(_)) => {
-                                error.into()
-                            }
-                            source => Error::SaveFailed { step: request.step, source },
-                        })
-                    }
+                Ok(save)
+            }
+            Err(error) => {
+                save.set_captured(false);
+                // The caller has the cause; the flush that was cancelled by it ends by itself.
+                let ended = save.wait(Some(inner.options.stall_timeout));
+                if ended.is_none() {
+                    save.acknowledge();
                 }
+                Err(match error {
+                    error @ (stepwell_core::Error::Leaf { .. } | stepwell_core::Error::Forked(_)) => {
+                        error.into()
+                    }
+                    source => Error::SaveFailed { step: request.step, source },
+                })
             }
         }
     }
@@ -285,13 +287,17 @@ fn cut_options(options: &Options) -> subchunk::Options {
 }
 
 /// Plans a save: items, chunks, both halves of the pipeline. Every check of the user's data is in here; nothing is written.
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "the plan holds the providers from here on, and lets go of them early"
+)]
 pub(crate) fn job_parts(
     environment: &Environment,
     options: &Options,
     pool: &Arc<StagingPool>,
     state: StateSource,
 ) -> Result<(Draft, Capture, Flush)> {
-    let items = state::items(state, &cut_options(options))?;
+    let items = state::items(&state, &cut_options(options))?;
     // Planning, headers and footers come on top of the tensors.
     pool_for(pool, options, items.tensor_bytes)?;
     let mut save_options = SaveOptions {
@@ -313,13 +319,11 @@ pub(crate) fn job_parts(
 /// Makes sure that there is staging memory for a state of so many bytes: all of it where that is allowed, and two slots at least.
 fn pool_for(pool: &Arc<StagingPool>, options: &Options, state_bytes: u64) -> Result<()> {
     let slot = pool.slot_bytes() as u64;
-    let wanted = match options.staging_bytes {
-        Some(bytes) => bytes,
-        None => {
-            let whole =
-                state_bytes.saturating_add(4 << 20).div_ceil(slot).saturating_add(1).saturating_mul(slot);
-            whole.min(free_memory() / 4)
-        }
+    let wanted = if let Some(bytes) = options.staging_bytes {
+        bytes
+    } else {
+        let whole = state_bytes.saturating_add(4 << 20).div_ceil(slot).saturating_add(1).saturating_mul(slot);
+        whole.min(free_memory() / 4)
     };
     let bytes =
         usize::try_from(wanted.max(2 * slot)).map_err(|_| Error::Invalid("staging_bytes".to_owned()))?;

@@ -273,6 +273,7 @@ impl Retention {
             Self::KeepNewerThan { seconds } => {
                 for candidate in sorted {
                     // A clock that was set back makes a step younger, never older: nothing is deleted too early.
+                    #[expect(clippy::cast_precision_loss, reason = "a microsecond more or less is no age")]
                     let age = (now.saturating_sub(candidate.committed_unix_ns)) as f64 / 1e9;
                     if age < *seconds {
                         keep(votes, candidate.step, Items::All, format!("keep_newer_than({seconds} s)"));

@@ -103,7 +103,7 @@ fn a_step_with_nothing_left_to_thin_is_left_alone_and_one_with_nothing_to_keep_g
 fn age_is_measured_from_the_commit_and_a_clock_set_back_deletes_nothing() {
     let mut all = steps(0..4);
     for candidate in &mut all {
-        candidate.committed_unix_ns = (candidate.step as i64) * 1_000_000_000;
+        candidate.committed_unix_ns = i64::try_from(candidate.step).unwrap() * 1_000_000_000;
     }
     let retention = Retention::KeepNewerThan { seconds: 2.0 };
     let at = |now| retention.plan(&all, now).unwrap().kept().collect::<Vec<_>>();

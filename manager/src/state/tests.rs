@@ -15,6 +15,7 @@ fn tensor() -> LeafSource {
     LeafSource::Tensor { dtype: Dtype::Uint8, shape: vec![4], provider: Arc::new(Nothing) }
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "what a tree takes")]
 fn key(name: impl Into<String>) -> Option<Component> {
     Some(Component::Key(name.into().into()))
 }
@@ -38,7 +39,8 @@ fn state(leaves: Vec<LeafSource>) -> StateSource {
 
 #[test]
 fn containers_are_items_and_loose_leaves_share_one() {
-    let items = items(state(vec![tensor(), tensor(), tensor(), tensor()]), &subchunk::Options::HOST).unwrap();
+    let items =
+        items(&state(vec![tensor(), tensor(), tensor(), tensor()]), &subchunk::Options::HOST).unwrap();
     assert_eq!(names(&items), ["a", ".", "b"]);
     let positions: Vec<Vec<u64>> =
         items.drafts.iter().map(|item| item.top_level.iter().map(|entry| entry.position).collect()).collect();
@@ -51,7 +53,7 @@ fn containers_are_items_and_loose_leaves_share_one() {
 #[test]
 fn a_tie_within_an_item_is_stored_once_and_one_between_items_twice() {
     let leaves = vec![tensor(), tensor(), LeafSource::Alias(0), LeafSource::Alias(1)];
-    let items = items(state(leaves), &subchunk::Options::HOST).unwrap();
+    let items = items(&state(leaves), &subchunk::Options::HOST).unwrap();
     assert!(matches!(items.plans[1].leaves[1], LeafPlan::Alias { of: 0 }));
     assert!(matches!(items.plans[2].leaves[0], LeafPlan::Tensor { .. }));
     assert_eq!(items.tensor_bytes, 12);
@@ -68,7 +70,7 @@ fn many_containers_or_other_keys_make_one_item() {
             tree.push_leaf(Some(parent), key("w"));
         }
         let leaves = (0..count).map(|_| tensor()).collect();
-        let items = items(StateSource { tree, leaves }, &subchunk::Options::HOST).unwrap();
+        let items = items(&StateSource { tree, leaves }, &subchunk::Options::HOST).unwrap();
         assert_eq!(items.drafts.len(), expected, "{count} {integer}");
     }
 }
@@ -77,12 +79,12 @@ fn many_containers_or_other_keys_make_one_item() {
 fn a_state_that_is_one_leaf_or_an_empty_container_is_one_item() {
     let mut tree = Tree::new();
     tree.push_leaf(None, None);
-    let one = items(StateSource { tree, leaves: vec![tensor()] }, &subchunk::Options::HOST).unwrap();
+    let one = items(&StateSource { tree, leaves: vec![tensor()] }, &subchunk::Options::HOST).unwrap();
     assert_eq!(names(&one), ["."]);
     assert_eq!(one.plans[0].leaves.len(), 1);
     let mut tree = Tree::new();
     tree.push_container(None, None, ContainerKind::Dict);
-    let empty = items(StateSource { tree, leaves: vec![] }, &subchunk::Options::HOST).unwrap();
+    let empty = items(&StateSource { tree, leaves: vec![] }, &subchunk::Options::HOST).unwrap();
     assert_eq!(names(&empty), ["."]);
 }
 
@@ -92,18 +94,18 @@ fn colliding_entries_and_bad_ties_are_refused_by_path() {
     tree.push_container(None, None, ContainerKind::Dict);
     tree.push_leaf(Some(0), key("x"));
     tree.push_leaf(Some(0), key("x"));
-    let error = items(StateSource { tree, leaves: vec![tensor(), tensor()] }, &subchunk::Options::HOST)
+    let error = items(&StateSource { tree, leaves: vec![tensor(), tensor()] }, &subchunk::Options::HOST)
         .err()
         .unwrap();
     assert_eq!(error.kind(), "unsupported_leaf");
     assert!(error.to_string().contains("`x`"), "{error}");
     let leaves = vec![tensor(), LeafSource::Alias(2), LeafSource::Alias(1), tensor()];
-    assert!(items(state(leaves), &subchunk::Options::HOST).is_err());
+    assert!(items(&state(leaves), &subchunk::Options::HOST).is_err());
 }
 
 #[test]
 fn the_plan_hash_tells_structures_apart_and_not_values() {
-    let hash = |leaves| items(state(leaves), &subchunk::Options::HOST).unwrap().plan_hash;
+    let hash = |leaves| items(&state(leaves), &subchunk::Options::HOST).unwrap().plan_hash;
     let base = hash(vec![tensor(), tensor(), tensor(), LeafSource::Object(Value::Int(1))]);
     assert_eq!(base, hash(vec![tensor(), tensor(), tensor(), LeafSource::Object(Value::Int(2))]));
     assert_ne!(base, hash(vec![tensor(), tensor(), tensor(), tensor()]));

@@ -323,6 +323,7 @@ impl Matching<'_> {
             top_level: top_level.iter().map(PathText::as_bytes).collect(),
             everything: false,
         };
+        let mut last_top: &[u8] = &[];
         for (w, wanted) in self.wanted.iter().enumerate() {
             let text = wanted_texts.get(w);
             targets.by_text.entry(text).or_insert(w);
@@ -330,7 +331,12 @@ impl Matching<'_> {
                 targets.branches.entry(text).or_insert(w);
             }
             match crate::glob::components(text).next() {
-                Some(top) => drop(targets.top_level.insert(top)),
+                // Leaves of one entry stand together: most have the top of the one before.
+                Some(top) if top == last_top => {}
+                Some(top) => {
+                    targets.top_level.insert(top);
+                    last_top = top;
+                }
                 None => targets.everything = true,
             }
         }

@@ -14,6 +14,8 @@
 //! their children ([`space`]); what is not reachable from the root plays no part. Beyond the cap, all pairs of choices and seeded samples
 //! ([`sample`]); the report counts such cuts. States are told apart by hash, together with the marks.
 //!
+//! **Kills** ([`sweep`]): `kill -9` leaves what was not synced to the next process, and only then comes the power cut.
+//!
 //! **Mutants** ([`mutants`]) check the checker.
 
 pub mod marks;
@@ -23,6 +25,7 @@ pub mod mutants;
 mod oracle;
 mod sample;
 mod space;
+pub mod sweep;
 
 use std::collections::HashSet;
 use std::fmt;

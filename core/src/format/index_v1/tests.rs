@@ -127,7 +127,7 @@ fn any_shape() -> impl Strategy<Value = Shape> {
                 let component = match sort {
                     0 => Component::Key(name.into()),
                     1 => Component::Field(name.into()),
-                    2 => Component::Int(-(place as i64) - 1),
+                    2 => Component::Int(-i64::from(place as u32) - 1),
                     _ => Component::Index(place as u32),
                 };
                 let mut rendered = String::from("x");
@@ -249,7 +249,7 @@ proptest! {
         prop_assert_eq!(file.crc, crc32c(&file.bytes));
         prop_assert_eq!(&read(&file.bytes).unwrap(), &index);
         prop_assert_eq!(&encode(&index).unwrap(), &file, "the encoding is not deterministic");
-        let paged = encode_paged(&index, Paging { leaves, bytes }).unwrap();
+        let paged = encode_paged(&index, Paging { bytes, leaves }).unwrap();
         prop_assert_eq!(&read(&paged.bytes).unwrap(), &index);
     }
 
@@ -678,15 +678,17 @@ fn many_leaves_make_pages_of_about_a_mebibyte() {
 fn encode_and_decode_speed() {
     for leaves in [20_000, 100_000] {
         let index = large(leaves);
-        for _ in 0..3 {
+        let (mut encoded, mut decoded, mut bytes) = (std::time::Duration::MAX, std::time::Duration::MAX, 0);
+        for _ in 0..15 {
             let start = std::time::Instant::now();
             let file = encode(&index).unwrap();
-            let encoded = start.elapsed();
+            encoded = encoded.min(start.elapsed());
             let start = std::time::Instant::now();
             let again = read(&file.bytes).unwrap();
-            let decoded = start.elapsed();
-            println!("{leaves} leaves: {} bytes, encode {encoded:?}, decode {decoded:?}", file.bytes.len());
+            decoded = decoded.min(start.elapsed());
             assert_eq!(again.leaves.len(), index.leaves.len());
+            bytes = file.bytes.len();
         }
+        println!("{leaves} leaves, {bytes} bytes: encode {encoded:?}, decode {decoded:?} (best of 15)");
     }
 }

@@ -1,5 +1,11 @@
 //! What a clip promises: every byte of the copy that the window holds, each once, at its place.
 
+#![expect(
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "the numbers of these tests are small"
+)]
+
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;

@@ -23,7 +23,7 @@ const SHAPE: [u64; 2] = [300, 500];
 
 fn tensor(seed: u64, cut: u64) -> LeafPlan {
     let bytes = pattern(seed, SHAPE[0] * SHAPE[1] * 4);
-    let source = HostSource::owned(bytes, 0, 4, &SHAPE, &[SHAPE[1] as i64 * 4, 4]).unwrap();
+    let source = HostSource::owned(bytes, 0, 4, &SHAPE, &[SHAPE[1].cast_signed() * 4, 4]).unwrap();
     let chunks = [(0, cut), (cut, SHAPE[1] - cut)].into_iter().filter(|(_, extent)| *extent > 0).map(
         |(at, extent)| {
             let region = Region { offset: vec![0, at], extent: vec![SHAPE[0], extent] };
@@ -100,7 +100,7 @@ fn plan(index: &Index, leaf: u32, strides: [u64; 2]) -> ReadPlan {
             itemsize: size as u32,
             dst: 0,
             dst_offset: region.offset.iter().zip(&strides).map(|(o, s)| o * s * size).sum(),
-            dst_strides: strides.iter().map(|&s| (s * size) as i64).collect(),
+            dst_strides: strides.iter().map(|&s| (s * size).cast_signed()).collect(),
         });
     }
     plan

@@ -9,7 +9,8 @@ use crossbeam_channel::{RecvTimeoutError, TryRecvError};
 use super::Parts;
 use crate::format::{block, footer};
 use crate::io::{Completion, Dir, Disk, File, Queue, Transfer};
-use crate::save::capture::Captured;
+use crate::save::capture::Message;
+use crate::save::windows::Windows;
 use crate::staging::{Filled, Flushing, Full, Slot, Written};
 use crate::sys::Buffer;
 use crate::{Error, Result};
@@ -43,6 +44,8 @@ pub(super) fn write(parts: &Parts, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> 
         written: Vec::new(),
         next_token: 0,
         received: 0,
+        over: false,
+        done_with: None,
         moved: Instant::now(),
     };
     let outcome = writer.run();
@@ -146,6 +149,10 @@ struct Writer<'a> {
     next_token: u64,
     /// Windows that have arrived.
     received: usize,
+    /// Whether nothing arrives any more.
+    over: bool,
+    /// What the capture has left to be dropped.
+    done_with: Option<Box<Windows>>,
     /// When something last moved.
     moved: Instant,
 }
@@ -162,7 +169,7 @@ impl Writer<'_> {
                 self.land(completion)?;
                 self.submit()?;
             }
-            if self.checksum_one()? || self.footer()? {
+            if self.checksum_one()? || self.footer()? || self.done_with.take().is_some() {
                 continue;
             }
             if self.pending.is_empty()
@@ -181,10 +188,11 @@ impl Writer<'_> {
     }
 
     fn receive(&mut self) -> Result<()> {
-        while !self.captured() {
+        while !self.over {
             match self.parts.receiver.try_recv() {
-                Ok(captured) => self.take_in(captured),
+                Ok(message) => self.take_in(message),
                 Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) if self.captured() => self.over = true,
                 Err(TryRecvError::Disconnected) => return Err(self.capture_ended()),
             }
         }
@@ -196,7 +204,14 @@ impl Writer<'_> {
         self.parts.link.cancelled().unwrap_or_else(ended)
     }
 
-    fn take_in(&mut self, Captured { window, slot }: Captured) {
+    fn take_in(&mut self, message: Message) {
+        let (window, slot) = match message {
+            Message::Window(window, slot) => (window, slot),
+            Message::Over(windows) => {
+                self.done_with = Some(windows);
+                return;
+            }
+        };
         self.received += 1;
         self.moved = Instant::now();
         if let Some(plan) = self.parts.windows.get(window) {
@@ -360,8 +375,9 @@ impl Writer<'_> {
         }
         if self.in_flight.is_empty() {
             match self.parts.receiver.recv_timeout(left.min(NAP)) {
-                Ok(captured) => self.take_in(captured),
+                Ok(message) => self.take_in(message),
                 Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) if self.captured() => self.over = true,
                 Err(RecvTimeoutError::Disconnected) => return Err(self.capture_ended()),
             }
         } else {

@@ -210,7 +210,7 @@ fn a_provider_that_fails_or_panics_fails_the_save_by_the_name_of_its_leaf() {
 }
 
 #[test]
-fn providers_are_gone_and_untouched_when_the_capture_returns() {
+fn providers_are_untouched_when_the_capture_returns_and_gone_when_the_flush_does() {
     struct Watched {
         over: Arc<AtomicBool>,
         dropped: Arc<AtomicBool>,
@@ -245,8 +245,8 @@ fn providers_are_gone_and_untouched_when_the_capture_returns() {
             let flushed = scope.spawn(|| flush.run(&disk, &dir));
             assert_eq!(capture.run().is_err(), fails);
             over.store(true, Ordering::SeqCst);
-            assert!(dropped.load(Ordering::SeqCst), "the provider is still held");
             assert_eq!(flushed.join().unwrap().is_err(), fails);
+            assert!(dropped.load(Ordering::SeqCst), "the provider is still held");
         });
     }
 }

@@ -1,0 +1,205 @@
+//! The threads that check and copy.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use crossbeam_channel::{Receiver, Sender};
+
+use super::{Event, Job, SLICE, Shared, Sink, aligned, short};
+use crate::io::{Completion, File, Queue, Transfer};
+use crate::load::schedule::Cell;
+use crate::sys::{Buffer, spawn};
+use crate::{Error, Result};
+
+/// The threads of one run.
+pub(super) struct Workers(Vec<JoinHandle<()>>);
+
+impl Workers {
+    pub(super) fn start<S: Sink>(
+        count: usize,
+        shared: &Arc<Shared<S>>,
+        inbox: &Receiver<Job>,
+        outbox: &Sender<Event>,
+    ) -> Result<Self> {
+        let mut handles = Vec::with_capacity(count);
+        for _ in 0..count {
+            let mut worker = Worker { shared: Arc::clone(shared), outbox: outbox.clone(), own: None };
+            let inbox = inbox.clone();
+            let spawned = spawn("stepwell-load", move || worker.run(&inbox));
+            match spawned {
+                Ok(handle) => handles.push(handle),
+                // Fewer threads do as well.
+                Err(_) if !handles.is_empty() => break,
+                Err(error) => return Err(Error::io("spawn", "<thread>", error)),
+            }
+        }
+        Ok(Self(handles))
+    }
+
+    /// Waits for the threads, which have nothing left to do, unless one of them hangs.
+    pub(super) fn join(self, idle: bool) {
+        if idle {
+            for handle in self.0 {
+                // A panic outside the guarded part of a worker has closed its channels; the reader has seen that.
+                let _ = handle.join();
+            }
+        }
+    }
+}
+
+/// One thread that checks and copies.
+struct Worker<S> {
+    shared: Arc<Shared<S>>,
+    outbox: Sender<Event>,
+    /// Its own queue and buffer for what the page cache holds.
+    own: Option<(Box<dyn Queue>, Option<Buffer>)>,
+}
+
+impl<S: Sink> Worker<S> {
+    fn run(&mut self, inbox: &Receiver<Job>) {
+        while let Ok(job) = inbox.recv() {
+            let event = match job {
+                Job::Filled { read, skip, buffer } => {
+                    let worked = guarded(|| self.filled(read, skip, &buffer));
+                    answer(worked, Some(buffer))
+                }
+                Job::Cached { file, cell } => answer(guarded(|| self.cached(&file, cell)), None),
+            };
+            if self.outbox.send(event).is_err() {
+                break;
+            }
+        }
+        if let Some((_, Some(buffer))) = self.own.take() {
+            self.shared.buffers.give(buffer);
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.shared.over.load(Ordering::Acquire)
+    }
+
+    fn filled(&self, read: usize, skip: usize, buffer: &[u8]) -> Result<u64> {
+        let Some(read) = self.shared.schedule.reads.get(read) else { return Ok(0) };
+        for number in read.cells.clone() {
+            if self.is_over() {
+                break;
+            }
+            let Some(cell) = self.shared.schedule.cells.get(number) else { continue };
+            let start = skip + (cell.bytes.start - read.bytes.start) as usize;
+            let end = skip + (cell.bytes.end - read.bytes.start) as usize;
+            let bytes = buffer
+                .get(start..end)
+                .ok_or_else(|| Error::Misuse("a cell lies outside its buffer".into()))?;
+            self.shared.sink.cell(number, bytes)?;
+        }
+        Ok(read.bytes.end - read.bytes.start)
+    }
+
+    fn cached(&mut self, file: &Arc<dyn File>, number: usize) -> Result<u64> {
+        let Some(cell) = self.shared.schedule.cells.get(number).cloned() else { return Ok(0) };
+        if self.is_over() {
+            return Ok(0);
+        }
+        if self.own.is_none() {
+            let queue = self.shared.queues.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            self.own = Some((queue.ok_or_else(|| Error::Misuse("a worker has no queue".into()))?, None));
+        }
+        let buffer = match self.own.as_mut().and_then(|(_, buffer)| buffer.take()) {
+            Some(buffer) => buffer,
+            None => self.shared.buffers.take(self.shared.cell_buffer)?,
+        };
+        let (offset, len) = aligned(&cell.bytes, self.shared.alignment);
+        let Some(completion) = self.transfer(file, offset, len, buffer, number)? else {
+            // The disk hangs: queue and buffer stay for ever (dropping them would hang too).
+            std::mem::forget(self.own.take());
+            let waited_for = format!("{} to be read through the page cache", file.path().display());
+            return Err(Error::Timeout { waited_for, seconds: self.shared.stall_timeout.as_secs_f64() });
+        };
+        let worked = self.use_cached(file, &cell, number, offset, &completion);
+        if let Some((_, buffer)) = &mut self.own {
+            *buffer = Some(completion.buffer);
+        }
+        worked
+    }
+
+    /// One read of this worker's own; `None` where it does not end.
+    fn transfer(
+        &mut self,
+        file: &Arc<dyn File>,
+        offset: u64,
+        len: usize,
+        buffer: Buffer,
+        number: usize,
+    ) -> Result<Option<Completion>> {
+        let Some((queue, _)) = &mut self.own else {
+            return Err(Error::Misuse("a worker has no queue".into()));
+        };
+        queue.submit(Transfer::ReadCached, file, offset, len, buffer, number as u64);
+        let deadline = Instant::now() + self.shared.stall_timeout;
+        loop {
+            if let Some(completion) = queue.complete(SLICE) {
+                return Ok(Some(completion));
+            }
+            if queue.in_flight() == 0 {
+                return Err(Error::Misuse("a queue lost a read".into()));
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+        }
+    }
+
+    fn use_cached(
+        &self,
+        file: &Arc<dyn File>,
+        cell: &Cell,
+        number: usize,
+        offset: u64,
+        completion: &Completion,
+    ) -> Result<u64> {
+        let skip = (cell.bytes.start - offset) as usize;
+        let wanted = (cell.bytes.end - offset) as usize;
+        let count = match &completion.result {
+            Ok(count) => *count,
+            Err(error) => {
+                let again = Error::io("read", file.path(), errno_of(error));
+                self.shared.sink.failed(number..number + 1, again)?;
+                return Ok(0);
+            }
+        };
+        match completion.buffer.get(skip..wanted) {
+            Some(bytes) if count >= wanted => self.shared.sink.cell(number, bytes)?,
+            _ => {
+                let error = short(file.path(), offset + count as u64, cell.bytes.end);
+                self.shared.sink.failed(number..number + 1, error)?;
+            }
+        }
+        Ok(cell.bytes.end - cell.bytes.start)
+    }
+}
+
+fn errno_of(error: &Error) -> std::io::Error {
+    error.errno().map_or_else(|| std::io::Error::other(error.to_string()), std::io::Error::from_raw_os_error)
+}
+
+fn answer(worked: Result<u64>, buffer: Option<Buffer>) -> Event {
+    match worked {
+        Ok(bytes) => Event::Done { bytes, buffer },
+        Err(error) => Event::Failed { error, buffer },
+    }
+}
+
+/// A panic of a worker is an error of the run.
+fn guarded(work: impl FnOnce() -> Result<u64>) -> Result<u64> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic
+            .downcast_ref::<&str>()
+            .map(ToString::to_string)
+            .or_else(|| panic.downcast_ref::<String>().cloned())
+            .unwrap_or_else(|| "no message".into());
+        Err(Error::Misuse(format!("a defect of stepwell: a thread that reads panicked: {text}")))
+    })
+}

@@ -1,0 +1,124 @@
+//! The same promises on the file system of this machine, through every engine; and singular checkpoints.
+
+#![allow(clippy::unwrap_used, reason = "tests end by it")]
+
+mod common;
+
+use std::path::Path;
+
+use common::*;
+use stepwell_core::io::Engine;
+use stepwell_core::io::simulated::{Action, Fault, Kind};
+use stepwell_core::load::LoadOptions;
+use stepwell_manager::singular::{self, SingularRequest};
+use stepwell_manager::{Checkpoint, Environment, Exists, Manager, Options, Retention};
+
+#[test]
+fn every_engine_saves_restores_retires_and_leaves_nothing_else() {
+    for engine in [Engine::Auto, Engine::Uring, Engine::Threads, Engine::Buffered] {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path().join("runs/a");
+        let environment = Environment::real(&root, engine).unwrap();
+        let options = Options { retention: Retention::keep_latest(2), ..options() };
+        let manager = Manager::open(&root, options.clone(), environment.clone()).unwrap();
+        for step in 1..=4 {
+            commit(&manager, step);
+        }
+        assert_eq!(manager.all_steps().unwrap(), [3, 4]);
+        assert_restores(&manager, 3);
+        let report =
+            manager.checkpoint(None).unwrap().verify(&LoadOptions::default(), &mut |_| true).unwrap();
+        assert!(report.is_clean() && report.blocks > 0);
+        let second = Manager::open(&root, options.clone(), environment.clone()).err().unwrap();
+        assert_eq!(second.kind(), "locked");
+        manager.rewind(3, Some("b")).unwrap();
+        manager.close(Some(LONG)).unwrap();
+        let mut names: Vec<String> = std::fs::read_dir(&root)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        assert_eq!(names, [".branch-b.step_00000004", ".stepwell", "step_00000003"]);
+    }
+}
+
+#[test]
+fn a_flipped_payload_byte_is_found_by_verify() {
+    let directory = tempfile::tempdir().unwrap();
+    let environment = Environment::real(directory.path(), Engine::Auto).unwrap();
+    let manager = Manager::open(directory.path(), options(), environment).unwrap();
+    commit(&manager, 1);
+    let file = directory.path().join("step_00000001/i0/00000.data");
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[4096 + 17] ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+    let report = manager.checkpoint(Some(1)).unwrap().verify(&LoadOptions::default(), &mut |_| true).unwrap();
+    assert_eq!(report.damages.len(), 1);
+    assert_eq!(report.damages[0].leaves, [0]);
+}
+
+#[test]
+fn a_checkpoint_that_is_moved_elsewhere_reads_the_same() {
+    let directory = tempfile::tempdir().unwrap();
+    let environment = Environment::real(directory.path(), Engine::Auto).unwrap();
+    let manager = Manager::open(&directory.path().join("a"), options(), environment.clone()).unwrap();
+    commit(&manager, 1);
+    manager.close(Some(LONG)).unwrap();
+    std::fs::create_dir(directory.path().join("b")).unwrap();
+    std::fs::rename(directory.path().join("a/step_00000001"), directory.path().join("b/step_00000001"))
+        .unwrap();
+    let manager = Manager::open(&directory.path().join("b"), options(), environment).unwrap();
+    assert_restores(&manager, 1);
+}
+
+fn singular(world: &World, value: u8, exists: Exists) -> stepwell_manager::Result<stepwell_manager::Save> {
+    let request = SingularRequest { exists, ..SingularRequest::new("/models/a", state(value)) };
+    singular::save(request, &options(), &world.environment())
+}
+
+fn value(world: &World) -> u8 {
+    read(&Checkpoint::open(Path::new("/models/a"), &world.environment()).unwrap())[0].1[0]
+}
+
+fn siblings(world: &World) -> Vec<String> {
+    let image = world.disk.image();
+    image.get("/models").unwrap().entries().unwrap().iter().map(|(name, _)| name.to_string()).collect()
+}
+
+#[test]
+fn a_singular_checkpoint_is_saved_refused_and_replaced() {
+    let world = World::default();
+    committed(&singular(&world, 1, Exists::Error).unwrap());
+    assert_eq!(singular(&world, 2, Exists::Error).unwrap_err().kind(), "step_exists");
+    assert_eq!(value(&world), 1);
+    committed(&singular(&world, 2, Exists::Replace).unwrap());
+    assert_eq!(value(&world), 2);
+    world.disk.inject(Fault::on(Kind::Exchange, Action::Fail(22)));
+    let refused = singular(&world, 3, Exists::Replace).unwrap().wait(Some(LONG)).unwrap();
+    assert_eq!(refused.error().unwrap().kind(), "invalid");
+    assert_eq!(value(&world), 2);
+    assert_eq!(siblings(&world), ["a"]);
+}
+
+#[test]
+fn what_is_no_checkpoint_is_never_replaced() {
+    let world = World::default();
+    let notes = stepwell_core::io::simulated::Node::dir(vec![]);
+    world.disk.plant("/models", &notes).unwrap();
+    world.disk.plant("/models/a", &notes).unwrap();
+    assert_eq!(singular(&world, 1, Exists::Replace).unwrap_err().kind(), "not_a_step");
+    assert_eq!(siblings(&world), ["a"]);
+}
+
+#[test]
+fn what_a_killed_singular_save_left_is_removed_only_where_its_session_is_known_dead() {
+    let world = World::default();
+    committed(&singular(&world, 1, Exists::Error).unwrap());
+    let left = stepwell_core::io::simulated::Node::dir(vec![]);
+    let session = "a".repeat(32);
+    world.disk.plant(&format!("/models/.tmp-a-{session}-0"), &left).unwrap();
+    assert!(singular::sweep(Path::new("/models/a"), &world.environment(), |_| false).unwrap().is_empty());
+    let removed = singular::sweep(Path::new("/models/a"), &world.environment(), |s| s == session).unwrap();
+    assert_eq!(removed.len(), 1);
+    assert_eq!(siblings(&world), ["a"]);
+}

@@ -1,0 +1,302 @@
+//! An open checkpoint, as Python sees it: structure, match, reads into arrays, objects, verification.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
+
+use stepwell_core::format::index::LeafRecord;
+use stepwell_core::leaf_path::Component;
+use stepwell_core::load::{LoadOptions, VerifyProgress};
+use stepwell_core::region::Region;
+use stepwell_core::tree::{ContainerKind, NodeKind};
+use stepwell_manager::{Error, ReadFailure};
+use stepwell_reshard::read_plan::Request;
+
+use crate::errors::{closed, raise_manager};
+use crate::ingest::{HeldBuffer, target_of};
+use crate::values::to_python;
+use crate::wait;
+
+/// A read is carried out in parts of about this many bytes, so that Ctrl-C ends it soon, and never while memory is being written.
+const PART_BYTES: u64 = 256 << 20;
+
+type Engined = stepwell_manager::Checkpoint;
+
+/// An open, leased checkpoint.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct Checkpoint {
+    inner: Mutex<Option<Arc<Engined>>>,
+}
+
+impl Checkpoint {
+    /// Wraps an open checkpoint.
+    pub fn new(inner: Engined) -> Self {
+        Self { inner: Mutex::new(Some(Arc::new(inner))) }
+    }
+
+    pub(crate) fn get(&self, py: Python<'_>) -> PyResult<Arc<Engined>> {
+        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.clone().ok_or_else(|| closed(py, "this checkpoint was closed; open it again"))
+    }
+}
+
+/// What a stored leaf is: `(kind, dtype, shape, tied)`.
+type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>, bool);
+
+fn leaf_row(inner: &Engined, leaf: usize) -> LeafRow {
+    let leaves = &inner.index().leaves;
+    let (record, tied) = match leaves.get(leaf) {
+        Some(LeafRecord::Alias { of }) => (leaves.get(*of as usize), true),
+        record => (record, false),
+    };
+    match record {
+        Some(LeafRecord::Tensor(tensor)) => {
+            ("tensor", Some(tensor.dtype.name()), Some(tensor.shape.clone()), tied)
+        }
+        _ => ("object", None, None, tied),
+    }
+}
+
+#[pymethods]
+impl Checkpoint {
+    fn close(&self) {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+
+    fn path(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(self.get(py)?.path().display().to_string())
+    }
+
+    fn step(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.get(py)?.step())
+    }
+
+    fn is_leased(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.get(py)?.is_leased())
+    }
+
+    /// The manifest, as it stands in its file.
+    fn manifest(&self, py: Python<'_>) -> PyResult<String> {
+        let bytes = self.get(py)?.manifest().encode().map_err(|error| raise_manager(py, &error.into()))?;
+        let text = String::from_utf8(bytes).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        // The last line seals what is before it, and is no part of the record.
+        let body = text.trim_end().rsplit_once('\n').map_or("", |(body, _)| body);
+        Ok(body.to_owned())
+    }
+
+    /// Metrics that were saved with it.
+    fn metrics(&self, py: Python<'_>) -> PyResult<BTreeMap<String, f64>> {
+        Ok(self.get(py)?.manifest().metrics.clone())
+    }
+
+    /// Nodes in pre-order: `(parent, component or None, leaf number or container kind)`.
+    fn nodes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let inner = self.get(py)?;
+        let nodes = inner.tree().nodes().iter().map(|node| {
+            let component = node.component.as_ref().map(|component| component_row(py, component)).transpose()?;
+            let kind = match &node.kind {
+                NodeKind::Leaf(leaf) => leaf.into_pyobject(py)?.into_any(),
+                NodeKind::Container(kind) => kind_row(py, kind)?.into_any(),
+            };
+            (node.parent, component, kind).into_pyobject(py)
+        });
+        PyList::new(py, nodes.collect::<PyResult<Vec<_>>>()?)
+    }
+
+    /// What each leaf is: `(kind, dtype, shape, tied)`.
+    fn leaves(&self, py: Python<'_>) -> PyResult<Vec<LeafRow>> {
+        let inner = self.get(py)?;
+        Ok((0..inner.index().leaves.len()).map(|leaf| leaf_row(&inner, leaf)).collect())
+    }
+
+    /// What one leaf is.
+    fn leaf(&self, py: Python<'_>, leaf: usize) -> PyResult<LeafRow> {
+        Ok(leaf_row(&*self.get(py)?, leaf))
+    }
+
+    /// The values of object leaves.
+    fn objects<'py>(
+        &self,
+        py: Python<'py>,
+        leaves: Vec<u32>,
+        reviver: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        if leaves.is_empty() {
+            return Ok(Vec::new());
+        }
+        let inner = self.get(py)?;
+        let values = wait::on_thread(py, Duration::ZERO, move || {
+            inner.read_objects(&leaves, &LoadOptions::default())
+        })?
+        .map_err(|error| raise_manager(py, &error))?;
+        values.iter().map(|value| to_python(py, value, reviver)).collect()
+    }
+
+    /// Reads regions of stored tensors into writable arrays: `(leaf, offset, extent, array of that shape)`. Returns the bytes that were read. Nothing is
+    /// written any more when it returns, however it does.
+    fn read(&self, py: Python<'_>, requests: Vec<(u32, Vec<u64>, Vec<u64>, Bound<'_, PyAny>)>) -> PyResult<u64> {
+        let inner = self.get(py)?;
+        let mut targets = Vec::with_capacity(requests.len());
+        let mut parts: Vec<Request> = Vec::with_capacity(requests.len());
+        for (number, (leaf, offset, extent, array)) in requests.into_iter().enumerate() {
+            let target = HeldBuffer::new(&array, true)?;
+            if target.dims() != extent || offset.len() != extent.len() {
+                return Err(PyValueError::new_err(format!(
+                    "leaf {leaf}: an array of shape {:?} cannot take a region of {extent:?}",
+                    target.dims()
+                )));
+            }
+            let itemsize = target.itemsize() as u64;
+            let stored = inner.index().leaves.get(leaf as usize).and_then(|record| match record {
+                LeafRecord::Alias { of } => inner.index().leaves.get(*of as usize),
+                record => Some(record),
+            });
+            match stored {
+                Some(LeafRecord::Tensor(tensor)) if tensor.dtype.size() as u64 == itemsize => {}
+                _ => return Err(PyValueError::new_err(format!("leaf {leaf} has no elements of {itemsize} bytes"))),
+            }
+            let (below, _) = target.span();
+            let request = Request {
+                leaf,
+                region: Region { offset, extent },
+                dst: number as u32,
+                dst_offset: below as u64,
+                dst_strides: target.strides().iter().map(|&stride| stride as i64).collect(),
+            };
+            cut(request, itemsize, &mut parts);
+            targets.push(target);
+        }
+        let targets = Arc::new(targets);
+        let stop = Arc::new(AtomicBool::new(false));
+        let work = {
+            let (targets, stop) = (Arc::clone(&targets), Arc::clone(&stop));
+            move || read_parts(&inner, &parts, &targets, &stop)
+        };
+        // `targets` outlives the work on this side, so that the buffers go back attached.
+        let outcome = wait::to_the_end(py, &stop, work)?;
+        drop(targets);
+        outcome.map_err(|failure| raise_manager(py, &failure.error))
+    }
+
+    /// Reads everything and compares every checksum: `(files, bytes, [(file, block, leaf paths, what)])`. `progress(done, total)` is called now and then.
+    #[pyo3(signature = (progress = None))]
+    #[expect(clippy::type_complexity, reason = "a row of plain values for Python")]
+    fn verify(
+        &self,
+        py: Python<'_>,
+        progress: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<(u64, u64, Vec<(String, Option<u64>, Vec<String>, String)>)> {
+        let inner = self.get(py)?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let seen = Arc::new((AtomicU64::new(0), AtomicU64::new(0)));
+        let work = {
+            let (inner, stop, seen) = (Arc::clone(&inner), Arc::clone(&stop), Arc::clone(&seen));
+            move || {
+                inner.verify(&LoadOptions::default(), &mut |at: VerifyProgress| {
+                    seen.0.store(at.done, Ordering::Relaxed);
+                    seen.1.store(at.total, Ordering::Relaxed);
+                    !stop.load(Ordering::Relaxed)
+                })
+            }
+        };
+        let tell = || match &progress {
+            Some(progress) => progress
+                .call1((seen.0.load(Ordering::Relaxed), seen.1.load(Ordering::Relaxed)))
+                .map(|_| ()),
+            None => Ok(()),
+        };
+        let report = wait::to_the_end_with(py, &stop, work, tell)?.map_err(|error| raise_manager(py, &error))?;
+        tell()?;
+        let name = |leaf: &u32| inner.tree().leaf_path(*leaf).to_string();
+        let damages = report.damages.iter().map(|damage| {
+            let leaves = damage.leaves.iter().map(name).collect();
+            (damage.file.display().to_string(), damage.block, leaves, damage.what.clone())
+        });
+        Ok((report.files, report.bytes, damages.collect()))
+    }
+}
+
+/// Cuts a request along its first axis into parts of at most about [`PART_BYTES`].
+fn cut(request: Request, itemsize: u64, parts: &mut Vec<Request>) {
+    let rows = request.region.extent.first().copied().unwrap_or(1);
+    let bytes = request.region.volume().unwrap_or(0).saturating_mul(itemsize);
+    let step = if bytes <= PART_BYTES { rows } else { (PART_BYTES / (bytes / rows).max(1)).max(1) };
+    if step >= rows {
+        parts.push(request);
+        return;
+    }
+    let stride = request.dst_strides.first().copied().unwrap_or(0);
+    let mut row = 0;
+    while row < rows {
+        let mut part = request.clone();
+        if let (Some(offset), Some(extent)) = (part.region.offset.first_mut(), part.region.extent.first_mut()) {
+            *offset += row;
+            *extent = step.min(rows - row);
+        }
+        part.dst_offset = part.dst_offset.wrapping_add_signed(stride.wrapping_mul(row as i64));
+        parts.push(part);
+        row += step;
+    }
+}
+
+fn read_parts(
+    inner: &Engined,
+    parts: &[Request],
+    buffers: &[HeldBuffer],
+    stop: &AtomicBool,
+) -> Result<u64, ReadFailure> {
+    let options = LoadOptions::default();
+    let size = |part: &Request| {
+        let itemsize = buffers.get(part.dst as usize).map_or(1, HeldBuffer::itemsize) as u64;
+        part.region.volume().unwrap_or(0).saturating_mul(itemsize)
+    };
+    let mut read = 0;
+    let mut rest = parts;
+    while !rest.is_empty() && !stop.load(Ordering::Relaxed) {
+        let mut bytes = 0_u64;
+        let mut count = 0;
+        for part in rest {
+            bytes = bytes.saturating_add(size(part));
+            if count > 0 && bytes > PART_BYTES {
+                break;
+            }
+            count += 1;
+        }
+        let (now, later) = rest.split_at(count);
+        rest = later;
+        let targets = buffers.iter().map(target_of).collect::<Result<Vec<_>, _>>().map_err(Error::from)?;
+        read += inner.read(now, &targets, &options)?.bytes_copied;
+    }
+    Ok(read)
+}
+
+fn component_row<'py>(py: Python<'py>, component: &Component) -> PyResult<Bound<'py, PyTuple>> {
+    match component {
+        Component::Key(name) => ("k", &**name).into_pyobject(py),
+        Component::Int(key) => ("i", key).into_pyobject(py),
+        Component::Index(index) => ("x", index).into_pyobject(py),
+        Component::Field(name) => ("f", &**name).into_pyobject(py),
+    }
+}
+
+fn kind_row<'py>(py: Python<'py>, kind: &ContainerKind) -> PyResult<Bound<'py, PyTuple>> {
+    match kind {
+        ContainerKind::Dict => ("dict",).into_pyobject(py),
+        ContainerKind::OrderedDict => ("OrderedDict",).into_pyobject(py),
+        ContainerKind::DefaultDict => ("defaultdict",).into_pyobject(py),
+        ContainerKind::List => ("list",).into_pyobject(py),
+        ContainerKind::Tuple => ("tuple",).into_pyobject(py),
+        ContainerKind::Deque { maxlen } => ("deque", maxlen).into_pyobject(py),
+        ContainerKind::NamedTuple { type_name } => ("namedtuple", &**type_name).into_pyobject(py),
+        ContainerKind::Dataclass { type_name } => ("dataclass", &**type_name).into_pyobject(py),
+        ContainerKind::Stateful { type_name, protocol, inner } => {
+            ("stateful", &**type_name, &**protocol, kind_row(py, inner)?).into_pyobject(py)
+        }
+        ContainerKind::Custom { type_name } => ("custom", &**type_name).into_pyobject(py),
+    }
+}

@@ -1,0 +1,80 @@
+//! Errors of the engine → exceptions of the package. The class is found by the error's stable kind; leaf, file, block, rank and errno
+//! travel as attributes.
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use stepwell_core::Error as CoreError;
+use stepwell_manager::Error as ManagerError;
+
+use crate::hooks::hooks;
+
+/// The exception for an error of the manager.
+pub fn raise_manager(py: Python<'_>, error: &ManagerError) -> PyErr {
+    build(py, error).unwrap_or_else(|failure| failure)
+}
+
+/// The exception for an error of the engine below it.
+pub fn raise(py: Python<'_>, error: &CoreError) -> PyErr {
+    let attributes = PyDict::new(py);
+    let built = core_attributes(error, &attributes)
+        .and_then(|()| make(py, core_kind(error), &error.to_string(), &attributes));
+    built.unwrap_or_else(|failure| failure)
+}
+
+/// A call that cannot work.
+pub fn invalid(py: Python<'_>, what: &str) -> PyErr {
+    raise_manager(py, &ManagerError::Invalid(what.to_owned()))
+}
+
+/// A handle that was closed.
+pub fn closed(py: Python<'_>, what: &str) -> PyErr {
+    make(py, "closed", what, &PyDict::new(py)).unwrap_or_else(|failure| failure)
+}
+
+fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
+    let attributes = PyDict::new(py);
+    if let Some(core) = error.core() {
+        core_attributes(core, &attributes)?;
+    }
+    match error {
+        ManagerError::RankFailed { rank, .. } => attributes.set_item("rank", rank)?,
+        ManagerError::DonatedBuffer { leaf } => attributes.set_item("leaf", leaf)?,
+        ManagerError::CoordinationTimeout { missing, .. } => attributes.set_item("missing", missing.clone())?,
+        ManagerError::StepExists { step, .. }
+        | ManagerError::StepOrder { step, .. }
+        | ManagerError::SaveFailed { step, .. }
+        | ManagerError::DurabilityUncertain { step, .. } => attributes.set_item("step", step)?,
+        _ => {}
+    }
+    make(py, error.kind(), &error.to_string(), &attributes)
+}
+
+fn core_kind(error: &CoreError) -> &'static str {
+    match error {
+        CoreError::Corrupt { .. } => "corrupt_checkpoint",
+        CoreError::Leaf { .. } => "unsupported_leaf",
+        CoreError::Forked(_) => "forked_process",
+        CoreError::Limit { .. } => "format",
+        other => other.kind(),
+    }
+}
+
+fn core_attributes(error: &CoreError, attributes: &Bound<'_, PyDict>) -> PyResult<()> {
+    attributes.set_item("errno", error.errno())?;
+    attributes.set_item("file", error.file().map(|file| file.display().to_string()))?;
+    match error {
+        CoreError::Corrupt { leaf, block, .. } => {
+            attributes.set_item("leaf", leaf.as_deref())?;
+            attributes.set_item("block", *block)?;
+        }
+        CoreError::Leaf { leaf, .. } => attributes.set_item("leaf", leaf)?,
+        _ => {}
+    }
+    Ok(())
+}
+
+fn make(py: Python<'_>, kind: &str, message: &str, attributes: &Bound<'_, PyDict>) -> PyResult<PyErr> {
+    let exception = hooks(py)?.from_engine.bind(py).call1((kind, message, attributes))?;
+    Ok(PyErr::from_value(exception))
+}

@@ -1,0 +1,365 @@
+//! The walk over a state: Python containers and leaves → a [`Tree`] and its leaves, arrays by reference.
+//!
+//! Exact `dict`, `list`, `tuple`, `ndarray` and built-in scalars never leave Rust; everything else goes through
+//! `stepwell.leaves.describe`. Nothing is copied but arrays that are not little-endian; the buffers stay held until the
+//! [`Flat`] is dropped, under the GIL.
+
+use std::collections::HashMap;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
+
+use stepwell_core::dtype::Dtype;
+use stepwell_core::leaf_path::Component;
+use stepwell_core::limits::{MAX_DEPTH, MAX_NAME_BYTES};
+use stepwell_core::tree::{ContainerKind, Tree};
+use stepwell_core::value::Value;
+
+use crate::hooks::{Hooks, dtype_named, hooks, unsupported};
+use crate::ingest::HeldBuffer;
+use crate::values::{Plain, TOO_DEEP, described, exact_scalar, to_value};
+
+/// A leaf of a flattened state.
+pub enum Leaf {
+    /// An array: its elements lie in the held buffer.
+    Array(Dtype, HeldBuffer),
+    /// A typed value.
+    Object(Value),
+    /// The same memory, shape, strides and dtype as an earlier leaf.
+    Alias(u32),
+}
+
+/// A flattened state.
+#[derive(Default)]
+pub struct Flat {
+    /// Containers and leaves.
+    pub tree: Tree,
+    /// The leaves, in the tree's order.
+    pub leaves: Vec<Leaf>,
+}
+
+/// Flattens a state. A leaf that cannot be stored is named by its path.
+pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<Flat> {
+    let hooks = hooks(state.py())?;
+    let mut walk = Walk { hooks, flat: Flat::default(), ties: HashMap::new(), originals: HashMap::new(), dtypes: HashMap::new() };
+    walk.visit(None, None, state, 0)?;
+    Ok(walk.flat)
+}
+
+struct Walk<'h, 'py> {
+    hooks: &'h Hooks,
+    flat: Flat,
+    /// Address, dtype, and whether the leaf is a converted copy of what lies there → the leaves that start there.
+    ties: HashMap<(usize, Dtype, bool), Vec<u32>>,
+    /// Of the leaves that are converted copies: what they are copies of.
+    originals: HashMap<u32, HeldBuffer>,
+    /// Dtype objects seen, by address (kept alive here, so that no address comes twice).
+    dtypes: HashMap<usize, (Bound<'py, PyAny>, Option<Dtype>)>,
+}
+
+impl<'py> Walk<'_, 'py> {
+    fn visit(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        object: &Bound<'py, PyAny>,
+        depth: u64,
+    ) -> PyResult<()> {
+        if depth > MAX_DEPTH {
+            return Err(self.refuse(parent, component, object.py(), TOO_DEEP));
+        }
+        if object.get_type().is(&self.hooks.ndarray) {
+            return self.array(parent, component, object, depth);
+        }
+        if let Some(value) = exact_scalar(object)? {
+            self.leaf(parent, component, Leaf::Object(value));
+            return Ok(());
+        }
+        if let Ok(dict) = object.cast_exact::<PyDict>() {
+            let node = self.flat.tree.push_container(parent, component, ContainerKind::Dict);
+            for (key, value) in dict.iter() {
+                let component = self.key(node, &key)?;
+                self.visit(Some(node), Some(component), &value, depth + 1)?;
+            }
+            return Ok(());
+        }
+        let list = object.cast_exact::<PyList>();
+        let tuple = object.cast_exact::<PyTuple>();
+        if list.is_ok() || tuple.is_ok() {
+            if object.len()? > 0
+                && let Plain::Value(value) = to_value(self.hooks, object, false, depth)?
+            {
+                self.leaf(parent, component, Leaf::Object(value));
+                return Ok(());
+            }
+            let kind = if list.is_ok() { ContainerKind::List } else { ContainerKind::Tuple };
+            let node = self.flat.tree.push_container(parent, component, kind);
+            return match (list, tuple) {
+                (Ok(list), _) => self.children(node, list.iter(), depth),
+                (_, Ok(tuple)) => self.children(node, tuple.iter(), depth),
+                _ => Ok(()),
+            };
+        }
+        self.other(parent, component, object, depth)
+    }
+
+    fn children(
+        &mut self,
+        node: u32,
+        items: impl Iterator<Item = Bound<'py, PyAny>>,
+        depth: u64,
+    ) -> PyResult<()> {
+        for (index, item) in items.enumerate() {
+            let index = u32::try_from(index).map_err(|_| PyValueError::new_err("a sequence of 2**32 elements"))?;
+            self.visit(Some(node), Some(Component::Index(index)), &item, depth + 1)?;
+        }
+        Ok(())
+    }
+
+    /// Children whose keys are fields (`fields`) or keys of a mapping.
+    fn pairs(&mut self, node: u32, pairs: &Bound<'py, PyAny>, fields: bool, depth: u64) -> PyResult<()> {
+        for pair in pairs.try_iter()? {
+            let pair = pair?;
+            let key = pair.get_item(0)?;
+            let component = match self.key(node, &key)? {
+                Component::Key(name) if fields => Component::Field(name),
+                other => other,
+            };
+            self.visit(Some(node), Some(component), &pair.get_item(1)?, depth + 1)?;
+        }
+        Ok(())
+    }
+
+    fn key(&self, node: u32, key: &Bound<'py, PyAny>) -> PyResult<Component> {
+        if let Ok(name) = key.cast_exact::<PyString>() {
+            return match name.to_str() {
+                Ok(name) if name.len() as u64 > MAX_NAME_BYTES => {
+                    let why = format!("a key of {} bytes; at most {MAX_NAME_BYTES} are stored", name.len());
+                    Err(self.refuse(Some(node), None, key.py(), &why))
+                }
+                Ok(name) => Ok(Component::Key(name.into())),
+                Err(_) => {
+                    let why = format!("the key {} holds lone surrogates and has no UTF-8", key.repr()?);
+                    Err(self.refuse(Some(node), None, key.py(), &why))
+                }
+            };
+        }
+        if key.is_exact_instance_of::<PyInt>() {
+            if let Ok(key) = key.extract::<i64>() {
+                return Ok(Component::Int(key));
+            }
+            let why = format!("the key {} does not fit 64 bits", key.repr()?);
+            return Err(self.refuse(Some(node), None, key.py(), &why));
+        }
+        let why = format!(
+            "keys are str or int; {} is a {} (keys of other types would not come back as what they are)",
+            key.repr()?,
+            key.get_type().name()?
+        );
+        Err(self.refuse(Some(node), None, key.py(), &why))
+    }
+
+    /// Whatever is not exactly one of the common built-ins.
+    fn other(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        object: &Bound<'py, PyAny>,
+        depth: u64,
+    ) -> PyResult<()> {
+        // Sets are plain or refused; the rest is described once, by Python.
+        let set = object.is_exact_instance_of::<pyo3::types::PySet>()
+            || object.is_exact_instance_of::<pyo3::types::PyFrozenSet>();
+        if set {
+            return match to_value(self.hooks, object, false, depth)? {
+                Plain::Value(value) => {
+                    self.leaf(parent, component, Leaf::Object(value));
+                    Ok(())
+                }
+                Plain::Not => Err(self.refuse(parent, component, object.py(), "a set can only hold plain values")),
+                Plain::Refused(why) => Err(self.refuse(parent, component, object.py(), &why)),
+            };
+        }
+        let answer = self.hooks.describe.bind(object.py()).call1((object,))?;
+        let tag: String = answer.get_item(0)?.extract()?;
+        match tag.as_str() {
+            "array" => {
+                let converted = answer.get_item(1)?;
+                self.store_array(parent, component, &converted, Some(HeldBuffer::new(object, false)?))
+            }
+            "same" => self.visit(parent, component, &answer.get_item(1)?, depth + 1),
+            "mapping" => {
+                let kind = mapping_kind(&answer)?;
+                let node = self.flat.tree.push_container(parent, component, kind);
+                self.pairs(node, &answer.get_item(2)?, false, depth)
+            }
+            "fields" => {
+                let type_name = answer.get_item(2)?.extract::<String>()?.into_boxed_str();
+                let kind = if answer.get_item(1)?.extract::<String>()? == "namedtuple" {
+                    ContainerKind::NamedTuple { type_name }
+                } else {
+                    ContainerKind::Dataclass { type_name }
+                };
+                let node = self.flat.tree.push_container(parent, component, kind);
+                self.pairs(node, &answer.get_item(3)?, true, depth)
+            }
+            "custom" => {
+                let type_name = answer.get_item(1)?.extract::<String>()?.into_boxed_str();
+                let node = self.flat.tree.push_container(parent, component, ContainerKind::Custom { type_name });
+                self.pairs(node, &answer.get_item(2)?, false, depth)
+            }
+            "stateful" => self.stateful(parent, component, &answer, depth),
+            _ => match described(self.hooks, &answer, depth)? {
+                Plain::Value(value) => {
+                    self.leaf(parent, component, Leaf::Object(value));
+                    Ok(())
+                }
+                Plain::Refused(why) => Err(self.refuse(parent, component, object.py(), &why)),
+                Plain::Not if tag == "deque" => {
+                    let maxlen = answer.get_item(1)?.extract()?;
+                    let node =
+                        self.flat.tree.push_container(parent, component, ContainerKind::Deque { maxlen });
+                    let items = answer.get_item(2)?;
+                    self.children(node, items.cast::<PyList>()?.iter(), depth)
+                }
+                Plain::Not => Err(self.refuse(parent, component, object.py(), &format!("unknown answer `{tag}`"))),
+            },
+        }
+    }
+
+    /// An object that gave its state: the children of that state stand directly below it. A state that is no container stands below
+    /// the field `state`.
+    fn stateful(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        answer: &Bound<'py, PyAny>,
+        depth: u64,
+    ) -> PyResult<()> {
+        let type_name = answer.get_item(1)?.extract::<String>()?.into_boxed_str();
+        let protocol = answer.get_item(2)?.extract::<String>()?.into_boxed_str();
+        let state = answer.get_item(3)?;
+        let make = |inner: ContainerKind| ContainerKind::Stateful {
+            type_name: type_name.clone(),
+            protocol: protocol.clone(),
+            inner: Box::new(inner),
+        };
+        if let Ok(dict) = state.cast_exact::<PyDict>() {
+            let node = self.flat.tree.push_container(parent, component, make(ContainerKind::Dict));
+            for (key, value) in dict.iter() {
+                let component = self.key(node, &key)?;
+                self.visit(Some(node), Some(component), &value, depth + 1)?;
+            }
+            return Ok(());
+        }
+        if exact_scalar(&state)?.is_none() && state.is_instance_of::<PyDict>() {
+            let inner = self.hooks.describe.bind(state.py()).call1((&state,))?;
+            if inner.get_item(0)?.extract::<String>()? == "mapping" {
+                let kind = mapping_kind(&inner)?;
+                let node = self.flat.tree.push_container(parent, component, make(kind));
+                return self.pairs(node, &inner.get_item(2)?, false, depth);
+            }
+        }
+        let node = self.flat.tree.push_container(
+            parent,
+            component,
+            make(ContainerKind::NamedTuple { type_name: "stepwell.state".into() }),
+        );
+        self.visit(Some(node), Some(Component::Field("state".into())), &state, depth + 1)
+    }
+
+    fn array(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        array: &Bound<'py, PyAny>,
+        depth: u64,
+    ) -> PyResult<()> {
+        if self.dtype(array)?.is_some() {
+            return self.store_array(parent, component, array, None);
+        }
+        // Big-endian (converted), or nothing that can be stored (refused by path).
+        self.other(parent, component, array, depth)
+    }
+
+    /// Adds an array, or an alias of an earlier one. `original`: what `array` is a converted copy of; its memory then decides
+    /// what is tied.
+    fn store_array(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        array: &Bound<'py, PyAny>,
+        original: Option<HeldBuffer>,
+    ) -> PyResult<()> {
+        let Some(dtype) = self.dtype(array)? else {
+            return Err(self.refuse(parent, component, array.py(), "its dtype cannot be stored"));
+        };
+        let buffer = HeldBuffer::new(array, false)?;
+        if buffer.itemsize() != dtype.size() {
+            let why = format!("{} bytes per element, where {dtype} has {}", buffer.itemsize(), dtype.size());
+            return Err(self.refuse(parent, component, array.py(), &why));
+        }
+        if buffer.nbytes() > 0 {
+            let identity = original.as_ref().unwrap_or(&buffer);
+            let place = (identity.address() as usize, dtype, original.is_some());
+            let same = self.ties.get(&place).into_iter().flatten().copied().find(|&leaf| {
+                self.identity(leaf).is_some_and(|other| {
+                    other.shape() == identity.shape() && other.strides() == identity.strides()
+                })
+            });
+            if let Some(of) = same {
+                self.leaf(parent, component, Leaf::Alias(of));
+                return Ok(());
+            }
+            let number = self.flat.leaves.len() as u32;
+            self.ties.entry(place).or_default().push(number);
+            if let Some(original) = original {
+                self.originals.insert(number, original);
+            }
+        }
+        self.leaf(parent, component, Leaf::Array(dtype, buffer));
+        Ok(())
+    }
+
+    /// The memory that decides what is tied to a leaf.
+    fn identity(&self, leaf: u32) -> Option<&HeldBuffer> {
+        self.originals.get(&leaf).or_else(|| match self.flat.leaves.get(leaf as usize) {
+            Some(Leaf::Array(_, buffer)) => Some(buffer),
+            _ => None,
+        })
+    }
+
+    fn leaf(&mut self, parent: Option<u32>, component: Option<Component>, leaf: Leaf) {
+        self.flat.tree.push_leaf(parent, component);
+        self.flat.leaves.push(leaf);
+    }
+
+    /// The storable dtype of an array, or `None`. One look-up by the address of its dtype object.
+    fn dtype(&mut self, array: &Bound<'py, PyAny>) -> PyResult<Option<Dtype>> {
+        let py = array.py();
+        let dtype = array.getattr(intern!(py, "dtype"))?;
+        if let Some((_, known)) = self.dtypes.get(&(dtype.as_ptr() as usize)) {
+            return Ok(*known);
+        }
+        let name: Option<String> = self.hooks.storable_name.bind(py).call1((&dtype,))?.extract()?;
+        let known = name.map(|name| dtype_named(&name)).transpose()?;
+        self.dtypes.insert(dtype.as_ptr() as usize, (dtype, known));
+        Ok(known)
+    }
+
+    fn refuse(&self, parent: Option<u32>, component: Option<Component>, py: Python<'py>, why: &str) -> PyErr {
+        let mut path = parent.map(|node| self.flat.tree.path(node)).unwrap_or_default();
+        path.0.extend(component);
+        unsupported(py, &path.to_string(), why)
+    }
+}
+
+fn mapping_kind(description: &Bound<'_, PyAny>) -> PyResult<ContainerKind> {
+    Ok(match description.get_item(1)?.extract::<String>()?.as_str() {
+        "OrderedDict" => ContainerKind::OrderedDict,
+        "defaultdict" => ContainerKind::DefaultDict,
+        _ => ContainerKind::Dict,
+    })
+}

@@ -1,0 +1,45 @@
+//! What the bindings ask of the Python package: how to describe a value that is no exact built-in, how to revive one, and which
+//! exception stands for an error. Looked up once.
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+
+use stepwell_core::dtype::Dtype;
+
+/// Python functions and types that the walk needs at hand.
+pub struct Hooks {
+    /// `numpy.ndarray`
+    pub ndarray: Py<PyAny>,
+    /// `stepwell.leaves.describe`
+    pub describe: Py<PyAny>,
+    /// `stepwell.leaves.storable_name`
+    pub storable_name: Py<PyAny>,
+    /// `stepwell.errors.from_engine`
+    pub from_engine: Py<PyAny>,
+}
+
+static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
+
+/// The hooks of this interpreter.
+pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
+    HOOKS.get_or_try_init(py, || {
+        let leaves = py.import("stepwell.leaves")?;
+        Ok(Hooks {
+            ndarray: py.import("numpy")?.getattr("ndarray")?.unbind(),
+            describe: leaves.getattr("describe")?.unbind(),
+            storable_name: leaves.getattr("storable_name")?.unbind(),
+            from_engine: py.import("stepwell.errors")?.getattr("from_engine")?.unbind(),
+        })
+    })
+}
+
+/// The exception for a leaf that cannot be stored.
+pub fn unsupported(py: Python<'_>, leaf: &str, what: &str) -> PyErr {
+    crate::errors::raise(py, &stepwell_core::Error::Leaf { leaf: leaf.to_owned(), what: what.to_owned() })
+}
+
+/// The dtype of that name, or an error that says that the package and the engine disagree.
+pub fn dtype_named(name: &str) -> PyResult<Dtype> {
+    Dtype::from_name(name)
+        .ok_or_else(|| pyo3::exceptions::PyValueError::new_err(format!("the engine knows no dtype `{name}`")))
+}

@@ -1,0 +1,94 @@
+//! A buffer that is held: its memory stays where it is, and allocated, until the value is dropped.
+
+use std::ffi::c_int;
+
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+/// An exported buffer. Dropping it gives the buffer back, under the GIL.
+pub struct HeldBuffer {
+    // Boxed: an exporter may keep pointers into its own view.
+    view: Box<ffi::Py_buffer>,
+}
+
+// SAFETY: a Py_buffer is plain data; the exporter's reference count in it is only touched under the GIL (`new`, `drop`).
+unsafe impl Send for HeldBuffer {}
+// SAFETY: as above; `&HeldBuffer` reads plain fields that nobody changes.
+unsafe impl Sync for HeldBuffer {}
+
+impl HeldBuffer {
+    /// Takes a strided buffer of `object`, for reading or for writing (a read-only array then raises `BufferError`).
+    pub fn new(object: &Bound<'_, PyAny>, writable: bool) -> PyResult<Self> {
+        let mut view = Box::new(ffi::Py_buffer::new());
+        let flags: c_int = ffi::PyBUF_STRIDES | if writable { ffi::PyBUF_WRITABLE } else { 0 };
+        // SAFETY: `object` is alive and the GIL is held (a Bound proves both); `view` is a valid place that outlives the export.
+        let answer = unsafe { ffi::PyObject_GetBuffer(object.as_ptr(), &raw mut *view, flags) };
+        if answer != 0 {
+            return Err(PyErr::take(object.py()).unwrap_or_else(|| PyBufferError::new_err("no buffer")));
+        }
+        Ok(Self { view })
+    }
+
+    /// Address of the first element.
+    pub fn address(&self) -> *mut u8 {
+        self.view.buf.cast()
+    }
+
+    /// Bytes per element.
+    pub fn itemsize(&self) -> usize {
+        self.view.itemsize.unsigned_abs()
+    }
+
+    /// Bytes of all elements.
+    pub fn nbytes(&self) -> usize {
+        self.view.len.unsigned_abs()
+    }
+
+    /// Elements along each dimension.
+    pub fn shape(&self) -> &[isize] {
+        self.dimensions(self.view.shape)
+    }
+
+    /// The same, as the engine counts.
+    pub fn dims(&self) -> Vec<u64> {
+        self.shape().iter().map(|&n| n.unsigned_abs() as u64).collect()
+    }
+
+    /// Distance in bytes between neighbours along each dimension.
+    pub fn strides(&self) -> &[isize] {
+        self.dimensions(self.view.strides)
+    }
+
+    fn dimensions(&self, first: *const isize) -> &[isize] {
+        let count = usize::try_from(self.view.ndim).unwrap_or(0);
+        if count == 0 || first.is_null() {
+            return &[]; // numpy exports a 0-d array with null shape and strides
+        }
+        // SAFETY: PyBUF_STRIDES was asked for, so shape and strides hold `ndim` numbers each and live as long as the export.
+        unsafe { std::slice::from_raw_parts(first, count) }
+    }
+
+    /// The bytes between the lowest and the highest that an element lies on: (distance of the lowest from the first element, length).
+    pub fn span(&self) -> (usize, usize) {
+        if self.nbytes() == 0 {
+            return (0, 0);
+        }
+        let (mut below, mut above) = (0, self.itemsize());
+        for (&n, &stride) in self.shape().iter().zip(self.strides()) {
+            let reach = n.unsigned_abs().saturating_sub(1) * stride.unsigned_abs();
+            if stride < 0 { below += reach } else { above += reach }
+        }
+        (below, below + above)
+    }
+}
+
+impl Drop for HeldBuffer {
+    fn drop(&mut self) {
+        // At interpreter shutdown there is nobody left to give it back to.
+        Python::try_attach(|_| {
+            // SAFETY: `view` was filled by PyObject_GetBuffer and is released exactly once, attached to the interpreter.
+            unsafe { ffi::PyBuffer_Release(&raw mut *self.view) };
+        });
+    }
+}

@@ -1,0 +1,35 @@
+//! Held buffers as what the engine reads from and writes to.
+
+use std::sync::Arc;
+
+use stepwell_core::provider::{HostProvider, StateProvider};
+use stepwell_core::sys::{HostSource, HostTarget};
+use stepwell_core::{Error, Result};
+
+use super::HeldBuffer;
+use crate::events::Parcel;
+use crate::flatten::Leaf;
+
+/// A provider over an array leaf of a parcel; it shares the parcel, so that the memory stays for as long as the provider lives.
+pub fn provider_of(parcel: &Arc<Parcel>, leaf: usize) -> Result<Arc<dyn StateProvider>> {
+    let Some(Leaf::Array(_, buffer)) = parcel.flat().and_then(|flat| flat.leaves.get(leaf)) else {
+        return Err(Error::Misuse(format!("leaf {leaf} is no array")));
+    };
+    let source = source_of(buffer)?;
+    Ok(Arc::new(HostProvider::with_owner(source, Arc::clone(parcel))))
+}
+
+fn source_of(buffer: &HeldBuffer) -> Result<HostSource> {
+    let strides: Vec<i64> = buffer.strides().iter().map(|&stride| stride as i64).collect();
+    // SAFETY: the exporter of a held buffer keeps every element that shape and strides name readable until the buffer is released, and the
+    // only caller stores the source beside a share of the parcel that holds it. That nobody writes meanwhile is what `save` demands of its caller.
+    unsafe { HostSource::new(buffer.address(), buffer.itemsize(), &buffer.dims(), &strides) }
+}
+
+/// The memory of a held, writable buffer, from its lowest element to its highest.
+pub fn target_of(buffer: &HeldBuffer) -> Result<HostTarget<'_>> {
+    let (below, len) = buffer.span();
+    // SAFETY: the exporter of a held, writable buffer keeps everything between its lowest and highest element mapped and writable until the
+    // buffer is released, which outlives the target by the borrow. That nobody else reads or writes it meanwhile is what `restore` demands of its caller.
+    unsafe { HostTarget::new(buffer.address().wrapping_sub(below), len) }
+}

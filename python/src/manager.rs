@@ -1,0 +1,385 @@
+//! The manager of one root, as Python sees it. Calls that may wait run on a thread of their own, so that signals are answered.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+use stepwell_core::io::Engine;
+use stepwell_manager::singular::{self, SingularRequest};
+use stepwell_manager::{
+    Decision, Environment, Exists, Hold, LeafSource, Manager as Engined, Mode, Options, SaveRequest, StateSource,
+    metrics, root,
+};
+
+use crate::checkpoint::Checkpoint;
+use crate::errors::raise_manager;
+use crate::events::{Events, Parcel};
+use crate::flatten::Leaf;
+use crate::ingest::provider_of;
+use crate::options;
+use crate::save_handle::SaveHandle;
+use crate::state::State;
+use crate::wait;
+
+type Error = stepwell_manager::Error;
+
+/// A capture that was interrupted still gets this long to end, so that what is saved is not torn by what the interrupted caller does next.
+const CAPTURE_GRACE: Duration = Duration::from_secs(5);
+
+/// The manager of one root.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct Manager {
+    inner: Arc<Engined>,
+}
+
+/// Runs a call of the engine that may wait.
+fn call<T: Send + 'static>(
+    py: Python<'_>,
+    grace: Duration,
+    work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+) -> PyResult<T> {
+    wait::on_thread(py, grace, work)?.map_err(|error| raise_manager(py, &error))
+}
+
+fn exists_named(name: &str) -> PyResult<Exists> {
+    match name {
+        "error" => Ok(Exists::Error),
+        "skip" => Ok(Exists::Skip),
+        "replace" => Ok(Exists::Replace),
+        other => Err(PyValueError::new_err(format!("exists={other:?}"))),
+    }
+}
+
+fn json(text: &str) -> PyResult<serde_json::Value> {
+    serde_json::from_str(text).map_err(|error| PyValueError::new_err(format!("custom_metadata: {error}")))
+}
+
+fn seconds(timeout: Option<f64>) -> Option<Duration> {
+    timeout.map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+}
+
+/// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last provider is gone.
+fn source(state: &State, events: &Events) -> PyResult<Result<StateSource, Error>> {
+    let flat = state.take().ok_or_else(|| PyRuntimeError::new_err("this state was handed over before"))?;
+    let parcel = Parcel::new(flat, events.clone());
+    let Some(flat) = parcel.flat() else {
+        return Err(PyRuntimeError::new_err("an empty parcel"));
+    };
+    let mut leaves = Vec::with_capacity(flat.leaves.len());
+    for (number, leaf) in flat.leaves.iter().enumerate() {
+        leaves.push(match leaf {
+            Leaf::Array(dtype, buffer) => match provider_of(&parcel, number) {
+                Ok(provider) => LeafSource::Tensor { dtype: *dtype, shape: buffer.dims(), provider },
+                Err(error) => return Ok(Err(error.into())),
+            },
+            Leaf::Object(value) => LeafSource::Object(value.clone()),
+            Leaf::Alias(of) => LeafSource::Alias(*of),
+        });
+    }
+    Ok(Ok(StateSource { tree: flat.tree.clone(), leaves }))
+}
+
+#[pymethods]
+impl Manager {
+    #[new]
+    fn new(py: Python<'_>, root: PathBuf, options: &str) -> PyResult<Self> {
+        let (options, engine) = options::parse(options)?;
+        let inner = call(py, Duration::ZERO, move || {
+            let environment = options::environment(&root, engine)?;
+            Engined::open(&root, options, environment)
+        })?;
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Why `save` would do nothing with a step; `None` if it would save. Raises an existing step, one below the latest, and earlier failures.
+    fn refusal(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        force: bool,
+        exists: &str,
+        answers: BTreeMap<String, bool>,
+    ) -> PyResult<Option<String>> {
+        let exists = exists_named(exists)?;
+        let inner = Arc::clone(&self.inner);
+        let decision = py
+            .detach(move || inner.decide(step, force, exists, &answers))
+            .map_err(|error| raise_manager(py, &error))?;
+        Ok(match decision {
+            Decision::Refuse(refusal) => Some(refusal.to_string()),
+            Decision::Pending(_) => Some("the step is being saved already".to_owned()),
+            Decision::Save | Decision::Replace => None,
+        })
+    }
+
+    fn should_save(&self, py: Python<'_>, step: u64, answers: BTreeMap<String, bool>) -> PyResult<bool> {
+        let inner = Arc::clone(&self.inner);
+        py.detach(move || inner.should_save(step, &answers)).map_err(|error| raise_manager(py, &error))
+    }
+
+    /// Saves a flattened state, and returns when it is captured.
+    #[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
+    fn save(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        state: &State,
+        metrics: BTreeMap<String, f64>,
+        custom_metadata: &str,
+        force: bool,
+        exists: &str,
+        answers: BTreeMap<String, bool>,
+        events: &Events,
+    ) -> PyResult<SaveHandle> {
+        let request = SaveRequest {
+            step,
+            state: source(state, events)?.map_err(|error| raise_manager(py, &error))?,
+            metrics,
+            custom_metadata: json(custom_metadata)?,
+            force,
+            exists: exists_named(exists)?,
+        };
+        let inner = Arc::clone(&self.inner);
+        call(py, CAPTURE_GRACE, move || inner.save_with(request, &answers)).map(SaveHandle::new)
+    }
+
+    fn request_preemption(&self) {
+        self.inner.request_preemption();
+    }
+
+    fn reached_preemption(&self, py: Python<'_>, step: u64) -> PyResult<bool> {
+        self.inner.reached_preemption(step).map_err(|error| raise_manager(py, &error))
+    }
+
+    fn restored(&self, step: u64) {
+        self.inner.restored(step);
+    }
+
+    fn latest_step(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.query(py, Engined::latest_step)
+    }
+
+    fn all_steps(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        self.query(py, Engined::all_steps)
+    }
+
+    fn next_step(&self, py: Python<'_>) -> PyResult<u64> {
+        self.query(py, Engined::next_step)
+    }
+
+    fn pending(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        self.query(py, Engined::pending)
+    }
+
+    fn reload(&self, py: Python<'_>) -> PyResult<()> {
+        self.query(py, Engined::reload)
+    }
+
+    #[pyo3(signature = (metric = None, mode = None))]
+    fn best_step(&self, py: Python<'_>, metric: Option<String>, mode: Option<String>) -> PyResult<Option<u64>> {
+        let mode = match mode.as_deref() {
+            Some("min") => Some(Mode::Min),
+            Some("max") => Some(Mode::Max),
+            Some(other) => return Err(PyValueError::new_err(format!("mode={other:?}"))),
+            None => None,
+        };
+        let by = metric.zip(mode);
+        self.query(py, move |inner| inner.best_step(by.as_ref().map(|(metric, mode)| (metric.as_str(), *mode))))
+    }
+
+    fn metrics(&self, py: Python<'_>, step: u64) -> PyResult<BTreeMap<String, f64>> {
+        self.query(py, move |inner| inner.metrics(step))
+    }
+
+    fn add_metrics(&self, py: Python<'_>, step: u64, metrics: BTreeMap<String, f64>) -> PyResult<()> {
+        self.query(py, move |inner| inner.add_metrics(step, &metrics))
+    }
+
+    fn delete(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.query(py, move |inner| inner.delete(step))
+    }
+
+    /// What has a step's name and is none: name and reason.
+    fn quarantined(&self, py: Python<'_>) -> PyResult<Vec<(String, String)>> {
+        let found = self.query(py, Engined::quarantined)?;
+        Ok(found.into_iter().map(|quarantined| (quarantined.name, quarantined.reason)).collect())
+    }
+
+    /// The user's metadata of the root, as JSON.
+    fn root_metadata(&self) -> Option<String> {
+        self.inner.root_metadata().map(ToString::to_string)
+    }
+
+    #[pyo3(signature = (step, branch = None))]
+    fn rewind(&self, py: Python<'_>, step: u64, branch: Option<String>) -> PyResult<(String, Vec<u64>)> {
+        let inner = Arc::clone(&self.inner);
+        call(py, Duration::MAX, move || inner.rewind(step, branch.as_deref()))
+    }
+
+    fn hold(&self, py: Python<'_>, step: u64) -> PyResult<Held> {
+        let hold = self.query(py, move |inner| inner.hold(step))?;
+        Ok(Held { hold: Mutex::new(Some(hold)) })
+    }
+
+    /// The retention plan, as JSON.
+    fn plan_retention(&self, py: Python<'_>) -> PyResult<String> {
+        let plan = self.query(py, Engined::plan_retention)?;
+        serde_json::to_string(&plan).map_err(|error| PyRuntimeError::new_err(error.to_string()))
+    }
+
+    fn prepare(&self, py: Python<'_>, nbytes: u64) -> PyResult<()> {
+        let inner = Arc::clone(&self.inner);
+        call(py, Duration::ZERO, move || inner.prepare(nbytes))
+    }
+
+    #[pyo3(signature = (step = None))]
+    fn checkpoint(&self, py: Python<'_>, step: Option<u64>) -> PyResult<Checkpoint> {
+        let inner = Arc::clone(&self.inner);
+        call(py, Duration::ZERO, move || inner.checkpoint(step)).map(Checkpoint::new)
+    }
+
+    #[pyo3(signature = (timeout = None))]
+    fn wait_until_finished(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let inner = Arc::clone(&self.inner);
+        call(py, Duration::ZERO, move || inner.wait_until_finished(seconds(timeout)))
+    }
+
+    fn check_for_errors(&self, py: Python<'_>) -> PyResult<()> {
+        self.inner.check_for_errors().map_err(|error| raise_manager(py, &error))
+    }
+
+    #[pyo3(signature = (timeout = None))]
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let inner = Arc::clone(&self.inner);
+        call(py, Duration::ZERO, move || inner.close(seconds(timeout)))
+    }
+}
+
+impl Manager {
+    /// A call that reads directories and small files.
+    fn query<T: Send>(
+        &self,
+        py: Python<'_>,
+        ask: impl FnOnce(&Engined) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        let inner = Arc::clone(&self.inner);
+        py.detach(move || ask(&inner)).map_err(|error| raise_manager(py, &error))
+    }
+}
+
+/// A held step.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct Held {
+    hold: Mutex<Option<Hold>>,
+}
+
+#[pymethods]
+impl Held {
+    fn close(&self) {
+        self.hold.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}
+
+/// Saves a flattened state under a path; returns when it is captured.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
+pub fn save_path(
+    py: Python<'_>,
+    path: PathBuf,
+    state: &State,
+    metrics: BTreeMap<String, f64>,
+    custom_metadata: &str,
+    exists: &str,
+    options: &str,
+    events: &Events,
+) -> PyResult<SaveHandle> {
+    let request = SingularRequest {
+        state: source(state, events)?.map_err(|error| raise_manager(py, &error))?,
+        path: path.clone(),
+        step: 0,
+        metrics,
+        custom_metadata: json(custom_metadata)?,
+        exists: exists_named(exists)?,
+    };
+    let (options, engine) = options::parse(options)?;
+    let handle = call(py, CAPTURE_GRACE, move || {
+        let environment = options::environment(&path, engine)?;
+        singular::save(request, &options, &environment)
+    })?;
+    Ok(SaveHandle::new(handle))
+}
+
+/// Opens a checkpoint: one at that very path, or the newest step (or `step`) of a root.
+#[pyfunction]
+#[pyo3(signature = (path, step = None, engine = "auto"))]
+pub fn open_path(py: Python<'_>, path: PathBuf, step: Option<u64>, engine: &str) -> PyResult<Checkpoint> {
+    let engine = options::engine(engine)?;
+    let opened = call(py, Duration::ZERO, move || {
+        let gone = || Error::StepNotFound { step, root: path.clone(), latest: None };
+        if !path.is_dir() {
+            return Err(gone());
+        }
+        let environment = options::environment(&path, engine)?;
+        let is_root = !path.join(stepwell_manager::directory_layout::MANIFEST).exists()
+            && (step.is_some() || has_steps(&path, &environment));
+        if !is_root {
+            let opened = stepwell_manager::Checkpoint::open(&path, &environment)?;
+            return if step.is_none_or(|step| step == opened.step()) { Ok(opened) } else { Err(gone()) };
+        }
+        reader(&path, environment)?.checkpoint(step)
+    })?;
+    Ok(Checkpoint::new(opened))
+}
+
+fn reader(path: &Path, environment: Environment) -> Result<Engined, Error> {
+    Engined::open(path, Options { read_only: true, create: false, ..Options::default() }, environment)
+}
+
+/// Whether a directory is a root: it says so, or it holds a step (a copy may have lost `.stepwell`).
+fn has_steps(path: &Path, environment: &Environment) -> bool {
+    path.join(stepwell_manager::directory_layout::CONTROL).is_dir()
+        || reader(path, environment.clone()).and_then(|root| root.all_steps()).is_ok_and(|steps| !steps.is_empty())
+}
+
+/// The committed steps of a root, for one who only looks.
+#[pyfunction]
+pub fn list_steps(py: Python<'_>, root: PathBuf) -> PyResult<Vec<u64>> {
+    call(py, Duration::ZERO, move || {
+        if !root.is_dir() {
+            return Ok(Vec::new());
+        }
+        reader(&root, options::environment(&root, Engine::Auto)?)?.all_steps()
+    })
+}
+
+/// Adds metrics to a committed step of a root, from outside its writer.
+#[pyfunction]
+pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<String, f64>) -> PyResult<()> {
+    call(py, Duration::ZERO, move || {
+        if !root.is_dir() {
+            return Err(Error::StepNotFound { step: Some(step), root, latest: None });
+        }
+        let environment = options::environment(&root, Engine::Auto)?;
+        let manifest = reader(&root, environment.clone())?.manifest(Some(step))?;
+        let directory = root::open(&environment, &root, false)?;
+        metrics::add(&*directory, &manifest.attempt, step, &values, &environment)
+    })
+}
+
+/// Which engine serves a path, and why: engine, direct, alignment, registered, reasons.
+#[pyfunction]
+#[pyo3(signature = (path, engine = "auto"))]
+pub fn engine_choice(
+    py: Python<'_>,
+    path: PathBuf,
+    engine: &str,
+) -> PyResult<(&'static str, bool, usize, bool, Vec<String>)> {
+    let engine = options::engine(engine)?;
+    let environment = call(py, Duration::ZERO, move || options::environment(&path, engine))?;
+    let choice = environment.disk.choice();
+    Ok((choice.engine, choice.direct, choice.alignment, choice.registered, choice.reasons.clone()))
+}

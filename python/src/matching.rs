@@ -1,0 +1,172 @@
+//! What is wanted, from Python; and the report, to Python.
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use stepwell_core::dtype::Dtype;
+use stepwell_core::leaf_path::{Component, LeafPath};
+use stepwell_reshard::matching::{
+    Cast, Missing, OnMissing, OnUnexpected, Options, PerGlob, Report, Resize, Spec, Wanted,
+};
+use stepwell_reshard::selection::{Renames, Selection};
+
+use crate::checkpoint::Checkpoint;
+use crate::errors::invalid;
+use crate::hooks::dtype_named;
+
+/// `(tag, value)`.
+type Part<'py> = (String, Bound<'py, PyAny>);
+/// Components, kind, dtype, shape, whether the caller has a value there.
+type WantedRow<'py> = (Vec<Part<'py>>, String, Option<String>, Option<Vec<u64>>, bool);
+
+fn component((tag, value): &Part<'_>) -> PyResult<Component> {
+    Ok(match tag.as_str() {
+        "k" => Component::Key(value.extract::<String>()?.into()),
+        "i" => Component::Int(value.extract()?),
+        "x" => Component::Index(value.extract()?),
+        "f" => Component::Field(value.extract::<String>()?.into()),
+        other => return Err(PyValueError::new_err(format!("a component with the tag {other:?}"))),
+    })
+}
+
+fn wanted(row: &WantedRow<'_>) -> PyResult<Wanted> {
+    let (components, kind, dtype, shape, holds_value) = row;
+    let spec = match kind.as_str() {
+        "tensor" => {
+            Spec::Tensor { dtype: dtype.as_deref().map(dtype_named).transpose()?, shape: shape.clone() }
+        }
+        "object" => Spec::Object,
+        "any" => Spec::Any,
+        "skip" => Spec::Skip,
+        other => return Err(PyValueError::new_err(format!("a wanted {other:?}"))),
+    };
+    let path = LeafPath(components.iter().map(component).collect::<PyResult<_>>()?);
+    Ok(Wanted { path, spec, holds_value: *holds_value })
+}
+
+/// A choice for all leaves, or per glob.
+fn choice<T: Copy + Default>(value: &Bound<'_, PyAny>, named: impl Fn(&str) -> PyResult<T>) -> PyResult<PerGlob<T>> {
+    if value.is_none() {
+        return Ok(PerGlob::everywhere(T::default()));
+    }
+    if let Ok(table) = value.cast::<PyDict>() {
+        let mut rules = Vec::with_capacity(table.len());
+        for (glob, one) in table.iter() {
+            rules.push((glob.extract::<String>()?, named(&one.extract::<String>()?)?));
+        }
+        return PerGlob::new(rules, T::default()).map_err(|error| invalid(value.py(), &error.to_string()));
+    }
+    Ok(PerGlob::everywhere(named(&value.extract::<String>()?)?))
+}
+
+fn unknown<T>(name: &str) -> PyResult<T> {
+    Err(PyValueError::new_err(format!("no such choice: {name:?}")))
+}
+
+fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Options> {
+    let py = given.py();
+    let get = |name: &str| given.get_item(name).map(|found| found.unwrap_or_else(|| py.None().into_bound(py)));
+    let wrong = |error: stepwell_reshard::Error| invalid(py, &error.to_string());
+    let include: Option<Vec<String>> = get("include")?.extract()?;
+    let exclude: Option<Vec<String>> = get("exclude")?.extract()?;
+    let rename: Vec<(String, String)> = get("rename")?.extract()?;
+    Ok(Options {
+        selection: Selection::new(include.as_deref(), &exclude.unwrap_or_default()).map_err(wrong)?,
+        renames: Renames::new(rename).map_err(wrong)?,
+        missing: choice(&get("missing")?, |name| match name {
+            "error" => Ok(OnMissing::Error),
+            "keep" => Ok(OnMissing::Keep),
+            other => unknown(other),
+        })?,
+        unexpected: choice(&get("unexpected")?, |name| match name {
+            "error" => Ok(OnUnexpected::Error),
+            "ignore" => Ok(OnUnexpected::Ignore),
+            other => unknown(other),
+        })?,
+        cast: choice(&get("cast")?, |name| match name {
+            "exact" => Ok(Cast::Exact),
+            "lossless" => Ok(Cast::Lossless),
+            "lossy" => Ok(Cast::Lossy),
+            other => Ok(Cast::To(dtype_named(other)?)),
+        })?,
+        resize: choice(&get("resize")?, |name| match name {
+            "pad" => Ok(Resize::Pad),
+            "truncate" => Ok(Resize::Truncate),
+            "both" => Ok(Resize::Both),
+            other => unknown(other),
+        })?,
+        top_level: top_level.iter().map(component).collect::<PyResult<_>>()?,
+    })
+}
+
+#[pymethods]
+impl Checkpoint {
+    /// Matches what is wanted against what is stored; nothing is read. See `stepwell.restore` for the rows.
+    #[pyo3(name = "match")]
+    fn match_wanted<'py>(
+        &self,
+        py: Python<'py>,
+        rows: Vec<WantedRow<'py>>,
+        top_level: Vec<Part<'py>>,
+        given: &Bound<'py, PyDict>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let inner = self.get(py)?;
+        let wanted = rows.iter().map(wanted).collect::<PyResult<Vec<_>>>()?;
+        let options = options(given, &top_level)?;
+        let report = py.detach(|| inner.match_state(&wanted, &options));
+        let shape = |stored: usize| match inner.leaves().get(stored).map(|leaf| &leaf.spec) {
+            Some(stepwell_reshard::matching::StoredSpec::Tensor { shape, .. }) => shape.clone(),
+            _ => Vec::new(),
+        };
+        rendered(py, &report, shape)
+    }
+}
+
+fn rendered<'py>(
+    py: Python<'py>,
+    report: &Report,
+    shape: impl Fn(usize) -> Vec<u64>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let out = PyDict::new(py);
+    out.set_item("text", report.to_string())?;
+    let matches = report.matches.iter().map(|found| {
+        let tensor = found.tensor.as_ref().map(|tensor| {
+            (tensor.stored_dtype.name(), tensor.dtype.name(), shape(found.source), tensor.shape.clone())
+        });
+        (found.wanted, found.stored, found.source, tensor)
+    });
+    out.set_item("matches", PyList::new(py, matches.collect::<Vec<_>>())?)?;
+    out.set_item("kept", report.kept.iter().map(|kept| kept.wanted).collect::<Vec<_>>())?;
+    out.set_item("ignored", &report.ignored)?;
+    let left_out = [&report.skipped, &report.not_wanted, &report.deselected];
+    out.set_item("left_out", left_out.into_iter().flatten().copied().collect::<Vec<_>>())?;
+    out.set_item("unused_renames", &report.unused_renames)?;
+    let missing = report.missing.iter().map(|leaf| {
+        let why = match leaf.reason {
+            Missing::NotStored => "not stored",
+            Missing::Deselected => "left out by include/exclude",
+            Missing::NothingToKeep => "nothing to keep",
+        };
+        (leaf.path.clone(), why, leaf.near.clone())
+    });
+    out.set_item("missing", missing.collect::<Vec<_>>())?;
+    let unexpected = report.unexpected.iter().map(|leaf| (leaf.path.clone(), leaf.renamed.clone(), leaf.near.clone()));
+    out.set_item("unexpected", unexpected.collect::<Vec<_>>())?;
+    let shapes = report
+        .wrong_shape
+        .iter()
+        .map(|leaf| (leaf.path.clone(), leaf.stored_shape.clone(), leaf.wanted_shape.clone()));
+    out.set_item("wrong_shape", shapes.collect::<Vec<_>>())?;
+    let name = |dtype: Dtype| dtype.name();
+    let dtypes = report
+        .wrong_dtype
+        .iter()
+        .map(|leaf| (leaf.path.clone(), name(leaf.stored_dtype), name(leaf.wanted_dtype), leaf.why));
+    out.set_item("wrong_dtype", dtypes.collect::<Vec<_>>())?;
+    let kinds = report.wrong_kind.iter().map(|leaf| (leaf.path.clone(), leaf.stored_kind, leaf.wanted_kind));
+    out.set_item("wrong_kind", kinds.collect::<Vec<_>>())?;
+    let collisions = report.collisions.iter().map(|leaf| (leaf.path.clone(), leaf.stored_paths.clone()));
+    out.set_item("collisions", collisions.collect::<Vec<_>>())?;
+    Ok(out)
+}

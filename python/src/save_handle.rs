@@ -1,0 +1,115 @@
+//! The future of one save, as Python sees it: waits that answer signals, errors as exceptions.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use pyo3::exceptions::PyTimeoutError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use stepwell_manager::{Outcome, Save};
+
+use crate::errors::raise_manager;
+use crate::events::Events;
+use crate::wait;
+
+/// A save that was begun, or refused.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct SaveHandle {
+    save: Save,
+    seen: AtomicBool,
+}
+
+impl SaveHandle {
+    /// Wraps a save.
+    pub fn new(save: Save) -> Self {
+        Self { save, seen: AtomicBool::new(false) }
+    }
+}
+
+fn seconds(timeout: Option<f64>) -> Option<Duration> {
+    timeout.map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+}
+
+#[pymethods]
+impl SaveHandle {
+    fn step(&self) -> u64 {
+        self.save.step()
+    }
+
+    /// Why nothing was begun; `None` for a save that was.
+    fn refusal(&self) -> Option<String> {
+        self.save.refusal().map(|refusal| refusal.to_string())
+    }
+
+    fn done(&self) -> bool {
+        self.save.is_done()
+    }
+
+    fn captured(&self) -> bool {
+        self.save.captured()
+    }
+
+    #[pyo3(signature = (timeout = None))]
+    fn wait_captured(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let there = wait::poll(py, seconds(timeout), |slice| self.save.wait_captured(Some(slice)).then_some(()))?;
+        Ok(there.is_some())
+    }
+
+    /// Returns once it is committed; raises what made it fail, or `TimeoutError`.
+    #[pyo3(signature = (timeout = None))]
+    fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        match wait::poll(py, seconds(timeout), |slice| self.save.wait(Some(slice)))? {
+            Some(Outcome::Committed) => Ok(()),
+            Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error)) => {
+                self.seen.store(true, Ordering::Relaxed);
+                Err(raise_manager(py, &error))
+            }
+            None => Err(PyTimeoutError::new_err(format!(
+                "waited {:.1} s for the save of step {}; it goes on in the background",
+                timeout.unwrap_or_default(),
+                self.save.step()
+            ))),
+        }
+    }
+
+    /// Has `events` run a callback once it is over.
+    fn on_done(&self, events: &Events, number: u64) {
+        let events = events.clone();
+        self.save.on_done(Box::new(move |_| events.callback(number)));
+    }
+
+    /// The failure, if there is one that this handle has not shown. Waits for the end of the save, unless `peek`.
+    #[pyo3(signature = (peek = false))]
+    fn unseen_failure(&self, py: Python<'_>, peek: bool) -> PyResult<Option<Py<PyAny>>> {
+        let outcome = if peek {
+            self.save.outcome()
+        } else {
+            wait::poll(py, None, |slice| self.save.wait(Some(slice)))?
+        };
+        Ok(match outcome {
+            Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error))
+                if !self.seen.load(Ordering::Relaxed) =>
+            {
+                Some(raise_manager(py, &error).into_value(py).into_any())
+            }
+            _ => None,
+        })
+    }
+
+    /// Bytes, files, seconds per phase.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.save.stats();
+        let out = PyDict::new(py);
+        out.set_item("nbytes", stats.pipeline.total_bytes)?;
+        out.set_item("files", stats.files)?;
+        out.set_item("plan_seconds", stats.pipeline.plan_seconds)?;
+        out.set_item("capture_seconds", stats.pipeline.capture_seconds)?;
+        out.set_item("queued_seconds", stats.queued_seconds)?;
+        out.set_item("write_seconds", stats.pipeline.write_seconds)?;
+        out.set_item("sync_seconds", stats.pipeline.sync_seconds)?;
+        out.set_item("commit_seconds", stats.commit_seconds)?;
+        out.set_item("total_seconds", stats.total_seconds)?;
+        Ok(out)
+    }
+}

@@ -1,0 +1,72 @@
+//! A flattened state, held between the walk and the capture.
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+use crate::flatten::{Flat, Leaf};
+
+/// A flattened state: structure, object values, and arrays by reference (their buffers are held until this is dropped).
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct State {
+    flat: Mutex<Option<Flat>>,
+}
+
+impl State {
+    /// Hands the state over; `None` if that was done before.
+    pub fn take(&self) -> Option<Flat> {
+        self.flat.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn with<T>(&self, look: impl FnOnce(&Flat) -> T) -> PyResult<T> {
+        let flat = self.flat.lock().unwrap_or_else(PoisonError::into_inner);
+        flat.as_ref().map(look).ok_or_else(|| PyRuntimeError::new_err("this state was handed over to a save"))
+    }
+}
+
+#[pymethods]
+impl State {
+    fn __len__(&self) -> PyResult<usize> {
+        self.with(|flat| flat.leaves.len())
+    }
+
+    /// Rendered leaf paths, in order.
+    fn paths(&self) -> PyResult<Vec<String>> {
+        self.with(|flat| {
+            (0..flat.leaves.len() as u32).map(|leaf| flat.tree.leaf_path(leaf).to_string()).collect()
+        })
+    }
+
+    /// What each leaf is: `("array", dtype, shape)`, `("object", None, None)` or `("alias", None, [of])`.
+    fn leaves(&self) -> PyResult<Vec<(&'static str, Option<&'static str>, Option<Vec<u64>>)>> {
+        self.with(|flat| {
+            let row = |leaf: &Leaf| match leaf {
+                Leaf::Array(dtype, buffer) => ("array", Some(dtype.name()), Some(buffer.dims())),
+                Leaf::Object(_) => ("object", None, None),
+                Leaf::Alias(of) => ("alias", None, Some(vec![u64::from(*of)])),
+            };
+            flat.leaves.iter().map(row).collect()
+        })
+    }
+
+    /// Bytes of all arrays, ties counted once.
+    #[getter]
+    fn nbytes(&self) -> PyResult<usize> {
+        let bytes = |leaf: &Leaf| if let Leaf::Array(_, buffer) = leaf { buffer.nbytes() } else { 0 };
+        self.with(|flat| flat.leaves.iter().map(bytes).sum())
+    }
+}
+
+/// Flattens a state; `UnsupportedLeaf` names what cannot be stored.
+#[pyfunction]
+pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<State> {
+    Ok(State { flat: Mutex::new(Some(crate::flatten::flatten(state)?)) })
+}
+
+/// Whether a value is one object leaf: a scalar, or a sequence or set of plain values only.
+#[pyfunction]
+pub fn is_plain(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let hooks = crate::hooks::hooks(value.py())?;
+    Ok(matches!(crate::values::to_value(hooks, value, false, 0)?, crate::values::Plain::Value(_)))
+}

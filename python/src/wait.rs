@@ -1,0 +1,109 @@
+//! Waiting without holding up Python: detached, and awake often enough that Ctrl-C is answered.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+/// Between two looks at pending signals.
+pub const TICK: Duration = Duration::from_millis(50);
+
+/// Polls `ready` with slices of time until it answers or the timeout has passed (`None`). Signal handlers run in between; what they raise ends the wait.
+pub fn poll<T: Send>(
+    py: Python<'_>,
+    timeout: Option<Duration>,
+    mut ready: impl FnMut(Duration) -> Option<T> + Send,
+) -> PyResult<Option<T>> {
+    let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+    loop {
+        let slice = deadline.map_or(TICK, |deadline| deadline.saturating_duration_since(Instant::now()).min(TICK));
+        if let Some(answer) = py.detach(|| ready(slice)) {
+            return Ok(Some(answer));
+        }
+        py.check_signals()?;
+        if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            return Ok(None);
+        }
+    }
+}
+
+/// Runs work on a thread of its own and waits for it, so that a signal handler runs at once. If one raises, the work still gets `grace`
+/// to end before the exception goes on: a capture is over in moments, and must not be torn by whoever catches the exception. After that the work goes on by itself.
+pub fn on_thread<T: Send + 'static>(
+    py: Python<'_>,
+    grace: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> PyResult<T> {
+    let (send, mut receive) = channel();
+    std::thread::Builder::new()
+        .name("stepwell-call".into())
+        .spawn(move || drop(send.send(work())))
+        .map_err(|error| PyRuntimeError::new_err(format!("no thread could be started: {error}")))?;
+    match wait_for(py, &mut receive, None) {
+        Ok(Some(answer)) => Ok(answer),
+        Ok(None) => Err(PyRuntimeError::new_err("the engine ended a call without an answer; please report this")),
+        Err(interrupt) => {
+            // A second signal ends the grace.
+            let _ = wait_for(py, &mut receive, Some(grace));
+            Err(interrupt)
+        }
+    }
+}
+
+/// Runs work on a thread of its own, and does not return before it has ended, whatever happens: it writes into the caller's memory. A
+/// signal handler that raises sets `stop`, which the work looks at.
+pub fn to_the_end<T: Send + 'static>(
+    py: Python<'_>,
+    stop: &AtomicBool,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> PyResult<T> {
+    to_the_end_with(py, stop, work, || Ok(()))
+}
+
+/// [`to_the_end`], with something to do at every look at the signals.
+pub fn to_the_end_with<T: Send + 'static>(
+    py: Python<'_>,
+    stop: &AtomicBool,
+    work: impl FnOnce() -> T + Send + 'static,
+    mut meanwhile: impl FnMut() -> PyResult<()>,
+) -> PyResult<T> {
+    let thread = std::thread::Builder::new()
+        .name("stepwell-read".into())
+        .spawn(work)
+        .map_err(|error| PyRuntimeError::new_err(format!("no thread could be started: {error}")))?;
+    let mut interrupt = None;
+    let mut pause = Duration::from_micros(20);
+    while !thread.is_finished() {
+        // Short reads end within microseconds: the first looks come quickly.
+        py.detach(|| std::thread::park_timeout(pause));
+        pause = (pause * 2).min(TICK);
+        if interrupt.is_none()
+            && let Err(raised) = py.check_signals().and_then(|()| meanwhile())
+        {
+            stop.store(true, Ordering::Relaxed);
+            interrupt = Some(raised);
+        }
+    }
+    let answer = thread
+        .join()
+        .map_err(|_| PyRuntimeError::new_err("the engine ended a call without an answer; please report this"))?;
+    interrupt.map_or(Ok(answer), Err)
+}
+
+fn wait_for<T: Send>(py: Python<'_>, receive: &mut Receiver<T>, timeout: Option<Duration>) -> PyResult<Option<T>> {
+    enum Answer<T> {
+        There(T),
+        Gone,
+    }
+    let answer = poll(py, timeout, |slice| match receive.recv_timeout(slice) {
+        Ok(answer) => Some(Answer::There(answer)),
+        Err(RecvTimeoutError::Timeout) => None,
+        Err(RecvTimeoutError::Disconnected) => Some(Answer::Gone),
+    })?;
+    Ok(match answer {
+        Some(Answer::There(answer)) => Some(answer),
+        Some(Answer::Gone) | None => None,
+    })
+}

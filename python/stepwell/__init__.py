@@ -1,0 +1,123 @@
+"""A checkpoint manager for training: a committed step is a true step, training does not wait, and any of them restores in whole or in part.
+
+    import stepwell as sw
+
+    with sw.CheckpointManager("runs/llama", save_policy=sw.every_steps(100), retention=sw.keep_latest(3)) as mgr:
+        if mgr.latest_step() is not None:
+            state = mgr.restore(into=state)
+        for step in range(mgr.next_step(), 10_000):
+            state = update(state)
+            mgr.save(step, state, metrics={"loss": loss})
+
+Importing this imports numpy and ml_dtypes, and no framework.
+"""
+
+from . import errors
+from ._core import VERSION as __version__
+from .checkpoint import Array, Branch, Checkpoint, Damage, Metadata, VerifyReport
+from .errors import (
+    ClosedError,
+    CoordinationTimeout,
+    CorruptCheckpoint,
+    DonatedBuffer,
+    DurabilityUncertain,
+    ForkedProcess,
+    FormatError,
+    LockedError,
+    MismatchError,
+    MisuseError,
+    RankFailed,
+    ReadOnlyError,
+    SaveFailed,
+    StepExists,
+    StepGone,
+    StepNotFound,
+    StepOrder,
+    StepwellError,
+    StorageError,
+    UnsupportedLeaf,
+)
+from .manager import CheckpointManager
+from .options import Options, StepName
+from .policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
+from .registry import StoredEnum, register
+from .restore import RestoreReport
+from .retention import (
+    Retention,
+    keep_all,
+    keep_best,
+    keep_every,
+    keep_latest,
+    keep_newer_than,
+    keep_steps,
+)
+from .save import Save, SaveStats
+from .singular import add_metrics, engine_info, metadata, open, restore, save, save_async, verify, watch
+from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
+
+__all__ = [
+    "AS_STORED",
+    "Array",
+    "ArraySpec",
+    "Branch",
+    "Checkpoint",
+    "CheckpointManager",
+    "ClosedError",
+    "CoordinationTimeout",
+    "CorruptCheckpoint",
+    "Damage",
+    "DonatedBuffer",
+    "DurabilityUncertain",
+    "ForkedProcess",
+    "FormatError",
+    "LockedError",
+    "Metadata",
+    "MismatchError",
+    "MisuseError",
+    "ObjectSpec",
+    "Options",
+    "PerRank",
+    "RankFailed",
+    "ReadOnlyError",
+    "Replicated",
+    "RestoreReport",
+    "Retention",
+    "Save",
+    "SaveFailed",
+    "SavePolicy",
+    "SaveStats",
+    "StepExists",
+    "StepGone",
+    "StepName",
+    "StepNotFound",
+    "StepOrder",
+    "StepwellError",
+    "StorageError",
+    "StoredEnum",
+    "UnsupportedLeaf",
+    "VerifyReport",
+    "__version__",
+    "add_metrics",
+    "at_steps",
+    "engine_info",
+    "errors",
+    "every_seconds",
+    "every_steps",
+    "keep_all",
+    "keep_best",
+    "keep_every",
+    "keep_latest",
+    "keep_newer_than",
+    "keep_steps",
+    "metadata",
+    "on_preemption",
+    "open",
+    "register",
+    "restore",
+    "save",
+    "save_async",
+    "verify",
+    "watch",
+    "when",
+    "when_idle",
+]

@@ -1,0 +1,216 @@
+"""What can go wrong, as exceptions. Each class has a stable ``kind``; the engine names its errors by kind, and
+:func:`from_engine` turns such a name into the class that stands for it.
+
+Messages say what happened, where (leaf, file, rank), and what to do; the same facts are attributes.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+from typing import Any, ClassVar
+
+
+class StepwellError(Exception):
+    """Every error of this package."""
+
+    kind: ClassVar[str] = "error"
+
+    #: Where the engine was more precise than the class: its own kind (``io``, ``limit``, ...).
+    engine_kind: str | None = None
+    #: Rendered path of the leaf that it is about.
+    leaf: str | None = None
+    #: The file that it is about.
+    file: str | None = None
+    #: Paths of leaves of the caller's own memory that had been overwritten when a restore failed.
+    overwritten: tuple[str, ...] = ()
+
+
+class StepExists(StepwellError, FileExistsError):
+    """The step is there already; ``exists="skip"`` or ``"replace"`` say what to do then."""
+
+    kind = "step_exists"
+
+
+class StepNotFound(StepwellError, FileNotFoundError):
+    """There is no such committed step, or no checkpoint at that path."""
+
+    kind = "step_not_found"
+
+
+class StepGone(StepwellError):
+    """The step was there and was removed while it was read."""
+
+    kind = "step_gone"
+
+
+class StepOrder(StepwellError, ValueError):
+    """The step is below the newest one; ``rewind`` is the way back."""
+
+    kind = "step_order"
+
+
+class CorruptCheckpoint(StepwellError):
+    """Stored bytes are not the bytes that were written. ``leaf``, ``file`` and ``block`` say where."""
+
+    kind = "corrupt_checkpoint"
+    block: int | None = None
+
+
+class MismatchError(StepwellError, ValueError):
+    """What is wanted and what is stored do not fit. ``report`` lists every difference."""
+
+    kind = "mismatch"
+    report: Any = None
+
+
+class UnsupportedLeaf(StepwellError, TypeError):
+    """A value in the state cannot be stored. ``leaf`` says which."""
+
+    kind = "unsupported_leaf"
+
+
+class SaveFailed(StepwellError, OSError):
+    """A save was not committed. ``errno`` is the system's own where there was one."""
+
+    kind = "save_failed"
+
+
+class DurabilityUncertain(StepwellError, OSError):
+    """The step was renamed into place, but the last fsync failed: it may not survive a power cut."""
+
+    kind = "durability_uncertain"
+
+
+class RankFailed(StepwellError):
+    """Another rank failed; ``rank`` and its cause are named."""
+
+    kind = "rank_failed"
+    rank: int | None = None
+
+
+class CoordinationTimeout(StepwellError, TimeoutError):
+    """Ranks were missing at the deadline."""
+
+    kind = "coordination_timeout"
+
+
+class StalledError(StepwellError, TimeoutError):
+    """Nothing happened for too long; the message says what was waited for."""
+
+    kind = "timeout"
+
+
+class LockedError(StepwellError):
+    """Another live process writes to this root."""
+
+    kind = "locked"
+
+
+class DonatedBuffer(StepwellError):
+    """An array was donated to a computation before it was captured."""
+
+    kind = "donated_buffer"
+
+
+class ForkedProcess(StepwellError):
+    """A handle was used in a forked child; it belongs to the parent process."""
+
+    kind = "forked_process"
+
+
+class FormatError(StepwellError):
+    """A file is not of a form that this version reads."""
+
+    kind = "format"
+
+
+class NotAStep(FormatError):
+    """A directory that has a step's name and is none, or is one under a wrong name."""
+
+    kind = "not_a_step"
+
+
+class NoLocks(LockedError):
+    """The file system has no locks, so that a second writer cannot be noticed in time."""
+
+    kind = "no_locks"
+
+
+class ClosedError(StepwellError, ValueError):
+    """The manager or checkpoint was closed."""
+
+    kind = "closed"
+
+
+class ReadOnlyError(StepwellError, PermissionError):
+    """A manager that was opened with ``read_only=True`` was asked to write."""
+
+    kind = "read_only"
+
+
+class StorageError(StepwellError, OSError):
+    """A file operation failed. ``errno`` and ``filename`` are the system's."""
+
+    kind = "io"
+
+
+class MisuseError(StepwellError, ValueError):
+    """A call that cannot work, whatever is on disk."""
+
+    kind = "invalid"
+
+
+class Cancelled(StepwellError):
+    """The other half of the operation ended first; its own error says why."""
+
+    kind = "cancelled"
+
+
+def _classes() -> list[type[StepwellError]]:
+    found: list[type[StepwellError]] = []
+    pending: list[type[StepwellError]] = [StepwellError]
+    while pending:
+        one = pending.pop()
+        found.append(one)
+        pending.extend(one.__subclasses__())
+    return found
+
+
+#: Every class by its kind.
+BY_KIND: dict[str, type[StepwellError]] = {one.kind: one for one in _classes()}
+
+#: Kinds of the engine below the manager, whose errors the manager renames before they get here.
+CORE_KINDS: dict[str, type[StepwellError]] = {
+    "corrupt": CorruptCheckpoint,
+    "leaf": UnsupportedLeaf,
+    "forked": ForkedProcess,
+    "limit": FormatError,
+    "misuse": MisuseError,
+}
+
+
+def class_of(kind: str) -> type[StepwellError] | None:
+    """The class for a kind that the engine uses."""
+    return BY_KIND.get(kind) or CORE_KINDS.get(kind)
+
+
+def from_engine(kind: str, message: str, attributes: dict[str, Any]) -> StepwellError:
+    """The exception for an error of the engine. Called by the bindings."""
+    cls = class_of(kind) or StepwellError
+    code = attributes.pop("errno", None)
+    if issubclass(cls, FileNotFoundError):
+        code = code or _errno.ENOENT
+    elif issubclass(cls, FileExistsError):
+        code = code or _errno.EEXIST
+    error: StepwellError
+    if issubclass(cls, OSError):
+        error = cls(message)
+        error.errno = code  # type: ignore[attr-defined]
+        error.filename = attributes.get("file")  # type: ignore[attr-defined]
+    else:
+        error = cls(message)
+    error.engine_kind = kind
+    for name, value in attributes.items():
+        if value is not None:
+            setattr(error, name, value)
+    return error

@@ -1,0 +1,397 @@
+"""Steps over time: :class:`CheckpointManager`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, final
+
+from . import _core, lifecycle, restore, stateful
+from .checkpoint import Checkpoint, Metadata
+from .errors import ClosedError, MisuseError, StepNotFound
+from .options import Options, StepName, plain_json, to_json
+from .policies import SavePolicy, every_steps
+from .retention import Retention, keep_all
+from .save import Save
+
+Exists = Literal["error", "skip", "replace"]
+_MAX_STEP = 2**63 - 1
+
+
+@final
+class CheckpointManager:
+    """The checkpoints of one run: saves steps without stalling training, never shows one that is not whole, restores any of them.
+
+    Defaults: every call of :meth:`save` saves, nothing is deleted. As a context manager it closes at the end of the block, which waits for
+    pending saves.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        save_policy: SavePolicy | None = None,
+        retention: Retention | None = None,
+        step_name: StepName | None = None,
+        staging_bytes: int | Literal["auto"] = "auto",
+        max_pending: int = 1,
+        coordinator: Any = "auto",
+        read_only: bool = False,
+        on_save_error: Literal["raise", "warn"] = "raise",
+        options: Options | None = None,
+    ) -> None:
+        self._core: Any = None
+        self._owner = lifecycle.Owner("manager")
+        self._lock = threading.RLock()
+        self._policy = every_steps(1) if save_policy is None else save_policy
+        if not isinstance(self._policy, SavePolicy):
+            raise MisuseError(f"save_policy is made by sw.every_steps() and the like, not a {type(save_policy).__qualname__}")
+        rules = keep_all() if retention is None else retention
+        if not isinstance(rules, Retention):
+            raise MisuseError(f"retention is made by sw.keep_latest() and the like, not a {type(retention).__qualname__}")
+        _check_coordinator(coordinator)
+        self._root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        self._read_only = bool(read_only)
+        self._preemption = _Preemption(self._policy.signals)
+        text = to_json(
+            options or Options(), self._policy, rules, step_name, staging_bytes, max_pending, read_only, on_save_error
+        )
+        self._core = _core.Manager(self._root, text)
+        lifecycle.watch(self)
+
+    # ---- saving -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        custom_metadata: Any = None,
+        force: bool = False,
+        exists: Exists = "error",
+        snapshot: Literal["auto", "lazy", "eager"] = "auto",
+    ) -> Save:
+        """Saves ``state`` as ``step`` if the policy says so (``force``: in any case), and returns when the state may be changed again.
+
+        ``state`` may be a callable: it runs only if the policy says yes. A save that is refused by the policy is falsy and has a ``reason``.
+        ``exists`` says what happens if the step is there already. Whatever is wrong with the state raises here, by leaf path, and leaves nothing.
+        """
+        core = self._open()
+        step = _step(step)
+        if exists not in ("error", "skip", "replace"):
+            raise MisuseError(f'exists is "error", "skip" or "replace", not {exists!r}')
+        if snapshot not in ("auto", "lazy", "eager"):
+            raise MisuseError(f'snapshot is "auto", "lazy" or "eager", not {snapshot!r}')
+        numbers = real_numbers(metrics)
+        metadata = json.dumps(plain_json(custom_metadata, "custom_metadata"))
+        with self._lock:
+            refusal = core.refusal(step, bool(force), exists, self._answers(step), self._preemption.is_set())
+            if refusal is not None:
+                return Save(step, None, refusal)
+            if _is_callable_state(state):
+                state = state()
+            flat = _core.flatten(state)
+            handle = core.save(step, flat, numbers, metadata, bool(force), exists, lifecycle.notifier.events)
+            refusal = handle.refusal()
+            return Save(step, None if refusal else handle, refusal)
+
+    def check(self, state: Any) -> None:
+        """Raises what :meth:`save` would raise about ``state``, without saving: for the start of a run."""
+        self._open()
+        _core.flatten(state() if _is_callable_state(state) else state)
+
+    def should_save(self, step: int) -> bool:
+        """Whether :meth:`save` would save that step."""
+        core = self._open()
+        refusal = core.refusal(_step(step), False, "skip", self._answers(_step(step)), self._preemption.is_set())
+        return refusal is None
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether this job is to be preempted: save and leave."""
+        self._open()
+        _step(step)
+        return self._preemption.is_set()
+
+    @contextmanager
+    def update_guard(self) -> Iterator[None]:
+        """Around the update of the state: waits for what was left to lazy capture. Host memory never is."""
+        for save in self.pending():
+            save.wait_captured()
+        yield
+
+    def _answers(self, step: int) -> dict[str, bool]:
+        return self._policy.answers(step, self._open().latest_step()) if self._policy._predicates else {}
+
+    # ---- restoring ----------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        like: Any = None,
+        into: Any = None,
+        include: restore.Globs = None,
+        exclude: restore.Globs = None,
+        rename: Any = None,
+        missing: Any = "error",
+        unexpected: Any = "error",
+        cast: Any = "lossless",
+        resize: Any = None,
+        shardings: Any = None,
+        to: Literal["numpy"] | None = None,
+        broadcast: bool = False,
+        return_report: bool = False,
+    ) -> Any:
+        """Restores a step (``None``: the newest committed one).
+
+        ``like`` says what is wanted and is never changed; ``into`` is filled where it can be and returned with new values where not; neither: everything, as
+        it is stored. All differences are reported at once, before anything is written. Never returns memory that was not filled.
+        """
+        _check_target(shardings, to, broadcast)
+        with self.checkpoint(step) as checkpoint:
+            answer = checkpoint.restore(
+                like=like,
+                into=into,
+                include=include,
+                exclude=exclude,
+                rename=rename,
+                missing=missing,
+                unexpected=unexpected,
+                cast=cast,
+                resize=resize,
+                return_report=return_report,
+            )
+            self._open().restored(checkpoint.step)
+            return answer
+
+    def checkpoint(self, step: int | None = None) -> Checkpoint:
+        """Opens a step (``None``: the newest) for reading, under a lease."""
+        return Checkpoint(self._open().checkpoint(None if step is None else _step(step)))
+
+    def metadata(self, step: int | None = None) -> Metadata:
+        """What is known of a step without reading an array."""
+        with self.checkpoint(step) as checkpoint:
+            return checkpoint.metadata()
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Metrics of a step, those that came after the commit included."""
+        found: dict[str, float] = self._open().metrics(_step(step))
+        return found
+
+    def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds metrics to a committed step (an evaluator's); retention counts them."""
+        self._open().add_metrics(_step(step), real_numbers(metrics))
+
+    # ---- steps --------------------------------------------------------------------------------------------------------
+
+    def latest_step(self) -> int | None:
+        """The newest committed step."""
+        found: int | None = self._open().latest_step()
+        return found
+
+    def all_steps(self) -> list[int]:
+        """All committed steps, in order."""
+        found: list[int] = self._open().all_steps()
+        return found
+
+    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
+        """The best committed step by a metric (default: the one that retention ranks by)."""
+        found: int | None = self._open().best_step(metric, mode)
+        return found
+
+    def next_step(self) -> int:
+        """The step to go on with: the last restored or saved step + 1, else the latest + 1, else 0."""
+        found: int = self._open().next_step()
+        return found
+
+    def pending(self) -> list[Save]:
+        """Saves that are not over."""
+        return [Save(handle.step(), handle) for handle in self._open().pending()]
+
+    def rewind(self, step: int, branch: str | None = None) -> list[int]:
+        """Goes back to ``step``: newer steps are moved to a kept branch. Returns them."""
+        moved: list[int] = self._open().rewind(_step(step), branch)
+        return moved
+
+    def delete(self, step: int) -> None:
+        """Deletes a step."""
+        self._open().delete(_step(step))
+
+    @contextmanager
+    def hold(self, step: int) -> Iterator[None]:
+        """Keeps a step from being removed for the length of the block."""
+        held = self._open().hold(_step(step))
+        try:
+            yield
+        finally:
+            held.close()
+
+    def plan_retention(self) -> dict[int, dict[str, Any]]:
+        """What retention would do now: per step what stays, what goes, and why."""
+        plan: dict[str, Any] = json.loads(self._open().plan_retention())
+        return {int(step): decision for step, decision in plan.get("steps", plan).items()}
+
+    def prepare(self, like: Any) -> int:
+        """Makes the staging memory that a state like this needs, so that the first save does not pay for it. Returns its bytes."""
+        nbytes = _core.flatten(like).nbytes
+        made: int = self._open().prepare(nbytes)
+        return made
+
+    def reload(self) -> None:
+        """Looks at the root anew: what others have removed or added."""
+        self._open().reload()
+
+    @property
+    def root(self) -> str:
+        """The directory of the run."""
+        return self._root
+
+    # ---- ending -------------------------------------------------------------------------------------------------------
+
+    def wait_until_finished(self, timeout: float | None = None) -> None:
+        """Waits until no save is pending; raises a failure that nobody has seen."""
+        self._open().wait_until_finished(timeout)
+
+    def check_for_errors(self) -> None:
+        """Raises a failure of a background save that nobody has seen."""
+        self._open().check_for_errors()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Commits what is pending, gives everything back, and raises a failure that nobody has seen. Closing twice is fine."""
+        self._owner.check()
+        core, self._core = self._core, None
+        if core is None:
+            return
+        lifecycle.forget(self)
+        self._preemption.restore()
+        core.close(timeout)
+
+    def _at_exit(self) -> list[BaseException]:
+        if self._core is None or not self._owner.is_here:
+            return []
+        try:
+            self.close()
+        except Exception as failure:
+            return [failure]
+        return []
+
+    def _open(self) -> Any:
+        self._owner.check()
+        if self._core is None:
+            raise ClosedError(f"this manager of {self._root} is closed; make a new one")
+        return self._core
+
+    def __enter__(self) -> CheckpointManager:
+        self._open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            # The block's own exception goes on; what it hides is not lost.
+            error.add_note(f"and closing the manager of {self._root} raised {type(failure).__name__}: {failure}")
+
+    def __repr__(self) -> str:
+        return f"<CheckpointManager of {self._root}{', closed' if self._core is None else ''}>"
+
+
+class _Preemption:
+    """Signals that announce a preemption; handlers that were there still run."""
+
+    def __init__(self, signals: tuple[int, ...]) -> None:
+        self._flag = False
+        self._before: dict[int, Any] = {}
+        if not signals:
+            return
+        import signal
+
+        if threading.current_thread() is not threading.main_thread():
+            raise MisuseError("on_preemption() listens to signals: make the manager on the main thread, or pass signals=()")
+        for number in signals:
+            self._before[number] = signal.signal(number, self._announce)
+
+    def _announce(self, number: int, frame: Any) -> None:
+        self._flag = True
+        before = self._before.get(number)
+        if callable(before):
+            before(number, frame)
+
+    def is_set(self) -> bool:
+        """Whether one was announced."""
+        return self._flag
+
+    def restore(self) -> None:
+        """Puts the handlers back that were there, where ours still stand."""
+        if not self._before or threading.current_thread() is not threading.main_thread():
+            return
+        import signal
+
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._announce:
+                signal.signal(number, before if before is not None else signal.SIG_DFL)
+        self._before = {}
+
+
+def _step(step: Any) -> int:
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise MisuseError(f"a step is an integer, not {type(step).__qualname__}")
+    number = int(step.__index__())
+    if not 0 <= number <= _MAX_STEP:
+        raise MisuseError(f"a step is a number from 0 to 2**63 - 1, not {number}")
+    return number
+
+
+def real_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as floats: real numbers and 0-d arrays."""
+    numbers: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str) or not name:
+            raise MisuseError(f"names of metrics are non-empty strings, not {name!r}")
+        if isinstance(value, (bool, str, bytes, complex)) or getattr(value, "shape", ()) != ():
+            raise MisuseError(f"metric {name!r} is a real number or a 0-d array, not {type(value).__qualname__} {value!r:.50}")
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise MisuseError(f"metric {name!r} is a real number or a 0-d array, not {value!r:.50}") from error
+        if math.isnan(numbers[name]):
+            numbers[name] = math.nan
+    return numbers
+
+
+def _is_callable_state(state: Any) -> bool:
+    return callable(state) and not isinstance(state, type) and stateful.protocol_of(state) is None
+
+
+def _check_coordinator(coordinator: Any) -> None:
+    if coordinator is None:
+        return
+    if coordinator != "auto":
+        raise MisuseError(f"coordinator is \"auto\" or None with one process, not {coordinator!r}")
+    for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        size = os.environ.get(name, "")
+        if size.isdigit() and int(size) > 1:
+            raise MisuseError(
+                f"{name}={size} says that this is one of {size} processes, and no coordinator is known; "
+                "pass coordinator=None if only this one uses the manager"
+            )
+
+
+def _check_target(shardings: Any, to: Any, broadcast: bool) -> None:
+    if shardings is not None:
+        raise MisuseError("shardings= belongs to jax arrays; with numpy states leave it out")
+    if to not in (None, "numpy"):
+        raise MisuseError(f'to= is "numpy" here, not {to!r}')
+    if broadcast:
+        raise MisuseError("broadcast=True reads on one rank for the others; this is the only rank")
+
+
+Callback = Callable[[Save], Any]
+__all__ = ["CheckpointManager", "StepNotFound", "real_numbers"]

@@ -1,0 +1,46 @@
+"""Leaf paths, as the engine renders them: keys and fields joined by ``/``, indices and integer keys in brackets, ``\\``, ``/``, ``[`` and ``]``
+inside a key escaped by ``\\``, the empty key as ``\\e``. A component is ``(tag, value)``: ``k`` a string key, ``i`` an integer key, ``x`` an index,
+``f`` a field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TypeAlias
+
+Component: TypeAlias = tuple[str, str | int]
+
+_SPECIAL = re.compile(r"[\\/\[\]]")
+
+
+def escape(name: str) -> str:
+    """A key or field as it stands in a rendered path."""
+    if not name:
+        return "\\e"
+    return _SPECIAL.sub(lambda match: "\\" + match.group(), name)
+
+
+def extend(path: str, component: Component) -> str:
+    """The path of a child."""
+    tag, value = component
+    if tag in "kf":
+        return f"{path}/{escape(str(value))}" if path else escape(str(value))
+    return f"{path}[{value}]"
+
+
+def render(components: Iterable[Component]) -> str:
+    """A whole path."""
+    path = ""
+    for component in components:
+        path = extend(path, component)
+    return path
+
+
+def starts_with(path: str, prefix: str) -> bool:
+    """Whether a path lies at or below another."""
+    return not prefix or path == prefix or (path.startswith(prefix) and path[len(prefix)] in "/[")
+
+
+def glob_escape(path: str) -> str:
+    """A path as a glob that matches it alone."""
+    return re.sub(r"[\\*?\[\]{}!]", lambda match: "\\" + match.group(), path)

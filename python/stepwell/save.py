@@ -1,0 +1,133 @@
+"""What ``save`` returns: a future of one save."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, final
+
+from . import lifecycle
+from .errors import MisuseError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SaveStats:
+    """What a save did, so far. Seconds per phase, bytes."""
+
+    nbytes: int
+    files: int
+    capture_seconds: float
+    write_seconds: float
+    commit_seconds: float
+    total_seconds: float
+
+
+@final
+class Save:
+    """One save. Like a ``concurrent.futures.Future``, but that it cannot be cancelled; ``await`` works too.
+
+    A save that the policy refused is falsy and done, has the ``reason``, and its ``result()`` is ``None``.
+    """
+
+    __slots__ = ("__weakref__", "_handle", "_owner", "reason", "step")
+
+    def __init__(self, step: int, handle: Any = None, reason: str | None = None) -> None:
+        #: The step that was asked for.
+        self.step = step
+        #: Why nothing was saved, where nothing was.
+        self.reason = reason
+        self._handle = handle
+        self._owner = lifecycle.Owner("save")
+
+    def __bool__(self) -> bool:
+        return self._handle is not None
+
+    def captured(self) -> bool:
+        """Whether the state has been copied, so that it may be changed. (Host memory always is when ``save`` returns.)"""
+        self._owner.check()
+        return self._handle is None or bool(self._handle.captured())
+
+    def wait_captured(self, timeout: float | None = None) -> bool:
+        """Waits until the state may be changed; ``False`` if ``timeout`` seconds have passed before."""
+        self._owner.check()
+        return self._handle is None or bool(self._handle.wait_captured(_seconds(timeout)))
+
+    def done(self) -> bool:
+        """Whether it is committed or has failed."""
+        self._owner.check()
+        return self._handle is None or bool(self._handle.done())
+
+    def result(self, timeout: float | None = None) -> int | None:
+        """The step, once it is committed; ``None`` if the policy refused it. Raises what made it fail; ``TimeoutError`` if ``timeout`` seconds
+        have passed before (the save goes on)."""
+        self._owner.check()
+        if self._handle is None:
+            return None
+        self._handle.result(_seconds(timeout))
+        return self.step
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What made it fail, or ``None`` once it is committed."""
+        from .errors import StepwellError
+
+        try:
+            self.result(timeout)
+        except TimeoutError:
+            if not self.done():
+                raise
+            raise
+        except StepwellError as error:
+            return error
+        return None
+
+    def add_done_callback(self, callback: Callable[[Save], Any]) -> None:
+        """Calls ``callback(self)`` when it is done: at once if it is, else on the notifier's thread."""
+        self._owner.check()
+        if self._handle is None or self._handle.done():
+            callback(self)
+            return
+        number = lifecycle.notifier.register(lambda: callback(self))
+        self._handle.on_done(lifecycle.notifier.events, number)
+
+    @property
+    def stats(self) -> SaveStats | None:
+        """Bytes, files, seconds; ``None`` if nothing was saved."""
+        self._owner.check()
+        return None if self._handle is None else SaveStats(**self._handle.stats())
+
+    def __await__(self) -> Generator[Any, None, int | None]:
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        def on_done(_: Save) -> None:
+            try:
+                loop.call_soon_threadsafe(wake)
+            except RuntimeError:
+                pass  # the loop was closed meanwhile; nobody waits any more
+
+        self.add_done_callback(on_done)
+        yield from ready
+        return self.result(0)
+
+    def __repr__(self) -> str:
+        if self._handle is None:
+            return f"<Save of step {self.step}: {self.reason}>"
+        if not self._owner.is_here:
+            return f"<Save of step {self.step}, of the parent process>"
+        state = "done" if self._handle.done() else "captured" if self._handle.captured() else "capturing"
+        return f"<Save of step {self.step}: {state}>"
+
+
+def _seconds(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    seconds = float(timeout)
+    if seconds != seconds or seconds < 0:
+        raise MisuseError(f"a timeout is a number of seconds, at least 0, not {timeout!r}")
+    return min(seconds, 1e9)

@@ -1,0 +1,194 @@
+"""One checkpoint at one path: ``sw.save``, ``sw.restore``, ``sw.open`` and what looks into roots from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from . import _core, lifecycle, restore as _restore
+from .checkpoint import Checkpoint, Metadata, VerifyReport
+from .errors import MisuseError, StepGone, StepNotFound
+from .manager import _check_target, _is_callable_state, _step, real_numbers
+from .options import Options, plain_json, to_json
+from .policies import every_steps
+from .retention import keep_all
+from .save import Save
+
+Path = str | os.PathLike[str]
+
+
+def _absolute(path: Path) -> str:
+    return os.path.abspath(os.path.expanduser(os.fspath(path)))
+
+
+class _Background:
+    """A singular save in the background: committed at exit at the latest."""
+
+    def __init__(self, handle: Any, path: str) -> None:
+        self._handle = handle
+        self._path = path
+        self._owner = lifecycle.Owner("save")
+
+    def _at_exit(self) -> list[BaseException]:
+        if not self._owner.is_here:
+            return []
+        failure = self._handle.unseen_failure()
+        return [] if failure is None else [failure]
+
+
+_background: set[_Background] = set()
+_background_lock = threading.Lock()
+
+
+def save_async(
+    path: Path,
+    state: Any,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    custom_metadata: Any = None,
+    exists: Literal["error", "replace"] = "error",
+    options: Options | None = None,
+) -> Save:
+    """Saves ``state`` as a checkpoint at ``path``, and returns when the state may be changed again; the future says when it is committed."""
+    if exists not in ("error", "replace"):
+        raise MisuseError(f'exists is "error" or "replace", not {exists!r}')
+    numbers = real_numbers(metrics)
+    metadata = json.dumps(plain_json(custom_metadata, "custom_metadata"))
+    where = _absolute(path)
+    flat = _core.flatten(state() if _is_callable_state(state) else state)
+    text = to_json(options or Options(), every_steps(1), keep_all(), None, "auto", 1, False, "raise")
+    handle = _core.save_path(where, flat, numbers, metadata, exists, text, lifecycle.notifier.events)
+    background = _Background(handle, where)
+    with _background_lock:
+        _background.add(background)
+    lifecycle.watch(background)
+    save = Save(0, handle)
+
+    def over(_: Save) -> None:
+        with _background_lock:
+            if handle.unseen_failure(peek=True) is None:
+                _background.discard(background)
+
+    save.add_done_callback(over)
+    return save
+
+
+def save(
+    path: Path,
+    state: Any,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    custom_metadata: Any = None,
+    exists: Literal["error", "replace"] = "error",
+    options: Options | None = None,
+) -> None:
+    """Saves ``state`` as a checkpoint at ``path``; it survives a power cut when this returns."""
+    save_async(
+        path, state, metrics=metrics, custom_metadata=custom_metadata, exists=exists, options=options
+    ).result()
+
+
+def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkpoint:
+    """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or ``step``) of a root."""
+    return Checkpoint(_core.open_path(_absolute(path), None if step is None else _step(step), engine))
+
+
+def restore(
+    path: Path,
+    *,
+    step: int | None = None,
+    like: Any = None,
+    into: Any = None,
+    include: _restore.Globs = None,
+    exclude: _restore.Globs = None,
+    rename: Any = None,
+    missing: Any = "error",
+    unexpected: Any = "error",
+    cast: Any = "lossless",
+    resize: Any = None,
+    shardings: Any = None,
+    to: Literal["numpy"] | None = None,
+    broadcast: bool = False,
+    return_report: bool = False,
+) -> Any:
+    """Restores the checkpoint at ``path`` (a root: its newest step); see ``CheckpointManager.restore``."""
+    _check_target(shardings, to, broadcast)
+    with open(path, step) as checkpoint:
+        return checkpoint.restore(
+            like=like,
+            into=into,
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            missing=missing,
+            unexpected=unexpected,
+            cast=cast,
+            resize=resize,
+            return_report=return_report,
+        )
+
+
+def metadata(path: Path, step: int | None = None) -> Metadata:
+    """What is known of the checkpoint at ``path`` without reading an array."""
+    with open(path, step) as checkpoint:
+        return checkpoint.metadata()
+
+
+def verify(
+    path: Path, step: int | None = None, *, progress: Callable[[int, int], Any] | None = None
+) -> VerifyReport:
+    """Reads the whole checkpoint at ``path`` and compares every checksum."""
+    with open(path, step) as checkpoint:
+        return checkpoint.verify(progress)
+
+
+def add_metrics(root: Path, step: int, metrics: Mapping[str, Any]) -> None:
+    """Adds metrics to a committed step of a root: an evaluator's, from another process than the trainer's."""
+    _core.add_metrics(_absolute(root), _step(step), real_numbers(metrics))
+
+
+def engine_info(path: Path | None = None) -> dict[str, Any]:
+    """Which engine serves ``path`` (default: the working directory), why, and versions."""
+    found: dict[str, Any] = _core.engine_info(_absolute("." if path is None else path))
+    return found
+
+
+def watch(
+    root: Path,
+    *,
+    after: int | None = None,
+    timeout: float | None = None,
+    which: Literal["latest", "all"] = "latest",
+    interval: float = 0.5,
+) -> Iterator[Checkpoint]:
+    """Yields committed steps newer than ``after``, leased, as they come: for an evaluator. ``which="latest"`` skips to the newest; ``"all"`` gives every
+    one that is still there. Ends when nothing new has come for ``timeout`` seconds. Each is closed when the next is asked for."""
+    if which not in ("latest", "all"):
+        raise MisuseError(f'which is "latest" or "all", not {which!r}')
+    where = _absolute(root)
+    seen = after
+    quiet_since = time.monotonic()
+    while True:
+        steps = [step for step in _core.list_steps(where) if seen is None or step > seen]
+        for step in steps[-1:] if which == "latest" else steps:
+            try:
+                checkpoint = open(where, step)
+            except (StepGone, StepNotFound):
+                continue  # retired between the listing and the lease
+            seen = step
+            with checkpoint:
+                yield checkpoint
+            quiet_since = time.monotonic()
+        if steps:
+            continue
+        left = math_inf if timeout is None else quiet_since + timeout - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(interval, left))
+
+
+math_inf = float("inf")

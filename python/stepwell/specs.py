@@ -1,0 +1,105 @@
+"""What a caller wants back, without data: :class:`ArraySpec` and the markers that stand in a ``like``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar, final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+T = TypeVar("T")
+
+
+def to_dtype(name: Any) -> np.dtype[Any]:
+    """A numpy dtype from a name (``ml_dtypes`` names too), a type or a dtype."""
+    if isinstance(name, str) and hasattr(ml_dtypes, name):
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class ArraySpec:
+    """Shape and dtype of an array, without its data.
+
+    ``shape`` or ``dtype`` may be ``None``: as stored. ``layout`` says which part of the logical tensor is wanted and
+    how it lies in memory; ``None`` is all of it, in C order.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: np.dtype[Any] | None
+    layout: Any
+
+    def __init__(self, shape: Any = None, dtype: npt.DTypeLike | str | None = None, layout: Any = None) -> None:
+        if isinstance(shape, (int, np.integer)):
+            shape = (int(shape),)
+        object.__setattr__(self, "shape", None if shape is None else tuple(int(n) for n in shape))
+        object.__setattr__(self, "dtype", None if dtype is None else to_dtype(dtype))
+        object.__setattr__(self, "layout", layout)
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the whole array, where both shape and dtype are known."""
+        if self.shape is None or self.dtype is None:
+            return None
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        dtype = None if self.dtype is None else self.dtype.name
+        return f"ArraySpec({self.shape}, {dtype!r})"
+
+
+@final
+class _AsStored:
+    """See :data:`AS_STORED`."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "stepwell.AS_STORED"
+
+    def __reduce__(self) -> str:
+        return "AS_STORED"
+
+
+#: In a ``like``: whatever is stored at this place (a leaf or a whole subtree), as it is stored.
+AS_STORED: Final = _AsStored()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ObjectSpec:
+    """In a metadata tree: a leaf that is an object (a number, a string, a list of them, ...), not an array."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PerRank(Generic[T]):
+    """A value that differs on every rank. With one process it is stored as it is."""
+
+    value: T
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Replicated(Generic[T]):
+    """A value that should be the same on every rank and may drift. With one process it is stored as it is."""
+
+    value: T
+    pick: str = "first"
+
+
+#: Wrappers that a state may hold around a value, and how to make one around another value.
+WRAPPERS: Final = (PerRank, Replicated)
+
+
+def rewrap(wrapper: Any, value: Any) -> Any:
+    """The same wrapper around another value."""
+    if isinstance(wrapper, Replicated):
+        return Replicated(value, wrapper.pick)
+    return PerRank(value)

@@ -1,0 +1,114 @@
+"""Objects with a state of their own: expanded when they are saved, loaded in place when they are restored into.
+
+Random generators come through adapters, since their own state formats are tuples of a thousand ints or hold big integers;
+everything else through ``state_dict``/``load_state_dict`` or ``get_state``/``set_state``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from .registry import type_name
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How a state is taken out of an object and put back. ``make`` builds a new object around a state, where that is possible."""
+
+    name: str
+    get: Callable[[Any], Any]
+    set: Callable[[Any, Any], None]
+    make: Callable[[Any, Any], Any] | None = None
+
+
+def _random_get(generator: Any) -> dict[str, Any]:
+    version, words, gauss = generator.getstate()
+    return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss_next": gauss}
+
+
+def _random_set(generator: Any, state: Any) -> None:
+    generator.setstate(
+        (state["version"], tuple(int(word) for word in state["words"]), state["gauss_next"])
+    )
+
+
+def _random_make(_like: Any, state: Any) -> random.Random:
+    made = random.Random()
+    _random_set(made, state)
+    return made
+
+
+def _bits_get(bits: Any) -> Any:
+    return bits.state
+
+
+def _bits_set(bits: Any, state: Any) -> None:
+    bits.state = state
+
+
+def _bits_make(like: Any, state: Any) -> Any:
+    made = type(like)()
+    made.state = state
+    return made
+
+
+def _generator_set(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+def _generator_make(like: Any, state: Any) -> Any:
+    return np.random.Generator(_bits_make(like.bit_generator, state))
+
+
+def _random_state_make(_like: Any, state: Any) -> Any:
+    made = np.random.RandomState()
+    made.set_state(state)
+    return made
+
+
+_RANDOM = Protocol("random.Random", _random_get, _random_set, _random_make)
+_MODULE_RANDOM = Protocol("random", _random_get, _random_set)
+_BITS = Protocol("numpy.random.BitGenerator", _bits_get, _bits_set, _bits_make)
+_GENERATOR = Protocol(
+    "numpy.random.Generator", lambda g: g.bit_generator.state, _generator_set, _generator_make
+)
+_RANDOM_STATE = Protocol(
+    "numpy.random.RandomState",
+    lambda g: g.get_state(legacy=False),
+    lambda g, state: g.set_state(state),
+    _random_state_make,
+)
+_STATE_DICT = Protocol("state_dict", lambda o: o.state_dict(), lambda o, state: o.load_state_dict(state))
+_GET_STATE = Protocol("get_state", lambda o: o.get_state(), lambda o, state: o.set_state(state))
+
+
+def protocol_of(obj: Any) -> Protocol | None:
+    """How to take the state out of an object, or ``None`` where it has none."""
+    if isinstance(obj, type):
+        return None
+    if isinstance(obj, ModuleType):
+        return _MODULE_RANDOM if obj is random else None
+    if isinstance(obj, np.random.Generator):
+        return _GENERATOR
+    if isinstance(obj, np.random.BitGenerator):
+        return _BITS
+    if isinstance(obj, np.random.RandomState):
+        return _RANDOM_STATE
+    if isinstance(obj, random.Random) and not isinstance(obj, random.SystemRandom):
+        return _RANDOM
+    if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
+        return _STATE_DICT
+    if callable(getattr(obj, "get_state", None)) and callable(getattr(obj, "set_state", None)):
+        return _GET_STATE
+    return None
+
+
+def name_of(obj: Any) -> str:
+    """The stored type name of a stateful object."""
+    return obj.__name__ if isinstance(obj, ModuleType) else type_name(type(obj))

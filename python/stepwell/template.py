@@ -1,0 +1,290 @@
+"""The walk over a ``like`` or ``into``: what is wanted at which leaf path, and how the answer is put together again.
+
+The structure is that of the caller; leaf paths are those that a save of the same structure would have (the engine's walk over a state asks
+the same :func:`stepwell.leaves.describe`). A ``like`` is never changed: containers are made anew. An ``into`` keeps its identity wherever it
+can be changed in place: dicts, lists, dataclasses, arrays, stateful objects.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from . import adapters, stateful
+from .errors import MisuseError, UnsupportedLeaf
+from .leaves import describe
+from .paths import Component, extend
+from .registry import is_namedtuple_class, of_class, stored_name
+from .specs import AS_STORED, WRAPPERS, ArraySpec, ObjectSpec, rewrap
+
+#: What is wanted at a leaf: an array; an object; anything at all, a whole subtree too; nothing.
+What: TypeAlias = Literal["array", "object", "stored", "skip"]
+
+_LIMIT = 128
+
+
+@dataclass(slots=True)
+class Leaf:
+    """One place of the caller's structure where a value is wanted."""
+
+    path: str
+    components: tuple[Component, ...]
+    what: What
+    #: The caller's own value: an array, a spec, a scalar, a type.
+    value: Any
+    spec: ArraySpec | None = None
+    #: The stateful object that a stored subtree goes into.
+    owner: tuple[Any, stateful.Protocol] | None = None
+    #: Set when the value is known.
+    result: Any = None
+
+    @property
+    def array(self) -> np.ndarray[Any, Any] | None:
+        """The caller's own array, where there is one."""
+        return self.value if isinstance(self.value, np.ndarray) else None
+
+
+@dataclass(slots=True)
+class Branch:
+    """A container of the caller's structure."""
+
+    value: Any
+    path: str
+    components: tuple[Component, ...]
+    children: list[tuple[Any, Part]]
+    finish: Callable[[Branch, list[tuple[Any, Any]], bool], Any]
+
+    def pairs(self, fill: bool) -> list[tuple[Any, Any]]:
+        """Keys and finished values."""
+        return [(key, finish(child, fill)) for key, child in self.children]
+
+
+Part: TypeAlias = Leaf | Branch
+
+
+def parse(target: Any) -> Part:
+    """Takes the caller's structure apart."""
+    return _part(target, "", (), 0)
+
+
+def finish(part: Part, fill: bool) -> Any:
+    """Puts the caller's structure together from the leaves' results; ``fill``: in place where that is possible."""
+    if isinstance(part, Leaf):
+        return part.result
+    return part.finish(part, part.pairs(fill), fill)
+
+
+def leaves(part: Part) -> Iterator[Leaf]:
+    """All leaves, in order."""
+    pending = [part]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, Leaf):
+            yield one
+        else:
+            pending.extend(child for _, child in reversed(one.children))
+
+
+def branches(part: Part) -> Iterator[Branch]:
+    """All containers, in order."""
+    pending = [part]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, Branch):
+            yield one
+            pending.extend(child for _, child in reversed(one.children))
+
+
+def enum_classes(part: Part) -> dict[str, type]:
+    """The enum classes that the caller's own values name, by stored name."""
+    found: dict[str, type] = {}
+    for leaf in leaves(part):
+        _collect_enums(leaf.value, found, 0)
+    return found
+
+
+def _collect_enums(value: Any, found: dict[str, type], depth: int) -> None:
+    if isinstance(value, enum.Enum):
+        found[stored_name(type(value))] = type(value)
+    elif isinstance(value, type) and issubclass(value, enum.Enum):
+        found[stored_name(value)] = value
+    elif type(value) in (list, tuple, set, frozenset, deque) and depth < _LIMIT:
+        for one in value:
+            _collect_enums(one, found, depth + 1)
+
+
+def _part(value: Any, path: str, components: tuple[Component, ...], depth: int) -> Part:
+    if depth > _LIMIT:
+        raise UnsupportedLeaf(f"leaf `{path}`: nested more than {_LIMIT} deep; does a container hold itself?")
+    cls = type(value)
+    if cls is np.ndarray:
+        return Leaf(path, components, "array", value, ArraySpec(value.shape, value.dtype))
+    if cls is dict:
+        return _branch(value, path, components, depth, _keys(value.items(), path), _finish_dict)
+    if value is AS_STORED:
+        return Leaf(path, components, "stored", value)
+    if value is ...:
+        return Leaf(path, components, "skip", value)
+    if cls is ArraySpec:
+        return Leaf(path, components, "array", value, value)
+    if cls is ObjectSpec or value is None or cls in _SCALARS:
+        return Leaf(path, components, "object", value)
+    if isinstance(value, type):
+        return _type_leaf(value, path, components)
+    if cls is list or cls is tuple:
+        if value and is_plain(value):
+            return Leaf(path, components, "object", value)
+        make = _finish_list if cls is list else _finish_tuple
+        return _branch(value, path, components, depth, [(("x", i), one) for i, one in enumerate(value)], make)
+    return _other(value, path, components, depth)
+
+
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, bytearray, set, frozenset})
+
+
+def _other(value: Any, path: str, components: tuple[Component, ...], depth: int) -> Part:
+    if isinstance(value, WRAPPERS):
+        inner = _part(value.value, path, components, depth + 1)
+        return Branch(value, path, components, [(None, inner)], _finish_wrapper)
+    spec = adapters.spec(value)
+    if spec is not None:
+        return Leaf(path, components, "array", value, spec)
+    if isinstance(value, np.ndarray):
+        return Leaf(path, components, "array", np.asarray(value), ArraySpec(value.shape, value.dtype))
+    registered = of_class(type(value))
+    protocol = None if registered is not None and registered.flatten else stateful.protocol_of(value)
+    if protocol is not None:
+        return Leaf(path, components, "stored", value, owner=(value, protocol))
+    description = describe(value)
+    tag = description[0]
+    if tag == "mapping":
+        return _branch(value, path, components, depth, _keys(description[2], path), _finish_mapping)  # type: ignore[misc]
+    if tag == "deque":
+        items: list[Any] = description[2]  # type: ignore[misc, assignment]
+        if items and is_plain(items):
+            return Leaf(path, components, "object", value)
+        return _branch(value, path, components, depth, [(("x", i), v) for i, v in enumerate(items)], _finish_deque)
+    if tag == "fields":
+        fields: list[tuple[Component, Any]] = [(("f", name), v) for name, v in description[3]]  # type: ignore[misc]
+        make = _finish_namedtuple if isinstance(value, tuple) else _finish_dataclass
+        return _branch(value, path, components, depth, fields, make)
+    if tag == "custom":
+        return _branch(value, path, components, depth, _keys(description[2], path), _finish_custom)  # type: ignore[misc]
+    if tag == "refuse":
+        raise UnsupportedLeaf(f"leaf `{path}`: {description[1]}")
+    return Leaf(path, components, "object", value)
+
+
+def _branch(
+    value: Any,
+    path: str,
+    components: tuple[Component, ...],
+    depth: int,
+    children: list[tuple[Component, Any]],
+    make: Callable[[Branch, list[tuple[Any, Any]], bool], Any],
+) -> Branch:
+    parts: list[tuple[Any, Part]] = []
+    for component, child in children:
+        parts.append((component[1], _part(child, extend(path, component), (*components, component), depth + 1)))
+    return Branch(value, path, components, parts, make)
+
+
+def _keys(items: Any, path: str) -> list[tuple[Component, Any]]:
+    found: list[tuple[Component, Any]] = []
+    for key, value in items:
+        if type(key) is str:
+            found.append((("k", key), value))
+        elif type(key) is int:
+            found.append((("i", key), value))
+        else:
+            raise UnsupportedLeaf(f"leaf `{path}`: keys are str or int; {key!r} is a {type(key).__name__}")
+    return found
+
+
+def _type_leaf(value: type, path: str, components: tuple[Component, ...]) -> Leaf:
+    if value is np.ndarray:
+        return Leaf(path, components, "array", value, ArraySpec())
+    if value in _SCALARS or issubclass(value, (np.generic, enum.Enum)) or value is type(None):
+        return Leaf(path, components, "object", value)
+    raise MisuseError(
+        f"leaf `{path}`: a like= takes the types numpy.ndarray, int, float, complex, bool, str, bytes and enums, "
+        f"not {value.__qualname__}; pass an ArraySpec, an instance, or sw.AS_STORED"
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a sequence holds plain values only, so that it is one object leaf: what the engine decides in a save."""
+    from . import _core
+
+    return _core.is_plain(value)
+
+
+def _finish_dict(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    if fill:
+        branch.value.update(pairs)
+        return branch.value
+    return dict(pairs)
+
+
+def _finish_mapping(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    if fill:
+        branch.value.update(pairs)
+        return branch.value
+    if isinstance(branch.value, defaultdict):
+        return defaultdict(branch.value.default_factory, pairs)
+    return OrderedDict(pairs)
+
+
+def _finish_list(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    values = [value for _, value in pairs]
+    if fill:
+        branch.value[:] = values
+        return branch.value
+    return values
+
+
+def _finish_tuple(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    return tuple(value for _, value in pairs)
+
+
+def _finish_deque(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    values = [value for _, value in pairs]
+    if fill:
+        branch.value.clear()
+        branch.value.extend(values)
+        return branch.value
+    return deque(values, branch.value.maxlen)
+
+
+def _finish_namedtuple(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    cls: Any = type(branch.value)
+    assert is_namedtuple_class(cls)
+    return cls._make(value for _, value in pairs)
+
+
+def _finish_dataclass(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    frozen = type(branch.value).__dataclass_params__.frozen
+    target = branch.value if fill and not frozen else copy.copy(branch.value)
+    known = {field.name for field in dataclasses.fields(target)}
+    for name, value in pairs:
+        if name in known:
+            object.__setattr__(target, name, value)
+    return target
+
+
+def _finish_custom(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    registered = of_class(type(branch.value))
+    if registered is None or registered.unflatten is None:
+        raise MisuseError(f"`{branch.path}`: {type(branch.value).__qualname__} is no longer registered")
+    return registered.unflatten(dict(pairs))
+
+
+def _finish_wrapper(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    return rewrap(branch.value, pairs[0][1])

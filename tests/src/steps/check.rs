@@ -1,0 +1,200 @@
+//! Holds a crash state against what was promised.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::Path;
+use std::time::Duration;
+
+use stepwell_core::io::simulated::{Image, Node, SimDisk};
+use stepwell_manager::{Checkpoint, Manager, Options};
+
+use super::promises::{Promise, Promises};
+use super::{ROOT, states, world};
+use crate::crash::Marks;
+
+/// What a step that was found whole is.
+#[derive(Clone, Debug)]
+struct Facts {
+    tag: String,
+    items: BTreeSet<String>,
+}
+
+/// Checks crash states, and remembers which step directories it has read and verified.
+#[derive(Default)]
+pub struct Checker {
+    verified: HashMap<(String, u64), Facts>,
+    /// How the root is opened.
+    options: Options,
+}
+
+impl Checker {
+    /// A checker that opens the root with these options.
+    pub fn new(options: Options) -> Self {
+        Self { verified: HashMap::new(), options }
+    }
+
+    /// Every invariant that one disk can show, on a disk as a crash has left it. What recovery does is in the disk's log afterwards.
+    pub fn check(&mut self, disk: &SimDisk, marks: &Marks) -> Result<(), String> {
+        let promises = Promises::of(marks)?;
+        let before = disk.image();
+        // Two processes that find the same disk draw the same identities, and no two others do.
+        let seed = before.hash();
+        if before.get(ROOT).is_some() {
+            self.as_reader(disk, seed, &promises).map_err(|message| format!("before recovery: {message}"))?;
+            if disk.image() != before {
+                return Err("a reader has changed the root".into());
+            }
+        }
+        self.as_writer(disk, seed ^ 1, &promises).map_err(|message| format!("after recovery: {message}"))?;
+        let once = disk.image();
+        // The second recovery is looked at, but is no part of what is crashed again.
+        let twice = SimDisk::from_image(&once);
+        self.as_writer(&twice, seed ^ 2, &promises)
+            .map_err(|message| format!("after recovering twice: {message}"))?;
+        if without_epoch(&once) == without_epoch(&twice.image()) {
+            Ok(())
+        } else {
+            Err(format!("recovering twice is not recovering once:\n{once}\n{}", twice.image()))
+        }
+    }
+
+    fn as_reader(&mut self, disk: &SimDisk, seed: u64, promises: &Promises) -> Result<(), String> {
+        let options = Options { read_only: true, ..self.options.clone() };
+        let manager = open(disk, seed, options)?;
+        self.view(disk, &manager, promises)?;
+        close(&manager)
+    }
+
+    fn as_writer(&mut self, disk: &SimDisk, seed: u64, promises: &Promises) -> Result<(), String> {
+        let manager = open(disk, seed, self.options.clone())?;
+        self.view(disk, &manager, promises)?;
+        close(&manager)?;
+        drop(manager);
+        let image = disk.image();
+        let root = image.get(ROOT).and_then(|root| root.entries()).unwrap_or_default();
+        for (name, node) in root {
+            if name.starts_with(".tmp-") || name.starts_with(".trash-") {
+                return Err(format!("I16: {name} was left behind"));
+            }
+            if let Some((file, _)) =
+                node.entries().into_iter().flatten().find(|(file, _)| file.ends_with(".new"))
+            {
+                return Err(format!("I16: {name}/{file} was left behind"));
+            }
+        }
+        if disk.locks_held() > 0 || disk.open_handles() > 0 {
+            return Err(format!(
+                "I14: {} handles and {} locks are left",
+                disk.open_handles(),
+                disk.locks_held()
+            ));
+        }
+        Ok(())
+    }
+
+    /// What a manager shows, against what was promised.
+    fn view(&mut self, disk: &SimDisk, manager: &Manager, promises: &Promises) -> Result<(), String> {
+        let image = disk.image();
+        let steps = manager.all_steps().map_err(words("listing"))?;
+        let mut seen = BTreeMap::new();
+        for &step in &steps {
+            let name = manager.step_name().format(step);
+            let facts = self.facts(disk, &image, &name).map_err(|message| format!("I1: {message}"))?;
+            let promise = promises.steps.get(&step).cloned().unwrap_or_default();
+            if !promise.may.contains(&facts.tag) {
+                return Err(format!(
+                    "I4, I10: step {step} is attempt {}, none of {:?}",
+                    facts.tag, promise.may
+                ));
+            }
+            whole_or_thinned(step, &facts, &promise)?;
+            if !promise.metrics.is_empty() {
+                let metrics = manager.metrics(step).map_err(words("metrics"))?;
+                for (name, value) in &promise.metrics {
+                    if metrics.get(name).map(ToString::to_string).as_ref() != Some(value) {
+                        return Err(format!("I2: metric {name}={value} of step {step} is lost: {metrics:?}"));
+                    }
+                }
+            }
+            seen.insert(step, facts);
+        }
+        for (step, promise) in promises.steps.iter().filter(|(_, promise)| promise.must) {
+            let taken = promise.may_go.iter().any(|once| once.is_none_or(|other| seen.contains_key(&other)));
+            if !seen.contains_key(step) && !taken {
+                return Err(format!("I2, I3, I5: committed step {step} is lost; there are {steps:?}"));
+            }
+        }
+        let latest = manager.latest_step().map_err(words("latest"))?;
+        if latest != steps.last().copied() {
+            return Err(format!("the latest of {steps:?} is {latest:?}"));
+        }
+        let quarantined = manager.quarantined().map_err(words("quarantined"))?;
+        if let Some(found) = quarantined.iter().find(|found| !promises.quarantined.contains(&found.name)) {
+            return Err(format!("I1, I4: {} is no step: {}", found.name, found.reason));
+        }
+        for (branch, step, tag) in &promises.branches {
+            let name = format!(".branch-{branch}.{}", manager.step_name().format(*step));
+            let facts =
+                self.facts(disk, &image, &name).map_err(|message| format!("I2: branch {name}: {message}"))?;
+            if facts.tag != *tag {
+                return Err(format!("{name} is attempt {}, not {tag}", facts.tag));
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads and verifies a step directory, once for each content.
+    fn facts(&mut self, disk: &SimDisk, image: &Image, name: &str) -> Result<Facts, String> {
+        let path = format!("{ROOT}/{name}");
+        let node = image.get(&path).ok_or_else(|| format!("{name} is not there"))?;
+        let key = (name.to_owned(), node.hash());
+        if let Some(facts) = self.verified.get(&key) {
+            return Ok(facts.clone());
+        }
+        let environment = world::environment(disk, key.1);
+        let checkpoint = Checkpoint::open(Path::new(&path), &environment).map_err(words(name))?;
+        let tag = states::verify(&checkpoint)?;
+        let items = checkpoint.manifest().items.iter().map(|item| item.name.clone()).collect();
+        let facts = Facts { tag, items };
+        self.verified.insert(key, facts.clone());
+        Ok(facts)
+    }
+}
+
+fn whole_or_thinned(step: u64, facts: &Facts, promise: &Promise) -> Result<(), String> {
+    let whole = states::ITEMS.iter().all(|item| facts.items.contains(*item));
+    let thinned = facts.items.iter().eq(["params"]);
+    if (whole && !promise.thinned) || (thinned && promise.may_thin) {
+        return Ok(());
+    }
+    Err(format!("I5: step {step} has the items {:?}", facts.items))
+}
+
+fn open(disk: &SimDisk, seed: u64, options: Options) -> Result<Manager, String> {
+    let environment = world::environment(disk, seed);
+    Manager::open(Path::new(ROOT), options, environment).map_err(words("opening the root"))
+}
+
+fn close(manager: &Manager) -> Result<(), String> {
+    manager.close(Some(Duration::from_secs(60))).map_err(words("closing"))
+}
+
+fn words<E: std::fmt::Display>(what: &str) -> impl Fn(E) -> String {
+    let what = what.to_owned();
+    move |error| format!("{what}: {error}")
+}
+
+/// The hash of everything but the epoch, which counts openings.
+fn without_epoch(image: &Image) -> u64 {
+    fn strip(node: &Node, at: &str) -> u64 {
+        let Some(entries) = node.entries() else { return node.hash() };
+        let kept = entries.iter().filter(|(name, _)| !(at == ".stepwell" && name.as_ref() == "epoch"));
+        kept.fold(entries.len() as u64, |hash, (name, child)| {
+            let hash = stepwell_core::io::simulated::mix(hash, strip(child, name));
+            stepwell_core::io::simulated::mix(
+                hash,
+                stepwell_core::io::simulated::content_hash(name.as_bytes()),
+            )
+        })
+    }
+    strip(&image.0, "")
+}

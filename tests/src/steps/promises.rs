@@ -1,0 +1,103 @@
+//! What had been promised when the power went: the marks of a scenario, added up.
+//!
+//! | mark | the scenario |
+//! |---|---|
+//! | `begin N t` | starts to save step N, as attempt `t` |
+//! | `replace N t` | starts to save over the step N that is there |
+//! | `committed N t` | was told that it is committed: from here on it stays, bit for bit |
+//! | `failed N t` | was told that it is not: it is never seen |
+//! | `uncertain N t` | was told that nobody knows |
+//! | `may go N` | asks for something that takes N away |
+//! | `may go N once M` | starts a save of M, after which retention takes N away |
+//! | `gone N` | was told that N is away: it never comes back |
+//! | `may thin N once M` | starts a save of M, after which retention thins N to `params` |
+//! | `thinned N` | was told that N is thinned |
+//! | `branch B N t` | was told that N was moved to branch B |
+//! | `metric N name v` | was told that this metric is recorded |
+//! | `quarantined NAME` | has put something there that has a step's name and is none |
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::crash::Marks;
+
+/// What may and must be found of one step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Promise {
+    /// Attempts that may be seen under this number.
+    pub may: BTreeSet<String>,
+    /// It must be seen, as one of `may`, unless something may have taken it away.
+    pub must: bool,
+    /// What may have taken it away: a step that is committed then, or nothing more.
+    pub may_go: Vec<Option<u64>>,
+    /// It may have been thinned since.
+    pub may_thin: bool,
+    /// It must have been thinned.
+    pub thinned: bool,
+    /// Metrics that must be there as long as it is.
+    pub metrics: BTreeMap<String, String>,
+}
+
+/// Everything that was promised.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Promises {
+    /// By step.
+    pub steps: BTreeMap<u64, Promise>,
+    /// Branches: name, step, attempt.
+    pub branches: BTreeSet<(String, u64, String)>,
+    /// Directories that are no steps.
+    pub quarantined: BTreeSet<String>,
+}
+
+impl Promises {
+    /// Adds up marks; one that is none of the table is an error of the scenario.
+    pub fn of(marks: &Marks) -> Result<Self, String> {
+        let mut promises = Self::default();
+        for mark in marks.iter() {
+            let words: Vec<&str> = mark.split(' ').collect();
+            promises.add(&words).ok_or_else(|| format!("a mark that means nothing: {mark}"))?;
+        }
+        Ok(promises)
+    }
+
+    fn add(&mut self, words: &[&str]) -> Option<()> {
+        match *words {
+            ["begin" | "replace", step, tag] => {
+                self.step(step)?.may.insert(tag.into());
+            }
+            ["committed", step, tag] => {
+                // A step that is saved anew owes nothing to the one that was there.
+                *self.step(step)? = Promise { may: [tag.into()].into(), must: true, ..Promise::default() };
+            }
+            ["failed", step, tag] => {
+                self.step(step)?.may.remove(tag);
+            }
+            ["uncertain", ..] => {}
+            ["may", "go", step] => self.step(step)?.may_go.push(None),
+            ["may", "go", step, "once", other] => {
+                let other = other.parse().ok()?;
+                self.step(step)?.may_go.push(Some(other));
+            }
+            ["gone", step] => *self.step(step)? = Promise::default(),
+            ["may", "thin", step, "once", _] => self.step(step)?.may_thin = true,
+            ["thinned", step] => {
+                let promise = self.step(step)?;
+                (promise.may_thin, promise.thinned) = (true, true);
+            }
+            ["branch", branch, step, tag] => {
+                self.branches.insert((branch.into(), step.parse().ok()?, tag.into()));
+            }
+            ["metric", step, name, value] => {
+                self.step(step)?.metrics.insert(name.into(), value.into());
+            }
+            ["quarantined", name] => {
+                self.quarantined.insert(name.into());
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    fn step(&mut self, step: &str) -> Option<&mut Promise> {
+        Some(self.steps.entry(step.parse().ok()?).or_default())
+    }
+}

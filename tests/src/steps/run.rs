@@ -1,0 +1,176 @@
+//! A scenario: a manager over a simulated disk, and marks for everything that it was told.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use stepwell_core::io::simulated::SimDisk;
+use stepwell_manager::{Exists, Manager, Options, Outcome, SaveRequest};
+
+use super::{ROOT, states, world};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What a scenario does things with.
+pub struct Run {
+    /// The disk, as the scenario's process sees it.
+    pub disk: SimDisk,
+    opened: AtomicU64,
+}
+
+/// Options that are quick on tiny states.
+pub fn options() -> Options {
+    Options {
+        block_bytes: 4096,
+        capture_threads: Some(1),
+        queue_depth: 2,
+        staging_bytes: Some(1),
+        stall_timeout: PATIENCE,
+        ..Options::default()
+    }
+}
+
+impl Run {
+    /// On an empty disk: making the root is part of the scenario.
+    pub fn fresh() -> Self {
+        Self::on(SimDisk::new())
+    }
+
+    /// On this disk.
+    pub fn on(disk: SimDisk) -> Self {
+        Self { disk, opened: AtomicU64::new(1) }
+    }
+
+    /// On a disk with steps that were committed and are durable; each is attempt `a`.
+    pub fn with_steps(steps: impl IntoIterator<Item = u64>) -> Result<Self, String> {
+        let run = Self::fresh();
+        let manager = run.open(options())?;
+        let steps: Vec<u64> = steps.into_iter().collect();
+        for &step in &steps {
+            run.save(&manager, step, "a")?;
+        }
+        close(&manager)?;
+        drop(manager);
+        run.disk.settle();
+        for step in steps {
+            run.mark(&format!("committed {step} a"));
+        }
+        Ok(run)
+    }
+
+    /// The same scenario, gone on with by another process.
+    #[must_use]
+    pub fn next_process(&self) -> Self {
+        let opened = self.opened.load(Ordering::Relaxed);
+        Self { disk: self.disk.process(), opened: AtomicU64::new(opened + 1000) }
+    }
+
+    /// Notes something that was asked for, or told.
+    pub fn mark(&self, label: &str) {
+        self.disk.mark(label);
+    }
+
+    /// Opens the root.
+    pub fn open(&self, options: Options) -> Result<Manager, String> {
+        let seed = self.opened.fetch_add(1, Ordering::Relaxed);
+        let environment = world::environment(&self.disk, seed);
+        Manager::open(Path::new(ROOT), options, environment).map_err(|error| format!("opening: {error}"))
+    }
+
+    /// Saves a step and waits for its outcome, and for all that it made superfluous to be deleted. An outcome that is no commit is
+    /// an `Err`, and marked.
+    pub fn save(&self, manager: &Manager, step: u64, tag: &str) -> Result<(), String> {
+        self.save_with(manager, step, tag, |request| request)
+    }
+
+    /// As [`Run::save`], over the step that is there.
+    pub fn replace(&self, manager: &Manager, step: u64, tag: &str) -> Result<(), String> {
+        self.save_with(manager, step, tag, |request| SaveRequest { exists: Exists::Replace, ..request })
+    }
+
+    /// As [`Run::save`], with metrics.
+    pub fn save_metric(&self, manager: &Manager, step: u64, tag: &str, value: f64) -> Result<(), String> {
+        let metrics = BTreeMap::from([("loss".to_owned(), value)]);
+        self.save_with(manager, step, tag, |request| SaveRequest { metrics, ..request })
+    }
+
+    fn save_with(
+        &self,
+        manager: &Manager,
+        step: u64,
+        tag: &str,
+        change: impl FnOnce(SaveRequest) -> SaveRequest,
+    ) -> Result<(), String> {
+        let mut request = SaveRequest::new(step, states::state(step, tag)?);
+        request.custom_metadata = serde_json::json!({ "tag": tag });
+        let request = change(request);
+        let verb = if request.exists == Exists::Replace { "replace" } else { "begin" };
+        self.mark(&format!("{verb} {step} {tag}"));
+        let outcome = match manager.save(request) {
+            Ok(save) => save.wait(Some(PATIENCE)).ok_or("the save did not end")?,
+            Err(error) => {
+                self.mark(&format!("failed {step} {tag}"));
+                return Err(format!("saving step {step}: {error}"));
+            }
+        };
+        match outcome {
+            Outcome::Committed => self.mark(&format!("committed {step} {tag}")),
+            Outcome::NotCommitted(error) => {
+                self.mark(&format!("failed {step} {tag}"));
+                // Seen here, not by the next call.
+                drop(manager.check_for_errors());
+                return Err(format!("step {step} was not committed: {error}"));
+            }
+            Outcome::DurabilityUncertain(error) => {
+                self.mark(&format!("uncertain {step} {tag}"));
+                drop(manager.check_for_errors());
+                return Err(format!("step {step} is uncertain: {error}"));
+            }
+        }
+        drop(manager.wait_for_deletions(PATIENCE));
+        Ok(())
+    }
+
+    /// Deletes a step.
+    pub fn delete(&self, manager: &Manager, step: u64) -> Result<(), String> {
+        self.mark(&format!("may go {step}"));
+        manager.delete(step).map_err(|error| format!("deleting step {step}: {error}"))?;
+        self.mark(&format!("gone {step}"));
+        drop(manager.wait_for_deletions(PATIENCE));
+        Ok(())
+    }
+
+    /// Goes back to a step; the newer ones, of attempts `a`, move aside.
+    pub fn rewind(&self, manager: &Manager, step: u64, branch: &str) -> Result<(), String> {
+        let newer: Vec<u64> = manager
+            .all_steps()
+            .map_err(|error| error.to_string())?
+            .into_iter()
+            .filter(|&other| other > step)
+            .collect();
+        for other in &newer {
+            self.mark(&format!("may go {other}"));
+        }
+        let (branch, moved) =
+            manager.rewind(step, Some(branch)).map_err(|error| format!("rewinding to {step}: {error}"))?;
+        for other in moved {
+            self.mark(&format!("gone {other}"));
+            self.mark(&format!("branch {branch} {other} a"));
+        }
+        Ok(())
+    }
+
+    /// Adds a metric to a step.
+    pub fn add_metric(&self, manager: &Manager, step: u64, value: f64) -> Result<(), String> {
+        let metrics = BTreeMap::from([("accuracy".to_owned(), value)]);
+        manager.add_metrics(step, &metrics).map_err(|error| format!("metrics of {step}: {error}"))?;
+        self.mark(&format!("metric {step} accuracy {value}"));
+        Ok(())
+    }
+}
+
+/// Closes a manager.
+pub fn close(manager: &Manager) -> Result<(), String> {
+    manager.close(Some(PATIENCE)).map_err(|error| format!("closing: {error}"))
+}
