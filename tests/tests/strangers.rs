@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use stepwell_manager::{Checkpoint, Manager, Options, Outcome, Retention, SaveRequest, StepName};
+use stepwell_manager::{Checkpoint, Exists, Manager, Options, Outcome, Retention, SaveRequest, StepName};
 use stepwell_tests::real::look::{self, Reader};
 use stepwell_tests::real::states;
 
@@ -269,4 +269,25 @@ fn a_root_that_is_a_symlink_is_the_directory_that_it_names() {
     let reader = Reader::open(&root).unwrap();
     assert!(reader.look(3).unwrap().is_none());
     Checkpoint::open(&link.join("step_00000003"), &reader.environment).unwrap();
+}
+
+#[test]
+fn replacing_a_step_never_deletes_what_only_has_its_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = saved(dir.path());
+    // A copy under another number is no step: it may be all that somebody has of something.
+    look::copy_tree(&root.join("step_00000001"), &root.join("step_00000005")).unwrap();
+    let before = everything(&root.join("step_00000005"));
+    let manager = open(&root, keep_latest(1));
+    let replace = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(5, states::state(5)) };
+    let outcome = manager.save(replace).unwrap().wait(Some(Duration::from_secs(60)));
+    assert!(matches!(outcome, Some(Outcome::Committed)), "{outcome:?}");
+    assert!(manager.wait_for_deletions(Duration::from_secs(60)).unwrap());
+    manager.close(None).unwrap();
+    let kept = std::fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().path());
+    let kept: Vec<PathBuf> =
+        kept.filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with(".quarantine-")).collect();
+    assert_eq!(kept.len(), 1, "{kept:?}");
+    assert_eq!(everything(&kept[0]).len(), before.len());
+    assert!(everything(&kept[0]).into_values().eq(before.into_values()));
 }
