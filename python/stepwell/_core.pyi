@@ -9,13 +9,13 @@ from numpy import ndarray
 from .rebuild import Node
 
 __all__ = [
+    "VERSION",
     "Checkpoint",
     "Events",
     "Held",
     "Manager",
     "SaveHandle",
     "State",
-    "VERSION",
     "add_metrics",
     "dtype_names",
     "engine_choice",

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import stepwell as sw
 from measure import huge_buffer, sync_file_system
 from workloads import State, flat, nbytes
-
-import stepwell as sw
 
 THREADS = os.cpu_count() or 1
 PIECE = 16 << 20

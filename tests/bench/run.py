@@ -31,10 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import contestants as c
 import numpy as np
+import stepwell as sw
 from measure import Spare, drop_caches, footprint, huge_buffer, measured, settle, warm_cache
 from workloads import GIB, WORKLOADS, State, differences, empty_like, flat, nbytes
-
-import stepwell as sw
 
 RESTORES = ("into, cold", "fresh, cold", "weights, cold", "into, warm", "fresh, warm")
 Samples = dict[str, dict[str, list[float]]]
@@ -177,7 +176,7 @@ def bench(workload: str, rounds: int, base: Path, rng: np.random.Generator) -> d
                             other[who.name].get(f"{operation}: extra memory", 0), timing.extra_peak
                         )
                         other[who.name].setdefault(f"{operation}: cpu", []).append(timing.cpu)
-                elif not type(who) is c.Raw and not (
+                elif type(who) is not c.Raw and not (
                     operation.startswith("fresh") and isinstance(who, c.Raw)
                 ):
                     expected = {"params": state["params"]} if operation.startswith("weights") else state

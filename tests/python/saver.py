@@ -6,12 +6,12 @@ The lines: ``open failed KIND ERRNO``, ``committed STEP``, ``failed STEP KIND ER
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 
 import numpy as np
-
 import stepwell as sw
 
 
@@ -25,10 +25,8 @@ def errno_of(error: BaseException) -> object:
 
 def main(root: Path, first: int, steps: int) -> None:
     # A call that is found in a trace: what comes after it is what is swept.
-    try:
+    with contextlib.suppress(FileNotFoundError):
         os.open("/stepwell-sweep-begins-here", os.O_RDONLY)
-    except FileNotFoundError:
-        pass
     try:
         mgr = sw.CheckpointManager(root, retention=sw.keep_latest(2), staging_bytes=1 << 20)
     except (sw.StepwellError, OSError) as error:

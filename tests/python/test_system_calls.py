@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import stepwell as sw
 
 HERE = Path(__file__).parent
@@ -105,7 +104,8 @@ def points(subject: Subject, base: Path) -> list[tuple[str, int]]:
         elif begun:
             wanted.add((call, seen[thread][call]))
     assert begun, "the trace does not show where the sweep begins"
-    assert any(call == "fsync" for call, _ in wanted) and any(call.startswith("rename") for call, _ in wanted)
+    assert any(call == "fsync" for call, _ in wanted)
+    assert any(call.startswith("rename") for call, _ in wanted)
     return sorted(wanted)
 
 
@@ -123,7 +123,8 @@ def check(root: Path, output: str, first: int = 10) -> None:
             report = sw.verify(root / f"step_{step:08d}")
             assert report.ok, (step, report)
             state = mgr.restore(step)
-            assert state["updates"] == step and (state["params"]["w"] == step).all()
+            assert state["updates"] == step
+            assert (state["params"]["w"] == step).all()
         if committed:
             assert steps, f"steps {committed} were committed and none is there"
             assert steps[-1] >= committed[-1], (steps, committed)
@@ -179,7 +180,7 @@ def test_an_errno_at_any_system_call_is_a_typed_error_and_nothing_else(subject: 
         for line in lines:
             outcomes[line.split()[0]] += 1
             if line.startswith("failed"):
-                _, step, kind, code = line.split()
+                _, _step, _kind, code = line.split()
                 assert code == str(getattr(errno, name)), (where, line, "the errno was lost")
             if line.startswith("open failed"):
                 assert line.split()[3] == str(getattr(errno, name)), (where, line)
