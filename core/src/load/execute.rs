@@ -56,7 +56,7 @@ pub fn execute(
         copied: AtomicU64::new(0),
         verified: AtomicU64::new(0),
     });
-    let result = pipeline::run(disk, files, schedule, &sink, options, &mut |_| true);
+    let result = pipeline::run(disk, files, schedule, &sink, options, &mut |_| !options.cancelled());
     drop(guard);
     let copied = sink.copied.load(Ordering::Acquire);
     let result = result.and_then(|stats| {
