@@ -84,10 +84,15 @@ impl Disk for PosixDisk {
             return Ok(());
         }
         let mut all = self.memory();
+        let known = all.len();
         for mapping in memory {
-            if !all.iter().any(|known| Arc::ptr_eq(known, mapping)) {
+            if !all.iter().any(|other| Arc::ptr_eq(other, mapping)) {
                 all.push(Arc::clone(mapping));
             }
+        }
+        if all.len() == known {
+            // As at every save but the first: a trial of a GiB takes milliseconds.
+            return Ok(());
         }
         let weak = all.iter().map(Arc::downgrade).collect();
         uring::try_register(all)?;
