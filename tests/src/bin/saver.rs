@@ -6,7 +6,7 @@
 //!
 //! The lines: `open failed KIND ERRNO`, `committed STEP`, `failed STEP KIND ERRNO`, `uncertain STEP ERRNO`, `closed`, `close failed KIND ERRNO`.
 
-use std::io::Write;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -17,16 +17,21 @@ use stepwell_tests::real::trials;
 
 const DEADLINE: Duration = Duration::from_secs(30);
 
-fn say(line: &str) {
-    // In one write, so that a kill leaves no half line. Errors are injected here too, and it is not the talking that is tried.
-    let mut out = std::io::stdout().lock();
+/// In one write, so that a kill leaves no half line. Errors are injected here too, and it is not the talking that is tried.
+fn write(to: impl AsFd, line: &str) {
     for _ in 0..5 {
-        match rustix::io::write(&out, format!("{line}\n").as_bytes()) {
-            Ok(_) => break,
-            Err(_) => std::thread::yield_now(),
+        if rustix::io::write(&to, format!("{line}\n").as_bytes()).is_ok() {
+            return;
         }
     }
-    let _ = out.flush();
+}
+
+fn say(line: &str) {
+    write(std::io::stdout(), line);
+}
+
+fn explain(error: &Error) {
+    write(std::io::stderr(), &error.to_string());
 }
 
 fn of(error: &Error) -> String {
@@ -45,7 +50,7 @@ fn run(root: &Path, first: u64, steps: u64) {
         Ok(manager) => manager,
         Err(error) => {
             say(&format!("open failed {}", of(&error)));
-            eprintln!("{error}");
+            explain(&error);
             return;
         }
     };
@@ -56,16 +61,16 @@ fn run(root: &Path, first: u64, steps: u64) {
             Ok(Some(Outcome::Committed)) => say(&format!("committed {step}")),
             Ok(Some(Outcome::DurabilityUncertain(error))) => {
                 say(&format!("uncertain {step} {}", of(&error)));
-                eprintln!("{error}");
+                explain(&error);
             }
             Ok(Some(Outcome::NotCommitted(error))) => {
                 say(&format!("failed {step} {}", of(&error)));
-                eprintln!("{error}");
+                explain(&error);
             }
             Ok(None) => say(&format!("failed {step} hang none")),
             Err(error) => {
                 say(&format!("failed {step} {}", of(&error)));
-                eprintln!("{error}");
+                explain(&error);
             }
         }
     }
@@ -73,7 +78,7 @@ fn run(root: &Path, first: u64, steps: u64) {
         Ok(()) => say("closed"),
         Err(error) => {
             say(&format!("close failed {}", of(&error)));
-            eprintln!("{error}");
+            explain(&error);
         }
     }
 }
@@ -83,7 +88,7 @@ fn main() -> ExitCode {
     let root = arguments.next().map(PathBuf::from);
     let mut number = || arguments.next().and_then(|text| text.to_str().and_then(|text| text.parse().ok()));
     let (Some(root), Some(first), Some(steps)) = (root, number(), number()) else {
-        eprintln!("usage: saver ROOT FIRST STEPS [wait]");
+        say("usage: saver ROOT FIRST STEPS [wait]");
         return ExitCode::FAILURE;
     };
     if arguments.next().is_some() {
