@@ -100,9 +100,13 @@ struct Queue {
     ready: VecDeque<String>,
     held: VecDeque<String>,
     busy: Option<String>,
+    /// Calls that wait until all is deleted: then there is no reason to go slowly.
+    waiting: usize,
     /// What could not be deleted; told once.
     failed: Vec<stepwell_core::Error>,
     stop: bool,
+    /// The thread has nothing more to do but to end.
+    ended: bool,
 }
 
 struct Shared {
@@ -171,11 +175,16 @@ impl Deleter {
     pub fn drain(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let mut queue = self.shared.lock();
-        while !queue.ready.is_empty() || queue.busy.is_some() {
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else { return false };
+        queue.waiting += 1;
+        let drained = loop {
+            if queue.ready.is_empty() && queue.busy.is_none() {
+                break true;
+            }
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { break false };
             queue = self.shared.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
+        };
+        queue.waiting -= 1;
+        drained
     }
 
     /// The names that wait because readers hold them.
@@ -207,12 +216,13 @@ impl Deleter {
         self.shared.changed.notify_all();
         let handle = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(handle) = handle else { return true };
-        while !handle.is_finished() {
-            if Instant::now() >= deadline + Duration::from_millis(100) {
-                return false;
-            }
-            std::thread::sleep(Duration::from_millis(1));
+        let deadline = deadline + Duration::from_millis(100);
+        let mut queue = self.shared.lock();
+        while !queue.ended && !handle.is_finished() {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { return false };
+            queue = self.shared.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+        drop(queue);
         handle.join().is_ok()
     }
 }
@@ -224,6 +234,8 @@ fn work(shared: &Shared) {
             let mut queue = shared.lock();
             loop {
                 if queue.stop {
+                    queue.ended = true;
+                    shared.changed.notify_all();
                     return;
                 }
                 if !queue.held.is_empty() && Instant::now() >= next_retry {
@@ -240,7 +252,9 @@ fn work(shared: &Shared) {
             }
         };
         let mut go_on = || {
-            std::thread::sleep(PACE);
+            if shared.lock().waiting == 0 {
+                std::thread::sleep(PACE);
+            }
             !shared.lock().stop
         };
         let result = remove(&*shared.root, &name, &mut go_on);

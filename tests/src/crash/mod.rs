@@ -10,6 +10,8 @@
 //! **Cuts.** An effect that is no sync only adds states (it may be absent), a sync only removes some: so the states of all cuts are those
 //! of the cuts right before a sync, right before a mark, and at the end. Nothing else is enumerated, nothing is missed.
 //!
+//! Marks before the first effect describe what the disk held when the scenario began; no cut comes before them.
+//!
 //! **Enumeration** is exhaustive per cut while there are at most [`Options::cap`] states: each inode's variants are listed once, directories combine those of
 //! their children ([`space`]); what is not reachable from the root plays no part. Beyond the cap, all pairs of choices and seeded samples
 //! ([`sample`]); the report counts such cuts. States are told apart by hash, together with the marks.
@@ -29,9 +31,9 @@ pub mod sweep;
 
 use std::collections::HashSet;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use stepwell_core::io::simulated::{Image, Log, Node, Op, SimDisk, mix};
+use stepwell_core::io::simulated::{Image, Kind, Log, Moment, Node, Op, SimDisk, mix};
 
 pub use marks::Marks;
 pub use model::{Model, Profile};
@@ -43,13 +45,19 @@ pub struct Options {
     pub profile: Profile,
     /// States of one cut up to which enumeration is exhaustive, and how many are sampled beyond.
     pub cap: usize,
+    /// States of a whole log in which [`explore_nested`] crashes the recovery too, about.
+    pub nested_cap: u64,
     /// For the samples.
     pub seed: u64,
+    /// Entries (by name) below which the *bytes* of files make no difference, because nobody ever looks at them: leftovers that are only deleted. States that
+    /// differ in such bytes alone are one state. This is no assumption: a check that reads, opens or measures a file there fails, and one that does not
+    /// cannot tell those states apart.
+    pub unread: Option<fn(&str) -> bool>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { profile: Profile::PosixMinimal, cap: 20_000, seed: 1 }
+        Self { profile: Profile::PosixMinimal, cap: 20_000, nested_cap: 20_000, seed: 1, unread: None }
     }
 }
 
@@ -130,7 +138,8 @@ impl Explorer {
         before: &Marks,
         mut check: impl FnMut(&SimDisk, &Marks) -> Result<(), String>,
     ) -> Result<(), Box<Failure>> {
-        self.explore_from(log, 0, before, |image, marks| check(&SimDisk::from_image(image), marks))
+        let unread = self.options.unread;
+        self.explore_from(log, 0, before, |image, marks| watched(unread, image, |disk| check(disk, marks)))
     }
 
     /// As [`Explorer::explore`], for the cuts from `first` on, with images instead of disks.
@@ -144,6 +153,7 @@ impl Explorer {
         let mut model = Model::new(&log.base);
         let mut space = space::Space::new(&self.options);
         let mut marks = before.clone();
+        let first = first.max(preface(log));
         for cut in 0..=log.records.len() {
             let next = log.records.get(cut);
             if cut >= first && next.is_none_or(|next| model.shrinks(&next.op)) {
@@ -182,6 +192,41 @@ impl Explorer {
     }
 }
 
+/// Marks before the first effect: what the disk held when the scenario began.
+fn preface(log: &Log) -> usize {
+    log.records.iter().take_while(|record| matches!(record.op, Op::Mark(_))).count()
+}
+
+/// Runs a check on a fresh disk, which notices where it looks at what it said it would not.
+pub(crate) fn watched(
+    unread: Option<fn(&str) -> bool>,
+    image: &Image,
+    check: impl FnOnce(&SimDisk) -> Result<(), String>,
+) -> Result<(), String> {
+    let disk = SimDisk::from_image(image);
+    let Some(unread) = unread else { return check(&disk) };
+    let seen = Arc::new(Mutex::new(None));
+    let noted = Arc::clone(&seen);
+    disk.set_hook(Some(Arc::new(move |moment, operation| {
+        let looks = matches!(operation.kind, Kind::OpenFile | Kind::Read | Kind::Stat);
+        if moment == Moment::Before && looks {
+            let text = operation.path.to_string_lossy();
+            if text.rsplit_once('/').is_some_and(|(above, _)| above.split('/').any(unread)) {
+                *noted.lock().unwrap_or_else(PoisonError::into_inner) =
+                    Some(format!("{:?} {text}", operation.kind));
+            }
+        }
+    })));
+    let result = check(&disk);
+    disk.set_hook(None);
+    match seen.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        Some(operation) if result.is_ok() => {
+            Err(format!("somebody looked where nobody was to look: {operation}"))
+        }
+        _ => result,
+    }
+}
+
 /// Checks every crash state of a log.
 pub fn explore(
     log: &Log,
@@ -194,17 +239,22 @@ pub fn explore(
 }
 
 /// As [`explore`], for a check that recovers the disk that it gets: what it did there is crashed again at every operation, one level deep, and given
-/// to the same check. Gives what was explored outside and inside.
+/// to the same check; in all states, or in about [`Options::nested_cap`] of them, spread evenly. Gives what was explored outside and inside.
 pub fn explore_nested(
     log: &Log,
     options: &Options,
     mut check: impl FnMut(&SimDisk, &Marks) -> Result<(), String>,
 ) -> Result<(Explored, Explored), Box<Failure>> {
+    let mut count = Explorer::new(options.clone());
+    count.explore_from(log, 0, &Marks::default(), |_, _| Ok(()))?;
+    let stride = count.explored.distinct.div_ceil(options.nested_cap.max(1)).max(1);
     let mut outer = Explorer::new(options.clone());
     let mut inner = Explorer::new(options.clone());
+    let mut number = 0;
     outer.explore(log, &Marks::default(), |disk, marks| {
         check(disk, marks)?;
-        nested(&mut inner, disk, marks, &mut check)
+        number += 1;
+        if number % stride == 0 { nested(&mut inner, disk, marks, &mut check) } else { Ok(()) }
     })?;
     Ok((outer.explored, inner.explored))
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use stepwell_core::io::simulated::{Image, Ino, Log, Op, SimDisk, mix};
 
-use super::{Explored, Explorer, Failure, Marks, Options};
+use super::{Explored, Explorer, Failure, Marks, Options, preface, watched};
 
 /// What was done to the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +27,7 @@ impl Mutation {
     pub fn all(log: &Log) -> Vec<Self> {
         let ops: Vec<&Op> = log.records.iter().map(|record| &record.op).collect();
         let drops = ops.iter().enumerate().filter(|(_, op)| can_be_dropped(op)).map(|(at, _)| Self::Drop(at));
-        let swaps = ops.windows(2).enumerate().filter_map(|(at, pair)| match pair {
+        let swaps = ops.windows(2).enumerate().skip(preface(log)).filter_map(|(at, pair)| match pair {
             [one, two] if can_be_swapped(one, two) => Some(Self::Swap(at)),
             _ => None,
         });
@@ -215,7 +215,7 @@ pub fn judge(
     let mut explorer = Explorer::new(options.clone());
     explorer.explore_from(log, 0, &Marks::default(), |image, marks| {
         original.insert(key(image, marks));
-        check(&SimDisk::from_image(image), marks)
+        watched(options.unread, image, |disk| check(disk, marks))
     })?;
     add(&mut report.explored, &explorer.explored);
     let mut used = HashSet::new();
@@ -233,7 +233,7 @@ pub fn judge(
                 if passed.contains(&key) {
                     return Ok(());
                 }
-                check(&SimDisk::from_image(image), marks)?;
+                watched(options.unread, image, |disk| check(disk, marks))?;
                 passed.insert(key);
                 Ok(())
             });

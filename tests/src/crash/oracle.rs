@@ -96,11 +96,11 @@ fn run(program: &[Call]) -> Log {
 }
 
 /// All states of all cuts, one combination after the other; `None` where they are too many for that.
-fn by_force(log: &Log, profile: Profile) -> Option<BTreeSet<u64>> {
+fn by_force(log: &Log, options: &Options) -> Option<BTreeSet<u64>> {
     let mut found = BTreeSet::new();
     let mut model = Model::new(&log.base);
     let mut marks = Marks::default();
-    let ordered = profile == Profile::OrderedMetadata;
+    let ordered = options.profile == Profile::OrderedMetadata;
     for cut in 0..=log.records.len() {
         let pending = pending(&model, ordered);
         let count: u64 = pending.iter().map(|&(_, choices)| u64::from(choices)).product();
@@ -118,7 +118,7 @@ fn by_force(log: &Log, profile: Profile) -> Option<BTreeSet<u64>> {
             }
             for &last in &lasts {
                 let choices = Choices { rest: 0, chosen: chosen.clone(), last };
-                let node = Builder::new(&model).node(ROOT, &choices);
+                let node = Builder::new(&model, options.unread).node(ROOT, &choices, false);
                 found.insert(mix(node.hash(), marks.hash()));
             }
         }
@@ -132,16 +132,26 @@ fn by_force(log: &Log, profile: Profile) -> Option<BTreeSet<u64>> {
     Some(found)
 }
 
+/// Every profile, with and without a directory that nobody reads in.
+fn ways() -> Vec<(Profile, Option<fn(&str) -> bool>)> {
+    let d1: fn(&str) -> bool = |name| name == "d1";
+    [Profile::PosixMinimal, Profile::OrderedMetadata]
+        .into_iter()
+        .flat_map(|profile| [None, Some(d1)].map(|unread| (profile, unread)))
+        .collect()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
     #[test]
     fn exploring_finds_exactly_the_states_of_every_cut(program in prop::collection::vec(call(), 1..9)) {
         let log = run(&program);
-        for profile in [Profile::PosixMinimal, Profile::OrderedMetadata] {
-            let Some(forced) = by_force(&log, profile) else { continue };
+        for (profile, unread) in ways() {
+            let options = Options { unread, ..Options::default().profile(profile) };
+            let Some(forced) = by_force(&log, &options) else { continue };
             let mut found = BTreeSet::new();
-            let mut explorer = Explorer::new(Options::default().profile(profile));
+            let mut explorer = Explorer::new(options);
             explorer.explore_from(&log, 0, &Marks::default(), |image, marks| {
                 found.insert(mix(image.hash(), marks.hash()));
                 Ok(())
@@ -154,9 +164,9 @@ proptest! {
     #[test]
     fn samples_are_states_of_the_cut(program in prop::collection::vec(call(), 1..9)) {
         let log = run(&program);
-        for profile in [Profile::PosixMinimal, Profile::OrderedMetadata] {
-            let Some(forced) = by_force(&log, profile) else { continue };
-            let options = Options { cap: 3, ..Options::default().profile(profile) };
+        for (profile, unread) in ways() {
+            let options = Options { cap: 3, unread, ..Options::default().profile(profile) };
+            let Some(forced) = by_force(&log, &options) else { continue };
             Explorer::new(options).explore_from(&log, 0, &Marks::default(), |image, marks| {
                 let known = forced.contains(&mix(image.hash(), marks.hash()));
                 if known { Ok(()) } else { Err("a sample that no crash can leave".into()) }

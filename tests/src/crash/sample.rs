@@ -33,14 +33,14 @@ pub(super) fn visit<E>(
     let pending = pending(model, ordered);
     let prefixes = model.prefixes();
     let mut rng = Rng(seed);
-    let mut builder = Builder::new(model);
+    let mut builder = Builder::new(model, options.unread);
     let mut budget = options.cap;
     let mut plan = pairs(&pending);
     rng.shuffle(&mut plan);
     plan.truncate(options.cap / 2);
     for (chosen, rest) in plan {
         let last = ordered.then(|| rng.pick(&prefixes).unwrap_or(model.floor));
-        visit(builder.node(ROOT, &Choices { rest, chosen, last }))?;
+        visit(builder.node(ROOT, &Choices { rest, chosen, last }, false))?;
         budget -= 1;
     }
     while budget > 0 {
@@ -53,7 +53,7 @@ pub(super) fn visit<E>(
             })
             .collect();
         let last = ordered.then(|| rng.pick(&prefixes).unwrap_or(model.floor));
-        visit(builder.node(ROOT, &Choices { rest: 0, chosen, last }))?;
+        visit(builder.node(ROOT, &Choices { rest: 0, chosen, last }, false))?;
         budget -= 1;
     }
     Ok(())
@@ -95,16 +95,18 @@ fn pairs(pending: &[(u64, Choice)]) -> Vec<(BTreeMap<u64, Choice>, Choice)> {
 
 pub(super) struct Builder<'a> {
     model: &'a Model,
+    unread: Option<fn(&str) -> bool>,
     /// Files by inode and what was kept of them.
     files: HashMap<(Ino, Vec<Choice>), Arc<Node>>,
 }
 
 impl<'a> Builder<'a> {
-    pub(super) fn new(model: &'a Model) -> Self {
-        Self { model, files: HashMap::new() }
+    pub(super) fn new(model: &'a Model, unread: Option<fn(&str) -> bool>) -> Self {
+        Self { model, unread, files: HashMap::new() }
     }
 
-    pub(super) fn node(&mut self, ino: Ino, choices: &Choices) -> Arc<Node> {
+    /// What is kept of the inode; `blind`: nobody reads the bytes below.
+    pub(super) fn node(&mut self, ino: Ino, choices: &Choices, blind: bool) -> Arc<Node> {
         match self.model.inodes.get(&ino) {
             Some(State::Dir { durable, pending }) => {
                 let entries = if let Some(last) = choices.last {
@@ -116,9 +118,17 @@ impl<'a> Builder<'a> {
                     entries
                 };
                 Node::dir(
-                    entries.into_iter().map(|(name, child)| (name, self.node(child, choices))).collect(),
+                    entries
+                        .into_iter()
+                        .map(|(name, child)| {
+                            let below = blind || self.unread.is_some_and(|unread| unread(&name));
+                            let node = self.node(child, choices, below);
+                            (name, node)
+                        })
+                        .collect(),
                 )
             }
+            Some(State::File { durable, .. }) if blind => Node::file(Arc::clone(durable)),
             Some(State::File { durable, pending }) => self.file(ino, durable, pending, choices),
             Some(State::Other) | None => Node::other(),
         }

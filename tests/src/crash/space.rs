@@ -18,45 +18,62 @@ type States = Arc<Vec<Arc<Node>>>;
 pub(super) struct Space {
     cap: usize,
     profile: Profile,
-    lists: BTreeMap<Ino, List>,
+    unread: Option<fn(&str) -> bool>,
+    /// By inode, and whether it is below an entry whose bytes nobody reads.
+    lists: BTreeMap<(Ino, bool), List>,
 }
 
 impl Space {
     pub(super) fn new(options: &Options) -> Self {
-        Self { cap: options.cap, profile: options.profile, lists: BTreeMap::new() }
+        Self { cap: options.cap, profile: options.profile, unread: options.unread, lists: BTreeMap::new() }
     }
 
     /// Every state that a crash may leave now.
     pub(super) fn all(&mut self, model: &mut Model) -> List {
         for ino in std::mem::take(&mut model.touched) {
-            self.lists.remove(&ino);
+            self.lists.remove(&(ino, false));
+            self.lists.remove(&(ino, true));
         }
         match self.profile {
-            Profile::PosixMinimal => self.list(model, ROOT),
+            Profile::PosixMinimal => self.list(model, ROOT, false),
             Profile::OrderedMetadata => self.ordered(model),
         }
     }
 
-    fn list(&mut self, model: &Model, ino: Ino) -> List {
-        if let Some(list) = self.lists.get(&ino) {
+    fn list(&mut self, model: &Model, ino: Ino, blind: bool) -> List {
+        if let Some(list) = self.lists.get(&(ino, blind)) {
             return list.clone();
         }
         let list = match model.inodes.get(&ino) {
+            Some(State::File { durable, .. }) if blind => Some(vec![Node::file(Arc::clone(durable))]),
             Some(State::File { durable, pending }) => files(durable, pending, self.cap),
-            Some(State::Dir { durable, pending }) => self.dirs(model, durable, pending),
+            Some(State::Dir { durable, pending }) => self.dirs(model, durable, pending, blind),
             Some(State::Other) | None => Some(vec![Node::other()]),
         };
         let list = list.map(Arc::new);
-        self.lists.insert(ino, list.clone());
+        self.lists.insert((ino, blind), list.clone());
         list
     }
 
-    fn dirs(&mut self, model: &Model, durable: &Entries, pending: &[Edit]) -> Option<Vec<Arc<Node>>> {
+    fn is_blind(&self, above: bool, name: &str) -> bool {
+        above || self.unread.is_some_and(|unread| unread(name))
+    }
+
+    fn dirs(
+        &mut self,
+        model: &Model,
+        durable: &Entries,
+        pending: &[Edit],
+        blind: bool,
+    ) -> Option<Vec<Arc<Node>>> {
         let mut nodes = Nodes::new(self.cap);
         for entries in variants(durable, pending, self.cap)? {
             let children: Option<Vec<_>> = entries
                 .iter()
-                .map(|(name, &child)| Some((Arc::clone(name), self.list(model, child)?)))
+                .map(|(name, &child)| {
+                    let blind = self.is_blind(blind, name);
+                    Some((Arc::clone(name), self.list(model, child, blind)?))
+                })
                 .collect();
             nodes.product(&children?)?;
         }
@@ -66,20 +83,24 @@ impl Space {
     fn ordered(&mut self, model: &Model) -> List {
         let mut nodes = Nodes::new(self.cap);
         for last in model.prefixes() {
-            for node in self.ordered_list(model, ROOT, last)?.iter() {
+            for node in self.ordered_list(model, ROOT, last, false)?.iter() {
                 nodes.push(Arc::clone(node))?;
             }
         }
         Some(Arc::new(nodes.list))
     }
 
-    fn ordered_list(&mut self, model: &Model, ino: Ino, last: u64) -> List {
+    fn ordered_list(&mut self, model: &Model, ino: Ino, last: u64, blind: bool) -> List {
         let Some(State::Dir { durable, pending }) = model.inodes.get(&ino) else {
-            return self.list(model, ino);
+            return self.list(model, ino, blind);
         };
         let children: Option<Vec<_>> = prefix(durable, pending, last)
             .into_iter()
-            .map(|(name, child)| Some((name, self.ordered_list(model, child, last)?)))
+            .map(|(name, child)| {
+                let blind = self.is_blind(blind, &name);
+                let list = self.ordered_list(model, child, last, blind)?;
+                Some((name, list))
+            })
             .collect();
         let mut nodes = Nodes::new(self.cap);
         nodes.product(&children?)?;

@@ -5,6 +5,7 @@
 //! | `begin N t` | starts to save step N, as attempt `t` |
 //! | `replace N t` | starts to save over the step N that is there |
 //! | `committed N t` | was told that it is committed: from here on it stays, bit for bit |
+//! | `seen N t` | a writer has seen it, after it opened the root: from here on it stays, as `committed` |
 //! | `failed N t` | was told that it is not: it is never seen |
 //! | `uncertain N t` | was told that nobody knows |
 //! | `may go N` | asks for something that takes N away |
@@ -67,6 +68,12 @@ impl Promises {
             ["committed", step, tag] => {
                 // A step that is saved anew owes nothing to the one that was there.
                 *self.step(step)? = Promise { may: [tag.into()].into(), must: true, ..Promise::default() };
+            }
+            // What was taken away before stays as it was: a step may be seen that retention then takes.
+            ["seen", step, tag] => {
+                let promise = self.step(step)?;
+                (promise.may, promise.must) = ([tag.into()].into(), true);
+                promise.may_go.clear();
             }
             ["failed", step, tag] => {
                 self.step(step)?.may.remove(tag);

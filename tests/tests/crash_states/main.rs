@@ -1,0 +1,53 @@
+//! Whatever a crash leaves of a root: what was committed is there, whole; what was not is not seen; nothing else is lost, nothing is left behind.
+//!
+//! Each scenario drives the real manager over a simulated disk; then every crash state of it is recovered and checked, and every crash state of
+//! those recoveries. The state is tiny, the protocol is the real one.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod changes;
+mod failures;
+mod kills;
+mod mutants;
+mod processes;
+mod retention;
+mod saves;
+
+use std::time::Instant;
+
+use stepwell_manager::{Options, Retention};
+use stepwell_tests::crash::{Options as Crash, Profile, explore_nested};
+use stepwell_tests::steps::check::Checker;
+use stepwell_tests::steps::run::{Run, options};
+
+/// Temporaries and trash are only ever deleted: nobody reads their bytes.
+fn is_leftover(name: &str) -> bool {
+    name.starts_with(".tmp-") || name.starts_with(".trash-")
+}
+
+fn crash(profile: Profile) -> Crash {
+    Crash { unread: Some(is_leftover), cap: 3000, nested_cap: 250, ..Crash::default().profile(profile) }
+}
+
+fn keeping(retention: Retention) -> Options {
+    Options { retention, ..options() }
+}
+
+/// Explores every crash state of a scenario, with crashes inside the recovery, under both profiles.
+fn survives(run: &Run) {
+    let log = run.disk.log();
+    for profile in [Profile::PosixMinimal, Profile::OrderedMetadata] {
+        let mut checker = Checker::new(options());
+        let begin = Instant::now();
+        match explore_nested(&log, &crash(profile), |disk, marks| checker.check(disk, marks)) {
+            Ok((outer, inner)) => {
+                let effects = log.records.len();
+                let elapsed = begin.elapsed();
+                println!(
+                    "{effects} effects, {profile:?}: {outer}; inside recoveries: {inner}; {elapsed:.1?}"
+                );
+                assert!(outer.distinct > 1);
+            }
+            Err(failure) => panic!("{profile:?}: {failure}\nthe scenario:\n{log}"),
+        }
+    }
+}
