@@ -1,5 +1,5 @@
 //! Helpers for the tests that need several crates or processes.
 
 pub mod crash;
-pub mod steps;
 pub mod real;
+pub mod steps;

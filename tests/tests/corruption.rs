@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use stepwell_core::format::index::Index;
-use stepwell_core::io::{Dir, Engine};
 use stepwell_core::io::simulated::mix;
+use stepwell_core::io::{Dir, Engine};
 use stepwell_core::load::FileSet;
 use stepwell_manager::Checkpoint;
 use stepwell_tests::real::layout::DataFile;
@@ -196,7 +196,7 @@ fn every_flipped_bit_of_the_header_footer_and_trailer_of_a_data_file_is_found() 
                     };
                     assert_eq!(first.file.as_ref(), Some(&victim.path), "{}: {}", damage(), first.what);
                     // The whole way of a reader, for a part of them.
-                    if mix(at, u64::from(file)) % 97 == 0 {
+                    if mix(at, u64::from(file)).is_multiple_of(97) {
                         let found = found(reader.look(STEP), damage);
                         assert!(matches!(found.by, By::Restoring | By::Verifying), "{}: {found:?}", damage());
                         assert_eq!(found.file.as_ref(), Some(&victim.path), "{}", damage());
@@ -228,13 +228,14 @@ fn a_flipped_bit_of_the_data_is_found_before_its_leaf_is_given_out_and_named_by_
                 }
                 all.fetch_add(1, Ordering::Relaxed);
                 let drawn = mix(at, data.length);
-                if drawn % every != 0 {
+                if !drawn.is_multiple_of(every) {
                     continue;
                 }
                 let drawn = drawn / every;
                 let (byte, bit) = (at / 8, (at % 8) as u32);
                 let block = data.block_of(byte);
-                let damage = || format!("bit {bit} of byte {byte}, block {block}, of {}", victim.path.display());
+                let damage =
+                    || format!("bit {bit} of byte {byte}, block {block}, of {}", victim.path.display());
                 let leaves = data.leaves_in(block);
                 let names: Vec<String> = leaves.iter().map(|&leaf| path_of(&checkpoint, leaf)).collect();
                 let named = |found: &Found| {
@@ -257,7 +258,7 @@ fn a_flipped_bit_of_the_data_is_found_before_its_leaf_is_given_out_and_named_by_
                         Ok(_) => panic!("{}: {} was given out", damage(), path_of(&checkpoint, leaf)),
                     }
                     restored.fetch_add(1, Ordering::Relaxed);
-                    if drawn % 8 == 0 {
+                    if drawn.is_multiple_of(8) {
                         named(&found(look::verify(&checkpoint), damage));
                         verified.fetch_add(1, Ordering::Relaxed);
                     }
@@ -343,7 +344,7 @@ fn every_truncation_of_every_file_is_found() {
                     assert!(found(reader.lengths(STEP), damage).what.contains(&**path), "{}", damage());
                     let first = found(first_look(&dir, checkpoint.index(), file), damage);
                     assert_eq!(first.file.as_ref(), Some(&victim.path), "{}", damage());
-                    if mix(length, 3) % 101 == 0 {
+                    if mix(length, 3).is_multiple_of(101) {
                         assert_eq!(reader.manager().latest_step().unwrap(), Some(OTHER), "{}", damage());
                         assert_eq!(found(reader.look_inside(STEP), damage).file.as_ref(), Some(&victim.path));
                     }
@@ -352,7 +353,9 @@ fn every_truncation_of_every_file_is_found() {
             }
         }
     });
-    println!("truncations found: {manifests:?} of manifests (every length), {indexes:?} of indexes (every length), {data:?} of data files");
+    println!(
+        "truncations found: {manifests:?} of manifests (every length), {indexes:?} of indexes (every length), {data:?} of data files"
+    );
 }
 
 #[test]
@@ -374,7 +377,11 @@ fn a_file_that_ends_under_an_open_checkpoint_gives_an_error_and_no_value() {
                 }
                 cuts += 1;
                 victim.cut(length, || match states::read(&checkpoint, leaf) {
-                    Ok(_) => panic!("{} came from {} cut to {length}", path_of(&checkpoint, leaf), data.path.display()),
+                    Ok(_) => panic!(
+                        "{} came from {} cut to {length}",
+                        path_of(&checkpoint, leaf),
+                        data.path.display()
+                    ),
                     Err(error) => {
                         let found = Found::of(By::Restoring, &error).unwrap();
                         assert_eq!(found.file.as_ref(), Some(&victim.path), "{}", found.what);
@@ -493,7 +500,9 @@ fn every_pair_of_files_that_change_places_is_found() {
     for step in steps {
         assert!(reader.look(step).unwrap().is_none());
     }
-    println!("{pairs} pairs of files, {same_length} of equal lengths, changed places or doubled: all found, by {finders:?}");
+    println!(
+        "{pairs} pairs of files, {same_length} of equal lengths, changed places or doubled: all found, by {finders:?}"
+    );
     assert!(same_length >= 10);
 }
 
@@ -509,7 +518,9 @@ fn directories_that_change_places_are_found() {
         assert!(found.by == By::Listing && found.what.contains("it is step"), "{found:?}");
     }
     exchange(&one, &two);
-    for (a, b) in [(two.join("i0"), two.join("i1")), (one.join("i0"), two.join("i0")), (one.join("i2"), two.join("i2"))] {
+    for (a, b) in
+        [(two.join("i0"), two.join("i1")), (one.join("i0"), two.join("i0")), (one.join("i2"), two.join("i2"))]
+    {
         exchange(&a, &b);
         found(reader.look(STEP), || format!("{} and {} have changed places", a.display(), b.display()));
         exchange(&a, &b);
@@ -584,6 +595,9 @@ fn every_engine_finds_damage() {
             }
         }
         assert!(reader.look(STEP).unwrap().is_none());
-        println!("{} (asked for {engine:?}): {flips} bits flipped and found", reader.environment.disk.choice().engine);
+        println!(
+            "{} (asked for {engine:?}): {flips} bits flipped and found",
+            reader.environment.disk.choice().engine
+        );
     }
 }

@@ -31,7 +31,10 @@ fn everything(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
         let path = entry.unwrap().path();
         let kind = std::fs::symlink_metadata(&path).unwrap().file_type();
         if kind.is_symlink() {
-            out.insert(path.clone(), std::fs::read_link(&path).unwrap().into_os_string().into_encoded_bytes());
+            out.insert(
+                path.clone(),
+                std::fs::read_link(&path).unwrap().into_os_string().into_encoded_bytes(),
+            );
         } else if kind.is_dir() {
             out.insert(path.clone(), b"directory".to_vec());
             out.extend(everything(&path));
@@ -56,18 +59,18 @@ fn littered(dir: &Path) -> (PathBuf, Vec<PathBuf>) {
     std::fs::create_dir(&outside).unwrap();
     look::copy_tree(&root.join("step_00000002"), &outside.join("step_00000009")).unwrap();
     for directory in [
-        "step_00000020",         // empty
-        "step_00000021/i0",      // half deleted
-        "step_5",                // another spelling
-        "step_000000005",        // another one
+        "step_00000020",    // empty
+        "step_00000021/i0", // half deleted
+        "step_5",           // another spelling
+        "step_000000005",   // another one
         "5",
         "00000005",
         "step_",
         "step_00000005.partial", // as rsync leaves them
         "notes/deep",
         ".git",
-        ".trash",                // not one of our names
-        ".tmp-something",        // nor this
+        ".trash",         // not one of our names
+        ".tmp-something", // nor this
         "checkpoints",
     ] {
         std::fs::create_dir_all(root.join(directory)).unwrap();
@@ -146,7 +149,11 @@ fn strangers_in_a_root_are_reported_or_ignored_and_never_touched() {
     // Recovery does, too.
     open(&root, keep_latest(1)).close(None).unwrap();
     assert!(contents_of(&strangers) == before, "recovery changed something of other people's");
-    assert_eq!(std::fs::read_dir(&root).unwrap().count(), strangers.len() - 1 + 2, "what is there beside them: the root's own, one step");
+    assert_eq!(
+        std::fs::read_dir(&root).unwrap().count(),
+        strangers.len() - 1 + 2,
+        "what is there beside them: the root's own, one step"
+    );
 }
 
 #[test]
@@ -162,7 +169,11 @@ fn a_commit_that_needs_the_name_of_what_is_no_step_moves_it_aside_whole() {
             .unwrap()
             .map(|entry| entry.unwrap().path())
             .filter(|path| {
-                path.file_name().unwrap().to_str().unwrap().starts_with(&format!(".quarantine-step_{step:08}-"))
+                path.file_name()
+                    .unwrap()
+                    .to_str()
+                    .unwrap()
+                    .starts_with(&format!(".quarantine-step_{step:08}-"))
             })
             .collect();
         assert_eq!(names.len(), 1, "{names:?}");
@@ -179,7 +190,8 @@ fn a_commit_that_needs_the_name_of_what_is_no_step_moves_it_aside_whole() {
     // Whoever opens the root next leaves what was set aside.
     open(&root, keep_latest(1)).close(None).unwrap();
     let kept = std::fs::read_dir(&root).unwrap();
-    let kept = kept.filter(|entry| entry.as_ref().unwrap().file_name().to_str().unwrap().starts_with(".quarantine-"));
+    let kept = kept
+        .filter(|entry| entry.as_ref().unwrap().file_name().to_str().unwrap().starts_with(".quarantine-"));
     assert_eq!(kept.count(), 6);
 }
 
@@ -192,7 +204,11 @@ fn two_spellings_of_a_number_are_one_step_at_most() {
     ] {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("run");
-        let options = Options { step_name: Some(pattern), retention: Retention::KeepLatest { n: 1 }, ..look::options() };
+        let options = Options {
+            step_name: Some(pattern),
+            retention: Retention::KeepLatest { n: 1 },
+            ..look::options()
+        };
         let manager = open_new(&root, options.clone());
         commit(&manager, 5);
         for name in bad {
@@ -226,7 +242,10 @@ fn symlinks_inside_a_step_are_not_followed() {
         let aside = dir.path().join("aside");
         std::fs::rename(&path, &aside).unwrap();
         symlink(outside.join(name), &path).unwrap();
-        assert!(reader.look(2).unwrap().is_some(), "{name} is a symlink to the very same bytes, and was followed");
+        assert!(
+            reader.look(2).unwrap().is_some(),
+            "{name} is a symlink to the very same bytes, and was followed"
+        );
         assert!(reader.look_inside(2).unwrap().is_some(), "{name} was followed");
         // A writer that opens the root, saves and applies retention deletes nothing behind it.
         let before = everything(&outside);

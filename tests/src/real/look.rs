@@ -121,8 +121,7 @@ impl Reader {
     /// Opens a root for reading through that engine.
     pub fn open_with(root: &Path, engine: Engine) -> Result<Self, Error> {
         let environment = environment_with(root, engine)?;
-        let manager =
-            Manager::open(root, Options { read_only: true, ..options() }, environment.clone())?;
+        let manager = Manager::open(root, Options { read_only: true, ..options() }, environment.clone())?;
         Ok(Self { root: root.to_owned(), environment, manager })
     }
 
@@ -235,4 +234,3 @@ pub fn copy_tree(from: &Path, to: &Path) -> std::io::Result<()> {
     }
     Ok(())
 }
-

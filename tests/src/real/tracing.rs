@@ -159,7 +159,8 @@ pub fn calls(ran: &Ran) -> BTreeMap<String, u64> {
     for line in ran.trace.lines() {
         let Some((thread, rest)) = line.split_once(' ') else { continue };
         let Some((call, _)) = rest.trim_start().split_once('(') else { continue };
-        if !call.is_empty() && call.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_') {
+        if !call.is_empty() && call.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+        {
             *seen.entry((thread, call)).or_default() += 1;
         }
     }

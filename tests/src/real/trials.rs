@@ -1,4 +1,10 @@
 //! What processes that are killed or fed errors save, and what must hold of their root afterwards.
+#![expect(
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "shapes and steps of a few digits"
+)]
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +16,9 @@ use stepwell_core::provider::HostProvider;
 use stepwell_core::sys::HostSource;
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_core::value::Value;
-use stepwell_manager::{Checkpoint, LeafSource, Manager, Options, Outcome, Retention, SaveRequest, StateSource};
+use stepwell_manager::{
+    Checkpoint, LeafSource, Manager, Options, Outcome, Retention, SaveRequest, StateSource,
+};
 
 use super::look;
 use super::states::{self, Content};
@@ -79,7 +87,9 @@ pub fn check(root: &Path, acknowledged: &[u64]) -> Result<(), String> {
     for (at, step) in acknowledged.iter().rev().enumerate() {
         let newer = steps.iter().filter(|other| *other > step).count();
         if !steps.contains(step) && newer < 2 {
-            return Err(format!("step {step}, acknowledged {at} before the last, is lost: {steps:?} are there"));
+            return Err(format!(
+                "step {step}, acknowledged {at} before the last, is lost: {steps:?} are there"
+            ));
         }
     }
     let next = steps.last().copied().unwrap_or(0) + 100;
