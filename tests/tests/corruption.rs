@@ -196,7 +196,7 @@ fn every_flipped_bit_of_the_header_footer_and_trailer_of_a_data_file_is_found() 
                     };
                     assert_eq!(first.file.as_ref(), Some(&victim.path), "{}: {}", damage(), first.what);
                     // The whole way of a reader, for a part of them.
-                    if mix(at, u64::from(file)) % 97 == 0 {
+                    if mix(at, u64::from(file)).is_multiple_of(97) {
                         let found = found(reader.look(STEP), damage);
                         assert!(matches!(found.by, By::Restoring | By::Verifying), "{}: {found:?}", damage());
                         assert_eq!(found.file.as_ref(), Some(&victim.path), "{}", damage());
@@ -228,7 +228,7 @@ fn a_flipped_bit_of_the_data_is_found_before_its_leaf_is_given_out_and_named_by_
                 }
                 all.fetch_add(1, Ordering::Relaxed);
                 let drawn = mix(at, data.length);
-                if drawn % every != 0 {
+                if !drawn.is_multiple_of(every) {
                     continue;
                 }
                 let drawn = drawn / every;
@@ -258,7 +258,7 @@ fn a_flipped_bit_of_the_data_is_found_before_its_leaf_is_given_out_and_named_by_
                         Ok(_) => panic!("{}: {} was given out", damage(), path_of(&checkpoint, leaf)),
                     }
                     restored.fetch_add(1, Ordering::Relaxed);
-                    if drawn % 8 == 0 {
+                    if drawn.is_multiple_of(8) {
                         named(&found(look::verify(&checkpoint), damage));
                         verified.fetch_add(1, Ordering::Relaxed);
                     }
@@ -344,7 +344,7 @@ fn every_truncation_of_every_file_is_found() {
                     assert!(found(reader.lengths(STEP), damage).what.contains(&**path), "{}", damage());
                     let first = found(first_look(&dir, checkpoint.index(), file), damage);
                     assert_eq!(first.file.as_ref(), Some(&victim.path), "{}", damage());
-                    if mix(length, 3) % 101 == 0 {
+                    if mix(length, 3).is_multiple_of(101) {
                         assert_eq!(reader.manager().latest_step().unwrap(), Some(OTHER), "{}", damage());
                         assert_eq!(found(reader.look_inside(STEP), damage).file.as_ref(), Some(&victim.path));
                     }

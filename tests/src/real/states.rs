@@ -1,4 +1,10 @@
 //! A state with every kind of leaf, whose every byte says which step it is of. Steps have equal shapes, so that files of two steps are of equal lengths.
+#![expect(
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "shapes and steps of a few digits"
+)]
 
 use std::sync::Arc;
 

@@ -1,4 +1,9 @@
 //! What processes that are killed or fed errors save, and what must hold of their root afterwards.
+#![expect(
+    clippy::cast_possible_wrap,
+    clippy::cast_precision_loss,
+    reason = "shapes and steps of a few digits"
+)]
 
 use std::path::Path;
 use std::sync::Arc;
