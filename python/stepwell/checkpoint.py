@@ -351,7 +351,7 @@ class Checkpoint:
     ) -> Any:
         """Restores; see ``CheckpointManager.restore``."""
         options = restore.Options(include, exclude, rename, missing, unexpected, cast, resize)
-        value, report = restore.run(self._open(), like=like, into=into, options=options)
+        value, report = restore.run(self._open(), like=like, into=into, options=options, report=return_report)
         return (value, report) if return_report else value
 
     def verify(self, progress: Callable[[int, int], Any] | None = None) -> VerifyReport:

@@ -8,7 +8,8 @@ everything has been read. What a failure in the last step may have overwritten i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeAlias
@@ -41,6 +42,18 @@ class Options:
     unexpected: Any = "error"
     cast: Any = "lossless"
     resize: Any = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is said by path, so that a target that has exactly the stored structure matches leaf by leaf."""
+        return (
+            self.include is None
+            and self.exclude is None
+            and self.rename is None
+            and not any(
+                isinstance(one, Mapping) for one in (self.missing, self.unexpected, self.cast, self.resize)
+            )
+        )
 
     def plain(self) -> dict[str, Any]:
         """What the engine reads, as plain lists and strings."""
@@ -141,10 +154,17 @@ class Restore:
     def __init__(self, core: Any, options: Options, structure: Structure | None = None) -> None:
         self.core = core
         self.options = options.plain()
-        self.structure = structure or Structure(core.nodes())
+        self._structure = structure
         self.report = RestoreReport()
         self.allocator = Allocator()
         self.reviver = Reviver()
+
+    @property
+    def structure(self) -> Structure:
+        """The stored tree."""
+        if self._structure is None:
+            self._structure = Structure(self.core.nodes())
+        return self._structure
 
     def run(self, target: Any, fill: bool) -> Any:
         """The caller's structure with the stored values; in place where ``fill`` says so and it can be."""
@@ -304,19 +324,11 @@ class Restore:
                     apart.append(job)
         self._read(fresh)
         overwritten: list[str] = []
-        try:
+        with _telling(lambda: overwritten):
             for batch in _batches(apart):
                 self._read_apart(batch, overwritten)
             overwritten.extend(job.path for job, _ in in_place)
             self._read(in_place)
-        except (StepwellError, OSError) as error:
-            if isinstance(error, StepwellError):
-                error.overwritten = tuple(overwritten)
-            if overwritten:
-                error.add_note(
-                    f"these leaves of the caller may hold a mixture of old and new values: {overwritten}"
-                )
-            raise
         for job, target in in_place:
             _zero_outside(target, job.box())
 
@@ -605,11 +617,44 @@ def _cast(value: Any) -> Any:
     return _choice(value, "cast", ("exact", "lossless", "lossy"))
 
 
-def run(core: Any, *, like: Any, into: Any, options: Options) -> tuple[Any, RestoreReport]:
-    """A whole restore. ``like=None``: everything, as it is stored."""
+@contextmanager
+def _telling(overwritten: Callable[[], list[str]]) -> Iterator[None]:
+    """Has a failure say which leaves of the caller may have been written to."""
+    try:
+        yield
+    except (StepwellError, OSError) as error:
+        paths = overwritten()
+        if isinstance(error, StepwellError):
+            error.overwritten = tuple(paths)
+        if paths:
+            error.add_note(f"these leaves of the caller may hold a mixture of old and new values: {paths}")
+        raise
+
+
+def _direct(core: Any, target: Any, fill: bool) -> tuple[Any] | None:
+    """The restored value where the target has exactly the stored structure, dtypes and shapes, in plain containers: the usual case, in the
+    engine. ``None``: not so, and nothing was read."""
+    plan = _core.plan_direct(core, target, fill)
+    if plan is None:
+        return None
+    objects = core.objects(plan.objects(), Reviver())
+    plan.read_fresh()
+    with _telling(plan.in_place_paths):
+        plan.read_in_place()
+    return (plan.build(objects),)
+
+
+def run(
+    core: Any, *, like: Any, into: Any, options: Options, report: bool = True
+) -> tuple[Any, RestoreReport]:
+    """A whole restore. ``like=None``: everything, as it is stored. Without ``report`` that of a success may stay empty."""
     if like is not None and into is not None:
         raise MisuseError("pass like= or into=, not both: into= is a like= that is filled in place")
     job = Restore(core, options)
-    if into is not None:
-        return job.run(into, True), job.report
-    return job.run(AS_STORED if like is None else like, False), job.report
+    fill = into is not None
+    target = into if fill else AS_STORED if like is None else like
+    if options.is_exact and not report:
+        found = _direct(core, target, fill)
+        if found is not None:
+            return found[0], job.report
+    return job.run(target, fill), job.report

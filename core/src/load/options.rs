@@ -1,13 +1,11 @@
 //! What a caller may set, what a restore reports, and how it fails.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::Error;
 
 /// How a restore reads.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadOptions {
     /// Bytes of read buffers at a time; raised where it would not hold one block for each of two reads.
     pub budget_bytes: u64,
@@ -17,14 +15,6 @@ pub struct LoadOptions {
     pub threads: usize,
     /// How long nothing may happen before the restore gives up.
     pub stall_timeout: Duration,
-    /// Somebody else may set it: the restore then ends soon, with [`Error::Cancelled`], and has stopped writing when it returns.
-    pub cancel: Option<Arc<AtomicBool>>,
-}
-
-impl LoadOptions {
-    pub(super) fn cancelled(&self) -> bool {
-        self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
-    }
 }
 
 impl Default for LoadOptions {
@@ -35,7 +25,6 @@ impl Default for LoadOptions {
             queue_depth: 8,
             threads: std::thread::available_parallelism().map_or(2, usize::from).min(16),
             stall_timeout: Duration::from_secs(120),
-            cancel: None,
         }
     }
 }

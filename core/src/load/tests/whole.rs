@@ -1,11 +1,9 @@
 //! What was written comes back, whatever its size and place.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::super::testing::{FILE, Item, flat, options, pattern};
 use super::super::{FileSet, LoadOptions, execute};
-use crate::Error;
 use crate::format::index::Index;
 use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
 use crate::sys::HostTarget;
@@ -53,17 +51,6 @@ fn many_small_leaves_share_their_reads() {
     let (found, result) = item.load(&all(&item), &options());
     assert!(found.iter().enumerate().all(|(leaf, bytes)| *bytes == pattern(leaf as u64, 100)));
     assert_eq!(result.unwrap().reads, 1);
-}
-
-#[test]
-fn a_cancelled_restore_reads_nothing_more_and_says_so() {
-    let item = Item::of_tensors(BLOCK, LENGTHS);
-    let cancel = Arc::new(AtomicBool::new(true));
-    let options = LoadOptions { cancel: Some(Arc::clone(&cancel)), ..options() };
-    let (_, result) = item.load(&all(&item), &options);
-    assert!(matches!(result.unwrap_err().error, Error::Cancelled(_)));
-    cancel.store(false, Ordering::SeqCst);
-    item.load(&all(&item), &options).1.unwrap();
 }
 
 #[test]
