@@ -189,7 +189,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         }
         if let Ok(dict) = target.cast_exact::<PyDict>() {
             let keys: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)> = dict.iter().collect();
-            let Some(places) = self.places(at, &keys, depth == 0)? else { return Ok(None) };
+            let Some(places) = self.places(at, &keys, depth == 0) else { return Ok(None) };
             let mut children = Vec::with_capacity(keys.len());
             for ((key, value), place) in keys.into_iter().zip(places) {
                 let Some(child) = self.node(place, &value, depth + 1)? else { return Ok(None) };
@@ -238,10 +238,15 @@ impl<'a, 'py> Walk<'a, 'py> {
     }
 
     /// The stored children that the keys of a dict name, in the dict's order. At the top, others may be stored too.
-    fn places(&self, at: u32, keys: &[(Bound<'py, PyAny>, Bound<'py, PyAny>)], top: bool) -> Found<Vec<u32>> {
+    fn places(
+        &self,
+        at: u32,
+        keys: &[(Bound<'py, PyAny>, Bound<'py, PyAny>)],
+        top: bool,
+    ) -> Option<Vec<u32>> {
         let count = self.work.siblings.count(at);
         if keys.len() > count || (keys.len() < count && !top) {
-            return Ok(None);
+            return None;
         }
         let nodes = self.inner.tree().nodes();
         let component = |place: u32| nodes.get(place as usize).and_then(|node| node.component.as_ref());
@@ -249,33 +254,33 @@ impl<'a, 'py> Walk<'a, 'py> {
             // The usual case: the same keys in the same order.
             let mut places = Vec::with_capacity(count);
             for ((key, _), place) in keys.iter().zip(self.work.siblings.children(at)) {
-                if !matches!((Key::of(key)?, component(place)), (Some(key), Some(stored)) if key.is(stored)) {
+                if !matches!((Key::of(key), component(place)), (Some(key), Some(stored)) if key.is(stored)) {
                     break;
                 }
                 places.push(place);
             }
             if places.len() == count {
-                return Ok(Some(places));
+                return Some(places);
             }
         }
         let mut stored: HashMap<Name<'_>, u32> = HashMap::with_capacity(count);
         for place in self.work.siblings.children(at) {
-            let Some(component) = component(place) else { return Ok(None) };
+            let component = component(place)?;
             if stored.insert(Name::of(component), place).is_some() {
-                return Ok(None);
+                return None;
             }
         }
         let mut places = Vec::with_capacity(keys.len());
         for (key, _) in keys {
-            let name = match Key::of(key)? {
+            let name = match Key::of(key) {
                 Some(Key::Text(text)) => Name::Text(text),
                 Some(Key::Number(number)) => Name::Number(number),
-                None => return Ok(None),
+                None => return None,
             };
-            let Some(&place) = stored.get(&name) else { return Ok(None) };
+            let &place = stored.get(&name)?;
             places.push(place);
         }
-        Ok(Some(places))
+        Some(places)
     }
 
     /// The leaf that holds a leaf's bytes, and its tensor if it is one.
@@ -317,12 +322,10 @@ impl<'a, 'py> Walk<'a, 'py> {
             self.fresh(source);
             return Ok(Some(Node::Leaf(source)));
         }
-        if buffer.nbytes() > 0 {
-            if !buffer.is_injective() {
-                return Ok(None);
-            }
-            self.work.in_place.push(InPlace { leaf: source, named: leaf, buffer, twin: false });
+        if buffer.nbytes() > 0 && !buffer.is_injective() {
+            return Ok(None);
         }
+        self.work.in_place.push(InPlace { leaf: source, named: leaf, buffer, twin: false });
         Ok(Some(Node::Own(target.clone().unbind())))
     }
 
@@ -354,16 +357,14 @@ impl<'a, 'py> Walk<'a, 'py> {
     fn everything(&mut self, at: u32) {
         let mut pending = vec![at];
         while let Some(at) = pending.pop() {
-            match self.inner.tree().nodes().get(at as usize).map(|node| &node.kind) {
-                Some(NodeKind::Leaf(leaf)) => {
-                    let (source, tensor) = self.record(*leaf);
-                    if tensor.is_some() { self.fresh(source) } else { self.object(source) }
-                }
-                _ => {
-                    let before = pending.len();
-                    pending.extend(self.work.siblings.children(at));
-                    pending.get_mut(before..).unwrap_or_default().reverse();
-                }
+            let kind = self.inner.tree().nodes().get(at as usize).map(|node| &node.kind);
+            if let Some(NodeKind::Leaf(leaf)) = kind {
+                let (source, tensor) = self.record(*leaf);
+                if tensor.is_some() { self.fresh(source) } else { self.object(source) }
+            } else {
+                let before = pending.len();
+                pending.extend(self.work.siblings.children(at));
+                pending.get_mut(before..).unwrap_or_default().reverse();
             }
         }
     }
@@ -397,6 +398,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         let mut order: Vec<(usize, usize, usize)> = all
             .iter()
             .enumerate()
+            .filter(|(_, one)| one.buffer.nbytes() > 0)
             .map(|(number, one)| {
                 let (low, high) = span(one);
                 (low, high, number)
@@ -459,11 +461,11 @@ enum Key<'a> {
 }
 
 impl<'a> Key<'a> {
-    fn of(key: &'a Bound<'_, PyAny>) -> Found<Self> {
+    fn of(key: &'a Bound<'_, PyAny>) -> Option<Self> {
         if let Ok(text) = key.cast_exact::<PyString>() {
-            return Ok(text.to_str().ok().map(Self::Text));
+            return text.to_str().ok().map(Self::Text);
         }
-        Ok(key.is_exact_instance_of::<PyInt>().then(|| key.extract().ok()).flatten().map(Self::Number))
+        key.is_exact_instance_of::<PyInt>().then(|| key.extract().ok()).flatten().map(Self::Number)
     }
 
     fn is(&self, component: &Component) -> bool {
@@ -528,6 +530,8 @@ impl Direct {
         for one in std::mem::take(&mut work.in_place) {
             if !one.twin {
                 work.named.push(one.named);
+            }
+            if !one.twin && one.buffer.nbytes() > 0 {
                 let Some(tensor) = record(&self.inner, one.leaf).1 else { continue };
                 let request = Request {
                     leaf: one.leaf,
@@ -567,12 +571,11 @@ impl Direct {
         let hooks = hooks(py)?;
         for &(leaf, place) in &work.fresh {
             let Some(tensor) = record(&self.inner, leaf).1 else { continue };
-            let dtype = match dtypes.get(&tensor.dtype) {
-                Some(dtype) => dtype,
-                None => {
-                    let made = hooks.to_dtype.bind(py).call1((tensor.dtype.name(),))?;
-                    dtypes.entry(tensor.dtype).or_insert(made)
-                }
+            let dtype = if let Some(dtype) = dtypes.get(&tensor.dtype) {
+                dtype
+            } else {
+                let made = hooks.to_dtype.bind(py).call1((tensor.dtype.name(),))?;
+                dtypes.entry(tensor.dtype).or_insert(made)
             };
             let shape = PyTuple::new(py, &tensor.shape)?;
             let ndarray = hooks.ndarray.bind(py);
