@@ -172,11 +172,13 @@ fn step_not_found(step: Option<u64>, root: &std::path::Path, latest: Option<u64>
 fn owned_by(owner: Option<&str>) -> String {
     let here = format!("process {} ", std::process::id());
     owner
-        .map(|owner| match format!("{owner} ").contains(&here) {
-            true => {
-                format!(" ({owner}: this very process, where an earlier manager of this root is still open)")
-            }
-            false => format!(" ({owner})"),
+        .map(|owner| {
+            let whose = if format!("{owner} ").contains(&here) {
+                ": this very process, where an earlier manager of this root is still open"
+            } else {
+                ""
+            };
+            format!(" ({owner}{whose})")
         })
         .unwrap_or_default()
 }

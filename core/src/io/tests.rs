@@ -419,7 +419,7 @@ fn make_a_directory_without_descriptors() {
     let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
     let opened = disk.open_dir(dir.path()).unwrap();
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    let next = std::os::fd::AsRawFd::as_raw_fd(&std::fs::File::open("/").unwrap()) as u64;
+    let next = std::os::fd::AsRawFd::as_raw_fd(&std::fs::File::open("/").unwrap()).unsigned_abs().into();
     let none = rustix::process::Rlimit { current: Some(next), ..limit };
     rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
     let error = opened.create_dir("d").err().unwrap();

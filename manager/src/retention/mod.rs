@@ -245,7 +245,7 @@ impl Retention {
                         candidate.items.iter().filter(|item| globs.is_match(item)).cloned().collect();
                     if kept.is_empty() {
                         // A rule that says "keep a part" never means "delete it all": more likely the glob is mistyped, or the state's items have other names.
-                        let have = candidate.items.iter().cloned().collect::<Vec<_>>().join(", ");
+                        let have = candidate.items.join(", ");
                         let reason =
                             format!("{rule}: none of its items ({have}) matches, so it is kept whole");
                         keep(votes, candidate.step, Items::All, reason);
