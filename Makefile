@@ -48,8 +48,8 @@ test: lint test-rust test-python ## everything that must hold before a change la
 lint: $(VENV)/.tools ## formatting and lints
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
-	$(BIN)/ruff check python tests docs
-	$(BIN)/ruff format --check python tests docs
+	$(BIN)/ruff check --config python/pyproject.toml python tests docs
+	$(BIN)/ruff format --check --config python/pyproject.toml python tests docs
 
 .PHONY: test-rust
 test-rust: | tools ## the Rust tests
@@ -57,7 +57,8 @@ test-rust: | tools ## the Rust tests
 
 .PHONY: test-python
 test-python: build ## the Python tests
-	$(BIN)/mypy
+	$(BIN)/mypy --config-file python/pyproject.toml
+	$(BIN)/python -m mypy.stubtest stepwell._core --mypy-config-file python/pyproject.toml
 	$(BIN)/python -m pytest tests/python
 
 .PHONY: test-long

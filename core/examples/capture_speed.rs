@@ -6,11 +6,7 @@
 //!
 //! The ring holds the whole state and nothing is written, so that only the copying is measured. Both sides use the same sources; every memory is touched before
 //! the clock starts, and reused.
-#![expect(
-    clippy::unwrap_used,
-    clippy::print_stdout,
-    reason = "a measurement prints, and stops where it cannot go on"
-)]
+#![expect(clippy::cast_precision_loss, reason = "the numbers of a measurement are small")]
 
 #[path = "support/mod.rs"]
 mod support;

@@ -8,7 +8,7 @@
 //! mounted with `discard`.
 #![expect(
     clippy::unwrap_used,
-    clippy::print_stdout,
+    clippy::cast_precision_loss,
     reason = "a measurement prints, and stops where it cannot go on"
 )]
 

@@ -21,7 +21,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import numpy as np
-
 import stepwell as sw
 
 Arrays = dict[str, np.ndarray]
@@ -104,7 +103,9 @@ def loss_and_gradients(p: Arrays, x: np.ndarray, y: np.ndarray) -> tuple[float, 
     d_h1 = (d_h2 + d_relu @ p["hidden_2/weight"].T) * (h1 > 0)
     g["hidden_1/weight"], g["hidden_1/bias"] = embedded.T @ d_h1, d_h1.sum(0)
     g["embedding"] = np.zeros_like(p["embedding"])
-    np.add.at(g["embedding"], x.reshape(-1), (d_h1 @ p["hidden_1/weight"].T).reshape(-1, p["embedding"].shape[1]))
+    np.add.at(
+        g["embedding"], x.reshape(-1), (d_h1 @ p["hidden_1/weight"].T).reshape(-1, p["embedding"].shape[1])
+    )
     return loss, g
 
 
@@ -137,7 +138,9 @@ def train(root: Path, steps: int, every: int, losses: Path | None) -> None:
     with sw.CheckpointManager(
         root,
         save_policy=sw.every_steps(every),
-        retention=sw.keep_latest(3) | sw.keep_every(steps=10 * every, items=["params"]) | sw.keep_best(1, "loss", mode="min"),
+        retention=sw.keep_latest(3)
+        | sw.keep_every(steps=10 * every, items=["params"])
+        | sw.keep_best(1, "loss", mode="min"),
     ) as mgr:
         if mgr.latest_step() is not None:
             state = mgr.restore(into=state)
@@ -159,7 +162,9 @@ def train(root: Path, steps: int, every: int, losses: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, required=True, help="where the steps go")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=3)

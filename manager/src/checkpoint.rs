@@ -4,7 +4,7 @@
 //! lazily below one directory descriptor; a file that is not there any more is [`Error::StepGone`], never other data.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use stepwell_core::format::checksum::crc32c;
@@ -34,7 +34,8 @@ pub struct Checkpoint {
     lease: Lease,
     manifest: Arc<Manifest>,
     index: Arc<Index>,
-    stored: Vec<StoredLeaf>,
+    /// Made when matching asks for it: a path for every leaf.
+    stored: OnceLock<Vec<StoredLeaf>>,
     files: FileSet,
     environment: Environment,
     birth: Birth,
@@ -98,14 +99,13 @@ impl Checkpoint {
             Err(error) => return Err(error.into()),
         };
         let index = Arc::new(merged(&*dir, &manifest)?);
-        let stored = matching::stored_leaves(&index);
         let files = FileSet::new(Arc::clone(&dir), &index.files);
         Ok(Some(Self {
             dir,
             lease,
             manifest: Arc::new(manifest),
             index,
-            stored,
+            stored: OnceLock::new(),
             files,
             environment: environment.clone(),
             birth: Birth::now(),
@@ -144,12 +144,12 @@ impl Checkpoint {
 
     /// The leaves, as matching sees them.
     pub fn leaves(&self) -> &[StoredLeaf] {
-        &self.stored
+        self.stored.get_or_init(|| matching::stored_leaves(&self.index))
     }
 
     /// Matches what is wanted against what is stored. Nothing is read.
     pub fn match_state(&self, wanted: &[Wanted], options: &matching::Options) -> Report {
-        matching::match_state(wanted, &self.stored, options)
+        matching::match_state(wanted, self.leaves(), options)
     }
 
     /// Plans the reads of `requests`, whose leaves are numbers of [`Checkpoint::index`].
@@ -174,13 +174,25 @@ impl Checkpoint {
         targets: &[HostTarget<'_>],
         options: &LoadOptions,
     ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
+        self.read_while(requests, targets, options, &mut |_| true)
+    }
+
+    /// [`Checkpoint::read`], which `go_on` may end: it is asked between reads, with the bytes that are done.
+    pub fn read_while(
+        &self,
+        requests: &[Request],
+        targets: &[HostTarget<'_>],
+        options: &LoadOptions,
+        go_on: &mut dyn FnMut(u64) -> bool,
+    ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
         self.birth.check("checkpoint").map_err(Error::from)?;
         let plan = self.plan(requests, false)?;
         let disk = &*self.environment.disk;
-        load::execute(disk, &self.files, &self.index, &plan, targets, options).map_err(|failure| {
-            let LoadFailure { error, overwritten } = failure;
-            Box::new(ReadFailure { error: self.gone_or(error), overwritten })
-        })
+        load::execute_while(disk, &self.files, &self.index, &plan, targets, options, go_on).map_err(
+            |LoadFailure { error, overwritten }| {
+                Box::new(ReadFailure { error: self.gone_or(error), overwritten })
+            },
+        )
     }
 
     /// The values of object leaves.

@@ -14,7 +14,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     /// The step is there already (or is being saved).
     #[error(
-        "step {step} exists already in {}; pass exists=\"skip\" to keep it or exists=\"replace\" to write it anew",
+        "step {step} exists already in {}; pass exists=\"replace\" to write it anew (a manager's save also takes exists=\"skip\", to keep it)",
         root.display()
     )]
     StepExists {
@@ -165,12 +165,22 @@ fn step_not_found(step: Option<u64>, root: &std::path::Path, latest: Option<u64>
     match (step, latest) {
         (Some(step), Some(latest)) => format!("{root} has no step {step}; the latest is {latest}"),
         (Some(step), None) => format!("{root} has no step {step}; it has no step at all"),
-        (None, _) => format!("{root} has no step yet"),
+        (None, _) => format!("{root} is no step and holds none; is the path right?"),
     }
 }
 
 fn owned_by(owner: Option<&str>) -> String {
-    owner.map(|owner| format!(" ({owner})")).unwrap_or_default()
+    let here = format!("process {} ", std::process::id());
+    owner
+        .map(|owner| {
+            let whose = if format!("{owner} ").contains(&here) {
+                ": this very process, where an earlier manager of this root is still open"
+            } else {
+                ""
+            };
+            format!(" ({owner}{whose})")
+        })
+        .unwrap_or_default()
 }
 
 impl Error {

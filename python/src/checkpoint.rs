@@ -22,10 +22,7 @@ use crate::ingest::{HeldBuffer, target_of};
 use crate::values::to_python;
 use crate::wait;
 
-/// A read is carried out in parts of about this many bytes, so that Ctrl-C ends it soon, and never while memory is being written.
-const PART_BYTES: u64 = 256 << 20;
-
-type Engined = stepwell_manager::Checkpoint;
+pub type Engined = stepwell_manager::Checkpoint;
 
 /// An open, leased checkpoint.
 #[pyclass(frozen, module = "stepwell._core")]
@@ -44,6 +41,9 @@ impl Checkpoint {
         inner.clone().ok_or_else(|| closed(py, "this checkpoint was closed; open it again"))
     }
 }
+
+/// A region of a stored tensor, and the array that it is read into: `(leaf, offset, extent, array)`.
+type ReadRow<'py> = (u32, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 
 /// What a stored leaf is: `(kind, dtype, shape, tied)`.
 type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>, bool);
@@ -140,11 +140,7 @@ impl Checkpoint {
 
     /// Reads regions of stored tensors into writable arrays: `(leaf, offset, extent, array of that shape)`. Returns the bytes that were read. Nothing is
     /// written any more when it returns, however it does.
-    fn read(
-        &self,
-        py: Python<'_>,
-        requests: Vec<(u32, Vec<u64>, Vec<u64>, Bound<'_, PyAny>)>,
-    ) -> PyResult<u64> {
+    fn read(&self, py: Python<'_>, requests: Vec<ReadRow<'_>>) -> PyResult<u64> {
         let inner = self.get(py)?;
         let mut targets = Vec::with_capacity(requests.len());
         let mut parts: Vec<Request> = Vec::with_capacity(requests.len());
@@ -177,19 +173,10 @@ impl Checkpoint {
                 dst_offset: below as u64,
                 dst_strides: target.strides().iter().map(|&stride| stride as i64).collect(),
             };
-            cut(request, itemsize, &mut parts);
+            parts.push(request);
             targets.push(target);
         }
-        let targets = Arc::new(targets);
-        let stop = Arc::new(AtomicBool::new(false));
-        let work = {
-            let (targets, stop) = (Arc::clone(&targets), Arc::clone(&stop));
-            move || read_parts(&inner, &parts, &targets, &stop)
-        };
-        // `targets` outlives the work on this side, so that the buffers go back attached.
-        let outcome = wait::to_the_end(py, &stop, work)?;
-        drop(targets);
-        outcome.map_err(|failure| raise_manager(py, &failure.error))
+        read_all(py, &inner, parts, targets)
     }
 
     /// Reads everything and compares every checksum: `(files, bytes, [(file, block, leaf paths, what)])`. `progress(done, total)` is called now and then.
@@ -231,59 +218,30 @@ impl Checkpoint {
     }
 }
 
-/// Cuts a request along its first axis into parts of at most about [`PART_BYTES`].
-fn cut(request: Request, itemsize: u64, parts: &mut Vec<Request>) {
-    let rows = request.region.extent.first().copied().unwrap_or(1);
-    let bytes = request.region.volume().unwrap_or(0).saturating_mul(itemsize);
-    let step = if bytes <= PART_BYTES { rows } else { (PART_BYTES / (bytes / rows).max(1)).max(1) };
-    if step >= rows {
-        parts.push(request);
-        return;
-    }
-    let stride = request.dst_strides.first().copied().unwrap_or(0);
-    let mut row = 0;
-    while row < rows {
-        let mut part = request.clone();
-        if let (Some(offset), Some(extent)) = (part.region.offset.first_mut(), part.region.extent.first_mut())
-        {
-            *offset += row;
-            *extent = step.min(rows - row);
+/// Reads into held, writable buffers, by their number. Returns the bytes that were read. Nothing is written any more when it returns, however it does.
+pub fn read_all(
+    py: Python<'_>,
+    inner: &Arc<Engined>,
+    requests: Vec<Request>,
+    buffers: Vec<HeldBuffer>,
+) -> PyResult<u64> {
+    let buffers = Arc::new(buffers);
+    let stop = Arc::new(AtomicBool::new(false));
+    let work = {
+        let (inner, buffers, stop) = (Arc::clone(inner), Arc::clone(&buffers), Arc::clone(&stop));
+        move || {
+            let targets =
+                buffers.iter().map(target_of).collect::<Result<Vec<_>, _>>().map_err(Error::from)?;
+            let mut go_on = |_| !stop.load(Ordering::Relaxed);
+            inner.read_while(&requests, &targets, &LoadOptions::default(), &mut go_on)
         }
-        part.dst_offset = part.dst_offset.wrapping_add_signed(stride.wrapping_mul(row as i64));
-        parts.push(part);
-        row += step;
-    }
-}
-
-fn read_parts(
-    inner: &Engined,
-    parts: &[Request],
-    buffers: &[HeldBuffer],
-    stop: &AtomicBool,
-) -> Result<u64, ReadFailure> {
-    let options = LoadOptions::default();
-    let size = |part: &Request| {
-        let itemsize = buffers.get(part.dst as usize).map_or(1, HeldBuffer::itemsize) as u64;
-        part.region.volume().unwrap_or(0).saturating_mul(itemsize)
     };
-    let mut read = 0;
-    let mut rest = parts;
-    while !rest.is_empty() && !stop.load(Ordering::Relaxed) {
-        let mut bytes = 0_u64;
-        let mut count = 0;
-        for part in rest {
-            bytes = bytes.saturating_add(size(part));
-            if count > 0 && bytes > PART_BYTES {
-                break;
-            }
-            count += 1;
-        }
-        let (now, later) = rest.split_at(count);
-        rest = later;
-        let targets = buffers.iter().map(target_of).collect::<Result<Vec<_>, _>>().map_err(Error::from)?;
-        read += inner.read(now, &targets, &options)?.bytes_copied;
-    }
-    Ok(read)
+    // `buffers` outlives the work on this side, so that they go back attached.
+    let outcome = wait::to_the_end(py, &stop, work)?;
+    drop(buffers);
+    outcome
+        .map(|stats| stats.bytes_copied)
+        .map_err(|failure: Box<ReadFailure>| raise_manager(py, &failure.error))
 }
 
 fn component_row<'py>(py: Python<'py>, component: &Component) -> PyResult<Bound<'py, PyTuple>> {
@@ -295,7 +253,7 @@ fn component_row<'py>(py: Python<'py>, component: &Component) -> PyResult<Bound<
     }
 }
 
-fn kind_row<'py>(py: Python<'py>, kind: &ContainerKind) -> PyResult<Bound<'py, PyTuple>> {
+pub fn kind_row<'py>(py: Python<'py>, kind: &ContainerKind) -> PyResult<Bound<'py, PyTuple>> {
     match kind {
         ContainerKind::Dict => ("dict",).into_pyobject(py),
         ContainerKind::OrderedDict => ("OrderedDict",).into_pyobject(py),

@@ -41,7 +41,7 @@ fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
         ManagerError::RankFailed { rank, .. } => attributes.set_item("rank", rank)?,
         ManagerError::DonatedBuffer { leaf } => attributes.set_item("leaf", leaf)?,
         ManagerError::CoordinationTimeout { missing, .. } => {
-            attributes.set_item("missing", missing.clone())?
+            attributes.set_item("missing", missing.clone())?;
         }
         ManagerError::StepExists { step, .. }
         | ManagerError::StepOrder { step, .. }

@@ -48,10 +48,32 @@ pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<Flat> {
         flat: Flat::default(),
         ties: HashMap::new(),
         originals: HashMap::new(),
-        dtypes: HashMap::new(),
+        dtypes: Dtypes::default(),
     };
     walk.visit(None, None, state, 0)?;
     Ok(walk.flat)
+}
+
+/// Dtype objects seen, by address (kept alive here, so that no address comes twice).
+#[derive(Default)]
+pub struct Dtypes<'py>(HashMap<usize, (Bound<'py, PyAny>, Option<Dtype>)>);
+
+impl<'py> Dtypes<'py> {
+    /// The storable dtype of an array, or `None`.
+    pub fn of(&mut self, hooks: &Hooks, array: &Bound<'py, PyAny>) -> PyResult<Option<Dtype>> {
+        self.named(hooks, array.getattr(intern!(array.py(), "dtype"))?)
+    }
+
+    /// What a dtype object is stored as, or `None`.
+    pub fn named(&mut self, hooks: &Hooks, dtype: Bound<'py, PyAny>) -> PyResult<Option<Dtype>> {
+        if let Some((_, known)) = self.0.get(&(dtype.as_ptr() as usize)) {
+            return Ok(*known);
+        }
+        let name: Option<String> = hooks.storable_name.bind(dtype.py()).call1((&dtype,))?.extract()?;
+        let known = name.map(|name| dtype_named(&name)).transpose()?;
+        self.0.insert(dtype.as_ptr() as usize, (dtype, known));
+        Ok(known)
+    }
 }
 
 struct Walk<'h, 'py> {
@@ -61,8 +83,7 @@ struct Walk<'h, 'py> {
     ties: HashMap<(usize, Dtype, bool), Vec<u32>>,
     /// Of the leaves that are converted copies: what they are copies of.
     originals: HashMap<u32, HeldBuffer>,
-    /// Dtype objects seen, by address (kept alive here, so that no address comes twice).
-    dtypes: HashMap<usize, (Bound<'py, PyAny>, Option<Dtype>)>,
+    dtypes: Dtypes<'py>,
 }
 
 impl<'py> Walk<'_, 'py> {
@@ -289,7 +310,7 @@ impl<'py> Walk<'_, 'py> {
         array: &Bound<'py, PyAny>,
         depth: u64,
     ) -> PyResult<()> {
-        if self.dtype(array)?.is_some() {
+        if self.dtypes.of(self.hooks, array)?.is_some() {
             return self.store_array(parent, component, array, None);
         }
         // Big-endian (converted), or nothing that can be stored (refused by path).
@@ -305,7 +326,7 @@ impl<'py> Walk<'_, 'py> {
         array: &Bound<'py, PyAny>,
         original: Option<HeldBuffer>,
     ) -> PyResult<()> {
-        let Some(dtype) = self.dtype(array)? else {
+        let Some(dtype) = self.dtypes.of(self.hooks, array)? else {
             return Err(self.refuse(parent, component, array.py(), "its dtype cannot be stored"));
         };
         let buffer = HeldBuffer::new(array, false)?;
@@ -346,19 +367,6 @@ impl<'py> Walk<'_, 'py> {
     fn leaf(&mut self, parent: Option<u32>, component: Option<Component>, leaf: Leaf) {
         self.flat.tree.push_leaf(parent, component);
         self.flat.leaves.push(leaf);
-    }
-
-    /// The storable dtype of an array, or `None`. One look-up by the address of its dtype object.
-    fn dtype(&mut self, array: &Bound<'py, PyAny>) -> PyResult<Option<Dtype>> {
-        let py = array.py();
-        let dtype = array.getattr(intern!(py, "dtype"))?;
-        if let Some((_, known)) = self.dtypes.get(&(dtype.as_ptr() as usize)) {
-            return Ok(*known);
-        }
-        let name: Option<String> = self.hooks.storable_name.bind(py).call1((&dtype,))?.extract()?;
-        let known = name.map(|name| dtype_named(&name)).transpose()?;
-        self.dtypes.insert(dtype.as_ptr() as usize, (dtype, known));
-        Ok(known)
     }
 
     fn refuse(&self, parent: Option<u32>, component: Option<Component>, py: Python<'py>, why: &str) -> PyErr {

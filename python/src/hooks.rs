@@ -14,6 +14,18 @@ pub struct Hooks {
     pub describe: Py<PyAny>,
     /// `stepwell.leaves.storable_name`
     pub storable_name: Py<PyAny>,
+    /// `stepwell.specs.ArraySpec`
+    pub array_spec: Py<PyAny>,
+    /// `stepwell.specs.ObjectSpec`
+    pub object_spec: Py<PyAny>,
+    /// `stepwell.specs.AS_STORED`
+    pub as_stored: Py<PyAny>,
+    /// `stepwell.specs.to_dtype`
+    pub to_dtype: Py<PyAny>,
+    /// `stepwell.rebuild.make`
+    pub make: Py<PyAny>,
+    /// `stepwell.allocate.mapped`
+    pub mapped: Py<PyAny>,
     /// `stepwell.errors.from_engine`
     pub from_engine: Py<PyAny>,
 }
@@ -24,7 +36,14 @@ static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
 pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
     HOOKS.get_or_try_init(py, || {
         let leaves = py.import("stepwell.leaves")?;
+        let specs = py.import("stepwell.specs")?;
         Ok(Hooks {
+            array_spec: specs.getattr("ArraySpec")?.unbind(),
+            object_spec: specs.getattr("ObjectSpec")?.unbind(),
+            as_stored: specs.getattr("AS_STORED")?.unbind(),
+            to_dtype: specs.getattr("to_dtype")?.unbind(),
+            make: py.import("stepwell.rebuild")?.getattr("make")?.unbind(),
+            mapped: py.import("stepwell.allocate")?.getattr("mapped")?.unbind(),
             ndarray: py.import("numpy")?.getattr("ndarray")?.unbind(),
             describe: leaves.getattr("describe")?.unbind(),
             storable_name: leaves.getattr("storable_name")?.unbind(),

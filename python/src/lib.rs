@@ -7,10 +7,13 @@
 //! | [`ingest`] | memory that Python owns; the only unsafe code |
 //! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
 //! | [`manager`] [`save_handle`] [`checkpoint`] [`matching`] [`options`] | the engine's types, as Python sees them |
+//! | [`direct`] [`slabs`] | the short way of a restore; where its arrays lie |
 //! | [`events`] [`wait`] | what waits for the notifier thread; waits that answer signals |
+#![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 use pyo3::prelude::*;
 
 mod checkpoint;
+mod direct;
 mod errors;
 mod events;
 mod flatten;
@@ -20,6 +23,7 @@ mod manager;
 mod matching;
 mod options;
 mod save_handle;
+mod slabs;
 mod state;
 mod values;
 mod wait;
@@ -32,6 +36,8 @@ mod _core {
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]
+    use crate::direct::{Direct, plan_direct};
+    #[pymodule_export]
     use crate::events::Events;
     #[pymodule_export]
     use crate::manager::{Held, Manager, add_metrics, engine_choice, list_steps, open_path, save_path};
@@ -40,7 +46,7 @@ mod _core {
     #[pymodule_export]
     use crate::save_handle::SaveHandle;
     #[pymodule_export]
-    use crate::state::{State, flatten, is_plain};
+    use crate::state::{State, flatten, is_plain, spans};
 
     /// Version of the package and its engine.
     #[pymodule_export]

@@ -8,7 +8,7 @@ use std::time::Duration;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use stepwell_core::io::Engine;
+use stepwell_core::io::{Engine, Purpose};
 use stepwell_manager::singular::{self, SingularRequest};
 use stepwell_manager::{
     Decision, Environment, Exists, Hold, LeafSource, Manager as Engined, Mode, Options, SaveRequest,
@@ -89,7 +89,8 @@ impl Manager {
     fn new(py: Python<'_>, root: PathBuf, options: &str) -> PyResult<Self> {
         let (options, engine) = options::parse(options)?;
         let inner = call(py, Duration::ZERO, move || {
-            let environment = options::environment(&root, engine)?;
+            let purpose = if options.read_only { Purpose::Read } else { Purpose::Write };
+            let environment = options::environment(&root, engine, purpose)?;
             Engined::open(&root, options, environment)
         })?;
         Ok(Self { inner: Arc::new(inner) })
@@ -314,7 +315,7 @@ pub fn save_path(
     };
     let (options, engine) = options::parse(options)?;
     let handle = call(py, CAPTURE_GRACE, move || {
-        let environment = options::environment(&path, engine)?;
+        let environment = options::environment(&path, engine, Purpose::Write)?;
         singular::save(request, &options, &environment)
     })?;
     Ok(SaveHandle::new(handle))
@@ -330,7 +331,7 @@ pub fn open_path(py: Python<'_>, path: PathBuf, step: Option<u64>, engine: &str)
         if !path.is_dir() {
             return Err(gone());
         }
-        let environment = options::environment(&path, engine)?;
+        let environment = options::environment(&path, engine, Purpose::Read)?;
         let is_root = !path.join(stepwell_manager::directory_layout::MANIFEST).exists()
             && (step.is_some() || has_steps(&path, &environment));
         if !is_root {
@@ -361,7 +362,7 @@ pub fn list_steps(py: Python<'_>, root: PathBuf) -> PyResult<Vec<u64>> {
         if !root.is_dir() {
             return Ok(Vec::new());
         }
-        reader(&root, options::environment(&root, Engine::Auto)?)?.all_steps()
+        reader(&root, options::environment(&root, Engine::Auto, Purpose::Read)?)?.all_steps()
     })
 }
 
@@ -372,7 +373,7 @@ pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<St
         if !root.is_dir() {
             return Err(Error::StepNotFound { step: Some(step), root, latest: None });
         }
-        let environment = options::environment(&root, Engine::Auto)?;
+        let environment = options::environment(&root, Engine::Auto, Purpose::Write)?;
         let manifest = reader(&root, environment.clone())?.manifest(Some(step))?;
         let directory = root::open(&environment, &root, false)?;
         metrics::add(&*directory, &manifest.attempt, step, &values, &environment)
@@ -388,7 +389,7 @@ pub fn engine_choice(
     engine: &str,
 ) -> PyResult<(&'static str, bool, usize, bool, Vec<String>)> {
     let engine = options::engine(engine)?;
-    let environment = call(py, Duration::ZERO, move || options::environment(&path, engine))?;
+    let environment = call(py, Duration::ZERO, move || options::environment(&path, engine, Purpose::Write))?;
     let choice = environment.disk.choice();
     Ok((choice.engine, choice.direct, choice.alignment, choice.registered, choice.reasons.clone()))
 }

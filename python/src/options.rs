@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde_json::Value;
 
-use stepwell_core::io::{Engine, open_disk};
+use stepwell_core::io::{Engine, Purpose, shared_disk};
 use stepwell_manager::{Environment, OnSaveError, Options};
 
 /// What `stepwell.options.to_json` wrote: the manager's options, and which engine to use.
@@ -49,6 +49,10 @@ pub fn engine(name: &str) -> PyResult<Engine> {
 }
 
 /// The real world of one process, for what lies at `path`.
-pub fn environment(path: &Path, engine: Engine) -> Result<Environment, stepwell_manager::Error> {
-    Ok(Environment::single_process(open_disk(path, engine)?))
+pub fn environment(
+    path: &Path,
+    engine: Engine,
+    purpose: Purpose,
+) -> Result<Environment, stepwell_manager::Error> {
+    Ok(Environment::single_process(shared_disk(path, engine, purpose)?))
 }

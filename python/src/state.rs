@@ -6,6 +6,10 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::flatten::{Flat, Leaf};
+use crate::ingest::HeldBuffer;
+
+/// What a leaf is: kind, dtype, and shape (of an alias: the leaf that it is tied to).
+type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
 
 /// A flattened state: structure, object values, and arrays by reference (their buffers are held until this is dropped).
 #[pyclass(frozen, module = "stepwell._core")]
@@ -39,7 +43,7 @@ impl State {
     }
 
     /// What each leaf is: `("array", dtype, shape)`, `("object", None, None)` or `("alias", None, [of])`.
-    fn leaves(&self) -> PyResult<Vec<(&'static str, Option<&'static str>, Option<Vec<u64>>)>> {
+    fn leaves(&self) -> PyResult<Vec<LeafRow>> {
         self.with(|flat| {
             let row = |leaf: &Leaf| match leaf {
                 Leaf::Array(dtype, buffer) => ("array", Some(dtype.name()), Some(buffer.dims())),
@@ -62,6 +66,18 @@ impl State {
 #[pyfunction]
 pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<State> {
     Ok(State { flat: Mutex::new(Some(crate::flatten::flatten(state)?)) })
+}
+
+/// Where arrays lie: the addresses of the first element, of the lowest byte, and of the byte after the highest.
+#[pyfunction]
+pub fn spans(arrays: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<(usize, usize, usize)>> {
+    let span = |array: &Bound<'_, PyAny>| {
+        let buffer = HeldBuffer::new(array, false)?;
+        let (below, len) = buffer.span();
+        let first = buffer.address() as usize;
+        Ok((first, first - below, first - below + len))
+    };
+    arrays.iter().map(span).collect()
 }
 
 /// Whether a value is one object leaf: a scalar, or a sequence or set of plain values only.

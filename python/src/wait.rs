@@ -72,24 +72,30 @@ pub fn to_the_end_with<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
     mut meanwhile: impl FnMut() -> PyResult<()>,
 ) -> PyResult<T> {
+    let (send, receive) = channel();
+    let mut receive = receive;
     let thread = std::thread::Builder::new()
         .name("stepwell-read".into())
-        .spawn(work)
+        // What the work holds is dropped before its answer is sent.
+        .spawn(move || drop(send.send(work())))
         .map_err(|error| PyRuntimeError::new_err(format!("no thread could be started: {error}")))?;
     let mut interrupt = None;
-    let mut pause = Duration::from_micros(20);
-    while !thread.is_finished() {
-        // Short reads end within microseconds: the first looks come quickly.
-        py.detach(|| std::thread::park_timeout(pause));
-        pause = (pause * 2).min(TICK);
+    let answer = loop {
+        let here = &mut receive; // exclusive, since a receiver cannot be shared between threads
+        match py.detach(move || here.recv_timeout(TICK)) {
+            Ok(answer) => break Some(answer),
+            Err(RecvTimeoutError::Disconnected) => break None,
+            Err(RecvTimeoutError::Timeout) => {}
+        }
         if interrupt.is_none()
             && let Err(raised) = py.check_signals().and_then(|()| meanwhile())
         {
             stop.store(true, Ordering::Relaxed);
             interrupt = Some(raised);
         }
-    }
-    let answer = thread.join().map_err(|_| {
+    };
+    let ended = py.detach(|| thread.join()).ok().and(answer);
+    let answer = ended.ok_or_else(|| {
         PyRuntimeError::new_err("the engine ended a call without an answer; please report this")
     })?;
     interrupt.map_or(Ok(answer), Err)

@@ -1,13 +1,15 @@
 """Memory for restored arrays: 64-byte aligned, few page faults.
 
-A large array gets memory of its own: numpy asks for huge pages from 4 MiB on. Small ones share slabs of 2 MiB, each one huge page. Twenty
-thousand small arrays of their own would fault every 4 KiB page that they touch one by one, and a fault costs more than the read that fills
-the page (about 2 GB/s against 15 or more into warm memory). A slab lives as long as the last array in it, hence slabs are small: a single
-surviving small leaf holds on to 2 MiB, one of 512 KiB or more to four times that.
+All of it is private anonymous memory in huge pages (where the system has them), each mapping starting on one. A large array gets a mapping of
+its own. Small ones share slabs of 2 MiB, each one huge page: twenty thousand small arrays of their own would fault every 4 KiB page
+that they touch one by one, and a fault costs more than the read that fills the page (about 2 GB/s against 15 or more into warm memory).
+Larger slabs would save no fault, since a fault fills one huge page whatever the mapping's size, and a slab lives as long as the last
+array in it: hence a single surviving small leaf holds on to 2 MiB, one of 512 KiB or more to four times that, and no more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from math import prod
 from typing import Any
@@ -37,8 +39,7 @@ class Allocator:
         if nbytes == 0:
             return np.empty(shape, dtype)
         if nbytes >= LARGE:
-            raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-            return np.ndarray(shape, dtype, raw, -raw.ctypes.data % ALIGNMENT)
+            return np.ndarray(shape, dtype, mapped(nbytes))
         slabs = self._small if nbytes <= SLAB // 4 else self._medium
         slab, offset = slabs.take(nbytes)
         return np.ndarray(shape, dtype, slab, offset)
@@ -57,22 +58,23 @@ class _Slabs:
     def take(self, nbytes: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
         """A slab and an aligned offset in it with room for ``nbytes``."""
         if self._current is None or self._used + nbytes > self._size:
-            self._current = _slab(self._size)
+            self._current = mapped(self._size)
             self._used = 0
         offset = self._used
         self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return self._current, offset
 
 
-def _slab(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """``size`` bytes that start on a huge page. The mapping is longer by one huge page, which is never touched."""
-    mapping = mmap.mmap(-1, size + SLAB)
+def mapped(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """``size`` bytes of a mapping of their own, on huge pages. The mapping is longer by up to two huge pages, which are never touched. A last
+    page that is used by less than half is made of small ones."""
+    length = -(-size // SLAB) * SLAB
+    mapping = mmap.mmap(-1, length + SLAB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     raw = np.frombuffer(mapping, np.uint8)
     skip = -raw.ctypes.data % SLAB
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None:
-        try:
-            mapping.madvise(advice, skip, size)
-        except OSError:
-            pass  # a kernel without huge pages: slower, not wrong
+    huge = length if length == size or size % SLAB >= SLAB // 2 else length - SLAB
+    if advice is not None and huge:
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+            mapping.madvise(advice, skip, huge)
     return raw[skip : skip + size]

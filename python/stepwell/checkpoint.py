@@ -118,7 +118,9 @@ class Array:
 
     __slots__ = ("_checkpoint", "_leaf", "dtype", "path", "shape")
 
-    def __init__(self, checkpoint: Checkpoint, leaf: int, path: str, dtype: str, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, leaf: int, path: str, dtype: str, shape: tuple[int, ...]
+    ) -> None:
         self._checkpoint = checkpoint
         self._leaf = leaf
         #: Rendered leaf path.
@@ -154,7 +156,9 @@ class Array:
         return values[rest]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        values: np.ndarray[Any, Any] = self._checkpoint._read(self._leaf, [(0, n) for n in self.shape], self.dtype)
+        values: np.ndarray[Any, Any] = self._checkpoint._read(
+            self._leaf, [(0, n) for n in self.shape], self.dtype
+        )
         return values if dtype is None else values.astype(dtype)
 
     def load(self) -> np.ndarray[Any, Any]:
@@ -204,7 +208,11 @@ def _box(index: Any, shape: tuple[int, ...], path: str) -> tuple[list[tuple[int,
 
 
 def _is_basic(part: Any) -> bool:
-    return part is ... or isinstance(part, slice) or (hasattr(part, "__index__") and not isinstance(part, (bool, np.bool)))
+    return (
+        part is ...
+        or isinstance(part, slice)
+        or (hasattr(part, "__index__") and not isinstance(part, (bool, np.bool)))
+    )
 
 
 @final
@@ -343,13 +351,15 @@ class Checkpoint:
     ) -> Any:
         """Restores; see ``CheckpointManager.restore``."""
         options = restore.Options(include, exclude, rename, missing, unexpected, cast, resize)
-        value, report = restore.run(self._open(), like=like, into=into, options=options)
+        value, report = restore.run(self._open(), like=like, into=into, options=options, report=return_report)
         return (value, report) if return_report else value
 
     def verify(self, progress: Callable[[int, int], Any] | None = None) -> VerifyReport:
         """Reads everything and compares every checksum. ``progress(bytes done, bytes in all)`` is called now and then."""
         files, nbytes, damages = self._open().verify(progress)
-        return VerifyReport(files, nbytes, tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages))
+        return VerifyReport(
+            files, nbytes, tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)
+        )
 
     def close(self) -> None:
         """Gives the lease up. Closing twice is fine."""
@@ -371,7 +381,7 @@ class Checkpoint:
 
 def _time(unix_ns: int) -> datetime.datetime:
     seconds, ns = divmod(int(unix_ns), 1_000_000_000)
-    base = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
+    base = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return base.replace(microsecond=ns // 1000)
 
 

@@ -209,8 +209,8 @@ def from_engine(kind: str, message: str, attributes: dict[str, Any]) -> Stepwell
     error: StepwellError
     if issubclass(cls, OSError):
         error = cls(message)
-        error.errno = code  # type: ignore[attr-defined]
-        error.filename = attributes.get("file")  # type: ignore[attr-defined]
+        error.errno = code
+        error.filename = attributes.get("file")
     else:
         error = cls(message)
     error.engine_kind = kind

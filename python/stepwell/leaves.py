@@ -80,17 +80,25 @@ def describe(obj: Any) -> Description:
         return _dtype_object(obj)
     if isinstance(obj, datetime.tzinfo):
         return _tzinfo(obj)
-    adapted = adapters.describe(obj)
+    adapted: Description | None = adapters.describe(obj)
     if adapted is not None:
         return adapted
     protocol = stateful.protocol_of(obj)
     if protocol is not None:
         return ("stateful", stateful.name_of(obj), protocol.name, protocol.get(obj))
     if isinstance(obj, tuple) and is_namedtuple_class(cls):
-        return ("fields", "namedtuple", stored_name(cls), [(name, getattr(obj, name)) for name in cls._fields])
+        return (
+            "fields",
+            "namedtuple",
+            stored_name(cls),
+            [(name, getattr(obj, name)) for name in cls._fields],
+        )
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         if isinstance(obj, (ArraySpec, ObjectSpec)):
-            return ("refuse", f"{obj!r} is a description without data; it belongs into like=, not into a state")
+            return (
+                "refuse",
+                f"{obj!r} is a description without data; it belongs into like=, not into a state",
+            )
         return (
             "fields",
             "dataclass",
@@ -119,7 +127,7 @@ def _why_not(obj: Any) -> str:
 
 def enum_names(member: enum.Enum) -> list[str]:
     """The names that an enum member is made of (several for a combined flag)."""
-    if isinstance(member, enum.Flag) and member.name is None or "|" in str(member.name):
+    if (isinstance(member, enum.Flag) and member.name is None) or "|" in str(member.name):
         return [one.name for one in member if one.name is not None]  # type: ignore[attr-defined]
     return [str(member.name)]
 
@@ -129,13 +137,19 @@ def _array(array: np.ndarray[Any, Any]) -> Description:
     if isinstance(array, np.ma.MaskedArray):
         return ("refuse", "a masked array has no storable mask; store .data and .mask as two arrays")
     if cls is not np.ndarray and cls is not np.memmap:
-        return ("refuse", f"{type_name(cls)} is a subclass of ndarray and would not come back as what it is; "
-                          "pass np.asarray(...) of it")
+        return (
+            "refuse",
+            f"{type_name(cls)} is a subclass of ndarray and would not come back as what it is; "
+            "pass np.asarray(...) of it",
+        )
     dtype = array.dtype
     if dtype.hasobject:
         return ("refuse", "an array of Python objects cannot be stored; use a list, or a numeric dtype")
     if dtype.fields is not None:
-        return ("refuse", f"a structured array ({dtype}) cannot be stored; store its fields as arrays of their own")
+        return (
+            "refuse",
+            f"a structured array ({dtype}) cannot be stored; store its fields as arrays of their own",
+        )
     if dtype.kind in "SUT":
         return ("refuse", f"an array of strings ({dtype}) cannot be stored; use a list of str or bytes")
     native = dtype if dtype.isnative else dtype.newbyteorder("=")
@@ -153,7 +167,10 @@ def _numpy_scalar(value: np.generic) -> Description:
     native = dtype if dtype.isnative else dtype.newbyteorder("=")
     name = storable_name(native)
     if name is None:
-        return ("refuse", f"a numpy scalar of dtype {dtype} cannot be stored; convert it to a Python value first")
+        return (
+            "refuse",
+            f"a numpy scalar of dtype {dtype} cannot be stored; convert it to a Python value first",
+        )
     return ("scalar", name, np.asarray(value, dtype=native).tobytes())
 
 
@@ -250,18 +267,18 @@ class Reviver:
 
 
 def _revive_datetime(parts: Any) -> datetime.datetime:
-    return datetime.datetime(*parts[0], tzinfo=parts[1], fold=parts[2])
+    return datetime.datetime(*parts[0]).replace(tzinfo=parts[1], fold=parts[2])
 
 
 def _revive_time(parts: Any) -> datetime.time:
-    return datetime.time(*parts[0], tzinfo=parts[1], fold=parts[2])
+    return datetime.time(*parts[0]).replace(tzinfo=parts[1], fold=parts[2])
 
 
 def _revive_timezone(parts: Any) -> datetime.timezone:
     offset, name = parts
     if name is not None:
         return datetime.timezone(offset, name)
-    return datetime.timezone.utc if not offset else datetime.timezone(offset)
+    return datetime.UTC if not offset else datetime.timezone(offset)
 
 
 def _revive_zoneinfo(parts: Any) -> datetime.tzinfo:

@@ -9,6 +9,7 @@ into an exit status, and handles that know when they are in a forked child.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -156,10 +157,8 @@ def _at_exit() -> None:
     for text in _failures:
         print(text, file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
     os._exit(EXIT_STATUS)
 
 

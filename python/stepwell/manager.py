@@ -51,15 +51,26 @@ class CheckpointManager:
         self._saves: list[Save] = []
         self._policy = every_steps(1) if save_policy is None else save_policy
         if not isinstance(self._policy, SavePolicy):
-            raise MisuseError(f"save_policy is made by sw.every_steps() and the like, not a {type(save_policy).__qualname__}")
+            raise MisuseError(
+                f"save_policy is made by sw.every_steps() and the like, not a {type(save_policy).__qualname__}"
+            )
         rules = keep_all() if retention is None else retention
         if not isinstance(rules, Retention):
-            raise MisuseError(f"retention is made by sw.keep_latest() and the like, not a {type(retention).__qualname__}")
+            raise MisuseError(
+                f"retention is made by sw.keep_latest() and the like, not a {type(retention).__qualname__}"
+            )
         _check_coordinator(coordinator)
         self._root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self._read_only = bool(read_only)
         text = to_json(
-            options or Options(), self._policy, rules, step_name, staging_bytes, max_pending, read_only, on_save_error
+            options or Options(),
+            self._policy,
+            rules,
+            step_name,
+            staging_bytes,
+            max_pending,
+            read_only,
+            on_save_error,
         )
         self._core = core = _core.Manager(self._root, text)
         self._preemption = _Preemption(self._policy.signals, core.request_preemption)
@@ -315,7 +326,9 @@ class CheckpointManager:
             if error is None:
                 raise
             # The block's own exception goes on; what it hides is not lost.
-            error.add_note(f"and closing the manager of {self._root} raised {type(failure).__name__}: {failure}")
+            error.add_note(
+                f"and closing the manager of {self._root} raised {type(failure).__name__}: {failure}"
+            )
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._root}{', closed' if self._core is None else ''}>"
@@ -332,7 +345,9 @@ class _Preemption:
         import signal
 
         if threading.current_thread() is not threading.main_thread():
-            raise MisuseError("on_preemption() listens to signals: make the manager on the main thread, or pass signals=()")
+            raise MisuseError(
+                "on_preemption() listens to signals: make the manager on the main thread, or pass signals=()"
+            )
         for number in signals:
             self._before[number] = signal.signal(number, self._announce)
 
@@ -370,11 +385,15 @@ def real_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         if not isinstance(name, str) or not name:
             raise MisuseError(f"names of metrics are non-empty strings, not {name!r}")
         if isinstance(value, (bool, str, bytes, complex)) or getattr(value, "shape", ()) != ():
-            raise MisuseError(f"metric {name!r} is a real number or a 0-d array, not {type(value).__qualname__} {value!r:.50}")
+            raise MisuseError(
+                f"metric {name!r} is a real number or a 0-d array, not {type(value).__qualname__} {value!r:.50}"
+            )
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise MisuseError(f"metric {name!r} is a real number or a 0-d array, not {value!r:.50}") from error
+            raise MisuseError(
+                f"metric {name!r} is a real number or a 0-d array, not {value!r:.50}"
+            ) from error
         if math.isnan(numbers[name]):
             numbers[name] = math.nan
     return numbers
@@ -388,7 +407,7 @@ def _check_coordinator(coordinator: Any) -> None:
     if coordinator is None:
         return
     if coordinator != "auto":
-        raise MisuseError(f"coordinator is \"auto\" or None with one process, not {coordinator!r}")
+        raise MisuseError(f'coordinator is "auto" or None with one process, not {coordinator!r}')
     for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         size = os.environ.get(name, "")
         if size.isdigit() and int(size) > 1:

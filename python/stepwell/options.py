@@ -24,7 +24,11 @@ class StepName:
 
     def plain(self) -> dict[str, Any]:
         """What the engine reads."""
-        return {"prefix": self.prefix, "width": self.width, "also_read": [name.plain() for name in self.also_read]}
+        return {
+            "prefix": self.prefix,
+            "width": self.width,
+            "also_read": [name.plain() for name in self.also_read],
+        }
 
 
 @final
@@ -89,7 +93,9 @@ def to_json(
             "queue_depth": options.queue_depth,
             "stall_timeout": options.stall_timeout,
             "engine": options.engine,
-            "root_metadata": None if options.root_metadata is None else plain_json(options.root_metadata, "root_metadata"),
+            "root_metadata": None
+            if options.root_metadata is None
+            else plain_json(options.root_metadata, "root_metadata"),
         }
     )
 
@@ -100,7 +106,9 @@ def plain_json(value: Any, what: str) -> Any:
         return value
     if type(value) is float:
         if value != value or value in (float("inf"), float("-inf")):
-            raise MisuseError(f"{what} is JSON, which has no {value!r}; use a string, or put it into the state or the metrics")
+            raise MisuseError(
+                f"{what} is JSON, which has no {value!r}; use a string, or put it into the state or the metrics"
+            )
         return value
     if isinstance(value, Mapping):
         for key in value:

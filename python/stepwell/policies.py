@@ -57,7 +57,9 @@ def every_steps(n: int, *, initial: bool = True) -> SavePolicy:
 
 def at_steps(steps: Iterable[int]) -> SavePolicy:
     """These steps and no others."""
-    return SavePolicy({"policy": "at_steps", "steps": sorted({_count(step, "at_steps", 0) for step in steps})})
+    return SavePolicy(
+        {"policy": "at_steps", "steps": sorted({_count(step, "at_steps", 0) for step in steps})}
+    )
 
 
 def every_seconds(seconds: float) -> SavePolicy:

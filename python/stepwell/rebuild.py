@@ -180,7 +180,7 @@ def fill_dataclass(cls: type, values: dict[str, Any]) -> Any:
     fields = {field.name for field in dataclasses.fields(cls)}
     if fields != set(values):
         return None
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     for name, value in values.items():
         object.__setattr__(made, name, value)
     return made

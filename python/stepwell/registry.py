@@ -106,7 +106,7 @@ def _identifier(name: str, fallback: str) -> str:
 @lru_cache(maxsize=1024)
 def synthetic_namedtuple(name: str, fields: tuple[str, ...]) -> type:
     """A namedtuple class for a stored one whose class is not known here."""
-    return namedtuple(_identifier(name, "NamedTuple"), fields, rename=True)  # type: ignore[misc]
+    return namedtuple(_identifier(name, "NamedTuple"), fields, rename=True)
 
 
 @lru_cache(maxsize=1024)

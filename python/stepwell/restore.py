@@ -8,7 +8,8 @@ everything has been read. What a failure in the last step may have overwritten i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeAlias
@@ -22,7 +23,7 @@ from .errors import MismatchError, MisuseError, StepwellError
 from .leaves import Reviver
 from .paths import Component
 from .rebuild import Structure
-from .specs import AS_STORED, ArraySpec, ObjectSpec, to_dtype
+from .specs import AS_STORED, ArraySpec, ObjectSpec, native_name, to_dtype
 from .template import Branch, Leaf, Part
 
 Globs: TypeAlias = str | Iterable[str] | None
@@ -41,6 +42,18 @@ class Options:
     unexpected: Any = "error"
     cast: Any = "lossless"
     resize: Any = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is said by path, so that a target that has exactly the stored structure matches leaf by leaf."""
+        return (
+            self.include is None
+            and self.exclude is None
+            and self.rename is None
+            and not any(
+                isinstance(one, Mapping) for one in (self.missing, self.unexpected, self.cast, self.resize)
+            )
+        )
 
     def plain(self) -> dict[str, Any]:
         """What the engine reads, as plain lists and strings."""
@@ -94,7 +107,12 @@ class RestoreReport:
     def ok(self) -> bool:
         """Whether everything that was wanted was there."""
         return not (
-            self.missing or self.unexpected or self.wrong_shape or self.wrong_dtype or self.wrong_kind or self.collisions
+            self.missing
+            or self.unexpected
+            or self.wrong_shape
+            or self.wrong_dtype
+            or self.wrong_kind
+            or self.collisions
         )
 
     def __str__(self) -> str:
@@ -125,6 +143,8 @@ class _Job:
         return self.stored_dtype == self.dtype
 
     def box(self) -> tuple[int, ...]:
+        if self.stored_shape == self.shape:
+            return self.shape
         return common_box(self.stored_shape, self.shape)
 
 
@@ -134,10 +154,17 @@ class Restore:
     def __init__(self, core: Any, options: Options, structure: Structure | None = None) -> None:
         self.core = core
         self.options = options.plain()
-        self.structure = structure or Structure(core.nodes())
+        self._structure = structure
         self.report = RestoreReport()
         self.allocator = Allocator()
         self.reviver = Reviver()
+
+    @property
+    def structure(self) -> Structure:
+        """The stored tree."""
+        if self._structure is None:
+            self._structure = Structure(self.core.nodes())
+        return self._structure
 
     def run(self, target: Any, fill: bool) -> Any:
         """The caller's structure with the stored values; in place where ``fill`` says so and it can be."""
@@ -155,9 +182,19 @@ class Restore:
     def _match(self, wanted: _Wanted) -> None:
         answer = _core.match_state(self.core, wanted.specs, wanted.top_level, self.options)
         report, paths = self.report, self.structure.leaf_paths()
-        for name in ("missing", "unexpected", "wrong_dtype", "wrong_kind", "collisions", "unused_renames", "text"):
+        for name in (
+            "missing",
+            "unexpected",
+            "wrong_dtype",
+            "wrong_kind",
+            "collisions",
+            "unused_renames",
+            "text",
+        ):
             setattr(report, name, answer[name])
-        report.wrong_shape = [(path, tuple(stored), tuple(asked)) for path, stored, asked in answer["wrong_shape"]]
+        report.wrong_shape = [
+            (path, tuple(stored), tuple(asked)) for path, stored, asked in answer["wrong_shape"]
+        ]
         report.kept = [wanted.paths[number] for number in answer["kept"]]
         report.ignored = [paths[leaf] for leaf in answer["ignored"]]
         report.left_out = [paths[leaf] for leaf in answer["left_out"]]
@@ -186,7 +223,7 @@ class Restore:
                 job = self._job(source, path, own, *tensor)
                 key: Any = (source, job.dtype, job.shape)
                 if job.target is not None:
-                    key = (*key, _place(job.target))
+                    key = (*key, id(job.target))
                 job_of[number, stored] = jobs.setdefault(key, job)
         read = dict(zip(objects, self.core.objects(list(objects), self.reviver), strict=True))
         wanted.check_types(read)
@@ -206,19 +243,21 @@ class Restore:
     def _settle_shared_targets(self, jobs: list[_Job]) -> None:
         """Targets that share memory. The same array twice is a tie: both stored values must then be equal. Others whose elements lie between
         each other's are written one after the other; those that overlap are refused."""
-        spans = sorted(
-            ((*_bounds(job.target), number) for number, job in enumerate(jobs) if job.target is not None and job.target.size)
-        )
-        end, group = -1, list[_Job]()
+        own = [job for job in jobs if job.target is not None and job.target.size]
+        places = _core.spans([job.target for job in own if job.target is not None])
+        spans = sorted((low, high, number) for number, (_, low, high) in enumerate(places))
+        end, group = -1, list[int]()
         for low, high, number in spans:
-            job = jobs[number]
+            job = own[number]
             if low >= end:
                 group = []
-            for other in group:
+            for at in group:
+                other = own[at]
                 assert job.target is not None
                 assert other.target is not None
-                if _place(job.target) == _place(other.target) and job.shape == other.shape:
-                    self._check_tie(other, job)
+                if places[at][0] == places[number][0] and _same_view(job.target, other.target):
+                    if job.stored != other.stored:
+                        self._check_tie(other, job)
                     job.twin = other
                     break
                 if np.shares_memory(job.target, other.target):
@@ -228,7 +267,7 @@ class Restore:
                     )
                 job.apart = other.apart = True
             else:
-                group.append(job)
+                group.append(number)
             end = max(end, high)
 
     def _check_tie(self, one: _Job, other: _Job) -> None:
@@ -257,7 +296,7 @@ class Restore:
         shape: Sequence[int],
     ) -> _Job:
         wanted = to_dtype(dtype)
-        if target is not None and (not target.flags.writeable or target.dtype.newbyteorder("=") != wanted):
+        if target is not None and (not target.flags.writeable or native_name(target.dtype) != dtype):
             target = None
         return _Job(source, to_dtype(stored_dtype), tuple(stored_shape), tuple(shape), wanted, path, target)
 
@@ -285,23 +324,22 @@ class Restore:
                     apart.append(job)
         self._read(fresh)
         overwritten: list[str] = []
-        try:
+        with _telling(lambda: overwritten):
             for batch in _batches(apart):
                 self._read_apart(batch, overwritten)
             overwritten.extend(job.path for job, _ in in_place)
             self._read(in_place)
-        except (StepwellError, OSError) as error:
-            if isinstance(error, StepwellError):
-                error.overwritten = tuple(overwritten)
-            if overwritten:
-                error.add_note(f"these leaves of the caller may hold a mixture of old and new values: {overwritten}")
-            raise
         for job, target in in_place:
             _zero_outside(target, job.box())
 
     def _read(self, jobs: list[tuple[_Job, np.ndarray[Any, Any]]]) -> None:
         requests = [
-            (job.stored, [0] * len(box), list(box), array[tuple(slice(0, n) for n in box)] if box != array.shape else array)
+            (
+                job.stored,
+                [0] * len(box),
+                list(box),
+                array[tuple(slice(0, n) for n in box)] if box != array.shape else array,
+            )
             for job, array in jobs
             if 0 not in (box := job.box())
         ]
@@ -354,7 +392,12 @@ class _Wanted:
                 self._add_empty(branch)
 
     def _add(
-        self, where: Leaf | Branch, kind: str, dtype: str | None = None, shape: tuple[int, ...] | None = None, value: bool = False
+        self,
+        where: Leaf | Branch,
+        kind: str,
+        dtype: str | None = None,
+        shape: tuple[int, ...] | None = None,
+        value: bool = False,
     ) -> int:
         self.specs.append((where.components, kind, dtype, shape, value))
         self.paths.append(where.path)
@@ -369,7 +412,7 @@ class _Wanted:
             return
         if leaf.what == "array":
             spec = leaf.spec or ArraySpec()
-            dtype = None if spec.dtype is None else spec.dtype.newbyteorder("=").name
+            dtype = None if spec.dtype is None else native_name(spec.dtype)
             has_value = not isinstance(leaf.value, (ArraySpec, type))
             self._number[id(leaf)] = self._add(leaf, "tensor", dtype, spec.shape, has_value)
             return
@@ -380,7 +423,9 @@ class _Wanted:
                 self._settled.append((leaf, node))
                 return
         kind = "any" if leaf.what == "stored" else "object"
-        has_value = leaf.owner is not None or not (leaf.value is AS_STORED or isinstance(leaf.value, (ObjectSpec, type)))
+        has_value = leaf.owner is not None or not (
+            leaf.value is AS_STORED or isinstance(leaf.value, (ObjectSpec, type))
+        )
         self._number[id(leaf)] = self._add(leaf, kind, value=has_value)
 
     def _add_empty(self, branch: Branch) -> None:
@@ -399,20 +444,28 @@ class _Wanted:
             value = objects[matches[0][1]]
             fits = isinstance(value, leaf.value) and (leaf.value is bool or not isinstance(value, bool))
             if not fits and not (leaf.value is float and type(value) is int):
-                wrong.append((leaf.path, f"{type(value).__qualname__} {value!r:.60}", leaf.value.__qualname__))
+                wrong.append(
+                    (leaf.path, f"{type(value).__qualname__} {value!r:.60}", leaf.value.__qualname__)
+                )
         if wrong:
             report = self.restore.report
             report.wrong_kind = wrong
-            report.text = "\n".join(f"`{path}`: stored is {stored}, wanted is {asked}" for path, stored, asked in wrong)
+            report.text = "\n".join(
+                f"`{path}`: stored is {stored}, wanted is {asked}" for path, stored, asked in wrong
+            )
             error = MismatchError(report.text)
             error.report = report
             raise error
 
-    def fill_results(self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool) -> None:
+    def fill_results(
+        self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
+    ) -> None:
         """Gives every leaf of the template its value."""
         for branch, number in self._empty:
             for stored, source, tensor in self.matches.get(number, ()):
-                branch.finish = _finish_replaced(objects[source] if tensor is None else arrays[number, stored])
+                branch.finish = _finish_replaced(
+                    objects[source] if tensor is None else arrays[number, stored]
+                )
         for leaf, node in self._settled:
             state = self.restore.structure.build(node, _nothing)
             leaf.result = state if leaf.owner is None else _give(leaf, state, fill)
@@ -425,7 +478,8 @@ class _Wanted:
                 leaf.result = leaf.value  # kept
                 continue
             values = {
-                stored: objects[source] if tensor is None else arrays[at, stored] for stored, source, tensor in matches
+                stored: objects[source] if tensor is None else arrays[at, stored]
+                for stored, source, tensor in matches
             }
             if leaf.what == "stored":
                 state = self._subtree(leaf, values)
@@ -483,25 +537,17 @@ def _as_type(leaf: Leaf, value: Any) -> Any:
     return value
 
 
-def _place(array: np.ndarray[Any, Any]) -> tuple[int, tuple[int, ...], str]:
-    return (int(array.__array_interface__["data"][0]), array.strides, array.dtype.name)
-
-
-def _bounds(array: np.ndarray[Any, Any] | None) -> tuple[int, int]:
-    assert array is not None
-    low = high = int(array.__array_interface__["data"][0])
-    for n, stride in zip(array.shape, array.strides, strict=True):
-        if stride < 0:
-            low += (n - 1) * stride
-        else:
-            high += (n - 1) * stride
-    return low, high + array.dtype.itemsize
+def _same_view(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    """Whether two arrays that start at the same address are the same elements."""
+    return one.dtype == other.dtype and one.shape == other.shape and one.strides == other.strides
 
 
 def _fillable(array: np.ndarray[Any, Any]) -> bool:
     """Whether no two elements of an array share memory (a broadcast or a sliding window would)."""
     reach = array.dtype.itemsize
-    for stride, n in sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1):
+    for stride, n in sorted(
+        (abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1
+    ):
         if stride < reach:
             return False
         reach = stride * (n - 1) + reach
@@ -534,7 +580,9 @@ def _globs(value: Globs, name: str) -> list[str] | None:
         return None
     found = [value] if isinstance(value, str) else list(value)
     if not all(isinstance(one, str) for one in found):
-        raise MisuseError(f"{name} takes a glob or a list of globs over rendered leaf paths, such as 'params/**'")
+        raise MisuseError(
+            f"{name} takes a glob or a list of globs over rendered leaf paths, such as 'params/**'"
+        )
     return found
 
 
@@ -543,8 +591,7 @@ def _renames(value: Any) -> list[tuple[str, str]]:
         return []
     if isinstance(value, Mapping):
         value = value.items()
-    found = [(str(old), str(new)) for old, new in value]
-    return found
+    return [(str(old), str(new)) for old, new in value]
 
 
 def _choice(value: Any, name: str, allowed: tuple[str | None, ...]) -> Any:
@@ -555,21 +602,59 @@ def _choice(value: Any, name: str, allowed: tuple[str | None, ...]) -> Any:
                 raise MisuseError(f"{name}={{glob: …}} takes {', '.join(map(repr, allowed))}, not {one!r}")
         return table
     if value not in allowed:
-        raise MisuseError(f"{name} is one of {', '.join(map(repr, allowed))}, or {{glob: …}} of them; not {value!r}")
+        raise MisuseError(
+            f"{name} is one of {', '.join(map(repr, allowed))}, or {{glob: …}} of them; not {value!r}"
+        )
     return value
 
 
 def _cast(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(glob): str(one) if one in ("exact", "lossless", "lossy") else to_dtype(one).name for glob, one in value.items()}
+        return {
+            str(glob): str(one) if one in ("exact", "lossless", "lossy") else to_dtype(one).name
+            for glob, one in value.items()
+        }
     return _choice(value, "cast", ("exact", "lossless", "lossy"))
 
 
-def run(core: Any, *, like: Any, into: Any, options: Options) -> tuple[Any, RestoreReport]:
-    """A whole restore. ``like=None``: everything, as it is stored."""
+@contextmanager
+def _telling(overwritten: Callable[[], list[str]]) -> Iterator[None]:
+    """Has a failure say which leaves of the caller may have been written to."""
+    try:
+        yield
+    except (StepwellError, OSError) as error:
+        paths = overwritten()
+        if isinstance(error, StepwellError):
+            error.overwritten = tuple(paths)
+        if paths:
+            error.add_note(f"these leaves of the caller may hold a mixture of old and new values: {paths}")
+        raise
+
+
+def _direct(core: Any, target: Any, fill: bool) -> tuple[Any] | None:
+    """The restored value where the target has exactly the stored structure, dtypes and shapes, in plain containers: the usual case, in the
+    engine. ``None``: not so, and nothing was read."""
+    plan = _core.plan_direct(core, target, fill)
+    if plan is None:
+        return None
+    objects = core.objects(plan.objects(), Reviver())
+    plan.read_fresh()
+    with _telling(plan.in_place_paths):
+        plan.read_in_place()
+    return (plan.build(objects),)
+
+
+def run(
+    core: Any, *, like: Any, into: Any, options: Options, report: bool = True
+) -> tuple[Any, RestoreReport]:
+    """A whole restore. ``like=None``: everything, as it is stored. Without ``report`` that of a success may stay empty."""
     if like is not None and into is not None:
         raise MisuseError("pass like= or into=, not both: into= is a like= that is filled in place")
     job = Restore(core, options)
-    if into is not None:
-        return job.run(into, True), job.report
-    return job.run(AS_STORED if like is None else like, False), job.report
+    fill = into is not None
+    target = into if fill else AS_STORED if like is None else like
+    if options.is_exact and not report:
+        found = _direct(core, target, fill)
+        if found is not None:
+            return found[0], job.report
+    return job.run(target, fill), job.report

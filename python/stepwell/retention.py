@@ -20,7 +20,9 @@ class Retention:
 
     def __or__(self, other: Retention) -> Retention:
         if not isinstance(other, Retention):
-            raise TypeError(f"a retention rule combines with a retention rule, not with {type(other).__name__}")
+            raise TypeError(
+                f"a retention rule combines with a retention rule, not with {type(other).__name__}"
+            )
         parts: list[dict[str, Any]] = []
         for one in (self, other):
             parts.extend(one._rule["of"] if one._rule["policy"] == "any" else [one._rule])
@@ -58,12 +60,16 @@ def keep_best(n: int, metric: str, mode: Literal["min", "max"]) -> Retention:
     """The best ``n`` by a metric stay. NaN is worst; of equals the later is better."""
     if mode not in ("min", "max"):
         raise ValueError(f'mode is "min" or "max", not {mode!r}')
-    return Retention({"policy": "keep_best", "n": _count(n, "keep_best", 0), "metric": str(metric), "mode": mode})
+    return Retention(
+        {"policy": "keep_best", "n": _count(n, "keep_best", 0), "metric": str(metric), "mode": mode}
+    )
 
 
 def keep_steps(steps: Iterable[int]) -> Retention:
     """These steps stay."""
-    return Retention({"policy": "keep_steps", "steps": sorted({_count(step, "keep_steps", 0) for step in steps})})
+    return Retention(
+        {"policy": "keep_steps", "steps": sorted({_count(step, "keep_steps", 0) for step in steps})}
+    )
 
 
 def keep_newer_than(seconds: float) -> Retention:

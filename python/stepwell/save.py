@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, final
 
 from . import lifecycle
-from .errors import MisuseError
+from .errors import MisuseError, StepwellError
 
 
 @final
@@ -72,14 +73,8 @@ class Save:
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What made it fail, or ``None`` once it is committed."""
-        from .errors import StepwellError
-
         try:
             self.result(timeout)
-        except TimeoutError:
-            if not self.done():
-                raise
-            raise
         except StepwellError as error:
             return error
         return None
@@ -110,10 +105,9 @@ class Save:
                 ready.set_result(None)
 
         def on_done(_: Save) -> None:
-            try:
+            # A loop that was closed meanwhile has nobody who waits any more.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
-            except RuntimeError:
-                pass  # the loop was closed meanwhile; nobody waits any more
 
         self.add_done_callback(on_done)
         yield from ready

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from . import _core, lifecycle, restore as _restore
+from . import _core, lifecycle
 from .checkpoint import Checkpoint, Metadata, VerifyReport
 from .errors import MisuseError, StepGone, StepNotFound
 from .manager import _check_target, _is_callable_state, _step, real_numbers
 from .options import Options, plain_json, to_json
 from .policies import every_steps
+from .restore import Globs
 from .retention import keep_all
 from .save import Save
 
@@ -103,8 +104,8 @@ def restore(
     step: int | None = None,
     like: Any = None,
     into: Any = None,
-    include: _restore.Globs = None,
-    exclude: _restore.Globs = None,
+    include: Globs = None,
+    exclude: Globs = None,
     rename: Any = None,
     missing: Any = "error",
     unexpected: Any = "error",
@@ -158,7 +159,9 @@ def engine_info(path: Path | None = None) -> dict[str, Any]:
     import ml_dtypes
     import numpy as np
 
-    engine, direct, alignment, registered, reasons = _core.engine_choice(_absolute("." if path is None else path))
+    engine, direct, alignment, registered, reasons = _core.engine_choice(
+        _absolute("." if path is None else path)
+    )
     return {
         "engine": engine,
         "direct": direct,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Generic, TypeVar, final
 
 import ml_dtypes
@@ -12,11 +13,20 @@ import numpy.typing as npt
 T = TypeVar("T")
 
 
+@lru_cache(maxsize=256)
+def _named_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def to_dtype(name: Any) -> np.dtype[Any]:
     """A numpy dtype from a name (``ml_dtypes`` names too), a type or a dtype."""
-    if isinstance(name, str) and hasattr(ml_dtypes, name):
-        return np.dtype(getattr(ml_dtypes, name))
-    return np.dtype(name)
+    return _named_dtype(name) if type(name) is str else np.dtype(name)
+
+
+@lru_cache(maxsize=256)
+def native_name(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype's elements in the byte order of this machine."""
+    return dtype.newbyteorder("=").name
 
 
 @final
@@ -32,7 +42,9 @@ class ArraySpec:
     dtype: np.dtype[Any] | None
     layout: Any
 
-    def __init__(self, shape: Any = None, dtype: npt.DTypeLike | str | None = None, layout: Any = None) -> None:
+    def __init__(
+        self, shape: Any = None, dtype: npt.DTypeLike | str | None = None, layout: Any = None
+    ) -> None:
         if isinstance(shape, (int, np.integer)):
             shape = (int(shape),)
         object.__setattr__(self, "shape", None if shape is None else tuple(int(n) for n in shape))

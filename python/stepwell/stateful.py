@@ -33,9 +33,7 @@ def _random_get(generator: Any) -> dict[str, Any]:
 
 
 def _random_set(generator: Any, state: Any) -> None:
-    generator.setstate(
-        (state["version"], tuple(int(word) for word in state["words"]), state["gauss_next"])
-    )
+    generator.setstate((state["version"], tuple(int(word) for word in state["words"]), state["gauss_next"]))
 
 
 def _random_make(_like: Any, state: Any) -> random.Random:

@@ -170,7 +170,9 @@ def _other(value: Any, path: str, components: tuple[Component, ...], depth: int)
         items: list[Any] = description[2]  # type: ignore[misc, assignment]
         if items and is_plain(items):
             return Leaf(path, components, "object", value)
-        return _branch(value, path, components, depth, [(("x", i), v) for i, v in enumerate(items)], _finish_deque)
+        return _branch(
+            value, path, components, depth, [(("x", i), v) for i, v in enumerate(items)], _finish_deque
+        )
     if tag == "fields":
         fields: list[tuple[Component, Any]] = [(("f", name), v) for name, v in description[3]]  # type: ignore[misc]
         make = _finish_namedtuple if isinstance(value, tuple) else _finish_dataclass
@@ -192,7 +194,9 @@ def _branch(
 ) -> Branch:
     parts: list[tuple[Any, Part]] = []
     for component, child in children:
-        parts.append((component[1], _part(child, extend(path, component), (*components, component), depth + 1)))
+        parts.append(
+            (component[1], _part(child, extend(path, component), (*components, component), depth + 1))
+        )
     return Branch(value, path, components, parts, make)
 
 
@@ -223,7 +227,7 @@ def is_plain(value: Any) -> bool:
     """Whether a sequence holds plain values only, so that it is one object leaf: what the engine decides in a save."""
     from . import _core
 
-    return _core.is_plain(value)
+    return bool(_core.is_plain(value))
 
 
 def _finish_dict(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import stepwell as sw
 from measure import huge_buffer, sync_file_system
 from workloads import State, flat, nbytes
-
-import stepwell as sw
 
 THREADS = os.cpu_count() or 1
 PIECE = 16 << 20
@@ -151,8 +150,7 @@ class Stepwell:
         # One root for all rounds, as a training run has it; the step of this round is what is measured.
         root = directory.parent / f"root-{self.share}"
         if root not in self.managers:
-            manager = self.managers[root] = sw.CheckpointManager(root, staging_bytes=self.staging)
-            manager.prepare(None)
+            self.managers[root] = sw.CheckpointManager(root, staging_bytes=self.staging)
         return self.managers[root]
 
     def save(self, directory: Path, state: State) -> tuple[float, float]:
@@ -162,10 +160,10 @@ class Stepwell:
         save = manager.save(self.step, state)
         blocked = time.perf_counter() - begin
         save.result()
-        sync_file_system(manager.root)
+        root = Path(manager.root)
+        sync_file_system(root)
         durable = time.perf_counter() - begin
-        directory.symlink_to(manager.step_path(self.step))
-        self.stats = save.stats
+        directory.symlink_to(root / f"step_{self.step:08d}")
         return blocked, durable
 
     def restore_into(self, directory: Path, target: State) -> State:

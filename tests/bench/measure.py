@@ -24,7 +24,9 @@ HUGE_PAGE = 2 << 20
 
 def huge_buffer(size: int) -> mmap.mmap:
     """Anonymous memory in huge pages where the system has them, every page touched."""
-    buffer = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = mmap.mmap(
+        -1, -(-size // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     if hasattr(mmap, "MADV_HUGEPAGE"):
         buffer.madvise(mmap.MADV_HUGEPAGE)
     for page in range(0, len(buffer), 4096):

@@ -31,10 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import contestants as c
 import numpy as np
+import stepwell as sw
 from measure import Spare, drop_caches, footprint, huge_buffer, measured, settle, warm_cache
 from workloads import GIB, WORKLOADS, State, differences, empty_like, flat, nbytes
-
-import stepwell as sw
 
 RESTORES = ("into, cold", "fresh, cold", "weights, cold", "into, warm", "fresh, warm")
 Samples = dict[str, dict[str, list[float]]]
@@ -107,7 +106,10 @@ class Copy:
 def bench(workload: str, rounds: int, base: Path, rng: np.random.Generator) -> dict[str, Any]:
     state = WORKLOADS[workload](rng)
     size = nbytes(state)
-    print(f"\n{workload}: {size / GIB:.2f} GiB in {sum(1 for _ in flat(state))} leaves, {rounds} rounds", flush=True)
+    print(
+        f"\n{workload}: {size / GIB:.2f} GiB in {sum(1 for _ in flat(state))} leaves, {rounds} rounds",
+        flush=True,
+    )
     quarter = Forked(lambda: c.Stepwell(0.25, "stepwell, ring = state / 4"), state)
     people: list[Any] = [c.Raw(), c.RawCopied(), c.Stepwell(), c.Safetensors()]
     target = empty_like(state)
@@ -174,7 +176,9 @@ def bench(workload: str, rounds: int, base: Path, rng: np.random.Generator) -> d
                             other[who.name].get(f"{operation}: extra memory", 0), timing.extra_peak
                         )
                         other[who.name].setdefault(f"{operation}: cpu", []).append(timing.cpu)
-                elif not type(who) is c.Raw and not (operation.startswith("fresh") and isinstance(who, c.Raw)):
+                elif type(who) is not c.Raw and not (
+                    operation.startswith("fresh") and isinstance(who, c.Raw)
+                ):
                     expected = {"params": state["params"]} if operation.startswith("weights") else state
                     wrong = differences(timing.result, expected)
                     if wrong:
@@ -187,14 +191,24 @@ def bench(workload: str, rounds: int, base: Path, rng: np.random.Generator) -> d
         for link in base.glob(f"{workload}-{number}-*"):
             shutil.rmtree(link.resolve(), ignore_errors=True)
             link.unlink(missing_ok=True)
-        print(f"  round {number} of {rounds}" + ("" if timed else " (not timed; every restore compared)"), flush=True)
+        print(
+            f"  round {number} of {rounds}" + ("" if timed else " (not timed; every restore compared)"),
+            flush=True,
+        )
     quarter.end()
     spare.release()
     for contestant in people:
         for manager in getattr(contestant, "managers", {}).values():
             manager.close()
     weights = nbytes(state["params"]) / size
-    return {"workload": workload, "bytes": size, "weights": weights, "rounds": rounds, "seconds": seconds, "other": other}
+    return {
+        "workload": workload,
+        "bytes": size,
+        "weights": weights,
+        "rounds": rounds,
+        "seconds": seconds,
+        "other": other,
+    }
 
 
 def ratio(samples: Samples, who: str, column: str, against: str, against_column: str | None = None) -> str:
@@ -224,7 +238,10 @@ TARGETS = [
 
 def table(rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 
@@ -234,9 +251,22 @@ def show(result: dict[str, Any]) -> str:
     columns = ["blocked", "durable", *RESTORES]
     rows = [["seconds (median)", *columns]]
     for who, measured_columns in samples.items():
-        cells = [f"{statistics.median(v):.3f}" if (v := measured_columns.get(column)) else "" for column in columns]
+        cells = [
+            f"{statistics.median(v):.3f}" if (v := measured_columns.get(column)) else "" for column in columns
+        ]
         rows.append([who, *cells])
-    memory = [["", "save: extra memory", "into: extra memory", "fresh: extra memory", "save: CPU s", "into, cold: CPU s", "files", "GB"]]
+    memory = [
+        [
+            "",
+            "save: extra memory",
+            "into: extra memory",
+            "fresh: extra memory",
+            "save: CPU s",
+            "into, cold: CPU s",
+            "files",
+            "GB",
+        ]
+    ]
     for who, found in other.items():
         memory.append(
             [
@@ -251,18 +281,24 @@ def show(result: dict[str, Any]) -> str:
     for what, who, column, against, against_column, bound in TARGETS:
         limit = bound(result["workload"])
         text = ratio(samples, who, column, against, against_column)
-        verdict = "" if limit is None or not text else ("reached" if float(text.split()[0]) <= limit else "MISSED")
+        verdict = (
+            "" if limit is None or not text else ("reached" if float(text.split()[0]) <= limit else "MISSED")
+        )
         ratios.append([what, text, "" if limit is None else f"{limit}", verdict])
     title = f"### {result['workload']}: {result['bytes'] / GIB:.2f} GiB, weights {100 * result['weights']:.0f} %, {result['rounds']} rounds"
     return "\n\n".join([title, table(rows), table(ratios), table(memory)])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="llama1g, three rounds")
-    parser.add_argument("--directory", type=Path, default=Path("bench-results"), help="on the disk that is measured")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("bench-results"), help="on the disk that is measured"
+    )
     options = parser.parse_args()
     if options.quick:
         options.workloads, options.rounds = ["llama1g"], 3

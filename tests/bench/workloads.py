@@ -88,7 +88,8 @@ def nbytes(tree: dict[str, Any]) -> int:
 def empty_like(tree: dict[str, Any]) -> dict[str, Any]:
     """The same structure in memory of its own, every page touched."""
     return {
-        name: empty_like(value) if isinstance(value, dict) else np.full_like(value, 0) for name, value in tree.items()
+        name: empty_like(value) if isinstance(value, dict) else np.full_like(value, 0)
+        for name, value in tree.items()
     }
 
 
@@ -98,7 +99,5 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [
         path
         for path, array in flat(expected)
-        if path not in there
-        or there[path].shape != array.shape
-        or there[path].tobytes() != array.tobytes()
+        if path not in there or there[path].shape != array.shape or there[path].tobytes() != array.tobytes()
     ]

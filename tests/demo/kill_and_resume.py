@@ -25,7 +25,16 @@ DEADLINE = 600.0
 
 
 def start(root: Path, losses: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(EXAMPLE), "--root", str(root), "--steps", str(STEPS), "--losses", str(losses)]
+    command = [
+        sys.executable,
+        str(EXAMPLE),
+        "--root",
+        str(root),
+        "--steps",
+        str(STEPS),
+        "--losses",
+        str(losses),
+    ]
     return subprocess.Popen(command, start_new_session=True)
 
 
@@ -72,7 +81,9 @@ def read_losses(path: Path) -> tuple[dict[int, str], list[float]]:
         record = json.loads(line)
         step, loss = record["step"], record["loss"]
         if losses.setdefault(step, loss) != loss:
-            sys.exit(f"step {step}: the loss after the resume is {loss}, before the kill it was {losses[step]}")
+            sys.exit(
+                f"step {step}: the loss after the resume is {loss}, before the kill it was {losses[step]}"
+            )
         if record["blocked"] is not None:
             blocked.append(record["blocked"])
     return losses, blocked
@@ -89,7 +100,8 @@ def main() -> None:
         root.mkdir()
         for steps in (2, 3, 3):
             torn = kill_in_a_save(root, where / "killed.jsonl", steps)
-            print(f"  killed while {torn} was being written; newest committed step: {sw.latest_step(root)}")
+            with sw.CheckpointManager(root, read_only=True) as mgr:
+                print(f"  killed while {torn} was being written; newest committed step: {mgr.latest_step()}")
 
         print("\n3. resumed, to the end")
         finish(root, where / "killed.jsonl")
@@ -104,13 +116,19 @@ def main() -> None:
         print("\n5. what is there now")
         with sw.CheckpointManager(root, read_only=True) as mgr:
             for step in mgr.all_steps():
-                items = ", ".join(item for item in mgr.metadata(step).items)
+                items = ", ".join(mgr.metadata(step).items)
                 print(f"  step {step:4d}  loss {mgr.metrics(step)['loss']:.4f}  holds {items}")
-                report = sw.verify(mgr.step_path(step))
+                report = sw.verify(root / f"step_{step:08d}")
                 if not report.ok:
-                    sys.exit(f"  damaged: {report}")
-                print(f"             verified: {report.blocks} blocks, {report.bytes / 1e6:.1f} MB, every checksum holds")
-        left = [entry.name for entry in root.iterdir() if entry.name.startswith((".tmp-", ".trash-", ".quarantine-"))]
+                    sys.exit(f"  damaged: {report.damages}")
+                print(
+                    f"             verified: {report.files} files, {report.nbytes / 1e6:.1f} MB, every checksum holds"
+                )
+        left = [
+            entry.name
+            for entry in root.iterdir()
+            if entry.name.startswith((".tmp-", ".trash-", ".quarantine-"))
+        ]
         if left:
             sys.exit(f"left behind: {left}")
 

@@ -49,7 +49,11 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         file = tmp_path / "script.py"
         file.write_text("import sys, os, numpy as np, stepwell as sw\n" + script)
         return subprocess.run(
-            [sys.executable, str(file), *map(str, arguments)], capture_output=True, text=True, timeout=timeout, check=False
+            [sys.executable, str(file), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
 
     return run

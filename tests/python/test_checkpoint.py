@@ -22,7 +22,9 @@ ARRAY = np.arange(5 * 7 * 3, dtype=np.int16).reshape(5, 7, 3)
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("c") / "one"
-    sw.save(where, {"params": {"w": ARRAY, "b": np.ones((), ml_dtypes.bfloat16)}, "list": [1, {"x": "y"}], "n": 3})
+    sw.save(
+        where, {"params": {"w": ARRAY, "b": np.ones((), ml_dtypes.bfloat16)}, "list": [1, {"x": "y"}], "n": 3}
+    )
     return where
 
 
@@ -94,6 +96,14 @@ def test_a_sound_checkpoint_verifies_and_tells_its_progress(path: Path) -> None:
     assert seen[-1][0] == seen[-1][1] > 0
 
 
+def sound(path: Path) -> bool:
+    """Whether a checkpoint opens and verifies; anything but the two errors that say "damaged" is a defect."""
+    try:
+        return bool(sw.verify(path))
+    except (sw.CorruptCheckpoint, sw.FormatError):
+        return False
+
+
 def test_every_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
     sw.save(tmp_path / "c", {"params": {"w": np.arange(3000)}, "n": 3})
     files = [p for p in (tmp_path / "c").rglob("*") if p.is_file() and p.stat().st_size]
@@ -105,10 +115,7 @@ def test_every_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
             raw = bytearray(original)
             raw[at] ^= 1 << int(rng.integers(8))
             file.write_bytes(raw)
-            try:
-                assert not sw.verify(tmp_path / "c"), f"{file.name} at {at}"
-            except sw.StepwellError as error:
-                assert isinstance(error, (sw.CorruptCheckpoint, sw.FormatError)), f"{file.name} at {at}: {error!r}"
+            assert not sound(tmp_path / "c"), f"{file.name} at {at}"
         file.write_bytes(original)
     assert sw.verify(tmp_path / "c")
 
@@ -166,7 +173,9 @@ def test_watching_yields_each_step_as_it_comes_and_ends(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=train)
     thread.start()
-    steps = [checkpoint.restore()["n"] for checkpoint in sw.watch(root, which="all", timeout=1.5, interval=0.02)]
+    steps = [
+        checkpoint.restore()["n"] for checkpoint in sw.watch(root, which="all", timeout=1.5, interval=0.02)
+    ]
     thread.join()
     assert steps == [0, 1, 2, 3]
     assert [c.step for c in sw.watch(root, timeout=0)] == [3]

@@ -22,7 +22,11 @@ def test_the_examples_of_the_page_run(page: Path, tmp_path: Path, monkeypatch: p
         exec(compile(example, f"{page.name}, example {number}", "exec"), names)
 
 
-@pytest.mark.parametrize("page", sorted([PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *PROJECT.glob("docs/**/*.md")]), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page",
+    sorted([PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *PROJECT.glob("docs/**/*.md")]),
+    ids=lambda p: p.name,
+)
 def test_the_links_of_the_page_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if not target.startswith("http"):

@@ -44,7 +44,12 @@ def test_the_classes_are_what_their_callers_expect() -> None:
 def test_an_error_keeps_its_message_and_the_systems_number() -> None:
     error = errors.from_engine("save_failed", "saving step 3 failed", {"errno": 28, "file": "/x"})
     assert isinstance(error, OSError)
-    assert (str(error), error.errno, error.filename, error.kind) == ("saving step 3 failed", 28, "/x", "save_failed")
+    assert (str(error), error.errno, error.filename, error.kind) == (
+        "saving step 3 failed",
+        28,
+        "/x",
+        "save_failed",
+    )
 
 
 def test_every_class_is_public() -> None:

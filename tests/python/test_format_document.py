@@ -36,7 +36,9 @@ def read_archive(archive, size, wanted):
             values[name] = read_text(archive, at)
         else:
             offset, count = struct.unpack_from("<iI", archive, at)
-            values[name] = list(struct.unpack_from(f"<{count}{NUMBERS[kind]}", archive, at + offset)) if count else []
+            values[name] = (
+                list(struct.unpack_from(f"<{count}{NUMBERS[kind]}", archive, at + offset)) if count else []
+            )
         at += 8
     assert at == len(archive), "the document lists other fields than the structure has"
     return values
@@ -44,7 +46,9 @@ def read_archive(archive, size, wanted):
 
 def test_the_golden_index_is_readable_with_the_document_alone():
     index = (GOLDEN / "i0/index").read_bytes()
-    magic, _, version, _, _, file_length, root_length, _, _, leaves, nodes = struct.unpack_from("<8sIIQQQQIIQQ", index)
+    magic, _, version, _, _, file_length, root_length, _, _, leaves, nodes = struct.unpack_from(
+        "<8sIIQQQQIIQQ", index
+    )
     assert (magic, version, file_length) == (b"\x89SWI\r\n\x1a\n", 1, len(index))
 
     root = read_archive(index[128 : 128 + root_length], 72, fields("Root table"))

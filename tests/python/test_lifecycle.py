@@ -54,14 +54,19 @@ def test_a_failure_that_nobody_saw_ends_the_process_with_an_error(python: Run, r
 
 
 def test_a_failure_that_was_seen_does_not(python: Run, root: Path) -> None:
-    script = FAIL + "for _ in range(2):\n    try:\n        manager.check_for_errors()\n    except sw.SaveFailed:\n        pass\n"
+    script = (
+        FAIL
+        + "for _ in range(2):\n    try:\n        manager.check_for_errors()\n    except sw.SaveFailed:\n        pass\n"
+    )
     done = python(script, root)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_exit_status_of_the_program_stays(python: Run, root: Path) -> None:
     assert python("sw.CheckpointManager(sys.argv[1]).save(0, {}); sys.exit(7)", root).returncode == 7
-    assert python("sw.CheckpointManager(sys.argv[1]).save(1, {}); raise ValueError('x')", root).returncode == 1
+    assert (
+        python("sw.CheckpointManager(sys.argv[1]).save(1, {}); raise ValueError('x')", root).returncode == 1
+    )
 
 
 def test_handles_know_that_they_are_in_a_forked_child(python: Run, root: Path) -> None:
@@ -135,7 +140,9 @@ def later():
 
 
 def test_an_interrupt_ends_a_wait_and_leaves_the_save(python: Run, root: Path) -> None:
-    script = INTERRUPT + """
+    script = (
+        INTERRUPT
+        + """
 manager = sw.CheckpointManager(sys.argv[1])
 class Slow:
     pass
@@ -158,13 +165,16 @@ steps = manager.all_steps()
 print(all(not manager.restore(step)["a"].any() for step in steps[-2:]))
 manager.close()
 """
+    )
     done = python(script, root)
     assert done.stderr == ""
     assert done.stdout.split() == ["True", "True"]
 
 
 def test_an_interrupt_ends_a_read_and_nothing_is_written_afterwards(python: Run, root: Path) -> None:
-    script = INTERRUPT + """
+    script = (
+        INTERRUPT
+        + """
 sw.save(sys.argv[1], {"a": np.ones(256 << 20, np.uint8)})
 target = np.zeros(256 << 20, np.uint8)
 threading.Thread(target=later).start()
@@ -179,6 +189,7 @@ except KeyboardInterrupt:
     interrupted = int(target.sum()) == before
 print(interrupted)
 """
+    )
     done = python(script, root)
     assert done.stdout.split() == ["True"], done.stderr
 
@@ -224,18 +235,24 @@ def test_buffers_are_given_back_after_the_save(root: Path) -> None:
 def test_importing_is_cheap_and_imports_no_framework(tmp_path: Path) -> None:
     script = """
 import sys, time
+first = time.perf_counter()
 import numpy, ml_dtypes
 before = time.perf_counter()
 import stepwell
-print(time.perf_counter() - before)
+print(time.perf_counter() - before, before - first)
 print([name for name in ("torch", "jax", "asyncio") if name in sys.modules])
 """
     # Compiled once, as an installed package is.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     command = [sys.executable, "-c", script]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout for _ in range(8)]
+    runs = [
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        for _ in range(8)
+    ]
     assert {run.split("\n")[1] for run in runs} == {"[]"}
-    assert min(float(run.split("\n")[0]) for run in runs) < 0.030
+    # 30 ms on an idle machine, where numpy takes 80 or more; a busy one slows both down alike.
+    times = [tuple(map(float, run.split("\n")[0].split())) for run in runs]
+    assert any(ours < 0.030 * max(1.0, numpys / 0.080) for ours, numpys in times), times
 
 
 def test_nothing_is_logged_when_all_is_well(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -268,7 +285,9 @@ print(before == state(), before, state())
     assert done.stderr == ""
 
 
-def test_a_callback_that_raises_is_printed_and_harms_nobody(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_callback_that_raises_is_printed_and_harms_nobody(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import threading
 
     called = threading.Event()

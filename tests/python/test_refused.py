@@ -91,7 +91,9 @@ def test_a_step_is_a_number_that_fits(root: Path, step: Any) -> None:
         manager.save(step, {})
 
 
-@pytest.mark.parametrize("metrics", [{"a": "x"}, {1: 2.0}, {"a": np.zeros(2)}, {"a": None}, {"a": 1j}, {"a": True}])
+@pytest.mark.parametrize(
+    "metrics", [{"a": "x"}, {1: 2.0}, {"a": np.zeros(2)}, {"a": None}, {"a": 1j}, {"a": True}]
+)
 def test_metrics_are_real_numbers(root: Path, metrics: Any) -> None:
     with sw.CheckpointManager(root) as manager, pytest.raises(sw.MisuseError):
         manager.save(0, {}, metrics=metrics)

@@ -29,7 +29,11 @@ def path(tmp_path: Path) -> Path:
 
 def zeros() -> dict[str, Any]:
     return {
-        "params": {"w": np.zeros((3, 4), np.float32), "b": np.zeros(4, np.float32), "layers": [np.zeros(2, int) for _ in range(3)]},
+        "params": {
+            "w": np.zeros((3, 4), np.float32),
+            "b": np.zeros(4, np.float32),
+            "layers": [np.zeros(2, int) for _ in range(3)],
+        },
         "optimizer": {"m": np.ones((3, 4)), "count": 0, "history": [], "none": None, "empty": []},
         "step": 0,
     }
@@ -45,7 +49,12 @@ def test_like_is_never_changed(path: Path) -> None:
 
 def test_into_is_filled_in_place(path: Path) -> None:
     into = zeros()
-    w, layers, params, history = into["params"]["w"], into["params"]["layers"], into["params"], into["optimizer"]["history"]
+    w, layers, params, history = (
+        into["params"]["w"],
+        into["params"]["layers"],
+        into["params"],
+        into["optimizer"]["history"],
+    )
     back = sw.restore(path, into=into)
     assert same(back, STATE)
     assert back is into
@@ -136,7 +145,11 @@ def test_top_level_entries_that_are_absent_are_not_wanted(path: Path) -> None:
 
 def test_one_report_lists_everything(path: Path) -> None:
     like = {
-        "params": {"w": sw.ArraySpec((3, 5), "float32"), "bias": np.zeros(4), "layers": [np.zeros(2, np.int8), 5, np.zeros(2, int)]},
+        "params": {
+            "w": sw.ArraySpec((3, 5), "float32"),
+            "bias": np.zeros(4),
+            "layers": [np.zeros(2, np.int8), 5, np.zeros(2, int)],
+        },
         "optimizer": sw.AS_STORED,
         "new": np.zeros(3),
     }
@@ -182,7 +195,9 @@ def test_unexpected_may_be_ignored_per_glob(path: Path) -> None:
     like = {"params": {"w": np.zeros((3, 4), np.float32)}}
     with pytest.raises(sw.MismatchError):
         sw.restore(path, like=like, unexpected={"params/b": "ignore"})
-    _, report = sw.restore(path, like=like, unexpected={"params/b": "ignore", "params/layers*": "ignore"}, return_report=True)
+    _, report = sw.restore(
+        path, like=like, unexpected={"params/b": "ignore", "params/layers*": "ignore"}, return_report=True
+    )
     assert report.ignored == ["params/b", "params/layers[0]", "params/layers[1]", "params/layers[2]"]
 
 
@@ -197,8 +212,16 @@ def test_include_and_exclude_choose_stored_leaves(path: Path) -> None:
 
 
 def test_renames_map_stored_to_wanted(path: Path) -> None:
-    like = {"model": {"weight": np.zeros((3, 4), np.float32), "b": np.zeros(4, np.float32), "layers": sw.AS_STORED}}
-    back = sw.restore(path, like=like, rename={"params/w": "model/weight", "params": "model"}, unexpected="error")
+    like = {
+        "model": {
+            "weight": np.zeros((3, 4), np.float32),
+            "b": np.zeros(4, np.float32),
+            "layers": sw.AS_STORED,
+        }
+    }
+    back = sw.restore(
+        path, like=like, rename={"params/w": "model/weight", "params": "model"}, unexpected="error"
+    )
     assert np.array_equal(back["model"]["weight"], STATE["params"]["w"])
     assert same(back["model"]["layers"], STATE["params"]["layers"])
 
@@ -223,7 +246,15 @@ def test_lossy_casts_need_to_be_asked_for(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype"), [(1e6, "float8_e4m3fn"), (1e6, "float8_e5m2"), (1e6, "float16"), (300, "int8"), (-1.0, "uint8"), (1e30, "int64")]
+    ("value", "dtype"),
+    [
+        (1e6, "float8_e4m3fn"),
+        (1e6, "float8_e5m2"),
+        (1e6, "float16"),
+        (300, "int8"),
+        (-1.0, "uint8"),
+        (1e30, "int64"),
+    ],
 )
 def test_a_value_that_does_not_fit_raises(tmp_path: Path, value: float, dtype: str) -> None:
     sw.save(tmp_path / "c", {"a": np.array([1.0, value])})
@@ -252,8 +283,16 @@ def test_shapes_may_be_padded_and_cut(path: Path) -> None:
 
 def test_an_empty_sequence_and_a_plain_one_are_the_same_kind(tmp_path: Path) -> None:
     sw.save(tmp_path / "c", {"full": [1, 2], "none": [], "t": (1,)})
-    assert sw.restore(tmp_path / "c", like={"full": [], "none": [5], "t": ()}) == {"full": [1, 2], "none": [], "t": (1,)}
-    assert sw.restore(tmp_path / "c", into={"full": [], "none": [5, 6], "t": ()}) == {"full": [1, 2], "none": [], "t": (1,)}
+    assert sw.restore(tmp_path / "c", like={"full": [], "none": [5], "t": ()}) == {
+        "full": [1, 2],
+        "none": [],
+        "t": (1,),
+    }
+    assert sw.restore(tmp_path / "c", into={"full": [], "none": [5, 6], "t": ()}) == {
+        "full": [1, 2],
+        "none": [],
+        "t": (1,),
+    }
 
 
 def test_a_dict_and_a_dataclass_of_the_same_names_fit(tmp_path: Path) -> None:
@@ -299,7 +338,10 @@ def test_what_was_overwritten_before_a_failure_is_named(tmp_path: Path) -> None:
 
 
 def test_restored_memory_is_aligned_and_dense(tmp_path: Path) -> None:
-    state = {"p": {f"w{i}": np.full(i + 1, i, np.float32) for i in range(2000)}, "big": {"x": np.ones(3 << 20, np.uint8), "y": np.ones(9 << 20, np.uint8)}}
+    state = {
+        "p": {f"w{i}": np.full(i + 1, i, np.float32) for i in range(2000)},
+        "big": {"x": np.ones(3 << 20, np.uint8), "y": np.ones(9 << 20, np.uint8)},
+    }
     sw.save(tmp_path / "c", state)
     back = sw.restore(tmp_path / "c")
     assert same(back, state)
@@ -311,7 +353,14 @@ def test_restored_memory_is_aligned_and_dense(tmp_path: Path) -> None:
 
 
 def test_options_that_make_no_sense_say_so(path: Path) -> None:
-    for wrong in ({"missing": "ignore"}, {"unexpected": "keep"}, {"cast": "maybe"}, {"resize": "yes"}, {"include": [3]}, {"include": "a[b"}):
+    for wrong in (
+        {"missing": "ignore"},
+        {"unexpected": "keep"},
+        {"cast": "maybe"},
+        {"resize": "yes"},
+        {"include": [3]},
+        {"include": "a[b"},
+    ):
         with pytest.raises(sw.MisuseError):
             sw.restore(path, like=zeros(), **wrong)
     with pytest.raises(sw.MisuseError):

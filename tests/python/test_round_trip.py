@@ -26,7 +26,11 @@ from stepwell import _core
 
 STANDARD = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
             "float16", "float32", "float64", "complex64", "complex128"]  # fmt: skip
-ML = [name for name in dir(ml_dtypes) if isinstance(getattr(ml_dtypes, name), type) and name not in ("finfo", "iinfo")]
+ML = [
+    name
+    for name in dir(ml_dtypes)
+    if isinstance(getattr(ml_dtypes, name), type) and name not in ("finfo", "iinfo")
+]
 TIMES = [f"{kind}[{unit}]" for kind in ("datetime64", "timedelta64")
          for unit in ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")]  # fmt: skip
 
@@ -44,7 +48,10 @@ def dtype_of(name: str) -> np.dtype[Any]:
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
     dtype = dtype_of(name)
     data = np.random.default_rng(0).integers(0, 2, 24, dtype=np.uint8)
-    if dtype.itemsize == 1 and name not in ("bool", *[n for n in ML if "int" in n or "float4" in n or "float6" in n]):
+    if dtype.itemsize == 1 and name not in (
+        "bool",
+        *[n for n in ML if "int" in n or "float4" in n or "float6" in n],
+    ):
         data = np.arange(24, dtype=np.uint8) * 10
     array = np.tile(data, dtype.itemsize).view(dtype).reshape(2, 3, -1)
     for one in (array, array[0, 0, :1].reshape(()), np.zeros((0, 3), dtype)):
@@ -89,7 +96,7 @@ class Point(NamedTuple):
     y: Any
 
 
-Pair = namedtuple("Pair", "a b")  # noqa: PYI024
+Pair = namedtuple("Pair", "a b")
 
 
 @dataclasses.dataclass
@@ -118,24 +125,30 @@ VALUES: list[Any] = [
     None, True, False, 0, -1, 2**62, -(2**63), 2**63, -(2**63) - 1, 10**100, -(10**100), 0.0, -0.0, math.inf, -math.inf,
     math.nan, 5e-324, 1 + 2j, complex(math.nan, -0.0), "", "snow ☃ \0 \n", "\udcff", b"", b"\x00\xff", bytearray(b"x"),
     {1, 2, 3}, frozenset({"a", (1, 2)}), set(), (1, "a", None), [1, [2.0, [b"3"]]], (1,), [None, None], range(1, 9, 2), slice(None, 3, -1),
-    datetime.datetime(2026, 1, 2, 3, 4, 5, 6), datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+    datetime.datetime(2026, 1, 2, 3, 4, 5, 6), datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
     datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
     datetime.timezone(datetime.timedelta(hours=2), "X"), datetime.date(2026, 1, 2), datetime.time(1, 2, 3),
     datetime.timedelta(days=-1, microseconds=5), decimal.Decimal("1.50"), fractions.Fraction(3, 7), uuid.UUID(int=5),
     np.float32(1.5), np.int8(-3), np.bool_(True), ml_dtypes.bfloat16(2), np.complex64(1j), np.datetime64("2026-01-02"),
     np.timedelta64(5, "s"), np.str_("x"), np.bytes_(b"y"), np.dtype("float32"), np.dtype(ml_dtypes.bfloat16), Counter("abca"),
-    deque([1, 2], 5), deque([]), OrderedDict(b=1, a=2), [], (), {}, ..., {1: "int key", "1": "str key", -5: None},
+    deque([1, 2], 5), deque(), OrderedDict(b=1, a=2), [], (), {}, ..., {1: "int key", "1": "str key", -5: None},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__}-{value!r}"[:40].encode("ascii", "replace").decode())
+@pytest.mark.parametrize(
+    "value",
+    VALUES,
+    ids=lambda value: f"{type(value).__name__}-{value!r}"[:40].encode("ascii", "replace").decode(),
+)
 def test_every_object_comes_back_with_its_type(tmp_path: Path, value: Any) -> None:
     assert same(round_trip(tmp_path, {"v": value, "in a list": [value, np.zeros(1)]})["v"], value)
     back = sw.restore(tmp_path / "c")["in a list"][0]
     assert same(back, value)
 
 
-@pytest.mark.parametrize("value", [5, 2.5, "x", None, [1, 2], np.arange(3), {}, [], (), [np.zeros(2)]], ids=repr)
+@pytest.mark.parametrize(
+    "value", [5, 2.5, "x", None, [1, 2], np.arange(3), {}, [], (), [np.zeros(2)]], ids=repr
+)
 def test_a_state_may_be_a_single_value(tmp_path: Path, value: Any) -> None:
     assert same(round_trip(tmp_path, value), value)
 
@@ -163,14 +176,22 @@ def test_a_defaultdict_keeps_its_factory_where_the_target_has_one(tmp_path: Path
 
 
 def test_named_fields_come_back_without_and_with_their_classes(tmp_path: Path) -> None:
-    state = {"p": Point(1, np.ones(2)), "c": Config(0.5, np.zeros(3)), "f": Frozen(1, Pair(np.ones(1), {"k": 2}))}
+    state = {
+        "p": Point(1, np.ones(2)),
+        "c": Config(0.5, np.zeros(3)),
+        "f": Frozen(1, Pair(np.ones(1), {"k": 2})),
+    }
     back = round_trip(tmp_path, state)
     assert back["p"]._fields == ("x", "y")
     assert same(back["p"].y, np.ones(2))
     assert type(back["c"]).__name__ == "Config"
     assert back["c"].rate == 0.5
     assert back["f"].inner.b == {"k": 2}
-    like = {"p": Point(0, np.zeros(2)), "c": Config(0.0, np.ones(3)), "f": Frozen(0, Pair(np.zeros(1), {"k": 0}))}
+    like = {
+        "p": Point(0, np.zeros(2)),
+        "c": Config(0.0, np.ones(3)),
+        "f": Frozen(0, Pair(np.zeros(1), {"k": 0})),
+    }
     typed = sw.restore(tmp_path / "c", like=like)
     assert type(typed["p"]) is Point
     assert type(typed["c"]) is Config
@@ -329,14 +350,22 @@ def untyped(value: Any) -> Any:
     return value
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(states)
 def test_any_state_comes_back(tmp_path: Path, state: Any) -> None:
     back = round_trip(tmp_path, {"s": state})["s"]
     assert same(untyped(back), untyped(state))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(states)
 def test_any_state_restores_into_itself_and_like_itself(tmp_path: Path, state: Any) -> None:
     sw.save(tmp_path / "c", {"s": state}, exists="replace")

@@ -1,4 +1,5 @@
 //! Helpers for the tests that need several crates or processes.
 
 pub mod crash;
+pub mod real;
 pub mod steps;

@@ -1,4 +1,9 @@
 //! States to measure with.
+#![expect(
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "the numbers of a measurement are small"
+)]
 
 use std::sync::Arc;
 

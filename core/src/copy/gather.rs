@@ -68,7 +68,7 @@ pub fn pieces(dims: &[Dim], start: u64, len: u64, mut emit: impl FnMut(Piece)) {
             if position.is_multiple_of(inner) && left >= inner {
                 best = (d, inner, (left / inner).min(dim.extent - index));
             }
-            offset = offset.wrapping_add((index as i64).wrapping_mul(dim.stride));
+            offset = offset.wrapping_add(index.cast_signed().wrapping_mul(dim.stride));
             inner = inner.saturating_mul(dim.extent);
         }
         let (dim, step, count) = best;
@@ -80,6 +80,12 @@ pub fn pieces(dims: &[Dim], start: u64, len: u64, mut emit: impl FnMut(Piece)) {
 }
 
 #[cfg(test)]
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    clippy::cast_possible_wrap,
+    reason = "the numbers of these tests are small"
+)]
 mod tests {
     use proptest::prelude::*;
 

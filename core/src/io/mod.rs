@@ -10,6 +10,7 @@
 pub mod conformance;
 mod posix;
 mod probe;
+mod shared;
 #[cfg(any(test, feature = "test-support"))]
 pub mod simulated;
 #[cfg(test)]
@@ -26,6 +27,7 @@ use crate::Result;
 use crate::sys::{Buffer, Mapping};
 
 pub use probe::{Engine, open_disk};
+pub use shared::{Purpose, shared_disk};
 
 /// Which engine serves a directory, and why: what a capability probe found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -109,6 +111,11 @@ pub trait Disk: Send + Sync {
 
     /// A queue of at most `depth` reads and writes in flight. Queues are not shared between threads.
     fn queue(&self, depth: usize) -> Result<Box<dyn Queue>>;
+
+    /// A queue for reads into memory that was not announced by [`Disk::register`]: it is not told of what was.
+    fn queue_for_reads(&self, depth: usize) -> Result<Box<dyn Queue>> {
+        self.queue(depth)
+    }
 
     /// Announces memory that queues made afterwards will be given buffers of, so that an engine may register it with the kernel (pinned
     /// once, not for every transfer). Costs speed only where it fails: queues then work without. Keeps no memory alive.

@@ -15,7 +15,7 @@ use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::posix::{self, DirectIo, Mover, PosixDisk, Settings};
-use super::{DROP_DEADLINE, Disk, EngineChoice};
+use super::{DROP_DEADLINE, Disk, EngineChoice, Purpose};
 use crate::sys::{Buffer, Descriptor, Flight, Mapping, Ring};
 use crate::{Error, Result};
 
@@ -60,34 +60,81 @@ impl FromStr for Engine {
 
 /// Opens the file system that `path` is on, or will be on: what does not exist yet is judged by its nearest existing ancestor. Leaves nothing behind.
 pub fn open_disk(path: &Path, wanted: Engine) -> Result<Arc<dyn Disk>> {
-    let mut reasons = Vec::new();
-    let wanted = match (wanted, std::env::var(ENGINE_VARIABLE)) {
-        (Engine::Auto, Ok(name)) => {
-            let engine = name.parse()?;
-            if engine != Engine::Auto {
-                reasons.push(format!("{ENGINE_VARIABLE}={name} was asked for."));
+    Ok(Arc::new(Wanted::find(path, wanted)?.probe(Purpose::Write)?.into_disk()))
+}
+
+/// Which engine is wanted where.
+pub(super) struct Wanted {
+    /// The variable has been asked.
+    pub(super) engine: Engine,
+    /// A directory that exists.
+    there: PathBuf,
+    reasons: Vec<String>,
+}
+
+impl Wanted {
+    pub(super) fn find(path: &Path, wanted: Engine) -> Result<Self> {
+        let mut reasons = Vec::new();
+        let engine = match (wanted, std::env::var(ENGINE_VARIABLE)) {
+            (Engine::Auto, Ok(name)) => {
+                let engine = name.parse()?;
+                if engine != Engine::Auto {
+                    reasons.push(format!("{ENGINE_VARIABLE}={name} was asked for."));
+                }
+                engine
             }
-            engine
-        }
-        (wanted, _) => wanted,
-    };
-    let there = nearest_existing(path)?;
-    let probe = probe_directory(&there, wanted, &mut reasons)?;
-    let settings = Settings::new(probe.direct, probe.sync_dirs);
-    let engine = match (probe.direct, probe.mover) {
-        (None, _) => "buffered",
-        (Some(_), Mover::Threads) => "threads",
-        (Some(_), Mover::Uring) => "io_uring",
-    };
-    let choice = EngineChoice {
-        engine,
-        direct: settings.direct,
-        alignment: settings.alignment,
-        registered: probe.registered,
-        reasons,
-    };
-    tracing::debug!(path = %there.display(), ?choice, "engine chosen");
-    Ok(Arc::new(PosixDisk::new(choice, settings, probe.mover)))
+            (wanted, _) => wanted,
+        };
+        Ok(Self { engine, there: nearest_existing(path)?, reasons })
+    }
+
+    /// The file system, as the system numbers them.
+    pub(super) fn device(&self) -> Result<u64> {
+        let stat = rustix::fs::stat(&self.there).map_err(|errno| Error::io("stat", &self.there, errno))?;
+        Ok(stat.st_dev)
+    }
+
+    pub(super) fn probe(self, purpose: Purpose) -> Result<Facts> {
+        let Self { engine, there, mut reasons } = self;
+        let probe = probe_directory(&there, engine, purpose, &mut reasons)?;
+        let engine = match (probe.direct, probe.mover) {
+            (None, _) => "buffered",
+            (Some(_), Mover::Threads) => "threads",
+            (Some(_), Mover::Uring) => "io_uring",
+        };
+        let choice = EngineChoice {
+            engine,
+            direct: probe.direct.is_some(),
+            alignment: probe.direct.unwrap_or(1).max(1),
+            registered: probe.registered,
+            reasons,
+        };
+        tracing::debug!(path = %there.display(), ?choice, "engine chosen");
+        Ok(Facts {
+            choice,
+            direct: probe.direct,
+            sync_dirs: probe.sync_dirs,
+            mover: probe.mover,
+            written: probe.written,
+        })
+    }
+}
+
+/// What a probe has found.
+#[derive(Clone)]
+pub(super) struct Facts {
+    choice: EngineChoice,
+    direct: Option<usize>,
+    sync_dirs: bool,
+    mover: Mover,
+    /// Whether a file was made and written to try it.
+    pub(super) written: bool,
+}
+
+impl Facts {
+    pub(super) fn into_disk(self) -> PosixDisk {
+        PosixDisk::new(self.choice, Settings::new(self.direct, self.sync_dirs), self.mover)
+    }
 }
 
 fn nearest_existing(path: &Path) -> Result<PathBuf> {
@@ -109,13 +156,23 @@ struct Probe {
     mover: Mover,
     registered: bool,
     sync_dirs: bool,
+    written: bool,
 }
 
-fn probe_directory(dir: &Path, wanted: Engine, reasons: &mut Vec<String>) -> Result<Probe> {
+fn probe_directory(dir: &Path, wanted: Engine, purpose: Purpose, reasons: &mut Vec<String>) -> Result<Probe> {
     let opened = posix::open_dir(&Settings::new(None, true), dir)?;
-    let mut probe = Probe { direct: None, mover: Mover::Threads, registered: false, sync_dirs: true };
-    let file = match scratch_file(opened.fd()?) {
-        Ok(file) => Some(file),
+    let mut probe =
+        Probe { direct: None, mover: Mover::Threads, registered: false, sync_dirs: true, written: false };
+    let made = match purpose {
+        Purpose::Write => scratch_file(opened.fd()?).map(Some),
+        Purpose::Read => Ok(None),
+    };
+    let file = match made {
+        Ok(Some(file)) => Some(file),
+        Ok(None) => {
+            reasons.push("Opened for reading only, so nothing was written to try it.".into());
+            None
+        }
         Err(errno) => {
             reasons.push(format!(
                 "No file could be made in {} ({errno}), so it is taken to be for reading only and nothing was written to try it.",
@@ -124,6 +181,7 @@ fn probe_directory(dir: &Path, wanted: Engine, reasons: &mut Vec<String>) -> Res
             None
         }
     };
+    probe.written = file.is_some();
     // Any other error concerns whoever syncs next.
     if file.is_some()
         && let Err(errno @ (Errno::INVAL | Errno::OPNOTSUPP | Errno::BADF)) = rustix::fs::fsync(opened.fd()?)

@@ -406,3 +406,25 @@ fn fork_with_handles() {
     std::fs::write(path.join("parent-done"), "").unwrap();
     assert_eq!(child.wait().unwrap(), 0);
 }
+
+#[test]
+fn a_directory_that_could_be_made_and_not_opened_is_taken_away_again() {
+    run_alone("make_a_directory_without_descriptors", "", None);
+}
+
+#[test]
+#[ignore = "run by another test, in a process of its own"]
+fn make_a_directory_without_descriptors() {
+    let dir = tempdir();
+    let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
+    let opened = disk.open_dir(dir.path()).unwrap();
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let next = std::os::fd::AsRawFd::as_raw_fd(&std::fs::File::open("/").unwrap()).unsigned_abs().into();
+    let none = rustix::process::Rlimit { current: Some(next), ..limit };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
+    let error = opened.create_dir("d").err().unwrap();
+    assert_eq!(error.errno(), Some(libc::EMFILE), "{error}");
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+    assert_eq!(opened.stat("d").unwrap(), None);
+    opened.create_dir("d").unwrap();
+}

@@ -23,7 +23,9 @@ impl UringQueue {
     pub fn new(depth: usize, alignment: usize, memory: Vec<Arc<Mapping>>) -> Result<Self> {
         let depth = depth.clamp(1, 1024);
         let mut ring = Ring::new(depth, DROP_DEADLINE).map_err(|source| failed("io_uring_setup", source))?;
-        if let Err(error) = ring.register(memory) {
+        if !memory.is_empty()
+            && let Err(error) = ring.register(memory)
+        {
             tracing::debug!(%error, "memory could not be registered; transfers pin it one by one");
         }
         Ok(Self { ring, ready: VecDeque::new(), depth, alignment })

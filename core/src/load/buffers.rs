@@ -1,10 +1,9 @@
-//! The memory that restores read into: page-aligned buffers, kept for the next restore as long as the process has a user of them.
+//! The memory that restores read into: page-aligned buffers, kept for the next restore.
 //!
-//! One [`ReadBuffers`] per process, counted by its users (every [`super::FileSet`] is one, and a manager may hold one for as long as it lives) and freed by the last.
-//! Mapping and touching fresh memory costs as much as reading it from a fast disk; that is why it is kept. A forked child has none of its parent's
+//! One [`ReadBuffers`] per process, made by the first restore; what it keeps is bounded. Mapping and touching fresh memory costs as much as reading it from a fast disk; that is why it is kept. A forked child has none of its parent's
 //! (`MADV_DONTFORK`) and starts afresh.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::sys::{Birth, Buffer, Mapping};
 use crate::{Error, Result};
@@ -47,17 +46,12 @@ impl Default for ReadBuffers {
     }
 }
 
-static SHARED: Mutex<Weak<ReadBuffers>> = Mutex::new(Weak::new());
+static SHARED: OnceLock<Arc<ReadBuffers>> = OnceLock::new();
 
 impl ReadBuffers {
-    /// The process's buffers. They live as long as somebody holds this.
+    /// The process's buffers.
     pub fn shared() -> Arc<Self> {
-        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.upgrade().unwrap_or_else(|| {
-            let buffers = Arc::new(Self::default());
-            *shared = Arc::downgrade(&buffers);
-            buffers
-        })
+        Arc::clone(SHARED.get_or_init(Arc::default))
     }
 
     /// Bytes that are kept at the moment.
@@ -138,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn all_users_share_one_set_and_the_last_frees_it() {
+    fn all_users_share_one_set_and_what_a_set_keeps_goes_with_it() {
         let mine = ReadBuffers::shared();
         assert!(Arc::ptr_eq(&mine, &ReadBuffers::shared()));
         let buffer = mine.take(3 << 20).unwrap();

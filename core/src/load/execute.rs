@@ -30,6 +30,19 @@ pub fn execute(
     targets: &[HostTarget<'_>],
     options: &LoadOptions,
 ) -> Result<LoadStats, LoadFailure> {
+    execute_while(disk, files, index, plan, targets, options, &mut |_| true)
+}
+
+/// [`execute`], which `go_on` may end: it is asked between reads, with the bytes that are done.
+pub fn execute_while(
+    disk: &dyn Disk,
+    files: &FileSet,
+    index: &Index,
+    plan: &ReadPlan,
+    targets: &[HostTarget<'_>],
+    options: &LoadOptions,
+    go_on: &mut dyn FnMut(u64) -> bool,
+) -> Result<LoadStats, LoadFailure> {
     let mut copies: Vec<Strided> = Vec::with_capacity(plan.copies.len());
     let mut numbers = Vec::with_capacity(plan.copies.len());
     for copy in &plan.copies {
@@ -56,7 +69,7 @@ pub fn execute(
         copied: AtomicU64::new(0),
         verified: AtomicU64::new(0),
     });
-    let result = pipeline::run(disk, files, schedule, &sink, options, &mut |_| true);
+    let result = pipeline::run(disk, files, schedule, &sink, options, go_on);
     drop(guard);
     let copied = sink.copied.load(Ordering::Acquire);
     let result = result.and_then(|stats| {

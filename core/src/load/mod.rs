@@ -13,8 +13,8 @@
 //! | [`verify`] | every block of every file, all damage reported |
 //! | `schedule` `pipeline` `geometry` `disjoint` | how: what is read when, by whom, and which bytes go where |
 //!
-//! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]) that is kept for the next restore while anyone uses the process's
-//! [`ReadBuffers`]. Invariants: no byte reaches a target before the checksum of its block has held; nothing is written to a target after
+//! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]) that the process keeps for the next restore
+//! ([`ReadBuffers`]). Invariants: no byte reaches a target before the checksum of its block has held; nothing is written to a target after
 //! the call has returned; every wait ends.
 
 mod buffers;
@@ -33,7 +33,7 @@ mod tests;
 mod verify;
 
 pub use buffers::ReadBuffers;
-pub use execute::execute;
+pub use execute::{execute, execute_while};
 pub use file_set::FileSet;
 pub use objects::read_objects;
 pub use options::{LoadFailure, LoadOptions, LoadStats};

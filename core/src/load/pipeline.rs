@@ -238,7 +238,8 @@ impl<S: Sink> Reader<'_, S> {
                 return Ok(Some(planned));
             }
             if self.stats.bytes_cached == 0 {
-                let queues: Result<Vec<_>> = (0..self.threads).map(|_| self.disk.queue(1)).collect();
+                let queues: Result<Vec<_>> =
+                    (0..self.threads).map(|_| self.disk.queue_for_reads(1)).collect();
                 *self.shared.queues.lock().unwrap_or_else(PoisonError::into_inner) = queues?;
             }
             self.stats.bytes_cached += read.bytes.end - read.bytes.start;
@@ -260,7 +261,7 @@ impl<S: Sink> Reader<'_, S> {
             return Err(Error::Misuse("a read does not fit its buffer".into()));
         }
         if self.queue.is_none() {
-            self.queue = Some(self.disk.queue(self.depth)?);
+            self.queue = Some(self.disk.queue_for_reads(self.depth)?);
         }
         if let Some(queue) = &mut self.queue {
             if queue.in_flight() == 0 && self.working == 0 {

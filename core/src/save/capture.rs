@@ -65,7 +65,7 @@ pub struct Capture {
 impl Capture {
     pub(super) fn new(parts: Parts) -> Self {
         let (link, progress) = (Arc::clone(&parts.link), Arc::clone(&parts.progress));
-        let slots = parts.windows.windows.len();
+        let slots = parts.windows.list.len();
         let job = Job { parts, next: AtomicUsize::new(0), error: Mutex::new(None), door: Arc::default() };
         Self { job: Some(Arc::new(job)), link, progress, slots }
     }
@@ -90,7 +90,7 @@ impl Capture {
             return Err(Error::Misuse("a capture runs once".into()));
         };
         let parts = &job.parts;
-        let threads = parts.options.capture_threads.min(parts.windows.windows.len());
+        let threads = parts.options.capture_threads.min(parts.windows.list.len());
         let task: Arc<dyn Task> = Arc::clone(&job) as Arc<dyn Task>;
         parts.pool.help(threads.saturating_sub(1), &task);
         drop(task);
@@ -176,7 +176,7 @@ impl Worker<'_> {
                 return Err(error);
             }
             let window = self.job.next.fetch_add(1, Ordering::Relaxed);
-            if window >= parts.windows.windows.len() {
+            if window >= parts.windows.list.len() {
                 break;
             }
             let slot = self.slot()?;
@@ -220,7 +220,7 @@ impl Worker<'_> {
 
     fn hand_on(&self, window: usize, slot: Slot<Full>) -> Result<()> {
         let parts = &self.job.parts;
-        let bytes = parts.windows.windows.get(window).map_or(0, |window| window.len);
+        let bytes = parts.windows.list.get(window).map_or(0, |window| window.len);
         parts.progress.captured(bytes);
         if parts.sender.send(Message::Window(window, slot)).is_err() {
             return Err(parts
@@ -235,7 +235,7 @@ impl Worker<'_> {
 /// Fills a window: every part in order, zeros between them.
 fn fill(all: &Windows, window: usize, mut slot: Slot<Filling>, indexes: &[Index]) -> Result<Filled> {
     let missing = || Error::Misuse(format!("window {window} is not in the plan"));
-    let window = all.windows.get(window).ok_or_else(missing)?;
+    let window = all.list.get(window).ok_or_else(missing)?;
     let parts = all.parts.get(window.parts.clone()).ok_or_else(missing)?;
     let mut fences = Vec::new();
     let mut fills: Vec<Fill<'_>> = Vec::new();

@@ -15,7 +15,6 @@
 //! * A write or fsync that failed is never tried again: the attempt is dead.
 
 mod capture;
-mod encoding;
 mod flush;
 mod link;
 mod plan;

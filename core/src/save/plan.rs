@@ -9,11 +9,12 @@ use super::flush::{self, Flush};
 use super::link::Link;
 use super::progress::Progress;
 use super::windows::{Chunk, FileCutter, Leaf, Source as PartSource, Windows};
-use super::{ChunkPlan, ItemPlan, LeafPlan, PAGE_ALIGNED_FROM, SMALL_ALIGNMENT, SaveOptions, encoding};
+use super::{ChunkPlan, ItemPlan, LeafPlan, PAGE_ALIGNED_FROM, SMALL_ALIGNMENT, SaveOptions};
 use crate::format::header::Header;
 use crate::format::index::{
     ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
 };
+use crate::format::object;
 use crate::io::is_component;
 use crate::region;
 use crate::staging::StagingPool;
@@ -62,7 +63,7 @@ pub fn prepare(
     let (sender, receiver) = crossbeam_channel::unbounded();
     let flush = Flush::new(flush::Parts {
         items: planned,
-        windows: windows.windows.clone(),
+        windows: windows.list.clone(),
         indexes: Arc::clone(&indexes),
         receiver,
         link: Arc::clone(&link),
@@ -198,7 +199,7 @@ fn plan_item(
         });
     }
     for (leaf, value) in objects {
-        let bytes = encoding::object(&value)?;
+        let bytes = object::encode(&value).map_err(|error| named(error, &tree, leaf))?;
         if bytes.len() as u64 > limits::MAX_OBJECT_BYTES {
             return Err(Error::Limit {
                 what: format!("bytes of object `{}`", tree.leaf_path(leaf)),
@@ -220,6 +221,17 @@ fn plan_item(
     let index = Index { tree, leaves: records, files: vec![file] };
     let footer_hint = index_bytes + data_bytes.div_ceil(options.block_bytes) * 4 + 4 * PAGE;
     Ok((PlannedItem { dir, file_name, file_id, data_bytes, tensor_bytes, footer_hint }, index))
+}
+
+/// The error with the leaf's path.
+fn named(error: Error, tree: &Tree, leaf: u32) -> Error {
+    match error {
+        Error::Limit { what, found, limit } => {
+            Error::Limit { what: format!("{what} (leaf `{}`)", tree.leaf_path(leaf)), found, limit }
+        }
+        Error::Misuse(what) => Error::Leaf { leaf: tree.leaf_path(leaf).to_string(), what },
+        other => other,
+    }
 }
 
 fn check_aliases(tree: &Tree, leaves: &[LeafPlan]) -> Result<()> {

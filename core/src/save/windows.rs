@@ -61,12 +61,8 @@ pub(super) struct Leaf {
 
 /// All windows of all items, in file order.
 #[derive(Default)]
-#[expect(
-    clippy::struct_field_names,
-    reason = "the windows are what it is about; the rest is what they are made of"
-)]
 pub(super) struct Windows {
-    pub windows: Vec<Window>,
+    pub list: Vec<Window>,
     pub parts: Vec<Part>,
     pub chunks: Vec<Chunk>,
     pub leaves: Vec<Leaf>,
@@ -85,7 +81,7 @@ pub(super) struct FileCutter<'a> {
 impl<'a> FileCutter<'a> {
     /// `slot_bytes` fits 32 bits.
     pub(super) fn new(all: &'a mut Windows, item: u32, slot_bytes: u64) -> Self {
-        let first_window = all.windows.len();
+        let first_window = all.list.len();
         Self { all, item, slot_bytes, first_window }
     }
 
@@ -126,9 +122,9 @@ impl<'a> FileCutter<'a> {
             self.open_windows_to((data_bytes - 1) / self.slot_bytes);
         }
         let end = self.all.parts.len();
-        let windows = self.first_window..self.all.windows.len();
+        let windows = self.first_window..self.all.list.len();
         let mut next_start = end;
-        for window in self.all.windows.iter_mut().skip(self.first_window).rev() {
+        for window in self.all.list.iter_mut().skip(self.first_window).rev() {
             window.parts.end = next_start;
             next_start = window.parts.start;
             window.len = (data_bytes - window.offset).min(self.slot_bytes);
@@ -138,9 +134,9 @@ impl<'a> FileCutter<'a> {
 
     fn open_windows_to(&mut self, last: u64) {
         let start = self.all.parts.len();
-        while (self.all.windows.len() - self.first_window) as u64 <= last {
-            let offset = (self.all.windows.len() - self.first_window) as u64 * self.slot_bytes;
-            self.all.windows.push(Window { item: self.item, offset, len: 0, parts: start..start });
+        while (self.all.list.len() - self.first_window) as u64 <= last {
+            let offset = (self.all.list.len() - self.first_window) as u64 * self.slot_bytes;
+            self.all.list.push(Window { item: self.item, offset, len: 0, parts: start..start });
         }
     }
 }

@@ -1,5 +1,9 @@
 //! Gather kernels: rows, cache-blocked transposes, single elements. Only [`super::HostSource`] calls these, with pointers that
 //! it has checked.
+#![expect(
+    clippy::cast_possible_wrap,
+    reason = "extents and item sizes are those of an array in memory, whose bytes fit an isize"
+)]
 
 use std::ptr;
 

@@ -1,4 +1,8 @@
 //! A strided array in host memory that somebody else owns, as a source of bytes.
+#![expect(
+    clippy::cast_possible_wrap,
+    reason = "sizes and indices of an array in memory fit an isize; `new` has checked shape and strides"
+)]
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -211,6 +215,11 @@ fn is_row_major(shape: &[u64], strides: &[i64], itemsize: usize) -> bool {
 }
 
 #[cfg(test)]
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "the numbers of these tests are small"
+)]
 mod tests {
     use ndarray::{ArrayD, ArrayViewD, Axis, IxDyn, Slice};
     use proptest::prelude::*;
@@ -272,10 +281,9 @@ mod tests {
                 offset.push(start);
                 extent.push((b * (n - start) as f64).ceil() as u64);
             }
-            for d in box_of.len()..shape.len() {
-                offset.push(0);
-                extent.push(shape[d]);
-            }
+            // The broadcast axis may make it one more than there are boxes.
+            offset.resize(shape.len(), 0);
+            extent.extend_from_slice(&shape[extent.len()..]);
             let region = Region { offset, extent };
             let numbers = ArrayD::from_shape_vec(
                 IxDyn(&shape.iter().map(|&n| n as usize).collect::<Vec<_>>()), numbers).unwrap();

@@ -109,7 +109,7 @@ fn execute(
             Ok(who) => Event::Fence(who),
             Err(error) => Event::Failed(error),
         },
-        Action::Look(name) => match look(root, &name) {
+        Action::Look(name) => match look(root, &name, plan.fenced.then_some(plan.step)) {
             Ok(stands) => Event::Stands(stands),
             Err(error) => Event::Failed(error),
         },
@@ -138,12 +138,16 @@ fn reached(result: Result<Event>) -> Event {
     result.unwrap_or_else(Event::Unreachable)
 }
 
-/// What stands under a name: an answer, or that none can be had.
-fn look(root: &Arc<dyn Dir>, name: &str) -> stepwell_core::Result<Stands> {
+/// What stands under a name: an answer, or that none can be had. In a root the name says which `step` it must be (as a listing demands);
+/// the name of a singular checkpoint says nothing.
+fn look(root: &Arc<dyn Dir>, name: &str, step: Option<u64>) -> stepwell_core::Result<Stands> {
     if root.stat(name)?.is_none() {
         return Ok(Stands::Nothing);
     }
     match read_manifest(&**root, name) {
+        Ok(manifest) if step.is_some_and(|step| step != manifest.step) => {
+            Ok(Stands::NoStep(format!("its manifest says that it is step {}", manifest.step)))
+        }
         Ok(manifest) => Ok(Stands::Step(manifest.attempt)),
         Err(error) if error.is_not_found() => Ok(Stands::NoStep("it has no manifest".to_owned())),
         Err(error @ (stepwell_core::Error::Corrupt { .. } | stepwell_core::Error::Format { .. })) => {

@@ -233,21 +233,24 @@ impl Retention {
             Self::KeepEvery { steps, items } => {
                 let matcher = items.as_deref().map(matcher).transpose()?;
                 for candidate in sorted.iter().filter(|c| c.step.checked_rem(*steps) == Some(0)) {
-                    let (kept, reason) = match &matcher {
-                        None => (Items::All, format!("keep_every(steps={steps})")),
-                        Some(globs) => (
-                            Items::Only(
-                                candidate.items.iter().filter(|i| globs.is_match(i)).cloned().collect(),
-                            ),
-                            format!(
-                                "keep_every(steps={steps}, items={:?})",
-                                items.as_deref().unwrap_or_default()
-                            ),
-                        ),
+                    let rule = match items {
+                        None => format!("keep_every(steps={steps})"),
+                        Some(globs) => format!("keep_every(steps={steps}, items={globs:?})"),
                     };
-                    // A step of which nothing would be left is not kept by this rule at all.
-                    if kept != Items::Only(BTreeSet::new()) {
-                        keep(votes, candidate.step, kept, reason);
+                    let Some(globs) = &matcher else {
+                        keep(votes, candidate.step, Items::All, rule);
+                        continue;
+                    };
+                    let kept: BTreeSet<String> =
+                        candidate.items.iter().filter(|item| globs.is_match(item)).cloned().collect();
+                    if kept.is_empty() {
+                        // A rule that says "keep a part" never means "delete it all": more likely the glob is mistyped, or the state's items have other names.
+                        let have = candidate.items.join(", ");
+                        let reason =
+                            format!("{rule}: none of its items ({have}) matches, so it is kept whole");
+                        keep(votes, candidate.step, Items::All, reason);
+                    } else {
+                        keep(votes, candidate.step, Items::Only(kept), rule);
                     }
                 }
             }

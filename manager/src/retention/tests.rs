@@ -90,13 +90,20 @@ fn a_step_that_one_rule_keeps_whole_is_not_thinned_by_another() {
 }
 
 #[test]
-fn a_step_with_nothing_left_to_thin_is_left_alone_and_one_with_nothing_to_keep_goes() {
-    let mut all = steps([0, 10, 20]);
+fn a_step_with_nothing_left_to_thin_is_left_alone() {
+    let mut all = steps([0, 20]);
     all[0].items = vec!["params".to_owned()];
-    all[1].items = vec!["optimizer".to_owned()];
     let plan = Retention::keep_every_items(10, ["params"]).plan(&all, 0).unwrap();
+    assert_eq!((plan.thinned().count(), plan.deleted().count()), (0, 0));
+}
+
+#[test]
+fn a_thinning_rule_that_names_no_item_of_a_step_keeps_it_whole_and_says_so() {
+    let retention = Retention::keep_latest(1) | Retention::keep_every_items(2, ["param"]);
+    let plan = retention.plan(&steps(0..6), 0).unwrap();
     assert_eq!(plan.thinned().count(), 0);
-    assert_eq!(plan.deleted().collect::<Vec<_>>(), [10]);
+    assert_eq!(plan.deleted().collect::<Vec<_>>(), [1, 3]);
+    assert!(format!("{plan:?}").contains("none of its items (params, optimizer, .) matches"), "{plan:?}");
 }
 
 #[test]

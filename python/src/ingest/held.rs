@@ -69,6 +69,20 @@ impl HeldBuffer {
         unsafe { std::slice::from_raw_parts(first, count) }
     }
 
+    /// Whether no two elements share memory, as far as strides that grow tell (those of a broadcast or a sliding window do not).
+    pub fn is_injective(&self) -> bool {
+        let dims = self.shape().iter().zip(self.strides()).filter(|&(&n, _)| n > 1);
+        let mut dims: Vec<(usize, usize)> =
+            dims.map(|(&n, &stride)| (stride.unsigned_abs(), n.unsigned_abs())).collect();
+        dims.sort_unstable();
+        let mut reach = self.itemsize();
+        dims.into_iter().all(|(stride, n)| {
+            let apart = stride >= reach;
+            reach = stride.saturating_mul(n - 1).saturating_add(reach);
+            apart
+        })
+    }
+
     /// The bytes between the lowest and the highest that an element lies on: (distance of the lowest from the first element, length).
     pub fn span(&self) -> (usize, usize) {
         if self.nbytes() == 0 {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ from typing import Any
 _FRAMEWORKS = {"torch": "stepwell.adapters.torch"}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _module(name: str) -> ModuleType:
     return importlib.import_module(name)
 

@@ -99,7 +99,14 @@ impl Dir for PosixDir {
     fn create_dir(&self, name: &str) -> Result<Arc<dyn Dir>> {
         let mode = Mode::from_raw_mode(0o777);
         self.in_parent("mkdir", name, |dir, last| retry_on_intr(|| rustix::fs::mkdirat(dir, last, mode)))?;
-        self.open_dir(name)
+        let opened = self.open_dir(name);
+        if opened.is_err()
+            && let Err(error) = self.remove_dir(name)
+        {
+            // Whoever tries again would be told that it exists, and not why it could not be had.
+            tracing::warn!(%error, "a directory that could not be opened could not be removed either");
+        }
+        opened
     }
 
     fn entries(&self) -> Result<Vec<Entry>> {

@@ -41,6 +41,25 @@ impl PosixDisk {
         self.birth.check("disk")
     }
 
+    fn queue_with(&self, depth: usize, memory: Vec<Arc<Mapping>>) -> Result<Box<dyn Queue>> {
+        self.check()?;
+        if self.mover == Mover::Uring {
+            match UringQueue::new(depth, self.settings.alignment, memory) {
+                Ok(queue) => return Ok(Box::new(queue)),
+                // What worked when the disk was opened may be forbidden or used up by now.
+                Err(error) => {
+                    tracing::warn!(%error, "no io_uring to be had any more; this queue uses threads");
+                }
+            }
+        }
+        Ok(Box::new(ThreadedQueue::new(depth, self.settings.alignment)?))
+    }
+
+    /// Whether this is the process that made it.
+    pub fn is_here(&self) -> bool {
+        self.birth.is_here()
+    }
+
     /// The registered memory that still exists.
     fn memory(&self) -> Vec<Arc<Mapping>> {
         self.memory
@@ -65,17 +84,12 @@ impl Disk for PosixDisk {
     }
 
     fn queue(&self, depth: usize) -> Result<Box<dyn Queue>> {
-        self.check()?;
-        if self.mover == Mover::Uring {
-            match UringQueue::new(depth, self.settings.alignment, self.memory()) {
-                Ok(queue) => return Ok(Box::new(queue)),
-                // What worked when the disk was opened may be forbidden or used up by now.
-                Err(error) => {
-                    tracing::warn!(%error, "no io_uring to be had any more; this queue uses threads");
-                }
-            }
-        }
-        Ok(Box::new(ThreadedQueue::new(depth, self.settings.alignment)?))
+        self.queue_with(depth, self.memory())
+    }
+
+    fn queue_for_reads(&self, depth: usize) -> Result<Box<dyn Queue>> {
+        // The staging memory of saves is none of a reader's, and registering it again takes longer than many a read.
+        self.queue_with(depth, Vec::new())
     }
 
     fn register(&self, memory: &[Arc<Mapping>]) -> Result<()> {
@@ -84,10 +98,15 @@ impl Disk for PosixDisk {
             return Ok(());
         }
         let mut all = self.memory();
+        let known = all.len();
         for mapping in memory {
-            if !all.iter().any(|known| Arc::ptr_eq(known, mapping)) {
+            if !all.iter().any(|other| Arc::ptr_eq(other, mapping)) {
                 all.push(Arc::clone(mapping));
             }
+        }
+        if all.len() == known {
+            // As at every save but the first: a trial of a GiB takes milliseconds.
+            return Ok(());
         }
         let weak = all.iter().map(Arc::downgrade).collect();
         uring::try_register(all)?;

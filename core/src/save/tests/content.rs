@@ -1,4 +1,9 @@
 //! What stands in the file.
+#![expect(
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "the numbers of these tests are small"
+)]
 
 use proptest::prelude::*;
 
@@ -6,6 +11,7 @@ use super::*;
 use crate::format::checksum::crc32c;
 use crate::format::index::{Extent, Index, LeafRecord};
 use crate::io::simulated::{Op, Record};
+use crate::io::{Engine, open_disk};
 use crate::save::{PAGE_ALIGNED_FROM, SMALL_ALIGNMENT};
 use crate::value::Value;
 
@@ -208,7 +214,7 @@ proptest! {
         }
         for (record, sample) in written.index.leaves.iter().zip(&samples) {
             if let (LeafRecord::Object(extent), Sample::Object(text)) = (record, sample) {
-                let bytes = super::super::encoding::object(&Value::Str(text.clone())).unwrap();
+                let bytes = crate::format::object::encode(&Value::Str(text.clone())).unwrap();
                 prop_assert_eq!(extent.length, bytes.len() as u64);
                 prop_assert!(extent.offset >= end);
                 end = extent.offset + extent.length;
@@ -319,6 +325,39 @@ fn what_was_captured_does_not_change_with_its_source() {
     let footer =
         crate::format::footer::encode(1, BLOCK as u64, data as u64, &written[0].index, &crcs).unwrap();
     assert_eq!(file[data..], footer.bytes[..]);
+}
+
+#[test]
+fn every_engine_writes_the_same_file() {
+    let bytes = noise(100 * BLOCK + 13, 3);
+    let items = || {
+        let leaves = vec![bytes_leaf(&bytes), LeafPlan::Object(Value::Int(7)), bytes_leaf(&noise(77, 4))];
+        vec![item("i0", leaves)]
+    };
+    let simulated = SimDisk::new();
+    save(items(), &pool(3, 4 * BLOCK), options(1), &simulated);
+    let expected = simulated.bytes("root/step/i0/00000.data").unwrap();
+    for engine in [Engine::Auto, Engine::Uring, Engine::Threads, Engine::Buffered] {
+        let root = tempfile::tempdir().unwrap();
+        let Ok(disk) = open_disk(root.path(), engine) else {
+            assert_eq!(engine, Engine::Uring, "the others work everywhere");
+            continue;
+        };
+        let ring = pool(3, 4 * BLOCK);
+        for step in ["one", "two"] {
+            let dir = disk.open_dir(root.path()).unwrap().create_dir(step).unwrap();
+            let (capture, flush) = prepare(items(), &ring, options(1)).unwrap();
+            let written = std::thread::scope(|scope| {
+                let flushed = scope.spawn(|| flush.run(&*disk, &dir));
+                capture.run().unwrap();
+                flushed.join().unwrap().unwrap()
+            });
+            let file = std::fs::read(root.path().join(step).join("i0/00000.data")).unwrap();
+            assert!(file == **expected, "{engine:?}");
+            assert_eq!(written[0].length, file.len() as u64);
+        }
+        assert_idle(&ring);
+    }
 }
 
 #[test]

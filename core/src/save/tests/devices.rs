@@ -127,21 +127,23 @@ fn a_copy_that_fails_on_the_device_fails_the_save() {
     assert_idle(&ring);
 }
 
+/// Tells which threads captured.
+struct Named(Mutex<mpsc::Sender<String>>);
+impl StateProvider for Named {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+        for fill in fills {
+            slot.part(fill.at, fill.len)?.fill(1);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        let name = std::thread::current().name().unwrap_or_default().to_owned();
+        self.0.lock().unwrap().send(name).unwrap();
+        Ok(Ticket::Done)
+    }
+}
+
 #[test]
 fn helpers_end_with_their_pool() {
     let (sender, receiver) = mpsc::channel();
-    struct Named(Mutex<mpsc::Sender<String>>);
-    impl StateProvider for Named {
-        fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
-            for fill in fills {
-                slot.part(fill.at, fill.len)?.fill(1);
-            }
-            std::thread::sleep(Duration::from_millis(1));
-            let name = std::thread::current().name().unwrap_or_default().to_owned();
-            self.0.lock().unwrap().send(name).unwrap();
-            Ok(Ticket::Done)
-        }
-    }
     let ring = pool(4, BLOCK);
     let leaf = tensor_leaf(60 * BLOCK, Arc::new(Named(Mutex::new(sender))));
     save(

@@ -28,13 +28,11 @@ fn any_failing_operation_fails_the_save_with_its_errno_and_frees_every_slot() {
     let operations = counted.operations() - before;
     assert!(operations > 20);
     for number in 0..operations {
-        for action in
-            [Action::Fail(libc::EIO), Action::FailHalfway(libc::ENOSPC), Action::FailAfterwards(libc::EDQUOT)]
-        {
-            let errno = match action {
-                Action::Fail(errno) | Action::FailHalfway(errno) | Action::FailAfterwards(errno) => errno,
-                _ => unreachable!(),
-            };
+        for (errno, action) in [
+            (libc::EIO, Action::Fail(libc::EIO)),
+            (libc::ENOSPC, Action::FailHalfway(libc::ENOSPC)),
+            (libc::EDQUOT, Action::FailAfterwards(libc::EDQUOT)),
+        ] {
             let disk = SimDisk::new();
             step_dir(&disk);
             let ring = pool(3, 4 * BLOCK);

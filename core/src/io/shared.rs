@@ -1,0 +1,94 @@
+//! One disk per file system and process: what a probe has found stays true, so nobody probes twice.
+//!
+//! Facts (which engine, which alignment, why) are kept for the life of the process. The disk itself, with its memory, is held by its users
+//! only: as long as there is one, all share it. A forked child makes disks of its own from the same facts.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, Weak};
+
+use super::posix::PosixDisk;
+use super::probe::{Facts, Wanted};
+use super::{Disk, Engine};
+use crate::Result;
+
+/// What a disk is wanted for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Purpose {
+    /// Nothing is written, by the probe neither.
+    Read,
+    /// Files are made.
+    Write,
+}
+
+struct Known {
+    device: u64,
+    engine: Engine,
+    purpose: Purpose,
+    facts: Facts,
+    disk: Weak<PosixDisk>,
+}
+
+static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
+
+/// The disk for what `path` is on, or will be on, as [`super::open_disk`] finds it.
+pub fn shared_disk(path: &Path, wanted: Engine, purpose: Purpose) -> Result<Arc<dyn Disk>> {
+    let wanted = Wanted::find(path, wanted)?;
+    let (device, engine) = (wanted.device()?, wanted.engine);
+    let made = |facts: &Facts| Arc::new(facts.clone().into_disk());
+    // A lock that a fork has left locked stays so: its child probes.
+    if let Ok(mut known) = KNOWN.try_lock() {
+        let mut found: Vec<&mut Known> =
+            known.iter_mut().filter(|one| (one.device, one.engine) == (device, engine)).collect();
+        // What was found by writing holds for reading too.
+        found.sort_by_key(|one| one.purpose == Purpose::Read);
+        let fits = |one: &&mut Known| purpose == Purpose::Read || one.purpose == Purpose::Write;
+        if let Some(one) = found.into_iter().find(fits) {
+            if let Some(disk) = one.disk.upgrade().filter(|disk| disk.is_here()) {
+                return Ok(disk);
+            }
+            let disk = made(&one.facts);
+            one.disk = Arc::downgrade(&disk);
+            return Ok(disk);
+        }
+    }
+    let facts = wanted.probe(purpose)?;
+    let disk = made(&facts);
+    // A directory that nothing may be written to says little about the others.
+    let lasting = purpose == Purpose::Read || facts.written;
+    if lasting && let Ok(mut known) = KNOWN.try_lock() {
+        known.retain(|one| (one.device, one.engine, one.purpose) != (device, engine, purpose));
+        known.push(Known { device, engine, purpose, facts, disk: Arc::downgrade(&disk) });
+    }
+    Ok(disk)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn users_share_one_disk_and_a_reader_is_served_by_what_a_writer_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let writer = shared_disk(dir.path(), Engine::Threads, Purpose::Write).unwrap();
+        let again = shared_disk(dir.path(), Engine::Threads, Purpose::Write).unwrap();
+        let reader = shared_disk(dir.path(), Engine::Threads, Purpose::Read).unwrap();
+        assert!(std::ptr::addr_eq(Arc::as_ptr(&writer), Arc::as_ptr(&again)));
+        assert_eq!(writer.choice(), reader.choice());
+        let other = shared_disk(dir.path(), Engine::Buffered, Purpose::Write).unwrap();
+        assert_eq!(other.choice().engine, "buffered");
+    }
+
+    #[test]
+    fn opening_for_reading_leaves_the_directory_as_it_is() {
+        use std::os::unix::fs::MetadataExt;
+
+        let dir = tempfile::tempdir().unwrap();
+        let before = std::fs::metadata(dir.path()).unwrap();
+        let wanted = Wanted::find(dir.path(), Engine::Auto).unwrap();
+        let facts = wanted.probe(Purpose::Read).unwrap();
+        assert!(!facts.written);
+        let after = std::fs::metadata(dir.path()).unwrap();
+        assert_eq!((before.mtime(), before.mtime_nsec()), (after.mtime(), after.mtime_nsec()));
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+}

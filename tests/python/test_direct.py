@@ -1,0 +1,220 @@
+"""The short way of a restore gives what the general one gives, and leaves to it what it does not understand."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import stepwell as sw
+from stepwell import _core
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def a_state() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    tied = rng.standard_normal((5, 7))
+    return {
+        "params": {
+            "w": rng.standard_normal((300, 200)).astype(ml_dtypes.bfloat16),
+            "tied": tied,
+            "again": tied,
+            "empty": np.zeros((0, 3), np.int8),
+            "scalar": np.array(3.5),
+            "columns": np.asfortranarray(rng.standard_normal((40, 30))),
+        },
+        "layers": [
+            rng.integers(0, 9, 1000),
+            {"b": rng.integers(0, 9, 10)},
+            (rng.standard_normal(3),),
+        ],
+        3: {"n": 7, "name": "run", "nothing": None, "sizes": [1, [2.5, (True, "x")]]},
+        "containers": {"dict": {}, "list": [], "tuple": ()},
+        "big": rng.integers(0, 255, 5 << 20, dtype=np.uint8),
+        "medium": [rng.integers(0, 255, 1 << 20, dtype=np.uint8) for _ in range(9)],
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return (
+            isinstance(other, np.ndarray)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(
+            same(one[key], other[key]) for key in one
+        )
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def like_of(state: Any, leaf: Any) -> Any:
+    if isinstance(state, np.ndarray):
+        return leaf(state)
+    if isinstance(state, dict):
+        return {key: like_of(value, leaf) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(like_of(value, leaf) for value in state)
+    return state
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    sw.save(tmp_path / "a", a_state())
+    return tmp_path / "a"
+
+
+def is_direct(path: Path, target: Any, fill: bool) -> bool:
+    with sw.open(path) as checkpoint:
+        return _core.plan_direct(checkpoint._open(), target, fill) is not None
+
+
+def filled_with(value: int) -> Any:
+    state = like_of(a_state(), lambda array: np.full_like(array, value))
+    state["params"]["again"] = state["params"]["tied"]
+    del state["containers"]
+    return state
+
+
+def test_what_is_restored_without_a_target_is_the_same_both_ways(saved: Path) -> None:
+    assert is_direct(saved, sw.AS_STORED, False)
+    short = sw.restore(saved)
+    general, report = sw.restore(saved, return_report=True)
+    assert same(short, a_state())
+    assert same(short, general)
+    assert report.nbytes
+    assert short["params"]["tied"] is short["params"]["again"]
+    assert all(array.ctypes.data % 64 == 0 for array in short["medium"])
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [np.zeros_like, lambda a: sw.ArraySpec(a.shape, a.dtype), lambda _: sw.ArraySpec()],
+)
+def test_a_like_is_restored_the_same_both_ways_and_stays_as_it_is(
+    saved: Path, leaf: Any
+) -> None:
+    like = like_of(a_state(), leaf)
+    del like["containers"]
+    assert is_direct(saved, like, False)
+    expected = a_state()
+    del expected["containers"]
+    short = sw.restore(saved, like=like)
+    assert same(short, expected)
+    assert same(short, sw.restore(saved, like=like, return_report=True)[0])
+    assert short is not like
+    assert short["params"] is not like["params"]
+
+
+def test_a_target_is_filled_in_place(saved: Path) -> None:
+    into = filled_with(1)
+    assert is_direct(saved, into, True)
+    w, layers, first = into["params"]["w"], into["layers"], into["layers"][0]
+    found = sw.restore(saved, into=into)
+    expected = a_state()
+    del expected["containers"]
+    assert found is into
+    assert same(into, expected)
+    assert into["params"]["w"] is w
+    assert into["layers"] is layers
+    assert layers[0] is first
+
+
+def test_some_entries_in_another_order_are_restored_directly(saved: Path) -> None:
+    into = filled_with(1)
+    part = {"medium": into["medium"], "params": dict(reversed(into["params"].items()))}
+    assert is_direct(saved, part, True)
+    sw.restore(saved, into=part)
+    assert same(part["params"]["w"], a_state()["params"]["w"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s["params"].pop("w"),
+        lambda s: s["params"].update(extra=np.zeros(3)),
+        lambda s: s["params"].update(w=np.zeros((300, 200), np.float32)),
+        lambda s: s["params"].update(tied=np.zeros((5, 8)), again=np.zeros((5, 8))),
+        lambda s: s["params"].update(w=s[3]["n"]),
+        lambda s: s["params"]["tied"].setflags(write=False),
+        lambda s: s["params"].update(columns=np.broadcast_to(np.zeros(30), (40, 30))),
+        lambda s: s["params"].update(
+            columns=s["medium"][0][:9600].view(np.float64).reshape(40, 30)
+        ),
+        lambda s: s[3].update(n=Colour.RED),
+        lambda s: s[3].update(n=int),
+        lambda s: s[3].update(sizes=[]),
+        lambda s: s.update(layers=OrderedDict(a=1)),
+        lambda s: s.update(layers=...),
+        lambda s: s.update(missing=1),
+        lambda s: s["layers"].append(1),
+        lambda s: s["layers"].reverse(),
+    ],
+)
+def test_what_differs_is_left_to_the_general_way(saved: Path, change: Any) -> None:
+    into = filled_with(1)
+    change(into)
+    assert not is_direct(saved, into, True)
+
+
+def test_a_tie_by_two_views_is_read_once_and_other_overlaps_are_not_direct(
+    saved: Path,
+) -> None:
+    into = filled_with(1)
+    into["params"]["again"] = into["params"]["tied"][:]
+    assert is_direct(saved, into, True)
+    sw.restore(saved, into=into)
+    assert same(into["params"]["again"], a_state()["params"]["tied"])
+
+
+def test_damage_names_the_overwritten_leaves_both_ways(saved: Path) -> None:
+    data = max(saved.rglob("*.data"), key=lambda file: file.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[4096 + 10] ^= 1
+    data.write_bytes(raw)
+    failures = []
+    for report in (False, True):
+        with pytest.raises(sw.CorruptCheckpoint) as caught:
+            sw.restore(saved, into=filled_with(1), return_report=report)
+        failures.append((str(caught.value), set(caught.value.overwritten)))
+    assert failures[0] == failures[1]
+    assert failures[0][1]
+
+
+def test_a_reader_changes_nothing_beside_a_checkpoint(saved: Path) -> None:
+    def picture() -> list[tuple[str, int]]:
+        everything = [saved.parent, *sorted(saved.parent.rglob("*"))]
+        return [(str(path), path.stat().st_mtime_ns) for path in everything]
+
+    before = picture()
+    sw.restore(saved)
+    sw.verify(saved)
+    sw.metadata(saved)
+    assert picture() == before
+
+
+def test_new_memory_is_private_to_the_process(saved: Path) -> None:
+    import os
+
+    array = sw.restore(saved)["medium"][0]
+    first = int(array[0])
+    child = os.fork()
+    if child == 0:
+        array[0] = first ^ 1
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert array[0] == first
