@@ -143,7 +143,10 @@ impl Task for Job {
             Ok(Err(error)) => error,
             Err(panic) => Error::Misuse(format!("a state provider panicked: {}", message(&*panic))),
         };
-        self.parts.link.stop(format!("the capture failed: {error}"));
+        self.parts.link.stop(match &error {
+            Error::Cancelled(why) => why.clone(),
+            error => format!("the capture failed: {error}"),
+        });
         let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);
         // A cancellation is the consequence of something else, which may be recorded here by another thread.
         if first.is_none() && !matches!(error, Error::Cancelled(_)) {
