@@ -1,8 +1,9 @@
 //! The staging pool: memory that is mapped, faulted in and given to the engines once, then lent and taken back for ever.
 //!
-//! One pool serves a process ([`StagingPool::shared`]): every manager holds it, the last one frees it. Saves that share it take slots in turn. No user ever
-//! holds a slot while it waits for another one to become free (capture hands a slot on before it asks for the next), so there is no deadlock,
-//! whatever the number of saves.
+//! One pool serves a process ([`StagingPool::shared`]): every manager holds it, the last one frees it. Saves that share it take slots in turn. A capturing thread
+//! holds no slot while it waits for another one (it hands a slot on before it asks for the next), but what it handed on comes back only as its flush
+//! runs. So whoever captures must have a flush that runs, or will without waiting for another capture: a manager captures one save at a time, and
+//! its flushes run first in, first out.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -148,10 +149,11 @@ impl StagingPool {
     }
 
     /// Waits for a slot, in turn. [`Error::Timeout`] when for `stall` no slot of this pool has come back; whatever `cancelled` answers when it does
-    /// (it is asked after each [`StagingPool::wake`]).
+    /// (it is asked after each [`StagingPool::wake`], and again after each `patience`).
     pub fn acquire(
         &self,
         stall: Duration,
+        patience: Duration,
         cancelled: impl Fn() -> Option<Error>,
     ) -> Result<(Slot<Free>, Waited)> {
         self.birth.check("staging pool")?;
@@ -188,6 +190,7 @@ impl StagingPool {
             }
             waited = true;
             // Parked slots come back by asking their fences, which nobody announces.
+            let left = left.min(patience);
             let left = if state.parked.is_empty() { left } else { left.min(Duration::from_millis(1)) };
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         };

@@ -73,7 +73,22 @@ pub fn open_dir(settings: &Arc<Settings>, path: &Path) -> Result<PosixDir> {
     Ok(PosixDir::new(Descriptor::new(fd, "directory"), path.to_path_buf(), Arc::clone(settings)))
 }
 
-/// Makes a directory and its missing ancestors, each durable in its parent, and opens it.
+/// Makes the entry of a directory durable, where its parent may be opened.
+fn sync_entry(settings: &Arc<Settings>, path: &Path) -> Result<()> {
+    let parent = match path.parent() {
+        Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
+        Some(parent) => parent,
+        None => return Ok(()),
+    };
+    match open_dir(settings, parent) {
+        Ok(parent) => crate::io::Dir::sync(&parent),
+        // A directory that may be passed through but not read: nothing in it was made by us.
+        Err(error) if matches!(error.errno(), Some(libc::EACCES | libc::EPERM)) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Makes a directory and its missing ancestors, each durable in its parent, and opens it. One that is there already is made durable as well.
 pub fn create_dir_all(settings: &Arc<Settings>, path: &Path) -> Result<PosixDir> {
     let mut missing = Vec::new();
     let mut there = path;
@@ -89,6 +104,9 @@ pub fn create_dir_all(settings: &Arc<Settings>, path: &Path) -> Result<PosixDir>
             Err(error) => return Err(error),
         }
     };
+    // Whoever made the deepest directory that is there may have been killed before its entry was durable: sync that too. Each one made below is synced before
+    // the next, so no other can be in doubt.
+    sync_entry(settings, there)?;
     let mut parent = base;
     for path in missing.into_iter().rev() {
         match retry_on_intr(|| rustix::fs::mkdir(path, Mode::from_raw_mode(0o777))) {
