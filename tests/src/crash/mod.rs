@@ -38,6 +38,9 @@ use stepwell_core::io::simulated::{Image, Kind, Log, Moment, Node, Op, SimDisk, 
 pub use marks::Marks;
 pub use model::{Model, Profile};
 
+/// Whether nobody reads the bytes of files below an entry of this name.
+pub type Unread = fn(&str) -> bool;
+
 /// How states are enumerated.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -52,7 +55,7 @@ pub struct Options {
     /// Entries (by name) below which the *bytes* of files make no difference, because nobody ever looks at them: leftovers that are only deleted. States that
     /// differ in such bytes alone are one state. This is no assumption: a check that reads, opens or measures a file there fails, and one that does not
     /// cannot tell those states apart.
-    pub unread: Option<fn(&str) -> bool>,
+    pub unread: Option<Unread>,
 }
 
 impl Default for Options {
@@ -199,7 +202,7 @@ fn preface(log: &Log) -> usize {
 
 /// Runs a check on a fresh disk, which notices where it looks at what it said it would not.
 pub(crate) fn watched(
-    unread: Option<fn(&str) -> bool>,
+    unread: Option<Unread>,
     image: &Image,
     check: impl FnOnce(&SimDisk) -> Result<(), String>,
 ) -> Result<(), String> {

@@ -10,7 +10,7 @@ use stepwell_core::io::{Dir, Disk, Rename, Transfer};
 use stepwell_core::sys::Buffer;
 
 use super::sample::{Builder, Choices, pending};
-use super::{Explorer, Marks, Model, Options, Profile, preface};
+use super::{Explorer, Marks, Model, Options, Profile, Unread, preface};
 
 /// One call of a random program. Names are drawn from a few, so that they collide.
 #[derive(Clone, Debug)]
@@ -133,8 +133,8 @@ fn by_force(log: &Log, options: &Options) -> Option<BTreeSet<u64>> {
 }
 
 /// Every profile, with and without a directory that nobody reads in.
-fn ways() -> Vec<(Profile, Option<fn(&str) -> bool>)> {
-    let d1: fn(&str) -> bool = |name| name == "d1";
+fn ways() -> Vec<(Profile, Option<Unread>)> {
+    let d1: Unread = |name| name == "d1";
     [Profile::PosixMinimal, Profile::OrderedMetadata]
         .into_iter()
         .flat_map(|profile| [None, Some(d1)].map(|unread| (profile, unread)))

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use stepwell_core::io::simulated::{Ino, Node, ROOT, mix};
 
-use super::Options;
 use super::model::{Change, Choice, Edit, Model, Profile, State, prefix};
+use super::{Options, Unread};
 
 /// What is kept, by the serial of the pending change or edit; what is not named is as `rest` says.
 pub(super) struct Choices {
@@ -95,13 +95,13 @@ fn pairs(pending: &[(u64, Choice)]) -> Vec<(BTreeMap<u64, Choice>, Choice)> {
 
 pub(super) struct Builder<'a> {
     model: &'a Model,
-    unread: Option<fn(&str) -> bool>,
+    unread: Option<Unread>,
     /// Files by inode and what was kept of them.
     files: HashMap<(Ino, Vec<Choice>), Arc<Node>>,
 }
 
 impl<'a> Builder<'a> {
-    pub(super) fn new(model: &'a Model, unread: Option<fn(&str) -> bool>) -> Self {
+    pub(super) fn new(model: &'a Model, unread: Option<Unread>) -> Self {
         Self { model, unread, files: HashMap::new() }
     }
 

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use stepwell_core::io::simulated::{Ino, Node, ROOT};
 
-use super::Options;
 use super::model::{Change, Edit, Entries, Model, Profile, State, prefix};
+use super::{Options, Unread};
 
 /// The states of one inode; `None` where they are more than the cap.
 type List = Option<States>;
@@ -18,7 +18,7 @@ type States = Arc<Vec<Arc<Node>>>;
 pub(super) struct Space {
     cap: usize,
     profile: Profile,
-    unread: Option<fn(&str) -> bool>,
+    unread: Option<Unread>,
     /// By inode, and whether it is below an entry whose bytes nobody reads.
     lists: BTreeMap<(Ino, bool), List>,
 }

@@ -87,7 +87,7 @@ pub fn verify(checkpoint: &Checkpoint) -> Result<String, String> {
                     return Err(format!("`{path}` of step {step} {tag} is {read:?}"));
                 }
             }
-            other => return Err(format!("`{path}` of step {step} is {other:?}")),
+            StoredSpec::Alias { of } => return Err(format!("`{path}` of step {step} is tied to {of}")),
         }
     }
     Ok(tag)

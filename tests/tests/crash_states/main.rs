@@ -2,7 +2,7 @@
 //!
 //! Each scenario drives the real manager over a simulated disk; then every crash state of it is recovered and checked, and every crash state of
 //! those recoveries. The state is tiny, the protocol is the real one.
-#![expect(clippy::unwrap_used, reason = "tests")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod changes;
 mod failures;

@@ -231,7 +231,7 @@ fn of_opening_a_root_with_leftovers() {
 #[test]
 fn of_opening_a_root_after_a_kill() {
     // Killed right after the rename: the step is there, and not durable.
-    let run = (0..)
+    let run = (0..1000)
         .map(|number| {
             let run = Run::with_steps([1]).unwrap();
             let manager = run.open(options()).unwrap();
