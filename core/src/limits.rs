@@ -44,3 +44,5 @@ pub const MAX_LEAF_PATH_BYTES: u64 = 256 << 10;
 pub const MAX_TYPE_NAME_BYTES: u64 = 256 << 20;
 /// Values in one encoded object (in memory each takes 32 bytes or more, in a file as little as one).
 pub const MAX_OBJECT_VALUES: u64 = 64 << 20;
+/// Bytes of an index file.
+pub const MAX_INDEX_BYTES: u64 = 4 << 30;

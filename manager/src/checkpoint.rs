@@ -12,7 +12,6 @@ use stepwell_core::format::index::{Index, LeafRecord, Source};
 use stepwell_core::format::index_v1;
 use stepwell_core::format::manifest::{Item, Manifest};
 use stepwell_core::io::Dir;
-use stepwell_core::limits::MAX_FILE_BYTES;
 use stepwell_core::load::{self, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport};
 use stepwell_core::sys::{Birth, HostTarget};
 use stepwell_core::tree::{NodeKind, Tree};
@@ -271,9 +270,6 @@ fn files_of(index: &Index, leaf: u32) -> Vec<u32> {
 /// The index of an item, checked against the manifest.
 fn item_index(dir: &dyn Dir, manifest: &Manifest, item: &Item) -> Result<Index> {
     let file = dir.path().join(&item.index.path);
-    if item.index.length > MAX_FILE_BYTES {
-        return Err(stepwell_core::Error::corrupt(file, "its length is impossible").into());
-    }
     let bytes = match dir.read_file(&item.index.path, item.index.length) {
         Ok(bytes) => bytes,
         Err(error) if error.is_not_found() => {

@@ -114,6 +114,7 @@ struct Inner {
 }
 
 #[derive(Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own; no two exclude each other")]
 struct State {
     closed: bool,
     /// The persister is to end once the queue is empty.

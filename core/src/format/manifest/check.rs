@@ -11,8 +11,8 @@ use crate::error::Result;
 use crate::format::limit;
 use crate::format::paths::{check_visible, is_below};
 use crate::limits::{
-    MAX_FILE_BYTES, MAX_FILES, MAX_ITEMS, MAX_LEAVES, MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_NAME_BYTES,
-    MAX_STEP,
+    MAX_FILE_BYTES, MAX_FILES, MAX_INDEX_BYTES, MAX_ITEMS, MAX_LEAVES, MAX_METADATA_BYTES,
+    MAX_METADATA_DEPTH, MAX_NAME_BYTES, MAX_STEP,
 };
 
 /// Header and trailer, the least that a data file is made of.
@@ -37,6 +37,9 @@ pub(super) fn check(manifest: &Manifest) -> Result<std::result::Result<(), Strin
     limit("the metadata's size in bytes", json_bytes(&manifest.custom_metadata), MAX_METADATA_BYTES)?;
     for entry in &manifest.files {
         limit("the length of a data file", entry.length, MAX_FILE_BYTES)?;
+    }
+    for item in &manifest.items {
+        limit("the length of an index", item.index.length, MAX_INDEX_BYTES)?;
     }
     Ok(check_meaning(manifest))
 }

@@ -197,6 +197,13 @@ fn what_makes_no_sense_is_refused_on_read_and_on_write() {
 }
 
 #[test]
+fn an_index_is_limited_in_size_before_anybody_makes_room_for_it() {
+    let mut manifest = sample();
+    manifest.items[0].index.length = crate::limits::MAX_INDEX_BYTES + 1;
+    assert_eq!(manifest.encode().unwrap_err().kind(), "limit");
+}
+
+#[test]
 fn metadata_is_limited_in_depth_and_size() {
     let mut manifest = sample();
     manifest.custom_metadata = (0..64).fold(json!(1), |inner, _| json!([inner]));

@@ -198,7 +198,12 @@ impl Dir for PosixDir {
             return Err(too_long(len));
         }
         // One byte more than there is, so that a file that grows meanwhile is noticed.
-        let mut bytes = vec![0; len as usize + 1];
+        // A sparse file may claim any length: no memory for it is an answer, not the end of the process.
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(len as usize + 1).map_err(|_| {
+            Error::io("read", self.path.join(name), io::Error::from(io::ErrorKind::OutOfMemory))
+        })?;
+        bytes.resize(len as usize + 1, 0);
         let mut done = 0;
         while let Some(rest) = bytes.get_mut(done..) {
             if rest.is_empty() {

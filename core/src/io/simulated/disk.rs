@@ -274,18 +274,30 @@ impl Disk for SimDisk {
         let mut at = self.context.perform(Kind::OpenDir, "open", Path::new("/"), |world| {
             Ok(SimDir::new(&self.context, world, ROOT, Path::new("/")) as Arc<dyn Dir>)
         })?;
+        // As on a real disk: the deepest directory that is there may have been made by somebody who was killed before syncing it.
+        let mut above: Option<Arc<dyn Dir>> = None;
         for name in below.split('/').filter(|name| !name.is_empty()) {
+            let parent = Arc::clone(&at);
             at = match at.open_dir(name) {
                 Err(error) if error.is_not_found() => match at.create_dir(name) {
                     Err(error) if error.errno() == Some(libc::EEXIST) => at.open_dir(name)?,
                     made => {
                         let made = made?;
+                        if let Some(above) = above.take() {
+                            above.sync()?;
+                        }
                         at.sync()?;
                         made
                     }
                 },
-                opened => opened?,
+                opened => {
+                    above = Some(parent);
+                    opened?
+                }
             };
+        }
+        if let Some(above) = above {
+            above.sync()?;
         }
         Ok(at)
     }
