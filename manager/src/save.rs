@@ -4,6 +4,7 @@
 //! manager, which raises it once.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -93,6 +94,7 @@ struct Shared {
     changed: Condvar,
     progress: Option<Arc<Progress>>,
     begun: Instant,
+    cancel: Arc<AtomicBool>,
 }
 
 /// See the module documentation. Clones are the same save.
@@ -111,17 +113,23 @@ impl fmt::Debug for Save {
 }
 
 impl Save {
-    pub(crate) fn begun(step: u64, progress: Arc<Progress>, begun: Instant) -> Self {
-        Self::new(step, None, Some(progress), begun)
+    pub(crate) fn begun(step: u64, progress: Arc<Progress>, begun: Instant, cancel: Arc<AtomicBool>) -> Self {
+        Self::new(step, None, Some(progress), begun, cancel)
     }
 
     pub(crate) fn refused(step: u64, refusal: Refusal) -> Self {
-        Self::new(step, Some(refusal), None, Instant::now())
+        Self::new(step, Some(refusal), None, Instant::now(), Arc::default())
     }
 
-    fn new(step: u64, refusal: Option<Refusal>, progress: Option<Arc<Progress>>, begun: Instant) -> Self {
-        let shared =
-            Shared { step, refusal, state: Mutex::default(), changed: Condvar::new(), progress, begun };
+    fn new(
+        step: u64,
+        refusal: Option<Refusal>,
+        progress: Option<Arc<Progress>>,
+        begun: Instant,
+        cancel: Arc<AtomicBool>,
+    ) -> Self {
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        let shared = Shared { step, refusal, state, changed, progress, begun, cancel };
         Self { shared: Arc::new(shared) }
     }
 
@@ -158,6 +166,12 @@ impl Save {
     /// Waits until [`Save::captured`]; `false` by the deadline.
     pub fn wait_captured(&self, timeout: Option<Duration>) -> bool {
         self.wait_until(timeout, |state| state.captured.is_some() || state.outcome.is_some())
+    }
+
+    /// Ends it if it is not captured yet: the capture stops after the copy it is at, the call that captures returns an error, and the save ends not
+    /// committed. A save that is captured goes on. Returns at once.
+    pub fn cancel(&self) {
+        self.shared.cancel.store(true, Ordering::Release);
     }
 
     /// Waits for the outcome; `None` by the deadline (the save goes on), and for a refused save. Whoever gets a failure from here has seen it.

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use stepwell_core::format::manifest::Attempt;
@@ -38,6 +39,8 @@ pub struct SingularRequest {
     pub custom_metadata: serde_json::Value,
     /// What to do where a checkpoint is there.
     pub exists: Exists,
+    /// As [`crate::SaveRequest::cancel`].
+    pub cancel: Arc<AtomicBool>,
 }
 
 impl SingularRequest {
@@ -50,6 +53,7 @@ impl SingularRequest {
             metrics: BTreeMap::new(),
             custom_metadata: serde_json::Value::Null,
             exists: Exists::Error,
+            cancel: Arc::default(),
         }
     }
 }
@@ -82,7 +86,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
     };
     let pool = StagingPool::shared();
     let started_unix_ns = environment.clock.unix_ns();
-    let (mut draft, capture, flush) = job_parts(environment, options, &pool, request.state)?;
+    let (mut draft, capture, flush) = job_parts(environment, options, &pool, request.state, &request.cancel)?;
     draft.root.clone_from(&request.path);
     draft.step = request.step;
     draft.started_unix_ns = started_unix_ns;
@@ -102,7 +106,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         stall_timeout: options.stall_timeout,
         fenced: false,
     };
-    let save = Save::begun(request.step, capture.progress(), begun);
+    let save = Save::begun(request.step, capture.progress(), begun, Arc::clone(&request.cancel));
     save.set_stats(|stats| stats.files = draft.items.len() as u64);
     let job = Job { save: save.clone(), plan, draft, flush, queued: Instant::now() };
     let world = environment.clone();
@@ -123,7 +127,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
             Ok(save)
         }
         // The flush failed first; its error is the save's outcome.
-        Err(stepwell_core::Error::Cancelled(_)) => {
+        Err(stepwell_core::Error::Cancelled(_)) if !request.cancel.load(Ordering::Acquire) => {
             save.set_captured(false);
             Ok(save)
         }

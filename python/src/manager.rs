@@ -142,6 +142,7 @@ impl Manager {
             custom_metadata: json(custom_metadata)?,
             force,
             exists: exists_named(exists)?,
+            cancel: Arc::default(),
         };
         let inner = Arc::clone(&self.inner);
         call(py, CAPTURE_GRACE, move || inner.save_with(request, &answers)).map(SaveHandle::new)
@@ -311,6 +312,7 @@ pub fn save_path(
         metrics,
         custom_metadata: json(custom_metadata)?,
         exists: exists_named(exists)?,
+        cancel: Arc::default(),
     };
     let (options, engine) = options::parse(options)?;
     let handle = call(py, CAPTURE_GRACE, move || {

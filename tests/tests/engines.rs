@@ -51,9 +51,11 @@ fn environment(disk: Arc<dyn Disk>) -> Environment {
 fn saved(root: &Path, disk: &Arc<dyn Disk>, options: &Options) -> BTreeMap<String, Vec<u8>> {
     let manager = Manager::open(root, options.clone(), environment(Arc::clone(disk))).unwrap();
     for (step, exists) in [(1, Exists::Error), (2, Exists::Error), (2, Exists::Replace), (3, Exists::Error)] {
-        let metrics = BTreeMap::from([("loss".to_owned(), 1.0 / step as f64), ("worst".to_owned(), f64::NAN)]);
+        let metrics =
+            BTreeMap::from([("loss".to_owned(), 1.0 / step as f64), ("worst".to_owned(), f64::NAN)]);
         let custom_metadata = serde_json::json!({"tokens": step});
-        let request = SaveRequest { metrics, custom_metadata, exists, ..SaveRequest::new(step, states::state(step)) };
+        let request =
+            SaveRequest { metrics, custom_metadata, exists, ..SaveRequest::new(step, states::state(step)) };
         let outcome = manager.save(request).unwrap().wait(Some(Duration::from_secs(60)));
         assert!(matches!(outcome, Some(Outcome::Committed)), "{outcome:?}");
     }
@@ -81,20 +83,31 @@ fn collect(dir: &Arc<dyn Dir>, prefix: &str, out: &mut BTreeMap<String, Vec<u8>>
 #[test]
 fn every_engine_writes_the_same_bytes() {
     let small = Options { retention: Retention::KeepLatest { n: 2 }, ..look::options() };
-    let large = Options { block_bytes: 256 << 10, chunk_bytes: 8 << 20, min_row_bytes: 4096, ..small.clone() };
+    let large =
+        Options { block_bytes: 256 << 10, chunk_bytes: 8 << 20, min_row_bytes: 4096, ..small.clone() };
     for options in [small, large] {
         let simulated: Arc<dyn Disk> = Arc::new(SimDisk::new());
         let expected = saved(Path::new("/run"), &simulated, &options);
-        assert_eq!(expected.keys().filter(|name| name.ends_with(".data")).count(), 6, "{:?}", expected.keys());
+        assert_eq!(
+            expected.keys().filter(|name| name.ends_with(".data")).count(),
+            6,
+            "{:?}",
+            expected.keys()
+        );
         let mut seen = vec!["simulated"];
         for engine in [Engine::Uring, Engine::Threads, Engine::Buffered] {
             // Alone and in company, in any order of completions.
             for (depth, threads) in [(1, 1), (16, 4)] {
-                let options = Options { queue_depth: depth, capture_threads: Some(threads), ..options.clone() };
+                let options =
+                    Options { queue_depth: depth, capture_threads: Some(threads), ..options.clone() };
                 let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
                 let disk = open_disk(dir.path(), engine).unwrap();
                 let found = saved(&dir.path().join("run"), &disk, &options);
-                assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>(), "{engine:?}");
+                assert_eq!(
+                    found.keys().collect::<Vec<_>>(),
+                    expected.keys().collect::<Vec<_>>(),
+                    "{engine:?}"
+                );
                 for (name, bytes) in &found {
                     let first = bytes.iter().zip(&expected[name]).position(|(a, b)| a != b);
                     assert!(
@@ -121,7 +134,8 @@ fn what_one_engine_wrote_every_other_reads() {
     for writer in engines {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let root = dir.path().join("run");
-        look::save(&root, &[1], look::options(), &look::environment_with(dir.path(), writer).unwrap()).unwrap();
+        look::save(&root, &[1], look::options(), &look::environment_with(dir.path(), writer).unwrap())
+            .unwrap();
         for reader in engines {
             let reader = look::Reader::open_with(&root, reader).unwrap();
             let found = reader.look(1).unwrap();

@@ -81,7 +81,7 @@ impl Capture {
     }
 
     /// Copies everything, on this thread and on helpers; returns when every byte is in a slot (or in a file already), and the sources may change.
-    /// [`Error::Cancelled`] if the flush has failed or was dropped; [`Error::Timeout`] if no slot has come back for the stall timeout. When this
+    /// [`Error::Cancelled`] if the flush has failed or was dropped, or if [`SaveOptions::cancel`] was set before the last copy; [`Error::Timeout`] if no slot has come back for the stall timeout. When this
     /// returns, whatever the outcome, nothing reads the sources any more. The providers are dropped soon after, on the flush's thread (or here,
     /// if that has ended), and at the latest before `Flush::run` returns.
     pub fn run(mut self) -> Result<CaptureStats> {
@@ -172,7 +172,7 @@ impl Worker<'_> {
     fn work(&mut self) -> Result<()> {
         let parts = &self.job.parts;
         loop {
-            if let Some(error) = parts.link.cancelled() {
+            if let Some(error) = parts.link.unwanted() {
                 return Err(error);
             }
             let window = self.job.next.fetch_add(1, Ordering::Relaxed);
@@ -180,7 +180,7 @@ impl Worker<'_> {
                 break;
             }
             let slot = self.slot()?;
-            match fill(&parts.windows, window, slot.begin(), &parts.indexes)? {
+            match fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)? {
                 Filled::Full(slot) => self.hand_on(window, slot)?,
                 Filled::Pending(slot) => self.pending.push_back((window, slot)),
             }
@@ -202,7 +202,8 @@ impl Worker<'_> {
         }
         // Longer than the flush waits for the disk: where that is what stalls, its error is the one to report.
         let stall = parts.options.stall_timeout.mul_f32(1.25);
-        let (slot, Waited(time)) = parts.pool.acquire(stall, || parts.link.cancelled())?;
+        let (slot, Waited(time)) =
+            parts.pool.acquire(stall, parts.link.patience(), || parts.link.unwanted())?;
         if let Some(time) = time {
             parts.progress.waited(time);
         }
@@ -233,7 +234,13 @@ impl Worker<'_> {
 }
 
 /// Fills a window: every part in order, zeros between them.
-fn fill(all: &Windows, window: usize, mut slot: Slot<Filling>, indexes: &[Index]) -> Result<Filled> {
+fn fill(
+    all: &Windows,
+    window: usize,
+    mut slot: Slot<Filling>,
+    indexes: &[Index],
+    link: &Link,
+) -> Result<Filled> {
     let missing = || Error::Misuse(format!("window {window} is not in the plan"));
     let window = all.list.get(window).ok_or_else(missing)?;
     let parts = all.parts.get(window.parts.clone()).ok_or_else(missing)?;
@@ -243,6 +250,9 @@ fn fill(all: &Windows, window: usize, mut slot: Slot<Filling>, indexes: &[Index]
     let mut filled = || -> Result<()> {
         let mut parts = parts.iter().peekable();
         while let Some(part) = parts.next() {
+            if let Some(error) = link.unwanted() {
+                return Err(error);
+            }
             zero(&mut slot, end, u64::from(part.at))?;
             end = u64::from(part.at) + u64::from(part.len);
             let Some((owner, first)) = chunk_fill(all, part) else {

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use crate::Error;
 use crate::staging::StagingPool;
@@ -10,12 +11,28 @@ use crate::staging::StagingPool;
 pub(super) struct Link {
     stopped: AtomicBool,
     cause: Mutex<Option<String>>,
+    /// Set by whoever called for the save, when it is wanted no more.
+    unwanted: Option<Arc<AtomicBool>>,
     pool: Arc<StagingPool>,
 }
 
 impl Link {
-    pub(super) fn new(pool: Arc<StagingPool>) -> Self {
-        Self { stopped: AtomicBool::new(false), cause: Mutex::new(None), pool }
+    pub(super) fn new(pool: Arc<StagingPool>, unwanted: Option<Arc<AtomicBool>>) -> Self {
+        Self { stopped: AtomicBool::new(false), cause: Mutex::new(None), unwanted, pool }
+    }
+
+    /// Why the capture must stop, if it must: [`Link::cancelled`], and what the caller asked for. The flush does not ask this: what is captured whole may
+    /// be committed.
+    pub(super) fn unwanted(&self) -> Option<Error> {
+        if self.unwanted.as_ref().is_some_and(|unwanted| unwanted.load(Ordering::Acquire)) {
+            self.stop("its caller cancelled it");
+        }
+        self.cancelled()
+    }
+
+    /// How long a wait may last until that is asked again: nothing announces what a caller asked for.
+    pub(super) fn patience(&self) -> Duration {
+        if self.unwanted.is_some() { Duration::from_millis(20) } else { Duration::MAX }
     }
 
     /// Stops both halves. The first cause stays.

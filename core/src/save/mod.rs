@@ -24,6 +24,7 @@ mod tests;
 mod windows;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use crate::dtype::Dtype;
@@ -100,6 +101,8 @@ pub struct SaveOptions {
     pub stall_timeout: Duration,
     /// Writes in flight.
     pub queue_depth: usize,
+    /// Set from any thread to end a capture that runs: it stops after the copy it is at. Once everything is captured it means nothing.
+    pub cancel: Option<Arc<AtomicBool>>,
 }
 
 impl Default for SaveOptions {
@@ -112,6 +115,7 @@ impl Default for SaveOptions {
             capture_threads: std::thread::available_parallelism().map_or(1, usize::from).min(8),
             stall_timeout: Duration::from_secs(120),
             queue_depth: 4,
+            cancel: None,
         }
     }
 }

@@ -58,7 +58,7 @@ pub fn prepare(
     }
     let progress = Arc::new(Progress::default());
     progress.total(planned.iter().map(|item| item.data_bytes).sum());
-    let link = Arc::new(Link::new(Arc::clone(pool)));
+    let link = Arc::new(Link::new(Arc::clone(pool), options.cancel.clone()));
     let indexes = Arc::new(indexes);
     let (sender, receiver) = crossbeam_channel::unbounded();
     let flush = Flush::new(flush::Parts {

@@ -148,10 +148,11 @@ impl StagingPool {
     }
 
     /// Waits for a slot, in turn. [`Error::Timeout`] when for `stall` no slot of this pool has come back; whatever `cancelled` answers when it does
-    /// (it is asked after each [`StagingPool::wake`]).
+    /// (it is asked after each [`StagingPool::wake`], and again after each `patience`).
     pub fn acquire(
         &self,
         stall: Duration,
+        patience: Duration,
         cancelled: impl Fn() -> Option<Error>,
     ) -> Result<(Slot<Free>, Waited)> {
         self.birth.check("staging pool")?;
@@ -188,6 +189,7 @@ impl StagingPool {
             }
             waited = true;
             // Parked slots come back by asking their fences, which nobody announces.
+            let left = left.min(patience);
             let left = if state.parked.is_empty() { left } else { left.min(Duration::from_millis(1)) };
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         };

@@ -12,6 +12,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -57,6 +58,9 @@ pub struct SaveRequest {
     pub force: bool,
     /// What to do where the step is there already.
     pub exists: Exists,
+    /// Set from any thread (also before the call) to end the save as long as it is not captured: the call returns an error, nothing reads the state any
+    /// more, nothing is committed. [`Save::cancel`] sets it too.
+    pub cancel: Arc<AtomicBool>,
 }
 
 impl SaveRequest {
@@ -69,6 +73,7 @@ impl SaveRequest {
             custom_metadata: serde_json::Value::Null,
             force: false,
             exists: Exists::Error,
+            cancel: Arc::default(),
         }
     }
 }

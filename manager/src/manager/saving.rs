@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use stepwell_core::format::manifest::Attempt;
@@ -75,16 +76,16 @@ impl Manager {
         };
         let started_unix_ns = inner.environment.clock.unix_ns();
         let (mut draft, capture, flush) =
-            job_parts(&inner.environment, &inner.options, &inner.pool, request.state)?;
+            job_parts(&inner.environment, &inner.options, &inner.pool, request.state, &request.cancel)?;
         draft.root.clone_from(&inner.path);
         draft.step = request.step;
         draft.started_unix_ns = started_unix_ns;
         draft.metrics = request.metrics;
         draft.custom_metadata = request.custom_metadata;
         check_draft(&draft)?;
-        inner.wait_for_a_place(begun)?;
+        inner.wait_for_a_place(request.step, begun, &request.cancel)?;
 
-        let save = Save::begun(request.step, capture.progress(), begun);
+        let save = Save::begun(request.step, capture.progress(), begun, Arc::clone(&request.cancel));
         save.set_stats(|stats| stats.files = draft.items.len() as u64);
         inner.enqueue(&save, existing, draft, flush)?;
         match capture.run() {
@@ -93,9 +94,15 @@ impl Manager {
                 Ok(save)
             }
             // The flush failed first; its error is the save's outcome, and told as every failure in the background is.
-            Err(stepwell_core::Error::Cancelled(_)) => {
+            Err(stepwell_core::Error::Cancelled(_)) if !request.cancel.load(Ordering::Acquire) => {
                 save.set_captured(false);
                 Ok(save)
+            }
+            // The caller is told here, and not kept: the flush may stand behind an earlier save's.
+            Err(error @ stepwell_core::Error::Cancelled(_)) => {
+                save.set_captured(false);
+                save.acknowledge();
+                Err(Error::SaveFailed { step: request.step, source: error })
             }
             Err(error) => {
                 save.set_captured(false);
@@ -204,13 +211,17 @@ impl Inner {
     }
 
     /// Blocks while `max_pending` saves wait beside the one that is being written; as long as there is progress.
-    fn wait_for_a_place(&self, begun: Instant) -> Result<()> {
+    fn wait_for_a_place(&self, step: u64, begun: Instant, cancel: &AtomicBool) -> Result<()> {
         let mut state = self.lock();
         let mut told = false;
         let mut seen = (0, 0);
         let mut deadline = Instant::now() + self.options.stall_timeout;
         while state.pending.len() > self.options.max_pending {
             let Some(first) = state.pending.first() else { break };
+            if cancel.load(Ordering::Acquire) {
+                let source = stepwell_core::Error::Cancelled("its caller cancelled it".to_owned());
+                return Err(Error::SaveFailed { step, source });
+            }
             if !std::mem::replace(&mut told, true) {
                 tracing::info!(step = first.step(), "this save waits until an earlier one has ended");
             }
@@ -223,7 +234,7 @@ impl Inner {
             if Instant::now() >= deadline {
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
-            let pause = Instant::now() + Duration::from_millis(500);
+            let pause = Instant::now() + Duration::from_millis(20);
             state = match self.wait(state, pause.min(deadline)) {
                 Some(state) => state,
                 None => self.lock(),
@@ -296,6 +307,7 @@ pub(crate) fn job_parts(
     options: &Options,
     pool: &Arc<StagingPool>,
     state: StateSource,
+    cancel: &Arc<AtomicBool>,
 ) -> Result<(Draft, Capture, Flush)> {
     let items = state::items(&state, &cut_options(options))?;
     // Planning, headers and footers come on top of the tensors.
@@ -306,6 +318,7 @@ pub(crate) fn job_parts(
         file_ids: items.plans.iter().map(|_| environment.rng.next_u128()).collect(),
         stall_timeout: options.stall_timeout,
         queue_depth: options.queue_depth,
+        cancel: Some(Arc::clone(cancel)),
         ..SaveOptions::default()
     };
     if let Some(threads) = options.capture_threads {

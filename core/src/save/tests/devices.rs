@@ -106,7 +106,7 @@ fn memory_that_a_device_may_still_write_comes_back_only_after_its_fence() {
     assert_eq!(ring.free_slots(), 1, "the device still writes");
     assert_eq!(passed.load(Ordering::SeqCst), 0);
     let one = ring.try_acquire().unwrap().unwrap();
-    let (two, waited) = ring.acquire(Duration::from_secs(10), || None).unwrap();
+    let (two, waited) = ring.acquire(Duration::from_secs(10), Duration::MAX, || None).unwrap();
     assert!(waited.0.is_some());
     assert_eq!(passed.load(Ordering::SeqCst), 1);
     drop((one, two));
@@ -122,7 +122,7 @@ fn a_copy_that_fails_on_the_device_fails_the_save() {
     assert!(captured.unwrap_err().to_string().contains("the copy failed"));
     assert!(written.unwrap_err().to_string().contains("the copy failed"));
     // All fences answer by now.
-    let (slot, _) = ring.acquire(Duration::from_secs(10), || None).unwrap();
+    let (slot, _) = ring.acquire(Duration::from_secs(10), Duration::MAX, || None).unwrap();
     drop(slot);
     assert_idle(&ring);
 }

@@ -248,3 +248,60 @@ fn providers_are_untouched_when_the_capture_returns_and_gone_when_the_flush_does
         });
     }
 }
+
+/// Sets the flag when it is asked for the `after`-th time, and counts what it is asked later.
+struct CancelsItself {
+    flag: Arc<AtomicBool>,
+    after: u64,
+    calls: AtomicU64,
+}
+
+impl StateProvider for CancelsItself {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+        for fill in fills {
+            slot.part(fill.at, fill.len)?.fill(1);
+        }
+        if self.calls.fetch_add(1, Ordering::SeqCst) + 1 == self.after {
+            self.flag.store(true, Ordering::SeqCst);
+        }
+        Ok(Ticket::Done)
+    }
+}
+
+#[test]
+fn a_cancelled_capture_ends_after_the_copy_that_it_is_at_and_nothing_is_written_whole() {
+    let flag = Arc::new(AtomicBool::new(false));
+    let provider = Arc::new(CancelsItself { flag: Arc::clone(&flag), after: 3, calls: AtomicU64::new(0) });
+    // Five leaves to a slot, so that the third copy is in the middle of one.
+    let leaves = (0..20).map(|_| tensor_leaf(3 * BLOCK / 4, Arc::clone(&provider) as _)).collect();
+    let ring = pool(3, 4 * BLOCK);
+    let options = SaveOptions { capture_threads: 1, cancel: Some(flag), ..options(1) };
+    let (captured, written) =
+        run_both(prepare(vec![item("i0", leaves)], &ring, options).unwrap(), &SimDisk::new());
+    let error = captured.expect_err("it was cancelled");
+    assert!(matches!(&error, Error::Cancelled(why) if why.contains("caller")), "{error}");
+    assert!(matches!(written, Err(Error::Cancelled(_))), "{written:?}");
+    assert_eq!(provider.calls.load(Ordering::SeqCst), 3, "it went on reading");
+    assert_idle(&ring);
+}
+
+#[test]
+fn a_capture_that_waits_for_a_slot_can_be_cancelled() {
+    let flag = Arc::new(AtomicBool::new(false));
+    let ring = pool(2, 4 * BLOCK);
+    let (capture, flush) =
+        prepare(big(), &ring, SaveOptions { cancel: Some(Arc::clone(&flag)), ..options(2) }).unwrap();
+    let started = Instant::now();
+    let error = std::thread::scope(|scope| {
+        let captured = scope.spawn(move || capture.run());
+        while ring.free_slots() > 0 {
+            std::thread::yield_now();
+        }
+        flag.store(true, Ordering::SeqCst);
+        captured.join().unwrap().expect_err("nobody frees a slot")
+    });
+    assert!(matches!(&error, Error::Cancelled(why) if why.contains("caller")), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    drop(flush);
+    assert_idle(&ring);
+}

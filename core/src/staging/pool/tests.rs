@@ -100,7 +100,7 @@ fn slots_are_lent_in_the_order_in_which_they_were_asked_for() {
         for i in 0..6 {
             let (pool, turn) = (&pool, &turn);
             scope.spawn(move || {
-                let (slot, waited) = pool.acquire(LONG, none).unwrap();
+                let (slot, waited) = pool.acquire(LONG, Duration::MAX, none).unwrap();
                 assert!(waited.0.is_some());
                 assert_eq!(turn.fetch_add(1, Ordering::SeqCst), i);
                 drop(slot);
@@ -119,7 +119,7 @@ fn slots_are_lent_in_the_order_in_which_they_were_asked_for() {
 fn who_waits_for_a_slot_gives_up_when_none_comes_back_but_not_while_some_do() {
     let pool = StagingPool::of_slots(2, SLOT).unwrap();
     let (one, two) = (pool.try_acquire().unwrap().unwrap(), pool.try_acquire().unwrap().unwrap());
-    let error = pool.acquire(Duration::from_millis(30), none).map(|_| ()).unwrap_err();
+    let error = pool.acquire(Duration::from_millis(30), Duration::MAX, none).map(|_| ()).unwrap_err();
     assert!(matches!(error, Error::Timeout { .. }), "{error}");
     assert!(pool.shared.lock().queue.is_empty(), "its place in the queue is gone");
 
@@ -127,7 +127,8 @@ fn who_waits_for_a_slot_gives_up_when_none_comes_back_but_not_while_some_do() {
     thread::scope(|scope| {
         for _ in 0..6 {
             scope.spawn(|| {
-                let (slot, _) = pool.acquire(Duration::from_millis(300), none).expect("it moves on");
+                let (slot, _) =
+                    pool.acquire(Duration::from_millis(300), Duration::MAX, none).expect("it moves on");
                 thread::sleep(Duration::from_millis(100));
                 drop(slot);
             });
@@ -145,7 +146,7 @@ fn who_waits_for_a_slot_is_woken_to_be_cancelled() {
     thread::scope(|scope| {
         let waiting = scope.spawn(|| {
             let ask = || (cancelled.load(Ordering::SeqCst) == 1).then(|| Error::Cancelled("enough".into()));
-            pool.acquire(LONG, ask).map(|_| ()).unwrap_err()
+            pool.acquire(LONG, Duration::MAX, ask).map(|_| ()).unwrap_err()
         });
         while pool.shared.lock().queue.is_empty() {
             thread::yield_now();
