@@ -21,13 +21,16 @@ def cast_into(source: _Array, target: _Array, path: str) -> None:
     target[...] = _cast(source, target.dtype, path)
 
 
+_named_bounds: Any = ml_dtypes.iinfo
+
+
 @lru_cache(maxsize=256)
 def bounds(dtype: np.dtype[Any]) -> tuple[int, int] | None:
     """The least and the greatest value of an integer dtype (truth values are 0 and 1); ``None`` if it is none."""
     if dtype.kind == "b":
         return 0, 1
     try:
-        info: Any = np.iinfo(dtype) if dtype.kind in "iu" else ml_dtypes.iinfo(dtype)
+        info: Any = (np.iinfo if dtype.kind in "iu" else _named_bounds)(dtype)
     except ValueError:
         return None
     return int(info.min), int(info.max)
