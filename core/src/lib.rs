@@ -19,6 +19,7 @@
 //! | [`sys`] | the only unsafe code |
 
 pub mod copy;
+pub mod deadline;
 pub mod dtype;
 mod error;
 pub mod format;

@@ -135,20 +135,33 @@ pub fn read_manifest(parent: &dyn Dir, name: &str) -> stepwell_core::Result<Mani
     Manifest::decode(&bytes, &parent.path().join(path))
 }
 
-/// Whether all files that a manifest lists are there with their lengths; the error says which is not.
+/// Whether all files that a manifest lists are there with their lengths; the error says which is not, or that it cannot be told.
 pub fn check_lengths(parent: &dyn Dir, found: &Found) -> std::result::Result<(), String> {
-    let files = found.manifest.files.iter().map(|file| (&file.path, file.length));
-    let indexes = found.manifest.items.iter().map(|item| (&item.index.path, item.index.length));
+    match damage(parent, &found.name, &found.manifest) {
+        Ok(None) => Ok(()),
+        Ok(Some(damage)) => Err(damage),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// What of the files that a manifest lists is missing or has another length. An error is no damage: the disk did not answer.
+pub fn damage(parent: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_core::Result<Option<String>> {
+    let files = manifest.files.iter().map(|file| (&file.path, file.length));
+    let indexes = manifest.items.iter().map(|item| (&item.index.path, item.index.length));
     for (path, length) in files.chain(indexes) {
-        match parent.stat(&format!("{}/{path}", found.name)) {
+        match parent.stat(&format!("{name}/{path}")) {
             Ok(Some(stat)) if stat.kind == EntryKind::File && stat.len == length => {}
             Ok(Some(stat)) if stat.kind == EntryKind::File => {
-                return Err(format!("{path} has {} bytes, its manifest says {length}", stat.len));
+                return Ok(Some(format!("{path} has {} bytes, its manifest says {length}", stat.len)));
             }
-            Ok(Some(_)) => return Err(format!("{path} is no regular file")),
-            Ok(None) => return Err(format!("{path} is missing")),
-            Err(error) => return Err(error.to_string()),
+            Ok(Some(_)) => return Ok(Some(format!("{path} is no regular file"))),
+            Ok(None) => return Ok(Some(format!("{path} is missing"))),
+            // ENOENT, ENOTDIR, ELOOP: what leads there is no directory.
+            Err(error) if error.is_not_found() || matches!(error.errno(), Some(20 | 40)) => {
+                return Ok(Some(error.to_string()));
+            }
+            Err(error) => return Err(error),
         }
     }
-    Ok(())
+    Ok(None)
 }

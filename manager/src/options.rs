@@ -44,6 +44,9 @@ pub struct Options {
     pub root_metadata: serde_json::Value,
 }
 
+/// Nothing waits for longer than 31 years: sums of timeouts stay within every clock.
+const MAX_STALL_TIMEOUT: Duration = Duration::from_secs(1_000_000_000);
+
 /// What a failure in the background that nobody has seen does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnSaveError {
@@ -89,6 +92,13 @@ impl Options {
                 "block_bytes={} must be a multiple of 4096 within {:?}",
                 self.block_bytes,
                 stepwell_core::limits::BLOCK_BYTES
+            )));
+        }
+        if self.stall_timeout > MAX_STALL_TIMEOUT {
+            return Err(Error::Invalid(format!(
+                "stall_timeout={:e} s must be at most {:e} s",
+                self.stall_timeout.as_secs_f64(),
+                MAX_STALL_TIMEOUT.as_secs_f64()
             )));
         }
         if self.chunk_bytes == 0 || self.queue_depth == 0 || self.stall_timeout.is_zero() {

@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use stepwell_core::deadline::deadline_after;
 use stepwell_core::io::{Dir, EntryKind, LockKind};
 
 use crate::directory_layout::LEASE;
@@ -163,7 +164,7 @@ impl Deleter {
             finish(&self.shared, &name, remove(&*self.shared.root, &name, &mut || true));
         }
         // What the other thread has begun is waited for, within reason.
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = deadline_after(Duration::from_secs(10));
         let mut queue = self.shared.lock();
         while queue.busy.is_some() {
             let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
@@ -173,7 +174,7 @@ impl Deleter {
 
     /// Waits until nothing is left but what readers hold; `false` by the deadline.
     pub fn drain(&self, timeout: Duration) -> bool {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         let mut queue = self.shared.lock();
         queue.waiting += 1;
         let drained = loop {
@@ -199,7 +200,7 @@ impl Deleter {
 
     /// Tries once more what readers held, then ends the thread; what is left is the next writer's. `false`: the thread did not end in time.
     pub fn stop(&self, timeout: Duration) -> bool {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         {
             let mut queue = self.shared.lock();
             let held = std::mem::take(&mut queue.held);

@@ -22,6 +22,7 @@ use super::buffers::ReadBuffers;
 use super::file_set::FileSet;
 use super::options::{LoadOptions, LoadStats};
 use super::schedule::{Read, Schedule};
+use crate::deadline::deadline_after;
 use crate::io::{Completion, Disk, File, Queue, Transfer};
 use crate::sys::Buffer;
 use crate::{Error, Result};
@@ -347,7 +348,7 @@ impl<S: Sink> Reader<'_, S> {
         self.jobs = None;
         let mut ended = Ok(());
         if let Some(mut queue) = self.queue.take() {
-            let deadline = Instant::now() + self.shared.stall_timeout;
+            let deadline = deadline_after(self.shared.stall_timeout);
             while queue.in_flight() > 0 && Instant::now() < deadline && self.check_stall().is_ok() {
                 if let Some(completion) = queue.complete(SLICE) {
                     self.last_progress = Instant::now();

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crossbeam_channel::Sender;
 
@@ -14,6 +14,7 @@ use super::SaveOptions;
 use super::link::Link;
 use super::progress::Progress;
 use super::windows::{Leaf, Part, Source, Windows};
+use crate::deadline::deadline_after;
 use crate::format::index::Index;
 use crate::provider::{Fill, Ticket};
 use crate::staging::{Door, Filled, Filling, Free, Full, Pending, Slot, StagingPool, Task, Waited};
@@ -143,7 +144,10 @@ impl Task for Job {
             Ok(Err(error)) => error,
             Err(panic) => Error::Misuse(format!("a state provider panicked: {}", message(&*panic))),
         };
-        self.parts.link.stop(format!("the capture failed: {error}"));
+        self.parts.link.stop(match &error {
+            Error::Cancelled(why) => why.clone(),
+            error => format!("the capture failed: {error}"),
+        });
         let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);
         // A cancellation is the consequence of something else, which may be recorded here by another thread.
         if first.is_none() && !matches!(error, Error::Cancelled(_)) {
@@ -201,7 +205,7 @@ impl Worker<'_> {
             }
         }
         // Longer than the flush waits for the disk: where that is what stalls, its error is the one to report.
-        let stall = parts.options.stall_timeout.mul_f32(1.25);
+        let stall = parts.options.stall_timeout.saturating_add(parts.options.stall_timeout / 4);
         let (slot, Waited(time)) =
             parts.pool.acquire(stall, parts.link.patience(), || parts.link.unwanted())?;
         if let Some(time) = time {
@@ -213,8 +217,7 @@ impl Worker<'_> {
     /// Waits for the oldest pending window and hands it on; whether there was one.
     fn resolve_one(&mut self) -> Result<bool> {
         let Some((window, slot)) = self.pending.pop_front() else { return Ok(false) };
-        let deadline =
-            Instant::now() + self.job.parts.options.stall_timeout.min(Duration::from_secs(1 << 30));
+        let deadline = deadline_after(self.job.parts.options.stall_timeout);
         self.hand_on(window, slot.wait(deadline)?)?;
         Ok(true)
     }

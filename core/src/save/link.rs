@@ -24,10 +24,9 @@ impl Link {
     /// Why the capture must stop, if it must: [`Link::cancelled`], and what the caller asked for. The flush does not ask this: what is captured whole may
     /// be committed.
     pub(super) fn unwanted(&self) -> Option<Error> {
-        if self.unwanted.as_ref().is_some_and(|unwanted| unwanted.load(Ordering::Acquire)) {
-            self.stop("its caller cancelled it");
-        }
-        self.cancelled()
+        // Asked under the pool's lock too, so that nothing is stopped here: the thread that gets this answer does that.
+        let unwanted = self.unwanted.as_ref().is_some_and(|unwanted| unwanted.load(Ordering::Acquire));
+        self.cancelled().or_else(|| unwanted.then(|| Error::Cancelled("its caller cancelled it".to_owned())))
     }
 
     /// How long a wait may last until that is asked again: nothing announces what a caller asked for.

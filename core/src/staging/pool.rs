@@ -1,8 +1,9 @@
 //! The staging pool: memory that is mapped, faulted in and given to the engines once, then lent and taken back for ever.
 //!
-//! One pool serves a process ([`StagingPool::shared`]): every manager holds it, the last one frees it. Saves that share it take slots in turn. No user ever
-//! holds a slot while it waits for another one to become free (capture hands a slot on before it asks for the next), so there is no deadlock,
-//! whatever the number of saves.
+//! One pool serves a process ([`StagingPool::shared`]): every manager holds it, the last one frees it. Saves that share it take slots in turn. A capturing thread
+//! holds no slot while it waits for another one (it hands a slot on before it asks for the next), but what it handed on comes back only as its flush
+//! runs. So whoever captures must have a flush that runs, or will without waiting for another capture: a manager captures one save at a time, and
+//! its flushes run first in, first out.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};

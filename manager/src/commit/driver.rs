@@ -7,7 +7,7 @@ use stepwell_core::io::Dir;
 
 use super::machine::{Action, Event, Machine, Now, Stands, Verdict};
 use super::records::{ItemPart, Vote};
-use crate::discovery::read_manifest;
+use crate::discovery::{damage, read_manifest};
 use crate::environment::Clock;
 use crate::error::Result;
 use crate::retire::delete_tree;
@@ -148,6 +148,10 @@ fn look(root: &Arc<dyn Dir>, name: &str, step: Option<u64>) -> stepwell_core::Re
         Ok(manifest) if step.is_some_and(|step| step != manifest.step) => {
             Ok(Stands::NoStep(format!("its manifest says that it is step {}", manifest.step)))
         }
+        Ok(manifest) if step.is_some() => Ok(match damage(&**root, name, &manifest)? {
+            Some(damage) => Stands::NoStep(damage),
+            None => Stands::Step(manifest.attempt),
+        }),
         Ok(manifest) => Ok(Stands::Step(manifest.attempt)),
         Err(error) if error.is_not_found() => Ok(Stands::NoStep("it has no manifest".to_owned())),
         Err(error @ (stepwell_core::Error::Corrupt { .. } | stepwell_core::Error::Format { .. })) => {

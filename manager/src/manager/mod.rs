@@ -121,6 +121,8 @@ struct State {
     /// The save counter of the session.
     counter: u64,
     queue: VecDeque<Job>,
+    /// A save is between waiting for its place and the end of its capture.
+    capturing: bool,
     /// Every save that is not over, oldest first.
     pending: Vec<Save>,
     /// Saves that failed, until someone has seen it.

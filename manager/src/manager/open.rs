@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use stepwell_core::deadline::deadline_after;
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::Birth;
 
@@ -120,7 +121,7 @@ impl Inner {
     pub(super) fn drain(&self, timeout: Option<Duration>) -> Result<()> {
         let begun = Instant::now();
         let limit = timeout.unwrap_or(self.options.stall_timeout);
-        let mut deadline = begun.checked_add(limit);
+        let mut deadline = deadline_after(limit);
         let mut state = self.lock();
         let mut seen = (state.pending.len(), 0);
         loop {
@@ -128,13 +129,10 @@ impl Inner {
             let now = (state.pending.len(), first.bytes_done());
             if timeout.is_none() && now != seen {
                 seen = now;
-                deadline = Instant::now().checked_add(limit);
+                deadline = deadline_after(limit);
             }
             let waited_for = format!("{} save(s), the oldest of step {}", state.pending.len(), first.step());
-            let Some(left) = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()))
-            else {
-                return Ok(());
-            };
+            let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
@@ -161,7 +159,7 @@ impl Inner {
     }
 
     pub(super) fn close(&self, timeout: Duration) -> Result<()> {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         let left = || deadline.saturating_duration_since(Instant::now());
         {
             let mut state = self.lock();

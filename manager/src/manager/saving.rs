@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use stepwell_core::deadline::deadline_after;
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::save::{Capture, Flush, SaveOptions, prepare};
 use stepwell_core::staging::StagingPool;
@@ -13,6 +14,7 @@ use stepwell_reshard::subchunk;
 use super::{Exists, Inner, Manager, SaveRequest, State};
 use crate::commit::{Draft, Existing, Plan};
 use crate::directory_layout;
+use crate::discovery::damage;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::options::Options;
@@ -83,7 +85,7 @@ impl Manager {
         draft.metrics = request.metrics;
         draft.custom_metadata = request.custom_metadata;
         check_draft(&draft)?;
-        inner.wait_for_a_place(request.step, begun, &request.cancel)?;
+        let _turn = inner.wait_for_a_place(request.step, begun, &request.cancel)?;
 
         let save = Save::begun(request.step, capture.progress(), begun, Arc::clone(&request.cancel));
         save.set_stats(|stats| stats.files = draft.items.len() as u64);
@@ -192,7 +194,12 @@ impl Inner {
             return Ok(Decision::Refuse(Refusal::ReadOnly));
         }
         let pending = self.lock().pending.iter().find(|save| save.step() == step).cloned();
-        let there = pending.is_some() || self.committed(step)?.is_some();
+        // What has lost files is no step any more: a good one may take its number, and the commit sets the rest aside.
+        let whole = || -> Result<bool> {
+            let Some(found) = self.committed(step)? else { return Ok(false) };
+            Ok(damage(&*self.root, &found.name, &found.manifest)?.is_none())
+        };
+        let there = pending.is_some() || whole()?;
         // An existing step is told before an order: a final save that repeats the last one is no step back.
         if there && exists == Exists::Skip {
             return Ok(pending.map_or(Decision::Refuse(Refusal::Exists), Decision::Pending));
@@ -210,37 +217,42 @@ impl Inner {
         Ok(if exists == Exists::Replace { Decision::Replace } else { Decision::Save })
     }
 
-    /// Blocks while `max_pending` saves wait beside the one that is being written; as long as there is progress.
-    fn wait_for_a_place(&self, step: u64, begun: Instant, cancel: &AtomicBool) -> Result<()> {
+    /// Blocks while another save is captured (two at once would starve each other: the later one takes slots that only its flush frees, which stands
+    /// behind the earlier one's), and while `max_pending` saves wait beside the one that is being written; as long as there is progress.
+    fn wait_for_a_place(&self, step: u64, begun: Instant, cancel: &AtomicBool) -> Result<Turn<'_>> {
         let mut state = self.lock();
         let mut told = false;
-        let mut seen = (0, 0);
-        let mut deadline = Instant::now() + self.options.stall_timeout;
-        while state.pending.len() > self.options.max_pending {
-            let Some(first) = state.pending.first() else { break };
+        let mut seen = None;
+        let mut deadline = deadline_after(self.options.stall_timeout);
+        while state.capturing || state.pending.len() > self.options.max_pending {
             if cancel.load(Ordering::Acquire) {
                 let source = stepwell_core::Error::Cancelled("its caller cancelled it".to_owned());
                 return Err(Error::SaveFailed { step, source });
             }
+            let first = state.pending.first();
+            let now = first.map(|first| (first.step(), first.bytes_done()));
             if !std::mem::replace(&mut told, true) {
-                tracing::info!(step = first.step(), "this save waits until an earlier one has ended");
+                tracing::info!(step, "this save waits until an earlier one has ended");
             }
-            let now = (first.step(), first.bytes_done());
             if now != seen {
                 seen = now;
-                deadline = Instant::now() + self.options.stall_timeout;
+                deadline = deadline_after(self.options.stall_timeout);
             }
-            let waited_for = format!("the save of step {} to end", first.step());
             if Instant::now() >= deadline {
+                let waited_for = match first {
+                    Some(first) => format!("the save of step {} to end", first.step()),
+                    None => "another save to be planned".to_owned(),
+                };
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
-            let pause = Instant::now() + Duration::from_millis(20);
+            let pause = deadline_after(Duration::from_millis(20));
             state = match self.wait(state, pause.min(deadline)) {
                 Some(state) => state,
                 None => self.lock(),
             };
         }
-        Ok(())
+        state.capturing = true;
+        Ok(Turn(self))
     }
 
     fn enqueue(self: &Arc<Self>, save: &Save, existing: Existing, draft: Draft, flush: Flush) -> Result<()> {
@@ -289,6 +301,16 @@ impl Inner {
             state.thread = Some(thread);
         }
         Ok(())
+    }
+}
+
+/// The right to capture; one save of a manager has it at a time.
+struct Turn<'a>(&'a Inner);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.lock().capturing = false;
+        self.0.changed.notify_all();
     }
 }
 

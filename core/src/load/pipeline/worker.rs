@@ -9,6 +9,7 @@ use std::time::Instant;
 use crossbeam_channel::{Receiver, Sender};
 
 use super::{Event, Job, SLICE, Shared, Sink, aligned, short};
+use crate::deadline::deadline_after;
 use crate::io::{Completion, File, Queue, Transfer};
 use crate::load::schedule::Cell;
 use crate::sys::{Buffer, spawn};
@@ -138,7 +139,7 @@ impl<S: Sink> Worker<S> {
             return Err(Error::Misuse("a worker has no queue".into()));
         };
         queue.submit(Transfer::ReadCached, file, offset, len, buffer, number as u64);
-        let deadline = Instant::now() + self.shared.stall_timeout;
+        let deadline = deadline_after(self.shared.stall_timeout);
         loop {
             if let Some(completion) = queue.complete(SLICE) {
                 return Ok(Some(completion));

@@ -1,0 +1,86 @@
+//! Saves that meet: two threads that save at once, steps that lost files, waits of any length.
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use common::*;
+use stepwell_core::io::Disk;
+use stepwell_core::io::simulated::{Kind, Moment};
+use stepwell_manager::{Exists, Options, SaveRequest};
+
+#[test]
+fn two_threads_that_save_at_once_do_not_starve_each_other() {
+    let world = World::default();
+    let options = Options { max_pending: 4, staging_bytes: Some(16 << 20), ..options() };
+    let manager = world.open(Options { stall_timeout: Duration::from_secs(3), ..options });
+    // Each state takes more slots than there are.
+    let state = vec![3_u8; 80 << 20];
+    std::thread::scope(|scope| {
+        for step in [1, 1_000] {
+            let (manager, state) = (&manager, &state);
+            scope.spawn(move || {
+                for step in step..step + 3 {
+                    match manager.save(SaveRequest::new(step, state_of(state))) {
+                        Ok(save) => committed(&save),
+                        Err(error) => assert_eq!(error.kind(), "step_order", "{error}"),
+                    }
+                }
+            });
+        }
+    });
+    assert!(manager.all_steps().unwrap().ends_with(&[1_000, 1_001, 1_002]));
+}
+
+#[test]
+fn a_step_that_lost_a_file_gives_its_number_to_a_good_one_and_is_kept_aside() {
+    for exists in [Exists::Error, Exists::Skip, Exists::Replace] {
+        let world = World::default();
+        let manager = world.open(options());
+        commit(&manager, 1);
+        commit(&manager, 2);
+        let item = world.disk.open_dir(Path::new("/run/step_00000002/i0")).unwrap();
+        item.remove_file("00000.data").unwrap();
+        assert_eq!(manager.latest_step().unwrap(), Some(1));
+        committed(&manager.save(SaveRequest { exists, ..request(2) }).unwrap());
+        assert_eq!(manager.latest_step().unwrap(), Some(2));
+        assert_restores(&manager, 2);
+        let aside = world.names().into_iter().filter(|name| name.contains("quarantine")).count();
+        assert_eq!(aside, 1, "{exists:?}: {:?}", world.names());
+    }
+}
+
+#[test]
+fn a_wait_without_an_end_waits() {
+    let world = World::default();
+    let manager = world.open(options());
+    let held = Arc::new(AtomicBool::new(true));
+    let hook = Arc::clone(&held);
+    world.disk.set_hook(Some(Arc::new(move |moment, operation| {
+        while moment == Moment::Before && operation.kind == Kind::Write && hook.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    })));
+    let save = save(&manager, 0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(100));
+            held.store(false, Ordering::SeqCst);
+        });
+        manager.wait_until_finished(Some(Duration::MAX)).unwrap();
+    });
+    assert!(save.is_done(), "it came back before the save was over");
+    manager.close(Some(Duration::MAX)).unwrap();
+}
+
+#[test]
+fn a_stall_timeout_that_no_clock_holds_is_refused() {
+    let world = World::default();
+    for seconds in [1_000_000_001, u64::MAX] {
+        let options = Options { stall_timeout: Duration::from_secs(seconds), ..options() };
+        assert_eq!(world.try_open(options).map(drop).unwrap_err().kind(), "invalid");
+    }
+}
