@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,18 +235,15 @@ def test_the_wait_at_exit_has_a_bound_and_says_what_it_waited_for() -> None:
 
     moved = iter((0, 1, 1, 1, 1, 1, 1, 1, 1, 1))
     waits: list[float] = []
-    with pytest.raises(
-        sw.errors.StalledError, match=r"the manager of /x to close at exit.*nothing has happened for 0.02 s"
-    ):
 
-        def wait(seconds: float) -> bool:
-            import time
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        time.sleep(seconds / 2)
+        return False
 
-            waits.append(seconds)
-            time.sleep(seconds / 2)
-            return False
-
-        lifecycle.wait_patiently(wait, lambda: next(moved), 0.02, "the manager of /x to close at exit")
+    what = "the manager of /x to close at exit"
+    with pytest.raises(sw.errors.StalledError, match=rf"{what}.*nothing has happened for 0\.02 s"):
+        lifecycle.wait_patiently(wait, lambda: next(moved), 0.02, what)
     assert 2 <= len(waits) <= 6
 
 
