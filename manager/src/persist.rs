@@ -89,12 +89,13 @@ fn commit(job: Job, root: &Arc<dyn Dir>, environment: &Environment, deleter: &Ar
             Ended { outcome: Outcome::Committed, replaced }
         }
         Verdict::NotCommitted(error) => {
-            tracing::warn!(%error, "not committed");
+            // Told through the outcome, to whoever is to hear it.
+            tracing::info!(%error, "not committed");
             Ended { outcome: Outcome::NotCommitted(Arc::new(error)), replaced: None }
         }
         Verdict::Uncertain(source) => {
             let error = Error::DurabilityUncertain { step, source };
-            tracing::error!(%error, "uncertain");
+            tracing::info!(%error, "uncertain");
             Ended { outcome: Outcome::DurabilityUncertain(Arc::new(error)), replaced: None }
         }
     }

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -131,10 +130,8 @@ impl Checkpoint {
             return Ok(Vec::new());
         }
         let inner = self.get(py)?;
-        let values = wait::on_thread(py, Duration::ZERO, move || {
-            inner.read_objects(&leaves, &LoadOptions::default())
-        })?
-        .map_err(|error| raise_manager(py, &error))?;
+        let values = wait::on_thread(py, move || inner.read_objects(&leaves, &LoadOptions::default()))?
+            .map_err(|error| raise_manager(py, &error))?;
         values.iter().map(|value| to_python(py, value, reviver)).collect()
     }
 

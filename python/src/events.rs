@@ -1,4 +1,4 @@
-//! What waits for Python's notifier thread: callbacks that are due, and buffers to be given back.
+//! What waits for Python's notifier thread: callbacks that are due, lines for the log, and buffers to be given back.
 //!
 //! Engine threads only ever push here; they never attach to the interpreter. The notifier waits detached, and drops owners and runs
 //! callbacks attached. A queue belongs to one process: after a fork the child makes its own.
@@ -10,11 +10,14 @@ use std::time::Duration;
 use pyo3::prelude::*;
 
 use crate::flatten::Flat;
+use crate::log::{self, Line};
 
 /// Something for the notifier to do.
 enum Event {
     /// Run the callback of that number.
     Callback(u64),
+    /// Log this.
+    Line(Line),
     /// Give buffers back.
     Release(Box<Flat>),
 }
@@ -32,7 +35,7 @@ impl Queue {
     }
 }
 
-/// The queue of one process's notifier.
+/// The queue of one process's notifier. The latest one made is where the engine's log goes.
 #[pyclass(frozen, module = "stepwell._core")]
 #[derive(Clone, Default)]
 pub struct Events {
@@ -44,13 +47,27 @@ impl Events {
     pub fn callback(&self, number: u64) {
         self.queue.push(Event::Callback(number));
     }
+
+    /// Has a line logged. From any thread.
+    pub fn line(&self, line: Line) {
+        self.queue.push(Event::Line(line));
+    }
+}
+
+/// What the notifier is told.
+#[derive(IntoPyObject)]
+enum Told {
+    Callback(u64),
+    Line(Line),
 }
 
 #[pymethods]
 impl Events {
     #[new]
     fn new() -> Self {
-        Self::default()
+        let events = Self::default();
+        log::listen(&events);
+        events
     }
 
     /// Has the callback of that number run on the notifier's thread; 0 ends the thread.
@@ -58,10 +75,10 @@ impl Events {
         self.callback(number);
     }
 
-    /// Waits, detached, for callbacks that are due, and gives back the buffers that engine threads are done with. Returns at least every
+    /// Waits, detached, for callbacks that are due and lines to log (level, target, text), and gives back the buffers that engine threads are done with. Returns at least every
     /// `timeout` seconds.
     #[pyo3(signature = (timeout = 60.0))]
-    fn next(&self, py: Python<'_>, timeout: f64) -> Vec<u64> {
+    fn next(&self, py: Python<'_>, timeout: f64) -> Vec<Told> {
         let timeout = Duration::try_from_secs_f64(timeout).unwrap_or(Duration::from_secs(60));
         let events: Vec<Event> = py.detach(|| {
             let guard = self.queue.events.lock().unwrap_or_else(PoisonError::into_inner);
@@ -75,7 +92,8 @@ impl Events {
         events
             .into_iter()
             .filter_map(|event| match event {
-                Event::Callback(number) => Some(number),
+                Event::Callback(number) => Some(Told::Callback(number)),
+                Event::Line(line) => Some(Told::Line(line)),
                 Event::Release(flat) => {
                     drop(flat); // attached here, so the buffers go back at once
                     None

@@ -8,7 +8,7 @@
 //! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
 //! | [`manager`] [`save_handle`] [`checkpoint`] [`matching`] [`options`] | the engine's types, as Python sees them |
 //! | [`direct`] [`slabs`] | the short way of a restore; where its arrays lie |
-//! | [`events`] [`wait`] | what waits for the notifier thread; waits that answer signals |
+//! | [`events`] [`log`] [`wait`] | what waits for the notifier thread; the engine's log; waits that answer signals |
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 use pyo3::prelude::*;
 
@@ -19,6 +19,7 @@ mod events;
 mod flatten;
 mod hooks;
 mod ingest;
+mod log;
 mod manager;
 mod matching;
 mod options;
@@ -51,6 +52,13 @@ mod _core {
     /// Version of the package and its engine.
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+    #[pymodule_init]
+    #[expect(clippy::unnecessary_wraps, reason = "the form that pyo3 calls")]
+    fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::log::install();
+        Ok(())
+    }
 
     /// Names of all dtypes that the format knows.
     #[pyfunction]

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -11,7 +12,7 @@ use pyo3::prelude::*;
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_manager::singular::{self, SingularRequest};
 use stepwell_manager::{
-    Decision, Environment, Exists, Hold, LeafSource, Manager as Engined, Mode, Options, SaveRequest,
+    Decision, Environment, Exists, Hold, LeafSource, Manager as Engined, Mode, Options, Save, SaveRequest,
     StateSource, metrics, root,
 };
 
@@ -27,22 +28,75 @@ use crate::wait;
 
 type Error = stepwell_manager::Error;
 
-/// A capture that was interrupted still gets this long to end, so that what is saved is not torn by what the interrupted caller does next.
-const CAPTURE_GRACE: Duration = Duration::from_secs(5);
+/// The engine's close has a deadline that no progress moves. Those who wait for it look at the progress; it has all the time there is.
+const NO_DEADLINE: Duration = Duration::from_secs(1_000_000_000);
 
 /// The manager of one root.
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Manager {
     inner: Arc<Engined>,
+    stall_timeout: Duration,
+    /// Saves that were not over when last looked at: what waits look at to see progress.
+    saves: Mutex<Vec<Save>>,
+    /// There from the first `close` on.
+    closing: OnceLock<Arc<Closing>>,
+}
+
+/// The one close of a manager, on a thread of its own. Whoever calls `close` waits for it; an interrupt or a timeout ends that wait alone.
+#[derive(Default)]
+struct Closing {
+    state: Mutex<ClosingState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct ClosingState {
+    over: bool,
+    /// For the first that sees it.
+    failure: Option<Error>,
+}
+
+impl Closing {
+    /// How it ended (a failure: for the first that asks); `None` while it goes on.
+    fn wait(&self, timeout: Duration) -> Option<Result<(), Error>> {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut state, _) = self
+            .changed
+            .wait_timeout_while(state, timeout, |state| !state.over)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.over.then(|| state.failure.take().map_or(Ok(()), Err))
+    }
+
+    fn end(&self, result: Result<(), Error>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.over = true;
+        state.failure = result.err();
+        self.changed.notify_all();
+    }
+
+    fn is_over(&self) -> bool {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).over
+    }
+}
+
+impl Drop for Manager {
+    fn drop(&mut self) {
+        // The engine's own drop closes what was not closed, which may wait for the disk: not while Python is held up. In a forked child that does nothing.
+        let closed = Python::try_attach(|py| py.detach(|| self.inner.close(None)));
+        if let Some(Err(error)) = closed
+            && !matches!(error, Error::ForkedProcess(_))
+        {
+            tracing::error!(%error, "a manager was dropped without close()");
+        }
+    }
 }
 
 /// Runs a call of the engine that may wait.
 fn call<T: Send + 'static>(
     py: Python<'_>,
-    grace: Duration,
     work: impl FnOnce() -> Result<T, Error> + Send + 'static,
 ) -> PyResult<T> {
-    wait::on_thread(py, grace, work)?.map_err(|error| raise_manager(py, &error))
+    wait::on_thread(py, work)?.map_err(|error| raise_manager(py, &error))
 }
 
 fn exists_named(name: &str) -> PyResult<Exists> {
@@ -56,10 +110,6 @@ fn exists_named(name: &str) -> PyResult<Exists> {
 
 fn json(text: &str) -> PyResult<serde_json::Value> {
     serde_json::from_str(text).map_err(|error| PyValueError::new_err(format!("custom_metadata: {error}")))
-}
-
-fn seconds(timeout: Option<f64>) -> Option<Duration> {
-    timeout.map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
 }
 
 /// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last provider is gone.
@@ -88,12 +138,13 @@ impl Manager {
     #[new]
     fn new(py: Python<'_>, root: PathBuf, options: &str) -> PyResult<Self> {
         let (options, engine) = options::parse(options)?;
-        let inner = call(py, Duration::ZERO, move || {
+        let stall_timeout = options.stall_timeout;
+        let inner = call(py, move || {
             let purpose = if options.read_only { Purpose::Read } else { Purpose::Write };
             let environment = options::environment(&root, engine, purpose)?;
             Engined::open(&root, options, environment)
         })?;
-        Ok(Self { inner: Arc::new(inner) })
+        Ok(Self { inner: Arc::new(inner), stall_timeout, saves: Mutex::default(), closing: OnceLock::new() })
     }
 
     /// Why `save` would do nothing with a step; `None` if it would save. Raises an existing step, one below the latest, and earlier failures.
@@ -122,7 +173,7 @@ impl Manager {
         py.detach(move || inner.should_save(step, &answers)).map_err(|error| raise_manager(py, &error))
     }
 
-    /// Saves a flattened state, and returns when it is captured.
+    /// Saves a flattened state, and returns when it is captured. An interrupt ends the save: what raises is told by then, and nothing reads the state any more.
     #[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
     fn save(
         &self,
@@ -136,6 +187,7 @@ impl Manager {
         answers: BTreeMap<String, bool>,
         events: &Events,
     ) -> PyResult<SaveHandle> {
+        let cancel = Arc::new(AtomicBool::new(false));
         let request = SaveRequest {
             step,
             state: source(state, events)?.map_err(|error| raise_manager(py, &error))?,
@@ -143,10 +195,19 @@ impl Manager {
             custom_metadata: json(custom_metadata)?,
             force,
             exists: exists_named(exists)?,
-            cancel: Arc::default(),
+            cancel: Arc::clone(&cancel),
         };
         let inner = Arc::clone(&self.inner);
-        call(py, CAPTURE_GRACE, move || inner.save_with(request, &answers)).map(SaveHandle::new)
+        let save = wait::until_stopped(
+            py,
+            &cancel,
+            move || inner.save_with(request, &answers),
+            // Captured whole before it could be stopped: it goes on, and the manager tells of its failure as of any other's.
+            |late| late.into_iter().for_each(|save| self.remember(&save)),
+        )?
+        .map_err(|error| raise_manager(py, &error))?;
+        self.remember(&save);
+        Ok(SaveHandle::new(save))
     }
 
     fn request_preemption(&self) {
@@ -226,7 +287,7 @@ impl Manager {
     #[pyo3(signature = (step, branch = None))]
     fn rewind(&self, py: Python<'_>, step: u64, branch: Option<String>) -> PyResult<(String, Vec<u64>)> {
         let inner = Arc::clone(&self.inner);
-        call(py, Duration::MAX, move || inner.rewind(step, branch.as_deref()))
+        call(py, move || inner.rewind(step, branch.as_deref()))
     }
 
     fn hold(&self, py: Python<'_>, step: u64) -> PyResult<Held> {
@@ -242,33 +303,138 @@ impl Manager {
 
     fn prepare(&self, py: Python<'_>, nbytes: u64) -> PyResult<()> {
         let inner = Arc::clone(&self.inner);
-        call(py, Duration::ZERO, move || inner.prepare(nbytes))
+        call(py, move || inner.prepare(nbytes))
     }
 
     #[pyo3(signature = (step = None))]
     fn checkpoint(&self, py: Python<'_>, step: Option<u64>) -> PyResult<Checkpoint> {
         let inner = Arc::clone(&self.inner);
-        call(py, Duration::ZERO, move || inner.checkpoint(step)).map(Checkpoint::new)
+        call(py, move || inner.checkpoint(step)).map(Checkpoint::new)
     }
 
+    /// Waits in slices: a failure that is due is not taken by a wait that was interrupted.
     #[pyo3(signature = (timeout = None))]
     fn wait_until_finished(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let inner = Arc::clone(&self.inner);
-        call(py, Duration::ZERO, move || inner.wait_until_finished(seconds(timeout)))
+        let limit = wait::seconds(timeout);
+        let begun = Instant::now();
+        let mut patience = Patience::new(self);
+        let mut last = None;
+        let answer = wait::poll(py, limit, |slice| match self.inner.wait_until_finished(Some(slice)) {
+            Err(Error::Timeout { waited_for, .. }) => {
+                let waited = begun.elapsed();
+                let stalled = limit.is_none() && patience.is_over(self);
+                let error = Error::Timeout { waited_for, waited };
+                if stalled {
+                    return Some(Err(error));
+                }
+                last = Some(error);
+                None
+            }
+            answer => Some(answer),
+        })?;
+        match (answer, last) {
+            (Some(answer), _) => answer.map_err(|error| raise_manager(py, &error)),
+            (None, Some(error)) => Err(raise_manager(py, &error)),
+            (None, None) => Ok(()),
+        }
     }
 
     fn check_for_errors(&self, py: Python<'_>) -> PyResult<()> {
         self.inner.check_for_errors().map_err(|error| raise_manager(py, &error))
     }
 
+    /// Begins to close, once, and waits for that. After an interrupt or a timeout the closing goes on, and may be waited for again. Without a
+    /// timeout it gives up when nothing at all has happened for the stall timeout.
     #[pyo3(signature = (timeout = None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let inner = Arc::clone(&self.inner);
-        call(py, Duration::ZERO, move || inner.close(seconds(timeout)))
+        let limit = wait::seconds(timeout);
+        let closing = self.closing.get_or_init(|| {
+            let closing = Arc::new(Closing::default());
+            let (inner, ending) = (Arc::clone(&self.inner), Arc::clone(&closing));
+            let begun = std::thread::Builder::new()
+                .name("stepwell-close".into())
+                .spawn(move || ending.end(inner.close(Some(NO_DEADLINE))));
+            if let Err(error) = begun {
+                let error = stepwell_core::Error::io(
+                    "start a thread for the close of",
+                    Path::new("the manager"),
+                    error,
+                );
+                closing.end(Err(error.into()));
+            }
+            closing
+        });
+        let begun = Instant::now();
+        let mut patience = Patience::new(self);
+        let timed_out = || {
+            let waited_for = self.pending_saves().unwrap_or_else(|| "the close of the manager".to_owned());
+            Error::Timeout { waited_for, waited: begun.elapsed() }
+        };
+        let answer = wait::poll(py, limit, |slice| {
+            let stalled = || (limit.is_none() && patience.is_over(self)).then(|| Err(timed_out()));
+            closing.wait(slice).or_else(stalled)
+        })?;
+        answer.unwrap_or_else(|| Err(timed_out())).map_err(|error| raise_manager(py, &error))
+    }
+
+    /// Something that changes as long as pending saves get on: how many there are, and the bytes they have moved.
+    fn progress(&self) -> (usize, u64) {
+        self.moved()
+    }
+
+    /// Whether `close` is over, so that there is nothing to wait for any more.
+    fn is_closed(&self) -> bool {
+        self.closing.get().is_some_and(|closing| closing.is_over())
+    }
+}
+
+/// Sees whether anything gets on.
+struct Patience {
+    seen: (usize, u64),
+    since: Instant,
+}
+
+impl Patience {
+    fn new(manager: &Manager) -> Self {
+        Self { seen: manager.moved(), since: Instant::now() }
+    }
+
+    /// Whether nothing at all has happened for the stall timeout.
+    fn is_over(&mut self, manager: &Manager) -> bool {
+        let now = manager.moved();
+        if now != self.seen {
+            *self = Self { seen: now, since: Instant::now() };
+        }
+        self.since.elapsed() >= manager.stall_timeout
     }
 }
 
 impl Manager {
+    fn remember(&self, save: &Save) {
+        let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
+        saves.retain(|save| !save.is_done());
+        if save.refusal().is_none() {
+            saves.push(save.clone());
+        }
+    }
+
+    /// How many saves are pending, and how many bytes they have moved.
+    fn moved(&self) -> (usize, u64) {
+        let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
+        saves.retain(|save| !save.is_done());
+        let bytes = saves.iter().map(|save| save.stats().pipeline);
+        let bytes = bytes
+            .fold(0_u64, |sum, one| sum.wrapping_add(one.captured_bytes).wrapping_add(one.written_bytes));
+        (saves.len(), bytes)
+    }
+
+    /// What is waited for, in words.
+    fn pending_saves(&self) -> Option<String> {
+        let (pending, _) = self.moved();
+        let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
+        saves.first().map(|first| format!("{pending} save(s), the oldest of step {}", first.step()))
+    }
+
     /// A call that reads directories and small files.
     fn query<T: Send>(
         &self,
@@ -306,6 +472,7 @@ pub fn save_path(
     options: &str,
     events: &Events,
 ) -> PyResult<SaveHandle> {
+    let cancel = Arc::new(AtomicBool::new(false));
     let request = SingularRequest {
         state: source(state, events)?.map_err(|error| raise_manager(py, &error))?,
         path: path.clone(),
@@ -313,14 +480,27 @@ pub fn save_path(
         metrics,
         custom_metadata: json(custom_metadata)?,
         exists: exists_named(exists)?,
-        cancel: Arc::default(),
+        cancel: Arc::clone(&cancel),
     };
     let (options, engine) = options::parse(options)?;
-    let handle = call(py, CAPTURE_GRACE, move || {
+    let shown = path.display().to_string();
+    let work = move || {
         let environment = options::environment(&path, engine, Purpose::Write)?;
         singular::save(request, &options, &environment)
-    })?;
-    Ok(SaveHandle::new(handle))
+    };
+    let save = wait::until_stopped(py, &cancel, work, |late| {
+        // Captured whole before it could be stopped: it goes on, and someone must hear how it ends.
+        if let Ok(save) = late {
+            let kept = py
+                .import("stepwell.singular")
+                .and_then(|module| module.call_method1("keep", (SaveHandle::new(save), shown)));
+            if let Err(error) = kept {
+                error.write_unraisable(py, None);
+            }
+        }
+    })?
+    .map_err(|error| raise_manager(py, &error))?;
+    Ok(SaveHandle::new(save))
 }
 
 /// Opens a checkpoint: one at that very path, or the newest step (or `step`) of a root.
@@ -328,7 +508,7 @@ pub fn save_path(
 #[pyo3(signature = (path, step = None, engine = "auto"))]
 pub fn open_path(py: Python<'_>, path: PathBuf, step: Option<u64>, engine: &str) -> PyResult<Checkpoint> {
     let engine = options::engine(engine)?;
-    let opened = call(py, Duration::ZERO, move || {
+    let opened = call(py, move || {
         let gone = || Error::StepNotFound { step, root: path.clone(), latest: None };
         if !path.is_dir() {
             return Err(gone());
@@ -360,7 +540,7 @@ fn has_steps(path: &Path, environment: &Environment) -> bool {
 /// The committed steps of a root, for one who only looks.
 #[pyfunction]
 pub fn list_steps(py: Python<'_>, root: PathBuf) -> PyResult<Vec<u64>> {
-    call(py, Duration::ZERO, move || {
+    call(py, move || {
         if !root.is_dir() {
             return Ok(Vec::new());
         }
@@ -371,7 +551,7 @@ pub fn list_steps(py: Python<'_>, root: PathBuf) -> PyResult<Vec<u64>> {
 /// Adds metrics to a committed step of a root, from outside its writer.
 #[pyfunction]
 pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<String, f64>) -> PyResult<()> {
-    call(py, Duration::ZERO, move || {
+    call(py, move || {
         if !root.is_dir() {
             return Err(Error::StepNotFound { step: Some(step), root, latest: None });
         }
@@ -391,7 +571,7 @@ pub fn engine_choice(
     engine: &str,
 ) -> PyResult<(&'static str, bool, usize, bool, Vec<String>)> {
     let engine = options::engine(engine)?;
-    let environment = call(py, Duration::ZERO, move || options::environment(&path, engine, Purpose::Write))?;
+    let environment = call(py, move || options::environment(&path, engine, Purpose::Write))?;
     let choice = environment.disk.choice();
     Ok((choice.engine, choice.direct, choice.alignment, choice.registered, choice.reasons.clone()))
 }

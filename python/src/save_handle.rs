@@ -1,7 +1,6 @@
 //! The future of one save, as Python sees it: waits that answer signals, errors as exceptions.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
@@ -27,10 +26,6 @@ impl SaveHandle {
     }
 }
 
-fn seconds(timeout: Option<f64>) -> Option<Duration> {
-    timeout.map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
-}
-
 #[pymethods]
 impl SaveHandle {
     fn step(&self) -> u64 {
@@ -52,15 +47,16 @@ impl SaveHandle {
 
     #[pyo3(signature = (timeout = None))]
     fn wait_captured(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let there =
-            wait::poll(py, seconds(timeout), |slice| self.save.wait_captured(Some(slice)).then_some(()))?;
+        let there = wait::poll(py, wait::seconds(timeout), |slice| {
+            self.save.wait_captured(Some(slice)).then_some(())
+        })?;
         Ok(there.is_some())
     }
 
     /// Returns once it is committed; raises what made it fail, or `TimeoutError`.
     #[pyo3(signature = (timeout = None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        match wait::poll(py, seconds(timeout), |slice| self.save.wait(Some(slice)))? {
+        match wait::poll(py, wait::seconds(timeout), |slice| self.save.wait(Some(slice)))? {
             Some(Outcome::Committed) => Ok(()),
             Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error)) => {
                 self.seen.store(true, Ordering::Relaxed);
@@ -96,6 +92,12 @@ impl SaveHandle {
             }
             _ => None,
         })
+    }
+
+    /// A number that grows as long as the save gets on.
+    fn progress(&self) -> u64 {
+        let stats = self.save.stats().pipeline;
+        stats.captured_bytes.wrapping_add(stats.written_bytes)
     }
 
     /// Bytes, files, seconds per phase.

@@ -30,29 +30,53 @@ pub fn poll<T: Send>(
     }
 }
 
-/// Runs work on a thread of its own and waits for it, so that a signal handler runs at once. If one raises, the work still gets `grace`
-/// to end before the exception goes on: a capture is over in moments, and must not be torn by whoever catches the exception. After that the work goes on by itself.
+/// Seconds as the package gives them; what no clock can hold is no deadline.
+pub fn seconds(timeout: Option<f64>) -> Option<Duration> {
+    timeout.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+}
+
+/// Runs work on a thread of its own and waits for it, so that a signal handler runs at once. If one raises, the work goes on by itself.
 pub fn on_thread<T: Send + 'static>(
     py: Python<'_>,
-    grace: Duration,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> PyResult<T> {
-    let (send, mut receive) = channel();
+    let mut receive = start(work)?;
+    wait_for(py, &mut receive)?.ok_or_else(no_answer)
+}
+
+/// Runs work that reads the caller's memory, on a thread of its own. A signal handler that raises sets `stop`, which the work looks at; this does
+/// not return before the work has ended. What it answered after that goes to `late`; signals that come meanwhile are handled after the return.
+pub fn until_stopped<T: Send + 'static>(
+    py: Python<'_>,
+    stop: &AtomicBool,
+    work: impl FnOnce() -> T + Send + 'static,
+    late: impl FnOnce(T),
+) -> PyResult<T> {
+    let mut receive = start(work)?;
+    match wait_for(py, &mut receive) {
+        Ok(answer) => answer.ok_or_else(no_answer),
+        Err(interrupt) => {
+            stop.store(true, Ordering::Release);
+            // Moved in and out: a receiver cannot be shared between threads.
+            if let Ok(answer) = py.detach(move || receive.recv()) {
+                late(answer);
+            }
+            Err(interrupt)
+        }
+    }
+}
+
+fn start<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> PyResult<Receiver<T>> {
+    let (send, receive) = channel();
     std::thread::Builder::new()
         .name("stepwell-call".into())
         .spawn(move || drop(send.send(work())))
         .map_err(|error| PyRuntimeError::new_err(format!("no thread could be started: {error}")))?;
-    match wait_for(py, &mut receive, None) {
-        Ok(Some(answer)) => Ok(answer),
-        Ok(None) => {
-            Err(PyRuntimeError::new_err("the engine ended a call without an answer; please report this"))
-        }
-        Err(interrupt) => {
-            // A second signal ends the grace.
-            let _ = wait_for(py, &mut receive, Some(grace));
-            Err(interrupt)
-        }
-    }
+    Ok(receive)
+}
+
+fn no_answer() -> PyErr {
+    PyRuntimeError::new_err("the engine ended a call without an answer; please report this")
 }
 
 /// Runs work on a thread of its own, and does not return before it has ended, whatever happens: it writes into the caller's memory. A
@@ -94,32 +118,19 @@ pub fn to_the_end_with<T: Send + 'static>(
             interrupt = Some(raised);
         }
     };
-    let ended = py.detach(|| thread.join()).ok().and(answer);
-    let answer = ended.ok_or_else(|| {
-        PyRuntimeError::new_err("the engine ended a call without an answer; please report this")
-    })?;
+    let answer = py.detach(|| thread.join()).ok().and(answer).ok_or_else(no_answer)?;
     interrupt.map_or(Ok(answer), Err)
 }
 
-fn wait_for<T: Send>(
-    py: Python<'_>,
-    receive: &mut Receiver<T>,
-    timeout: Option<Duration>,
-) -> PyResult<Option<T>> {
-    enum Answer<T> {
-        There(T),
-        Gone,
-    }
-    let answer = poll(py, timeout, |slice| {
+/// What comes, in whatever time; `None` if nothing can come any more.
+fn wait_for<T: Send>(py: Python<'_>, receive: &mut Receiver<T>) -> PyResult<Option<T>> {
+    let answer = poll(py, None, |slice| {
         let receive = &mut *receive; // exclusive, since a receiver cannot be shared between threads
         match receive.recv_timeout(slice) {
-            Ok(answer) => Some(Answer::There(answer)),
+            Ok(answer) => Some(Some(answer)),
             Err(RecvTimeoutError::Timeout) => None,
-            Err(RecvTimeoutError::Disconnected) => Some(Answer::Gone),
+            Err(RecvTimeoutError::Disconnected) => Some(None),
         }
     })?;
-    Ok(match answer {
-        Some(Answer::There(answer)) => Some(answer),
-        Some(Answer::Gone) | None => None,
-    })
+    Ok(answer.flatten())
 }

@@ -3,56 +3,84 @@ is touched."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .errors import MismatchError
 from .specs import to_dtype
 
-
-def cast_into(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any], path: str) -> None:
-    """Writes ``source`` in another dtype. A finite value that the other dtype has not raises: silently saturated or infinite weights are
-    not what anybody asked for."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = source.astype(target.dtype)
-        if _lossy(source.dtype, target.dtype):
-            _check_range(source, values, path)
-    target[...] = values
+_Array = np.ndarray[Any, Any]
 
 
-def _lossy(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    return source != target
+def cast_into(source: _Array, target: _Array, path: str) -> None:
+    """Writes ``source`` in another dtype. A value that the other dtype has not raises: wrapped integers, saturated or infinite weights are
+    not what anybody asked for. Fractions and digits may go."""
+    target[...] = _cast(source, target.dtype, path)
 
 
-def _is_float(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind in "fcVW" and not _is_integer(dtype)
+_named_bounds: Any = ml_dtypes.iinfo
 
 
-def _is_integer(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind in "iub" or dtype.name in ("int1", "int2", "int4", "uint1", "uint2", "uint4")
+@lru_cache(maxsize=256)
+def bounds(dtype: np.dtype[Any]) -> tuple[int, int] | None:
+    """The least and the greatest value of an integer dtype (truth values are 0 and 1); ``None`` if it is none."""
+    if dtype.kind == "b":
+        return 0, 1
+    try:
+        info: Any = (np.iinfo if dtype.kind in "iu" else _named_bounds)(dtype)
+    except ValueError:
+        return None
+    return int(info.min), int(info.max)
 
 
-def _check_range(source: np.ndarray[Any, Any], values: np.ndarray[Any, Any], path: str) -> None:
-    if source.dtype.kind in "mM" or values.dtype.kind in "mM" or source.size == 0:
-        return
-    if _is_integer(values.dtype):
-        wide = values.astype(np.float64 if _is_float(source.dtype) else np.int64)
-        if _is_float(source.dtype):
-            original = np.trunc(source.astype(np.float64))
-            bad = ~(np.abs(wide - original) < 1)
-        elif source.dtype == np.uint64 or values.dtype == np.uint64:
-            bad = (source > 2**63 - 1) if values.dtype != np.uint64 else (source < 0)
-        else:
-            bad = source.astype(np.int64) != wide
-    else:
-        wider = np.complex128 if source.dtype.kind in "cW" else np.float64
-        bad = np.isfinite(source.astype(wider)) & ~np.isfinite(values.astype(wider))
+def _cast(source: _Array, dtype: np.dtype[Any], path: str) -> _Array:
+    if source.dtype == dtype or source.size == 0 or source.dtype.kind in "mM" or dtype.kind in "mM":
+        return source.astype(dtype)
+    if source.dtype.kind == "c" and dtype.kind != "c":
+        _refuse(source, dtype, source.imag != 0, path)
+        source = source.real
+    limits = bounds(dtype)
+    if limits is None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = source.astype(dtype)
+            wide = np.complex128 if dtype.kind == "c" else np.float64
+            lost = np.isfinite(source.astype(wide)) & ~np.isfinite(values.astype(wide))
+        _refuse(source, dtype, lost, path)
+        return values
+    whole = _whole(source, dtype, limits, path)
+    return whole if whole.dtype == dtype else whole.astype(dtype)
+
+
+def _whole(source: _Array, dtype: np.dtype[Any], limits: tuple[int, int], path: str) -> _Array:
+    """The values as integers of 64 bits, each of which ``dtype`` has."""
+    least, greatest = limits
+    own = bounds(source.dtype)
+    if own is not None:
+        wide = source.astype(np.uint64 if own[1] > np.iinfo(np.int64).max else np.int64)
+        # Compared as Python's integers first: a bound that the wide dtype has not cannot be passed either.
+        if int(wide.max()) > greatest:
+            _refuse(source, dtype, wide > greatest, path)
+        if int(wide.min()) < least:
+            _refuse(source, dtype, wide < least, path)
+        return wide
+    # Both bounds are powers of two, or one below: exact as floats, also where the greatest itself is not.
+    wide = np.trunc(
+        source if source.dtype.kind == "f" and source.dtype.itemsize > 8 else source.astype(np.float64)
+    )
+    with np.errstate(invalid="ignore"):
+        _refuse(source, dtype, ~((wide >= float(least)) & (wide < float(greatest + 1))), path)
+    return wide.astype(np.uint64 if greatest > np.iinfo(np.int64).max else np.int64)
+
+
+def _refuse(source: _Array, dtype: np.dtype[Any], bad: _Array, path: str) -> None:
     count = int(np.count_nonzero(bad))
     if count:
         first = tuple(int(i) for i in np.argwhere(np.atleast_1d(bad))[0])
         raise MismatchError(
-            f"leaf `{path}`: {count} value(s) do not fit {values.dtype.name} (the first at {first}, "
+            f"leaf `{path}`: {count} value(s) do not fit {dtype.name} (the first at {first}, "
             f"{np.atleast_1d(source)[first]!s}); keep {source.dtype.name}, or rescale before you save"
         )
 
@@ -62,4 +90,4 @@ def common_box(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, .
     return tuple(min(a, b) for a, b in zip(stored, wanted, strict=True))
 
 
-__all__ = ["cast_into", "common_box", "to_dtype"]
+__all__ = ["bounds", "cast_into", "common_box", "to_dtype"]

@@ -1,7 +1,9 @@
-"""What must happen around the life of a process: callbacks on one thread, pending saves flushed at exit, failures that nobody has seen turned
-into an exit status, and handles that know when they are in a forked child.
+"""What must happen around the life of a process: callbacks and the engine's log on one thread, pending saves flushed at exit, failures that
+nobody has seen turned into an exit status, and handles that know when they are in a forked child.
 
-* One daemon thread, started with the first manager, waits in the engine (without the GIL) and runs callbacks; engine threads never touch Python.
+* One daemon thread, started with the first manager, waits in the engine (without the GIL), runs callbacks and hands the engine's log to
+  ``logging.getLogger("stepwell")``; engine threads never touch Python.
+* What is to be ended at exit is kept here, strongly: a manager that its user has dropped still has an end that someone hears of.
 * The atexit hook is registered when this package is imported, hence runs after all hooks that were registered later. It closes the managers
   that this process made, prints failures that nobody has seen, and then leaves with ``os._exit(1)``: an exception there would exit 0.
 """
@@ -13,23 +15,25 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import traceback
-import weakref
 from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
-from .errors import ForkedProcess
+from .errors import ForkedProcess, StalledError
 
-#: How long the flush at exit may take without any progress being asked for: the engine's own deadlines end it earlier.
 EXIT_STATUS = 1
 
 
-class Closable(Protocol):
+class Ending(Protocol):
     """What the exit hook does with a manager or a background save."""
 
-    def _at_exit(self) -> list[BaseException]:
-        """Ends everything; returns the failures that nobody has seen."""
+    #: Which one it is, for messages.
+    what: str
+
+    def at_exit(self) -> BaseException | None:
+        """Ends it, in bounded time; the failure that nobody has seen."""
 
 
 class Owner:
@@ -92,7 +96,11 @@ class _Notifier:
 
     def _run(self) -> None:
         while True:
-            for number in self._events.next():
+            for told in self._events.next():
+                if isinstance(told, tuple):
+                    log(*told)
+                    continue
+                number = told
                 if number == 0:
                     return
                 with self._lock:
@@ -116,41 +124,68 @@ class _Notifier:
 
 
 notifier = _Notifier()
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
+_endings: dict[int, Ending] = {}
 _failures: list[str] = []
 
 
-def watch(handle: Closable) -> None:
-    """Has the exit hook end a handle."""
+def log(level: int, target: str, text: str) -> None:
+    """Something that the engine has to say. Without a handler of the user's, ``logging`` itself shows warnings on standard error."""
+    import logging  # costs a tenth of the import of this package, and mostly has nothing to say
+
+    try:
+        logging.getLogger("stepwell").log(level, "%s", text, extra={"target": target})
+    except Exception:  # a handler or filter that raises must not end the thread
+        traceback.print_exc()
+
+
+def watch(ending: Ending) -> None:
+    """Has the exit hook end something."""
     notifier.start()
-    _open.add(handle)
+    _endings[id(ending)] = ending
 
 
-def forget(handle: Closable) -> None:
-    """The handle was ended by its user."""
-    _open.discard(handle)
+def forget(ending: Ending) -> None:
+    """It has ended, and its user has heard how."""
+    _endings.pop(id(ending), None)
 
 
 def unseen(failure: BaseException, where: str) -> None:
-    """A failure that nobody can see any more: printed at exit."""
+    """A failure that nobody can see any more: printed at exit, which then is one with an error."""
     _failures.append(f"stepwell: {where}: {type(failure).__name__}: {failure}")
+
+
+def wait_patiently(
+    wait: Callable[[float], bool], progress: Callable[[], object], stall: float, what: str
+) -> None:
+    """Calls ``wait(seconds)`` until it says yes. Raises ``StalledError`` when ``progress()`` has not changed for ``stall`` seconds."""
+    begun = since = time.monotonic()
+    seen = progress()
+    while not wait(min(stall, 0.25)):
+        now = progress()
+        if now != seen:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since >= stall:
+            raise StalledError(
+                f"waited {time.monotonic() - begun:.1f} s for {what}, and nothing has happened for {stall:g} s; it is given up"
+            )
 
 
 def _reset_in_child() -> None:
     """In a forked child none of the parent's handles, failures and threads are this process's business."""
-    global notifier, _open
+    global notifier, _endings
     _failures.clear()
-    _open = weakref.WeakSet()
+    _endings = {}
     notifier = _Notifier()
 
 
 def _at_exit() -> None:
-    for handle in list(_open):
+    for ending in list(_endings.values()):
         try:
-            for failure in handle._at_exit():
-                unseen(failure, "a save in the background failed and nobody looked")
-        except BaseException as failure:
-            unseen(failure, "closing at exit failed")
+            failure = ending.at_exit()
+        except BaseException as raised:  # an interrupt too: the next one is to be ended as well
+            failure = raised
+        if failure is not None:
+            unseen(failure, f"{ending.what} was not looked at before the process ended")
     notifier.stop()
     if not _failures:
         return

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,11 +14,12 @@ from typing import Any, Literal, final
 
 from . import _core, lifecycle, restore, stateful
 from .checkpoint import Checkpoint, Metadata
-from .errors import ClosedError, MisuseError, StepNotFound
+from .errors import ClosedError, MisuseError, StalledError, StepNotFound
 from .options import Options, StepName, plain_json, to_json
 from .policies import SavePolicy, every_steps
 from .retention import Retention, keep_all
 from .save import Save
+from .timeouts import seconds, stall_seconds
 
 Exists = Literal["error", "skip", "replace"]
 _MAX_STEP = 2**63 - 1
@@ -60,10 +62,15 @@ class CheckpointManager:
                 f"retention is made by sw.keep_latest() and the like, not a {type(retention).__qualname__}"
             )
         _check_coordinator(coordinator)
+        if self._policy.signals and threading.current_thread() is not threading.main_thread():
+            raise MisuseError(
+                "on_preemption() listens to signals: make the manager on the main thread, or pass signals=()"
+            )
         self._root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self._read_only = bool(read_only)
+        options = options or Options()
         text = to_json(
-            options or Options(),
+            options,
             self._policy,
             rules,
             step_name,
@@ -73,8 +80,11 @@ class CheckpointManager:
             on_save_error,
         )
         self._core = core = _core.Manager(self._root, text)
-        self._preemption = _Preemption(self._policy.signals, core.request_preemption)
-        lifecycle.watch(self)
+        self._ending = _Ending(core, self._root, self._owner, stall_seconds(options.stall_timeout))
+        lifecycle.watch(self._ending)
+        # From here on somebody closes it, whatever its user does.
+        weakref.finalize(self, self._ending.abandoned).atexit = False
+        self._ending.preemption = _Preemption(self._policy.signals, weakref.ref(self))
 
     # ---- saving -------------------------------------------------------------------------------------------------------
 
@@ -284,30 +294,24 @@ class CheckpointManager:
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Waits until no save is pending; raises a failure that nobody has seen."""
-        self._open().wait_until_finished(timeout)
+        self._open().wait_until_finished(seconds(timeout))
 
     def check_for_errors(self) -> None:
         """Raises a failure of a background save that nobody has seen."""
         self._open().check_for_errors()
 
     def close(self, timeout: float | None = None) -> None:
-        """Commits what is pending, gives everything back, and raises a failure that nobody has seen. Closing twice is fine."""
+        """Commits what is pending, gives everything back, and raises a failure that nobody has seen. Closing twice is fine. After a
+        ``TimeoutError`` or an interrupt it goes on: call it again to wait on, or leave that to the end of the process."""
         self._owner.check()
-        core, self._core = self._core, None
-        if core is None:
+        limit = seconds(timeout)
+        if self._core is None:
             return
-        lifecycle.forget(self)
-        self._preemption.restore()
-        core.close(timeout)
-
-    def _at_exit(self) -> list[BaseException]:
-        if self._core is None or not self._owner.is_here:
-            return []
         try:
-            self.close()
-        except Exception as failure:
-            return [failure]
-        return []
+            self._ending.close(limit)
+        finally:
+            if self._ending.is_over():
+                self._core = None
 
     def _open(self) -> Any:
         self._owner.check()
@@ -334,39 +338,103 @@ class CheckpointManager:
         return f"<CheckpointManager of {self._root}{', closed' if self._core is None else ''}>"
 
 
-class _Preemption:
-    """Signals that announce a preemption; handlers that were there still run."""
+class _Ending:
+    """The end of a manager, which outlives it: by ``close``, by the garbage collector, or by the exit hook."""
 
-    def __init__(self, signals: tuple[int, ...], announce: Callable[[], None]) -> None:
-        self._tell = announce
+    def __init__(self, core: Any, root: str, owner: lifecycle.Owner, stall: float) -> None:
+        self.what = f"the manager of {root}"
+        self.preemption: _Preemption | None = None
+        self._core = core
+        self._owner = owner
+        self._stall = stall
+
+    def is_over(self) -> bool:
+        """Whether there is nothing left to wait for."""
+        return bool(self._core.is_closed())
+
+    def close(self, limit: float | None) -> None:
+        """Closes, and is watched until that is over."""
+        if self.preemption is not None:
+            self.preemption.restore()
+        try:
+            self._core.close(limit)
+        finally:
+            if self.is_over():
+                lifecycle.forget(self)
+
+    def abandoned(self) -> None:
+        """The manager was dropped, and maybe not closed. Runs in the garbage collector, where nothing that raises is heard."""
+        if not self._owner.is_here or self.is_over():
+            return
+        try:
+            self.close(None)
+        except Exception as failure:
+            lifecycle.unseen(failure, f"{self.what} was dropped without close()")
+            lifecycle.log(
+                40,
+                "stepwell",
+                f"{self.what} was dropped without close(): {type(failure).__name__}: {failure}",
+            )
+
+    def at_exit(self) -> BaseException | None:
+        """Closes with a bound; see ``lifecycle.Ending``."""
+        if not self._owner.is_here:
+            return None
+
+        def wait(slice: float) -> bool:
+            try:
+                self.close(slice)
+            except StalledError:
+                if self.is_over():
+                    raise
+                return False
+            return True
+
+        try:
+            lifecycle.wait_patiently(wait, self._core.progress, self._stall, f"{self.what} to close at exit")
+        except Exception as failure:
+            return failure
+        return None
+
+
+class _Preemption:
+    """Signals that announce a preemption; handlers that were there still run. Keeps no manager alive."""
+
+    def __init__(self, signals: tuple[int, ...], manager: weakref.ref[CheckpointManager]) -> None:
+        self._manager = manager
         self._before: dict[int, Any] = {}
         if not signals:
             return
         import signal
 
-        if threading.current_thread() is not threading.main_thread():
-            raise MisuseError(
-                "on_preemption() listens to signals: make the manager on the main thread, or pass signals=()"
-            )
         for number in signals:
             self._before[number] = signal.signal(number, self._announce)
 
     def _announce(self, number: int, frame: Any) -> None:
-        self._tell()
+        manager = self._manager()
+        core = None if manager is None else manager._core
+        if core is not None:
+            core.request_preemption()
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
+        elif core is None and before in (0, None):
+            # Nobody is left to be told, and nobody else listens: what the signal does by itself.
+            import signal
+
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def restore(self) -> None:
-        """Puts the handlers back that were there, where ours still stand."""
+        """Puts the handlers back that were there, where ours still stand. Elsewhere ours goes on calling what was there before it."""
         if not self._before or threading.current_thread() is not threading.main_thread():
             return
         import signal
 
-        for number, before in self._before.items():
+        for number, before in list(self._before.items()):
             if signal.getsignal(number) == self._announce:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._before = {}
+                del self._before[number]
 
 
 def _step(step: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 from .errors import MisuseError
 from .policies import SavePolicy
 from .retention import Retention
+from .timeouts import stall_seconds
 
 
 @final
@@ -91,7 +92,7 @@ def to_json(
             "block_bytes": options.block_bytes,
             "capture_threads": options.capture_threads,
             "queue_depth": options.queue_depth,
-            "stall_timeout": options.stall_timeout,
+            "stall_timeout": stall_seconds(options.stall_timeout),
             "engine": options.engine,
             "root_metadata": None
             if options.root_metadata is None

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from . import lifecycle
-from .errors import MisuseError, StepwellError
+from .errors import StepwellError
+from .timeouts import seconds
 
 
 @final
@@ -55,7 +56,7 @@ class Save:
     def wait_captured(self, timeout: float | None = None) -> bool:
         """Waits until the state may be changed; ``False`` if ``timeout`` seconds have passed before."""
         self._owner.check()
-        return self._handle is None or bool(self._handle.wait_captured(_seconds(timeout)))
+        return self._handle is None or bool(self._handle.wait_captured(seconds(timeout)))
 
     def done(self) -> bool:
         """Whether it is committed or has failed."""
@@ -68,13 +69,15 @@ class Save:
         self._owner.check()
         if self._handle is None:
             return None
-        self._handle.result(_seconds(timeout))
+        self._handle.result(seconds(timeout))
         return self.step
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What made it fail, or ``None`` once it is committed."""
+        self._owner.check()
+        limit = seconds(timeout)  # a wrong one is no failure of the save
         try:
-            self.result(timeout)
+            self.result(limit)
         except StepwellError as error:
             return error
         return None
@@ -120,12 +123,3 @@ class Save:
             return f"<Save of step {self.step}, of the parent process>"
         state = "done" if self._handle.done() else "captured" if self._handle.captured() else "capturing"
         return f"<Save of step {self.step}: {state}>"
-
-
-def _seconds(timeout: float | None) -> float | None:
-    if timeout is None:
-        return None
-    seconds = float(timeout)
-    if seconds != seconds or seconds < 0:
-        raise MisuseError(f"a timeout is a number of seconds, at least 0, not {timeout!r}")
-    return min(seconds, 1e9)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from . import _core, lifecycle
 from .checkpoint import Checkpoint, Metadata, VerifyReport
-from .errors import MisuseError, StepGone, StepNotFound
+from .errors import MisuseError, StalledError, StepGone, StepNotFound
 from .manager import _check_target, _is_callable_state, _step, real_numbers
 from .options import Options, plain_json, to_json
 from .policies import every_steps
 from .restore import Globs
 from .retention import keep_all
 from .save import Save
+from .timeouts import NO_DEADLINE, seconds, stall_seconds
 
 Path = str | os.PathLike[str]
 
@@ -27,22 +27,48 @@ def _absolute(path: Path) -> str:
 
 
 class _Background:
-    """A singular save in the background: committed at exit at the latest."""
+    """A singular save in the background: committed at exit at the latest, and its failure told there if nowhere else."""
 
-    def __init__(self, handle: Any, path: str) -> None:
+    def __init__(self, handle: Any, path: str, stall: float) -> None:
+        self.what = f"the save to {path}"
         self._handle = handle
-        self._path = path
         self._owner = lifecycle.Owner("save")
+        self._stall = stall
 
-    def _at_exit(self) -> list[BaseException]:
+    def at_exit(self) -> BaseException | None:
+        """Waits with a bound; see ``lifecycle.Ending``."""
         if not self._owner.is_here:
-            return []
-        failure = self._handle.unseen_failure()
-        return [] if failure is None else [failure]
+            return None
+        try:
+            lifecycle.wait_patiently(
+                self._over, self._handle.progress, self._stall, f"{self.what} to end at exit"
+            )
+        except StalledError as stalled:
+            return stalled
+        failure: BaseException | None = self._handle.unseen_failure(peek=True)
+        return failure
+
+    def _over(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._handle.done():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.005)
+        return True
 
 
-_background: set[_Background] = set()
-_background_lock = threading.Lock()
+def keep(handle: Any, path: str, stall: float | None = None) -> Save:
+    """The future of a save that was begun, which the exit hook knows of. The bindings call this too, for a save whose caller was interrupted."""
+    background = _Background(handle, path, Options().stall_timeout if stall is None else stall)
+    lifecycle.watch(background)
+    save = Save(0, handle)
+
+    def over(_: Save) -> None:
+        if handle.unseen_failure(peek=True) is None:
+            lifecycle.forget(background)
+
+    save.add_done_callback(over)
+    return save
 
 
 def save_async(
@@ -61,21 +87,10 @@ def save_async(
     metadata = json.dumps(plain_json(custom_metadata, "custom_metadata"))
     where = _absolute(path)
     flat = _core.flatten(state() if _is_callable_state(state) else state)
-    text = to_json(options or Options(), every_steps(1), keep_all(), None, "auto", 1, False, "raise")
+    options = options or Options()
+    text = to_json(options, every_steps(1), keep_all(), None, "auto", 1, False, "raise")
     handle = _core.save_path(where, flat, numbers, metadata, exists, text, lifecycle.notifier.events)
-    background = _Background(handle, where)
-    with _background_lock:
-        _background.add(background)
-    lifecycle.watch(background)
-    save = Save(0, handle)
-
-    def over(_: Save) -> None:
-        with _background_lock:
-            if handle.unseen_failure(peek=True) is None:
-                _background.discard(background)
-
-    save.add_done_callback(over)
-    return save
+    return keep(handle, where, stall_seconds(options.stall_timeout))
 
 
 def save(
@@ -95,6 +110,7 @@ def save(
 
 def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkpoint:
     """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or ``step``) of a root."""
+    lifecycle.notifier.start()  # for what the engine has to say
     return Checkpoint(_core.open_path(_absolute(path), None if step is None else _step(step), engine))
 
 
@@ -188,6 +204,8 @@ def watch(
     one that is still there. Ends when nothing new has come for ``timeout`` seconds. Each is closed when the next is asked for."""
     if which not in ("latest", "all"):
         raise MisuseError(f'which is "latest" or "all", not {which!r}')
+    limit, pause = seconds(timeout), seconds(interval, "interval")
+    lifecycle.notifier.start()  # for what the engine has to say
     where = _absolute(root)
     seen = after
     quiet_since = time.monotonic()
@@ -204,10 +222,7 @@ def watch(
             quiet_since = time.monotonic()
         if steps:
             continue
-        left = math_inf if timeout is None else quiet_since + timeout - time.monotonic()
+        left = NO_DEADLINE if limit is None else quiet_since + limit - time.monotonic()
         if left <= 0:
             return
-        time.sleep(min(interval, left))
-
-
-math_inf = float("inf")
+        time.sleep(min(3600.0 if pause is None else pause, left))

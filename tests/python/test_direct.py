@@ -54,9 +54,7 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
-        return list(one) == list(other) and all(
-            same(one[key], other[key]) for key in one
-        )
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
@@ -105,9 +103,7 @@ def test_what_is_restored_without_a_target_is_the_same_both_ways(saved: Path) ->
     "leaf",
     [np.zeros_like, lambda a: sw.ArraySpec(a.shape, a.dtype), lambda _: sw.ArraySpec()],
 )
-def test_a_like_is_restored_the_same_both_ways_and_stays_as_it_is(
-    saved: Path, leaf: Any
-) -> None:
+def test_a_like_is_restored_the_same_both_ways_and_stays_as_it_is(saved: Path, leaf: Any) -> None:
     like = like_of(a_state(), leaf)
     del like["containers"]
     assert is_direct(saved, like, False)
@@ -152,9 +148,7 @@ def test_some_entries_in_another_order_are_restored_directly(saved: Path) -> Non
         lambda s: s["params"].update(w=s[3]["n"]),
         lambda s: s["params"]["tied"].setflags(write=False),
         lambda s: s["params"].update(columns=np.broadcast_to(np.zeros(30), (40, 30))),
-        lambda s: s["params"].update(
-            columns=s["medium"][0][:9600].view(np.float64).reshape(40, 30)
-        ),
+        lambda s: s["params"].update(columns=s["medium"][0][:9600].view(np.float64).reshape(40, 30)),
         lambda s: s[3].update(n=Colour.RED),
         lambda s: s[3].update(n=int),
         lambda s: s[3].update(sizes=[]),

@@ -1,0 +1,108 @@
+//! What the engine has to say beside answers and errors: its `tracing` events, on their way to Python's `logging`.
+//!
+//! The one subscriber of this module's process puts level, target and text into the notifier's queue; the notifier calls `logging`. Engine threads
+//! never touch Python for it. What is below INFO is not looked at, and spans are not followed: an event that matters says its step itself.
+
+use std::fmt::{self, Write};
+use std::sync::{Mutex, PoisonError};
+
+use tracing::field::{Field, Visit};
+use tracing::level_filters::LevelFilter;
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+use crate::events::Events;
+
+/// Level as `logging` counts, target, text.
+pub type Line = (u8, String, String);
+
+/// Where lines go: the queue of the process that has that number. A forked child must not push into its parent's.
+static SINK: Mutex<Option<(u32, Events)>> = Mutex::new(None);
+
+/// Makes this process's lines go to a queue.
+pub fn listen(events: &Events) {
+    // In a forked child another thread of the parent may have held this when it forked: then the child stays silent.
+    let mut sink = match SINK.try_lock() {
+        Ok(sink) => sink,
+        Err(std::sync::TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(std::sync::TryLockError::WouldBlock) => return,
+    };
+    *sink = Some((std::process::id(), events.clone()));
+}
+
+/// Begins to listen to the engine, once per process.
+pub fn install() {
+    // Another subscriber can only be one of an earlier import: it serves as well.
+    let _ = tracing::subscriber::set_global_default(Lines);
+}
+
+struct Lines;
+
+impl Subscriber for Lines {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_event() && *metadata.level() <= Level::INFO
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(LevelFilter::INFO)
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let metadata = event.metadata();
+        let level = match *metadata.level() {
+            Level::ERROR => 40,
+            Level::WARN => 30,
+            _ => 20,
+        };
+        let mut text = Text::default();
+        event.record(&mut text);
+        let sink = SINK.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some((process, events)) = sink
+            && process == std::process::id()
+        {
+            events.line((level, metadata.target().to_owned(), text.message + &text.fields));
+        }
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+/// The message, and the fields behind it.
+#[derive(Default)]
+struct Text {
+    message: String,
+    fields: String,
+}
+
+impl Text {
+    fn put(&mut self, field: &Field, value: fmt::Arguments<'_>) {
+        // Writing to a string cannot fail.
+        let _ = if field.name() == "message" {
+            self.message.write_fmt(value)
+        } else if self.fields.is_empty() {
+            write!(self.fields, ": {}={value}", field.name())
+        } else {
+            write!(self.fields, ", {}={value}", field.name())
+        };
+    }
+}
+
+impl Visit for Text {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.put(field, format_args!("{value:?}"));
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.put(field, format_args!("{value}"));
+    }
+}
