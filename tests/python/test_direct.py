@@ -10,7 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-
 import stepwell as sw
 from stepwell import _core
 

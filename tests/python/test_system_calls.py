@@ -24,7 +24,6 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-
 import stepwell as sw
 
 HERE = Path(__file__).parent
