@@ -59,7 +59,7 @@ test-rust: | tools ## the Rust tests
 test-python: build ## the Python tests
 	$(BIN)/mypy --config-file python/pyproject.toml
 	$(BIN)/python -m mypy.stubtest stepwell._core --mypy-config-file python/pyproject.toml
-	$(BIN)/python -m pytest tests/python
+	$(BIN)/python -m pytest -rs tests/python
 
 .PHONY: test-long
 test-long: build ## hours: longer sweeps of the same proofs, and the licences of all dependencies
