@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::save::Save;
+
 /// What every fallible call of this crate returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -149,9 +151,16 @@ pub enum Error {
         /// For how long.
         waited: Duration,
     },
-    /// A save in the background failed earlier, and nobody had seen it yet.
-    #[error("an earlier save failed: {0}")]
-    Earlier(#[source] Arc<Error>),
+    /// A save in the background failed earlier, and nobody had seen it yet. Who cannot tell it after all gives it to [`Manager::put_back`].
+    ///
+    /// [`Manager::put_back`]: crate::Manager::put_back
+    #[error("an earlier save failed: {source}")]
+    Earlier {
+        /// The save.
+        save: Save,
+        /// Why it failed.
+        source: Arc<Error>,
+    },
     /// From planning; a mismatch carries the whole report.
     #[error(transparent)]
     Reshard(#[from] stepwell_reshard::Error),
@@ -207,7 +216,7 @@ impl Error {
             Self::NotAStep { .. } => "not_a_step",
             Self::Invalid(_) => "invalid",
             Self::Timeout { .. } => "timeout",
-            Self::Earlier(error) => error.kind(),
+            Self::Earlier { source, .. } => source.kind(),
             Self::Reshard(error) => match error {
                 stepwell_reshard::Error::Mismatch(_) => "mismatch",
                 stepwell_reshard::Error::Index { .. } => "corrupt_checkpoint",
@@ -228,7 +237,7 @@ impl Error {
         match self {
             Self::SaveFailed { source, .. } | Self::DurabilityUncertain { source, .. } => Some(source),
             Self::Core(error) => Some(error),
-            Self::Earlier(error) => error.core(),
+            Self::Earlier { source, .. } => source.core(),
             _ => None,
         }
     }
@@ -246,7 +255,8 @@ mod tests {
     #[test]
     fn an_earlier_failure_keeps_its_kind_and_errno() {
         let source = stepwell_core::Error::io("write", "/x", std::io::Error::from_raw_os_error(28));
-        let error = Error::Earlier(Arc::new(Error::SaveFailed { step: 7, source }));
+        let save = Save::refused(7, crate::save::Refusal::Policy);
+        let error = Error::Earlier { save, source: Arc::new(Error::SaveFailed { step: 7, source }) };
         assert_eq!(error.kind(), "save_failed");
         assert_eq!(error.errno(), Some(28));
         assert!(error.to_string().contains("step 7"));

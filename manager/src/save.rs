@@ -176,12 +176,17 @@ impl Save {
 
     /// Waits for the outcome; `None` by the deadline (the save goes on), and for a refused save. Whoever gets a failure from here has seen it.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Outcome> {
+        let outcome = self.wait_unseen(timeout)?;
+        self.acknowledge();
+        Some(outcome)
+    }
+
+    /// [`Save::wait`] for one who may not get to tell a failure, and says [`Save::acknowledge`] when he has.
+    pub fn wait_unseen(&self, timeout: Option<Duration>) -> Option<Outcome> {
         if self.refusal().is_some() || !self.wait_until(timeout, |state| state.outcome.is_some()) {
             return None;
         }
-        let mut state = self.lock();
-        state.seen = true;
-        state.outcome.clone()
+        self.outcome()
     }
 
     /// The outcome if there is one. Looking is not seeing: a failure stays sticky.
@@ -276,6 +281,11 @@ impl Save {
         let mut state = self.lock();
         let error = state.outcome.as_ref().and_then(|outcome| outcome.error().cloned())?;
         (!std::mem::replace(&mut state.seen, true)).then_some(error)
+    }
+
+    /// A failure that was taken could not be told.
+    pub(crate) fn not_seen(&self) {
+        self.lock().seen = false;
     }
 
     /// Whether it failed and nobody has seen it.

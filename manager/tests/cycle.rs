@@ -131,6 +131,10 @@ fn a_failed_save_leaves_no_trace_but_its_error_which_is_told_once() {
     let error = manager.wait_until_finished(Some(LONG)).unwrap_err();
     assert_eq!((error.kind(), error.errno()), ("save_failed", Some(28)));
     manager.check_for_errors().unwrap();
+    manager.put_back(&error); // as whoever could not tell it does
+    assert_eq!(manager.unseen_errors().len(), 1);
+    assert_eq!(manager.check_for_errors().unwrap_err().kind(), "save_failed");
+    manager.check_for_errors().unwrap();
     assert_eq!(world.names(), ["step_00000001"]);
     assert_eq!(manager.all_steps().unwrap(), [1]);
     commit(&manager, 2);

@@ -32,7 +32,8 @@ pub fn closed(py: Python<'_>, what: &str) -> PyErr {
     make(py, "closed", what, &PyDict::new(py)).unwrap_or_else(|failure| failure)
 }
 
-fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
+/// [`raise_manager`] for a failure that must not be lost: making an exception runs Python, and so signal handlers, which may raise (`Err`).
+pub fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
     let attributes = PyDict::new(py);
     if let Some(core) = error.core() {
         core_attributes(core, &attributes)?;

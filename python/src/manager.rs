@@ -17,7 +17,7 @@ use stepwell_manager::{
 };
 
 use crate::checkpoint::Checkpoint;
-use crate::errors::raise_manager;
+use crate::errors::{build, raise_manager};
 use crate::events::{Events, Parcel};
 use crate::flatten::Leaf;
 use crate::ingest::provider_of;
@@ -74,8 +74,15 @@ impl Closing {
         self.changed.notify_all();
     }
 
+    /// Takes back a failure that could not be told: the next who asks gets it.
+    fn put_back(&self, error: Error) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).failure = Some(error);
+    }
+
+    /// Whether there is nothing left to wait for, nor to tell.
     fn is_over(&self) -> bool {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).over
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.over && state.failure.is_none()
     }
 }
 
@@ -157,6 +164,7 @@ impl Manager {
         answers: BTreeMap<String, bool>,
     ) -> PyResult<Option<String>> {
         let exists = exists_named(exists)?;
+        self.check_for_errors(py)?;
         let inner = Arc::clone(&self.inner);
         let decision = py
             .detach(move || inner.decide(step, force, exists, &answers))
@@ -187,6 +195,7 @@ impl Manager {
         answers: BTreeMap<String, bool>,
         events: &Events,
     ) -> PyResult<SaveHandle> {
+        self.check_for_errors(py)?;
         let cancel = Arc::new(AtomicBool::new(false));
         let request = SaveRequest {
             step,
@@ -333,14 +342,14 @@ impl Manager {
             answer => Some(answer),
         })?;
         match (answer, last) {
-            (Some(answer), _) => answer.map_err(|error| raise_manager(py, &error)),
+            (Some(answer), _) => answer.map_err(|error| self.tell(py, &error)),
             (None, Some(error)) => Err(raise_manager(py, &error)),
             (None, None) => Ok(()),
         }
     }
 
     fn check_for_errors(&self, py: Python<'_>) -> PyResult<()> {
-        self.inner.check_for_errors().map_err(|error| raise_manager(py, &error))
+        self.inner.check_for_errors().map_err(|error| self.tell(py, &error))
     }
 
     /// Begins to close, once, and waits for that. After an interrupt or a timeout the closing goes on, and may be waited for again. Without a
@@ -374,7 +383,14 @@ impl Manager {
             let stalled = || (limit.is_none() && patience.is_over(self)).then(|| Err(timed_out()));
             closing.wait(slice).or_else(stalled)
         })?;
-        answer.unwrap_or_else(|| Err(timed_out())).map_err(|error| raise_manager(py, &error))
+        match answer {
+            Some(Ok(())) => Ok(()),
+            None => Err(raise_manager(py, &timed_out())),
+            Some(Err(error)) => Err(build(py, &error).unwrap_or_else(|interrupt| {
+                closing.put_back(error);
+                interrupt
+            })),
+        }
     }
 
     /// Something that changes as long as pending saves get on: how many there are, and the bytes they have moved.
@@ -410,6 +426,15 @@ impl Patience {
 }
 
 impl Manager {
+    /// The exception for a failure of an earlier save. A signal handler that raises while the exception is made has the word instead; the failure
+    /// is kept then, for the next who asks.
+    fn tell(&self, py: Python<'_>, error: &Error) -> PyErr {
+        build(py, error).unwrap_or_else(|interrupt| {
+            self.inner.put_back(error);
+            interrupt
+        })
+    }
+
     fn remember(&self, save: &Save) {
         let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         saves.retain(|save| !save.is_done());

@@ -8,7 +8,7 @@ use pyo3::types::PyDict;
 
 use stepwell_manager::{Outcome, Save};
 
-use crate::errors::raise_manager;
+use crate::errors::build;
 use crate::events::Events;
 use crate::wait;
 
@@ -56,11 +56,13 @@ impl SaveHandle {
     /// Returns once it is committed; raises what made it fail, or `TimeoutError`.
     #[pyo3(signature = (timeout = None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        match wait::poll(py, wait::seconds(timeout), |slice| self.save.wait(Some(slice)))? {
+        match wait::poll(py, wait::seconds(timeout), |slice| self.save.wait_unseen(Some(slice)))? {
             Some(Outcome::Committed) => Ok(()),
             Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error)) => {
+                let exception = build(py, &error)?;
                 self.seen.store(true, Ordering::Relaxed);
-                Err(raise_manager(py, &error))
+                self.save.acknowledge();
+                Err(exception)
             }
             None => Err(PyTimeoutError::new_err(format!(
                 "waited {:.1} s for the save of step {}; it goes on in the background",
@@ -82,13 +84,17 @@ impl SaveHandle {
         let outcome = if peek {
             self.save.outcome()
         } else {
-            wait::poll(py, None, |slice| self.save.wait(Some(slice)))?
+            wait::poll(py, None, |slice| self.save.wait_unseen(Some(slice)))?
         };
         Ok(match outcome {
             Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error))
                 if !self.seen.load(Ordering::Relaxed) =>
             {
-                Some(raise_manager(py, &error).into_value(py).into_any())
+                let exception = build(py, &error)?.into_value(py).into_any();
+                if !peek {
+                    self.save.acknowledge();
+                }
+                Some(exception)
             }
             _ => None,
         })

@@ -89,6 +89,19 @@ impl Manager {
         self.inner.raise_unseen()
     }
 
+    /// Takes back a failure that was raised here and could not be told: it is raised again. What is no earlier failure is ignored.
+    pub fn put_back(&self, error: &Error) {
+        if let Error::Earlier { save, .. } = error
+            && self.inner.birth.is_here()
+        {
+            let mut state = self.inner.lock();
+            save.not_seen();
+            if !state.failed.iter().any(|failed| failed.is(save)) {
+                state.failed.push(save.clone());
+            }
+        }
+    }
+
     /// The failures that nobody has seen, as text; they stay unseen. For a process that ends.
     pub fn unseen_errors(&self) -> Vec<String> {
         if !self.inner.birth.is_here() {
@@ -153,7 +166,7 @@ impl Inner {
                 tracing::warn!(step = save.step(), %error, "a save failed; training goes on");
                 continue;
             }
-            return Err(Error::Earlier(error));
+            return Err(Error::Earlier { save, source: error });
         }
         Ok(())
     }

@@ -44,8 +44,8 @@ impl Manager {
         Ok(!self.inner.options.read_only && self.inner.policy_says_yes(step, custom)?)
     }
 
-    /// What `save` would do, before the state is even looked at: so a callable state runs only where it is needed. Raises a failure that nobody
-    /// has seen, a step that exists, and one below the latest.
+    /// What `save` would do, before the state is even looked at: so a callable state runs only where it is needed. Raises a step that exists, and
+    /// one below the latest.
     pub fn decide(
         &self,
         step: u64,
@@ -54,22 +54,22 @@ impl Manager {
         custom: &BTreeMap<String, bool>,
     ) -> Result<Decision> {
         self.inner.check_usable()?;
-        self.inner.raise_unseen()?;
         self.inner.decide(step, force, exists, custom)
     }
 
     /// Saves a state. Returns when every byte is captured: the caller may change the state then. The commit follows in the background; its outcome
-    /// comes through the handle.
+    /// comes through the handle. A failure of an earlier save that nobody has seen is raised, and nothing is begun.
     pub fn save(&self, request: SaveRequest) -> Result<Save> {
+        self.check_for_errors()?;
         self.save_with(request, &BTreeMap::new())
     }
 
-    /// [`Manager::save`], with the answers of custom policies.
+    /// [`Manager::save`] with the answers of custom policies, and without a look at earlier failures: whoever runs this where he may not get to
+    /// hear its answer asks [`Manager::check_for_errors`] first.
     pub fn save_with(&self, request: SaveRequest, custom: &BTreeMap<String, bool>) -> Result<Save> {
         let begun = Instant::now();
         let inner = &self.inner;
         inner.check_usable()?;
-        inner.raise_unseen()?;
         let existing = match inner.decide(request.step, request.force, request.exists, custom)? {
             Decision::Save => Existing::Refuse,
             Decision::Replace => Existing::Replace,
