@@ -105,6 +105,11 @@ impl Tree {
         number
     }
 
+    /// The nodes themselves, in pre-order.
+    pub fn into_nodes(self) -> Vec<Node> {
+        self.nodes
+    }
+
     /// All nodes, in pre-order.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes

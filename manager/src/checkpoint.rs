@@ -7,14 +7,12 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use stepwell_core::format::checksum::crc32c;
-use stepwell_core::format::index::{Index, LeafRecord, Source};
-use stepwell_core::format::index_v1;
+use stepwell_core::format::index::{FileRecord, Index, LeafRecord, Source};
 use stepwell_core::format::manifest::{Item, Manifest};
 use stepwell_core::io::Dir;
 use stepwell_core::load::{self, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport};
-use stepwell_core::sys::{Birth, HostTarget};
-use stepwell_core::tree::{NodeKind, Tree};
+use stepwell_core::sys::{Birth, HostTarget, spawn_scoped};
+use stepwell_core::tree::Tree;
 use stepwell_core::value::Value;
 use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
 use stepwell_reshard::read_plan::{self, PlanOptions, Request};
@@ -23,6 +21,7 @@ use crate::directory_layout::{self, MANIFEST};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::lease::{self, Lease};
+use crate::stored_index;
 
 /// How long a lease that is held exclusively (by a thinning) is waited for, where nobody says otherwise.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -38,6 +37,38 @@ pub struct Checkpoint {
     files: FileSet,
     environment: Environment,
     birth: Birth,
+}
+
+/// What is going to be read of a checkpoint, as far as that is known when it is opened: the disk can begin before a restore is planned.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Expected {
+    /// Nothing that is known.
+    #[default]
+    Nothing,
+    /// All of it.
+    Everything,
+    /// All of these top-level entries (rendered), and nothing else.
+    Entries(Vec<String>),
+}
+
+impl Expected {
+    /// The files of the items that are wanted as a whole.
+    fn files(&self, manifest: &Manifest, files: &[FileRecord]) -> Vec<u32> {
+        let whole = |item: &Item| match self {
+            Self::Nothing => false,
+            Self::Everything => true,
+            Self::Entries(wanted) => {
+                !item.top_level.is_empty() && item.top_level.iter().all(|entry| wanted.contains(&entry.name))
+            }
+        };
+        let dirs: Vec<&str> =
+            manifest.items.iter().filter(|item| whole(item)).map(|item| item.dir.as_str()).collect();
+        (0_u32..)
+            .zip(files)
+            .filter(|(_, file)| file.name.split('/').next().is_some_and(|dir| dirs.contains(&dir)))
+            .map(|(number, _)| number)
+            .collect()
+    }
 }
 
 /// A read that failed, and what it had overwritten before.
@@ -58,6 +89,11 @@ impl From<Error> for Box<ReadFailure> {
 impl Checkpoint {
     /// Opens a checkpoint by the path of its directory.
     pub fn open(path: &Path, environment: &Environment) -> Result<Self> {
+        Self::open_for(path, environment, &Expected::Nothing)
+    }
+
+    /// [`Checkpoint::open`] for a restore that is to follow at once.
+    pub fn open_for(path: &Path, environment: &Environment, expected: &Expected) -> Result<Self> {
         let gone = || Error::StepNotFound { step: None, root: path.to_owned(), latest: None };
         let name = path.file_name().and_then(|name| name.to_str());
         let (parent, name) = match (path.parent(), name) {
@@ -76,7 +112,7 @@ impl Checkpoint {
             Err(error) if error.is_not_found() => return Err(gone()),
             Err(error) => return Err(error.into()),
         };
-        Self::lease(&parent, name, environment, PATIENCE)?.ok_or_else(gone)
+        Self::lease(&parent, name, environment, PATIENCE, expected)?.ok_or_else(gone)
     }
 
     /// Opens and leases a directory below `parent`; `None` if there is none.
@@ -85,6 +121,7 @@ impl Checkpoint {
         name: &str,
         environment: &Environment,
         patience: Duration,
+        expected: &Expected,
     ) -> Result<Option<Self>> {
         let Some((dir, lease)) = lease::acquire(&**parent, name, patience)? else {
             return Ok(None);
@@ -97,8 +134,21 @@ impl Checkpoint {
             }
             Err(error) => return Err(error.into()),
         };
-        let index = Arc::new(merged(&*dir, &manifest)?);
-        let files = FileSet::new(Arc::clone(&dir), &index.files);
+        let indexes = stored_index::read(&*dir, &manifest)?;
+        let mut files = FileSet::new(Arc::clone(&dir), &stored_index::files(&manifest));
+        let ahead = expected.files(&manifest, files.records());
+        let index = std::thread::scope(|scope| {
+            let begin = || files.begin(&*environment.disk, &ahead, &LoadOptions::default());
+            if !ahead.is_empty() {
+                // Without it, the restore begins when it is planned.
+                let _ = spawn_scoped(scope, "stepwell-ahead", begin);
+            }
+            stored_index::decode(&*dir, &manifest, &indexes)
+        })?;
+        if files.records() != index.files {
+            files = FileSet::new(Arc::clone(&dir), &index.files);
+        }
+        let index = Arc::new(index);
         Ok(Some(Self {
             dir,
             lease,
@@ -265,149 +315,4 @@ fn files_of(index: &Index, leaf: u32) -> Vec<u32> {
         Some(LeafRecord::Object(extent)) => of(extent.source).into_iter().collect(),
         _ => Vec::new(),
     }
-}
-
-/// The index of an item, checked against the manifest.
-fn item_index(dir: &dyn Dir, manifest: &Manifest, item: &Item) -> Result<Index> {
-    let file = dir.path().join(&item.index.path);
-    let bytes = match dir.read_file(&item.index.path, item.index.length) {
-        Ok(bytes) => bytes,
-        Err(error) if error.is_not_found() => {
-            return Err(
-                stepwell_core::Error::corrupt(file, "its manifest lists it, and it is missing").into()
-            );
-        }
-        Err(stepwell_core::Error::Limit { .. }) => {
-            return Err(stepwell_core::Error::corrupt(file, "it is longer than its manifest says").into());
-        }
-        Err(error) => return Err(error.into()),
-    };
-    if bytes.len() as u64 != item.index.length || crc32c(&bytes) != item.index.crc32c {
-        return Err(stepwell_core::Error::corrupt(file, "it is not the index that its manifest names").into());
-    }
-    let mut index = index_v1::decode(&bytes, &file)?;
-    for record in &mut index.files {
-        let path = format!("{}/{}", item.dir, record.name);
-        let entry = manifest.files.iter().find(|entry| entry.path == path);
-        let agrees = entry.is_some_and(|entry| {
-            entry.length == record.length
-                && entry.file_id == record.file_id
-                && entry.trailer_crc32c == record.trailer_crc
-        });
-        if !agrees {
-            let what = format!("index and manifest do not agree on {path}");
-            return Err(stepwell_core::Error::corrupt(file, what).into());
-        }
-        record.name = path.into();
-    }
-    Ok(index)
-}
-
-/// All items as one index: top-level entries in the order that was saved.
-fn merged(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
-    let mut indexes = Vec::with_capacity(manifest.items.len());
-    for item in &manifest.items {
-        indexes.push(item_index(dir, manifest, item)?);
-    }
-    if indexes.len() <= 1 {
-        return Ok(indexes.pop().unwrap_or_default());
-    }
-    // (position in the state, item, first node, end)
-    let mut branches = Vec::new();
-    for (number, (item, index)) in manifest.items.iter().zip(&indexes).enumerate() {
-        let nodes = index.tree.nodes();
-        let tops: Vec<usize> =
-            (1..nodes.len()).filter(|&at| nodes.get(at).is_some_and(|node| node.parent == 0)).collect();
-        if tops.len() != item.top_level.len() {
-            let what = format!(
-                "it has {} top-level entries, its manifest says {}",
-                tops.len(),
-                item.top_level.len()
-            );
-            return Err(stepwell_core::Error::corrupt(dir.path().join(&item.index.path), what).into());
-        }
-        for (at, (&first, entry)) in tops.iter().zip(&item.top_level).enumerate() {
-            let end = tops.get(at + 1).copied().unwrap_or(nodes.len());
-            branches.push((entry.position, number, first, end));
-        }
-    }
-    branches.sort_unstable();
-    let mut out = Index::default();
-    if let Some(root) = indexes.iter().find_map(|index| index.tree.nodes().first()) {
-        match &root.kind {
-            NodeKind::Container(kind) => {
-                out.tree.push_container(None, None, kind.clone());
-            }
-            NodeKind::Leaf(_) => {
-                let file = dir.path().join(MANIFEST);
-                return Err(
-                    stepwell_core::Error::corrupt(file, "several items, and the state is one leaf").into()
-                );
-            }
-        }
-    }
-    let mut shifts = Vec::with_capacity(indexes.len());
-    for index in &indexes {
-        shifts.push(out.files.len() as u32);
-        out.files.extend(index.files.iter().cloned());
-    }
-    // New number of each item's leaves; a tie may point forward.
-    let mut leaf_numbers: Vec<Vec<u32>> =
-        indexes.iter().map(|index| vec![u32::MAX; index.leaves.len()]).collect();
-    let mut origins = Vec::new();
-    for (_, item, first, end) in branches {
-        let Some(index) = indexes.get(item) else { continue };
-        let nodes = index.tree.nodes();
-        let mut numbers = vec![0_u32; end - first];
-        for at in first..end {
-            let Some(node) = nodes.get(at) else { continue };
-            let parent = (node.parent as usize)
-                .checked_sub(first)
-                .and_then(|at| numbers.get(at))
-                .copied()
-                .unwrap_or(0);
-            let number = out.tree.nodes().len() as u32;
-            match &node.kind {
-                NodeKind::Container(kind) => {
-                    out.tree.push_container(Some(parent), node.component.clone(), kind.clone());
-                }
-                NodeKind::Leaf(leaf) => {
-                    let new = out.tree.push_leaf(Some(parent), node.component.clone());
-                    if let Some(slot) =
-                        leaf_numbers.get_mut(item).and_then(|leaves| leaves.get_mut(*leaf as usize))
-                    {
-                        *slot = new;
-                    }
-                    origins.push((item, *leaf));
-                }
-            }
-            if let Some(slot) = numbers.get_mut(at - first) {
-                *slot = number;
-            }
-        }
-    }
-    for (item, leaf) in origins {
-        let record = indexes.get(item).and_then(|index| index.leaves.get(leaf as usize)).cloned();
-        let (Some(mut record), Some(shift)) = (record, shifts.get(item)) else {
-            let file = dir.path().join(MANIFEST);
-            return Err(stepwell_core::Error::corrupt(file, format!("item {item} has no leaf {leaf}")).into());
-        };
-        let moved = |source: &mut Source| {
-            if let Source::Own(file) | Source::Range(file) = source {
-                *file += shift;
-            }
-        };
-        match &mut record {
-            LeafRecord::Tensor(tensor) => {
-                tensor.chunks.iter_mut().for_each(|chunk| moved(&mut chunk.extent.source));
-            }
-            LeafRecord::Object(extent) => moved(&mut extent.source),
-            LeafRecord::Alias { of } => {
-                let new = leaf_numbers.get(item).and_then(|leaves| leaves.get(*of as usize)).copied();
-                *of = new.unwrap_or(u32::MAX);
-            }
-        }
-        out.leaves.push(record);
-    }
-    Ok(out)
 }

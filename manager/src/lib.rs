@@ -37,8 +37,9 @@ pub mod save_policy;
 pub mod singular;
 pub mod state;
 pub mod step_name;
+mod stored_index;
 
-pub use checkpoint::{Checkpoint, ReadFailure};
+pub use checkpoint::{Checkpoint, Expected, ReadFailure};
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Error, Result};
 pub use manager::{Decision, Exists, Hold, Manager, SaveRequest};

@@ -12,8 +12,8 @@ use pyo3::prelude::*;
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_manager::singular::{self, SingularRequest};
 use stepwell_manager::{
-    Decision, Environment, Exists, Hold, LeafSource, Manager as Engined, Mode, Options, Save, SaveRequest,
-    StateSource, metrics, root,
+    Decision, Environment, Exists, Expected, Hold, LeafSource, Manager as Engined, Mode, Options, Save,
+    SaveRequest, StateSource, metrics, root,
 };
 
 use crate::checkpoint::Checkpoint;
@@ -94,6 +94,25 @@ impl Drop for Manager {
             && !matches!(error, Error::ForkedProcess(_))
         {
             tracing::error!(%error, "a manager was dropped without close()");
+        }
+    }
+}
+
+/// What is going to be read of a checkpoint: everything or nothing that is known, or all of some top-level entries.
+#[derive(FromPyObject)]
+pub enum Ahead {
+    #[pyo3(transparent)]
+    Known(bool),
+    #[pyo3(transparent)]
+    Entries(Vec<String>),
+}
+
+impl From<Ahead> for Expected {
+    fn from(ahead: Ahead) -> Self {
+        match ahead {
+            Ahead::Known(false) => Self::Nothing,
+            Ahead::Known(true) => Self::Everything,
+            Ahead::Entries(names) => Self::Entries(names),
         }
     }
 }
@@ -315,10 +334,10 @@ impl Manager {
         call(py, move || inner.prepare(nbytes))
     }
 
-    #[pyo3(signature = (step = None))]
-    fn checkpoint(&self, py: Python<'_>, step: Option<u64>) -> PyResult<Checkpoint> {
+    #[pyo3(signature = (step = None, ahead = Ahead::Known(false)))]
+    fn checkpoint(&self, py: Python<'_>, step: Option<u64>, ahead: Ahead) -> PyResult<Checkpoint> {
         let inner = Arc::clone(&self.inner);
-        call(py, move || inner.checkpoint(step)).map(Checkpoint::new)
+        call(py, move || inner.checkpoint_for(step, &ahead.into())).map(Checkpoint::new)
     }
 
     /// Waits in slices: a failure that is due is not taken by a wait that was interrupted.
@@ -530,9 +549,16 @@ pub fn save_path(
 
 /// Opens a checkpoint: one at that very path, or the newest step (or `step`) of a root.
 #[pyfunction]
-#[pyo3(signature = (path, step = None, engine = "auto"))]
-pub fn open_path(py: Python<'_>, path: PathBuf, step: Option<u64>, engine: &str) -> PyResult<Checkpoint> {
+#[pyo3(signature = (path, step = None, engine = "auto", ahead = Ahead::Known(false)))]
+pub fn open_path(
+    py: Python<'_>,
+    path: PathBuf,
+    step: Option<u64>,
+    engine: &str,
+    ahead: Ahead,
+) -> PyResult<Checkpoint> {
     let engine = options::engine(engine)?;
+    let ahead = Expected::from(ahead);
     let opened = call(py, move || {
         let gone = || Error::StepNotFound { step, root: path.clone(), latest: None };
         if !path.is_dir() {
@@ -542,10 +568,10 @@ pub fn open_path(py: Python<'_>, path: PathBuf, step: Option<u64>, engine: &str)
         let is_root = !path.join(stepwell_manager::directory_layout::MANIFEST).exists()
             && (step.is_some() || has_steps(&path, &environment));
         if !is_root {
-            let opened = stepwell_manager::Checkpoint::open(&path, &environment)?;
+            let opened = stepwell_manager::Checkpoint::open_for(&path, &environment, &ahead)?;
             return if step.is_none_or(|step| step == opened.step()) { Ok(opened) } else { Err(gone()) };
         }
-        reader(&path, environment)?.checkpoint(step)
+        reader(&path, environment)?.checkpoint_for(step, &ahead)
     })?;
     Ok(Checkpoint::new(opened))
 }

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal, final
 
 from . import _core, lifecycle, restore, stateful
+from .ahead import expected
 from .checkpoint import Checkpoint, Metadata
 from .errors import ClosedError, MisuseError, StalledError, StepNotFound
 from .options import Options, StepName, plain_json, to_json
@@ -180,7 +181,9 @@ class CheckpointManager:
         it is stored. All differences are reported at once, before anything is written. Never returns memory that was not filled.
         """
         _check_target(shardings, to, broadcast)
-        with self.checkpoint(step) as checkpoint:
+        ahead = expected(like, into, not (include is exclude is rename is None))
+        number = None if step is None else _step(step)
+        with Checkpoint(self._open().checkpoint(number, ahead)) as checkpoint:
             answer = checkpoint.restore(
                 like=like,
                 into=into,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from . import _core, lifecycle
+from .ahead import expected
 from .checkpoint import Checkpoint, Metadata, VerifyReport
 from .errors import MisuseError, StalledError, StepGone, StepNotFound
 from .manager import _check_target, _is_callable_state, _step, real_numbers
@@ -110,8 +111,13 @@ def save(
 
 def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkpoint:
     """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or ``step``) of a root."""
+    return _open(path, step, engine, False)
+
+
+def _open(path: Path, step: int | None, engine: str, ahead: bool | list[str]) -> Checkpoint:
     lifecycle.notifier.start()  # for what the engine has to say
-    return Checkpoint(_core.open_path(_absolute(path), None if step is None else _step(step), engine))
+    number = None if step is None else _step(step)
+    return Checkpoint(_core.open_path(_absolute(path), number, engine, ahead))
 
 
 def restore(
@@ -134,7 +140,8 @@ def restore(
 ) -> Any:
     """Restores the checkpoint at ``path`` (a root: its newest step); see ``CheckpointManager.restore``."""
     _check_target(shardings, to, broadcast)
-    with open(path, step) as checkpoint:
+    ahead = expected(like, into, not (include is exclude is rename is None))
+    with _open(path, step, "auto", ahead) as checkpoint:
         return checkpoint.restore(
             like=like,
             into=into,

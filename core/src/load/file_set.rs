@@ -13,9 +13,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) use info::{FileInfo, check_page};
 
 use super::buffers::ReadBuffers;
+use super::head_start::HeadStart;
+use super::options::LoadOptions;
 use super::schedule::Shape;
 use crate::format::index::FileRecord;
-use crate::io::{Dir, File, is_component};
+use crate::io::{Dir, Disk, File, is_component};
 use crate::{Error, Result};
 
 /// Files that are held open at a time. An item of a large job has more files than a process may open.
@@ -37,6 +39,7 @@ pub struct FileSet {
     kind: Kind,
     state: Mutex<State>,
     buffers: Arc<ReadBuffers>,
+    head_start: Mutex<Option<HeadStart>>,
 }
 
 #[derive(Default)]
@@ -70,7 +73,31 @@ impl FileSet {
 
     fn of(dir: Arc<dyn Dir>, records: &[FileRecord], kind: Kind) -> Self {
         let buffers = ReadBuffers::shared();
-        Self { dir, records: records.to_vec(), kind, state: Mutex::default(), buffers }
+        let head_start = Mutex::default();
+        Self { dir, records: records.to_vec(), kind, state: Mutex::default(), buffers, head_start }
+    }
+
+    /// The files.
+    pub fn records(&self) -> &[FileRecord] {
+        &self.records
+    }
+
+    /// Begins to read the first bytes of these files, in this order, for a restore that will want all of them. What fails is not told: the restore
+    /// tries it again.
+    pub fn begin(&self, disk: &dyn Disk, files: &[u32], options: &LoadOptions) {
+        match HeadStart::begin(disk, self, files, options) {
+            Ok(started) => *self.head_start() = started,
+            Err(error) => tracing::debug!(%error, "no head start"),
+        }
+    }
+
+    /// Takes what was begun.
+    pub(super) fn take_head_start(&self) -> Option<HeadStart> {
+        self.head_start().take()
+    }
+
+    fn head_start(&self) -> std::sync::MutexGuard<'_, Option<HeadStart>> {
+        self.head_start.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The directory that the names are relative to.

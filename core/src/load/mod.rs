@@ -12,6 +12,7 @@
 //! | [`read_objects`] | object leaves, decoded |
 //! | [`verify`] | every block of every file, all damage reported |
 //! | `schedule` `pipeline` `geometry` `disjoint` | how: what is read when, by whom, and which bytes go where |
+//! | `head_start` | the first reads, begun before the plan is there |
 //!
 //! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]) that the process keeps for the next restore
 //! ([`ReadBuffers`]). Invariants: no byte reaches a target before the checksum of its block has held; nothing is written to a target after
@@ -22,6 +23,7 @@ pub(crate) mod disjoint;
 mod execute;
 mod file_set;
 pub(crate) mod geometry;
+mod head_start;
 mod objects;
 mod options;
 mod pipeline;

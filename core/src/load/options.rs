@@ -23,7 +23,7 @@ impl Default for LoadOptions {
             // 4 MiB × 8 saturates what was measured; the rest is for buffers that are being checked and copied meanwhile.
             budget_bytes: 64 << 20,
             queue_depth: 8,
-            threads: std::thread::available_parallelism().map_or(2, usize::from).min(16),
+            threads: crate::sys::cores().min(16),
             stall_timeout: Duration::from_secs(120),
         }
     }

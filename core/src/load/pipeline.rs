@@ -132,6 +132,7 @@ pub(super) fn run<S: Sink>(
         jobs: Some(jobs),
         events,
         queue: None,
+        begun: Vec::new(),
         free: Vec::new(),
         taken: 0,
         working: 0,
@@ -139,6 +140,7 @@ pub(super) fn run<S: Sink>(
         last_progress: Instant::now(),
         stats: LoadStats::default(),
     };
+    reader.take_over();
     let result = reader.drive(tick);
     let ended = reader.finish(workers);
     let mut stats = std::mem::take(&mut reader.stats);
@@ -162,6 +164,8 @@ struct Reader<'a, S> {
     events: Receiver<Event>,
     /// Made when it is first needed.
     queue: Option<Box<dyn Queue>>,
+    /// Reads that were in flight before this run began: their numbers by their tokens.
+    begun: Vec<usize>,
     free: Vec<Buffer>,
     /// Buffers that this run has taken, free or not.
     taken: usize,
@@ -173,7 +177,22 @@ struct Reader<'a, S> {
     stats: LoadStats,
 }
 
+/// Tokens of reads that this run started lie above those of a head start.
+const OWN_TOKENS: u64 = 1 << 32;
+
 impl<S: Sink> Reader<'_, S> {
+    /// Takes over the reads that a head start began, where all of them belong to this run.
+    fn take_over(&mut self) {
+        let Some(head_start) = self.files.take_head_start() else { return };
+        let Some(numbers) = head_start.numbers(&self.shared.schedule) else { return };
+        if head_start.buffer_len == self.read_buffer && numbers.len() <= self.most_buffers {
+            self.queue = head_start.into_queue();
+            self.taken = numbers.len();
+            self.stats.reads += numbers.len() as u64;
+            self.begun = numbers;
+        }
+    }
+
     fn drive(&mut self, tick: Tick<'_>) -> Result<()> {
         let shared = Arc::clone(self.shared);
         let mut reads = shared.schedule.reads.iter().enumerate();
@@ -188,6 +207,7 @@ impl<S: Sink> Reader<'_, S> {
             loop {
                 if next.is_none() {
                     next = match reads.next() {
+                        Some((number, _)) if self.begun.contains(&number) => continue,
                         Some((number, read)) => self.plan(number, read)?,
                         None => break,
                     };
@@ -269,7 +289,8 @@ impl<S: Sink> Reader<'_, S> {
                 // Nothing was waited for until now.
                 self.last_progress = Instant::now();
             }
-            queue.submit(Transfer::Read, &planned.file, offset, len, buffer, planned.number as u64);
+            let token = OWN_TOKENS + planned.number as u64;
+            queue.submit(Transfer::Read, &planned.file, offset, len, buffer, token);
             self.stats.reads += 1;
         }
         Ok(None)
@@ -294,7 +315,12 @@ impl<S: Sink> Reader<'_, S> {
 
     fn completed(&mut self, completion: Completion) -> Result<()> {
         let Completion { token, buffer, result } = completion;
-        let Some(read) = self.shared.schedule.reads.get(token as usize) else {
+        let number = match token.checked_sub(OWN_TOKENS) {
+            Some(number) => usize::try_from(number).ok(),
+            None => self.begun.get(token as usize).copied(),
+        };
+        let found = number.and_then(|number| Some((number, self.shared.schedule.reads.get(number)?)));
+        let Some((number, read)) = found else {
             return Err(Error::Misuse(format!("a queue gave back read {token}, which was not asked for")));
         };
         let (offset, _) = aligned(&read.bytes, self.shared.alignment);
@@ -312,7 +338,7 @@ impl<S: Sink> Reader<'_, S> {
         self.stats.bytes_read += read.bytes.end - read.bytes.start;
         self.working += 1;
         let jobs = self.jobs.as_ref().ok_or_else(no_workers)?;
-        jobs.send(Job::Filled { read: token as usize, skip, buffer }).map_err(|_| no_workers())
+        jobs.send(Job::Filled { read: number, skip, buffer }).map_err(|_| no_workers())
     }
 
     fn heard(&mut self, event: Event) -> Result<()> {

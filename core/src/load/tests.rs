@@ -3,6 +3,7 @@
 mod bounds;
 mod damage;
 mod engines;
+mod head_start;
 mod objects;
 mod saved;
 mod scatter;

@@ -112,7 +112,7 @@ impl Default for SaveOptions {
             rank: 0,
             file_ids: Vec::new(),
             // A few threads saturate the memory bus.
-            capture_threads: std::thread::available_parallelism().map_or(1, usize::from).min(8),
+            capture_threads: crate::sys::cores().min(8),
             stall_timeout: Duration::from_secs(120),
             queue_depth: 4,
             cancel: None,

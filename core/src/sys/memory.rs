@@ -68,7 +68,7 @@ impl Mapping {
 
     /// Makes every page present. Zeroing pages is the memory bus's work, which one thread does not fill.
     fn touch(&self) {
-        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(8);
+        let threads = super::cores().min(8);
         if self.len < TOUCH_TOGETHER || threads == 1 {
             return self.touch_range(0, self.len);
         }

@@ -24,5 +24,5 @@ pub use host_target::HostTarget;
 pub use lock::HeldLock;
 pub use memory::{Buffer, Mapping};
 pub(crate) use scatter::{Scatter, Window};
-pub use thread::spawn;
+pub use thread::{cores, spawn, spawn_scoped};
 pub use uring::{Flight, Ring, leaked_bytes};

@@ -1,7 +1,8 @@
 //! Engine threads: named, and deaf to signals.
 
 use std::io;
-use std::thread::{Builder, JoinHandle};
+use std::sync::OnceLock;
+use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 /// Starts a thread in which signals are blocked (but for those that a fault of its own raises), so that the application's handlers run on the application's threads.
 pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
@@ -9,6 +10,24 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Joi
         block_signals();
         body();
     })
+}
+
+/// [`spawn`] for a thread that borrows from its scope.
+pub fn spawn_scoped<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    name: &str,
+    body: impl FnOnce() + Send + 'scope,
+) -> io::Result<ScopedJoinHandle<'scope, ()>> {
+    Builder::new().name(name.to_owned()).spawn_scoped(scope, move || {
+        block_signals();
+        body();
+    })
+}
+
+/// Cores that this process may use. Asked for once: the answer costs a dozen files.
+pub fn cores() -> usize {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
 fn block_signals() {

@@ -8,7 +8,7 @@ use serde::Serialize;
 use stepwell_core::format::manifest::Manifest;
 
 use super::{Inner, Manager};
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, Expected};
 use crate::discovery::{Found, Quarantined, check_lengths};
 use crate::error::{Error, Result};
 use crate::retention::{self, Candidate, Mode, Plan};
@@ -149,13 +149,18 @@ impl Manager {
 
     /// Opens a step for reading (`None`: the latest), leased as long as the [`Checkpoint`] lives.
     pub fn checkpoint(&self, step: Option<u64>) -> Result<Checkpoint> {
+        self.checkpoint_for(step, &Expected::Nothing)
+    }
+
+    /// [`Manager::checkpoint`] for a restore that is to follow at once.
+    pub fn checkpoint_for(&self, step: Option<u64>, expected: &Expected) -> Result<Checkpoint> {
         self.inner.check_usable()?;
         let inner = &self.inner;
         // A step that is retired between finding and leasing it was the latest no more: look again.
         for _ in 0..8 {
             let found = inner.find(step)?;
             let patience = inner.options.stall_timeout;
-            match Checkpoint::lease(&inner.root, &found.name, &inner.environment, patience)? {
+            match Checkpoint::lease(&inner.root, &found.name, &inner.environment, patience, expected)? {
                 Some(checkpoint) => return Ok(checkpoint),
                 None if step.is_none() => {}
                 None => break,

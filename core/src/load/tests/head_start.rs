@@ -1,0 +1,106 @@
+//! Reads that begin early: used where they are wanted, harmless where not.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::super::testing::{FILE, Item, Loaded, options, pattern};
+use super::super::{FileSet, LoadOptions, execute};
+
+const LENGTHS: [u64; 3] = [9 << 20, 11 << 20, 700_001];
+
+fn load(item: &Item, files: &FileSet, leaves: &[usize], options: &LoadOptions) -> (Vec<Vec<u8>>, Loaded) {
+    let mut into: Vec<Vec<u8>> =
+        leaves.iter().map(|&leaf| vec![0xEE; item.extent(leaf).length as usize]).collect();
+    let targets: Vec<_> = into.iter_mut().map(|bytes| bytes.as_mut_slice().into()).collect();
+    let result = execute(&item.disk, files, &item.index, &item.plan(leaves), &targets, options);
+    drop(targets);
+    (into, result)
+}
+
+fn assert_right(found: &[Vec<u8>], leaves: &[usize]) {
+    for (bytes, &leaf) in found.iter().zip(leaves) {
+        assert!(*bytes == pattern(leaf as u64, LENGTHS[leaf]), "leaf {leaf}");
+    }
+}
+
+#[test]
+fn a_restore_of_everything_uses_what_was_begun_and_reads_nothing_twice() {
+    for depth in [1, 3, 8, 16] {
+        let item = Item::of_tensors(256 << 10, &LENGTHS);
+        let options = LoadOptions { queue_depth: depth, ..options() };
+        let files = item.files();
+        files.begin(&item.disk, &[0], &options);
+        let begun = item.disk.knobs.direct_reads.load(Ordering::SeqCst);
+        assert_eq!(begun, depth.min(5));
+        let (found, result) = load(&item, &files, &[0, 1, 2], &options);
+        assert_right(&found, &[0, 1, 2]);
+        assert_eq!(result.unwrap().reads, 6);
+        assert_eq!(item.disk.knobs.direct_reads.load(Ordering::SeqCst), 6);
+        // And again, without.
+        let (found, result) = load(&item, &files, &[0, 1, 2], &options);
+        assert_right(&found, &[0, 1, 2]);
+        result.unwrap();
+    }
+}
+
+#[test]
+fn a_restore_of_something_else_lets_go_of_what_was_begun() {
+    let item = Item::of_tensors(256 << 10, &LENGTHS);
+    let files = item.files();
+    files.begin(&item.disk, &[0], &options());
+    let (found, result) = load(&item, &files, &[2], &options());
+    assert_right(&found, &[2]);
+    result.unwrap();
+    assert_eq!(item.disk.knobs.in_flight.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn what_was_begun_and_never_wanted_is_waited_for_when_the_files_are_closed() {
+    let item = Item::of_tensors(256 << 10, &LENGTHS);
+    let files = item.files();
+    files.begin(&item.disk, &[0], &options());
+    assert!(item.disk.knobs.in_flight.load(Ordering::SeqCst) > 0);
+    drop(files);
+    assert_eq!(item.disk.knobs.in_flight.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn a_head_start_that_fails_is_no_failure_and_one_that_is_damaged_is_found() {
+    let item = Item::of_tensors(256 << 10, &LENGTHS);
+    item.files().begin(&item.disk, &[0, 7], &options());
+
+    item.disk.change(FILE, |bytes| bytes[5 << 20] ^= 1);
+    let files = item.files();
+    files.begin(&item.disk, &[0], &options());
+    let failure = load(&item, &files, &[0, 1, 2], &options()).1.unwrap_err();
+    assert_eq!(failure.error.kind(), "corrupt");
+    item.disk.change(FILE, |bytes| bytes[5 << 20] ^= 1);
+
+    let bad = 6 << 20;
+    item.disk.knobs.bad_byte.store(bad, Ordering::SeqCst);
+    let files = item.files();
+    files.begin(&item.disk, &[0], &options());
+    assert_eq!(load(&item, &files, &[0, 1, 2], &options()).1.unwrap_err().error.errno(), Some(5));
+}
+
+#[test]
+fn a_disk_that_hangs_in_a_head_start_holds_nobody_up_for_longer_than_the_deadline() {
+    let item = Item::of_tensors(256 << 10, &LENGTHS);
+    let files = item.files();
+    let options = LoadOptions { stall_timeout: Duration::from_millis(100), ..options() };
+    item.disk.knobs.hang.store(true, Ordering::SeqCst);
+    files.begin(&item.disk, &[0], &options);
+    drop(files);
+}
+
+#[test]
+fn what_the_page_cache_holds_is_not_begun() {
+    let item = Item::of_tensors(256 << 10, &LENGTHS);
+    item.disk.knobs.cached.store(true, Ordering::SeqCst);
+    let files = item.files();
+    files.begin(&item.disk, &[0], &options());
+    assert_eq!(item.disk.knobs.direct_reads.load(Ordering::SeqCst), 0);
+    let (found, result) = load(&item, &files, &[0, 1, 2], &options());
+    assert_right(&found, &[0, 1, 2]);
+    assert_eq!(result.unwrap().bytes_read, 0);
+}

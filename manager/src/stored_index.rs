@@ -1,0 +1,242 @@
+//! The index of a step: that of every item, read and checked against the manifest, and all of them merged into one.
+//!
+//! Indexes of some size are read and decoded on several threads: they are what a restore waits for before it can plan.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use stepwell_core::format::checksum::crc32c;
+use stepwell_core::format::index::{FileRecord, Index, LeafRecord, Source};
+use stepwell_core::format::index_v1;
+use stepwell_core::format::manifest::{FileEntry, Item, Manifest};
+use stepwell_core::io::Dir;
+use stepwell_core::sys::{cores, spawn_scoped};
+use stepwell_core::tree::{Node, NodeKind};
+
+use crate::directory_layout::MANIFEST;
+use crate::error::{Error, Result};
+
+/// Indexes of fewer bytes are not worth a thread.
+const WORTH_A_THREAD: u64 = 128 << 10;
+
+/// The indexes of all items as they stand in their files; each is what the manifest says.
+pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest) -> Result<Vec<Vec<u8>>> {
+    each(manifest, |_, item| {
+        let file = dir.path().join(&item.index.path);
+        let bytes = match dir.read_file(&item.index.path, item.index.length) {
+            Ok(bytes) => bytes,
+            Err(error) if error.is_not_found() => {
+                return Err(
+                    stepwell_core::Error::corrupt(file, "its manifest lists it, and it is missing").into()
+                );
+            }
+            Err(stepwell_core::Error::Limit { .. }) => {
+                return Err(stepwell_core::Error::corrupt(file, "it is longer than its manifest says").into());
+            }
+            Err(error) => return Err(error.into()),
+        };
+        if bytes.len() as u64 != item.index.length || crc32c(&bytes) != item.index.crc32c {
+            return Err(
+                stepwell_core::Error::corrupt(file, "it is not the index that its manifest names").into()
+            );
+        }
+        Ok(bytes)
+    })
+}
+
+/// One index out of those of the items: top-level entries in the order that was saved, files by their paths below the step.
+pub(crate) fn decode(dir: &dyn Dir, manifest: &Manifest, bytes: &[Vec<u8>]) -> Result<Index> {
+    let entries: HashMap<&str, &FileEntry> =
+        manifest.files.iter().map(|entry| (entry.path.as_str(), entry)).collect();
+    let mut indexes = each(manifest, |number, item| {
+        let file = dir.path().join(&item.index.path);
+        let mut index = index_v1::decode(bytes.get(number).map_or(&[], Vec::as_slice), &file)?;
+        for record in &mut index.files {
+            let path = format!("{}/{}", item.dir, record.name);
+            let agrees = entries.get(path.as_str()).is_some_and(|entry| {
+                entry.length == record.length
+                    && entry.file_id == record.file_id
+                    && entry.trailer_crc32c == record.trailer_crc
+            });
+            if !agrees {
+                let what = format!("index and manifest do not agree on {path}");
+                return Err(stepwell_core::Error::corrupt(file, what).into());
+            }
+            record.name = path.into();
+        }
+        Ok(index)
+    })?;
+    if indexes.len() <= 1 {
+        return Ok(indexes.pop().unwrap_or_default());
+    }
+    merge(dir, manifest, indexes)
+}
+
+/// The data files as the manifest has them, item by item: the numbering that [`decode`] gives them, where indexes list theirs in the same order.
+pub(crate) fn files(manifest: &Manifest) -> Vec<FileRecord> {
+    let mut of_item: HashMap<&str, Vec<FileRecord>> = HashMap::new();
+    for entry in &manifest.files {
+        let dir = entry.path.split('/').next().unwrap_or_default();
+        of_item.entry(dir).or_default().push(FileRecord {
+            name: entry.path.as_str().into(),
+            length: entry.length,
+            file_id: entry.file_id,
+            trailer_crc: entry.trailer_crc32c,
+        });
+    }
+    manifest.items.iter().flat_map(|item| of_item.remove(item.dir.as_str()).unwrap_or_default()).collect()
+}
+
+/// Does something for every item; on several threads where their indexes are large.
+fn each<T: Send>(manifest: &Manifest, work: impl Fn(usize, &Item) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let items = &manifest.items;
+    let large = items.iter().filter(|item| item.index.length >= WORTH_A_THREAD).count();
+    let threads = large.min(cores());
+    if threads < 2 {
+        return items.iter().enumerate().map(|(number, item)| work(number, item)).collect();
+    }
+    let done: Vec<Mutex<Option<Result<T>>>> = items.iter().map(|_| Mutex::new(None)).collect();
+    let next = AtomicUsize::new(0);
+    let drain = || {
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            let (Some(item), Some(place)) = (items.get(number), done.get(number)) else { return };
+            let result = work(number, item);
+            *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            // Without it, the work is done by those that are there.
+            let _ = spawn_scoped(scope, "stepwell-index", drain);
+        }
+        drain();
+    });
+    let missing = || Err(Error::Invalid("a thread that reads an index ended early".to_owned()));
+    done.into_iter()
+        .map(|place| place.into_inner().unwrap_or_else(PoisonError::into_inner).unwrap_or_else(missing))
+        .collect()
+}
+
+/// Nodes `first..end` of an item's tree, which stand at that place in the state.
+struct Branch {
+    position: u64,
+    item: usize,
+    first: usize,
+    end: usize,
+}
+
+fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<Index> {
+    let mut branches = Vec::new();
+    for (number, (item, index)) in manifest.items.iter().zip(&indexes).enumerate() {
+        let nodes = index.tree.nodes();
+        let tops: Vec<usize> =
+            (1..nodes.len()).filter(|&at| nodes.get(at).is_some_and(|node| node.parent == 0)).collect();
+        if tops.len() != item.top_level.len() {
+            let what = format!(
+                "it has {} top-level entries, its manifest says {}",
+                tops.len(),
+                item.top_level.len()
+            );
+            return Err(stepwell_core::Error::corrupt(dir.path().join(&item.index.path), what).into());
+        }
+        for (at, (&first, entry)) in tops.iter().zip(&item.top_level).enumerate() {
+            let end = tops.get(at + 1).copied().unwrap_or(nodes.len());
+            branches.push(Branch { position: entry.position, item: number, first, end });
+        }
+    }
+    branches.sort_unstable_by_key(|branch| (branch.position, branch.item, branch.first));
+
+    let mut out = Index::default();
+    match indexes.iter().find_map(|index| index.tree.nodes().first()).map(|root| &root.kind) {
+        Some(NodeKind::Container(kind)) => {
+            out.tree.push_container(None, None, kind.clone());
+        }
+        Some(NodeKind::Leaf(_)) => {
+            let file = dir.path().join(MANIFEST);
+            return Err(
+                stepwell_core::Error::corrupt(file, "several items, and the state is one leaf").into()
+            );
+        }
+        None => {}
+    }
+    let mut parts: Vec<Part> = Vec::with_capacity(indexes.len());
+    for index in indexes {
+        let first_file = out.files.len() as u32;
+        out.files.extend(index.files);
+        let new_leaf = vec![u32::MAX; index.leaves.len()];
+        let leaves = index.leaves.into_iter().map(Some).collect();
+        parts.push(Part { nodes: index.tree.into_nodes(), leaves, first_file, new_leaf });
+    }
+    // Which item each leaf came from: a tie is told by the item's numbers, and may point forward.
+    let mut origins = Vec::new();
+    for Branch { item, first, end, .. } in branches {
+        let Some(part) = parts.get_mut(item) else { continue };
+        let mut numbers = vec![0_u32; end - first];
+        for at in first..end {
+            let Some(node) = part.nodes.get_mut(at) else { continue };
+            let parent = (node.parent as usize)
+                .checked_sub(first)
+                .and_then(|at| numbers.get(at))
+                .copied()
+                .unwrap_or(0);
+            let (component, number) = (node.component.take(), out.tree.nodes().len() as u32);
+            match std::mem::replace(&mut node.kind, NodeKind::Leaf(u32::MAX)) {
+                NodeKind::Container(kind) => {
+                    out.tree.push_container(Some(parent), component, kind);
+                }
+                NodeKind::Leaf(leaf) => {
+                    let new = out.tree.push_leaf(Some(parent), component);
+                    if let Some(place) = part.new_leaf.get_mut(leaf as usize) {
+                        *place = new;
+                    }
+                    let Some(record) = part.leaves.get_mut(leaf as usize).and_then(Option::take) else {
+                        let file = dir.path().join(MANIFEST);
+                        let what = format!("item {item} has no leaf {leaf}");
+                        return Err(stepwell_core::Error::corrupt(file, what).into());
+                    };
+                    out.leaves.push(record);
+                    origins.push(item);
+                }
+            }
+            if let Some(place) = numbers.get_mut(at - first) {
+                *place = number;
+            }
+        }
+    }
+    for (record, item) in out.leaves.iter_mut().zip(origins) {
+        let Some(part) = parts.get(item) else { continue };
+        part.renumber(record);
+    }
+    Ok(out)
+}
+
+/// What is left of an item's index, and how its numbers change.
+struct Part {
+    nodes: Vec<Node>,
+    leaves: Vec<Option<LeafRecord>>,
+    first_file: u32,
+    new_leaf: Vec<u32>,
+}
+
+impl Part {
+    fn renumber(&self, record: &mut LeafRecord) {
+        let moved = |source: &mut Source| {
+            if let Source::Own(file) | Source::Range(file) = source {
+                *file += self.first_file;
+            }
+        };
+        let leaf = |of: u32| self.new_leaf.get(of as usize).copied().unwrap_or(u32::MAX);
+        match record {
+            LeafRecord::Tensor(tensor) => {
+                tensor.chunks.iter_mut().for_each(|chunk| moved(&mut chunk.extent.source));
+                if let Some(view) = &mut tensor.view {
+                    view.of = leaf(view.of);
+                }
+            }
+            LeafRecord::Object(extent) => moved(&mut extent.source),
+            LeafRecord::Alias { of } => *of = leaf(*of),
+        }
+    }
+}
