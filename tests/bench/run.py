@@ -23,7 +23,6 @@ import tempfile
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contestants as c
 import numpy as np
 import stepwell as sw
-from measure import Spare, drop_caches, footprint, huge_buffer, measured, settle, warm_cache
+from measure import Spare, drop_caches, footprint, measured, settle, warm_cache
 from workloads import GIB, WORKLOADS, State, differences, empty_like, flat, nbytes
 
 RESTORES = ("into, cold", "fresh, cold", "weights, cold", "into, warm", "fresh, warm")
@@ -85,24 +84,6 @@ class Forked:
         os.waitpid(self.child, 0)
 
 
-class Copy:
-    """A plain parallel copy of the state into warm memory: what blocked time is held against."""
-
-    def __init__(self, state: State) -> None:
-        self.buffer = huge_buffer(nbytes(state))
-        import ctypes
-
-        at = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
-        self.pairs = []
-        for _, array in flat(state):
-            self.pairs.append((at, array.ctypes.data, array.nbytes))
-            at += array.nbytes
-        self.pool = ThreadPoolExecutor(c.THREADS)
-
-    def run(self) -> None:
-        c.parallel_copy(self.pairs, self.pool)
-
-
 def bench(workload: str, rounds: int, base: Path, rng: np.random.Generator) -> dict[str, Any]:
     state = WORKLOADS[workload](rng)
     size = nbytes(state)
@@ -111,12 +92,14 @@ def bench(workload: str, rounds: int, base: Path, rng: np.random.Generator) -> d
         flush=True,
     )
     quarter = Forked(lambda: c.Stepwell(0.25, "stepwell, ring = state / 4"), state)
-    people: list[Any] = [c.Raw(), c.RawCopied(), c.Stepwell(), c.Safetensors()]
+    staged = c.Staged(state)
+    people: list[Any] = [c.Raw(staged), c.RawCopied(staged), c.Stepwell(), c.Safetensors()]
     target = empty_like(state)
-    spare = Spare(size + (256 << 20))
     for contestant in people:
         contestant.prepare(state)
-    copy = Copy(state)
+    copy = c.PlainCopy(staged, state)
+    # What a restore into fresh memory takes, and the page cache of who reads through it.
+    spare = Spare(2 * size + (512 << 20))
 
     seconds: Samples = defaultdict(lambda: defaultdict(list))
     other: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -125,6 +108,7 @@ def bench(workload: str, rounds: int, base: Path, rng: np.random.Generator) -> d
         timed = number > 0
         spare.hold()
         settle()
+        drop_caches()
         there: dict[str, Path] = {}
         participants = [*people, quarter, copy]
         for index in order.permutation(len(participants)):
@@ -132,13 +116,13 @@ def bench(workload: str, rounds: int, base: Path, rng: np.random.Generator) -> d
             if who is copy:
                 timing = measured(copy.run)
                 if timed:
-                    seconds["plain parallel copy"]["blocked"].append(timing.seconds)
+                    seconds[copy.name]["blocked"].append(timing.seconds)
                 continue
             directory = base / f"{workload}-{number}-{index}"
             if who is quarter:
                 timing = quarter.call("save", directory)
             else:
-                timing = measured(lambda who=who, directory=directory: who.save(directory, state))
+                timing = spare.measured(lambda who=who, directory=directory: who.save(directory, state))
                 there[who.name] = directory
             blocked, durable = timing.result
             if timed:
@@ -156,6 +140,7 @@ def bench(workload: str, rounds: int, base: Path, rng: np.random.Generator) -> d
                 if operation.endswith("warm"):
                     if isinstance(who, c.Raw):
                         continue  # O_DIRECT never is
+                    spare.release()
                     drop_caches()
                     warm_cache(directory.resolve())
                 elif not drop_caches():
@@ -165,10 +150,7 @@ def bench(workload: str, rounds: int, base: Path, rng: np.random.Generator) -> d
                     "fresh": lambda who=who, directory=directory: who.restore_fresh(directory),
                     "weights": lambda who=who, directory=directory: who.restore_weights(directory, target),
                 }[operation.split(",")[0]]
-                spare.hold()
-                if operation.startswith("fresh"):
-                    spare.release()  # the restored arrays take its place
-                timing = measured(call)
+                timing = spare.measured(call)
                 if timed:
                     seconds[who.name][operation].append(timing.seconds)
                     if operation in ("into, cold", "fresh, cold"):

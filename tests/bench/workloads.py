@@ -99,5 +99,11 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [
         path
         for path, array in flat(expected)
-        if path not in there or there[path].shape != array.shape or there[path].tobytes() != array.tobytes()
+        if path not in there
+        or there[path].shape != array.shape
+        or not np.array_equal(_bytes(there[path]), _bytes(array))
     ]
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
