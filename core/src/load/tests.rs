@@ -2,6 +2,7 @@
 
 mod bounds;
 mod damage;
+mod devices;
 mod engines;
 mod objects;
 mod saved;
