@@ -47,16 +47,15 @@ impl SaveHandle {
 
     #[pyo3(signature = (timeout = None))]
     fn wait_captured(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let there = wait::poll(py, wait::seconds(timeout), |slice| {
-            self.save.wait_captured(Some(slice)).then_some(())
-        })?;
+        let there =
+            wait::poll(py, wait::seconds(timeout), |slice| self.save.wait_captured(Some(slice)).ok())?;
         Ok(there.is_some())
     }
 
     /// Returns once it is committed; raises what made it fail, or `TimeoutError`.
     #[pyo3(signature = (timeout = None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        match wait::poll(py, wait::seconds(timeout), |slice| self.save.wait(Some(slice)))? {
+        match wait::poll(py, wait::seconds(timeout), |slice| self.save.wait(Some(slice)).ok().flatten())? {
             Some(Outcome::Committed) => Ok(()),
             Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error)) => {
                 self.seen.store(true, Ordering::Relaxed);
@@ -82,7 +81,7 @@ impl SaveHandle {
         let outcome = if peek {
             self.save.outcome()
         } else {
-            wait::poll(py, None, |slice| self.save.wait(Some(slice)))?
+            wait::poll(py, None, |slice| self.save.wait(Some(slice)).ok().flatten())?
         };
         Ok(match outcome {
             Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error))
