@@ -70,7 +70,9 @@ fn one_that_fails_between_others_changes_nothing_and_all_that_fail_change_all() 
         commit(&manager, 10);
         let held = hold(&world);
         let saves = [save(&manager, 11), save(&manager, 12)];
-        failing.iter().for_each(|&step| fail(&world, step));
+        for &step in &failing {
+            fail(&world, step);
+        }
         held.store(false, Ordering::SeqCst);
         for save in &saves {
             save.wait(Some(LONG)).unwrap();
@@ -187,7 +189,12 @@ fn a_call_that_a_policy_of_steps_refuses_does_not_touch_the_disk() {
 
     // Nor after a restart: opening the root has shown that it is not empty.
     let manager = world.open(policy());
-    assert_eq!(operations(&world, || (101..200).for_each(|step| refused(&manager, step))), 0);
+    let calls = || {
+        for step in 101..200 {
+            refused(&manager, step);
+        }
+    };
+    assert_eq!(operations(&world, calls), 0);
     commit(&manager, 200);
 }
 

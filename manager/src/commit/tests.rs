@@ -255,7 +255,7 @@ fn silence(votes: usize) -> Event {
     Event::Heard(Heard { announcement: None, votes })
 }
 
-fn told(announcement: Announcement) -> Verdict {
+fn told(announcement: &Announcement) -> Verdict {
     let mut follower = listening();
     assert!(matches!(follower.on(silence(1), at(9)), Action::Listen { .. }));
     let announcement = Announcement::decode(&announcement.encode().unwrap()).unwrap();
@@ -264,12 +264,12 @@ fn told(announcement: Announcement) -> Verdict {
 
 #[test]
 fn every_rank_ends_with_the_verdict_of_the_leader_and_its_cause() {
-    assert!(matches!(told(Announcement::Committed), Verdict::Committed { replaced: None }));
-    let verdict = told(Announcement::RankFailed { rank: 2, cause: "its disk is full".into() });
+    assert!(matches!(told(&Announcement::Committed), Verdict::Committed { replaced: None }));
+    let verdict = told(&Announcement::RankFailed { rank: 2, cause: "its disk is full".into() });
     let Verdict::NotCommitted(Error::RankFailed { rank: 2, cause }) = verdict else { panic!("{verdict:?}") };
     assert_eq!(cause, "its disk is full");
     let missing = Announcement::RanksMissing { missing: vec![2], waited_for: "to vote".into(), seconds: 3.0 };
-    let verdict = told(missing);
+    let verdict = told(&missing);
     assert!(
         matches!(&verdict, Verdict::NotCommitted(Error::CoordinationTimeout { missing, .. }) if missing == &[2]),
         "{verdict:?}"
@@ -293,11 +293,11 @@ fn a_root_that_the_leader_could_not_sync_is_uncertain_on_every_rank() {
     }
     let Action::Announce(announcement) = leader.on(io(5), at(0)) else { panic!() };
     assert!(matches!(finished(leader.on(Event::Done, at(0))), Verdict::Uncertain(_)));
-    let verdict = told(announcement);
+    let verdict = told(&announcement);
     let Verdict::Uncertain(error) = verdict else { panic!("{verdict:?}") };
     assert_eq!(error.errno(), Some(5));
     // An error without an errno keeps its words.
-    let verdict = told(Announcement::Uncertain { cause: "the engine panicked".into(), errno: None });
+    let verdict = told(&Announcement::Uncertain { cause: "the engine panicked".into(), errno: None });
     let Verdict::Uncertain(error) = verdict else { panic!("{verdict:?}") };
     assert!(error.to_string().contains("the engine panicked"), "{error}");
 }
