@@ -18,6 +18,8 @@ pub const MAX_PAGE_BYTES: u64 = 64 << 20;
 pub const MAX_PAGES: u64 = 1 << 20;
 /// Bytes of a manifest.
 pub const MAX_MANIFEST_BYTES: u64 = 64 << 20;
+/// Metrics of a manifest.
+pub const MAX_METRICS: u64 = 64 << 10;
 /// Bytes of a user's metadata, of a step or of a root.
 pub const MAX_METADATA_BYTES: u64 = 4 << 20;
 /// Entries of a manifest's file list.

@@ -10,8 +10,10 @@ use std::time::Duration;
 use stepwell_core::format::index::{FileRecord, Index, LeafRecord, Source};
 use stepwell_core::format::manifest::{Item, Manifest};
 use stepwell_core::io::Dir;
-use stepwell_core::load::{self, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport};
-use stepwell_core::sys::{Birth, HostTarget, spawn_scoped};
+use stepwell_core::load::{
+    self, Destination, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport,
+};
+use stepwell_core::sys::{Birth, spawn_scoped};
 use stepwell_core::tree::Tree;
 use stepwell_core::value::Value;
 use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
@@ -216,21 +218,21 @@ impl Checkpoint {
         Ok(read_plan::plan(&self.index, requests, &PlanOptions { file_block_bytes: sizes, ..options })?)
     }
 
-    /// Reads regions of stored tensors into host memory, every block of them verified.
-    pub fn read(
+    /// Reads regions of stored tensors to where they are wanted (host memory, a device), every block of them verified.
+    pub fn read<'a>(
         &self,
         requests: &[Request],
-        targets: &[HostTarget<'_>],
+        targets: &[impl Clone + Into<Destination<'a>>],
         options: &LoadOptions,
     ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
         self.read_while(requests, targets, options, &mut |_| true)
     }
 
     /// [`Checkpoint::read`], which `go_on` may end: it is asked between reads, with the bytes that are done.
-    pub fn read_while(
+    pub fn read_while<'a>(
         &self,
         requests: &[Request],
-        targets: &[HostTarget<'_>],
+        targets: &[impl Clone + Into<Destination<'a>>],
         options: &LoadOptions,
         go_on: &mut dyn FnMut(u64) -> bool,
     ) -> std::result::Result<LoadStats, Box<ReadFailure>> {

@@ -23,6 +23,7 @@ pub mod directory_layout;
 pub mod discovery;
 pub mod environment;
 pub mod error;
+mod job;
 pub mod lease;
 pub mod manager;
 pub mod metrics;

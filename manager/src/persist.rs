@@ -3,16 +3,17 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use stepwell_core::io::{Dir, Entry, File, Lock, LockKind, Rename, Stat};
 use stepwell_core::save::Flush;
 
 use crate::commit::driver::World;
-use crate::commit::{self, Draft, ItemPart, Machine, Plan, Verdict, Vote};
+use crate::commit::{self, Announcement, Heard, ItemPart, Machine, Verdict, Vote};
 use crate::coordination::Coordinator;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::job::Job;
 use crate::retire::Deleter;
 use crate::root;
 use crate::save::{Outcome, Save};
@@ -20,15 +21,6 @@ use crate::save::{Outcome, Save};
 /// Between two waits for room on a full disk nothing is waited for: the trash is emptied once and the file is tried once more.
 const ENOSPC: i32 = 28;
 const EDQUOT: i32 = 122;
-
-/// A save that waits to be written.
-pub(crate) struct Job {
-    pub save: Save,
-    pub plan: Plan,
-    pub draft: Draft,
-    pub flush: Flush,
-    pub queued: Instant,
-}
 
 /// How a job ended.
 pub(crate) struct Ended {
@@ -151,16 +143,17 @@ impl World for SaveWorld<'_> {
         messages.iter().map(|(rank, message)| Vote::decode(*rank, message)).collect()
     }
 
-    fn send_verdict(&mut self, committed: bool, message: &str) -> Result<()> {
-        let text =
-            serde_json::to_vec(&(committed, message)).map_err(|error| Error::Invalid(error.to_string()))?;
-        self.coordinator().send(&format!("verdict-{}", self.round), text)
+    fn announce(&mut self, announcement: &Announcement) -> Result<()> {
+        self.coordinator().send(&format!("verdict-{}", self.round), announcement.encode()?)
     }
 
-    fn poll_verdict(&mut self, timeout: Duration) -> Result<Option<(bool, String)>> {
+    fn listen(&mut self, timeout: Duration) -> Result<Heard> {
         let messages = self.coordinator().poll(&format!("verdict-{}", self.round), 0, timeout)?;
-        let Some((_, message)) = messages.first() else { return Ok(None) };
-        serde_json::from_slice(message).map(Some).map_err(|error| Error::Invalid(error.to_string()))
+        if let Some((_, message)) = messages.first() {
+            return Ok(Heard { announcement: Some(Announcement::decode(message)?), votes: 0 });
+        }
+        let votes = self.coordinator().poll(&format!("vote-{}", self.round), 0, Duration::ZERO)?.len();
+        Ok(Heard { announcement: None, votes })
     }
 }
 

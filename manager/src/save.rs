@@ -5,12 +5,13 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use stepwell_core::deadline::deadline_after;
 use stepwell_core::save::{Progress, SaveStats};
 
-use crate::error::Error;
+use crate::error::{Error, Result};
 
 /// How a save ended.
 #[derive(Clone, Debug)]
@@ -74,6 +75,9 @@ pub struct Stats {
     pub total_seconds: f64,
 }
 
+/// How often somebody who waits without a deadline looks whether there is progress.
+const LOOK: Duration = Duration::from_millis(100);
+
 /// What is called when a save is over.
 pub type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
@@ -85,6 +89,8 @@ struct State {
     seen: bool,
     stats: Stats,
     callbacks: Vec<Callback>,
+    /// The saves that are written before this one.
+    ahead: Vec<Weak<Shared>>,
 }
 
 struct Shared {
@@ -95,6 +101,8 @@ struct Shared {
     progress: Option<Arc<Progress>>,
     begun: Instant,
     cancel: Arc<AtomicBool>,
+    /// How long it may make no progress while somebody waits for it.
+    stall_timeout: Duration,
 }
 
 /// See the module documentation. Clones are the same save.
@@ -113,24 +121,59 @@ impl fmt::Debug for Save {
 }
 
 impl Save {
-    pub(crate) fn begun(step: u64, progress: Arc<Progress>, begun: Instant, cancel: Arc<AtomicBool>) -> Self {
-        Self::new(step, None, Some(progress), begun, cancel)
+    pub(crate) fn begun(
+        step: u64,
+        progress: Arc<Progress>,
+        begun: Instant,
+        cancel: Arc<AtomicBool>,
+        stall_timeout: Duration,
+    ) -> Self {
+        Self::of(Shared {
+            step,
+            refusal: None,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            progress: Some(progress),
+            begun,
+            cancel,
+            stall_timeout,
+        })
     }
 
     pub(crate) fn refused(step: u64, refusal: Refusal) -> Self {
-        Self::new(step, Some(refusal), None, Instant::now(), Arc::default())
+        Self::of(Shared {
+            step,
+            refusal: Some(refusal),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            progress: None,
+            begun: Instant::now(),
+            cancel: Arc::default(),
+            stall_timeout: Duration::ZERO,
+        })
     }
 
-    fn new(
-        step: u64,
-        refusal: Option<Refusal>,
-        progress: Option<Arc<Progress>>,
-        begun: Instant,
-        cancel: Arc<AtomicBool>,
-    ) -> Self {
-        let (state, changed) = (Mutex::default(), Condvar::new());
-        let shared = Shared { step, refusal, state, changed, progress, begun, cancel };
+    fn of(shared: Shared) -> Self {
         Self { shared: Arc::new(shared) }
+    }
+
+    /// Says which saves are written before it: while they get on, so does it.
+    pub(crate) fn stands_behind(&self, pending: &[Self]) {
+        self.lock().ahead = pending.iter().map(|save| Arc::downgrade(&save.shared)).collect();
+    }
+
+    pub(crate) fn cancel_flag(&self) -> &AtomicBool {
+        &self.shared.cancel
+    }
+
+    /// Whether it is certain that nothing of it will be visible, though it may not be over: what was not captured is not committed. (A step that may
+    /// not be durable has not failed in this sense: it stands there, and its number is taken.)
+    pub(crate) fn has_failed(&self) -> bool {
+        let state = self.lock();
+        match &state.outcome {
+            Some(outcome) => matches!(outcome, Outcome::NotCommitted(_)),
+            None => state.captured == Some(false),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -163,9 +206,9 @@ impl Save {
         self.refusal().is_some() || state.captured.is_some() || state.outcome.is_some()
     }
 
-    /// Waits until [`Save::captured`]; `false` by the deadline.
-    pub fn wait_captured(&self, timeout: Option<Duration>) -> bool {
-        self.wait_until(timeout, |state| state.captured.is_some() || state.outcome.is_some())
+    /// Waits until [`Save::captured`]. [`Error::Timeout`] as of [`Save::wait`].
+    pub fn wait_captured(&self, timeout: Option<Duration>) -> Result<()> {
+        self.wait_until(timeout, "the capture", |state| state.captured.is_some() || state.outcome.is_some())
     }
 
     /// Ends it if it is not captured yet: the capture stops after the copy it is at, the call that captures returns an error, and the save ends not
@@ -174,19 +217,21 @@ impl Save {
         self.shared.cancel.store(true, Ordering::Release);
     }
 
-    /// Waits for the outcome; `None` by the deadline (the save goes on), and for a refused save. Whoever gets a failure from here has seen it.
-    pub fn wait(&self, timeout: Option<Duration>) -> Option<Outcome> {
+    /// Waits for the outcome; `None` for a refused save. [`Error::Timeout`] by the deadline, or, without one, when neither this save nor one before it has
+    /// got on for the stall timeout; the save itself goes on. Whoever gets a failure from here has seen it.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<Option<Outcome>> {
         let outcome = self.wait_unseen(timeout)?;
         self.acknowledge();
-        Some(outcome)
+        Ok(outcome)
     }
 
     /// [`Save::wait`] for one who may not get to tell a failure, and says [`Save::acknowledge`] when he has.
-    pub fn wait_unseen(&self, timeout: Option<Duration>) -> Option<Outcome> {
-        if self.refusal().is_some() || !self.wait_until(timeout, |state| state.outcome.is_some()) {
-            return None;
+    pub fn wait_unseen(&self, timeout: Option<Duration>) -> Result<Option<Outcome>> {
+        if self.refusal().is_some() {
+            return Ok(None);
         }
-        self.outcome()
+        self.wait_until(timeout, "the commit", |state| state.outcome.is_some())?;
+        Ok(self.outcome())
     }
 
     /// The outcome if there is one. Looking is not seeing: a failure stays sticky.
@@ -220,25 +265,47 @@ impl Save {
         }
     }
 
-    fn wait_until(&self, timeout: Option<Duration>, done: impl Fn(&State) -> bool) -> bool {
+    fn wait_until(&self, timeout: Option<Duration>, what: &str, done: impl Fn(&State) -> bool) -> Result<()> {
         if self.refusal().is_some() {
-            return true;
+            return Ok(());
         }
-        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let begun = Instant::now();
+        let limit = timeout.unwrap_or(self.shared.stall_timeout);
+        let mut deadline = deadline_after(limit);
+        let mut seen = None;
         let mut state = self.lock();
         while !done(&state) {
-            state = match deadline {
-                None => self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
-                Some(deadline) => {
-                    let Some(left) = deadline.checked_duration_since(Instant::now()).filter(|d| !d.is_zero())
-                    else {
-                        return false;
-                    };
-                    self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+            if timeout.is_none() {
+                let ahead: Vec<_> = state.ahead.iter().filter_map(Weak::upgrade).collect();
+                drop(state);
+                let now = Some(self.moves(ahead));
+                state = self.lock();
+                if now != seen {
+                    seen = now;
+                    deadline = deadline_after(limit);
                 }
-            };
+                if done(&state) {
+                    break;
+                }
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let waited_for = format!("{what} of the save of step {}", self.step());
+                return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
+            }
+            // What others do is not announced here.
+            let pause = if timeout.is_none() { left.min(LOOK) } else { left };
+            state = self.shared.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
-        true
+        Ok(())
+    }
+
+    /// What changes as long as it gets on: what is captured and written, of it and of those before it, and how many of those there are still.
+    fn moves(&self, ahead: Vec<Arc<Shared>>) -> (usize, u64, bool) {
+        let ahead: Vec<Self> = ahead.into_iter().map(|shared| Self { shared }).collect();
+        let left = ahead.iter().filter(|save| !save.is_done()).count();
+        let bytes = ahead.iter().fold(self.bytes_done(), |bytes, save| bytes.wrapping_add(save.bytes_done()));
+        (left, bytes, self.captured())
     }
 
     pub(crate) fn set_captured(&self, ok: bool) {
@@ -258,6 +325,7 @@ impl Save {
         }
         state.stats.total_seconds = self.shared.begun.elapsed().as_secs_f64();
         state.outcome = Some(outcome);
+        state.ahead.clear();
         self.shared.changed.notify_all();
         std::mem::take(&mut state.callbacks)
     }

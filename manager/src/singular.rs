@@ -6,21 +6,21 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::EntryKind;
 use stepwell_core::staging::StagingPool;
 
-use crate::commit::{Existing, Plan, aside};
+use crate::commit::{Existing, aside};
 use crate::directory_layout::{self, OwnName};
 use crate::discovery::read_manifest;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::manager::{Exists, job_parts};
+use crate::job::{self, Order, Place};
+use crate::manager::Exists;
 use crate::options::Options;
-use crate::persist::{self, Job};
+use crate::persist;
 use crate::retire::Deleter;
 use crate::save::Save;
 use crate::state::StateSource;
@@ -85,30 +85,20 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         (false, _) => Existing::Refuse,
     };
     let pool = StagingPool::shared();
-    let started_unix_ns = environment.clock.unix_ns();
-    let (mut draft, capture, flush) = job_parts(environment, options, &pool, request.state, &request.cancel)?;
-    draft.root.clone_from(&request.path);
-    draft.step = request.step;
-    draft.started_unix_ns = started_unix_ns;
-    draft.metrics = request.metrics;
-    draft.custom_metadata = request.custom_metadata;
     let session = environment.hex_id();
-    let plan = Plan {
+    let order = Order {
+        root: request.path.clone(),
         step: request.step,
-        temporary: directory_layout::temporary(&name, &session, 0),
-        trash: directory_layout::trash(&name, environment.rng.next_u128()),
-        quarantine: directory_layout::quarantine(&name, environment.rng.next_u128()),
-        target: name,
-        existing,
-        attempt: Attempt { session, counter: 0 },
-        rank: environment.coordinator.rank(),
-        world_size: environment.coordinator.world_size(),
-        stall_timeout: options.stall_timeout,
-        fenced: false,
+        state: request.state,
+        metrics: request.metrics,
+        custom_metadata: request.custom_metadata,
+        cancel: request.cancel,
+        begun,
+        session,
     };
-    let save = Save::begun(request.step, capture.progress(), begun, Arc::clone(&request.cancel));
-    save.set_stats(|stats| stats.files = draft.items.len() as u64);
-    let job = Job { save: save.clone(), plan, draft, flush, queued: Instant::now() };
+    let prepared = job::prepare(environment, options, &pool, order)?;
+    let place = Place { label: name.clone(), target: name, existing, counter: 0, fenced: false };
+    let (job, capturing) = prepared.split(environment, options, place);
     let world = environment.clone();
     std::thread::Builder::new()
         .name("stepwell-persist".to_owned())
@@ -121,25 +111,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
             save.call(callbacks);
         })
         .map_err(|error| stepwell_core::Error::io("start a thread for", &request.path, error))?;
-    match capture.run() {
-        Ok(_) => {
-            save.set_captured(true);
-            Ok(save)
-        }
-        // The flush failed first; its error is the save's outcome.
-        Err(stepwell_core::Error::Cancelled(_)) if !request.cancel.load(Ordering::Acquire) => {
-            save.set_captured(false);
-            Ok(save)
-        }
-        Err(error) => {
-            save.set_captured(false);
-            save.wait(Some(options.stall_timeout));
-            Err(match error {
-                error @ stepwell_core::Error::Leaf { .. } => error.into(),
-                source => Error::SaveFailed { step: request.step, source },
-            })
-        }
-    }
+    capturing.run()
 }
 
 /// Removes what killed writers left beside a path: trash, and temporaries of sessions that `is_dead` vouches for. Nothing is removed by its age.

@@ -148,6 +148,6 @@ fn cancelling_a_save_that_is_captured_changes_nothing() {
     let manager = world.open(options());
     let save = save(&manager, 4);
     save.cancel();
-    assert!(matches!(save.wait(Some(LONG)), Some(Outcome::Committed)));
+    assert!(matches!(save.wait(Some(LONG)).unwrap(), Some(Outcome::Committed)));
     assert_restores(&manager, 4);
 }

@@ -81,7 +81,7 @@ fn a_save_that_the_policy_refuses_leaves_nothing_and_force_skips_the_policy_only
             committed(&save);
         } else {
             assert_eq!(save.refusal(), Some(Refusal::Policy));
-            assert!(save.is_done() && save.wait(None).is_none());
+            assert!(save.is_done() && save.wait(None).unwrap().is_none());
         }
     }
     assert_eq!(manager.all_steps().unwrap(), [0, 2, 4]);
@@ -116,7 +116,7 @@ fn a_replacement_that_fails_leaves_the_old_step() {
     world.disk.inject(Fault::on(Kind::Sync, Action::Fail(5)).at("data"));
     let replaced = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(1, state(77)) };
     let save = manager.save(replaced).unwrap();
-    assert!(matches!(save.wait(Some(LONG)), Some(Outcome::NotCommitted(_))));
+    assert!(matches!(save.wait(Some(LONG)).unwrap(), Some(Outcome::NotCommitted(_))));
     assert_restores(&manager, 1);
     assert_eq!(world.names(), ["step_00000001"]);
 }
@@ -163,7 +163,7 @@ fn a_failure_that_was_waited_for_is_not_told_again_and_warnings_never_raise() {
     let world = World::default();
     let manager = world.open(options());
     world.disk.inject(Fault::on(Kind::Sync, Action::Fail(5)));
-    assert!(save(&manager, 1).wait(Some(LONG)).unwrap().error().is_some());
+    assert!(save(&manager, 1).wait(Some(LONG)).unwrap().unwrap().error().is_some());
     manager.check_for_errors().unwrap();
     manager.close(Some(LONG)).unwrap();
 
@@ -199,7 +199,7 @@ fn a_rename_whose_sync_fails_is_uncertain_and_not_counted() {
     let root_sync = Fault::on(Kind::SyncDir, Action::Fail(5));
     world.disk.inject(root_sync.clone().at("/run").after(4));
     let save = save(&manager, 2);
-    match save.wait(Some(LONG)) {
+    match save.wait(Some(LONG)).unwrap() {
         Some(Outcome::DurabilityUncertain(error)) => assert_eq!(error.kind(), "durability_uncertain"),
         other => panic!("{other:?}: the temporary has 3 items and itself, whose syncs come before"),
     }

@@ -94,7 +94,7 @@ fn a_singular_checkpoint_is_saved_refused_and_replaced() {
     committed(&singular(&world, 2, Exists::Replace).unwrap());
     assert_eq!(value(&world), 2);
     world.disk.inject(Fault::on(Kind::Exchange, Action::Fail(22)));
-    let refused = singular(&world, 3, Exists::Replace).unwrap().wait(Some(LONG)).unwrap();
+    let refused = singular(&world, 3, Exists::Replace).unwrap().wait(Some(LONG)).unwrap().unwrap();
     assert_eq!(refused.error().unwrap().kind(), "invalid");
     assert_eq!(value(&world), 2);
     assert_eq!(siblings(&world), ["a"]);

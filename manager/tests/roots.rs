@@ -124,7 +124,7 @@ fn a_save_that_fails_evicts_nothing() {
     commit(&manager, 1);
     world.disk.inject(Fault::on(Kind::Rename, Action::Fail(5)).at("step_00000002"));
     world.disk.inject(Fault::on(Kind::Sync, Action::Fail(5)).at("manifest"));
-    assert!(save(&manager, 2).wait(Some(LONG)).unwrap().error().is_some());
+    assert!(save(&manager, 2).wait(Some(LONG)).unwrap().unwrap().error().is_some());
     assert_eq!(manager.all_steps().unwrap(), [1]);
     assert_restores(&manager, 1);
 }
@@ -267,7 +267,7 @@ fn the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_live_one() {
             kill.kill();
         }
     })));
-    assert!(save(&manager, 2).wait(Some(LONG)).unwrap().error().is_some());
+    assert!(save(&manager, 2).wait(Some(LONG)).unwrap().unwrap().error().is_some());
     world.disk.set_hook(None);
     assert!(world.names().iter().any(|name| name.starts_with(".tmp-00000002")), "{:?}", world.names());
     drop(manager);
@@ -286,7 +286,7 @@ fn a_writer_that_was_taken_over_commits_nothing_more() {
     commit(&manager, 1);
     let epoch = br#"{"epoch": 9, "session": "ffffffffffffffffffffffffffffffff", "owner": "another"}"#;
     world.disk.corrupt("/run/.stepwell/epoch", |bytes| *bytes = epoch.to_vec());
-    let error = save(&manager, 2).wait(Some(LONG)).unwrap().error().cloned().unwrap();
+    let error = save(&manager, 2).wait(Some(LONG)).unwrap().unwrap().error().cloned().unwrap();
     assert_eq!(error.kind(), "locked");
     assert!(error.to_string().contains("another"), "{error}");
     assert_eq!(world.names(), ["step_00000001"]);
@@ -302,7 +302,7 @@ fn a_full_disk_is_met_by_emptying_the_trash_once() {
     world.disk.inject(Fault::on(Kind::CreateFile, Action::Fail(28)).at("i1"));
     commit(&manager, 3);
     world.disk.inject(Fault::on(Kind::CreateFile, Action::Fail(28)).at("i1").from_then_on());
-    let error = save(&manager, 4).wait(Some(LONG)).unwrap().error().cloned().unwrap();
+    let error = save(&manager, 4).wait(Some(LONG)).unwrap().unwrap().error().cloned().unwrap();
     assert_eq!(error.errno(), Some(28));
     assert_eq!(manager.all_steps().unwrap(), [3]);
     assert_restores(&manager, 3);

@@ -47,16 +47,16 @@ impl SaveHandle {
 
     #[pyo3(signature = (timeout = None))]
     fn wait_captured(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let there = wait::poll(py, wait::seconds(timeout), |slice| {
-            self.save.wait_captured(Some(slice)).then_some(())
-        })?;
+        let there =
+            wait::poll(py, wait::seconds(timeout), |slice| self.save.wait_captured(Some(slice)).ok())?;
         Ok(there.is_some())
     }
 
     /// Returns once it is committed; raises what made it fail, or `TimeoutError`.
     #[pyo3(signature = (timeout = None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        match wait::poll(py, wait::seconds(timeout), |slice| self.save.wait_unseen(Some(slice)))? {
+        let ended = |slice| self.save.wait_unseen(Some(slice)).ok().flatten();
+        match wait::poll(py, wait::seconds(timeout), ended)? {
             Some(Outcome::Committed) => Ok(()),
             Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error)) => {
                 let exception = build(py, &error)?;
@@ -84,7 +84,7 @@ impl SaveHandle {
         let outcome = if peek {
             self.save.outcome()
         } else {
-            wait::poll(py, None, |slice| self.save.wait_unseen(Some(slice)))?
+            wait::poll(py, None, |slice| self.save.wait_unseen(Some(slice)).ok().flatten())?
         };
         Ok(match outcome {
             Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error))

@@ -56,7 +56,7 @@ fn saved(root: &Path, disk: &Arc<dyn Disk>, options: &Options) -> BTreeMap<Strin
         let custom_metadata = serde_json::json!({"tokens": step});
         let request =
             SaveRequest { metrics, custom_metadata, exists, ..SaveRequest::new(step, states::state(step)) };
-        let outcome = manager.save(request).unwrap().wait(Some(Duration::from_secs(60)));
+        let outcome = manager.save(request).unwrap().wait(Some(Duration::from_secs(60))).unwrap();
         assert!(matches!(outcome, Some(Outcome::Committed)), "{outcome:?}");
     }
     assert_eq!(manager.all_steps().unwrap(), [2, 3]);

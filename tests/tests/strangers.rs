@@ -12,7 +12,7 @@ use stepwell_tests::real::states;
 
 fn commit(manager: &Manager, step: u64) {
     let save = manager.save(SaveRequest::new(step, states::state(step))).unwrap();
-    let outcome = save.wait(Some(Duration::from_secs(60)));
+    let outcome = save.wait(Some(Duration::from_secs(60))).unwrap();
     assert!(matches!(outcome, Some(Outcome::Committed)), "{outcome:?}");
 }
 
@@ -299,7 +299,7 @@ fn replacing_a_step_never_deletes_what_only_has_its_name() {
     let before = everything(&root.join("step_00000005"));
     let manager = open(&root, keep_latest(1));
     let replace = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(5, states::state(5)) };
-    let outcome = manager.save(replace).unwrap().wait(Some(Duration::from_secs(60)));
+    let outcome = manager.save(replace).unwrap().wait(Some(Duration::from_secs(60))).unwrap();
     assert!(matches!(outcome, Some(Outcome::Committed)), "{outcome:?}");
     assert!(manager.wait_for_deletions(Duration::from_secs(60)).unwrap());
     manager.close(None).unwrap();

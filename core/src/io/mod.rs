@@ -233,7 +233,7 @@ pub struct Completion {
 pub trait Queue: Send {
     /// Starts a transfer of the first `len` bytes of `buffer`. `offset`, `len` and the buffer's address are multiples of the engine's alignment
     /// (buffers are page-aligned by construction). Blocks only where the queue is full: call [`Queue::complete`] at least every `depth` submissions.
-    /// A buffer that could not be submitted comes back as a completion with the error.
+    /// A buffer that could not be submitted comes back as a completion with the error: [`crate::Error::Timeout`] where a full queue made no progress for too long.
     fn submit(
         &mut self,
         transfer: Transfer,
@@ -251,8 +251,15 @@ pub trait Queue: Send {
     fn in_flight(&self) -> usize;
 }
 
-/// How long a dropped queue waits for the kernel without any progress before it leaves memory and threads behind, and says so in the log.
-const DROP_DEADLINE: Duration = Duration::from_secs(30);
+/// How long a queue waits for the kernel without any progress: a full one before it refuses a transfer, a dropped one before it leaves memory and threads
+/// behind, and says so in the log. (Its users have shorter deadlines of their own, and keep no queue full.)
+const STALL_DEADLINE: Duration = Duration::from_secs(30);
+
+/// Why a full queue refuses a transfer.
+fn full(transfers: usize, waited: Duration) -> crate::Error {
+    let waited_for = format!("room in an I/O queue ({transfers} transfers in flight, none of which ends)");
+    crate::Error::Timeout { waited_for, seconds: waited.as_secs_f64() }
+}
 
 /// Whether `name` is one plain component: not empty, `.`, `..`, nor with a separator or NUL.
 pub fn is_component(name: &str) -> bool {

@@ -15,7 +15,7 @@ use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::posix::{self, DirectIo, Mover, PosixDisk, Settings};
-use super::{DROP_DEADLINE, Disk, EngineChoice, Purpose};
+use super::{Disk, EngineChoice, Purpose, STALL_DEADLINE};
 use crate::sys::{Buffer, Descriptor, Flight, Mapping, Ring};
 use crate::{Error, Result};
 
@@ -250,7 +250,7 @@ fn probe_directory(dir: &Path, wanted: Engine, purpose: Purpose, reasons: &mut V
 
 /// Writes a block through a ring: that one can be made does not mean that it may be used.
 fn try_ring(file: &OwnedFd) -> Result<(), (&'static str, io::Error)> {
-    let mut ring = Ring::new(1, DROP_DEADLINE).map_err(|error| ("io_uring_setup", error))?;
+    let mut ring = Ring::new(1, STALL_DEADLINE).map_err(|error| ("io_uring_setup", error))?;
     let (op, invalid) = ("io_uring_enter", || io::Error::from(io::ErrorKind::InvalidData));
     let enter = |error| (op, error);
     let descriptor = file.try_clone().map_err(enter)?;
@@ -280,7 +280,7 @@ fn try_ring(file: &OwnedFd) -> Result<(), (&'static str, io::Error)> {
 /// Registers one huge page; whether a limit allows more shows when there is more.
 fn try_registration() -> io::Result<()> {
     let memory = Mapping::new(1).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
-    Ring::<()>::new(1, DROP_DEADLINE)?.register(vec![memory])
+    Ring::<()>::new(1, STALL_DEADLINE)?.register(vec![memory])
 }
 
 /// What an operator can do about it.

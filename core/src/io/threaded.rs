@@ -15,7 +15,8 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 use rustix::io::Errno;
 
 use super::transfer::Job;
-use super::{Completion, DROP_DEADLINE, File, Queue, Transfer};
+use super::{Completion, File, Queue, STALL_DEADLINE, Transfer, full};
+use crate::deadline::deadline_after;
 use crate::sys::{Birth, Buffer, spawn, write_out};
 use crate::{Error, Result};
 
@@ -41,16 +42,16 @@ struct Inner {
     running: usize,
     depth: usize,
     alignment: usize,
-    drop_deadline: Duration,
+    stall_deadline: Duration,
 }
 
 impl ThreadedQueue {
     /// A queue of `depth` transfers, at offsets that are multiples of `alignment`.
     pub fn new(depth: usize, alignment: usize) -> Result<Self> {
-        Self::with_drop_deadline(depth, alignment, DROP_DEADLINE)
+        Self::with_stall_deadline(depth, alignment, STALL_DEADLINE)
     }
 
-    fn with_drop_deadline(depth: usize, alignment: usize, drop_deadline: Duration) -> Result<Self> {
+    fn with_stall_deadline(depth: usize, alignment: usize, stall_deadline: Duration) -> Result<Self> {
         let (jobs, pending) = unbounded();
         let (finish, finished) = unbounded();
         let mut inner = Inner {
@@ -63,7 +64,7 @@ impl ThreadedQueue {
             running: 0,
             depth: depth.max(1),
             alignment,
-            drop_deadline,
+            stall_deadline,
         };
         // The first thread starts now, so that a process without room for one learns it here.
         inner.start_thread().map_err(|source| Error::io("start a thread for", "<I/O queue>", source))?;
@@ -98,18 +99,23 @@ impl Inner {
         true
     }
 
-    fn submit(&mut self, job: Job) {
+    /// Gives the job back where the queue stays full.
+    fn submit(&mut self, job: Job) -> Result<(), Job> {
+        let deadline = deadline_after(self.stall_deadline);
         while self.running >= self.depth {
-            self.receive(Duration::from_secs(1));
+            if !self.receive(deadline.saturating_duration_since(Instant::now())) && Instant::now() >= deadline
+            {
+                return Err(job);
+            }
         }
         if self.running >= self.threads.len() && self.threads.len() < MAX_THREADS.min(self.depth) {
             // Those that run will do where the system refuses one more.
             let _ = self.start_thread();
         }
-        let Some(jobs) = &self.jobs else { return };
-        if jobs.send(job).is_ok() {
-            self.running += 1;
-        }
+        let Some(jobs) = &self.jobs else { return Err(job) };
+        jobs.send(job).map_err(|unsent| unsent.0)?;
+        self.running += 1;
+        Ok(())
     }
 }
 
@@ -166,7 +172,12 @@ impl Queue for ThreadedQueue {
         match Job::new(inner.alignment, transfer, file, offset, len, buffer, token) {
             // Its bytes are there already: handing it to another thread and back would cost more than moving them.
             Ok(job) if transfer == Transfer::ReadCached => inner.ready.push_back(perform(job)),
-            Ok(job) => inner.submit(job),
+            Ok(job) => {
+                if let Err(Job { buffer, moving, .. }) = inner.submit(job) {
+                    let error = full(inner.running, inner.stall_deadline);
+                    self.refused.push_back(moving.complete(buffer, Err(error)));
+                }
+            }
             Err(refusal) => self.refused.push_back(refusal),
         }
     }
@@ -206,12 +217,12 @@ impl Drop for Inner {
         while self.pending.try_recv().is_ok() {
             self.running -= 1;
         }
-        let mut deadline = Instant::now() + self.drop_deadline;
+        let mut deadline = Instant::now() + self.stall_deadline;
         while self.running > 0 {
             match self.finished.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(_) => {
                     self.running -= 1;
-                    deadline = Instant::now() + self.drop_deadline;
+                    deadline = Instant::now() + self.stall_deadline;
                 }
                 Err(_) => break,
             }
@@ -220,13 +231,38 @@ impl Drop for Inner {
             // Detached, each thread keeps its ends of the channels, its buffer and its file, and frees them when it is let go.
             tracing::error!(
                 transfers = self.running,
-                seconds = self.drop_deadline.as_secs_f64(),
+                seconds = self.stall_deadline.as_secs_f64(),
                 "the kernel does not return; the threads of this queue and their memory are left to it"
             );
             return;
         }
+        // All have answered, and their channel is closed.
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::{Engine, open_disk};
+
+    #[test]
+    fn a_full_queue_that_never_moves_gives_the_buffer_back_with_a_timeout() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
+        let file = disk.open_dir(dir.path()).unwrap().create_file("f", 0).unwrap();
+        let mut queue = ThreadedQueue::with_stall_deadline(1, 1, Duration::from_millis(50)).unwrap();
+        // A transfer that no thread will ever answer.
+        queue.inner.as_mut().unwrap().running = 1;
+        let begun = Instant::now();
+        queue.submit(Transfer::Write, &file, 0, 4096, Buffer::alone(4096).unwrap(), 7);
+        assert!(begun.elapsed() < Duration::from_secs(20));
+        let refused = queue.complete(Duration::ZERO).unwrap();
+        assert_eq!((refused.token, refused.buffer.len() >= 4096), (7, true));
+        let error = refused.result.unwrap_err();
+        assert!(error.to_string().contains("1 transfers in flight"), "{error}");
+        assert_eq!(error.kind(), "timeout");
     }
 }

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::transfer::{Job, Moving};
-use super::{Completion, DROP_DEADLINE, File, Queue, Transfer};
+use super::{Completion, File, Queue, STALL_DEADLINE, Transfer, full};
+use crate::deadline::deadline_after;
 use crate::sys::{Buffer, Flight, Mapping, Ring};
 use crate::{Error, Result};
 
@@ -16,19 +17,29 @@ pub struct UringQueue {
     ready: VecDeque<Completion>,
     depth: usize,
     alignment: usize,
+    stall_deadline: Duration,
 }
 
 impl UringQueue {
     /// A queue of `depth` transfers, at offsets that are multiples of `alignment`. `memory` is registered where the system allows it.
     pub fn new(depth: usize, alignment: usize, memory: Vec<Arc<Mapping>>) -> Result<Self> {
+        Self::with_stall_deadline(depth, alignment, memory, STALL_DEADLINE)
+    }
+
+    fn with_stall_deadline(
+        depth: usize,
+        alignment: usize,
+        memory: Vec<Arc<Mapping>>,
+        stall_deadline: Duration,
+    ) -> Result<Self> {
         let depth = depth.clamp(1, 1024);
-        let mut ring = Ring::new(depth, DROP_DEADLINE).map_err(|source| failed("io_uring_setup", source))?;
+        let mut ring = Ring::new(depth, stall_deadline).map_err(|source| failed("io_uring_setup", source))?;
         if !memory.is_empty()
             && let Err(error) = ring.register(memory)
         {
             tracing::debug!(%error, "memory could not be registered; transfers pin it one by one");
         }
-        Ok(Self { ring, ready: VecDeque::new(), depth, alignment })
+        Ok(Self { ring, ready: VecDeque::new(), depth, alignment, stall_deadline })
     }
 
     fn start(&mut self, buffer: Buffer, descriptor: Arc<crate::sys::Descriptor>, moving: Moving) {
@@ -83,11 +94,19 @@ impl Queue for UringQueue {
             self.ready.push_back(Completion { token, buffer, result });
             return;
         }
-        while self.ring.in_flight() >= self.depth {
+        let end = deadline_after(self.stall_deadline);
+        loop {
             self.reap();
-            if self.ring.in_flight() >= self.depth {
-                self.enter(Some(Duration::from_secs(1)));
+            if self.ring.in_flight() < self.depth {
+                break;
             }
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let result = Err(full(self.ring.in_flight(), self.stall_deadline));
+                self.ready.push_back(Completion { token, buffer, result });
+                return;
+            }
+            self.enter(Some(left));
         }
         match Job::new(self.alignment, transfer, file, offset, len, buffer, token) {
             Err(refusal) => self.ready.push_back(refusal),
@@ -126,10 +145,43 @@ impl Queue for UringQueue {
 
 /// Whether this memory can be registered, all at once.
 pub fn try_register(memory: Vec<Arc<Mapping>>) -> Result<()> {
-    let mut ring = Ring::<()>::new(1, DROP_DEADLINE).map_err(|source| failed("io_uring_setup", source))?;
+    let mut ring = Ring::<()>::new(1, STALL_DEADLINE).map_err(|source| failed("io_uring_setup", source))?;
     ring.register(memory).map_err(|source| failed("io_uring_register", source))
 }
 
 fn failed(op: &'static str, source: io::Error) -> Error {
     Error::io(op, "<I/O queue>", source)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::{Engine, open_disk};
+    use crate::sys::Descriptor;
+    use crate::sys::testing::skipped;
+
+    #[test]
+    fn a_full_ring_that_never_moves_gives_the_buffer_back_with_a_timeout() {
+        let patience = Duration::from_millis(50);
+        let mut queue = match UringQueue::with_stall_deadline(1, 1, Vec::new(), patience) {
+            Ok(queue) => queue,
+            Err(error) => return skipped(&error),
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
+        let file = disk.open_dir(dir.path()).unwrap().create_file("f", 0).unwrap();
+        // A read of a pipe that nobody writes to.
+        let (from, to) = io::pipe().unwrap();
+        let job = Job::new(1, Transfer::Read, &file, 0, 16, Buffer::alone(4096).unwrap(), 1);
+        let Ok(Job { buffer, moving, .. }) = job else { panic!("it is a job") };
+        queue.start(buffer, Arc::new(Descriptor::new(from.into(), "pipe")), moving);
+        queue.enter(None);
+        let begun = Instant::now();
+        queue.submit(Transfer::Write, &file, 0, 4096, Buffer::alone(4096).unwrap(), 7);
+        assert!(begun.elapsed() >= patience && begun.elapsed() < Duration::from_secs(20));
+        let refused = queue.complete(Duration::ZERO).unwrap();
+        assert_eq!(refused.token, 7);
+        assert_eq!(refused.result.unwrap_err().kind(), "timeout");
+        drop(to);
+    }
 }

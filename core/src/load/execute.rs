@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::destination::{Destination, Staged, Started};
 use super::file_set::{FileInfo, FileSet};
 use super::geometry::Strided;
 use super::options::{LoadFailure, LoadOptions, LoadStats};
@@ -15,31 +16,31 @@ use super::schedule::{Cell, Schedule};
 use crate::format::index::Index;
 use crate::io::Disk;
 use crate::read_plan::ReadPlan;
-use crate::sys::{HostTarget, Scatter};
+use crate::sys::Scatter;
 use crate::{Error, Result};
 
 /// Reads what the plan names into the targets. Every byte that reaches a target comes from a block whose checksum holds; damage is
 /// [`Error::Corrupt`] with leaf, file and block. A failure says which targets were written to before.
 ///
 /// Uses at most `options.budget_bytes` of buffers beside the targets.
-pub fn execute(
+pub fn execute<'a>(
     disk: &dyn Disk,
     files: &FileSet,
     index: &Index,
     plan: &ReadPlan,
-    targets: &[HostTarget<'_>],
+    targets: &[impl Clone + Into<Destination<'a>>],
     options: &LoadOptions,
 ) -> Result<LoadStats, LoadFailure> {
     execute_while(disk, files, index, plan, targets, options, &mut |_| true)
 }
 
 /// [`execute`], which `go_on` may end: it is asked between reads, with the bytes that are done.
-pub fn execute_while(
+pub fn execute_while<'a>(
     disk: &dyn Disk,
     files: &FileSet,
     index: &Index,
     plan: &ReadPlan,
-    targets: &[HostTarget<'_>],
+    targets: &[impl Clone + Into<Destination<'a>>],
     options: &LoadOptions,
     go_on: &mut dyn FnMut(u64) -> bool,
 ) -> Result<LoadStats, LoadFailure> {
@@ -60,7 +61,8 @@ pub fn execute_while(
         }
     }
     // Dropped last, and on every way out: from then on nothing is written to the targets, whatever threads were left behind.
-    let guard = Scatter::open(targets, copies, windows, lists)?;
+    let targets: Vec<Destination<'a>> = targets.iter().map(|target| target.clone().into()).collect();
+    let guard = Scatter::open(&targets, copies, windows, lists)?;
     let sink = Arc::new(Scatterer {
         scatter: guard.share(),
         infos,
@@ -149,7 +151,7 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
 }
 
 impl Sink for Scatterer {
-    fn cell(&self, number: usize, bytes: &[u8]) -> Result<()> {
+    fn cell(&self, number: usize, staged: &Staged, started: &mut Started) -> Result<()> {
         let copies = self.scatter.copies_of(number);
         let Some((cell, info)) =
             self.cells.get(number).and_then(|cell| Some((cell, self.infos.get(&cell.file)?)))
@@ -173,7 +175,7 @@ impl Sink for Scatterer {
                 needed.get_mut(range).unwrap_or_default().fill(true);
             }
         }
-        for (block, bytes) in (first..).zip(bytes.chunks(info.block_bytes as usize)) {
+        for (block, bytes) in (first..).zip(staged.chunks(info.block_bytes as usize)) {
             if needed.get((block - first) as usize) == Some(&true) {
                 info.check(block, bytes).map_err(|bad| {
                     self.damage(number, info.path.clone(), Some((block, info.bytes_of(block))), bad.what())
@@ -181,7 +183,7 @@ impl Sink for Scatterer {
                 self.verified.fetch_add(1, Ordering::Relaxed);
             }
         }
-        let copied = self.scatter.put(number, bytes)?;
+        let copied = self.scatter.put(number, staged, started)?;
         self.copied.fetch_add(copied, Ordering::AcqRel);
         Ok(())
     }

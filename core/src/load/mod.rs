@@ -8,7 +8,8 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`FileSet`] | the files of one item: opened lazily, checked against the index once |
-//! | [`execute`] | a read plan carried out into [`crate::sys::HostTarget`]s |
+//! | [`execute`] | a read plan carried out into [`Destination`]s |
+//! | [`Destination`] | host memory, or a [`DeviceTarget`] |
 //! | [`read_objects`] | object leaves, decoded |
 //! | [`verify`] | every block of every file, all damage reported |
 //! | `schedule` `pipeline` `geometry` `disjoint` | how: what is read when, by whom, and which bytes go where |
@@ -16,9 +17,10 @@
 //!
 //! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]) that the process keeps for the next restore
 //! ([`ReadBuffers`]). Invariants: no byte reaches a target before the checksum of its block has held; nothing is written to a target after
-//! the call has returned; every wait ends.
+//! the call has returned (a device is waited for; one that never answers keeps what it was given, and nobody else uses that); every wait ends.
 
 mod buffers;
+pub(crate) mod destination;
 pub(crate) mod disjoint;
 mod execute;
 mod file_set;
@@ -35,6 +37,7 @@ mod tests;
 mod verify;
 
 pub use buffers::ReadBuffers;
+pub use destination::{Destination, DeviceTarget, Piece, Staged, Steps};
 pub use execute::{execute, execute_while};
 pub use file_set::FileSet;
 pub use objects::read_objects;

@@ -19,6 +19,7 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 use worker::Workers;
 
 use super::buffers::ReadBuffers;
+use super::destination::{Staged, Started};
 use super::file_set::FileSet;
 use super::options::{LoadOptions, LoadStats};
 use super::schedule::{Read, Schedule};
@@ -29,8 +30,9 @@ use crate::{Error, Result};
 
 /// What becomes of the bytes.
 pub(super) trait Sink: Send + Sync + 'static {
-    /// A cell's bytes have arrived; called once for every cell, from any worker. An error ends the run.
-    fn cell(&self, cell: usize, bytes: &[u8]) -> Result<()>;
+    /// A cell's bytes have arrived; called once for every cell, from any worker. An error ends the run. What it leaves in `started` is waited for before the
+    /// bytes' buffer is used again.
+    fn cell(&self, cell: usize, bytes: &Staged, started: &mut Started) -> Result<()>;
 
     /// These cells could not be read. Returning the error ends the run; `Ok` skips them.
     fn failed(&self, cells: Range<usize>, error: Error) -> Result<()>;
@@ -57,10 +59,20 @@ enum Job {
 
 /// What a worker says.
 enum Event {
-    /// A job is done; its buffer, where it came with one.
-    Done { bytes: u64, buffer: Option<Buffer> },
+    /// A job is done; what became of its buffer.
+    Done { bytes: u64, buffer: Back },
     /// A job failed.
-    Failed { error: Error, buffer: Option<Buffer> },
+    Failed { error: Error, buffer: Back },
+}
+
+/// What became of the buffer of a job.
+enum Back {
+    /// It came with none.
+    None,
+    /// Here it is.
+    Buffer(Buffer),
+    /// A device still holds it: it is freed when that lets go of it, and is none of this run's any more.
+    Kept,
 }
 
 /// What workers and the calling thread share.
@@ -134,7 +146,8 @@ pub(super) fn run<S: Sink>(
         queue: None,
         begun: Vec::new(),
         free: Vec::new(),
-        taken: 0,
+        held: 0,
+        most_held: 0,
         working: 0,
         done: 0,
         last_progress: Instant::now(),
@@ -145,7 +158,7 @@ pub(super) fn run<S: Sink>(
     let ended = reader.finish(workers);
     let mut stats = std::mem::take(&mut reader.stats);
     let cells = if stats.bytes_cached > 0 { threads * cell_buffer } else { 0 };
-    stats.peak_buffer_bytes = (reader.taken * read_buffer + cells) as u64;
+    stats.peak_buffer_bytes = (reader.most_held * read_buffer + cells) as u64;
     stats.elapsed = started.elapsed();
     result.and(ended).map(|()| stats)
 }
@@ -167,8 +180,9 @@ struct Reader<'a, S> {
     /// Reads that were in flight before this run began: their numbers by their tokens.
     begun: Vec<usize>,
     free: Vec<Buffer>,
-    /// Buffers that this run has taken, free or not.
-    taken: usize,
+    /// Buffers that this run holds, free or not, and the most that it held.
+    held: usize,
+    most_held: usize,
     /// Jobs that workers have not answered.
     working: usize,
     /// Bytes that workers are done with.
@@ -187,7 +201,8 @@ impl<S: Sink> Reader<'_, S> {
         let Some(numbers) = head_start.numbers(&self.shared.schedule) else { return };
         if head_start.buffer_len == self.read_buffer && numbers.len() <= self.most_buffers {
             self.queue = head_start.into_queue();
-            self.taken = numbers.len();
+            self.held = numbers.len();
+            self.most_held = self.held;
             self.stats.reads += numbers.len() as u64;
             self.begun = numbers;
         }
@@ -305,11 +320,12 @@ impl<S: Sink> Reader<'_, S> {
         if let Some(buffer) = self.free.pop() {
             return Ok(Some(buffer));
         }
-        if self.taken >= self.most_buffers {
+        if self.held >= self.most_buffers {
             return Ok(None);
         }
         let buffer = self.shared.buffers.take(self.read_buffer)?;
-        self.taken += 1;
+        self.held += 1;
+        self.most_held = self.most_held.max(self.held);
         Ok(Some(buffer))
     }
 
@@ -347,13 +363,22 @@ impl<S: Sink> Reader<'_, S> {
         match event {
             Event::Done { bytes, buffer } => {
                 self.done += bytes;
-                self.free.extend(buffer);
+                self.take_back(buffer);
                 Ok(())
             }
             Event::Failed { error, buffer } => {
-                self.free.extend(buffer);
+                self.take_back(buffer);
                 Err(error)
             }
+        }
+    }
+
+    fn take_back(&mut self, buffer: Back) {
+        match buffer {
+            Back::None => {}
+            Back::Buffer(buffer) => self.free.push(buffer),
+            // Another one may take its place, or a run whose devices let go late would have none left.
+            Back::Kept => self.held = self.held.saturating_sub(1),
         }
     }
 
@@ -392,7 +417,7 @@ impl<S: Sink> Reader<'_, S> {
                 Ok(Event::Done { buffer, .. } | Event::Failed { buffer, .. }) => {
                     self.last_progress = Instant::now();
                     self.working -= 1;
-                    self.free.extend(buffer);
+                    self.take_back(buffer);
                 }
                 Err(_) => {
                     if let Err(stalled) = self.check_stall() {

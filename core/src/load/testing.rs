@@ -19,7 +19,7 @@ use crate::io::{
 use crate::leaf_path::Component;
 use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
 use crate::region::Region;
-use crate::sys::Buffer;
+use crate::sys::{Buffer, HostTarget};
 use crate::tree::{ContainerKind, Tree};
 use crate::{Error, Result};
 
@@ -385,7 +385,7 @@ impl Item {
     pub(super) fn load(&self, leaves: &[usize], options: &LoadOptions) -> (Vec<Vec<u8>>, Loaded) {
         let mut into: Vec<Vec<u8>> =
             leaves.iter().map(|&leaf| vec![0xEE; self.extent(leaf).length as usize]).collect();
-        let targets: Vec<_> = into.iter_mut().map(|bytes| bytes.as_mut_slice().into()).collect();
+        let targets: Vec<HostTarget<'_>> = into.iter_mut().map(|bytes| bytes.as_mut_slice().into()).collect();
         let result =
             super::execute(&self.disk, &self.files(), &self.index, &self.plan(leaves), &targets, options);
         drop(targets);

@@ -2,6 +2,7 @@
 
 mod bounds;
 mod damage;
+mod devices;
 mod engines;
 mod head_start;
 mod objects;

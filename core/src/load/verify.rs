@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::destination::{Staged, Started};
 use super::file_set::{FileInfo, FileSet, check_page};
 use super::options::LoadOptions;
 use super::pipeline::{self, Sink};
@@ -175,7 +176,7 @@ impl Checker {
 }
 
 impl Sink for Checker {
-    fn cell(&self, number: usize, bytes: &[u8]) -> Result<()> {
+    fn cell(&self, number: usize, bytes: &Staged, _: &mut Started) -> Result<()> {
         let found = self.cells.get(number).and_then(|cell| Some((cell, self.infos.get(&cell.file)?)));
         let Some((cell, info)) = found else {
             return Err(Error::Misuse(format!("cell {number} is not known")));

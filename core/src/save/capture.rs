@@ -176,12 +176,13 @@ impl Worker<'_> {
     fn work(&mut self) -> Result<()> {
         let parts = &self.job.parts;
         loop {
-            if let Some(error) = parts.link.unwanted() {
-                return Err(error);
-            }
             let window = self.job.next.fetch_add(1, Ordering::Relaxed);
             if window >= parts.windows.list.len() {
+                // Asked after this: what was captured whole may be committed already, and is not called cancelled.
                 break;
+            }
+            if let Some(error) = parts.link.unwanted() {
+                return Err(error);
             }
             let slot = self.slot()?;
             match fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)? {

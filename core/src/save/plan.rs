@@ -14,7 +14,7 @@ use crate::format::header::Header;
 use crate::format::index::{
     ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
 };
-use crate::format::object;
+use crate::format::{index_v1, object};
 use crate::io::is_component;
 use crate::region;
 use crate::staging::StagingPool;
@@ -219,6 +219,8 @@ fn plan_item(
     let file_name = format!("{:05}.data", options.rank);
     let file = FileRecord { name: file_name.as_str().into(), length: 0, file_id, trailer_crc: 0 };
     let index = Index { tree, leaves: records, files: vec![file] };
+    // As the footer's writer will, when the state is long captured.
+    index_v1::check_to_write(&index, index_v1::Bounds::Footer { footer_offset: data_bytes })?;
     let footer_hint = index_bytes + data_bytes.div_ceil(options.block_bytes) * 4 + 4 * PAGE;
     Ok((PlannedItem { dir, file_name, file_id, data_bytes, tensor_bytes, footer_hint }, index))
 }

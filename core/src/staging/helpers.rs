@@ -40,6 +40,7 @@ impl Door {
     pub(crate) fn close(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.0 = true;
+        // Bounded: a helper leaves after the copy that it is at, and what it waits for itself (slots, fences) ends by the stall timeout.
         while state.1 > 0 {
             state = self.left.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -121,6 +122,7 @@ impl Drop for Helpers {
             std::mem::forget(handles);
             return;
         }
+        // They have no more jobs: the owner of each task has waited until they had left it.
         for handle in handles {
             if handle.join().is_err() {
                 tracing::error!("a capture thread panicked");

@@ -90,7 +90,8 @@ impl StagingPool {
         }
     }
 
-    /// Grows to at least `bytes`, rounded up to whole slots, two at the least. Takes the time of touching the new memory. Never shrinks.
+    /// Grows to at least `bytes`, rounded up to whole slots, two at the least. Takes the time of touching the new memory. Nothing makes it shrink but slots that never
+    /// come back from a queue.
     pub fn ensure(&self, bytes: usize) -> Result<()> {
         self.birth.check("staging pool")?;
         let wanted = bytes.div_ceil(self.slot_bytes).max(MIN_SLOTS);
@@ -111,7 +112,7 @@ impl StagingPool {
         Ok(())
     }
 
-    /// Bytes of all slots, lent or not.
+    /// Bytes of all slots, lent or not; without those that never come back.
     pub fn bytes(&self) -> usize {
         self.shared.lock().total * self.slot_bytes
     }
@@ -257,6 +258,12 @@ impl State {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A slot whose memory is left to a queue that is stuck comes back no more: the pool is smaller by it, and may grow again.
+    pub(super) fn lose(&self) {
+        let mut state = self.lock();
+        state.total = state.total.saturating_sub(1);
     }
 
     pub(super) fn give_back(&self, buffer: Buffer, fences: Vec<Box<dyn Fence>>) {

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! Only a `Filling` slot can be written to, only a `Full` one launched, only once; memory in flight is not reachable. Whatever is dropped goes back to
-//! the pool, except what a device may still write to: that comes back when its fence has been passed.
+//! the pool, except what a device may still write to: that comes back when its fence has been passed; and what a queue never gave back: the pool is
+//! told that it is gone.
 //!
 //! Misuse does not compile. A slot that is not being filled cannot be written to:
 //!
@@ -80,8 +81,9 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if let Some(buffer) = self.buffer.take() {
-            self.pool.give_back(buffer, mem::take(&mut self.fences));
+        match self.buffer.take() {
+            Some(buffer) => self.pool.give_back(buffer, mem::take(&mut self.fences)),
+            None => self.pool.lose(),
         }
     }
 }

@@ -14,7 +14,8 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use super::{HostTarget, stream};
+use super::stream;
+use crate::load::destination::{Destination, DeviceTarget, Piece, Staged, Started};
 use crate::load::disjoint;
 use crate::load::geometry::{Dim, Strided, Tile};
 use crate::{Error, Result};
@@ -46,9 +47,15 @@ pub(crate) struct Scatter {
 
 #[derive(Debug)]
 struct Target {
-    address: NonNull<u8>,
+    place: Place,
     len: u64,
     touched: AtomicBool,
+}
+
+#[derive(Debug)]
+enum Place {
+    Host(NonNull<u8>),
+    Device(Arc<dyn DeviceTarget>),
 }
 
 // SAFETY: the addresses are those of HostTargets, which may be written from any thread; `put` sees to it that writes do not race.
@@ -78,7 +85,7 @@ impl Drop for ScatterGuard<'_> {
 impl Scatter {
     /// Checks everything that [`Self::put`] relies on. `windows` stand in file order and do not overlap.
     pub(crate) fn open<'a>(
-        targets: &[HostTarget<'a>],
+        targets: &[Destination<'a>],
         copies: Vec<Strided>,
         windows: Vec<Window>,
         lists: Vec<u32>,
@@ -87,12 +94,11 @@ impl Scatter {
             let target = targets.get(copy.dst as usize).ok_or_else(|| {
                 Error::Misuse(format!("a copy goes to destination {} of {}", copy.dst, targets.len()))
             })?;
-            if copy.dst_span.end > target.len() as u64 {
+            let len = len_of(target);
+            if copy.dst_span.end > len {
                 return Err(Error::Misuse(format!(
-                    "a copy ends at byte {} of destination {}, which has {}",
-                    copy.dst_span.end,
-                    copy.dst,
-                    target.len()
+                    "a copy ends at byte {} of destination {}, which has {len}",
+                    copy.dst_span.end, copy.dst
                 )));
             }
             if !copy.is_injective() {
@@ -117,13 +123,7 @@ impl Scatter {
                 return Err(Error::Misuse("a window of a read names copies that are not its own".into()));
             }
         }
-        let spans: Vec<Range<u64>> = targets
-            .iter()
-            .map(|target| {
-                target.address().as_ptr() as u64..target.address().as_ptr() as u64 + target.len() as u64
-            })
-            .collect();
-        let locks = disjoint::Locks::find(&spans, &copies);
+        let locks = disjoint::Locks::find(&spans(targets)?, &copies);
         Ok(ScatterGuard {
             scatter: Arc::new(Self {
                 held: (0..locks.count()).map(|_| Mutex::new(())).collect(),
@@ -132,8 +132,11 @@ impl Scatter {
                 targets: targets
                     .iter()
                     .map(|target| Target {
-                        address: target.address(),
-                        len: target.len() as u64,
+                        place: match target {
+                            Destination::Host(target) => Place::Host(target.address()),
+                            Destination::Device(target) => Place::Device(Arc::clone(target)),
+                        },
+                        len: len_of(target),
                         touched: AtomicBool::new(false),
                     })
                     .collect(),
@@ -161,8 +164,8 @@ impl Scatter {
         self.targets.iter().enumerate().filter(touched).map(|(number, _)| number as u32).collect()
     }
 
-    /// Scatters a window's bytes and returns how many went somewhere. Each window once.
-    pub(crate) fn put(&self, number: usize, bytes: &[u8]) -> Result<u64> {
+    /// Scatters a window's bytes and returns how many went somewhere. Each window once. Copies to devices are in `started` then.
+    pub(crate) fn put(&self, number: usize, bytes: &Staged, started: &mut Started) -> Result<u64> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
         if !*open {
             return Err(Error::Cancelled("the restore has ended".into()));
@@ -184,6 +187,25 @@ impl Scatter {
             let lock = self.locks.of(c).and_then(|lock| self.held.get(lock));
             let held = lock.map(|lock| lock.lock().unwrap_or_else(PoisonError::into_inner));
             target.touched.store(true, Ordering::Release);
+            let address = match &target.place {
+                Place::Host(address) => address,
+                Place::Device(device) => {
+                    let mut tiles = Vec::new();
+                    copy.clip(&window.bytes, &mut |tile| tiles.push(tile));
+                    for tile in &tiles {
+                        if !tile_fits(tile, target.len, window.bytes.end) || tile.src < window.bytes.start {
+                            return Err(Error::Misuse("a copy left its destination".into()));
+                        }
+                        started.add(device.put(Piece::new(bytes, window.bytes.start, tile))?);
+                        moved += tile.bytes();
+                    }
+                    if held.is_some() {
+                        // Another copy may go to the same bytes: it comes after this one.
+                        started.wait()?;
+                    }
+                    continue;
+                }
+            };
             copy.clip(&window.bytes, &mut |tile| {
                 if tile_fits(&tile, target.len, window.bytes.end) && tile.src >= window.bytes.start {
                     let from = (tile.src - window.bytes.start) as usize;
@@ -191,11 +213,7 @@ impl Scatter {
                     // gate is open, and shutting it needs the lock that is held here. Nobody else writes these bytes: the window is claimed, no other
                     // window holds these bytes of the file, and copies that may overlap hold a common lock.
                     unsafe {
-                        copy_tile(
-                            target.address.as_ptr().add(tile.dst as usize),
-                            bytes.as_ptr().add(from),
-                            &tile,
-                        );
+                        copy_tile(address.as_ptr().add(tile.dst as usize), bytes.as_ptr().add(from), &tile);
                     };
                     moved += tile.bytes();
                 } else {
@@ -209,6 +227,34 @@ impl Scatter {
         }
         Ok(moved)
     }
+}
+
+fn len_of(target: &Destination<'_>) -> u64 {
+    match target {
+        Destination::Host(target) => target.len() as u64,
+        Destination::Device(target) => target.bytes(),
+    }
+}
+
+/// Addresses of all targets, to tell which share memory. Those of devices are made up, above all of this process, each device target by itself.
+fn spans(targets: &[Destination<'_>]) -> Result<Vec<Range<u64>>> {
+    let mut next = 1_u64 << 63;
+    let mut spans = Vec::with_capacity(targets.len());
+    for target in targets {
+        let start = match target {
+            Destination::Host(target) => target.address().as_ptr() as u64,
+            Destination::Device(_) => next,
+        };
+        let len = len_of(target);
+        let end = start
+            .checked_add(len)
+            .ok_or_else(|| Error::Misuse(format!("a destination of {len} bytes does not exist")))?;
+        if matches!(target, Destination::Device(_)) {
+            next = end;
+        }
+        spans.push(start..end);
+    }
+    Ok(spans)
 }
 
 /// Whether all of a tile lies below `dst_end` in its destination and below `src_end` in the file.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use stepwell_core::io::Dir;
 
+use super::announcement::{Announcement, Heard};
 use super::machine::{Action, Event, Machine, Now, Stands, Verdict};
 use super::records::{ItemPart, Vote};
 use crate::discovery::{damage, read_manifest};
@@ -36,9 +37,9 @@ pub trait World {
     /// All votes that are there.
     fn poll_votes(&mut self, have: usize, timeout: Duration) -> Result<Vec<Vote>>;
     /// Tells the other ranks.
-    fn send_verdict(&mut self, committed: bool, message: &str) -> Result<()>;
-    /// The leader's verdict, if it is there.
-    fn poll_verdict(&mut self, timeout: Duration) -> Result<Option<(bool, String)>>;
+    fn announce(&mut self, announcement: &Announcement) -> Result<()>;
+    /// The leader's announcement, if it is there within that time, and who has voted.
+    fn listen(&mut self, timeout: Duration) -> Result<Heard>;
 }
 
 /// Runs a commit to its end.
@@ -125,10 +126,8 @@ fn execute(
             }
             Event::Done
         }
-        Action::SendVerdict(committed, message) => {
-            reached(world.send_verdict(committed, &message).map(|()| Event::Done))
-        }
-        Action::PollVerdict { timeout } => reached(world.poll_verdict(timeout).map(Event::Verdict)),
+        Action::Announce(announcement) => reached(world.announce(&announcement).map(|()| Event::Done)),
+        Action::Listen { timeout } => reached(world.listen(timeout).map(Event::Heard)),
         // The caller returns before.
         Action::Finish(_) => Event::Done,
     }

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use stepwell_core::format::manifest::Attempt;
 
+use super::announcement::{Announcement, Heard};
 use super::records::{self, Draft, Vote};
 use crate::coordination::LEADER;
 use crate::error::Error;
@@ -109,9 +110,9 @@ pub enum Action {
     /// Remove the temporary and all in it; failing to is no error (the next writer does it).
     RemoveTemporary,
     /// Tell the other ranks.
-    SendVerdict(bool, String),
-    /// Look for the leader's verdict.
-    PollVerdict {
+    Announce(Announcement),
+    /// Look for the leader's announcement, and for what else there is to know.
+    Listen {
         /// At most so long.
         timeout: Duration,
     },
@@ -134,8 +135,8 @@ pub enum Event {
     Stands(Stands),
     /// The fence: `None` if this is still the writer, else who is.
     Fence(Option<String>),
-    /// The leader's verdict, if it is there: committed or not, and its message.
-    Verdict(Option<(bool, String)>),
+    /// What this rank knows of the others.
+    Heard(Heard),
     /// Ranks could not be reached.
     Unreachable(Error),
 }
@@ -206,7 +207,10 @@ enum State {
     Removing(Error),
     Awaiting {
         progress: Duration,
+        votes: usize,
     },
+    /// The leader is silent: does the step stand there?
+    Inquiring(Error),
     Telling(Verdict),
     Finished,
 }
@@ -255,7 +259,10 @@ impl Machine {
                 self.vote(vote, now)
             }
             (State::Voting, Event::Done) => {
-                self.to(State::Awaiting { progress: now.monotonic }, Action::PollVerdict { timeout: POLL })
+                self.to(
+                    State::Awaiting { progress: now.monotonic, votes: 0 },
+                    Action::Listen { timeout: POLL },
+                )
             }
             (State::Voting | State::Gathering { .. } | State::Awaiting { .. }, Event::Unreachable(error)) => {
                 self.abort(error)
@@ -306,7 +313,8 @@ impl Machine {
                 self.end(Verdict::Committed { replaced: None })
             }
             (State::Removing(error), _) => self.end(Verdict::NotCommitted(error)),
-            (State::Awaiting { progress }, Event::Verdict(verdict)) => self.hear(progress, verdict, now),
+            (State::Awaiting { progress, votes }, Event::Heard(heard)) => self.hear(progress, votes, heard, now),
+            (State::Inquiring(error), event) => self.inquired(error, &event),
             (State::Telling(verdict), _) => Action::Finish(Box::new(verdict)),
             (_, Event::Failed(error)) => self.abort(self.failed(error)),
             (state, event) => {
@@ -445,22 +453,36 @@ impl Machine {
         }
     }
 
-    fn hear(&mut self, progress: Duration, verdict: Option<(bool, String)>, now: Now) -> Action {
-        match verdict {
-            Some((true, _)) => self.finish(Verdict::Committed { replaced: None }),
-            Some((false, cause)) => {
-                self.finish(Verdict::NotCommitted(Error::RankFailed { rank: LEADER, cause }))
+    /// Votes that come in are progress: the leader waits for them too. After the last one it has as long again for what is its alone.
+    fn hear(&mut self, progress: Duration, votes: usize, heard: Heard, now: Now) -> Action {
+        if let Some(announcement) = heard.announcement {
+            let target = self.draft.root.join(&self.plan.target);
+            return self.finish(announcement.verdict(&target));
+        }
+        let progress = if heard.votes > votes { now.monotonic } else { progress };
+        let waited = now.monotonic.saturating_sub(progress);
+        if waited < self.plan.stall_timeout {
+            let votes = votes.max(heard.votes);
+            return self.to(State::Awaiting { progress, votes }, Action::Listen { timeout: POLL });
+        }
+        let error = Error::CoordinationTimeout {
+            missing: vec![LEADER],
+            waited_for: format!("to decide on step {}", self.plan.step),
+            seconds: waited.as_secs_f64(),
+        };
+        let look = Action::Look(self.plan.target.clone());
+        self.to(State::Inquiring(error), look)
+    }
+
+    /// A leader that fell silent may have renamed before: then the step is there, and nobody knows for how long.
+    fn inquired(&mut self, error: Error, event: &Event) -> Action {
+        match event {
+            Event::Stands(Stands::Step(attempt)) if *attempt == self.plan.attempt => {
+                let seconds = self.plan.stall_timeout.as_secs_f64();
+                let waited_for = "the leader to say that it is durable".to_owned();
+                self.finish(Verdict::Uncertain(stepwell_core::Error::Timeout { waited_for, seconds }))
             }
-            None => {
-                let waited = now.monotonic.saturating_sub(progress);
-                if waited >= self.plan.stall_timeout {
-                    let waited_for = format!("to decide on step {}", self.plan.step);
-                    let seconds = waited.as_secs_f64();
-                    let error = Error::CoordinationTimeout { missing: vec![LEADER], waited_for, seconds };
-                    return self.finish(Verdict::NotCommitted(error));
-                }
-                self.to(State::Awaiting { progress }, Action::PollVerdict { timeout: POLL })
-            }
+            _ => self.finish(Verdict::NotCommitted(error)),
         }
     }
 
@@ -476,12 +498,8 @@ impl Machine {
         if self.plan.world_size == 1 || !self.is_leader() {
             return self.finish(verdict);
         }
-        let (committed, message) = match &verdict {
-            Verdict::Committed { .. } => (true, String::new()),
-            Verdict::NotCommitted(error) => (false, error.to_string()),
-            Verdict::Uncertain(error) => (false, format!("the rename may not survive a power cut: {error}")),
-        };
-        self.to(State::Telling(verdict), Action::SendVerdict(committed, message))
+        let announcement = Announcement::of(&verdict);
+        self.to(State::Telling(verdict), Action::Announce(announcement))
     }
 
     fn finish(&mut self, verdict: Verdict) -> Action {

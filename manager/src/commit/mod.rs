@@ -3,8 +3,10 @@
 //! * [`machine`]: the commit as a sans-IO state machine: events in, actions out; the product, the simulators and the crash tests run the same code.
 //! * [`driver`]: carries out the machine's actions over a [`Dir`](stepwell_core::io::Dir).
 //! * [`records`]: what is written beside the data: indexes and the manifest, from the ranks' votes. Pure.
+//! * [`announcement`]: what the leader tells the other ranks. Pure.
 //! * [`aside`]: renames that take something away: retire, quarantine, rewind, and thinning's new manifest.
 
+pub mod announcement;
 pub mod aside;
 pub mod driver;
 pub mod machine;
@@ -13,6 +15,7 @@ pub mod records;
 #[cfg(test)]
 mod tests;
 
+pub use announcement::{Announcement, Heard};
 pub use driver::{Outcome, run};
 pub use machine::{Action, Event, Existing, Machine, Now, Plan, Stands, Verdict};
 pub use records::{Draft, ItemPart, Vote};

@@ -8,6 +8,7 @@ use stepwell_core::format::FORMAT_VERSION;
 use stepwell_core::format::index::{Index, LeafRecord, Source};
 use stepwell_core::format::index_v1;
 use stepwell_core::format::manifest::{Attempt, FileEntry, IndexEntry, Item, Manifest, TopLevel};
+use stepwell_core::limits;
 
 use crate::directory_layout::{INDEX, LEASE, MANIFEST};
 use crate::error::{Error, Result};
@@ -53,6 +54,60 @@ pub struct Draft {
     pub custom_metadata: serde_json::Value,
 }
 
+impl Draft {
+    /// Refuses what a commit of this draft would refuse in its manifest, before anything of it is captured: the manifest is made as [`records`] makes it,
+    /// with the widest numbers for what is not known yet, encoded by the same code, and read back.
+    pub fn check(&self, session: &str, world_size: u32) -> Result<()> {
+        let items = self.items.iter().map(|item| {
+            let index = IndexEntry {
+                path: format!("{}/{INDEX}", item.dir),
+                length: limits::MAX_INDEX_BYTES,
+                crc32c: u32::MAX,
+            };
+            item.entry(index, limits::MAX_LEAVES, u64::MAX)
+        });
+        let ranks =
+            (0..u64::from(world_size)).flat_map(|rank| self.items.iter().map(move |item| (rank, item)));
+        let files = ranks.take(limits::MAX_FILES as usize + 1).map(|(rank, item)| FileEntry {
+            path: format!("{}/{rank:05}.data", item.dir),
+            length: limits::MAX_FILE_BYTES,
+            trailer_crc32c: u32::MAX,
+            file_id: u128::MAX,
+        });
+        let attempt = Attempt { session: session.to_owned(), counter: u64::MAX };
+        let manifest = self.manifest(&attempt, world_size, i64::MAX, items.collect(), files.collect());
+        Manifest::decode(&manifest.encode()?, &self.root)?;
+        Ok(())
+    }
+
+    /// The commit record: the only place that makes one.
+    fn manifest(
+        &self,
+        attempt: &Attempt,
+        world_size: u32,
+        committed_unix_ns: i64,
+        items: Vec<Item>,
+        files: Vec<FileEntry>,
+    ) -> Manifest {
+        Manifest {
+            format_version: FORMAT_VERSION,
+            required_features: Vec::new(),
+            writer: format!("stepwell {}", env!("CARGO_PKG_VERSION")),
+            step: self.step,
+            attempt: attempt.clone(),
+            started_unix_ns: self.started_unix_ns,
+            committed_unix_ns,
+            world_size,
+            plan_hash: self.plan_hash.clone(),
+            items,
+            files,
+            dropped: Vec::new(),
+            metrics: self.metrics.clone(),
+            custom_metadata: self.custom_metadata.clone(),
+        }
+    }
+}
+
 /// An item, before it is written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DraftItem {
@@ -62,6 +117,19 @@ pub struct DraftItem {
     pub name: String,
     /// Its top-level entries.
     pub top_level: Vec<TopLevel>,
+}
+
+impl DraftItem {
+    fn entry(&self, index: IndexEntry, leaves: u64, tensor_bytes: u64) -> Item {
+        Item {
+            name: self.name.clone(),
+            dir: self.dir.clone(),
+            index,
+            top_level: self.top_level.clone(),
+            leaves,
+            tensor_bytes,
+        }
+    }
 }
 
 /// A small file of a step.
@@ -106,32 +174,12 @@ pub fn records(
         }
         let encoded = index_v1::encode(&index)?;
         let path = format!("{}/{INDEX}", item.dir);
-        items.push(Item {
-            name: item.name.clone(),
-            dir: item.dir.clone(),
-            index: IndexEntry { path: path.clone(), length: encoded.bytes.len() as u64, crc32c: encoded.crc },
-            top_level: item.top_level.clone(),
-            leaves: index.leaves.len() as u64,
-            tensor_bytes,
-        });
+        let entry =
+            IndexEntry { path: path.clone(), length: encoded.bytes.len() as u64, crc32c: encoded.crc };
+        items.push(item.entry(entry, index.leaves.len() as u64, tensor_bytes));
         out.push((Some(item.dir.clone()), Record { path, bytes: encoded.bytes }));
     }
-    let manifest = Manifest {
-        format_version: FORMAT_VERSION,
-        required_features: Vec::new(),
-        writer: format!("stepwell {}", env!("CARGO_PKG_VERSION")),
-        step: draft.step,
-        attempt: attempt.clone(),
-        started_unix_ns: draft.started_unix_ns,
-        committed_unix_ns,
-        world_size,
-        plan_hash: draft.plan_hash.clone(),
-        items,
-        files,
-        dropped: Vec::new(),
-        metrics: draft.metrics.clone(),
-        custom_metadata: draft.custom_metadata.clone(),
-    };
+    let manifest = draft.manifest(attempt, world_size, committed_unix_ns, items, files);
     out.push((None, Record { path: LEASE.to_owned(), bytes: Vec::new() }));
     out.push((None, Record { path: MANIFEST.to_owned(), bytes: manifest.encode()? }));
     Ok(out)

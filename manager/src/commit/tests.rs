@@ -203,7 +203,11 @@ fn the_leader_waits_for_all_votes_as_long_as_there_is_progress_and_names_who_is_
     assert!(matches!(machine_.on(Event::Votes(vec![vote(1, 1)]), at(9)), Action::PollVotes { have: 2, .. }));
     assert!(matches!(machine_.on(Event::Votes(vec![]), at(18)), Action::PollVotes { .. }));
     assert!(matches!(machine_.on(Event::Votes(vec![]), at(19)), Action::RemoveTemporary));
-    let Action::SendVerdict(false, _) = machine_.on(Event::Done, at(19)) else { panic!() };
+    let told = machine_.on(Event::Done, at(19));
+    assert!(
+        matches!(&told, Action::Announce(Announcement::RanksMissing { missing, .. }) if missing == &[2]),
+        "{told:?}"
+    );
     let verdict = finished(machine_.on(Event::Done, at(19)));
     let Verdict::NotCommitted(Error::CoordinationTimeout { missing, .. }) = verdict else {
         panic!("{verdict:?}")
@@ -226,7 +230,7 @@ fn a_rank_that_fails_is_named_on_the_others_and_keeps_its_own_error() {
     let vote = Vote { rank: 1, attempt: attempt(1), parts: Err("its disk is full".into()) };
     assert!(matches!(machine_.on(Event::Votes(vec![vote]), at(0)), Action::RemoveTemporary));
     assert!(
-        matches!(machine_.on(Event::Done, at(0)), Action::SendVerdict(false, message) if message.contains("rank 1"))
+        matches!(machine_.on(Event::Done, at(0)), Action::Announce(Announcement::RankFailed { rank: 1, cause }) if cause == "its disk is full")
     );
 
     let mut machine_ = machine(plan(1, 2));
@@ -237,27 +241,93 @@ fn a_rank_that_fails_is_named_on_the_others_and_keeps_its_own_error() {
     assert!(matches!(verdict, Verdict::NotCommitted(error) if error.errno() == Some(28)));
 }
 
+/// A rank that has voted and waits for the leader since second 0.
+fn listening() -> Machine {
+    let mut follower = machine(plan(1, 3));
+    follower.start();
+    follower.on(Event::Done, at(0));
+    assert!(matches!(follower.on(Event::Data(parts()), at(0)), Action::SendVote(_)));
+    assert!(matches!(follower.on(Event::Done, at(0)), Action::Listen { .. }));
+    follower
+}
+
+fn silence(votes: usize) -> Event {
+    Event::Heard(Heard { announcement: None, votes })
+}
+
+fn told(announcement: &Announcement) -> Verdict {
+    let mut follower = listening();
+    assert!(matches!(follower.on(silence(1), at(9)), Action::Listen { .. }));
+    let announcement = Announcement::decode(&announcement.encode().unwrap()).unwrap();
+    finished(follower.on(Event::Heard(Heard { announcement: Some(announcement), votes: 0 }), at(9)))
+}
+
 #[test]
-fn a_follower_believes_the_leader_and_gives_up_by_its_deadline() {
-    for (verdict, committed) in [(Some((true, String::new())), true), (Some((false, "no".into())), false)] {
-        let mut machine_ = machine(plan(1, 2));
-        machine_.start();
-        machine_.on(Event::Done, at(0));
-        assert!(matches!(machine_.on(Event::Data(parts()), at(0)), Action::SendVote(_)));
-        assert!(matches!(machine_.on(Event::Done, at(0)), Action::PollVerdict { .. }));
-        assert!(matches!(machine_.on(Event::Verdict(None), at(9)), Action::PollVerdict { .. }));
-        let end = finished(machine_.on(Event::Verdict(verdict), at(9)));
-        assert_eq!(matches!(end, Verdict::Committed { .. }), committed);
+fn every_rank_ends_with_the_verdict_of_the_leader_and_its_cause() {
+    assert!(matches!(told(&Announcement::Committed), Verdict::Committed { replaced: None }));
+    let verdict = told(&Announcement::RankFailed { rank: 2, cause: "its disk is full".into() });
+    let Verdict::NotCommitted(Error::RankFailed { rank: 2, cause }) = verdict else { panic!("{verdict:?}") };
+    assert_eq!(cause, "its disk is full");
+    let missing = Announcement::RanksMissing { missing: vec![2], waited_for: "to vote".into(), seconds: 3.0 };
+    let verdict = told(&missing);
+    assert!(
+        matches!(&verdict, Verdict::NotCommitted(Error::CoordinationTimeout { missing, .. }) if missing == &[2]),
+        "{verdict:?}"
+    );
+}
+
+#[test]
+fn a_root_that_the_leader_could_not_sync_is_uncertain_on_every_rank() {
+    let mut leader = machine(plan(0, 2));
+    let mut action = leader.start();
+    while !matches!(action, Action::SyncRoot) {
+        let event = match action {
+            Action::WriteData => Event::Data(parts()),
+            Action::PollVotes { .. } => {
+                Event::Votes(vec![Vote { rank: 1, attempt: attempt(1), parts: Ok(vec![]) }])
+            }
+            Action::CheckFence => Event::Fence(None),
+            _ => Event::Done,
+        };
+        action = leader.on(event, at(0));
     }
-    let mut machine_ = machine(plan(1, 2));
-    machine_.start();
-    machine_.on(Event::Done, at(0));
-    machine_.on(Event::Data(parts()), at(0));
-    machine_.on(Event::Done, at(0));
-    let end = finished(machine_.on(Event::Verdict(None), at(10)));
+    let Action::Announce(announcement) = leader.on(io(5), at(0)) else { panic!() };
+    assert!(matches!(finished(leader.on(Event::Done, at(0))), Verdict::Uncertain(_)));
+    let verdict = told(&announcement);
+    let Verdict::Uncertain(error) = verdict else { panic!("{verdict:?}") };
+    assert_eq!(error.errno(), Some(5));
+    // An error without an errno keeps its words.
+    let verdict = told(&Announcement::Uncertain { cause: "the engine panicked".into(), errno: None });
+    let Verdict::Uncertain(error) = verdict else { panic!("{verdict:?}") };
+    assert!(error.to_string().contains("the engine panicked"), "{error}");
+}
+
+#[test]
+fn a_rank_waits_for_the_leader_as_long_as_votes_come_in_and_then_gives_up() {
+    let mut follower = listening();
+    for (second, votes) in [(9, 1), (18, 2), (27, 2)] {
+        assert!(matches!(follower.on(silence(votes), at(second)), Action::Listen { .. }), "{second}");
+    }
+    assert!(matches!(follower.on(silence(2), at(28)), Action::Look(name) if name == "step"));
+    let end = finished(follower.on(Event::Stands(Stands::Nothing), at(28)));
     assert!(
         matches!(end, Verdict::NotCommitted(Error::CoordinationTimeout { missing, .. }) if missing == [0])
     );
+}
+
+#[test]
+fn a_step_that_stands_there_is_not_called_uncommitted_where_the_leader_fell_silent() {
+    for (stands, uncertain) in [
+        (Event::Stands(Stands::Step(attempt(1))), true),
+        (Event::Stands(Stands::Step(attempt(7))), false),
+        (Event::Stands(Stands::NoStep("no manifest".into())), false),
+        (io(5), false),
+    ] {
+        let mut follower = listening();
+        assert!(matches!(follower.on(silence(0), at(10)), Action::Look(_)));
+        let end = finished(follower.on(stands, at(10)));
+        assert_eq!(matches!(end, Verdict::Uncertain(_)), uncertain, "{end:?}");
+    }
 }
 
 #[test]

@@ -76,7 +76,7 @@ impl Manager {
             }
             inner.lock().uncertain.remove(&number);
         }
-        inner.lock().last = Some(step);
+        inner.lock().trail.restored(step);
         Ok((branch, moved))
     }
 

@@ -5,6 +5,7 @@
 //! | `open` | opens a root as its writer or as a reader; closes it |
 //! | `saving` | `save`: checks, capture on the caller's thread, hand-over to the persister |
 //! | `persister` | the one thread that writes and commits, first in, first out; retention after each commit |
+//! | `trail` | what was saved and restored, in order |
 //! | `queries` | what is there: steps, metrics, metadata, plans |
 //! | `changes` | rewind, delete, hold, prune |
 //!
@@ -24,9 +25,9 @@ use stepwell_core::sys::Birth;
 use crate::discovery::Discovery;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::job::Job;
 use crate::metrics::Sidecars;
 use crate::options::Options;
-use crate::persist::Job;
 use crate::retire::Deleter;
 use crate::root::RootInfo;
 use crate::save::Save;
@@ -38,11 +39,12 @@ mod open;
 mod persister;
 mod queries;
 mod saving;
+mod trail;
 
 pub use changes::Hold;
 pub use queries::StepReport;
 pub use saving::Decision;
-pub(crate) use saving::job_parts;
+use trail::Trail;
 
 /// What is saved, and how.
 pub struct SaveRequest {
@@ -130,8 +132,10 @@ struct State {
     failed: Vec<Save>,
     /// Steps that stand under their name and may not be durable.
     uncertain: BTreeSet<u64>,
-    /// The step that was saved or restored last.
-    last: Option<u64>,
+    /// What was saved and restored, in order.
+    trail: Trail,
+    /// Whether a step was ever seen here: then the root is not empty, and need not be looked at to know that.
+    populated: bool,
     /// When the last save began.
     last_save: Option<Duration>,
     /// The step from which on the job counts as preempted.

@@ -49,7 +49,9 @@ impl Manager {
             let names = names(options.step_name.clone(), root::read_info(&*directory)?.as_ref());
             let info = root::make_info(&*directory, &environment, &names, &options.root_metadata)?;
             let mut recovered = recovery::sweep(&*directory, &session, &environment)?;
-            recovery::mend(&*directory, &discovery.list(&*directory, &names)?, &mut recovered);
+            let listing = discovery.list(&*directory, &names)?;
+            state.populated = !listing.steps.is_empty();
+            recovery::mend(&*directory, &listing, &mut recovered);
             if !recovered.abandoned.is_empty() {
                 tracing::info!(temporaries = ?recovered.abandoned, "removing what dead writers left");
             }

@@ -73,10 +73,10 @@ impl Manager {
         Ok(retention::best(&candidates, metric, mode).map(|candidate| candidate.step))
     }
 
-    /// This manager's last saved or restored step + 1, else the latest + 1, else 0.
+    /// This manager's last saved or restored step + 1, else the latest + 1, else 0. A save that is pending counts; one that has failed does not.
     pub fn next_step(&self) -> Result<u64> {
         self.inner.check_usable()?;
-        let last = self.inner.lock().last;
+        let last = self.inner.lock().trail.last();
         let last = match last {
             Some(last) => Some(last),
             None => self.inner.newest()?.map(|found| found.manifest.step),
@@ -179,9 +179,12 @@ impl Inner {
     /// All committed steps that this manager counts.
     pub(super) fn list(&self) -> Result<BTreeMap<u64, Found>> {
         let mut steps = self.discovery.list(&*self.root, &self.names)?.steps;
-        for step in &self.lock().uncertain {
+        let mut state = self.lock();
+        state.populated |= !steps.is_empty();
+        for step in &state.uncertain {
             steps.remove(step);
         }
+        drop(state);
         Ok(steps)
     }
 
@@ -217,11 +220,10 @@ impl Inner {
         Error::StepNotFound { step, root: self.path.clone(), latest }
     }
 
-    /// The largest step that is committed or being saved. A damaged one counts: its number is taken.
-    pub(super) fn latest_or_pending(&self) -> Result<Option<u64>> {
-        let committed = self.list()?.into_keys().next_back();
-        let pending = self.lock().pending.iter().map(crate::save::Save::step).max();
-        Ok(committed.max(pending))
+    /// The largest step that is being saved. One whose capture has failed is none, though its turn to be told so may be to come.
+    pub(super) fn latest_pending(&self) -> Option<u64> {
+        let state = self.lock();
+        state.pending.iter().filter(|save| !save.has_failed()).map(crate::save::Save::step).max()
     }
 
     pub(super) fn candidates(&self, steps: &BTreeMap<u64, Found>) -> Result<Vec<Candidate>> {

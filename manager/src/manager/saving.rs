@@ -6,22 +6,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
-use stepwell_core::format::manifest::Attempt;
-use stepwell_core::save::{Capture, Flush, SaveOptions, prepare};
-use stepwell_core::staging::StagingPool;
-use stepwell_reshard::subchunk;
 
 use super::{Exists, Inner, Manager, SaveRequest, State};
-use crate::commit::{Draft, Existing, Plan};
+use crate::commit::Existing;
 use crate::directory_layout;
 use crate::discovery::damage;
-use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::options::Options;
-use crate::persist::Job;
+use crate::job::{self, Capturing, Order, Place, Prepared};
 use crate::save::{Refusal, Save};
-use crate::save_policy::Context;
-use crate::state::{self, StateSource};
+use crate::save_policy::Facts;
 use crate::step_name::MAX_STEP;
 
 /// What `save` would do with a step.
@@ -76,57 +69,25 @@ impl Manager {
             Decision::Refuse(refusal) => return Ok(Save::refused(request.step, refusal)),
             Decision::Pending(save) => return Ok(save),
         };
-        let started_unix_ns = inner.environment.clock.unix_ns();
-        let (mut draft, capture, flush) =
-            job_parts(&inner.environment, &inner.options, &inner.pool, request.state, &request.cancel)?;
-        draft.root.clone_from(&inner.path);
-        draft.step = request.step;
-        draft.started_unix_ns = started_unix_ns;
-        draft.metrics = request.metrics;
-        draft.custom_metadata = request.custom_metadata;
-        check_draft(&draft)?;
+        let order = Order {
+            root: inner.path.clone(),
+            step: request.step,
+            state: request.state,
+            metrics: request.metrics,
+            custom_metadata: request.custom_metadata,
+            cancel: Arc::clone(&request.cancel),
+            begun,
+            session: inner.session.clone(),
+        };
+        let prepared = job::prepare(&inner.environment, &inner.options, &inner.pool, order)?;
         let _turn = inner.wait_for_a_place(request.step, begun, &request.cancel)?;
-
-        let save = Save::begun(request.step, capture.progress(), begun, Arc::clone(&request.cancel));
-        save.set_stats(|stats| stats.files = draft.items.len() as u64);
-        inner.enqueue(&save, existing, draft, flush)?;
-        match capture.run() {
-            Ok(_) => {
-                save.set_captured(true);
-                Ok(save)
-            }
-            // The flush failed first; its error is the save's outcome, and told as every failure in the background is.
-            Err(stepwell_core::Error::Cancelled(_)) if !request.cancel.load(Ordering::Acquire) => {
-                save.set_captured(false);
-                Ok(save)
-            }
-            // The caller is told here, and not kept: the flush may stand behind an earlier save's.
-            Err(error @ stepwell_core::Error::Cancelled(_)) => {
-                save.set_captured(false);
-                save.acknowledge();
-                Err(Error::SaveFailed { step: request.step, source: error })
-            }
-            Err(error) => {
-                save.set_captured(false);
-                // The caller has the cause; the flush that was cancelled by it ends by itself.
-                let ended = save.wait(Some(inner.options.stall_timeout));
-                if ended.is_none() {
-                    save.acknowledge();
-                }
-                Err(match error {
-                    error @ (stepwell_core::Error::Leaf { .. } | stepwell_core::Error::Forked(_)) => {
-                        error.into()
-                    }
-                    source => Error::SaveFailed { step: request.step, source },
-                })
-            }
-        }
+        inner.enqueue(request.step, existing, prepared)?.run()
     }
 
     /// Grows the staging memory for a state of so many bytes, so that the first save does not pay for it.
     pub fn prepare(&self, bytes: u64) -> Result<()> {
         self.inner.check_usable()?;
-        pool_for(&self.inner.pool, &self.inner.options, bytes)
+        job::ensure_memory(&self.inner.pool, &self.inner.options, bytes)
     }
 
     /// Asks for preemption: the next step that is asked about is the one at which the job counts as preempted.
@@ -145,7 +106,7 @@ impl Manager {
     /// Says that a step was restored: [`Manager::next_step`] goes on from it.
     pub fn restored(&self, step: u64) {
         if self.inner.birth.is_here() {
-            self.inner.lock().last = Some(step);
+            self.inner.lock().trail.restored(step);
         }
     }
 }
@@ -160,24 +121,8 @@ impl Inner {
     }
 
     fn policy_says_yes(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
-        let preempted = self.preempted(step);
-        let latest = self.latest_or_pending()?;
-        let now = self.environment.clock.monotonic();
-        let (saving, since) = {
-            let state = self.lock();
-            (!state.pending.is_empty(), state.last_save.map(|then| now.saturating_sub(then).as_secs_f64()))
-        };
-        let since = match since {
-            Some(since) => Some(since),
-            // The last save was another process's: its record has wall-clock time.
-            None => self.newest()?.map(|found| {
-                let passed = self.environment.clock.unix_ns().saturating_sub(found.manifest.started_unix_ns);
-                Duration::from_nanos(u64::try_from(passed).unwrap_or(0)).as_secs_f64()
-            }),
-        };
-        let context =
-            Context { step, latest, seconds_since_save: since, saving, preempted, custom: custom.clone() };
-        Ok(self.options.save_policy.should_save(&context))
+        let asked = Asked { inner: self, step, preempted: self.preempted(step), custom };
+        self.options.save_policy.should_save(&asked)
     }
 
     fn decide(
@@ -193,24 +138,35 @@ impl Inner {
         if self.options.read_only {
             return Ok(Decision::Refuse(Refusal::ReadOnly));
         }
-        let pending = self.lock().pending.iter().find(|save| save.step() == step).cloned();
-        // What has lost files is no step any more: a good one may take its number, and the commit sets the rest aside.
-        let whole = || -> Result<bool> {
-            let Some(found) = self.committed(step)? else { return Ok(false) };
-            Ok(damage(&*self.root, &found.name, &found.manifest)?.is_none())
+        let pending = {
+            let state = self.lock();
+            state.pending.iter().find(|save| save.step() == step && !save.has_failed()).cloned()
         };
-        let there = pending.is_some() || whole()?;
-        // An existing step is told before an order: a final save that repeats the last one is no step back.
-        if there && exists == Exists::Skip {
-            return Ok(pending.map_or(Decision::Refuse(Refusal::Exists), Decision::Pending));
+        if exists == Exists::Skip
+            && let Some(pending) = pending
+        {
+            return Ok(Decision::Pending(pending));
         }
+        // Before the root is looked at: most calls end here, and a policy of steps alone needs nothing but the step.
         if !force && !self.policy_says_yes(step, custom)? {
             return Ok(Decision::Refuse(Refusal::Policy));
+        }
+        let steps = self.list()?;
+        // What has lost files is no step any more: a good one may take its number, and the commit sets the rest aside.
+        let there = pending.is_some()
+            || match steps.get(&step) {
+                Some(found) => damage(&*self.root, &found.name, &found.manifest)?.is_none(),
+                None => false,
+            };
+        // An existing step is told before an order: a final save that repeats the last one is no step back.
+        if there && exists == Exists::Skip {
+            return Ok(Decision::Refuse(Refusal::Exists));
         }
         if there && exists == Exists::Error {
             return Err(Error::StepExists { step, root: self.path.clone() });
         }
-        if let Some(latest) = self.latest_or_pending()?.filter(|&latest| step < latest) {
+        let latest = steps.into_keys().next_back().max(self.latest_pending());
+        if let Some(latest) = latest.filter(|&latest| step < latest) {
             return Err(Error::StepOrder { step, latest });
         }
         // Asked for even where nothing is there now: a pending save of this step may stand there by then.
@@ -255,8 +211,7 @@ impl Inner {
         Ok(Turn(self))
     }
 
-    fn enqueue(self: &Arc<Self>, save: &Save, existing: Existing, draft: Draft, flush: Flush) -> Result<()> {
-        let step = save.step();
+    fn enqueue(self: &Arc<Self>, step: u64, existing: Existing, prepared: Prepared) -> Result<Capturing> {
         let now = self.environment.clock.monotonic();
         let mut state = self.lock();
         if state.closed {
@@ -264,31 +219,23 @@ impl Inner {
         }
         let counter = state.counter;
         state.counter += 1;
-        let label = directory_layout::label(step);
-        let plan = Plan {
-            step,
-            temporary: directory_layout::temporary(&label, &self.session, counter),
+        let place = Place {
+            label: directory_layout::label(step),
             target: self.names.format(step),
             existing,
-            trash: directory_layout::trash(&label, self.environment.rng.next_u128()),
-            quarantine: directory_layout::quarantine(
-                &self.names.format(step),
-                self.environment.rng.next_u128(),
-            ),
-            attempt: Attempt { session: self.session.clone(), counter },
-            rank: self.environment.coordinator.rank(),
-            world_size: self.environment.coordinator.world_size(),
-            stall_timeout: self.options.stall_timeout,
+            counter,
             fenced: true,
         };
+        let (job, capturing) = prepared.split(&self.environment, &self.options, place);
         self.start_persister(&mut state)?;
         state.last_save = Some(now);
-        state.last = Some(step);
-        state.pending.push(save.clone());
-        state.queue.push_back(Job { save: save.clone(), plan, draft, flush, queued: Instant::now() });
+        job.save.stands_behind(&state.pending);
+        state.trail.saving(&job.save);
+        state.pending.push(job.save.clone());
+        state.queue.push_back(job);
         drop(state);
         self.changed.notify_all();
-        Ok(())
+        Ok(capturing)
     }
 
     fn start_persister(self: &Arc<Self>, state: &mut State) -> Result<()> {
@@ -314,82 +261,51 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// How tensors are cut.
-fn cut_options(options: &Options) -> subchunk::Options {
-    subchunk::Options { target_bytes: options.chunk_bytes, min_row_bytes: options.min_row_bytes }
+/// What a policy is told, looked up when it asks.
+struct Asked<'a> {
+    inner: &'a Inner,
+    step: u64,
+    preempted: bool,
+    custom: &'a BTreeMap<String, bool>,
 }
 
-/// Plans a save: items, chunks, both halves of the pipeline. Every check of the user's data is in here; nothing is written.
-#[expect(
-    clippy::needless_pass_by_value,
-    reason = "the plan holds the providers from here on, and lets go of them early"
-)]
-pub(crate) fn job_parts(
-    environment: &Environment,
-    options: &Options,
-    pool: &Arc<StagingPool>,
-    state: StateSource,
-    cancel: &Arc<AtomicBool>,
-) -> Result<(Draft, Capture, Flush)> {
-    let items = state::items(&state, &cut_options(options))?;
-    // Planning, headers and footers come on top of the tensors.
-    pool_for(pool, options, items.tensor_bytes)?;
-    let mut save_options = SaveOptions {
-        block_bytes: options.block_bytes,
-        rank: environment.coordinator.rank(),
-        file_ids: items.plans.iter().map(|_| environment.rng.next_u128()).collect(),
-        stall_timeout: options.stall_timeout,
-        queue_depth: options.queue_depth,
-        cancel: Some(Arc::clone(cancel)),
-        ..SaveOptions::default()
-    };
-    if let Some(threads) = options.capture_threads {
-        save_options.capture_threads = threads.max(1);
+impl Facts for Asked<'_> {
+    fn step(&self) -> u64 {
+        self.step
     }
-    let (capture, flush) = prepare(items.plans, pool, save_options)?;
-    let draft = Draft { plan_hash: items.plan_hash, items: items.drafts, ..Draft::default() };
-    Ok((draft, capture, flush))
-}
 
-/// Makes sure that there is staging memory for a state of so many bytes: all of it where that is allowed, and two slots at least.
-fn pool_for(pool: &Arc<StagingPool>, options: &Options, state_bytes: u64) -> Result<()> {
-    let slot = pool.slot_bytes() as u64;
-    let wanted = if let Some(bytes) = options.staging_bytes {
-        bytes
-    } else {
-        let whole = state_bytes.saturating_add(4 << 20).div_ceil(slot).saturating_add(1).saturating_mul(slot);
-        whole.min(free_memory() / 4)
-    };
-    let bytes =
-        usize::try_from(wanted.max(2 * slot)).map_err(|_| Error::Invalid("staging_bytes".to_owned()))?;
-    if bytes > pool.bytes() {
-        pool.ensure(bytes)?;
-    }
-    Ok(())
-}
-
-/// Bytes of memory that may be taken without swapping, as the system says.
-fn free_memory() -> u64 {
-    const GUESS: u64 = 4 << 30;
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    text.lines()
-        .find_map(|line| {
-            line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
-        })
-        .map_or(GUESS, |kilobytes| kilobytes.saturating_mul(1024))
-}
-
-/// What the manifest would refuse at the commit is refused now.
-fn check_draft(draft: &Draft) -> Result<()> {
-    use stepwell_core::limits::MAX_METADATA_BYTES;
-    let bytes = serde_json::to_vec(&draft.custom_metadata).map_or(u64::MAX, |bytes| bytes.len() as u64);
-    if bytes > MAX_METADATA_BYTES {
-        return Err(stepwell_core::Error::Limit {
-            what: "the size of custom_metadata in bytes".to_owned(),
-            found: bytes,
-            limit: MAX_METADATA_BYTES,
+    fn is_first(&self) -> Result<bool> {
+        {
+            let state = self.inner.lock();
+            if state.populated || state.trail.last().is_some() {
+                return Ok(false);
+            }
         }
-        .into());
+        Ok(self.inner.list()?.is_empty())
     }
-    Ok(())
+
+    fn seconds_since_save(&self) -> Result<Option<f64>> {
+        let clock = &self.inner.environment.clock;
+        let last = self.inner.lock().last_save;
+        if let Some(then) = last {
+            return Ok(Some(clock.monotonic().saturating_sub(then).as_secs_f64()));
+        }
+        // The last save was another process's: its record has wall-clock time.
+        Ok(self.inner.newest()?.map(|found| {
+            let passed = clock.unix_ns().saturating_sub(found.manifest.started_unix_ns);
+            Duration::from_nanos(u64::try_from(passed).unwrap_or(0)).as_secs_f64()
+        }))
+    }
+
+    fn saving(&self) -> bool {
+        !self.inner.lock().pending.is_empty()
+    }
+
+    fn preempted(&self) -> bool {
+        self.preempted
+    }
+
+    fn custom(&self, name: &str) -> bool {
+        self.custom.get(name).copied().unwrap_or(false)
+    }
 }

@@ -1,33 +1,33 @@
 //! Save policies: which calls of `save` write. Small pure objects: a question in, a yes or no out.
 //!
 //! Policies compose with `|` and `&`, are plain data (JSON), and know whether they are *deterministic*: whether every rank comes to the same
-//! answer by itself. Where not (clocks, signals, callables), the leader's answer binds all ranks.
+//! answer by itself. Where not (clocks, signals, callables), the leader's answer binds all ranks. A call that a policy of steps alone refuses costs no look at
+//! the root (but for the first one, where nobody knows yet whether it is empty).
 //!
 //! **The first save.** [`SavePolicy::every_steps`] also says yes to the first step that an empty root is asked for, whatever its number: a run
 //! that cannot save shows it at its start and not after the first interval. [`SavePolicy::at_steps`] says yes to its steps and to no other.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ops::{BitAnd, BitOr};
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// What a policy may look at.
-#[derive(Clone, Debug, Default)]
-pub struct Context {
+/// What a policy may ask for. It asks only for what it needs, and what costs a look at the root is looked up when it does.
+pub trait Facts {
     /// The step that might be saved.
-    pub step: u64,
-    /// The newest step, committed or being saved; `None` in an empty root.
-    pub latest: Option<u64>,
+    fn step(&self) -> u64;
+    /// Whether the root holds no step yet, and none is being saved.
+    fn is_first(&self) -> Result<bool>;
     /// Seconds since the last save began; `None` if there was none.
-    pub seconds_since_save: Option<f64>,
+    fn seconds_since_save(&self) -> Result<Option<f64>>;
     /// Whether a save is being written.
-    pub saving: bool,
+    fn saving(&self) -> bool;
     /// Whether the ranks have agreed that this job is to be preempted.
-    pub preempted: bool,
-    /// The answers of custom policies (callables of the front end), by their name.
-    pub custom: BTreeMap<String, bool>,
+    fn preempted(&self) -> bool;
+    /// What a custom policy (a callable of the front end) says; one that was not asked says no.
+    fn custom(&self, name: &str) -> bool;
 }
 
 /// See the module documentation.
@@ -58,7 +58,7 @@ pub enum SavePolicy {
     OnPreemption,
     /// What a callable of the front end says.
     Custom {
-        /// Its name in [`Context::custom`]; a name that is not answered says no.
+        /// Its name in [`Facts::custom`]; a name that is not answered says no.
         name: String,
     },
     /// One of them says yes. None: never.
@@ -121,21 +121,35 @@ impl SavePolicy {
     }
 
     /// Whether to save.
-    pub fn should_save(&self, context: &Context) -> bool {
-        match self {
+    pub fn should_save(&self, facts: &dyn Facts) -> Result<bool> {
+        Ok(match self {
             Self::EverySteps { n, initial } => {
-                context.step.checked_rem(*n) == Some(0) || (*initial && context.latest.is_none())
+                facts.step().checked_rem(*n) == Some(0) || (*initial && facts.is_first()?)
             }
-            Self::AtSteps { steps } => steps.contains(&context.step),
+            Self::AtSteps { steps } => steps.contains(&facts.step()),
             Self::EverySeconds { seconds } => {
-                context.seconds_since_save.is_none_or(|passed| passed >= *seconds)
+                facts.seconds_since_save()?.is_none_or(|passed| passed >= *seconds)
             }
-            Self::WhenIdle => !context.saving,
-            Self::OnPreemption => context.preempted,
-            Self::Custom { name } => context.custom.get(name).copied().unwrap_or(false),
-            Self::Any { of } => of.iter().any(|policy| policy.should_save(context)),
-            Self::All { of } => of.iter().all(|policy| policy.should_save(context)),
-        }
+            Self::WhenIdle => !facts.saving(),
+            Self::OnPreemption => facts.preempted(),
+            Self::Custom { name } => facts.custom(name),
+            Self::Any { of } => {
+                for policy in of {
+                    if policy.should_save(facts)? {
+                        return Ok(true);
+                    }
+                }
+                false
+            }
+            Self::All { of } => {
+                for policy in of {
+                    if !policy.should_save(facts)? {
+                        return Ok(false);
+                    }
+                }
+                true
+            }
+        })
     }
 
     /// Whether every rank comes to the same answer by itself, from the step and the agreed listing alone.

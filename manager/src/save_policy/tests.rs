@@ -1,4 +1,86 @@
+use std::collections::BTreeMap;
+
 use super::*;
+
+/// All facts, known beforehand.
+#[derive(Clone, Default)]
+struct Context {
+    step: u64,
+    latest: Option<u64>,
+    seconds_since_save: Option<f64>,
+    saving: bool,
+    preempted: bool,
+    custom: BTreeMap<String, bool>,
+}
+
+impl Facts for Context {
+    fn step(&self) -> u64 {
+        self.step
+    }
+
+    fn is_first(&self) -> Result<bool> {
+        Ok(self.latest.is_none())
+    }
+
+    fn seconds_since_save(&self) -> Result<Option<f64>> {
+        Ok(self.seconds_since_save)
+    }
+
+    fn saving(&self) -> bool {
+        self.saving
+    }
+
+    fn preempted(&self) -> bool {
+        self.preempted
+    }
+
+    fn custom(&self, name: &str) -> bool {
+        self.custom.get(name).copied().unwrap_or(false)
+    }
+}
+
+/// A policy that asks these for more than the step is no policy of steps alone.
+struct StepOnly(u64);
+
+impl Facts for StepOnly {
+    fn step(&self) -> u64 {
+        self.0
+    }
+
+    fn is_first(&self) -> Result<bool> {
+        Err(Error::Invalid("the root was looked at".into()))
+    }
+
+    fn seconds_since_save(&self) -> Result<Option<f64>> {
+        Err(Error::Invalid("the root was looked at".into()))
+    }
+
+    fn saving(&self) -> bool {
+        panic!("it asked")
+    }
+
+    fn preempted(&self) -> bool {
+        panic!("it asked")
+    }
+
+    fn custom(&self, _: &str) -> bool {
+        panic!("it asked")
+    }
+}
+
+#[test]
+fn a_deterministic_policy_asks_for_the_step_and_at_most_whether_it_is_the_first() {
+    let policy = SavePolicy::EverySteps { n: 2, initial: false } | SavePolicy::at_steps([7]);
+    assert!(policy.is_deterministic());
+    let answers: Vec<bool> = (6..9).map(|step| policy.should_save(&StepOnly(step)).unwrap()).collect();
+    assert_eq!(answers, [true, true, true]);
+    assert!(!policy.should_save(&StepOnly(5)).unwrap());
+    assert!(SavePolicy::every_steps(2).should_save(&StepOnly(6)).unwrap());
+    assert!(SavePolicy::every_steps(2).should_save(&StepOnly(5)).is_err());
+    // What costs a look is not asked where the answer is known already.
+    let both = SavePolicy::at_steps([7]) & SavePolicy::every_seconds(3.0);
+    assert!(!both.should_save(&StepOnly(6)).unwrap() && both.should_save(&StepOnly(7)).is_err());
+}
 
 /// The steps that a policy saves, if `save` is called for each of them in turn.
 fn saved(policy: &SavePolicy, steps: impl IntoIterator<Item = u64>) -> Vec<u64> {
@@ -7,7 +89,7 @@ fn saved(policy: &SavePolicy, steps: impl IntoIterator<Item = u64>) -> Vec<u64> 
         .into_iter()
         .filter(|&step| {
             context.step = step;
-            let yes = policy.should_save(&context);
+            let yes = policy.should_save(&context).unwrap();
             if yes {
                 context.latest = Some(step);
             }
@@ -44,7 +126,8 @@ fn alternatives_unite_and_conditions_intersect() {
 #[test]
 fn a_time_interval_counts_from_the_start_of_the_last_save() {
     let policy = SavePolicy::every_seconds(10.0);
-    let at = |seconds| policy.should_save(&Context { seconds_since_save: seconds, ..Context::default() });
+    let at =
+        |seconds| policy.should_save(&Context { seconds_since_save: seconds, ..Context::default() }).unwrap();
     assert!(at(None) && at(Some(10.0)) && !at(Some(9.9)));
 }
 
@@ -52,16 +135,16 @@ fn a_time_interval_counts_from_the_start_of_the_last_save() {
 fn preemption_saves_although_the_interval_says_no() {
     let policy = SavePolicy::every_steps(100) | SavePolicy::on_preemption();
     let context = Context { step: 7, latest: Some(0), preempted: true, ..Context::default() };
-    assert!(policy.should_save(&context));
-    assert!(!policy.should_save(&Context { preempted: false, ..context }));
+    assert!(policy.should_save(&context).unwrap());
+    assert!(!policy.should_save(&Context { preempted: false, ..context }).unwrap());
 }
 
 #[test]
 fn a_custom_policy_that_was_not_asked_says_no() {
     let policy = SavePolicy::Custom { name: "loss fell".into() } & SavePolicy::every_steps(1);
-    assert!(!policy.should_save(&Context::default()));
+    assert!(!policy.should_save(&Context::default()).unwrap());
     let custom = BTreeMap::from([("loss fell".to_owned(), true)]);
-    assert!(policy.should_save(&Context { custom, ..Context::default() }));
+    assert!(policy.should_save(&Context { custom, ..Context::default() }).unwrap());
     assert_eq!(policy.custom_names(), BTreeSet::from(["loss fell"]));
 }
 
@@ -78,7 +161,8 @@ fn what_can_never_work_is_refused() {
     for seconds in [-1.0, f64::NAN, f64::INFINITY] {
         assert!(SavePolicy::every_seconds(seconds).check().is_err());
     }
-    assert!(!SavePolicy::every_steps(0).should_save(&Context { latest: Some(1), ..Context::default() }));
+    let context = Context { latest: Some(1), ..Context::default() };
+    assert!(!SavePolicy::every_steps(0).should_save(&context).unwrap());
 }
 
 #[test]

@@ -173,7 +173,7 @@ pub fn commit(manager: &Manager, step: u64) {
 }
 
 pub fn committed(save: &Save) {
-    match save.wait(Some(LONG)) {
+    match save.wait(Some(LONG)).unwrap() {
         Some(Outcome::Committed) => {}
         other => panic!("step {}: {other:?} {:?}", save.step(), save.refusal()),
     }

@@ -55,8 +55,9 @@ fn run(root: &Path, first: u64, steps: u64) {
         }
     };
     for step in first..first + steps {
-        let outcome =
-            manager.save(SaveRequest::new(step, trials::state(step))).map(|save| save.wait(Some(DEADLINE)));
+        let outcome = manager
+            .save(SaveRequest::new(step, trials::state(step)))
+            .map(|save| save.wait(Some(DEADLINE)).ok().flatten());
         match outcome {
             Ok(Some(Outcome::Committed)) => say(&format!("committed {step}")),
             Ok(Some(Outcome::DurabilityUncertain(error))) => {

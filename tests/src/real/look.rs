@@ -104,7 +104,7 @@ pub fn save(root: &Path, steps: &[u64], options: Options, environment: &Environm
     let manager = Manager::open(root, options, environment.clone())?;
     for &step in steps {
         let save = manager.save(SaveRequest::new(step, states::state(step)))?;
-        match save.wait(Some(Duration::from_secs(60))) {
+        match save.wait(Some(Duration::from_secs(60)))? {
             Some(Outcome::Committed) => {}
             other => return Err(Error::Invalid(format!("step {step}: {other:?}"))),
         }

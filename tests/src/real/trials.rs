@@ -93,7 +93,7 @@ pub fn check(root: &Path, acknowledged: &[u64]) -> Result<(), String> {
     }
     let next = steps.last().copied().unwrap_or(0) + 100;
     let save = manager.save(SaveRequest::new(next, state(next))).map_err(say)?;
-    match save.wait(Some(Duration::from_secs(30))) {
+    match save.wait(Some(Duration::from_secs(30))).map_err(say)? {
         Some(Outcome::Committed) => {}
         other => return Err(format!("the next save: {other:?}")),
     }

@@ -123,7 +123,7 @@ impl Run {
         let verb = if request.exists == Exists::Replace { "replace" } else { "begin" };
         self.mark(&format!("{verb} {step} {tag}"));
         let outcome = match manager.save(request) {
-            Ok(save) => save.wait(Some(PATIENCE)).ok_or("the save did not end")?,
+            Ok(save) => save.wait(Some(PATIENCE)).ok().flatten().ok_or("the save did not end")?,
             Err(error) => {
                 self.mark(&format!("failed {step} {tag}"));
                 return Err(format!("saving step {step}: {error}"));

@@ -24,7 +24,7 @@ use std::path::Path;
 
 pub use self::root::{INDEX_HEADER_BYTES, IndexHeader, Root, path_hash};
 use self::write::Paging;
-pub(super) use super::check::Bounds;
+pub(crate) use super::check::Bounds;
 use super::check::{Fault, check};
 use super::checksum::crc32c;
 use super::index::{FileRecord, Index, LeafRecord};
@@ -125,12 +125,17 @@ pub(super) fn encode_pages(index: &Index, bounds: Bounds) -> Result<Vec<(Vec<u8>
     pages(index, bounds, Paging::DEFAULT)
 }
 
-fn pages(index: &Index, bounds: Bounds, paging: Paging) -> Result<Vec<(Vec<u8>, PageRef)>> {
+/// Refuses an index that cannot be written.
+pub(crate) fn check_to_write(index: &Index, bounds: Bounds) -> Result<()> {
     check(index, bounds).map_err(|fault| match fault {
         Fault::Limit(error) => error,
         Fault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },
         Fault::Whole(what) => Error::Misuse(format!("the index cannot be written: {what}")),
-    })?;
+    })
+}
+
+fn pages(index: &Index, bounds: Bounds, paging: Paging) -> Result<Vec<(Vec<u8>, PageRef)>> {
+    check_to_write(index, bounds)?;
     let pages = write::pages(index, paging)?;
     limit("the pages of an index", pages.len() as u64, MAX_PAGES)?;
     Ok(pages)

@@ -12,7 +12,7 @@ use crate::format::limit;
 use crate::format::paths::{check_visible, is_below};
 use crate::limits::{
     MAX_FILE_BYTES, MAX_FILES, MAX_INDEX_BYTES, MAX_ITEMS, MAX_LEAVES, MAX_METADATA_BYTES,
-    MAX_METADATA_DEPTH, MAX_NAME_BYTES, MAX_STEP,
+    MAX_METADATA_DEPTH, MAX_METRICS, MAX_NAME_BYTES, MAX_STEP,
 };
 
 /// Header and trailer, the least that a data file is made of.
@@ -24,8 +24,11 @@ pub(super) fn check(manifest: &Manifest) -> Result<std::result::Result<(), Strin
     limit("the number of items", manifest.items.len() as u64, MAX_ITEMS)?;
     limit("the number of dropped items", manifest.dropped.len() as u64, MAX_ITEMS)?;
     limit("the number of data files", manifest.files.len() as u64, MAX_FILES)?;
-    for name in [&manifest.writer, &manifest.plan_hash].into_iter().chain(manifest.metrics.keys()) {
-        limit("a name's length in bytes", name.len() as u64, MAX_NAME_BYTES)?;
+    limit("the length of the writer's name in bytes", manifest.writer.len() as u64, MAX_NAME_BYTES)?;
+    limit("the length of the plan's hash in bytes", manifest.plan_hash.len() as u64, MAX_NAME_BYTES)?;
+    limit("the number of metrics", manifest.metrics.len() as u64, MAX_METRICS)?;
+    for name in manifest.metrics.keys() {
+        limit("the length of a metric's name in bytes", name.len() as u64, MAX_NAME_BYTES)?;
     }
     for item in &manifest.items {
         // A component renders with escapes (a factor of two), brackets and a sign.
@@ -33,8 +36,8 @@ pub(super) fn check(manifest: &Manifest) -> Result<std::result::Result<(), Strin
         limit("the leaves of an item", item.leaves, MAX_LEAVES)?;
         limit("the top-level entries of an item", item.top_level.len() as u64, MAX_LEAVES)?;
     }
-    limit("the metadata's nesting", depth(&manifest.custom_metadata), MAX_METADATA_DEPTH)?;
-    limit("the metadata's size in bytes", json_bytes(&manifest.custom_metadata), MAX_METADATA_BYTES)?;
+    limit("the nesting of the metadata", depth(&manifest.custom_metadata), MAX_METADATA_DEPTH)?;
+    limit("the size of the metadata in bytes", json_bytes(&manifest.custom_metadata), MAX_METADATA_BYTES)?;
     for entry in &manifest.files {
         limit("the length of a data file", entry.length, MAX_FILE_BYTES)?;
     }

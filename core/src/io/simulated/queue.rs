@@ -198,6 +198,7 @@ impl Queue for SimQueue {
         buffer: Buffer,
         token: u64,
     ) {
+        // Ends: each turn takes one out of flight, if only to stall for ever beside.
         while self.flying.len() >= self.depth {
             self.advance();
         }

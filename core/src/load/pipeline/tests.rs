@@ -7,7 +7,7 @@ use super::*;
 struct Bomb(usize);
 
 impl Sink for Bomb {
-    fn cell(&self, cell: usize, _: &[u8]) -> Result<()> {
+    fn cell(&self, cell: usize, _: &Staged, _: &mut Started) -> Result<()> {
         assert_ne!(cell, self.0, "boom");
         Ok(())
     }

@@ -8,9 +8,10 @@ use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
 
-use super::{Event, Job, SLICE, Shared, Sink, aligned, short};
+use super::{Back, Event, Job, SLICE, Shared, Sink, aligned, short};
 use crate::deadline::deadline_after;
 use crate::io::{Completion, File, Queue, Transfer};
+use crate::load::destination::{Staged, Started};
 use crate::load::schedule::Cell;
 use crate::sys::{Buffer, spawn};
 use crate::{Error, Result};
@@ -61,13 +62,15 @@ struct Worker<S> {
 
 impl<S: Sink> Worker<S> {
     fn run(&mut self, inbox: &Receiver<Job>) {
+        // Ends with the run: the reader then drops the other end.
         while let Ok(job) = inbox.recv() {
             let event = match job {
                 Job::Filled { read, skip, buffer } => {
+                    let buffer = Arc::new(buffer);
                     let worked = guarded(|| self.filled(read, skip, &buffer));
-                    answer(worked, Some(buffer))
+                    answer(worked, Arc::into_inner(buffer).map_or(Back::Kept, Back::Buffer))
                 }
-                Job::Cached { file, cell } => answer(guarded(|| self.cached(&file, cell)), None),
+                Job::Cached { file, cell } => answer(guarded(|| self.cached(&file, cell)), Back::None),
             };
             if self.outbox.send(event).is_err() {
                 break;
@@ -82,7 +85,21 @@ impl<S: Sink> Worker<S> {
         self.shared.over.load(Ordering::Acquire)
     }
 
-    fn filled(&self, read: usize, skip: usize, buffer: &[u8]) -> Result<u64> {
+    fn filled(&self, read: usize, skip: usize, buffer: &Arc<Buffer>) -> Result<u64> {
+        let mut started = Started::new(self.shared.stall_timeout);
+        let worked = self.start_filled(read, skip, buffer, &mut started);
+        // Also after an error: what was started ends before the run does.
+        let ended = started.wait();
+        worked.and_then(|bytes| ended.map(|()| bytes))
+    }
+
+    fn start_filled(
+        &self,
+        read: usize,
+        skip: usize,
+        buffer: &Arc<Buffer>,
+        started: &mut Started,
+    ) -> Result<u64> {
         let Some(read) = self.shared.schedule.reads.get(read) else { return Ok(0) };
         for number in read.cells.clone() {
             if self.is_over() {
@@ -91,10 +108,9 @@ impl<S: Sink> Worker<S> {
             let Some(cell) = self.shared.schedule.cells.get(number) else { continue };
             let start = skip + (cell.bytes.start - read.bytes.start) as usize;
             let end = skip + (cell.bytes.end - read.bytes.start) as usize;
-            let bytes = buffer
-                .get(start..end)
+            let bytes = Staged::new(buffer, start..end)
                 .ok_or_else(|| Error::Misuse("a cell lies outside its buffer".into()))?;
-            self.shared.sink.cell(number, bytes)?;
+            self.shared.sink.cell(number, &bytes, started)?;
         }
         Ok(read.bytes.end - read.bytes.start)
     }
@@ -119,9 +135,12 @@ impl<S: Sink> Worker<S> {
             let waited_for = format!("{} to be read through the page cache", file.path().display());
             return Err(Error::Timeout { waited_for, seconds: self.shared.stall_timeout.as_secs_f64() });
         };
-        let worked = self.use_cached(file, &cell, number, offset, &completion);
-        if let Some((_, buffer)) = &mut self.own {
-            *buffer = Some(completion.buffer);
+        let Completion { buffer, result, .. } = completion;
+        let buffer = Arc::new(buffer);
+        let worked = self.use_cached(file, &cell, number, offset, &buffer, result);
+        if let Some((_, own)) = &mut self.own {
+            // One that a device still holds is freed when that lets go; the next cell gets another.
+            *own = Arc::into_inner(buffer);
         }
         worked
     }
@@ -159,20 +178,25 @@ impl<S: Sink> Worker<S> {
         cell: &Cell,
         number: usize,
         offset: u64,
-        completion: &Completion,
+        buffer: &Arc<Buffer>,
+        result: Result<usize>,
     ) -> Result<u64> {
         let skip = (cell.bytes.start - offset) as usize;
         let wanted = (cell.bytes.end - offset) as usize;
-        let count = match &completion.result {
-            Ok(count) => *count,
+        let count = match result {
+            Ok(count) => count,
             Err(error) => {
-                let again = Error::io("read", file.path(), errno_of(error));
-                self.shared.sink.failed(number..number + 1, again)?;
+                self.shared.sink.failed(number..number + 1, error)?;
                 return Ok(0);
             }
         };
-        match completion.buffer.get(skip..wanted) {
-            Some(bytes) if count >= wanted => self.shared.sink.cell(number, bytes)?,
+        match Staged::new(buffer, skip..wanted) {
+            Some(bytes) if count >= wanted => {
+                let mut started = Started::new(self.shared.stall_timeout);
+                let worked = self.shared.sink.cell(number, &bytes, &mut started);
+                let ended = started.wait();
+                worked.and(ended)?;
+            }
             _ => {
                 let error = short(file.path(), offset + count as u64, cell.bytes.end);
                 self.shared.sink.failed(number..number + 1, error)?;
@@ -182,11 +206,7 @@ impl<S: Sink> Worker<S> {
     }
 }
 
-fn errno_of(error: &Error) -> std::io::Error {
-    error.errno().map_or_else(|| std::io::Error::other(error.to_string()), std::io::Error::from_raw_os_error)
-}
-
-fn answer(worked: Result<u64>, buffer: Option<Buffer>) -> Event {
+fn answer(worked: Result<u64>, buffer: Back) -> Event {
     match worked {
         Ok(bytes) => Event::Done { bytes, buffer },
         Err(error) => Event::Failed { error, buffer },

@@ -5,13 +5,14 @@ use std::time::Duration;
 
 use super::super::testing::{FILE, Item, Loaded, options, pattern};
 use super::super::{FileSet, LoadOptions, execute};
+use crate::sys::HostTarget;
 
 const LENGTHS: [u64; 3] = [9 << 20, 11 << 20, 700_001];
 
 fn load(item: &Item, files: &FileSet, leaves: &[usize], options: &LoadOptions) -> (Vec<Vec<u8>>, Loaded) {
     let mut into: Vec<Vec<u8>> =
         leaves.iter().map(|&leaf| vec![0xEE; item.extent(leaf).length as usize]).collect();
-    let targets: Vec<_> = into.iter_mut().map(|bytes| bytes.as_mut_slice().into()).collect();
+    let targets: Vec<HostTarget<'_>> = into.iter_mut().map(|bytes| bytes.as_mut_slice().into()).collect();
     let result = execute(&item.disk, files, &item.index, &item.plan(leaves), &targets, options);
     drop(targets);
     (into, result)

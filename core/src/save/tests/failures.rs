@@ -102,6 +102,46 @@ fn a_write_that_never_completes_ends_both_halves_by_the_stall_timeout() {
 }
 
 #[test]
+fn slots_that_are_left_to_a_stuck_disk_are_gone_from_the_pool_which_may_grow_again() {
+    let disk = SimDisk::new();
+    disk.inject(Fault::on(Kind::Write, Action::Stall).from_then_on());
+    let ring = pool(3, 4 * BLOCK);
+    let before = ring.bytes();
+    let options_of_stall =
+        SaveOptions { stall_timeout: Duration::from_millis(200), queue_depth: 3, ..options(2) };
+    let (_, written) = run_both(prepare(big(), &ring, options_of_stall).unwrap(), &disk);
+    assert!(matches!(written, Err(Error::Timeout { .. })), "{written:?}");
+    assert_eq!(ring.bytes(), 0, "three writes never end, and nobody may count on their memory");
+    ring.ensure(before).unwrap();
+    assert!(ring.bytes() >= before && ring.free_slots() >= 3);
+    save(big(), &ring, options(2), &SimDisk::new());
+    assert_idle(&ring);
+}
+
+#[test]
+fn a_save_that_is_cancelled_after_its_last_copy_is_not_called_cancelled() {
+    /// Sets the flag while it gives its bytes.
+    struct Last(Arc<AtomicBool>);
+
+    impl StateProvider for Last {
+        fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+            for fill in fills {
+                slot.part(fill.at, fill.len)?.fill(7);
+            }
+            self.0.store(true, Ordering::SeqCst);
+            Ok(Ticket::Done)
+        }
+    }
+
+    let cancel = Arc::new(AtomicBool::new(false));
+    let leaf = tensor_leaf(100, Arc::new(Last(Arc::clone(&cancel))));
+    let options = SaveOptions { cancel: Some(cancel), capture_threads: 1, ..options(1) };
+    let parts = prepare(vec![item("i0", vec![leaf])], &pool(3, 4 * BLOCK), options).unwrap();
+    let (captured, written) = run_both(parts, &SimDisk::new());
+    assert!(captured.is_ok() && written.is_ok(), "{:?} {written:?}", captured.map(|_| ()));
+}
+
+#[test]
 fn a_capture_whose_flush_never_starts_ends_by_the_stall_timeout() {
     let ring = pool(2, 4 * BLOCK);
     let options = SaveOptions { stall_timeout: Duration::from_millis(100), ..options(2) };

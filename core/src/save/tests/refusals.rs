@@ -55,3 +55,27 @@ fn wrong_options_and_items_are_refused() {
     short.leaves.clear();
     misuse(vec![short], options(1));
 }
+
+#[test]
+fn what_the_footer_could_not_hold_is_refused_before_the_capture() {
+    let deep = |levels: u64| {
+        let mut tree = Tree::new();
+        let mut node = tree.push_container(None, None, ContainerKind::Dict);
+        for _ in 1..levels {
+            node = tree.push_container(Some(node), Some(Component::Key("d".into())), ContainerKind::Dict);
+        }
+        tree.push_leaf(Some(node), Some(Component::Key("w".into())));
+        ItemPlan { dir: "i0".into(), tree, leaves: vec![LeafPlan::Object(Value::None)] }
+    };
+    let ring = pool(2, 2 * BLOCK);
+    prepare(vec![deep(crate::limits::MAX_DEPTH)], &ring, options(1)).map(drop).unwrap();
+    let error = refused(vec![deep(crate::limits::MAX_DEPTH + 1)], options(1));
+    assert!(matches!(&error, Error::Limit { what, .. } if what.contains("nesting")), "{error}");
+    let mut tree = Tree::new();
+    let root = tree.push_container(None, None, ContainerKind::Dict);
+    let long = "k".repeat(crate::limits::MAX_NAME_BYTES as usize + 1);
+    tree.push_leaf(Some(root), Some(Component::Key(long.into())));
+    let item = ItemPlan { dir: "i0".into(), tree, leaves: vec![LeafPlan::Object(Value::None)] };
+    let error = refused(vec![item], options(1));
+    assert!(matches!(&error, Error::Limit { what, .. } if what.contains("name")), "{error}");
+}

@@ -1,0 +1,169 @@
+//! Where a restore puts verified bytes: host memory, or a device that takes them by copies which are only started.
+//!
+//! The counterpart of the save side's state providers: a [`DeviceTarget`] is given a [`Piece`] and answers with a [`Ticket`]. A piece holds its read buffer: the
+//! memory is not read into again, nor freed, before the last clone of it is dropped, whatever becomes of the restore. So a target whose copies
+//! run by themselves keeps the piece until they are complete, and a copy that never ends costs its buffer and nothing else.
+
+use std::fmt;
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::geometry::{Dim, Tile};
+use crate::deadline::deadline_after;
+use crate::provider::Ticket;
+use crate::staging::Fence;
+use crate::sys::{Buffer, HostTarget};
+use crate::{Error, Result};
+
+/// Where one tensor (or a part of one) goes.
+#[derive(Clone, Debug)]
+pub enum Destination<'a> {
+    /// Memory that the restore writes to itself.
+    Host(HostTarget<'a>),
+    /// What takes the bytes from here.
+    Device(Arc<dyn DeviceTarget>),
+}
+
+impl<'a> From<HostTarget<'a>> for Destination<'a> {
+    fn from(target: HostTarget<'a>) -> Self {
+        Self::Host(target)
+    }
+}
+
+impl From<Arc<dyn DeviceTarget>> for Destination<'_> {
+    fn from(target: Arc<dyn DeviceTarget>) -> Self {
+        Self::Device(target)
+    }
+}
+
+/// A destination that is not written to through an address of this process.
+pub trait DeviceTarget: Send + Sync + fmt::Debug {
+    /// Its length in bytes.
+    fn bytes(&self) -> u64;
+
+    /// Puts a piece where it belongs, or starts to: the restore returns once every ticket's fence was passed. Called from several threads, in any order, with every byte
+    /// once. An error, here or from a fence, ends the restore.
+    fn put(&self, piece: Piece) -> Result<Ticket>;
+}
+
+/// Verified bytes in a read buffer. Clones share the buffer, and keep it from being used again.
+#[derive(Clone)]
+pub struct Staged {
+    buffer: Arc<Buffer>,
+    range: Range<usize>,
+}
+
+impl Staged {
+    /// A part of a buffer.
+    pub(crate) fn new(buffer: &Arc<Buffer>, range: Range<usize>) -> Option<Self> {
+        buffer.get(range.clone())?;
+        Some(Self { buffer: Arc::clone(buffer), range })
+    }
+}
+
+impl Deref for Staged {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.buffer.get(self.range.clone()).unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for Staged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Staged({} bytes)", self.len())
+    }
+}
+
+/// One dimension of a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Steps {
+    /// How many.
+    pub count: u64,
+    /// Distance between neighbours in the staged bytes.
+    pub from: u64,
+    /// Distance between neighbours in the target.
+    pub to: i64,
+}
+
+impl From<Dim> for Steps {
+    fn from(dim: Dim) -> Self {
+        Self { count: dim.extent, from: dim.src, to: dim.dst }
+    }
+}
+
+/// `rows × cols` units of contiguous bytes, as they lie in a read buffer, and where they go. All of it is inside of both.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// The bytes, and others around them.
+    pub staged: Staged,
+    /// First byte of the first unit, in `staged`.
+    pub from: u64,
+    /// First byte of the first unit, in the target.
+    pub to: u64,
+    /// Bytes of a unit.
+    pub unit: u64,
+    /// The outer dimension.
+    pub rows: Steps,
+    /// The inner one.
+    pub cols: Steps,
+}
+
+impl Piece {
+    /// A checked tile of the file, of which `staged` holds the bytes from `start` on.
+    pub(crate) fn new(staged: &Staged, start: u64, tile: &Tile) -> Self {
+        Self {
+            staged: staged.clone(),
+            from: tile.src - start,
+            to: tile.dst,
+            unit: tile.unit,
+            rows: tile.rows.into(),
+            cols: tile.cols.into(),
+        }
+    }
+
+    /// The units: where each goes, and its bytes.
+    pub fn units(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        (0..self.rows.count).flat_map(move |row| {
+            (0..self.cols.count).map(move |col| {
+                let from = (self.from + row * self.rows.from + col * self.cols.from) as usize;
+                let step = |steps: Steps, i: u64| i.cast_signed().wrapping_mul(steps.to);
+                let to = self.to.wrapping_add_signed(step(self.rows, row).wrapping_add(step(self.cols, col)));
+                (to, self.staged.get(from..from + self.unit as usize).unwrap_or_default())
+            })
+        })
+    }
+}
+
+/// Copies to devices that were started and not yet seen to end.
+pub(crate) struct Started {
+    fences: Vec<Box<dyn Fence>>,
+    stall_timeout: Duration,
+}
+
+impl Started {
+    pub(crate) fn new(stall_timeout: Duration) -> Self {
+        Self { fences: Vec::new(), stall_timeout }
+    }
+
+    pub(crate) fn add(&mut self, ticket: Ticket) {
+        if let Ticket::Event(fence) = ticket {
+            self.fences.push(fence);
+        }
+    }
+
+    /// Waits until all have ended, whatever becomes of each; the first error. The deadline is on lack of progress: each that ends gives the next one as long
+    /// again.
+    pub(crate) fn wait(&mut self) -> Result<()> {
+        let mut outcome = Ok(());
+        for fence in self.fences.drain(..) {
+            // Once one has not ended in time, the others are only asked.
+            let stuck = matches!(outcome, Err(Error::Timeout { .. }));
+            let patience = if stuck { Duration::ZERO } else { self.stall_timeout };
+            let passed = fence.host_wait(deadline_after(patience));
+            outcome = outcome.and(passed);
+        }
+        outcome
+    }
+}

@@ -1,0 +1,263 @@
+//! A destination that takes its bytes by copies which end late, in any order, or never.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use super::super::testing::{FILE, Item, flat, options, pattern};
+use super::super::{Destination, DeviceTarget, LoadOptions, Piece, execute};
+use crate::provider::Ticket;
+use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
+use crate::staging::Fence;
+use crate::sys::HostTarget;
+use crate::{Error, Result};
+
+const BLOCK: u64 = 16 << 10;
+
+/// What a card does with the pieces that it is given.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Temper {
+    /// Copies the last one first, a while later.
+    Late,
+    /// The same, but for the piece of that number: its copy fails.
+    Fails(usize),
+    /// Does not take the piece of that number.
+    Refuses(usize),
+    /// Takes everything and copies nothing.
+    Stuck,
+}
+
+/// A device's memory, and an engine that copies into it.
+#[derive(Debug)]
+struct Card {
+    temper: Temper,
+    len: u64,
+    memory: Mutex<Vec<u8>>,
+    waiting: Mutex<Vec<(usize, Piece)>>,
+    ended: Mutex<HashSet<usize>>,
+    changed: Condvar,
+    order: Mutex<Vec<usize>>,
+    taken: AtomicUsize,
+    off: AtomicBool,
+}
+
+impl Card {
+    fn new(len: u64, temper: Temper) -> Arc<Self> {
+        Arc::new(Self {
+            temper,
+            len,
+            memory: Mutex::new(vec![0xEE; len as usize]),
+            waiting: Mutex::default(),
+            ended: Mutex::default(),
+            changed: Condvar::new(),
+            order: Mutex::default(),
+            taken: AtomicUsize::new(0),
+            off: AtomicBool::new(false),
+        })
+    }
+
+    /// Runs `work` while the card copies.
+    fn running<T>(self: &Arc<Self>, work: impl FnOnce() -> T) -> T {
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !self.off.load(Ordering::SeqCst) {
+                    std::thread::sleep(Duration::from_millis(2));
+                    if self.temper == Temper::Stuck {
+                        continue;
+                    }
+                    let Some((number, piece)) = self.waiting.lock().unwrap().pop() else { continue };
+                    {
+                        let mut memory = self.memory.lock().unwrap();
+                        for (to, bytes) in piece.units() {
+                            memory[to as usize..to as usize + bytes.len()].copy_from_slice(bytes);
+                        }
+                    }
+                    self.order.lock().unwrap().push(number);
+                    self.ended.lock().unwrap().insert(number);
+                    self.changed.notify_all();
+                    // Let go of late: the fence was passed before.
+                    std::thread::sleep(Duration::from_millis(1));
+                    drop(piece);
+                }
+            });
+            let out = work();
+            self.off.store(true, Ordering::SeqCst);
+            out
+        })
+    }
+
+    fn target(self: &Arc<Self>) -> Arc<dyn DeviceTarget> {
+        Arc::new(Handle(Arc::clone(self)))
+    }
+}
+
+#[derive(Debug)]
+struct Handle(Arc<Card>);
+
+impl DeviceTarget for Handle {
+    fn bytes(&self) -> u64 {
+        self.0.len
+    }
+
+    fn put(&self, piece: Piece) -> Result<Ticket> {
+        let number = self.0.taken.fetch_add(1, Ordering::SeqCst);
+        if self.0.temper == Temper::Refuses(number) {
+            return Err(Error::Misuse("the card takes no more".into()));
+        }
+        self.0.waiting.lock().unwrap().push((number, piece));
+        Ok(Ticket::Event(Box::new(Copied { card: Arc::clone(&self.0), number })))
+    }
+}
+
+struct Copied {
+    card: Arc<Card>,
+    number: usize,
+}
+
+impl Fence for Copied {
+    fn host_wait(&self, deadline: Instant) -> Result<()> {
+        let mut ended = self.card.ended.lock().unwrap();
+        while !ended.contains(&self.number) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::Timeout { waited_for: "a copy to the card".into(), seconds: 0.0 });
+            }
+            ended = self.card.changed.wait_timeout(ended, left).unwrap().0;
+        }
+        if self.card.temper == Temper::Fails(self.number) {
+            return Err(Error::Misuse("the card has lost a copy".into()));
+        }
+        Ok(())
+    }
+
+    fn enqueue_on(&self, _: u64) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Few buffers, so that each is used again and again.
+fn tight() -> LoadOptions {
+    LoadOptions { budget_bytes: 8 << 20, queue_depth: 2, ..options() }
+}
+
+#[test]
+fn a_device_that_copies_late_and_out_of_order_has_every_byte_when_the_restore_returns() {
+    let lengths = [30 << 20, 5 * BLOCK + 77, 3];
+    let item = Item::of_tensors(BLOCK, &lengths);
+    for cached in [false, true] {
+        item.disk.knobs.cached.store(cached, Ordering::SeqCst);
+        let card = Card::new(lengths[0], Temper::Late);
+        let small = Card::new(lengths[2], Temper::Late);
+        let mut host = vec![0xEE; lengths[1] as usize];
+        let stats = {
+            let targets = [
+                Destination::Device(card.target()),
+                Destination::Host(HostTarget::from(host.as_mut_slice())),
+                Destination::Device(small.target()),
+            ];
+            let plan = item.plan(&[0, 1, 2]);
+            card.running(|| {
+                small.running(|| execute(&item.disk, &item.files(), &item.index, &plan, &targets, &tight()))
+            })
+            .unwrap()
+        };
+        assert_eq!(stats.bytes_copied, lengths.iter().sum::<u64>());
+        assert!(*card.memory.lock().unwrap() == pattern(0, lengths[0]), "cached: {cached}");
+        assert!(host == pattern(1, lengths[1]));
+        assert!(*small.memory.lock().unwrap() == pattern(2, lengths[2]));
+        assert!(!card.order.lock().unwrap().is_sorted(), "the card was not given several at a time");
+    }
+    assert_eq!(item.disk.knobs.in_flight.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn a_transposed_tensor_reaches_a_device_too() {
+    let (rows, cols) = (300_u64, 500_u64);
+    let item = Item::of_tensors(BLOCK, &[rows * cols]);
+    let at = item.extent(0).offset;
+    let copy = BoxCopy {
+        src_strides: vec![cols, 1],
+        extent: vec![rows, cols],
+        dst_strides: vec![1, rows.cast_signed()],
+        ..flat(0, 0, at, 0)
+    };
+    let end = (at + rows * cols).next_multiple_of(BLOCK);
+    let plan = ReadPlan {
+        runs: vec![ReadRun { file: 0, offset: at / BLOCK * BLOCK, len: end, copies: vec![0] }],
+        copies: vec![copy],
+    };
+    let card = Card::new(rows * cols, Temper::Late);
+    let targets = [card.target()];
+    card.running(|| execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options())).unwrap();
+    let (stored, found) = (pattern(0, rows * cols), card.memory.lock().unwrap());
+    let right = (0..rows * cols).all(|i| stored[i as usize] == found[(i % cols * rows + i / cols) as usize]);
+    assert!(right);
+}
+
+#[test]
+fn a_copy_that_a_device_fails_or_refuses_fails_the_restore_and_names_the_destination() {
+    let item = Item::of_tensors(BLOCK, &[100, 9 << 20]);
+    for (temper, said) in [(Temper::Fails(5), "lost a copy"), (Temper::Refuses(5), "takes no more")] {
+        for cached in [false, true] {
+            item.disk.knobs.cached.store(cached, Ordering::SeqCst);
+            let card = Card::new(9 << 20, temper);
+            let mut host = vec![0; 100];
+            let failure = {
+                let targets = [
+                    Destination::from(HostTarget::from(host.as_mut_slice())),
+                    Destination::from(card.target()),
+                ];
+                let plan = item.plan(&[0, 1]);
+                card.running(|| execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options()))
+                    .unwrap_err()
+            };
+            assert!(failure.error.to_string().contains(said), "{failure}");
+            assert!(failure.overwritten.contains(&1), "{:?}", failure.overwritten);
+            // What was taken has ended before the restore did.
+            assert!(card.waiting.lock().unwrap().is_empty());
+        }
+    }
+}
+
+#[test]
+fn a_device_that_never_answers_ends_the_restore_and_keeps_its_bytes_to_itself() {
+    let item = Item::of_tensors(BLOCK, &[12 << 20]);
+    for cached in [false, true] {
+        item.disk.knobs.cached.store(cached, Ordering::SeqCst);
+        let card = Card::new(12 << 20, Temper::Stuck);
+        let impatient = LoadOptions { stall_timeout: Duration::from_millis(200), ..tight() };
+        let targets = [card.target()];
+        let plan = item.plan(&[0]);
+        let begun = Instant::now();
+        let failure = card
+            .running(|| execute(&item.disk, &item.files(), &item.index, &plan, &targets, &impatient))
+            .unwrap_err();
+        assert!(begun.elapsed() < Duration::from_secs(8));
+        assert_eq!(failure.error.kind(), "timeout", "{failure}");
+        // Later restores leave alone what the card may still read.
+        let (found, result) = item.load(&[0], &tight());
+        result.unwrap();
+        assert!(found[0] == pattern(0, 12 << 20));
+        let stored = pattern(0, 12 << 20);
+        let waiting = card.waiting.lock().unwrap();
+        assert!(!waiting.is_empty());
+        for (to, bytes) in waiting.iter().flat_map(|(_, piece)| piece.units()) {
+            assert!(bytes == &stored[to as usize..to as usize + bytes.len()], "at {to}");
+        }
+    }
+}
+
+#[test]
+fn no_byte_of_a_damaged_block_reaches_a_device() {
+    let item = Item::of_tensors(BLOCK, &[4 * BLOCK]);
+    item.disk.change(FILE, |bytes| bytes[4096 + 2 * BLOCK as usize] ^= 1);
+    let card = Card::new(4 * BLOCK, Temper::Late);
+    let targets = [card.target()];
+    let plan = item.plan(&[0]);
+    let failure = card
+        .running(|| execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options()))
+        .unwrap_err();
+    assert_eq!(failure.error.kind(), "corrupt");
+    assert_eq!(card.taken.load(Ordering::SeqCst), 0);
+}

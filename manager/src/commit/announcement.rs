@@ -1,0 +1,97 @@
+//! What the leader tells the other ranks: how the commit ended, in a form that keeps what went wrong and with whom. Pure.
+
+use serde::{Deserialize, Serialize};
+
+use super::machine::Verdict;
+use crate::coordination::LEADER;
+use crate::error::{Error, Result};
+
+/// How a commit ended, for the other ranks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "verdict", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Announcement {
+    /// The step survives a power cut.
+    Committed,
+    /// Nothing of it is visible: a rank (the leader itself, mostly) failed.
+    RankFailed {
+        /// The rank.
+        rank: u32,
+        /// What it said.
+        cause: String,
+    },
+    /// Nothing of it is visible: ranks did not answer in time.
+    RanksMissing {
+        /// The ranks.
+        missing: Vec<u32>,
+        /// What they were waited for.
+        waited_for: String,
+        /// For how long, in seconds.
+        seconds: f64,
+    },
+    /// The step stands under its name, but may not survive a power cut.
+    Uncertain {
+        /// What failed on the leader.
+        cause: String,
+        /// Its errno, where it has one.
+        errno: Option<i32>,
+    },
+}
+
+/// What another rank knows while it waits for the leader.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct Heard {
+    /// The leader's word, if it is there.
+    pub announcement: Option<Announcement>,
+    /// Ranks that are known to have voted: as long as there come more, the leader has reason to wait.
+    pub votes: usize,
+}
+
+impl Announcement {
+    /// What the leader says of its verdict.
+    pub fn of(verdict: &Verdict) -> Self {
+        match verdict {
+            Verdict::Committed { .. } => Self::Committed,
+            Verdict::NotCommitted(Error::RankFailed { rank, cause }) => {
+                Self::RankFailed { rank: *rank, cause: cause.clone() }
+            }
+            Verdict::NotCommitted(Error::CoordinationTimeout { missing, waited_for, seconds }) => {
+                Self::RanksMissing {
+                    missing: missing.clone(),
+                    waited_for: waited_for.clone(),
+                    seconds: *seconds,
+                }
+            }
+            Verdict::NotCommitted(error) => Self::RankFailed { rank: LEADER, cause: error.to_string() },
+            Verdict::Uncertain(error) => Self::Uncertain { cause: error.to_string(), errno: error.errno() },
+        }
+    }
+
+    /// What that means for another rank; `target` is the step, for messages.
+    pub fn verdict(self, target: &std::path::Path) -> Verdict {
+        match self {
+            Self::Committed => Verdict::Committed { replaced: None },
+            Self::RankFailed { rank, cause } => Verdict::NotCommitted(Error::RankFailed { rank, cause }),
+            Self::RanksMissing { missing, waited_for, seconds } => {
+                Verdict::NotCommitted(Error::CoordinationTimeout { missing, waited_for, seconds })
+            }
+            Self::Uncertain { cause, errno } => {
+                let source =
+                    errno.map_or_else(|| std::io::Error::other(cause), std::io::Error::from_raw_os_error);
+                Verdict::Uncertain(stepwell_core::Error::io("the leader's sync", target, source))
+            }
+        }
+    }
+
+    /// As a message.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        serde_json::to_vec(self).map_err(|error| Error::Invalid(error.to_string()))
+    }
+
+    /// From a message.
+    pub fn decode(message: &[u8]) -> Result<Self> {
+        serde_json::from_slice(message).map_err(|error| Error::RankFailed {
+            rank: LEADER,
+            cause: format!("its verdict cannot be read ({error}); are all ranks of one version?"),
+        })
+    }
+}

@@ -1,0 +1,206 @@
+//! Making a save, whatever it is a part of: a step of a root or a singular checkpoint. Everything that can be wrong with it is found in
+//! [`prepare`], before a byte is captured and before anything is made on disk; then it is cut into the [`Job`] of a persister and the [`Capturing`]
+//! of the caller's thread.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use stepwell_core::format::manifest::Attempt;
+use stepwell_core::save::{Capture, Flush, SaveOptions};
+use stepwell_core::staging::StagingPool;
+use stepwell_reshard::subchunk;
+
+use crate::commit::{Draft, Existing, Plan};
+use crate::directory_layout;
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+use crate::options::Options;
+use crate::save::Save;
+use crate::state::{self, StateSource};
+
+/// What is to be saved.
+pub(crate) struct Order {
+    /// The root (or the path of a singular checkpoint), for messages.
+    pub root: PathBuf,
+    pub step: u64,
+    pub state: StateSource,
+    pub metrics: BTreeMap<String, f64>,
+    pub custom_metadata: serde_json::Value,
+    pub cancel: Arc<AtomicBool>,
+    /// When the call began.
+    pub begun: Instant,
+    /// Whose save it will be.
+    pub session: String,
+}
+
+/// Where it goes.
+pub(crate) struct Place {
+    /// What the names of its temporary and its trash are made of.
+    pub label: String,
+    /// The name that it gets.
+    pub target: String,
+    pub existing: Existing,
+    /// The save counter of the session.
+    pub counter: u64,
+    /// Whether it goes into a root that has an epoch.
+    pub fenced: bool,
+}
+
+/// A save that nothing is wrong with.
+pub(crate) struct Prepared {
+    draft: Draft,
+    capture: Capture,
+    flush: Flush,
+    cancel: Arc<AtomicBool>,
+    begun: Instant,
+    session: String,
+}
+
+/// A save that waits to be written.
+pub(crate) struct Job {
+    pub save: Save,
+    pub plan: Plan,
+    pub draft: Draft,
+    pub flush: Flush,
+    pub queued: Instant,
+}
+
+/// A save that is to be captured.
+pub(crate) struct Capturing {
+    save: Save,
+    capture: Capture,
+    stall_timeout: Duration,
+    /// Whether its flush stands behind no other one.
+    alone: bool,
+}
+
+/// Plans a save: items, chunks, both halves of the pipeline, and the manifest as far as it is known. Every check of the user's data is in here; nothing is
+/// written.
+pub(crate) fn prepare(
+    environment: &Environment,
+    options: &Options,
+    pool: &Arc<StagingPool>,
+    order: Order,
+) -> Result<Prepared> {
+    let Order { root, step, state, metrics, custom_metadata, cancel, begun, session } = order;
+    let started_unix_ns = environment.clock.unix_ns();
+    let cut = subchunk::Options { target_bytes: options.chunk_bytes, min_row_bytes: options.min_row_bytes };
+    let items = state::items(&state, &cut)?;
+    // The plan holds the providers from here on, and lets go of them early.
+    drop(state);
+    let draft = Draft {
+        root,
+        step,
+        started_unix_ns,
+        plan_hash: items.plan_hash,
+        items: items.drafts,
+        metrics,
+        custom_metadata,
+    };
+    draft.check(&session, environment.coordinator.world_size())?;
+    // Planning, headers and footers come on top of the tensors.
+    ensure_memory(pool, options, items.tensor_bytes)?;
+    let mut save_options = SaveOptions {
+        block_bytes: options.block_bytes,
+        rank: environment.coordinator.rank(),
+        file_ids: items.plans.iter().map(|_| environment.rng.next_u128()).collect(),
+        stall_timeout: options.stall_timeout,
+        queue_depth: options.queue_depth,
+        cancel: Some(Arc::clone(&cancel)),
+        ..SaveOptions::default()
+    };
+    if let Some(threads) = options.capture_threads {
+        save_options.capture_threads = threads.max(1);
+    }
+    let (capture, flush) = stepwell_core::save::prepare(items.plans, pool, save_options)?;
+    Ok(Prepared { draft, capture, flush, cancel, begun, session })
+}
+
+impl Prepared {
+    /// Names everything, and parts what is written from what is captured.
+    pub(crate) fn split(
+        self,
+        environment: &Environment,
+        options: &Options,
+        place: Place,
+    ) -> (Job, Capturing) {
+        let Self { draft, capture, flush, cancel, begun, session } = self;
+        let Place { label, target, existing, counter, fenced } = place;
+        let stall_timeout = options.stall_timeout;
+        let plan = Plan {
+            step: draft.step,
+            temporary: directory_layout::temporary(&label, &session, counter),
+            trash: directory_layout::trash(&label, environment.rng.next_u128()),
+            quarantine: directory_layout::quarantine(&target, environment.rng.next_u128()),
+            target,
+            existing,
+            attempt: Attempt { session, counter },
+            rank: environment.coordinator.rank(),
+            world_size: environment.coordinator.world_size(),
+            stall_timeout,
+            fenced,
+        };
+        let save = Save::begun(draft.step, capture.progress(), begun, cancel, stall_timeout);
+        save.set_stats(|stats| stats.files = draft.items.len() as u64);
+        let capturing = Capturing { save: save.clone(), capture, stall_timeout, alone: !fenced };
+        (Job { save, plan, draft, flush, queued: Instant::now() }, capturing)
+    }
+}
+
+impl Capturing {
+    /// Captures on this thread. The job's flush must run, or will.
+    pub(crate) fn run(self) -> Result<Save> {
+        let Self { save, capture, stall_timeout, alone } = self;
+        let Err(error) = capture.run() else {
+            save.set_captured(true);
+            return Ok(save);
+        };
+        save.set_captured(false);
+        let cancelled = matches!(error, stepwell_core::Error::Cancelled(_));
+        if cancelled && !save.cancel_flag().load(Ordering::Acquire) {
+            // The flush failed first; its error is the save's outcome, and told as every failure in the background is.
+            return Ok(save);
+        }
+        // The caller has the cause, here; the flush that was cancelled by it ends by itself. It is not waited for where it stands behind an earlier
+        // save's and the caller wants to go.
+        let waits = alone || !cancelled;
+        if !waits || save.wait(Some(stall_timeout)).is_err() {
+            save.acknowledge();
+        }
+        Err(match error {
+            error @ (stepwell_core::Error::Leaf { .. } | stepwell_core::Error::Forked(_)) => error.into(),
+            source => Error::SaveFailed { step: save.step(), source },
+        })
+    }
+}
+
+/// Makes sure that there is staging memory for a state of so many bytes: all of it where that is allowed, and two slots at least.
+pub(crate) fn ensure_memory(pool: &Arc<StagingPool>, options: &Options, state_bytes: u64) -> Result<()> {
+    let slot = pool.slot_bytes() as u64;
+    let wanted = if let Some(bytes) = options.staging_bytes {
+        bytes
+    } else {
+        let whole = state_bytes.saturating_add(4 << 20).div_ceil(slot).saturating_add(1).saturating_mul(slot);
+        whole.min(free_memory() / 4)
+    };
+    let bytes =
+        usize::try_from(wanted.max(2 * slot)).map_err(|_| Error::Invalid("staging_bytes".to_owned()))?;
+    if bytes > pool.bytes() {
+        pool.ensure(bytes)?;
+    }
+    Ok(())
+}
+
+/// Bytes of memory that may be taken without swapping, as the system says.
+fn free_memory() -> u64 {
+    const GUESS: u64 = 4 << 30;
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    text.lines()
+        .find_map(|line| {
+            line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
+        })
+        .map_or(GUESS, |kilobytes| kilobytes.saturating_mul(1024))
+}

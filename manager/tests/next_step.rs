@@ -1,0 +1,211 @@
+//! Which step comes next, whatever became of the saves before; and what a refused call costs.
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use common::*;
+use stepwell_core::io::simulated::{Action, Fault, Kind, Moment};
+use stepwell_manager::{
+    Error, Exists, LeafSource, Manager, OnSaveError, Options, Refusal, SavePolicy, SaveRequest, StateSource,
+};
+
+/// Holds every write of a data file until it is let go.
+fn hold(world: &World) -> Arc<AtomicBool> {
+    let held = Arc::new(AtomicBool::new(true));
+    let hook = Arc::clone(&held);
+    world.disk.set_hook(Some(Arc::new(move |moment, operation| {
+        while moment == Moment::Before && operation.kind == Kind::Write && hook.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    })));
+    held
+}
+
+/// Room for several saves that are held at once.
+fn roomy() -> Options {
+    let staging_bytes = Some(128 << 20);
+    Options { max_pending: 8, on_save_error: OnSaveError::Warn, staging_bytes, ..options() }
+}
+
+/// One at a time: the staging memory is the process's, and a test that holds its writes holds slots.
+fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Has the commit of that step fail: the temporary's name says which step it is.
+fn fail(world: &World, step: u64) {
+    let name = format!(".tmp-{}", stepwell_manager::directory_layout::label(step));
+    world.disk.inject(Fault::on(Kind::Sync, Action::Fail(5)).at(name));
+}
+
+#[test]
+fn a_pending_save_counts_and_one_that_failed_does_not() {
+    let _alone = alone();
+    let world = World::default();
+    let manager = world.open(roomy());
+    assert_eq!(manager.next_step().unwrap(), 0);
+    commit(&manager, 10);
+    let held = hold(&world);
+    let saves = [save(&manager, 11), save(&manager, 12), save(&manager, 13)];
+    assert_eq!(manager.next_step().unwrap(), 14);
+    fail(&world, 13);
+    held.store(false, Ordering::SeqCst);
+    for save in &saves {
+        save.wait(Some(LONG)).unwrap();
+    }
+    assert_eq!(manager.next_step().unwrap(), 13, "the last one failed");
+    assert_eq!(manager.all_steps().unwrap(), [10, 11, 12]);
+}
+
+#[test]
+fn one_that_fails_between_others_changes_nothing_and_all_that_fail_change_all() {
+    let _alone = alone();
+    for (failing, next) in [(vec![11], 13), (vec![11, 12], 11), (vec![12], 12)] {
+        let world = World::default();
+        let manager = world.open(roomy());
+        commit(&manager, 10);
+        let held = hold(&world);
+        let saves = [save(&manager, 11), save(&manager, 12)];
+        for &step in &failing {
+            fail(&world, step);
+        }
+        held.store(false, Ordering::SeqCst);
+        for save in &saves {
+            save.wait(Some(LONG)).unwrap();
+        }
+        assert_eq!(manager.next_step().unwrap(), next, "{failing:?}");
+    }
+}
+
+#[test]
+fn after_a_failed_save_the_step_that_was_restored_counts_again() {
+    let _alone = alone();
+    let world = World::default();
+    let manager = world.open(roomy());
+    for step in [1, 2, 3] {
+        commit(&manager, step);
+    }
+    manager.rewind(2, None).unwrap();
+    assert_eq!(manager.next_step().unwrap(), 3);
+    fail(&world, 3);
+    save(&manager, 3).wait(Some(LONG)).unwrap();
+    assert_eq!(manager.next_step().unwrap(), 3);
+    manager.restored(1);
+    assert_eq!(manager.next_step().unwrap(), 2);
+}
+
+/// A state that cannot be captured.
+fn broken() -> StateSource {
+    let StateSource { tree, mut leaves } = state(1);
+    if let Some(LeafSource::Tensor { provider, .. }) = leaves.first_mut() {
+        *provider = Arc::new(Broken);
+    }
+    StateSource { tree, leaves }
+}
+
+#[test]
+fn a_save_that_could_not_be_captured_holds_no_number_though_it_stands_in_the_queue() {
+    let _alone = alone();
+    let world = World::default();
+    let manager = world.open(roomy());
+    commit(&manager, 0);
+    let held = hold(&world);
+    let first = save(&manager, 1);
+    let error = std::thread::scope(|scope| {
+        // The broken one waits for its flush, which stands behind the first one's.
+        let (manager, held) = (&manager, &held);
+        let broken = scope.spawn(move || manager.save(SaveRequest::new(5, broken())).unwrap_err());
+        let begun = Instant::now();
+        while manager.pending().unwrap().len() < 2 && begun.elapsed() < LONG {
+            std::thread::yield_now();
+        }
+        while manager.next_step().unwrap() != 2 && begun.elapsed() < Duration::from_secs(10) {
+            std::thread::yield_now();
+        }
+        let next = manager.next_step().unwrap();
+        held.store(false, Ordering::SeqCst);
+        assert_eq!(next, 2);
+        broken.join().unwrap()
+    });
+    assert_eq!(error.kind(), "unsupported_leaf");
+    committed(&first);
+    assert_eq!(manager.next_step().unwrap(), 2);
+    commit(&manager, 2);
+}
+
+#[test]
+fn a_wait_without_a_deadline_ends_when_nothing_moves_and_says_what_it_waited_for() {
+    let _alone = alone();
+    let world = World::default();
+    let manager = world.open(Options { stall_timeout: Duration::from_millis(300), ..roomy() });
+    let held = hold(&world);
+    let saves = [save(&manager, 1), save(&manager, 2)];
+    for save in &saves {
+        let begun = Instant::now();
+        let error = save.wait(None).unwrap_err();
+        assert!(begun.elapsed() >= Duration::from_millis(290));
+        let Error::Timeout { waited_for, .. } = &error else { panic!("{error:?}") };
+        assert_eq!(*waited_for, format!("the commit of the save of step {}", save.step()));
+        assert_eq!(save.wait(Some(Duration::ZERO)).unwrap_err().kind(), "timeout");
+        save.wait_captured(None).unwrap();
+    }
+    held.store(false, Ordering::SeqCst);
+    manager.close(Some(LONG)).unwrap();
+}
+
+fn operations(world: &World, call: impl FnOnce()) -> u64 {
+    let before = world.disk.operations();
+    call();
+    world.disk.operations() - before
+}
+
+fn refused(manager: &Manager, step: u64) {
+    assert_eq!(save(manager, step).refusal(), Some(Refusal::Policy));
+}
+
+#[test]
+fn a_call_that_a_policy_of_steps_refuses_does_not_touch_the_disk() {
+    let _alone = alone();
+    let world = World::default();
+    let policy = || Options { save_policy: SavePolicy::every_steps(100), ..options() };
+    let manager = world.open(policy());
+    commit(&manager, 0);
+    manager.wait_until_finished(Some(LONG)).unwrap();
+    let calls = || {
+        for step in 1..100 {
+            refused(&manager, step);
+            assert!(!manager.should_save(step, &std::collections::BTreeMap::new()).unwrap());
+            let skipped = SaveRequest { exists: Exists::Skip, ..request(step) };
+            assert_eq!(manager.save(skipped).unwrap().refusal(), Some(Refusal::Policy));
+        }
+    };
+    assert_eq!(operations(&world, calls), 0);
+    commit(&manager, 100);
+    manager.close(Some(LONG)).unwrap();
+
+    // Nor after a restart: opening the root has shown that it is not empty.
+    let manager = world.open(policy());
+    let calls = || {
+        for step in 101..200 {
+            refused(&manager, step);
+        }
+    };
+    assert_eq!(operations(&world, calls), 0);
+    commit(&manager, 200);
+}
+
+#[test]
+fn the_first_step_of_an_empty_root_is_saved_though_a_save_of_it_failed_before() {
+    let _alone = alone();
+    let world = World::default();
+    let manager = world.open(Options { save_policy: SavePolicy::every_steps(100), ..roomy() });
+    fail(&world, 7);
+    save(&manager, 7).wait(Some(LONG)).unwrap();
+    world.disk.clear_faults();
+    commit(&manager, 8);
+    refused(&manager, 9);
+}
