@@ -34,7 +34,7 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
     let mut renames = Vec::new();
     for entry in root.entries()? {
         match directory_layout::parse(&entry.name) {
-            Some(OwnName::Trash) if entry.kind == EntryKind::Dir => recovered.trash.push(entry.name),
+            Some(OwnName::Trash { .. }) if entry.kind == EntryKind::Dir => recovered.trash.push(entry.name),
             Some(OwnName::Temporary { session: owner, label, .. })
                 if owner != session && entry.kind == EntryKind::Dir =>
             {
@@ -44,7 +44,10 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
             _ => {}
         }
     }
-    aside::retire_all(root, &renames)?;
+    let retired = aside::retire_all(root, &renames);
+    if let Some(error) = retired.error {
+        return Err(error.into());
+    }
     for (name, trash) in renames {
         recovered.abandoned.push(name);
         recovered.trash.push(trash);

@@ -100,7 +100,8 @@ pub fn remove(root: &dyn Dir, name: &str, go_on: &mut dyn FnMut() -> bool) -> st
 struct Queue {
     ready: VecDeque<String>,
     held: VecDeque<String>,
-    busy: Option<String>,
+    /// The thread is at one.
+    busy: bool,
     /// Calls that wait until all is deleted: then there is no reason to go slowly.
     waiting: usize,
     /// What could not be deleted; told once.
@@ -151,25 +152,18 @@ impl Deleter {
             match builder.spawn(move || work(&shared)) {
                 Ok(handle) => *thread = Some(handle),
                 Err(error) => {
+                    // Nobody will take it out again, and nobody is to wait for it.
+                    self.shared.lock().ready.clear();
                     tracing::warn!(%error, "no thread to delete with; the next writer finishes the trash");
                 }
             }
         }
     }
 
-    /// Deletes all that nobody holds, now and at full speed, on this thread: the disk is full.
-    pub fn empty_now(&self) {
-        loop {
-            let Some(name) = self.shared.lock().ready.pop_front() else { break };
-            finish(&self.shared, &name, remove(&*self.shared.root, &name, &mut || true));
-        }
-        // What the other thread has begun is waited for, within reason.
-        let deadline = deadline_after(Duration::from_secs(10));
-        let mut queue = self.shared.lock();
-        while queue.busy.is_some() {
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
-            queue = self.shared.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+    /// Has all deleted at full speed, now, because the disk is full, and waits for that; `false` by the deadline. What readers hold stays.
+    pub fn empty_now(&self, timeout: Duration) -> bool {
+        // Never on this thread: an unlink that the kernel does not return from would hold up the save for ever.
+        self.drain(timeout)
     }
 
     /// Waits until nothing is left but what readers hold; `false` by the deadline.
@@ -178,7 +172,7 @@ impl Deleter {
         let mut queue = self.shared.lock();
         queue.waiting += 1;
         let drained = loop {
-            if queue.ready.is_empty() && queue.busy.is_none() {
+            if queue.ready.is_empty() && !queue.busy {
                 break true;
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else { break false };
@@ -210,8 +204,6 @@ impl Deleter {
         let has_thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         if has_thread {
             self.drain(timeout);
-        } else {
-            self.empty_now();
         }
         self.shared.lock().stop = true;
         self.shared.changed.notify_all();
@@ -245,7 +237,7 @@ fn work(shared: &Shared) {
                     next_retry = Instant::now() + RETRY;
                 }
                 if let Some(name) = queue.ready.pop_front() {
-                    queue.busy = Some(name.clone());
+                    queue.busy = true;
                     break name;
                 }
                 let waiting = if queue.held.is_empty() { Duration::from_secs(3600) } else { RETRY };
@@ -259,16 +251,18 @@ fn work(shared: &Shared) {
             !shared.lock().stop
         };
         let result = remove(&*shared.root, &name, &mut go_on);
-        shared.lock().busy = None;
-        finish(shared, &name, result);
+        finish(shared, name, result);
     }
 }
 
-fn finish(shared: &Shared, name: &str, result: stepwell_core::Result<Removed>) {
+/// In one step: whoever sees that nothing is busy finds what became of it.
+fn finish(shared: &Shared, name: String, result: stepwell_core::Result<Removed>) {
     let mut queue = shared.lock();
+    queue.busy = false;
     match result {
+        // Stopped only as the thread ends: what is left is the next writer's.
         Ok(Removed::Gone | Removed::Stopped) => {}
-        Ok(Removed::Held) => queue.held.push_back(name.to_owned()),
+        Ok(Removed::Held) => queue.held.push_back(name),
         Err(error) => {
             tracing::warn!(name, %error, "a retired step could not be deleted; the next writer tries again");
             queue.failed.push(error);

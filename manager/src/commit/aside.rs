@@ -18,12 +18,44 @@ pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<
     root.sync()
 }
 
-/// Takes dead temporaries out of sight, with one sync for all of them.
-pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> stepwell_core::Result<()> {
-    for (name, trash) in names {
-        root.rename(name, trash, Rename::NoReplace)?;
+/// What a retirement of several did.
+#[derive(Debug, Default)]
+#[must_use]
+pub struct Retired {
+    /// How many were renamed, from the first one on.
+    pub renamed: usize,
+    /// Whether those renames are durable. Before that nothing of them may be deleted: a power cut could bring the old names back.
+    pub durable: bool,
+    /// What ended it early.
+    pub error: Option<stepwell_core::Error>,
+}
+
+impl Retired {
+    /// How many may be deleted.
+    pub fn deletable(&self) -> usize {
+        if self.durable { self.renamed } else { 0 }
     }
-    if names.is_empty() { Ok(()) } else { root.sync() }
+}
+
+/// Takes several out of sight, (name, trash) each, with one sync for all of them. A rename that fails ends it; what was renamed before is made durable all the same.
+pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> Retired {
+    let mut retired = Retired::default();
+    for (name, trash) in names {
+        match root.rename(name, trash, Rename::NoReplace) {
+            Ok(()) => retired.renamed += 1,
+            Err(error) => {
+                retired.error = Some(error);
+                break;
+            }
+        }
+    }
+    if retired.renamed > 0 {
+        match root.sync() {
+            Ok(()) => retired.durable = true,
+            Err(error) => retired.error = retired.error.or(Some(error)),
+        }
+    }
+    retired
 }
 
 /// Sets a step aside into a branch.

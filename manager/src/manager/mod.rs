@@ -137,7 +137,10 @@ struct State {
     /// The step from which on the job counts as preempted.
     preempted: Option<u64>,
     preemption_asked: bool,
+    /// Steps that this manager holds, and how often. A step is never here and in `retiring` at once, but for a [`Hold`] that waits to see what became of it.
     held: BTreeMap<u64, u64>,
+    /// Steps that are being taken out of sight at this moment.
+    retiring: BTreeSet<u64>,
     thread: Option<JoinHandle<()>>,
     lock: Option<Box<dyn Lock>>,
 }

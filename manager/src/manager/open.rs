@@ -13,7 +13,7 @@ use crate::coordination::LEADER;
 use crate::discovery::Discovery;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::metrics::Sidecars;
+use crate::metrics::{self, Sidecars};
 use crate::options::{OnSaveError, Options};
 use crate::recovery;
 use crate::retire::Deleter;
@@ -49,7 +49,13 @@ impl Manager {
             let names = names(options.step_name.clone(), root::read_info(&*directory)?.as_ref());
             let info = root::make_info(&*directory, &environment, &names, &options.root_metadata)?;
             let mut recovered = recovery::sweep(&*directory, &session, &environment)?;
-            recovery::mend(&*directory, &discovery.list(&*directory, &names)?, &mut recovered);
+            let listing = discovery.list(&*directory, &names)?;
+            recovery::mend(&*directory, &listing, &mut recovered);
+            match metrics::reclaim(&*directory, &names, &listing) {
+                Ok(0) => {}
+                Ok(files) => tracing::info!(files, "removed the later metrics of steps that are gone"),
+                Err(error) => tracing::warn!(%error, "the later metrics of steps that are gone stay for now"),
+            }
             if !recovered.abandoned.is_empty() {
                 tracing::info!(temporaries = ?recovered.abandoned, "removing what dead writers left");
             }

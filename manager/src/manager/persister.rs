@@ -66,7 +66,9 @@ impl Inner {
             return Ok(Vec::new());
         }
         let (plan, found) = self.retention_plan()?;
-        let victims: Vec<u64> = plan.deleted().collect();
+        // What was held since the plan was made stays.
+        let retiring = self.retiring(plan.deleted());
+        let mut victims: Vec<u64> = plan.deleted().filter(|&step| retiring.may_go(step)).collect();
         let mut renames = Vec::with_capacity(victims.len());
         let mut attempts = Vec::with_capacity(victims.len());
         for step in &victims {
@@ -77,11 +79,18 @@ impl Inner {
                 attempts.push(found.manifest.attempt.clone());
             }
         }
-        aside::retire_all(&*self.root, &renames)?;
-        for attempt in attempts {
-            self.sidecars.remove(&*self.root, &attempt);
+        let retired = aside::retire_all(&*self.root, &renames);
+        drop(retiring);
+        // Also where it was cut short: what is out of sight, and durably so, is deleted.
+        let deletable = retired.deletable();
+        for attempt in attempts.iter().take(deletable) {
+            self.sidecars.remove(&*self.root, attempt);
         }
-        self.deleter.enqueue(renames.into_iter().map(|(_, trash)| trash));
+        victims.truncate(retired.renamed);
+        self.deleter.enqueue(renames.into_iter().take(deletable).map(|(_, trash)| trash));
+        if let Some(error) = retired.error {
+            return Err(error.into());
+        }
         for (step, keep) in plan.thinned() {
             let Some(found) = found.get(&step) else { continue };
             match aside::thin(&*self.root, &found.name, keep, self.environment.clock.unix_ns())? {
