@@ -106,7 +106,7 @@ pub enum Error {
         by: String,
     },
     /// The file system has no locks, and the caller has not said that it is the only writer.
-    #[error("{} lies on a file system without locks ({answer}), so a second writer cannot be noticed in time; pass take_over=True if you know that no other process writes there", root.display())]
+    #[error("{} lies on a file system without locks ({answer}), so a second writer cannot be kept out by one; pass take_over=True to become the writer once no other has given a sign of life for a while", root.display())]
     NoLocks {
         /// The root.
         root: PathBuf,

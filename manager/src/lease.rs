@@ -103,7 +103,13 @@ pub fn own_temporary(
             Err(error) if is_without_locks(&error) => return Ok((dir, None)),
             // Taken for a dead one's in the moment before it was locked.
             Err(error) if error.is_not_found() && tries > 0 => continue,
-            Err(error) => return Err(error),
+            Err(error) => {
+                // Whoever tries again would be told that it exists.
+                if !shared && let Err(error) = parent.remove_dir(name) {
+                    tracing::warn!(%error, "a temporary that could not be locked could not be removed either");
+                }
+                return Err(error);
+            }
         };
         let stands = parent.stat(name)?.map(|stat| stat.id) == Some(dir.id()?);
         match lock {

@@ -156,7 +156,8 @@ pub fn reclaim(root: &dyn Dir, names: &StepName, listing: &Listing) -> Result<us
         Err(error) if error.is_not_found() => return Ok(0),
         Err(error) => return Err(error.into()),
     };
-    let of = |name: &str| attempt_of(name.strip_prefix('.').and_then(|n| n.strip_suffix(".new")).unwrap_or(name));
+    let of =
+        |name: &str| attempt_of(name.strip_prefix('.').and_then(|n| n.strip_suffix(".new")).unwrap_or(name));
     let sidecars: Vec<(String, Attempt)> =
         dir.entries()?.into_iter().filter_map(|entry| of(&entry.name).map(|of| (entry.name, of))).collect();
     if sidecars.is_empty() {
@@ -169,7 +170,9 @@ pub fn reclaim(root: &dyn Dir, names: &StepName, listing: &Listing) -> Result<us
             continue;
         }
         // Where all manifests can be read, the number says nothing more.
-        if !alive.numbers.is_empty() && parse(&*dir, &name).map_or(true, |found| alive.numbers.contains(&found.step)) {
+        if !alive.numbers.is_empty()
+            && parse(&*dir, &name).map_or(true, |found| alive.numbers.contains(&found.step))
+        {
             continue;
         }
         match dir.remove_file(&name) {

@@ -14,7 +14,7 @@ use stepwell_core::io::{Dir, EntryKind};
 use stepwell_core::staging::StagingPool;
 
 use crate::commit::{Existing, Plan};
-use crate::directory_layout::{self, OwnName};
+use crate::directory_layout::{self, CONTROL, OwnName};
 use crate::discovery::read_manifest;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -114,10 +114,17 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
     std::thread::Builder::new()
         .name("stepwell-persist".to_owned())
         .spawn(move || {
-            let deleter = Arc::new(Deleter::new(Arc::clone(&parent_dir)));
+            let deleter = Arc::new(Deleter::new(
+                Arc::clone(&parent_dir),
+                Arc::clone(&world.clock),
+                // No writer comes back here later: where there are no locks, a reader of what is replaced is told that it is gone.
+                Duration::ZERO,
+            ));
             match sweep(&*parent_dir, &job.plan.target, &world) {
                 Ok(trash) => deleter.enqueue(trash),
-                Err(error) => tracing::warn!(%error, "what a killed save left beside this path stays for now"),
+                Err(error) => {
+                    tracing::warn!(%error, "what a killed save left beside this path stays for now")
+                }
             }
             let (save, ended) = persist::run(job, &parent_dir, &world, &deleter);
             deleter.enqueue(ended.replaced);
@@ -152,6 +159,10 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
 fn sweep(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwell_core::Result<Vec<String>> {
     let mut trash = Vec::new();
     let mut found = Vec::new();
+    if parent.stat(CONTROL)?.is_some() {
+        // A root: its writer's temporaries are spoken for by its lock, and its next writer removes what is left there.
+        return Ok(trash);
+    }
     for entry in parent.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
         match directory_layout::parse(&entry.name) {
             Some(OwnName::Temporary { label, .. }) if directory_layout::is_label_of(&label, name) => {

@@ -153,7 +153,7 @@ fn a_deletion_that_the_kernel_does_not_return_from_does_not_hold_up_a_save_on_a_
             let _ = released.lock().unwrap().recv();
         }
     })));
-    let deleter = Deleter::new(root);
+    let deleter = Deleter::new(root, world.clock.clone(), Duration::ZERO);
     deleter.enqueue([".trash-x".to_owned()]);
     let begun = Instant::now();
     assert!(!deleter.empty_now(Duration::from_millis(50)));
@@ -172,7 +172,7 @@ fn a_deleter_that_is_idle_knows_what_readers_hold() {
         commit(&manager, step);
     }
     let root = world.disk.open_dir(Path::new(ROOT)).unwrap();
-    let deleter = Deleter::new(root);
+    let deleter = Deleter::new(root, world.clock.clone(), Duration::ZERO);
     for step in 0..30 {
         let name = format!("step_{step:08}");
         let held = Checkpoint::open(Path::new(&format!("{ROOT}/{name}")), &world.environment()).unwrap();

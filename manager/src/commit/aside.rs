@@ -80,6 +80,8 @@ pub fn replace_file(dir: &dyn Dir, name: &str, new_name: &str, bytes: &[u8]) -> 
 pub enum Thinned {
     /// These items are gone.
     Dropped(Vec<String>),
+    /// These items are of the step no more; their files stay for a grace period, as there are no locks to tell who reads them.
+    Later(Vec<String>),
     /// Readers hold the step; it stays as it is for now.
     Held,
     /// There was nothing to drop.
@@ -90,7 +92,7 @@ pub enum Thinned {
 /// between leaves files that a tombstone names; recovery deletes those.
 pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -> Result<Thinned> {
     let step = root.open_dir(name)?;
-    let _lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
+    let lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
         Ok(Some(lock)) => Some(lock),
         Ok(None) => return Ok(Thinned::Held),
         Err(error) if is_without_locks(&error) => None,
@@ -114,6 +116,9 @@ pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -
         manifest.dropped.push(Tombstone { item: item.name, dir: item.dir, paths, unix_ns });
     }
     replace_file(&*step, MANIFEST, MANIFEST_NEW, &manifest.encode()?)?;
+    if lock.is_none() {
+        return Ok(Thinned::Later(names));
+    }
     apply_tombstones(&step, &manifest)?;
     Ok(Thinned::Dropped(names))
 }

@@ -7,8 +7,8 @@ use stepwell_core::io::{Dir, Lock};
 
 use super::machine::{Action, Event, Machine, Now, Stands, Verdict};
 use super::records::{ItemPart, Vote};
-use crate::discovery::{damage, is_no_step, read_manifest};
 use crate::directory_layout::LEASE;
+use crate::discovery::{damage, is_no_step, read_manifest};
 use crate::environment::Clock;
 use crate::error::Result;
 use crate::lease::own_temporary;
@@ -82,7 +82,10 @@ fn execute(
 ) -> Event {
     let plan = machine.plan();
     let opened = |temporary: &Temporary| {
-        temporary.dir.clone().ok_or_else(|| stepwell_core::Error::Misuse("there is no temporary yet".to_owned()))
+        temporary
+            .dir
+            .clone()
+            .ok_or_else(|| stepwell_core::Error::Misuse("there is no temporary yet".to_owned()))
     };
     let done = |result: stepwell_core::Result<()>| match result {
         Ok(()) => Event::Done,

@@ -21,6 +21,7 @@ use stepwell_core::io::{Dir, Lock};
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::Birth;
 
+use crate::beat::Heart;
 use crate::discovery::Discovery;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -143,6 +144,8 @@ struct State {
     retiring: BTreeSet<u64>,
     thread: Option<JoinHandle<()>>,
     lock: Option<Box<dyn Lock>>,
+    /// Where there is no lock: the writer's signs of life.
+    heart: Option<Heart>,
 }
 
 impl Inner {

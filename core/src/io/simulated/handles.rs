@@ -205,6 +205,9 @@ impl Dir for SimDir {
                 None if create => world.create(self.0.ino, name)?,
                 _ => world.find_file(self.0.ino, name)?,
             };
+            if !context.locks {
+                return Err(libc::ENOLCK);
+            }
             Ok(world.lock(context.process, ino, kind))
         })?;
         Ok(made.map(|id| Box::new(SimLock { context: Arc::clone(context), id }) as Box<dyn Lock>))
