@@ -174,6 +174,10 @@ fn sweep(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwell_co
             _ => {}
         }
     }
+    if !found.is_empty() {
+        // One of them may be what a replacement has just swapped out: nothing of it is touched before that swap is durable.
+        parent.sync()?;
+    }
     for temporary in found {
         let new = directory_layout::trash(name, environment.rng.next_u128());
         if lease::retire_abandoned(parent, &temporary, &new)? {

@@ -83,6 +83,7 @@ fn without_locks_a_killed_writer_is_taken_over_after_its_silence() {
     run.save(&manager, 1, "a").unwrap();
     run.mark("may go 1 once 2");
     run.save(&manager, 2, "a").unwrap();
+    run.mark("gone 1");
     run.disk.kill_at(run.disk.operations() + 25);
     run.mark("may go 2 once 3");
     run.save(&manager, 3, "a").unwrap_err();
