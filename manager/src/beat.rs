@@ -31,7 +31,7 @@ const LOOKS: u32 = 20;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Beat {
     /// Counts.
-    beat: u64,
+    count: u64,
     /// From one to the next.
     every_ms: u64,
     /// Who it is, for people.
@@ -91,7 +91,7 @@ impl Drop for Heart {
 }
 
 fn go_on(root: &dyn Dir, session: &str, every: Duration, stop: &(Mutex<bool>, Condvar)) {
-    for beat in 1.. {
+    for count in 1.. {
         let stopped = stop.0.lock().unwrap_or_else(PoisonError::into_inner);
         let wait = stop.1.wait_timeout_while(stopped, every, |stopped| !*stopped);
         if *wait.unwrap_or_else(PoisonError::into_inner).0 {
@@ -101,7 +101,7 @@ fn go_on(root: &dyn Dir, session: &str, every: Duration, stop: &(Mutex<bool>, Co
         if matches!(root.stat(&format!("{CONTROL}/{}", name(session))), Ok(None)) {
             return;
         }
-        if let Err(error) = write(root, session, beat, every) {
+        if let Err(error) = write(root, session, count, every) {
             tracing::warn!(%error, "a sign of life could not be written; another writer may take this root over");
         }
     }
@@ -170,9 +170,9 @@ fn name(session: &str) -> String {
     format!("{BEAT_PREFIX}{session}")
 }
 
-fn write(root: &dyn Dir, session: &str, beat: u64, every: Duration) -> Result<()> {
+fn write(root: &dyn Dir, session: &str, count: u64, every: Duration) -> Result<()> {
     let every_ms = u64::try_from(every.as_millis()).unwrap_or(u64::MAX);
-    let beat = Beat { beat, every_ms, owner: owner() };
+    let beat = Beat { count, every_ms, owner: owner() };
     let bytes = serde_json::to_vec(&beat).map_err(|error| Error::Invalid(error.to_string()))?;
     let control = root.open_dir(CONTROL)?;
     let name = name(session);

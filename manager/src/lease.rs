@@ -76,13 +76,17 @@ pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Optio
     Err(Error::StepGone { path: parent.path().join(name), what: "the step".to_owned() })
 }
 
+/// A temporary, and what says that its owner lives.
+pub struct Owned {
+    /// The directory.
+    pub dir: Arc<dyn Dir>,
+    /// Its held lease; `None` where there are no locks.
+    pub life: Option<Box<dyn Lock>>,
+}
+
 /// Makes a temporary that says by a held lease that its owner lives: for those that no root's lock speaks for. Where there are no locks, it says nothing. `shared`:
 /// another rank may have made it.
-pub fn own_temporary(
-    parent: &dyn Dir,
-    name: &str,
-    shared: bool,
-) -> stepwell_core::Result<(Arc<dyn Dir>, Option<Box<dyn Lock>>)> {
+pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_core::Result<Owned> {
     let mut tries = OWN_TRIES;
     loop {
         tries -= 1;
@@ -100,7 +104,7 @@ pub fn own_temporary(
         // Shared, so that whoever reads the step right after its rename need not wait.
         let lock = match dir.try_lock(LEASE, LockKind::Shared, true) {
             Ok(lock) => lock,
-            Err(error) if is_without_locks(&error) => return Ok((dir, None)),
+            Err(error) if is_without_locks(&error) => return Ok(Owned { dir, life: None }),
             // Taken for a dead one's in the moment before it was locked.
             Err(error) if error.is_not_found() && tries > 0 => continue,
             Err(error) => {
@@ -113,7 +117,7 @@ pub fn own_temporary(
         };
         let stands = parent.stat(name)?.map(|stat| stat.id) == Some(dir.id()?);
         match lock {
-            Some(lock) if stands => return Ok((dir, Some(lock))),
+            Some(lock) if stands => return Ok(Owned { dir, life: Some(lock) }),
             _ if tries > 0 => std::thread::sleep(PAUSE),
             _ => {
                 let what = format!("{} is taken away again and again", dir.path().display());

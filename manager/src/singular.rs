@@ -123,7 +123,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
             match sweep(&*parent_dir, &job.plan.target, &world) {
                 Ok(trash) => deleter.enqueue(trash),
                 Err(error) => {
-                    tracing::warn!(%error, "what a killed save left beside this path stays for now")
+                    tracing::warn!(%error, "what a killed save left beside this path stays for now");
                 }
             }
             let (save, ended) = persist::run(job, &parent_dir, &world, &deleter);

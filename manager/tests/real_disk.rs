@@ -167,8 +167,8 @@ fn a_live_temporary_is_told_from_a_dead_one_on_a_real_disk() {
     let environment = Environment::real(directory.path(), Engine::Auto).unwrap();
     let parent = environment.disk.open_dir(directory.path()).unwrap();
     let name = format!(".tmp-a-{}-0", "a".repeat(32));
-    let (live, lock) = stepwell_manager::lease::own_temporary(&*parent, &name, false).unwrap();
-    live.write_file("x", b"1").unwrap();
+    let owned = stepwell_manager::lease::own_temporary(&*parent, &name, false).unwrap();
+    owned.dir.write_file("x", b"1").unwrap();
     std::fs::create_dir(directory.path().join(format!(".tmp-a-{}-0", "b".repeat(32)))).unwrap();
     let save = |exists| {
         let request = SingularRequest { exists, ..SingularRequest::new(&path, state(1)) };
@@ -181,7 +181,7 @@ fn a_live_temporary_is_told_from_a_dead_one_on_a_real_disk() {
     };
     let left: Vec<String> = save(Exists::Error);
     assert_eq!(left, [name]);
-    drop(lock);
+    drop(owned);
     let left: Vec<String> = save(Exists::Replace);
     assert_eq!(left, [] as [&str; 0]);
 }

@@ -27,6 +27,7 @@ fn saver(path: &Path) -> Child {
         std::thread::sleep(Duration::from_millis(20));
     }
     child.kill().unwrap();
+    child.wait().unwrap();
     unreachable!("it makes no temporary")
 }
 

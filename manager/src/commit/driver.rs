@@ -11,7 +11,7 @@ use crate::directory_layout::LEASE;
 use crate::discovery::{damage, is_no_step, read_manifest};
 use crate::environment::Clock;
 use crate::error::Result;
-use crate::lease::own_temporary;
+use crate::lease::{Owned, own_temporary};
 use crate::retire::delete_tree;
 
 /// How a commit ended, and what it cost.
@@ -93,7 +93,7 @@ fn execute(
     };
     match action {
         Action::CreateTemporary if !plan.fenced => {
-            done(own_temporary(&**root, &plan.temporary, plan.world_size > 1).map(|(dir, life)| {
+            done(own_temporary(&**root, &plan.temporary, plan.world_size > 1).map(|Owned { dir, life }| {
                 *temporary = Temporary { dir: Some(dir), life };
             }))
         }

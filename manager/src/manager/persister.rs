@@ -99,7 +99,7 @@ impl Inner {
             match aside::thin(&*self.root, &found.name, keep, self.environment.clock.unix_ns())? {
                 Thinned::Dropped(items) => tracing::info!(step, ?items, "thinned"),
                 Thinned::Later(items) => {
-                    tracing::info!(step, ?items, "thinned; the files go after the grace period")
+                    tracing::info!(step, ?items, "thinned; the files go after the grace period");
                 }
                 Thinned::Held => tracing::info!(step, "not thinned now: it is being read"),
                 Thinned::Nothing => {}
