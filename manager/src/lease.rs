@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use stepwell_core::io::{Dir, Lock, LockKind, Rename};
+use stepwell_core::io::{Dir, Lock, LockKind};
 
 use crate::directory_layout::LEASE;
 use crate::discovery::is_gone;
@@ -20,7 +20,6 @@ const PAUSE: Duration = Duration::from_millis(5);
 /// How often a temporary is made that others take for a dead one's.
 const OWN_TRIES: usize = 100;
 const EEXIST: i32 = 17;
-const ENOTEMPTY: i32 = 39;
 
 /// A held lease. Dropping it gives the step free.
 pub struct Lease {
@@ -124,32 +123,6 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
                 return Err(stepwell_core::Error::Misuse(what));
             }
         }
-    }
-}
-
-/// Takes a temporary out of sight whose owner is dead, and gives whether it did. One without a lease is empty: its owner was killed, or is just about to lock it and
-/// makes it anew.
-pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<bool> {
-    let dir = match parent.open_dir(name) {
-        Ok(dir) => dir,
-        Err(error) if is_gone(&error) => return Ok(false),
-        Err(error) => return Err(error),
-    };
-    match dir.try_lock(LEASE, LockKind::Exclusive, false) {
-        Ok(Some(_lock)) => {
-            parent.rename(name, trash, Rename::NoReplace)?;
-            Ok(true)
-        }
-        Ok(None) => Ok(false),
-        Err(error) if error.is_not_found() => match parent.remove_dir(name) {
-            Ok(()) => Ok(false),
-            // It is not empty: somebody's, who locks it now, or of a kind that this version does not make.
-            Err(error) if is_gone(&error) || matches!(error.errno(), Some(ENOTEMPTY | EEXIST)) => Ok(false),
-            Err(error) => Err(error),
-        },
-        // Nobody knows whether its owner lives.
-        Err(error) if is_without_locks(&error) => Ok(false),
-        Err(error) => Err(error),
     }
 }
 

@@ -13,12 +13,11 @@ use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::{Dir, EntryKind};
 use stepwell_core::staging::StagingPool;
 
-use crate::commit::{Existing, Plan};
+use crate::commit::{Existing, Plan, aside};
 use crate::directory_layout::{self, CONTROL, OwnName};
 use crate::discovery::read_manifest;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::lease;
 use crate::manager::{Exists, job_parts};
 use crate::options::Options;
 use crate::persist::{self, Job};
@@ -180,7 +179,7 @@ fn sweep(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwell_co
     }
     for temporary in found {
         let new = directory_layout::trash(name, environment.rng.next_u128());
-        if lease::retire_abandoned(parent, &temporary, &new)? {
+        if aside::retire_abandoned(parent, &temporary, &new)? {
             tracing::info!(%temporary, "removing what a killed save left");
             trash.push(new);
         }

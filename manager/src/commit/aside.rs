@@ -7,10 +7,13 @@ use stepwell_core::format::manifest::{Manifest, Tombstone};
 use stepwell_core::io::{Dir, LockKind, Rename};
 
 use crate::directory_layout::{self, LEASE, MANIFEST, MANIFEST_NEW};
-use crate::discovery::read_manifest;
+use crate::discovery::{is_gone, read_manifest};
 use crate::error::Result;
 use crate::lease::is_without_locks;
 use crate::retire::delete_tree;
+
+const EEXIST: i32 = 17;
+const ENOTEMPTY: i32 = 39;
 
 /// Takes a step (or a dead temporary) out of sight. It may be deleted once this has returned `Ok`, and not before: the rename is durable then.
 pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<()> {
@@ -56,6 +59,32 @@ pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> Retired {
         }
     }
     retired
+}
+
+/// Takes a temporary out of sight whose owner is dead, and gives whether it did. One without a lease is empty: its owner was killed, or is just about to lock it and
+/// makes it anew.
+pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<bool> {
+    let dir = match parent.open_dir(name) {
+        Ok(dir) => dir,
+        Err(error) if is_gone(&error) => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    match dir.try_lock(LEASE, LockKind::Exclusive, false) {
+        Ok(Some(_lock)) => {
+            parent.rename(name, trash, Rename::NoReplace)?;
+            Ok(true)
+        }
+        Ok(None) => Ok(false),
+        Err(error) if error.is_not_found() => match parent.remove_dir(name) {
+            Ok(()) => Ok(false),
+            // It is not empty: somebody's, who locks it now, or of a kind that this version does not make.
+            Err(error) if is_gone(&error) || matches!(error.errno(), Some(ENOTEMPTY | EEXIST)) => Ok(false),
+            Err(error) => Err(error),
+        },
+        // Nobody knows whether its owner lives.
+        Err(error) if is_without_locks(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// Sets a step aside into a branch.
