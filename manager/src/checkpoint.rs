@@ -103,7 +103,7 @@ impl Checkpoint {
             (Some(parent), Some(name)) => (parent, name),
             _ => return Err(Error::Invalid(format!("{} cannot be a checkpoint", path.display()))),
         };
-        if let Some(directory_layout::OwnName::Temporary { .. } | directory_layout::OwnName::Trash) =
+        if let Some(directory_layout::OwnName::Temporary { .. } | directory_layout::OwnName::Trash { .. }) =
             directory_layout::parse(name)
         {
             let reason = "it is a save in flight, or was retired".to_owned();

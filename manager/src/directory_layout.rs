@@ -20,6 +20,8 @@ pub const ROOT_JSON: &str = "root.json";
 pub const LOCK: &str = "lock";
 /// The fence: which writer is the current one.
 pub const EPOCH: &str = "epoch";
+/// Signs of life of the writers of a root without locks: one file each, named by the session.
+pub const BEAT_PREFIX: &str = "beat-";
 /// Sidecars of metrics that came after the commit, keyed by attempt.
 pub const METRICS: &str = "metrics";
 
@@ -43,9 +45,15 @@ pub enum OwnName {
         counter: u64,
     },
     /// Something on its way out.
-    Trash,
+    Trash {
+        /// The step's padded number, or the name of a singular checkpoint (its beginning, where it is long).
+        label: String,
+    },
     /// A directory that had a step's name and was none.
-    Quarantine,
+    Quarantine {
+        /// That name (its beginning, where it is long).
+        label: String,
+    },
     /// A step that `rewind` set aside.
     Branch {
         /// The branch.
@@ -89,6 +97,11 @@ pub fn is_branch_name(name: &str) -> bool {
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-'))
 }
 
+/// Whether a label in a generated name is that of `name`.
+pub fn is_label_of(label: &str, name: &str) -> bool {
+    label == shortened(name)
+}
+
 /// A path in the root's own directory.
 pub fn control(name: &str) -> String {
     format!("{CONTROL}/{name}")
@@ -99,11 +112,13 @@ pub fn parse(name: &str) -> Option<OwnName> {
     if name == CONTROL {
         return Some(OwnName::Control);
     }
-    if name.starts_with(TRASH_PREFIX) {
-        return Some(OwnName::Trash);
+    if let Some(rest) = name.strip_prefix(TRASH_PREFIX) {
+        let label = rest.rsplit_once('-').map_or(rest, |(label, _)| label);
+        return Some(OwnName::Trash { label: label.to_owned() });
     }
-    if name.starts_with(QUARANTINE_PREFIX) {
-        return Some(OwnName::Quarantine);
+    if let Some(rest) = name.strip_prefix(QUARANTINE_PREFIX) {
+        let label = rest.rsplit_once('-').map_or(rest, |(label, _)| label);
+        return Some(OwnName::Quarantine { label: label.to_owned() });
     }
     if let Some(rest) = name.strip_prefix(BRANCH_PREFIX) {
         let (branch, step_name) = rest.split_once('.')?;
@@ -137,8 +152,11 @@ mod tests {
             parse(&temporary),
             Some(OwnName::Temporary { label: "00000005".into(), session: session.into(), counter: 3 })
         );
-        assert_eq!(parse(&trash("00000005", 1)), Some(OwnName::Trash));
-        assert_eq!(parse(&quarantine("step_00000005", 1)), Some(OwnName::Quarantine));
+        assert_eq!(parse(&trash("00000005", 1)), Some(OwnName::Trash { label: "00000005".into() }));
+        assert_eq!(
+            parse(&quarantine("step_00000005", 1)),
+            Some(OwnName::Quarantine { label: "step_00000005".into() })
+        );
         assert_eq!(
             parse(&branch("main-2", "step_00000005")),
             Some(OwnName::Branch { branch: "main-2".into(), step_name: "step_00000005".into() })

@@ -2,10 +2,13 @@
 //!
 //! A *step* is a directory with a parsable, canonical step name that holds a `manifest.json` whose own checksum holds, which carries that number, and
 //! whose listed files exist with the listed lengths. Nothing else is one: a directory with a step's name that is none is *quarantined*, which means
-//! reported by name and reason, never chosen, never deleted. Listing reads manifests; [`check_lengths`] is for the step that is chosen and
+//! reported by name and reason, never chosen, never deleted. Listing reads manifests; [`damage`] is for the step that is chosen and
 //! for those that retention counts.
 //!
-//! Manifests are cached by the identity of their file, so that a repeated listing costs one `stat` per step and reads nothing.
+//! What the disk does not answer is no answer: an I/O error (EIO, EMFILE, EACCES, …) ends a listing. A step that was left out for it would make an older one the
+//! latest, and retention count wrong. Only what is not there any more (ENOENT, ESTALE: another process has retired it) is left out.
+//!
+//! Manifests are cached by the identity of their file and by when it changed, so that a repeated listing costs one `stat` per step and reads nothing.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -90,8 +93,9 @@ impl Discovery {
                 let gone = root.stat(name)?.is_none();
                 return Ok(if gone { Read::Gone } else { Read::NoStep(format!("it has no {MANIFEST}")) });
             }
-            Err(error) if error.is_not_found() => return Ok(Read::Gone),
-            Err(error) => return Ok(Read::NoStep(error.to_string())),
+            Err(error) if is_gone(&error) => return Ok(Read::Gone),
+            Err(error) if is_no_step(&error) => return Ok(Read::NoStep(error.to_string())),
+            Err(error) => return Err(error.into()),
         };
         if let Some((cached, manifest)) = self.cache.lock().unwrap_or_else(PoisonError::into_inner).get(name)
             && *cached == stat
@@ -104,9 +108,35 @@ impl Discovery {
                 manifest.step
             ))),
             Ok(manifest) => Ok(Read::Step(stat, Arc::new(manifest))),
-            Err(error) if error.is_not_found() => Ok(Read::Gone),
-            Err(error) => Ok(Read::NoStep(error.to_string())),
+            Err(error) if is_gone(&error) => Ok(Read::Gone),
+            Err(error) if is_no_step(&error) => Ok(Read::NoStep(error.to_string())),
+            Err(error) => Err(error.into()),
         }
+    }
+}
+
+/// Whether the answer means that it is not there any more: ENOENT, or ESTALE of a network file system.
+pub(crate) fn is_gone(error: &stepwell_core::Error) -> bool {
+    const ESTALE: i32 = 116;
+    error.is_not_found() || error.errno() == Some(ESTALE)
+}
+
+/// Whether the answer to reading a manifest says something of what stands there (damaged, foreign, no regular file), and not of the disk.
+pub(crate) fn is_no_step(error: &stepwell_core::Error) -> bool {
+    const ENXIO: i32 = 6;
+    const ENOTDIR: i32 = 20;
+    const EISDIR: i32 = 21;
+    const ELOOP: i32 = 40;
+    match error {
+        stepwell_core::Error::Corrupt { .. }
+        | stepwell_core::Error::Format { .. }
+        | stepwell_core::Error::Limit { .. } => true,
+        // A symlink, socket, pipe or directory where a file is to be; the engine itself says "not a regular file" without an errno.
+        stepwell_core::Error::Io { source, .. } => match source.raw_os_error() {
+            Some(errno) => matches!(errno, ENXIO | ENOTDIR | EISDIR | ELOOP),
+            None => source.kind() == std::io::ErrorKind::InvalidInput,
+        },
+        _ => false,
     }
 }
 
@@ -135,16 +165,8 @@ pub fn read_manifest(parent: &dyn Dir, name: &str) -> stepwell_core::Result<Mani
     Manifest::decode(&bytes, &parent.path().join(path))
 }
 
-/// Whether all files that a manifest lists are there with their lengths; the error says which is not, or that it cannot be told.
-pub fn check_lengths(parent: &dyn Dir, found: &Found) -> std::result::Result<(), String> {
-    match damage(parent, &found.name, &found.manifest) {
-        Ok(None) => Ok(()),
-        Ok(Some(damage)) => Err(damage),
-        Err(error) => Err(error.to_string()),
-    }
-}
-
 /// What of the files that a manifest lists is missing or has another length. An error is no damage: the disk did not answer.
+/// A caller that reads without the writer's lock looks with [`stands`] before it calls a step damaged: it may have been retired or replaced meanwhile.
 pub fn damage(parent: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_core::Result<Option<String>> {
     let files = manifest.files.iter().map(|file| (&file.path, file.length));
     let indexes = manifest.items.iter().map(|item| (&item.index.path, item.index.length));
@@ -156,12 +178,23 @@ pub fn damage(parent: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_cor
             }
             Ok(Some(_)) => return Ok(Some(format!("{path} is no regular file"))),
             Ok(None) => return Ok(Some(format!("{path} is missing"))),
-            // ENOENT, ENOTDIR, ELOOP: what leads there is no directory.
-            Err(error) if error.is_not_found() || matches!(error.errno(), Some(20 | 40)) => {
+            // What leads there is missing, or is no directory.
+            Err(error) if is_gone(&error) || is_no_step(&error) => {
                 return Ok(Some(error.to_string()));
             }
             Err(error) => return Err(error),
         }
     }
     Ok(None)
+}
+
+/// Whether a step that was listed still stands under its name, as the same attempt.
+pub fn stands(parent: &dyn Dir, found: &Found) -> stepwell_core::Result<bool> {
+    match read_manifest(parent, &found.name) {
+        Ok(manifest) => Ok(manifest.attempt == found.manifest.attempt),
+        Err(error) if is_gone(&error) => Ok(false),
+        // Damage, and nobody's doing.
+        Err(error) if is_no_step(&error) => Ok(true),
+        Err(error) => Err(error),
+    }
 }

@@ -17,6 +17,10 @@ pub trait Clock: Send + Sync {
     fn unix_ns(&self) -> i64;
     /// A clock that never goes back.
     fn monotonic(&self) -> Duration;
+    /// Lets so much time pass.
+    fn pause(&self, how_long: Duration) {
+        std::thread::sleep(how_long);
+    }
 }
 
 /// Randomness: for identities, never for secrets.

@@ -99,8 +99,16 @@ pub enum Error {
         /// What is known of the other writer.
         owner: Option<String>,
     },
+    /// Someone holds the step, so that it is not deleted.
+    #[error("step {step} is not deleted: {by}")]
+    Held {
+        /// The step.
+        step: u64,
+        /// Who holds it, as far as that is known, and what to do.
+        by: String,
+    },
     /// The file system has no locks, and the caller has not said that it is the only writer.
-    #[error("{} lies on a file system without locks ({answer}), so a second writer cannot be noticed in time; pass take_over=True if you know that no other process writes there", root.display())]
+    #[error("{} lies on a file system without locks ({answer}), so a second writer cannot be kept out by one; pass take_over=True to become the writer once no other has given a sign of life for a while", root.display())]
     NoLocks {
         /// The root.
         root: PathBuf,
@@ -207,7 +215,7 @@ impl Error {
             Self::DurabilityUncertain { .. } => "durability_uncertain",
             Self::RankFailed { .. } => "rank_failed",
             Self::CoordinationTimeout { .. } => "coordination_timeout",
-            Self::Locked { .. } => "locked",
+            Self::Locked { .. } | Self::Held { .. } => "locked",
             Self::NoLocks { .. } => "no_locks",
             Self::DonatedBuffer { .. } => "donated_buffer",
             Self::ForkedProcess(_) => "forked_process",

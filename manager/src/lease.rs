@@ -9,12 +9,17 @@ use std::time::{Duration, Instant};
 use stepwell_core::io::{Dir, Lock, LockKind};
 
 use crate::directory_layout::LEASE;
+use crate::discovery::is_gone;
 use crate::error::{Error, Result};
 
 /// How often a step that is replaced while it is opened is looked up again.
 const TRIES: usize = 8;
 /// Between two looks at a lease that someone holds exclusively (a thinning, which takes milliseconds).
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// How often a temporary is made that others take for a dead one's.
+const OWN_TRIES: usize = 100;
+const EEXIST: i32 = 17;
 
 /// A held lease. Dropping it gives the step free.
 pub struct Lease {
@@ -34,7 +39,7 @@ pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Optio
     for _ in 0..TRIES {
         let dir = match parent.open_dir(name) {
             Ok(dir) => dir,
-            Err(error) if error.is_not_found() => return Ok(None),
+            Err(error) if is_gone(&error) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
         let lock = loop {
@@ -68,6 +73,57 @@ pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Optio
         }
     }
     Err(Error::StepGone { path: parent.path().join(name), what: "the step".to_owned() })
+}
+
+/// A temporary, and what says that its owner lives.
+pub struct Owned {
+    /// The directory.
+    pub dir: Arc<dyn Dir>,
+    /// Its held lease; `None` where there are no locks.
+    pub life: Option<Box<dyn Lock>>,
+}
+
+/// Makes a temporary that says by a held lease that its owner lives: for those that no root's lock speaks for. Where there are no locks, it says nothing. `shared`:
+/// another rank may have made it.
+pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_core::Result<Owned> {
+    let mut tries = OWN_TRIES;
+    loop {
+        tries -= 1;
+        let dir = match parent.create_dir(name) {
+            // Made by another rank; or by this call, and not out of the way yet of whoever took it for a dead one's.
+            Err(error) if error.errno() == Some(EEXIST) && (shared || tries < OWN_TRIES - 1) => {
+                parent.open_dir(name)
+            }
+            made => made,
+        };
+        let dir = match dir {
+            Err(error) if error.is_not_found() && tries > 0 => continue,
+            dir => dir?,
+        };
+        // Shared, so that whoever reads the step right after its rename need not wait.
+        let lock = match dir.try_lock(LEASE, LockKind::Shared, true) {
+            Ok(lock) => lock,
+            Err(error) if is_without_locks(&error) => return Ok(Owned { dir, life: None }),
+            // Taken for a dead one's in the moment before it was locked.
+            Err(error) if error.is_not_found() && tries > 0 => continue,
+            Err(error) => {
+                // Whoever tries again would be told that it exists.
+                if !shared && let Err(error) = parent.remove_dir(name) {
+                    tracing::warn!(%error, "a temporary that could not be locked could not be removed either");
+                }
+                return Err(error);
+            }
+        };
+        let stands = parent.stat(name)?.map(|stat| stat.id) == Some(dir.id()?);
+        match lock {
+            Some(lock) if stands => return Ok(Owned { dir, life: Some(lock) }),
+            _ if tries > 0 => std::thread::sleep(PAUSE),
+            _ => {
+                let what = format!("{} is taken away again and again", dir.path().display());
+                return Err(stepwell_core::Error::Misuse(what));
+            }
+        }
+    }
 }
 
 /// Whether the answer to a lock means that this file system has none.

@@ -12,10 +12,11 @@
 //! | [`save`] [`state`] [`options`] [`environment`] | what goes in, what comes out |
 //! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: which steps are saved, which stay, how things are called |
 //! | [`commit`] | the commit machine and every rename |
-//! | [`discovery`] [`lease`] [`recovery`] [`retire`] [`metrics`] [`root`] | what is found, held, mended, deleted, added |
+//! | [`beat`] [`discovery`] [`lease`] [`recovery`] [`retire`] [`metrics`] [`root`] | what is found, held, mended, deleted, added |
 //! | [`coordination`] | how ranks agree |
 #![forbid(unsafe_code)]
 
+pub mod beat;
 pub mod checkpoint;
 pub mod commit;
 pub mod coordination;

@@ -3,7 +3,7 @@
 //! One call writes one file, under a name that nobody else draws, first under a dotted name and then renamed: so an evaluator needs no lock, and never meets the
 //! trainer. Sidecars never change; they are read once. Of several values for one name the last written wins.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
@@ -12,9 +12,11 @@ use stepwell_core::io::Dir;
 use stepwell_core::limits::MAX_METADATA_BYTES;
 
 use crate::commit::aside::replace_file;
-use crate::directory_layout::{METRICS, control};
+use crate::directory_layout::{self, METRICS, OwnName, control};
+use crate::discovery::{Listing, is_gone, is_no_step, read_manifest};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::step_name::StepName;
 
 /// A real number, or one that JSON has no digits for.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -143,6 +145,79 @@ impl Sidecars {
             tracing::debug!(%error, "the metrics of a deleted step stay");
         }
     }
+}
+
+/// Removes, at a writer's open, the sidecars of attempts that are nowhere in the root any more (deleted by hand, or retired by a writer that died before it came to
+/// them), half-written ones among them. Kept is whatever may still belong to something: to a step, to one in a branch or in quarantine, and, where a manifest there
+/// cannot be read, whatever is of that number. Gives how many went; an error leaves the rest for the next writer.
+pub fn reclaim(root: &dyn Dir, names: &StepName, listing: &Listing) -> Result<usize> {
+    let dir = match root.open_dir(&control(METRICS)) {
+        Ok(dir) => dir,
+        Err(error) if error.is_not_found() => return Ok(0),
+        Err(error) => return Err(error.into()),
+    };
+    let of =
+        |name: &str| attempt_of(name.strip_prefix('.').and_then(|n| n.strip_suffix(".new")).unwrap_or(name));
+    let sidecars: Vec<(String, Attempt)> =
+        dir.entries()?.into_iter().filter_map(|entry| of(&entry.name).map(|of| (entry.name, of))).collect();
+    if sidecars.is_empty() {
+        return Ok(0);
+    }
+    let Some(alive) = alive(root, names, listing)? else { return Ok(0) };
+    let mut removed = 0;
+    for (name, attempt) in sidecars {
+        if alive.attempts.contains(&attempt) {
+            continue;
+        }
+        // Where all manifests can be read, the number says nothing more.
+        if !alive.numbers.is_empty()
+            && parse(&*dir, &name).map_or(true, |found| alive.numbers.contains(&found.step))
+        {
+            continue;
+        }
+        match dir.remove_file(&name) {
+            Err(error) if !error.is_not_found() => return Err(error.into()),
+            _ => removed += 1,
+        }
+    }
+    Ok(removed)
+}
+
+/// What sidecars may belong to.
+#[derive(Default)]
+struct Alive {
+    attempts: HashSet<Attempt>,
+    /// Numbers of what cannot be read.
+    numbers: HashSet<u64>,
+}
+
+/// `None`: something cannot be read, and nobody knows its number.
+fn alive(root: &dyn Dir, names: &StepName, listing: &Listing) -> Result<Option<Alive>> {
+    let mut alive = Alive::default();
+    alive.attempts.extend(listing.steps.values().map(|found| found.manifest.attempt.clone()));
+    let mut others: Vec<(String, Option<u64>)> = listing
+        .quarantined
+        .iter()
+        .map(|quarantined| (quarantined.name.clone(), names.parse(&quarantined.name)))
+        .collect();
+    for entry in root.entries()? {
+        match directory_layout::parse(&entry.name) {
+            Some(OwnName::Branch { step_name, .. }) => others.push((entry.name, names.parse(&step_name))),
+            Some(OwnName::Quarantine { label }) => others.push((entry.name, names.parse(&label))),
+            _ => {}
+        }
+    }
+    for (name, number) in others {
+        match (read_manifest(root, &name), number) {
+            (Ok(manifest), _) => drop(alive.attempts.insert(manifest.attempt)),
+            (Err(error), _) if !is_gone(&error) && !is_no_step(&error) => return Err(error.into()),
+            // Damaged, or without a manifest, as while it is being copied.
+            (Err(_), Some(number)) => drop(alive.numbers.insert(number)),
+            (Err(error), None) if is_gone(&error) => {}
+            (Err(_), None) => return Ok(None),
+        }
+    }
+    Ok(Some(alive))
 }
 
 fn attempt_of(name: &str) -> Option<Attempt> {

@@ -24,8 +24,12 @@ pub struct Options {
     pub read_only: bool,
     /// Make the root where it is missing.
     pub create: bool,
-    /// On a file system without locks: this is the only writer, says the caller.
+    /// On a file system without locks: become the writer, once no other has given a sign of life for `silence`.
     pub take_over: bool,
+    /// How long a writer that did not end by itself must have been silent before its root is taken over; only where there are no locks.
+    pub silence: Duration,
+    /// How long the files of a retired step stay where there are no locks: nobody knows there who still reads them.
+    pub grace: Duration,
     /// What a failure in the background that nobody has seen does.
     pub on_save_error: OnSaveError,
     /// Bytes of a chunk, about.
@@ -46,6 +50,9 @@ pub struct Options {
 
 /// Nothing waits for longer than 31 years: sums of timeouts stay within every clock.
 const MAX_STALL_TIMEOUT: Duration = Duration::from_secs(1_000_000_000);
+
+/// A writer gives several signs of life in it, each of which is synced.
+const MIN_SILENCE: Duration = Duration::from_millis(60);
 
 /// What a failure in the background that nobody has seen does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,6 +75,8 @@ impl Default for Options {
             read_only: false,
             create: true,
             take_over: false,
+            silence: Duration::from_secs(60),
+            grace: Duration::from_secs(30 * 60),
             on_save_error: OnSaveError::default(),
             chunk_bytes: 8 << 20,
             min_row_bytes: 4096,
@@ -92,6 +101,12 @@ impl Options {
                 "block_bytes={} must be a multiple of 4096 within {:?}",
                 self.block_bytes,
                 stepwell_core::limits::BLOCK_BYTES
+            )));
+        }
+        if self.silence < MIN_SILENCE || self.silence.max(self.grace) > MAX_STALL_TIMEOUT {
+            return Err(Error::Invalid(format!(
+                "silence={:?} must be at least {MIN_SILENCE:?}, and silence and grace={:?} at most {MAX_STALL_TIMEOUT:?}",
+                self.silence, self.grace
             )));
         }
         if self.stall_timeout > MAX_STALL_TIMEOUT {

@@ -18,9 +18,11 @@ use crate::retire::Deleter;
 use crate::root;
 use crate::save::{Outcome, Save};
 
-/// Between two waits for room on a full disk nothing is waited for: the trash is emptied once and the file is tried once more.
+/// What a full disk answers: the trash is emptied once and the file is tried once more.
 const ENOSPC: i32 = 28;
 const EDQUOT: i32 = 122;
+/// How long a save waits for room on a full disk.
+const MAKING_ROOM: Duration = Duration::from_secs(60);
 
 /// How a job ended.
 pub(crate) struct Ended {
@@ -124,7 +126,7 @@ impl World for SaveWorld<'_> {
     }
 
     fn empty_trash(&mut self) {
-        self.deleter.empty_now();
+        self.deleter.empty_now(MAKING_ROOM);
     }
 
     fn usurper(&mut self) -> stepwell_core::Result<Option<String>> {
@@ -169,7 +171,7 @@ impl RoomMaker {
         match make() {
             Err(error) if matches!(error.errno(), Some(ENOSPC | EDQUOT)) => {
                 tracing::info!(%error, "the disk is full: emptying the trash and trying once more");
-                self.deleter.empty_now();
+                self.deleter.empty_now(MAKING_ROOM);
                 make()
             }
             other => other,

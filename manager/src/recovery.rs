@@ -7,6 +7,7 @@
 //! 5. hand all trash to the deleter.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use stepwell_core::io::{Dir, EntryKind, LockKind};
 
@@ -34,7 +35,7 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
     let mut renames = Vec::new();
     for entry in root.entries()? {
         match directory_layout::parse(&entry.name) {
-            Some(OwnName::Trash) if entry.kind == EntryKind::Dir => recovered.trash.push(entry.name),
+            Some(OwnName::Trash { .. }) if entry.kind == EntryKind::Dir => recovered.trash.push(entry.name),
             Some(OwnName::Temporary { session: owner, label, .. })
                 if owner != session && entry.kind == EntryKind::Dir =>
             {
@@ -44,7 +45,10 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
             _ => {}
         }
     }
-    aside::retire_all(root, &renames)?;
+    let retired = aside::retire_all(root, &renames);
+    if let Some(error) = retired.error {
+        return Err(error.into());
+    }
     for (name, trash) in renames {
         recovered.abandoned.push(name);
         recovered.trash.push(trash);
@@ -53,7 +57,8 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
 }
 
 /// Finishes thinnings, and makes missing leases again. A step that cannot be mended is left as it is, with a warning: it can still be read.
-pub fn mend(root: &dyn Dir, listing: &Listing, recovered: &mut Recovered) {
+/// Where there are no locks, what was thinned away less than `grace` ago stays, by this process's clock: the one that is wrong costs a reader its step, and no data.
+pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration, recovered: &mut Recovered) {
     for found in listing.steps.values() {
         let mended = (|| -> stepwell_core::Result<bool> {
             let missing = root.stat(&format!("{}/{LEASE}", found.name))?.is_none();
@@ -65,7 +70,7 @@ pub fn mend(root: &dyn Dir, listing: &Listing, recovered: &mut Recovered) {
             // The first thinning of a step may have been cut before its manifest named anything.
             let begun = || root.stat(&format!("{}/{MANIFEST_NEW}", found.name));
             if !found.manifest.dropped.is_empty() || begun()?.is_some() {
-                finish_thinning(&root.open_dir(&found.name)?, found)?;
+                finish_thinning(&root.open_dir(&found.name)?, found, unix_ns, grace)?;
             }
             Ok(missing)
         })();
@@ -79,7 +84,13 @@ pub fn mend(root: &dyn Dir, listing: &Listing, recovered: &mut Recovered) {
     }
 }
 
-fn finish_thinning(step: &Arc<dyn Dir>, found: &crate::discovery::Found) -> stepwell_core::Result<()> {
+/// Deletes what a thinning has left of a step, where nobody holds it.
+pub fn finish_thinning(
+    step: &Arc<dyn Dir>,
+    found: &crate::discovery::Found,
+    unix_ns: i64,
+    grace: Duration,
+) -> stepwell_core::Result<()> {
     let left = found.manifest.dropped.iter().any(|tombstone| {
         // An error here is met again below, and told there.
         step.stat(&tombstone.dir).map_or(true, |stat| stat.is_some())
@@ -88,7 +99,7 @@ fn finish_thinning(step: &Arc<dyn Dir>, found: &crate::discovery::Found) -> step
     if !left && !half_written {
         return Ok(());
     }
-    let _lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
+    let lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
         Ok(Some(lock)) => Some(lock),
         Ok(None) => return Ok(()),
         Err(error) if is_without_locks(&error) => None,
@@ -96,6 +107,13 @@ fn finish_thinning(step: &Arc<dyn Dir>, found: &crate::discovery::Found) -> step
     };
     if half_written {
         step.remove_file(MANIFEST_NEW)?;
+    }
+    if lock.is_none() {
+        let thinned =
+            found.manifest.dropped.iter().map(|tombstone| tombstone.unix_ns).max().unwrap_or(i64::MIN);
+        if i128::from(unix_ns) - i128::from(thinned) < grace.as_nanos().cast_signed() {
+            return Ok(());
+        }
     }
     // Whoever wrote this manifest may have been killed before its rename was durable: a power cut after the deletion would bring the old one back, without its files.
     step.sync()?;

@@ -1,7 +1,8 @@
 //! Deleting what was taken out of sight: slowly, in the background, and only where no reader holds it.
 //!
 //! A step comes here after [`retire`](crate::commit::aside::retire) has made its rename durable. The deleter tries the step's lease exclusively; where
-//! a reader holds it, the trash waits and is tried again. Whatever is left when the process ends is finished by the next writer.
+//! a reader holds it, the trash waits and is tried again. Where there are no locks, it waits for a grace period, which begins anew with each writer: no two clocks are
+//! compared. Whatever is left when the process ends is finished by the next writer.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,6 +13,7 @@ use stepwell_core::deadline::deadline_after;
 use stepwell_core::io::{Dir, EntryKind, LockKind};
 
 use crate::directory_layout::LEASE;
+use crate::environment::Clock;
 use crate::lease::is_without_locks;
 
 /// Between two tries of a step that readers hold.
@@ -71,12 +73,19 @@ pub enum Removed {
     Gone,
     /// Readers hold it.
     Held,
+    /// There are no locks: readers may hold it.
+    Unprotected,
     /// Told to stop.
     Stopped,
 }
 
-/// Deletes one trash directory, unless readers hold it.
-pub fn remove(root: &dyn Dir, name: &str, go_on: &mut dyn FnMut() -> bool) -> stepwell_core::Result<Removed> {
+/// Deletes one trash directory, unless readers hold it. `unprotected`: also where there are no locks, so that nobody knows whether one does.
+pub fn remove(
+    root: &dyn Dir,
+    name: &str,
+    unprotected: bool,
+    go_on: &mut dyn FnMut() -> bool,
+) -> stepwell_core::Result<Removed> {
     let dir = match root.open_dir(name) {
         Ok(dir) => dir,
         Err(error) if error.is_not_found() => return Ok(Removed::Gone),
@@ -90,17 +99,29 @@ pub fn remove(root: &dyn Dir, name: &str, go_on: &mut dyn FnMut() -> bool) -> st
     let _lock = match dir.try_lock(LEASE, LockKind::Exclusive, false) {
         Ok(Some(lock)) => Some(lock),
         Ok(None) => return Ok(Removed::Held),
+        Err(error) if is_without_locks(&error) && !unprotected => return Ok(Removed::Unprotected),
         Err(error) if error.is_not_found() || is_without_locks(&error) => None,
         Err(error) => return Err(error),
     };
     Ok(if delete(root, name, go_on, 0)? { Removed::Gone } else { Removed::Stopped })
 }
 
+/// Trash.
+struct Trash {
+    name: String,
+    /// When it came here, on the injected clock.
+    since: Duration,
+    /// There are no locks: it waits for the end of the grace period.
+    unprotected: bool,
+}
+
 #[derive(Default)]
 struct Queue {
-    ready: VecDeque<String>,
-    held: VecDeque<String>,
-    busy: Option<String>,
+    ready: VecDeque<Trash>,
+    /// What readers hold, or may hold.
+    held: VecDeque<Trash>,
+    /// The thread is at one.
+    busy: bool,
     /// Calls that wait until all is deleted: then there is no reason to go slowly.
     waiting: usize,
     /// What could not be deleted; told once.
@@ -112,6 +133,8 @@ struct Queue {
 
 struct Shared {
     root: Arc<dyn Dir>,
+    clock: Arc<dyn Clock>,
+    grace: Duration,
     queue: Mutex<Queue>,
     changed: Condvar,
 }
@@ -119,6 +142,19 @@ struct Shared {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_over(&self, trash: &Trash) -> bool {
+        self.clock.monotonic().saturating_sub(trash.since) >= self.grace
+    }
+
+    /// Moves to `ready` what is worth another try.
+    fn retry(&self, queue: &mut Queue) {
+        for trash in std::mem::take(&mut queue.held) {
+            let to =
+                if trash.unprotected && !self.is_over(&trash) { &mut queue.held } else { &mut queue.ready };
+            to.push_back(trash);
+        }
     }
 }
 
@@ -129,16 +165,17 @@ pub struct Deleter {
 }
 
 impl Deleter {
-    /// A deleter with nothing to do.
-    pub fn new(root: Arc<dyn Dir>) -> Self {
-        let shared = Shared { root, queue: Mutex::default(), changed: Condvar::new() };
+    /// A deleter with nothing to do. Where there are no locks it leaves trash alone for the time of `grace`.
+    pub fn new(root: Arc<dyn Dir>, clock: Arc<dyn Clock>, grace: Duration) -> Self {
+        let shared = Shared { root, clock, grace, queue: Mutex::default(), changed: Condvar::new() };
         Self { shared: Arc::new(shared), thread: Mutex::new(None) }
     }
 
     /// Takes over trash whose rename is durable.
     pub fn enqueue(&self, names: impl IntoIterator<Item = String>) {
         let mut queue = self.shared.lock();
-        queue.ready.extend(names);
+        let since = self.shared.clock.monotonic();
+        queue.ready.extend(names.into_iter().map(|name| Trash { name, since, unprotected: false }));
         if queue.stop || (queue.ready.is_empty() && queue.held.is_empty()) {
             return;
         }
@@ -151,25 +188,18 @@ impl Deleter {
             match builder.spawn(move || work(&shared)) {
                 Ok(handle) => *thread = Some(handle),
                 Err(error) => {
+                    // Nobody will take it out again, and nobody is to wait for it.
+                    self.shared.lock().ready.clear();
                     tracing::warn!(%error, "no thread to delete with; the next writer finishes the trash");
                 }
             }
         }
     }
 
-    /// Deletes all that nobody holds, now and at full speed, on this thread: the disk is full.
-    pub fn empty_now(&self) {
-        loop {
-            let Some(name) = self.shared.lock().ready.pop_front() else { break };
-            finish(&self.shared, &name, remove(&*self.shared.root, &name, &mut || true));
-        }
-        // What the other thread has begun is waited for, within reason.
-        let deadline = deadline_after(Duration::from_secs(10));
-        let mut queue = self.shared.lock();
-        while queue.busy.is_some() {
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
-            queue = self.shared.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+    /// Has all deleted at full speed, now, because the disk is full, and waits for that; `false` by the deadline. What readers hold stays.
+    pub fn empty_now(&self, timeout: Duration) -> bool {
+        // Never on this thread: an unlink that the kernel does not return from would hold up the save for ever.
+        self.drain(timeout)
     }
 
     /// Waits until nothing is left but what readers hold; `false` by the deadline.
@@ -178,7 +208,7 @@ impl Deleter {
         let mut queue = self.shared.lock();
         queue.waiting += 1;
         let drained = loop {
-            if queue.ready.is_empty() && queue.busy.is_none() {
+            if queue.ready.is_empty() && !queue.busy {
                 break true;
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else { break false };
@@ -190,7 +220,7 @@ impl Deleter {
 
     /// The names that wait because readers hold them.
     pub fn held(&self) -> Vec<String> {
-        self.shared.lock().held.iter().cloned().collect()
+        self.shared.lock().held.iter().map(|trash| trash.name.clone()).collect()
     }
 
     /// Deletions that failed since the last question.
@@ -203,15 +233,12 @@ impl Deleter {
         let deadline = deadline_after(timeout);
         {
             let mut queue = self.shared.lock();
-            let held = std::mem::take(&mut queue.held);
-            queue.ready.extend(held);
+            self.shared.retry(&mut queue);
             self.shared.changed.notify_all();
         }
         let has_thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         if has_thread {
             self.drain(timeout);
-        } else {
-            self.empty_now();
         }
         self.shared.lock().stop = true;
         self.shared.changed.notify_all();
@@ -231,7 +258,7 @@ impl Deleter {
 fn work(shared: &Shared) {
     let mut next_retry = Instant::now() + RETRY;
     loop {
-        let name = {
+        let trash = {
             let mut queue = shared.lock();
             loop {
                 if queue.stop {
@@ -240,13 +267,12 @@ fn work(shared: &Shared) {
                     return;
                 }
                 if !queue.held.is_empty() && Instant::now() >= next_retry {
-                    let held = std::mem::take(&mut queue.held);
-                    queue.ready.extend(held);
+                    shared.retry(&mut queue);
                     next_retry = Instant::now() + RETRY;
                 }
-                if let Some(name) = queue.ready.pop_front() {
-                    queue.busy = Some(name.clone());
-                    break name;
+                if let Some(trash) = queue.ready.pop_front() {
+                    queue.busy = true;
+                    break trash;
                 }
                 let waiting = if queue.held.is_empty() { Duration::from_secs(3600) } else { RETRY };
                 queue = shared.changed.wait_timeout(queue, waiting).unwrap_or_else(PoisonError::into_inner).0;
@@ -258,19 +284,25 @@ fn work(shared: &Shared) {
             }
             !shared.lock().stop
         };
-        let result = remove(&*shared.root, &name, &mut go_on);
-        shared.lock().busy = None;
-        finish(shared, &name, result);
+        let result = remove(&*shared.root, &trash.name, shared.is_over(&trash), &mut go_on);
+        finish(shared, trash, result);
     }
 }
 
-fn finish(shared: &Shared, name: &str, result: stepwell_core::Result<Removed>) {
+/// In one step: whoever sees that nothing is busy finds what became of it.
+fn finish(shared: &Shared, mut trash: Trash, result: stepwell_core::Result<Removed>) {
     let mut queue = shared.lock();
+    queue.busy = false;
     match result {
+        // Stopped only as the thread ends: what is left is the next writer's.
         Ok(Removed::Gone | Removed::Stopped) => {}
-        Ok(Removed::Held) => queue.held.push_back(name.to_owned()),
+        Ok(Removed::Held) => queue.held.push_back(trash),
+        Ok(Removed::Unprotected) => {
+            trash.unprotected = true;
+            queue.held.push_back(trash);
+        }
         Err(error) => {
-            tracing::warn!(name, %error, "a retired step could not be deleted; the next writer tries again");
+            tracing::warn!(name = trash.name, %error, "a retired step could not be deleted; the next writer tries again");
             queue.failed.push(error);
         }
     }

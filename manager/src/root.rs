@@ -113,7 +113,7 @@ pub fn make_control(root: &dyn Dir) -> Result<()> {
     Ok(())
 }
 
-/// Takes the writer's lock. `None`: this file system has none, and the caller said that it is the only writer.
+/// Takes the writer's lock. `None`: this file system has none, and the caller may take the root over once the last writer has been silent ([`crate::beat`]).
 pub fn lock(root: &dyn Dir, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
     let mut tries = LOCK_TRIES;
     loop {
@@ -148,11 +148,15 @@ pub fn read_epoch(root: &dyn Dir) -> stepwell_core::Result<Option<Epoch>> {
 /// Becomes the current writer: older ones see it before their next rename.
 pub fn take_epoch(root: &dyn Dir, session: &str) -> Result<Epoch> {
     let last = read_epoch(root)?.map_or(0, |epoch| epoch.epoch);
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let owner = format!("process {} on {}", std::process::id(), host.trim());
-    let epoch = Epoch { epoch: last.saturating_add(1), session: session.to_owned(), owner };
+    let epoch = Epoch { epoch: last.saturating_add(1), session: session.to_owned(), owner: owner() };
     write_json(root, EPOCH, &epoch)?;
     Ok(epoch)
+}
+
+/// This process, for people.
+pub(crate) fn owner() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    format!("process {} on {}", std::process::id(), host.trim())
 }
 
 fn write_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> Result<()> {

@@ -1,7 +1,7 @@
 //! Singular checkpoints: one state under one path, by the same machine. The temporary is a sibling of the path.
 //!
-//! There is no root here, and no writer's lock. What a killed writer left can therefore not be told from what a live one is writing: it stays, under its own name, until
-//! someone who knows calls [`sweep`].
+//! There is no root here, and no writer's lock. So a writer holds the lease of its temporary as long as it lives, and the next save to the same path removes the
+//! temporaries whose lease nobody holds. On a file system without locks they stay.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use stepwell_core::io::EntryKind;
+use stepwell_core::io::{Dir, EntryKind};
 use stepwell_core::staging::StagingPool;
 
 use crate::commit::{Existing, aside};
-use crate::directory_layout::{self, OwnName};
+use crate::directory_layout::{self, CONTROL, OwnName};
 use crate::discovery::read_manifest;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -103,7 +103,18 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
     std::thread::Builder::new()
         .name("stepwell-persist".to_owned())
         .spawn(move || {
-            let deleter = Arc::new(Deleter::new(Arc::clone(&parent_dir)));
+            let deleter = Arc::new(Deleter::new(
+                Arc::clone(&parent_dir),
+                Arc::clone(&world.clock),
+                // No writer comes back here later: where there are no locks, a reader of what is replaced is told that it is gone.
+                Duration::ZERO,
+            ));
+            match sweep(&*parent_dir, &job.plan.target, &world) {
+                Ok(trash) => deleter.enqueue(trash),
+                Err(error) => {
+                    tracing::warn!(%error, "what a killed save left beside this path stays for now");
+                }
+            }
             let (save, ended) = persist::run(job, &parent_dir, &world, &deleter);
             deleter.enqueue(ended.replaced);
             deleter.stop(Duration::from_secs(600));
@@ -114,30 +125,41 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
     capturing.run()
 }
 
-/// Removes what killed writers left beside a path: trash, and temporaries of sessions that `is_dead` vouches for. Nothing is removed by its age.
-pub fn sweep(path: &Path, environment: &Environment, is_dead: impl Fn(&str) -> bool) -> Result<Vec<String>> {
-    let (parent, name) = split(path)?;
-    let parent = match environment.disk.open_dir(parent) {
-        Ok(parent) => parent,
-        Err(error) if error.is_not_found() => return Ok(Vec::new()),
-        Err(error) => return Err(error.into()),
-    };
-    let mut renames = Vec::new();
-    for entry in parent.entries()? {
-        if let Some(OwnName::Temporary { label, session, .. }) = directory_layout::parse(&entry.name)
-            && entry.kind == EntryKind::Dir
-            && label == name
-            && is_dead(&session)
-        {
-            renames.push((entry.name, directory_layout::trash(&name, environment.rng.next_u128())));
+/// Takes out of sight what killed writers left beside a path: temporaries (a replaced checkpoint is one) whose lease nobody holds. Gives all trash of that path, ready to
+/// be deleted. Nothing is removed by its age, and nothing where there are no locks.
+fn sweep(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwell_core::Result<Vec<String>> {
+    let mut trash = Vec::new();
+    let mut found = Vec::new();
+    if parent.stat(CONTROL)?.is_some() {
+        // A root: its writer's temporaries are spoken for by its lock, and its next writer removes what is left there.
+        return Ok(trash);
+    }
+    for entry in parent.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
+        match directory_layout::parse(&entry.name) {
+            Some(OwnName::Temporary { label, .. }) if directory_layout::is_label_of(&label, name) => {
+                found.push(entry.name);
+            }
+            Some(OwnName::Trash { label }) if directory_layout::is_label_of(&label, name) => {
+                trash.push(entry.name);
+            }
+            _ => {}
         }
     }
-    aside::retire_all(&*parent, &renames)?;
-    let deleter = Deleter::new(Arc::clone(&parent));
-    let (old, trash): (Vec<_>, Vec<_>) = renames.into_iter().unzip();
-    deleter.enqueue(trash);
-    deleter.stop(Duration::from_secs(600));
-    Ok(old)
+    if !found.is_empty() {
+        // One of them may be what a replacement has just swapped out: nothing of it is touched before that swap is durable.
+        parent.sync()?;
+    }
+    for temporary in found {
+        let new = directory_layout::trash(name, environment.rng.next_u128());
+        if aside::retire_abandoned(parent, &temporary, &new)? {
+            tracing::info!(%temporary, "removing what a killed save left");
+            trash.push(new);
+        }
+    }
+    if !trash.is_empty() {
+        parent.sync()?;
+    }
+    Ok(trash)
 }
 
 fn split(path: &Path) -> Result<(&Path, String)> {

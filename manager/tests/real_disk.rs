@@ -7,8 +7,8 @@ mod common;
 use std::path::Path;
 
 use common::*;
-use stepwell_core::io::Engine;
 use stepwell_core::io::simulated::{Action, Fault, Kind};
+use stepwell_core::io::{Disk, Engine};
 use stepwell_core::load::LoadOptions;
 use stepwell_manager::singular::{self, SingularRequest};
 use stepwell_manager::{Checkpoint, Environment, Exists, Manager, Options, Retention};
@@ -110,15 +110,78 @@ fn what_is_no_checkpoint_is_never_replaced() {
     assert_eq!(siblings(&world), ["a"]);
 }
 
+/// A singular save of another process that is killed while it writes.
+fn killed(world: &World, exists: Exists) {
+    let process = world.disk.process();
+    let kill = process.clone();
+    world.disk.set_hook(Some(std::sync::Arc::new(move |_, operation| {
+        if operation.kind == Kind::Write && operation.path.to_string_lossy().contains(".tmp-a-") {
+            kill.kill();
+        }
+    })));
+    let request = SingularRequest { exists, ..SingularRequest::new("/models/a", state(9)) };
+    let save = singular::save(request, &options(), &world.environment_of(&process)).unwrap();
+    assert!(save.wait(Some(LONG)).unwrap().error().is_some());
+    world.disk.set_hook(None);
+    assert_eq!(siblings(world).iter().filter(|name| name.starts_with(".tmp-a-")).count(), 1);
+}
+
 #[test]
-fn what_a_killed_singular_save_left_is_removed_only_where_its_session_is_known_dead() {
+fn what_a_killed_singular_save_left_is_removed_by_the_next_one_to_that_path() {
     let world = World::default();
+    killed(&world, Exists::Error);
     committed(&singular(&world, 1, Exists::Error).unwrap());
-    let left = stepwell_core::io::simulated::Node::dir(vec![]);
-    let session = "a".repeat(32);
-    world.disk.plant(&format!("/models/.tmp-a-{session}-0"), &left).unwrap();
-    assert!(singular::sweep(Path::new("/models/a"), &world.environment(), |_| false).unwrap().is_empty());
-    let removed = singular::sweep(Path::new("/models/a"), &world.environment(), |s| s == session).unwrap();
-    assert_eq!(removed.len(), 1);
-    assert_eq!(siblings(&world), ["a"]);
+    assert_eq!((siblings(&world), value(&world)), (vec!["a".to_owned()], 1));
+    killed(&world, Exists::Replace);
+    committed(&singular(&world, 2, Exists::Replace).unwrap());
+    assert_eq!((siblings(&world), value(&world)), (vec!["a".to_owned()], 2));
+}
+
+#[test]
+fn a_singular_save_takes_nothing_from_a_live_one_nor_from_another_path() {
+    let world = World::default();
+    world.disk.create_dir_all(Path::new("/models")).unwrap();
+    let other = stepwell_core::io::simulated::Node::dir(vec![]);
+    world.disk.plant(&format!("/models/.tmp-ab-{}-0", "a".repeat(32)), &other).unwrap();
+    let (environment, process) = (world.environment_of(&world.disk.process()), 1);
+    let once = std::sync::atomic::AtomicBool::new(false);
+    world.disk.set_hook(Some(std::sync::Arc::new(move |_, operation| {
+        let first = operation.process == 0 && operation.kind == Kind::Write;
+        if first && !once.swap(true, std::sync::atomic::Ordering::SeqCst) {
+            assert_eq!(process, 1);
+            let request = SingularRequest::new("/models/a", state(2));
+            committed(&singular::save(request, &options(), &environment).unwrap());
+        }
+    })));
+    let late = singular(&world, 1, Exists::Error).unwrap().wait(Some(LONG)).unwrap();
+    world.disk.set_hook(None);
+    assert_eq!(late.error().unwrap().kind(), "step_exists", "its temporary was there to the end");
+    assert_eq!(value(&world), 2);
+    assert_eq!(siblings(&world).len(), 2, "{:?}", siblings(&world));
+}
+
+#[test]
+fn a_live_temporary_is_told_from_a_dead_one_on_a_real_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a");
+    let environment = Environment::real(directory.path(), Engine::Auto).unwrap();
+    let parent = environment.disk.open_dir(directory.path()).unwrap();
+    let name = format!(".tmp-a-{}-0", "a".repeat(32));
+    let owned = stepwell_manager::lease::own_temporary(&*parent, &name, false).unwrap();
+    owned.dir.write_file("x", b"1").unwrap();
+    std::fs::create_dir(directory.path().join(format!(".tmp-a-{}-0", "b".repeat(32)))).unwrap();
+    let save = |exists| {
+        let request = SingularRequest { exists, ..SingularRequest::new(&path, state(1)) };
+        committed(&singular::save(request, &options(), &environment).unwrap());
+        let names = std::fs::read_dir(directory.path()).unwrap();
+        names
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name != "a")
+            .collect()
+    };
+    let left: Vec<String> = save(Exists::Error);
+    assert_eq!(left, [name]);
+    drop(owned);
+    let left: Vec<String> = save(Exists::Replace);
+    assert_eq!(left, [] as [&str; 0]);
 }

@@ -1,5 +1,7 @@
 //! What is a step and what is not; retention, rewinding, leases, recovery.
 
+#![allow(clippy::unwrap_used, reason = "tests end by it")]
+
 mod common;
 
 use std::collections::BTreeMap;
@@ -356,4 +358,53 @@ fn a_temporary_cannot_be_opened_as_a_checkpoint() {
     let path = format!("/run/.tmp-00000001-{}-0", "0".repeat(32));
     let error = Checkpoint::open(Path::new(&path), &world.environment()).err().unwrap();
     assert_eq!(error.kind(), "not_a_step");
+}
+
+fn sidecars(world: &World) -> usize {
+    world.disk.image().get("/run/.stepwell/metrics").unwrap().entries().unwrap().len()
+}
+
+#[test]
+fn metrics_of_steps_that_are_gone_are_removed_by_the_next_writer_and_no_others() {
+    let world = World::default();
+    let manager = world.open(options());
+    let metrics = BTreeMap::from([("accuracy".to_owned(), 0.5)]);
+    for step in 1..=5 {
+        commit(&manager, step);
+        manager.add_metrics(step, &metrics).unwrap();
+    }
+    manager.rewind(4, Some("kept")).unwrap();
+    manager.close(Some(LONG)).unwrap();
+    // Deleted by hand; damaged; killed in the middle of writing a sidecar, and of one for a step that is gone.
+    let root = world.disk.image().get("/run").unwrap().clone();
+    let entries = root.entries().unwrap().iter().filter(|(name, _)| name.as_ref() != "step_00000001");
+    let gone = Node::dir(entries.cloned().collect());
+    let other = World { clock: world.clock.clone(), rng: world.rng.clone(), ..World::default() };
+    other.disk.plant("/run", &gone).unwrap();
+    other.disk.corrupt("/run/step_00000002/manifest.json", |bytes| bytes[100] ^= 1);
+    let half = format!("/run/.stepwell/metrics/.{}-7-{}.json.new", "a".repeat(32), "b".repeat(32));
+    other
+        .disk
+        .plant(&half, &Node::file(Arc::new(b"{\"step\": 9, \"unix_ns\": 0, \"metrics\": {}}".to_vec())))
+        .unwrap();
+    assert_eq!(sidecars(&other), 6);
+    let manager = other.open(options());
+    assert_eq!(sidecars(&other), 4, "of 2 (damaged), 3, 4 and 5 (in a branch)");
+    assert_eq!(manager.metrics(3).unwrap(), metrics);
+    manager.close(Some(LONG)).unwrap();
+    // The damage is undone, and the metrics are there.
+    other.disk.corrupt("/run/step_00000002/manifest.json", |bytes| bytes[100] ^= 1);
+    assert_eq!(other.open(options()).metrics(2).unwrap(), metrics);
+}
+
+#[test]
+fn a_reader_removes_no_metrics() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    manager.add_metrics(1, &BTreeMap::from([("accuracy".to_owned(), 0.5)])).unwrap();
+    manager.close(Some(LONG)).unwrap();
+    world.disk.corrupt("/run/step_00000001/manifest.json", Vec::clear);
+    world.open(Options { read_only: true, ..options() }).close(Some(LONG)).unwrap();
+    assert_eq!(sidecars(&world), 1);
 }

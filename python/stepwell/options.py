@@ -39,7 +39,7 @@ class Options:
 
     #: Make the root where it is missing.
     create: bool = True
-    #: On a file system without locks: the caller says that no other process writes there.
+    #: On a file system without locks: become the writer, once no other has given a sign of life for a minute.
     take_over: bool = False
     #: About so much in one chunk: what a resharded read cannot avoid to read.
     chunk_bytes: int = 8 << 20

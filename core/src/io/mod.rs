@@ -71,8 +71,10 @@ pub struct Stat {
     pub kind: EntryKind,
     /// Length in bytes.
     pub len: u64,
-    /// Device and inode: the identity of what stands under a name.
+    /// Device and inode: the identity of what stands under a name. Of what stands there now: a number is given to another file once its file is gone.
     pub id: (u64, u64),
+    /// When it last changed, in content, length or name (ctime), in nanoseconds of the file system's own clock; a simulated disk counts changes.
+    pub changed: i64,
 }
 
 /// How a rename treats what already has the new name.

@@ -7,10 +7,13 @@ use stepwell_core::format::manifest::{Manifest, Tombstone};
 use stepwell_core::io::{Dir, LockKind, Rename};
 
 use crate::directory_layout::{self, LEASE, MANIFEST, MANIFEST_NEW};
-use crate::discovery::read_manifest;
+use crate::discovery::{is_gone, read_manifest};
 use crate::error::Result;
 use crate::lease::is_without_locks;
 use crate::retire::delete_tree;
+
+const EEXIST: i32 = 17;
+const ENOTEMPTY: i32 = 39;
 
 /// Takes a step (or a dead temporary) out of sight. It may be deleted once this has returned `Ok`, and not before: the rename is durable then.
 pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<()> {
@@ -18,12 +21,70 @@ pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<
     root.sync()
 }
 
-/// Takes dead temporaries out of sight, with one sync for all of them.
-pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> stepwell_core::Result<()> {
-    for (name, trash) in names {
-        root.rename(name, trash, Rename::NoReplace)?;
+/// What a retirement of several did.
+#[derive(Debug, Default)]
+#[must_use]
+pub struct Retired {
+    /// How many were renamed, from the first one on.
+    pub renamed: usize,
+    /// Whether those renames are durable. Before that nothing of them may be deleted: a power cut could bring the old names back.
+    pub durable: bool,
+    /// What ended it early.
+    pub error: Option<stepwell_core::Error>,
+}
+
+impl Retired {
+    /// How many may be deleted.
+    pub fn deletable(&self) -> usize {
+        if self.durable { self.renamed } else { 0 }
     }
-    if names.is_empty() { Ok(()) } else { root.sync() }
+}
+
+/// Takes several out of sight, (name, trash) each, with one sync for all of them. A rename that fails ends it; what was renamed before is made durable all the same.
+pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> Retired {
+    let mut retired = Retired::default();
+    for (name, trash) in names {
+        match root.rename(name, trash, Rename::NoReplace) {
+            Ok(()) => retired.renamed += 1,
+            Err(error) => {
+                retired.error = Some(error);
+                break;
+            }
+        }
+    }
+    if retired.renamed > 0 {
+        match root.sync() {
+            Ok(()) => retired.durable = true,
+            Err(error) => retired.error = retired.error.or(Some(error)),
+        }
+    }
+    retired
+}
+
+/// Takes a temporary out of sight whose owner is dead, and gives whether it did. One without a lease is empty: its owner was killed, or is just about to lock it and
+/// makes it anew.
+pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<bool> {
+    let dir = match parent.open_dir(name) {
+        Ok(dir) => dir,
+        Err(error) if is_gone(&error) => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    match dir.try_lock(LEASE, LockKind::Exclusive, false) {
+        Ok(Some(_lock)) => {
+            parent.rename(name, trash, Rename::NoReplace)?;
+            Ok(true)
+        }
+        Ok(None) => Ok(false),
+        Err(error) if error.is_not_found() => match parent.remove_dir(name) {
+            Ok(()) => Ok(false),
+            // It is not empty: somebody's, who locks it now, or of a kind that this version does not make.
+            Err(error) if is_gone(&error) || matches!(error.errno(), Some(ENOTEMPTY | EEXIST)) => Ok(false),
+            Err(error) => Err(error),
+        },
+        // Nobody knows whether its owner lives.
+        Err(error) if is_without_locks(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// Sets a step aside into a branch.
@@ -48,6 +109,8 @@ pub fn replace_file(dir: &dyn Dir, name: &str, new_name: &str, bytes: &[u8]) -> 
 pub enum Thinned {
     /// These items are gone.
     Dropped(Vec<String>),
+    /// These items are of the step no more; their files stay for a grace period, as there are no locks to tell who reads them.
+    Later(Vec<String>),
     /// Readers hold the step; it stays as it is for now.
     Held,
     /// There was nothing to drop.
@@ -58,7 +121,7 @@ pub enum Thinned {
 /// between leaves files that a tombstone names; recovery deletes those.
 pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -> Result<Thinned> {
     let step = root.open_dir(name)?;
-    let _lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
+    let lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
         Ok(Some(lock)) => Some(lock),
         Ok(None) => return Ok(Thinned::Held),
         Err(error) if is_without_locks(&error) => None,
@@ -82,6 +145,9 @@ pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -
         manifest.dropped.push(Tombstone { item: item.name, dir: item.dir, paths, unix_ns });
     }
     replace_file(&*step, MANIFEST, MANIFEST_NEW, &manifest.encode()?)?;
+    if lock.is_none() {
+        return Ok(Thinned::Later(names));
+    }
     apply_tombstones(&step, &manifest)?;
     Ok(Thinned::Dropped(names))
 }

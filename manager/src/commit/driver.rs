@@ -3,14 +3,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use stepwell_core::io::Dir;
+use stepwell_core::io::{Dir, Lock};
 
 use super::announcement::{Announcement, Heard};
 use super::machine::{Action, Event, Machine, Now, Stands, Verdict};
 use super::records::{ItemPart, Vote};
-use crate::discovery::{damage, read_manifest};
+use crate::directory_layout::LEASE;
+use crate::discovery::{damage, is_no_step, read_manifest};
 use crate::environment::Clock;
 use crate::error::Result;
+use crate::lease::{Owned, own_temporary};
 use crate::retire::delete_tree;
 
 /// How a commit ended, and what it cost.
@@ -46,7 +48,7 @@ pub trait World {
 pub fn run(machine: &mut Machine, root: &Arc<dyn Dir>, clock: &dyn Clock, world: &mut dyn World) -> Outcome {
     let start = clock.monotonic();
     let mut data = Duration::ZERO;
-    let mut temporary: Option<Arc<dyn Dir>> = None;
+    let mut temporary = Temporary::default();
     let mut action = machine.start();
     loop {
         tracing::trace!(?action, "commit");
@@ -64,22 +66,38 @@ pub fn run(machine: &mut Machine, root: &Arc<dyn Dir>, clock: &dyn Clock, world:
     }
 }
 
+/// The directory while it is written.
+#[derive(Default)]
+struct Temporary {
+    dir: Option<Arc<dyn Dir>>,
+    /// Says that its owner lives, where no root's lock does; its file is the step's `.lease`.
+    life: Option<Box<dyn Lock>>,
+}
+
 fn execute(
     machine: &Machine,
     root: &Arc<dyn Dir>,
-    temporary: &mut Option<Arc<dyn Dir>>,
+    temporary: &mut Temporary,
     world: &mut dyn World,
     action: Action,
 ) -> Event {
     let plan = machine.plan();
-    let opened = |temporary: &Option<Arc<dyn Dir>>| {
-        temporary.clone().ok_or_else(|| stepwell_core::Error::Misuse("there is no temporary yet".to_owned()))
+    let opened = |temporary: &Temporary| {
+        temporary
+            .dir
+            .clone()
+            .ok_or_else(|| stepwell_core::Error::Misuse("there is no temporary yet".to_owned()))
     };
     let done = |result: stepwell_core::Result<()>| match result {
         Ok(()) => Event::Done,
         Err(error) => Event::Failed(error),
     };
     match action {
+        Action::CreateTemporary if !plan.fenced => {
+            done(own_temporary(&**root, &plan.temporary, plan.world_size > 1).map(|Owned { dir, life }| {
+                *temporary = Temporary { dir: Some(dir), life };
+            }))
+        }
         Action::CreateTemporary => {
             let made = match root.create_dir(&plan.temporary) {
                 Err(error) if plan.world_size > 1 && error.errno() == Some(17) => {
@@ -87,7 +105,7 @@ fn execute(
                 }
                 made => made,
             };
-            done(made.map(|dir| *temporary = Some(dir)))
+            done(made.map(|dir| temporary.dir = Some(dir)))
         }
         Action::EmptyTrash => {
             world.empty_trash();
@@ -99,6 +117,8 @@ fn execute(
         },
         Action::SendVote(vote) => reached(world.send_vote(&vote).map(|()| Event::Done)),
         Action::PollVotes { have, timeout } => reached(world.poll_votes(have, timeout).map(Event::Votes)),
+        // It is there, empty, and locked.
+        Action::WriteFile { path, .. } if path == LEASE && temporary.life.is_some() => Event::Done,
         Action::WriteFile { path, bytes } => {
             done(opened(temporary).and_then(|dir| dir.write_file(&path, &bytes)))
         }
@@ -117,7 +137,7 @@ fn execute(
         Action::Rename { from, to, how } => done(root.rename(&from, &to, how)),
         Action::SyncRoot => done(root.sync()),
         Action::RemoveTemporary => {
-            drop(temporary.take());
+            drop(std::mem::take(temporary));
             match delete_tree(&**root, &plan.temporary) {
                 Err(error) if !error.is_not_found() => {
                     tracing::warn!(%error, "a failed save left its temporary; the next writer removes it");
@@ -153,11 +173,7 @@ fn look(root: &Arc<dyn Dir>, name: &str, step: Option<u64>) -> stepwell_core::Re
         }),
         Ok(manifest) => Ok(Stands::Step(manifest.attempt)),
         Err(error) if error.is_not_found() => Ok(Stands::NoStep("it has no manifest".to_owned())),
-        Err(error @ (stepwell_core::Error::Corrupt { .. } | stepwell_core::Error::Format { .. })) => {
-            Ok(Stands::NoStep(error.to_string()))
-        }
-        // ENOTDIR and ELOOP: a file or a symlink has the name.
-        Err(error) if matches!(error.errno(), Some(20 | 40)) => Ok(Stands::NoStep(error.to_string())),
+        Err(error) if is_no_step(&error) => Ok(Stands::NoStep(error.to_string())),
         Err(error) => Err(error),
     }
 }

@@ -1,13 +1,18 @@
 //! What changes a root beside saving: rewind, delete, hold, prune, later metrics.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Instant;
 
-use super::{Inner, Manager};
+use stepwell_core::deadline::deadline_after;
+use stepwell_core::io::LockKind;
+
+use super::{Inner, Manager, State};
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
-use crate::directory_layout;
+use crate::directory_layout::{self, LEASE};
 use crate::error::{Error, Result};
+use crate::lease::is_without_locks;
 use crate::metrics;
 
 /// A step that stays as long as this lives: leased, and counted by this manager's retention.
@@ -29,13 +34,111 @@ impl Drop for Hold {
         if !self.inner.birth.is_here() {
             return;
         }
+        self.inner.let_go(self.step);
+    }
+}
+
+/// The right to take steps out of sight: as long as it lives, a [`Hold`] on one of them waits.
+pub(super) struct Retiring<'a> {
+    inner: &'a Inner,
+    steps: BTreeSet<u64>,
+}
+
+impl Retiring<'_> {
+    /// Whether a step is among those that may go.
+    pub(super) fn may_go(&self, step: u64) -> bool {
+        self.steps.contains(&step)
+    }
+}
+
+impl Drop for Retiring<'_> {
+    fn drop(&mut self) {
         let mut state = self.inner.lock();
-        if let Some(count) = state.held.get_mut(&self.step) {
+        for step in &self.steps {
+            state.retiring.remove(step);
+        }
+        drop(state);
+        self.inner.changed.notify_all();
+    }
+}
+
+impl Inner {
+    /// Begins to take steps out of sight: all of these that this manager does not hold, and that no other call is taking away.
+    pub(super) fn retiring(&self, steps: impl IntoIterator<Item = u64>) -> Retiring<'_> {
+        let mut state = self.lock();
+        let free =
+            |state: &State, step: &u64| !state.held.contains_key(step) && !state.retiring.contains(step);
+        let steps: BTreeSet<u64> = steps.into_iter().filter(|step| free(&state, step)).collect();
+        state.retiring.extend(&steps);
+        drop(state);
+        Retiring { inner: self, steps }
+    }
+
+    /// Counts a step as held, before anything is known of it: retention leaves it from here on. Waits for a retirement that has begun.
+    fn keep(&self, step: u64) -> Result<()> {
+        let begun = Instant::now();
+        let deadline = deadline_after(self.options.stall_timeout);
+        let mut state = self.lock();
+        while state.retiring.contains(&step) {
+            state = self.wait(state, deadline).ok_or_else(|| Error::Timeout {
+                waited_for: format!("the removal of step {step}"),
+                waited: begun.elapsed(),
+            })?;
+        }
+        *state.held.entry(step).or_default() += 1;
+        Ok(())
+    }
+
+    fn let_go(&self, step: u64) {
+        let mut state = self.lock();
+        if let Some(count) = state.held.get_mut(&step) {
             *count -= 1;
             if *count == 0 {
-                state.held.remove(&self.step);
+                state.held.remove(&step);
             }
         }
+    }
+
+    /// Asks the disk once more about a step whose rename may not be durable, as the next writer would: where the root can be synced now, it is committed, and listed
+    /// from here on. Returns whether it is still uncertain.
+    pub(super) fn settle_uncertain(&self, step: u64) -> bool {
+        if !self.lock().uncertain.contains(&step) {
+            return false;
+        }
+        if let Err(error) = self.root.sync() {
+            tracing::warn!(step, %error, "it is still uncertain whether this step survives a power cut");
+            return true;
+        }
+        tracing::info!(step, "a step that was uncertain is committed: the root is synced");
+        self.lock().uncertain.remove(&step);
+        false
+    }
+
+    /// Takes a step out of sight that nobody holds. A reader that comes meanwhile waits for the exclusive lease, and then finds the step gone.
+    fn retire_unheld(&self, step: u64, name: &str, trash: &str) -> Result<()> {
+        let retiring = self.retiring([step]);
+        if !retiring.may_go(step) {
+            let by = "this manager holds it (hold()), or is removing it already; release the hold first"
+                .to_owned();
+            return Err(Error::Held { step, by });
+        }
+        let dir = self.root.open_dir(name)?;
+        let _lease = match dir.try_lock(LEASE, LockKind::Exclusive, false) {
+            Ok(Some(lease)) => Some(lease),
+            Ok(None) => {
+                let lease = dir.path().join(LEASE);
+                let by = format!(
+                    "a reader has it leased (an open checkpoint, hold() or watch(), of this process or of another: `lsof {0}` lists who has {0} open); close that first",
+                    lease.display()
+                );
+                return Err(Error::Held { step, by });
+            }
+            // Nobody can hold what cannot be locked; its files outlast the grace period where there are no locks.
+            Err(error) if error.is_not_found() || is_without_locks(&error) => None,
+            Err(error) => return Err(error.into()),
+        };
+        aside::retire(&*self.root, name, trash)?;
+        Ok(())
     }
 }
 
@@ -81,13 +184,15 @@ impl Manager {
     }
 
     /// Deletes a step: out of sight at once and durably, its files in the background. The newest one is deleted too if it is asked for by name.
+    /// One that is held or being read, by this process or another, is not: [`Error::Held`].
     pub fn delete(&self, step: u64) -> Result<()> {
         let inner = &self.inner;
         inner.check_writable("delete a step")?;
+        inner.settle_uncertain(step);
         let found = inner.find(Some(step))?;
         let label = directory_layout::label(step);
         let trash = directory_layout::trash(&label, inner.environment.rng.next_u128());
-        aside::retire(&*inner.root, &found.name, &trash)?;
+        inner.retire_unheld(step, &found.name, &trash)?;
         inner.sidecars.remove(&*inner.root, &found.manifest.attempt);
         inner.deleter.enqueue([trash]);
         Ok(())
@@ -95,9 +200,16 @@ impl Manager {
 
     /// Keeps a step from retention and deletion as long as the [`Hold`] lives.
     pub fn hold(&self, step: u64) -> Result<Hold> {
-        let checkpoint = self.checkpoint(Some(step))?;
-        *self.inner.lock().held.entry(step).or_default() += 1;
-        Ok(Hold { step, inner: Arc::clone(&self.inner), _checkpoint: checkpoint })
+        self.inner.check_usable()?;
+        // Counted before it is leased: in between retention would take it.
+        self.inner.keep(step)?;
+        match self.checkpoint(Some(step)) {
+            Ok(checkpoint) => Ok(Hold { step, inner: Arc::clone(&self.inner), _checkpoint: checkpoint }),
+            Err(error) => {
+                self.inner.let_go(step);
+                Err(error)
+            }
+        }
     }
 
     /// Adds metrics to a committed step; of several values for one name the last wins.

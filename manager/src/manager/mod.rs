@@ -22,6 +22,7 @@ use stepwell_core::io::{Dir, Lock};
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::Birth;
 
+use crate::beat::Heart;
 use crate::discovery::Discovery;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -141,9 +142,14 @@ struct State {
     /// The step from which on the job counts as preempted.
     preempted: Option<u64>,
     preemption_asked: bool,
+    /// Steps that this manager holds, and how often. A step is never here and in `retiring` at once, but for a [`Hold`] that waits to see what became of it.
     held: BTreeMap<u64, u64>,
+    /// Steps that are being taken out of sight at this moment.
+    retiring: BTreeSet<u64>,
     thread: Option<JoinHandle<()>>,
     lock: Option<Box<dyn Lock>>,
+    /// Where there is no lock: the writer's signs of life.
+    heart: Option<Heart>,
 }
 
 impl Inner {

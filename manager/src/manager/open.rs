@@ -5,15 +5,17 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
+use stepwell_core::io::Dir;
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::Birth;
 
 use super::{Inner, Manager, State};
+use crate::beat::{self, Heart};
 use crate::coordination::LEADER;
 use crate::discovery::Discovery;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::metrics::Sidecars;
+use crate::metrics::{self, Sidecars};
 use crate::options::{OnSaveError, Options};
 use crate::recovery;
 use crate::retire::Deleter;
@@ -36,27 +38,30 @@ impl Manager {
             String::from_utf8(session).map_err(|_| Error::Invalid("the session is no text".to_owned()))?;
         let directory = root::open(&environment, path, options.create && !options.read_only)?;
         let discovery = Discovery::default();
-        let deleter = Arc::new(Deleter::new(Arc::clone(&directory)));
+        let deleter =
+            Arc::new(Deleter::new(Arc::clone(&directory), Arc::clone(&environment.clock), options.grace));
         let mut state = State::default();
         let (names, info) = if options.read_only || !leads {
             let info = root::read_info(&*directory)?;
             (names(options.step_name.clone(), info.as_ref()), info)
         } else {
-            root::make_control(&*directory)?;
-            state.lock = root::lock(&*directory, options.take_over)?;
-            directory.sync()?;
-            root::take_epoch(&*directory, &session)?;
-            let names = names(options.step_name.clone(), root::read_info(&*directory)?.as_ref());
-            let info = root::make_info(&*directory, &environment, &names, &options.root_metadata)?;
-            let mut recovered = recovery::sweep(&*directory, &session, &environment)?;
-            let listing = discovery.list(&*directory, &names)?;
-            state.populated = !listing.steps.is_empty();
-            recovery::mend(&*directory, &listing, &mut recovered);
-            if !recovered.abandoned.is_empty() {
-                tracing::info!(temporaries = ?recovered.abandoned, "removing what dead writers left");
+            let opening = Opening {
+                root: &directory,
+                session: &session,
+                options: &options,
+                environment: &environment,
+                discovery: &discovery,
+                deleter: &deleter,
+            };
+            match opening.as_writer(&mut state) {
+                Ok((names, info)) => (names, Some(info)),
+                Err(error) => {
+                    if let Some(heart) = state.heart.take() {
+                        heart.stop(&*directory);
+                    }
+                    return Err(error);
+                }
             }
-            deleter.enqueue(recovered.trash);
-            (names, Some(info))
         };
         Ok(Self {
             inner: Arc::new(Inner {
@@ -123,6 +128,53 @@ impl Manager {
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
         self.inner.birth.check("manager")?;
         self.inner.close(timeout.unwrap_or(self.inner.options.stall_timeout))
+    }
+}
+
+/// A root that is being opened by its writer.
+struct Opening<'a> {
+    root: &'a Arc<dyn Dir>,
+    session: &'a str,
+    options: &'a Options,
+    environment: &'a Environment,
+    discovery: &'a Discovery,
+    deleter: &'a Deleter,
+}
+
+impl Opening<'_> {
+    /// Becomes the writer, and settles what a crash has left.
+    fn as_writer(&self, state: &mut State) -> Result<(StepName, RootInfo)> {
+        let Self { root, session, options, environment, .. } = *self;
+        root::make_control(&**root)?;
+        state.lock = root::lock(&**root, options.take_over)?;
+        if state.lock.is_none() {
+            tracing::warn!(
+                root = %root.path().display(), grace_seconds = options.grace.as_secs_f64(),
+                "no locks here: readers hold no leases; the files of a retired step are deleted after the grace period"
+            );
+            // Before the others are looked at: so two that come at once see each other.
+            state.heart = Some(Heart::start(root, session, options.silence)?);
+        }
+        beat::wait_for_silence(&**root, session, &*environment.clock, options.silence)?;
+        root.sync()?;
+        root::take_epoch(&**root, session)?;
+        beat::forget_others(&**root, session)?;
+        let names = names(options.step_name.clone(), root::read_info(&**root)?.as_ref());
+        let info = root::make_info(&**root, environment, &names, &options.root_metadata)?;
+        let mut recovered = recovery::sweep(&**root, session, environment)?;
+        let listing = self.discovery.list(&**root, &names)?;
+        state.populated = !listing.steps.is_empty();
+        recovery::mend(&**root, &listing, environment.clock.unix_ns(), options.grace, &mut recovered);
+        match metrics::reclaim(&**root, &names, &listing) {
+            Ok(0) => {}
+            Ok(files) => tracing::info!(files, "removed the later metrics of steps that are gone"),
+            Err(error) => tracing::warn!(%error, "the later metrics of steps that are gone stay for now"),
+        }
+        if !recovered.abandoned.is_empty() {
+            tracing::info!(temporaries = ?recovered.abandoned, "removing what dead writers left");
+        }
+        self.deleter.enqueue(recovered.trash);
+        Ok((names, info))
     }
 }
 
@@ -197,7 +249,14 @@ impl Inner {
         let stopped = self.deleter.stop(left().max(Duration::from_millis(100)));
         if drained.is_ok() {
             // Kept otherwise: whoever took the root over would meet a writer that still writes.
-            self.lock().lock = None;
+            let heart = {
+                let mut state = self.lock();
+                state.lock = None;
+                state.heart.take()
+            };
+            if let Some(heart) = heart {
+                heart.stop(&*self.root);
+            }
         }
         drained?;
         self.raise_unseen()?;

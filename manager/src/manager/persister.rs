@@ -1,13 +1,16 @@
 //! The persister: one thread per manager that writes and commits, first in, first out, and applies retention after each commit.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::Inner;
 use crate::commit::aside::{self, Thinned};
 use crate::directory_layout;
+use crate::discovery::Found;
 use crate::error::Result;
 use crate::persist;
+use crate::recovery;
 use crate::save::Outcome;
 
 impl Inner {
@@ -66,7 +69,9 @@ impl Inner {
             return Ok(Vec::new());
         }
         let (plan, found) = self.retention_plan()?;
-        let victims: Vec<u64> = plan.deleted().collect();
+        // What was held since the plan was made stays.
+        let retiring = self.retiring(plan.deleted());
+        let mut victims: Vec<u64> = plan.deleted().filter(|&step| retiring.may_go(step)).collect();
         let mut renames = Vec::with_capacity(victims.len());
         let mut attempts = Vec::with_capacity(victims.len());
         for step in &victims {
@@ -77,19 +82,46 @@ impl Inner {
                 attempts.push(found.manifest.attempt.clone());
             }
         }
-        aside::retire_all(&*self.root, &renames)?;
-        for attempt in attempts {
-            self.sidecars.remove(&*self.root, &attempt);
+        let retired = aside::retire_all(&*self.root, &renames);
+        drop(retiring);
+        // Also where it was cut short: what is out of sight, and durably so, is deleted.
+        let deletable = retired.deletable();
+        for attempt in attempts.iter().take(deletable) {
+            self.sidecars.remove(&*self.root, attempt);
         }
-        self.deleter.enqueue(renames.into_iter().map(|(_, trash)| trash));
+        victims.truncate(retired.renamed);
+        self.deleter.enqueue(renames.into_iter().take(deletable).map(|(_, trash)| trash));
+        if let Some(error) = retired.error {
+            return Err(error.into());
+        }
         for (step, keep) in plan.thinned() {
             let Some(found) = found.get(&step) else { continue };
             match aside::thin(&*self.root, &found.name, keep, self.environment.clock.unix_ns())? {
                 Thinned::Dropped(items) => tracing::info!(step, ?items, "thinned"),
+                Thinned::Later(items) => {
+                    tracing::info!(step, ?items, "thinned; the files go after the grace period");
+                }
                 Thinned::Held => tracing::info!(step, "not thinned now: it is being read"),
                 Thinned::Nothing => {}
             }
         }
+        self.finish_thinnings(&found);
         Ok(victims)
+    }
+
+    /// Where there are no locks, a thinning leaves its files for the grace period: those whose time has come are deleted.
+    fn finish_thinnings(&self, found: &BTreeMap<u64, Found>) {
+        if self.lock().lock.is_some() {
+            return;
+        }
+        for (step, found) in found.iter().filter(|(_, found)| !found.manifest.dropped.is_empty()) {
+            let finished = self.root.open_dir(&found.name).and_then(|dir| {
+                let now = self.environment.clock.unix_ns();
+                recovery::finish_thinning(&dir, found, now, self.options.grace)
+            });
+            if let Err(error) = finished {
+                tracing::debug!(step, %error, "what was thinned away stays for now");
+            }
+        }
     }
 }

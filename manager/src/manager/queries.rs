@@ -3,16 +3,20 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use serde::Serialize;
 use stepwell_core::format::manifest::Manifest;
 
 use super::{Inner, Manager};
 use crate::checkpoint::{Checkpoint, Expected};
-use crate::discovery::{Found, Quarantined, check_lengths};
+use crate::discovery::{Found, Quarantined, damage, stands};
 use crate::error::{Error, Result};
 use crate::retention::{self, Candidate, Mode, Plan};
 use crate::step_name::MAX_STEP;
+
+/// How often the newest step is looked for anew because another process has taken a step away meanwhile.
+const LISTINGS: usize = 64;
 
 /// Everything that has a step's name, for `ls`.
 #[derive(Clone, Debug, Serialize)]
@@ -124,7 +128,7 @@ impl Manager {
                 dropped: manifest.dropped.iter().map(|tombstone| tombstone.item.clone()).collect(),
                 metrics: metrics.into_iter().map(|(name, value)| (name, value.to_string())).collect(),
                 committed_unix_ns: manifest.committed_unix_ns,
-                damage: check_lengths(&*self.inner.root, found).err(),
+                damage: damage(&*self.inner.root, &found.name, manifest)?,
             });
         }
         out.extend(listing.quarantined.into_iter().map(|quarantined| StepReport {
@@ -190,15 +194,23 @@ impl Inner {
 
     /// The newest whole step.
     pub(super) fn newest(&self) -> Result<Option<Found>> {
-        for (step, found) in self.list()?.into_iter().rev() {
-            match check_lengths(&*self.root, &found) {
-                Ok(()) => return Ok(Some(found)),
-                // Retired between the listing and now.
-                Err(_) if self.root.stat(&found.name)?.is_none() => {}
-                Err(damage) => tracing::warn!(step, %damage, "a damaged step is skipped"),
+        let begun = Instant::now();
+        'listing: for _ in 0..LISTINGS {
+            for (step, found) in self.list()?.into_iter().rev() {
+                let Some(damage) = damage(&*self.root, &found.name, &found.manifest)? else {
+                    return Ok(Some(found));
+                };
+                if !stands(&*self.root, &found)? {
+                    // Retired or replaced between the listing and now.
+                    self.discovery.forget();
+                    continue 'listing;
+                }
+                tracing::warn!(step, %damage, "a damaged step is skipped");
             }
+            return Ok(None);
         }
-        Ok(None)
+        let waited_for = format!("a listing of {} during which no step is taken away", self.path.display());
+        Err(Error::Timeout { waited_for, waited: begun.elapsed() })
     }
 
     /// A committed step by its number.
@@ -248,14 +260,15 @@ impl Inner {
 
     /// What retention would do, over whole steps only: a damaged one neither counts nor goes.
     pub(super) fn retention_plan(&self) -> Result<(Plan, BTreeMap<u64, Found>)> {
-        let mut steps = self.list()?;
-        steps.retain(|step, found| match check_lengths(&*self.root, found) {
-            Ok(()) => true,
-            Err(damage) => {
-                tracing::warn!(step, %damage, "a damaged step is neither counted nor deleted");
-                false
+        let mut steps = BTreeMap::new();
+        for (step, found) in self.list()? {
+            match damage(&*self.root, &found.name, &found.manifest)? {
+                None => drop(steps.insert(step, found)),
+                Some(damage) => {
+                    tracing::warn!(step, %damage, "a damaged step is neither counted nor deleted");
+                }
             }
-        });
+        }
         let candidates = self.candidates(&steps)?;
         let plan = self.options.retention.plan(&candidates, self.environment.clock.unix_ns())?;
         Ok((plan, steps))

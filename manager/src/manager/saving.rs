@@ -151,6 +151,8 @@ impl Inner {
         if !force && !self.policy_says_yes(step, custom)? {
             return Ok(Decision::Refuse(Refusal::Policy));
         }
+        // After it, a step that was uncertain is there, or is to be replaced: whichever of the two a power cut leaves, it is a whole one.
+        let uncertain = pending.is_none() && self.settle_uncertain(step);
         let steps = self.list()?;
         // What has lost files is no step any more: a good one may take its number, and the commit sets the rest aside.
         let there = pending.is_some()
@@ -170,7 +172,7 @@ impl Inner {
             return Err(Error::StepOrder { step, latest });
         }
         // Asked for even where nothing is there now: a pending save of this step may stand there by then.
-        Ok(if exists == Exists::Replace { Decision::Replace } else { Decision::Save })
+        Ok(if exists == Exists::Replace || uncertain { Decision::Replace } else { Decision::Save })
     }
 
     /// Blocks while another save is captured (two at once would starve each other: the later one takes slots that only its flush frees, which stands

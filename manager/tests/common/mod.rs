@@ -47,6 +47,10 @@ impl Clock for TestClock {
     fn monotonic(&self) -> Duration {
         Duration::from_nanos(self.0.load(Ordering::SeqCst) as u64)
     }
+
+    fn pause(&self, how_long: Duration) {
+        self.0.fetch_add(how_long.as_nanos() as i64, Ordering::SeqCst);
+    }
 }
 
 /// Counts: so that a test's names are the same on every run.

@@ -4,15 +4,21 @@
 //! `saver ROOT FIRST STEPS` saves at once. With a fourth argument `wait` it first says `ready` and waits for a line on standard input, so that a tracer may
 //! attach and count from there; then it opens `/stepwell-sweep-begins-here`, which is found in a trace.
 //!
+//! `saver PATH singular` saves one state under a path, says `captures`, and never ends by itself: its state has a leaf that takes for ever.
+//!
 //! The lines: `open failed KIND ERRNO`, `committed STEP`, `failed STEP KIND ERRNO`, `uncertain STEP ERRNO`, `closed`, `close failed KIND ERRNO`.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use stepwell_core::io::{Engine, open_disk};
-use stepwell_manager::{Environment, Error, Manager, Options, Outcome, Retention, SaveRequest};
+use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::staging::{Filling, Slot};
+use stepwell_manager::singular::{self, SingularRequest};
+use stepwell_manager::{Environment, Error, LeafSource, Manager, Options, Outcome, Retention, SaveRequest};
 use stepwell_tests::real::trials;
 
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -84,9 +90,38 @@ fn run(root: &Path, first: u64, steps: u64) {
     }
 }
 
+/// A leaf that takes for ever.
+struct Endless;
+
+impl StateProvider for Endless {
+    fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+        say("captures");
+        loop {
+            std::thread::park();
+        }
+    }
+}
+
+fn run_singular(path: &Path) -> Result<(), Error> {
+    let mut state = trials::state(1);
+    if let Some(LeafSource::Tensor { provider, .. }) = state.leaves.first_mut() {
+        *provider = Arc::new(Endless);
+    }
+    let environment = Environment::single_process(open_disk(path, Engine::Auto)?);
+    singular::save(SingularRequest::new(path, state), &trials::options(), &environment).map(drop)
+}
+
 fn main() -> ExitCode {
-    let mut arguments = std::env::args_os().skip(1);
+    let mut arguments = std::env::args_os().skip(1).peekable();
     let root = arguments.next().map(PathBuf::from);
+    if let Some(path) = &root
+        && arguments.peek().is_some_and(|mode| mode == "singular")
+    {
+        if let Err(error) = run_singular(path) {
+            explain(&error);
+        }
+        return ExitCode::FAILURE;
+    }
     let mut number = || arguments.next().and_then(|text| text.to_str().and_then(|text| text.parse().ok()));
     let (Some(root), Some(first), Some(steps)) = (root, number(), number()) else {
         say("usage: saver ROOT FIRST STEPS [wait]");

@@ -76,6 +76,7 @@ impl Checker {
         close(&manager)?;
         drop(manager);
         let image = disk.image();
+        no_orphans(&image)?;
         let root = image.get(ROOT).and_then(|root| root.entries()).unwrap_or_default();
         for (name, node) in root {
             if name.starts_with(".tmp-") || name.starts_with(".trash-") {
@@ -190,6 +191,35 @@ fn whole_or_thinned(step: u64, facts: &Facts, promise: &Promise) -> Result<(), S
         return Ok(());
     }
     Err(format!("I5: step {step} has the items {:?}", facts.items))
+}
+
+/// Of what belongs to the root itself, nothing is left of dead writers, nor of steps that are gone.
+fn no_orphans(image: &Image) -> Result<(), String> {
+    let names = |path: &str| -> Vec<String> {
+        let entries = image.get(path).and_then(|dir| dir.entries()).unwrap_or_default();
+        entries.iter().map(|(name, _)| name.to_string()).collect()
+    };
+    let attempts: BTreeSet<String> = names(ROOT).iter().filter_map(|name| attempt(image, name)).collect();
+    for sidecar in names(&format!("{ROOT}/.stepwell/metrics")) {
+        // A half-written one of a step that is there may be a live evaluator's, who takes no lock.
+        let of = sidecar.trim_start_matches('.').rsplit_once('-').map_or("", |(of, _)| of);
+        if !attempts.contains(of) {
+            return Err(format!("I16: {sidecar} is of no step: {attempts:?}"));
+        }
+    }
+    match names(&format!("{ROOT}/.stepwell")).into_iter().find(|name| name.contains("beat-")) {
+        Some(beat) => Err(format!("I16: {beat} was left behind")),
+        None => Ok(()),
+    }
+}
+
+/// The attempt of whatever has a manifest, as sidecars are named by it.
+fn attempt(image: &Image, name: &str) -> Option<String> {
+    let manifest = image.get(&format!("{ROOT}/{name}/manifest.json"))?.bytes()?;
+    let mut values = serde_json::Deserializer::from_slice(manifest).into_iter::<serde_json::Value>();
+    let manifest = values.next()?.ok()?;
+    let attempt = manifest.get("attempt")?;
+    Some(format!("{}-{}", attempt.get("session")?.as_str()?, attempt.get("counter")?))
 }
 
 fn open(disk: &SimDisk, seed: u64, options: Options) -> Result<Manager, String> {

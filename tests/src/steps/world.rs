@@ -8,10 +8,11 @@ use stepwell_core::io::simulated::{SimDisk, mix};
 use stepwell_manager::coordination::SingleProcess;
 use stepwell_manager::{Clock, Environment, Rng};
 
-/// Wall-clock time goes on by a second whenever someone looks; deadlines are real.
+/// Wall-clock time goes on by a second whenever someone looks; deadlines are real, and pauses take no time.
 struct Ticking {
     unix_ns: AtomicI64,
     start: Instant,
+    paused_ns: AtomicU64,
 }
 
 impl Clock for Ticking {
@@ -20,7 +21,11 @@ impl Clock for Ticking {
     }
 
     fn monotonic(&self) -> Duration {
-        self.start.elapsed()
+        self.start.elapsed() + Duration::from_nanos(self.paused_ns.load(Ordering::Relaxed))
+    }
+
+    fn pause(&self, how_long: Duration) {
+        self.paused_ns.fetch_add(how_long.as_nanos() as u64, Ordering::Relaxed);
     }
 }
 
@@ -44,6 +49,7 @@ pub fn environment(disk: &SimDisk, seed: u64) -> Environment {
         clock: Arc::new(Ticking {
             unix_ns: AtomicI64::new(1_700_000_000_000_000_000),
             start: Instant::now(),
+            paused_ns: AtomicU64::new(0),
         }),
         rng: Arc::new(Seeded { seed: mix(seed, 0x5eed), drawn: AtomicU64::new(0) }),
         coordinator: Arc::new(SingleProcess),

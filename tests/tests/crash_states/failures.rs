@@ -158,6 +158,56 @@ fn a_failed_sync_of_the_root_is_uncertain_and_never_counted() {
 }
 
 #[test]
+fn a_step_that_was_uncertain_is_committed_by_the_next_save_of_it_where_the_root_can_be_synced() {
+    let run = Run::with_steps([1]).unwrap();
+    let manager = run.open(options()).unwrap();
+    run.disk.inject(Fault::on(Kind::SyncDir, Action::Fail(EIO)).after(4));
+    run.save(&manager, 2, "a").unwrap_err();
+    let error = run.save(&manager, 2, "b").unwrap_err();
+    assert!(error.contains("exists already"), "{error}");
+    assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+    // Whoever is told that a step exists may build on it.
+    run.mark("seen 2 a");
+    close(&manager).unwrap();
+    survives(&run);
+}
+
+#[test]
+fn a_step_that_stays_uncertain_is_replaced_by_the_next_save_of_it() {
+    let run = Run::with_steps([1]).unwrap();
+    let manager = run.open(options()).unwrap();
+    run.disk.inject(Fault::on(Kind::SyncDir, Action::Fail(EIO)).after(4));
+    run.save(&manager, 2, "a").unwrap_err();
+    run.disk.inject(Fault::on(Kind::SyncDir, Action::Fail(EIO)));
+    run.save(&manager, 2, "b").unwrap();
+    assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+    close(&manager).unwrap();
+    survives(&run);
+}
+
+#[test]
+fn any_operation_of_a_deletion_fails_once() {
+    survives_failures(Action::Fail(EIO), false, |run| {
+        if let Ok(manager) = run.open(options()) {
+            drop(run.delete(&manager, 1));
+            drop(close(&manager));
+        }
+    });
+}
+
+#[test]
+fn any_sync_of_the_root_fails_and_the_step_is_saved_again() {
+    survives_failures(Action::Fail(EIO), false, |run| {
+        if let Ok(manager) = run.open(options()) {
+            if run.save(&manager, 3, "b").is_err() && run.save(&manager, 3, "c").is_ok() {
+                assert_eq!(manager.all_steps().map_err(|error| error.to_string()), Ok(vec![1, 2, 3]));
+            }
+            drop(close(&manager));
+        }
+    });
+}
+
+#[test]
 fn a_full_disk_gets_room_from_the_trash_and_loses_no_step() {
     let run = Run::with_steps([1, 2]).unwrap();
     let manager = run.open(options()).unwrap();

@@ -79,6 +79,18 @@ fn in_retention() {
 }
 
 #[test]
+fn in_retention_of_a_step_with_later_metrics() {
+    survives_kills(false, |run| {
+        if let Ok(manager) = run.open(keeping(Retention::keep_latest(1))) {
+            drop(run.add_metric(&manager, 1, 0.25));
+            run.mark("may go 1 once 3");
+            run.mark("may go 2 once 3");
+            drop(run.save(&manager, 3, "b"));
+        }
+    });
+}
+
+#[test]
 fn in_thinning() {
     survives_kills(false, |run| {
         let rule = Retention::Any {

@@ -11,6 +11,7 @@ mod mutants;
 mod processes;
 mod retention;
 mod saves;
+mod singular;
 
 use std::time::Instant;
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use stepwell_core::io::simulated::{Action, Fault, Kind, Moment};
+use stepwell_core::io::simulated::{Action, Fault, Kind, Moment, SimDisk};
 use stepwell_manager::{Checkpoint, Error, Manager, Options, Retention};
 use stepwell_tests::steps::run::{Run, close, options};
 use stepwell_tests::steps::{states, world};
@@ -73,6 +73,26 @@ fn without_locks_an_older_writer_is_fenced_before_its_rename() {
     assert!(error.contains("not committed"), "{error}");
     drop(close(&manager));
     survives(&run);
+}
+
+#[test]
+fn without_locks_a_killed_writer_is_taken_over_after_its_silence() {
+    let run = Run::on(SimDisk::new().without_locks());
+    let alone = || Options { take_over: true, ..keeping(Retention::keep_latest(1)) };
+    let manager = run.open(alone()).unwrap();
+    run.save(&manager, 1, "a").unwrap();
+    run.mark("may go 1 once 2");
+    run.save(&manager, 2, "a").unwrap();
+    run.mark("gone 1");
+    run.disk.kill_at(run.disk.operations() + 25);
+    run.mark("may go 2 once 3");
+    run.save(&manager, 3, "a").unwrap_err();
+    let next = run.next_process();
+    let second = next.open(alone()).unwrap();
+    next.save(&second, 3, "b").unwrap();
+    close(&second).unwrap();
+    drop(manager);
+    survives(&next);
 }
 
 #[test]

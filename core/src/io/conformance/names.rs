@@ -149,7 +149,7 @@ fn stat_says_what_stands_there(scene: &Scene<'_>) {
     assert_eq!((f.kind, f.len), (EntryKind::File, 123));
     assert_ne!(f.id, g.id, "two files have two identities");
     scene.dir.rename("f", "h", Rename::NoReplace).unwrap();
-    assert_eq!(scene.dir.stat("h").unwrap(), Some(f), "a rename changes no identity");
+    assert_eq!(scene.dir.stat("h").unwrap().unwrap().id, f.id, "a rename changes no identity");
     let d = scene.dir.create_dir("d").unwrap();
     let stat = scene.dir.stat("d").unwrap().unwrap();
     assert_eq!((stat.kind, stat.id), (EntryKind::Dir, d.id().unwrap()));

@@ -142,6 +142,10 @@ impl Dir for PosixDir {
                 kind: kind_of(FileType::from_raw_mode(stat.st_mode)),
                 len: u64::try_from(stat.st_size).unwrap_or(0),
                 id: (stat.st_dev, stat.st_ino),
+                changed: stat
+                    .st_ctime
+                    .saturating_mul(1_000_000_000)
+                    .saturating_add(i64::try_from(stat.st_ctime_nsec).unwrap_or(0)),
             })),
             Err(Errno::NOENT) => Ok(None),
             Err(errno) => Err(self.failed("stat", name)(errno)),

@@ -54,6 +54,7 @@ pub(super) struct Context {
     pub(super) process: usize,
     pub(super) choice: EngineChoice,
     order_seed: u64,
+    pub(super) locks: bool,
 }
 
 struct Shared {
@@ -92,7 +93,7 @@ impl SimDisk {
         let mut world = World::new(inodes);
         let process = world.add_process();
         let shared = Arc::new(Shared { world: Mutex::new(world), hook: Mutex::new(None) });
-        Self { context: Arc::new(Context { shared, process, choice: choice(1), order_seed: 0 }) }
+        Self { context: Arc::new(Context { shared, process, choice: choice(1), order_seed: 0, locks: true }) }
     }
 
     /// This process, with transfers that need this alignment of offset and length (misuse otherwise), as with O_DIRECT. For a fresh disk: handles
@@ -108,6 +109,12 @@ impl SimDisk {
         self.rebuilt(|context| context.order_seed = seed)
     }
 
+    /// This process, on a file system without locks: every try answers ENOLCK. For a fresh disk, and inherited by [`SimDisk::process`].
+    #[must_use]
+    pub fn without_locks(self) -> Self {
+        self.rebuilt(|context| context.locks = false)
+    }
+
     fn rebuilt(self, change: impl FnOnce(&mut Context)) -> Self {
         let old = &self.context;
         let mut context = Context {
@@ -115,6 +122,7 @@ impl SimDisk {
             process: old.process,
             choice: old.choice.clone(),
             order_seed: old.order_seed,
+            locks: old.locks,
         };
         change(&mut context);
         Self { context: Arc::new(context) }

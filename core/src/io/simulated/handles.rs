@@ -112,7 +112,7 @@ impl Dir for SimDir {
             };
             let Some(ino) = found else { return Ok(None) };
             let len = world.bytes(ino).map_or(0, |bytes| bytes.len() as u64);
-            Ok(Some(Stat { kind: world.kind_of(ino), len, id: (DEVICE, ino) }))
+            Ok(Some(Stat { kind: world.kind_of(ino), len, id: (DEVICE, ino), changed: world.changed(ino) }))
         })
     }
 
@@ -205,6 +205,9 @@ impl Dir for SimDir {
                 None if create => world.create(self.0.ino, name)?,
                 _ => world.find_file(self.0.ino, name)?,
             };
+            if !context.locks {
+                return Err(libc::ENOLCK);
+            }
             Ok(world.lock(context.process, ino, kind))
         })?;
         Ok(made.map(|id| Box::new(SimLock { context: Arc::clone(context), id }) as Box<dyn Lock>))

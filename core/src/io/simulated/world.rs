@@ -28,6 +28,9 @@ pub(super) struct World {
     processes: Vec<Process>,
     pub(super) capacity: Option<u64>,
     next_id: u64,
+    /// When each inode last changed, by the count of all changes: what a ctime is on a real disk.
+    changes: BTreeMap<Ino, i64>,
+    last_change: i64,
 }
 
 struct Held {
@@ -63,6 +66,8 @@ impl World {
             processes: Vec::new(),
             capacity: None,
             next_id: 1,
+            changes: BTreeMap::new(),
+            last_change: 0,
         }
     }
 
@@ -120,8 +125,25 @@ impl World {
 
     /// Records an effect on `ino`, under the path that it has now.
     pub(super) fn record(&mut self, op: Op, ino: Ino) {
+        let durability_only = matches!(
+            op,
+            Op::Complete { .. }
+                | Op::Fsync { .. }
+                | Op::FsyncFailed { .. }
+                | Op::FsyncDir { .. }
+                | Op::Mark(_)
+        );
+        if !durability_only {
+            self.last_change += 1;
+            self.changes.insert(ino, self.last_change);
+        }
         let path = Arc::from(self.path_of(ino));
         self.log.records.push(Record { op, path });
+    }
+
+    /// When an inode last changed; 0: it stands as it stood when the file system was made.
+    pub(super) fn changed(&self, ino: Ino) -> i64 {
+        self.changes.get(&ino).copied().unwrap_or(0)
     }
 
     pub(super) fn mark(&mut self, label: &str) {

@@ -1,0 +1,181 @@
+//! Signs of life, for file systems without locks.
+//!
+//! Where locks reach, the writer's lock says that it lives. Where they do not, a writer keeps a small file in the root's own directory and rewrites it every few
+//! seconds: `.stepwell/beat-<session>`. Whoever wants to become the writer writes its own first and then watches the others for a while, by its own clock: as long as one
+//! changes, its writer lives. (No two clocks are compared, and no file's age.) Two that come at once see each other, and both step back. The file is one per session and
+//! not a field of the epoch, so that an old writer's beat can never overwrite a new writer's epoch.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use stepwell_core::io::Dir;
+
+use crate::commit::aside::replace_file;
+use crate::directory_layout::{BEAT_PREFIX, CONTROL};
+use crate::discovery::is_gone;
+use crate::environment::Clock;
+use crate::error::{Error, Result};
+use crate::root::owner;
+
+const MAX_BEAT_BYTES: u64 = 64 << 10;
+/// A writer beats so many times in the silence that others wait for.
+const BEATS_PER_SILENCE: u32 = 6;
+/// And a silence is at least so many beats of the writer that is watched, whatever this one was told.
+const SILENT_BEATS: u32 = 3;
+/// How often the others are looked at in that time.
+const LOOKS: u32 = 20;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Beat {
+    /// Counts.
+    count: u64,
+    /// From one to the next.
+    every_ms: u64,
+    /// Who it is, for people.
+    owner: String,
+}
+
+/// Beats until it is stopped, or until someone else is the root's writer.
+pub struct Heart {
+    session: String,
+    stop: Arc<(Mutex<bool>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Heart {
+    /// The first beat is there when this returns.
+    pub fn start(root: &Arc<dyn Dir>, session: &str, silence: Duration) -> Result<Self> {
+        let every = silence / BEATS_PER_SILENCE;
+        write(&**root, session, 0, every)?;
+        let stop = Arc::new((Mutex::new(false), Condvar::new()));
+        let (root, owned, told) = (Arc::clone(root), session.to_owned(), Arc::clone(&stop));
+        let path = root.path().to_owned();
+        let thread = std::thread::Builder::new()
+            .name("stepwell-beat".to_owned())
+            .spawn(move || go_on(&*root, &owned, every, &told))
+            .map_err(|error| stepwell_core::Error::io("start a thread for", path, error))?;
+        Ok(Self { session: session.to_owned(), stop, thread: Some(thread) })
+    }
+
+    /// Ends it, and takes its file away: a writer that has ended is not waited for.
+    pub fn stop(mut self, root: &dyn Dir) {
+        *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.stop.1.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // A beat that the kernel does not return from is not waited for either.
+            for _ in 0..100 {
+                if thread.is_finished() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+        let removed = root.open_dir(CONTROL).and_then(|control| control.remove_file(&name(&self.session)));
+        if let Err(error) = removed {
+            tracing::debug!(%error, "a sign of life stays; the next writer waits until it has seen no change of it");
+        }
+    }
+}
+
+impl Drop for Heart {
+    fn drop(&mut self) {
+        // A child of a fork has it too, without its thread: nothing may be waited for here.
+        if let Ok(mut stop) = self.stop.0.try_lock() {
+            *stop = true;
+        }
+        self.stop.1.notify_all();
+    }
+}
+
+fn go_on(root: &dyn Dir, session: &str, every: Duration, stop: &(Mutex<bool>, Condvar)) {
+    for count in 1.. {
+        let stopped = stop.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let wait = stop.1.wait_timeout_while(stopped, every, |stopped| !*stopped);
+        if *wait.unwrap_or_else(PoisonError::into_inner).0 {
+            return;
+        }
+        // Whoever has taken over has removed it.
+        if matches!(root.stat(&format!("{CONTROL}/{}", name(session))), Ok(None)) {
+            return;
+        }
+        if let Err(error) = write(root, session, count, every) {
+            tracing::warn!(%error, "a sign of life could not be written; another writer may take this root over");
+        }
+    }
+}
+
+/// Watches the signs of life of all writers but `session`, where there are any, until they have not changed for `silence`. One that changes, or a new one, is a live writer's:
+/// [`Error::Locked`].
+pub fn wait_for_silence(root: &dyn Dir, session: &str, clock: &dyn Clock, silence: Duration) -> Result<()> {
+    let seen = others(root, session)?;
+    if seen.is_empty() {
+        return Ok(());
+    }
+    let slowest = seen.values().flatten().map(|beat| Duration::from_millis(beat.every_ms)).max();
+    let silence = silence.max(slowest.unwrap_or_default().saturating_mul(SILENT_BEATS));
+    tracing::info!(
+        root = %root.path().display(), seconds = silence.as_secs_f64(),
+        "an earlier writer of this root did not end by itself: watching whether it lives"
+    );
+    let begun = clock.monotonic();
+    while clock.monotonic().saturating_sub(begun) < silence {
+        clock.pause(silence / LOOKS);
+        for (name, beat) in others(root, session)? {
+            if seen.get(&name) != Some(&beat) {
+                let owner = beat.map(|beat| beat.owner);
+                return Err(Error::Locked { root: root.path().to_owned(), owner });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Removes the signs of life of all writers but `session`, which is the root's writer now: what still beats stops then.
+pub fn forget_others(root: &dyn Dir, session: &str) -> Result<()> {
+    let control = root.open_dir(CONTROL)?;
+    for entry in control.entries()? {
+        let stale =
+            entry.name.trim_start_matches('.').starts_with(BEAT_PREFIX) && !entry.name.contains(session);
+        if stale {
+            match control.remove_file(&entry.name) {
+                Err(error) if !error.is_not_found() => return Err(error.into()),
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+/// By file name; `None`: it cannot be read as one, which changes as little as any other.
+fn others(root: &dyn Dir, session: &str) -> Result<BTreeMap<String, Option<Beat>>> {
+    let control = root.open_dir(CONTROL)?;
+    let mut beats = BTreeMap::new();
+    for entry in control.entries()? {
+        if !entry.name.starts_with(BEAT_PREFIX) || entry.name == name(session) {
+            continue;
+        }
+        match control.read_file(&entry.name, MAX_BEAT_BYTES) {
+            Ok(bytes) => drop(beats.insert(entry.name, serde_json::from_slice(&bytes).ok())),
+            Err(error) if is_gone(&error) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(beats)
+}
+
+fn name(session: &str) -> String {
+    format!("{BEAT_PREFIX}{session}")
+}
+
+fn write(root: &dyn Dir, session: &str, count: u64, every: Duration) -> Result<()> {
+    let every_ms = u64::try_from(every.as_millis()).unwrap_or(u64::MAX);
+    let beat = Beat { count, every_ms, owner: owner() };
+    let bytes = serde_json::to_vec(&beat).map_err(|error| Error::Invalid(error.to_string()))?;
+    let control = root.open_dir(CONTROL)?;
+    let name = name(session);
+    replace_file(&*control, &name, &format!(".{name}.new"), &bytes)?;
+    Ok(())
+}
