@@ -72,6 +72,20 @@ pub fn trash(label: &str, unique: u128) -> String {
     format!("{TRASH_PREFIX}{}-{unique:032x}", shortened(label))
 }
 
+/// Whether a name is that of trash of this label.
+pub fn is_trash_of(name: &str, label: &str) -> bool {
+    let rest = name.strip_prefix(TRASH_PREFIX).and_then(|rest| rest.strip_prefix(shortened(label)));
+    rest.and_then(|rest| rest.strip_prefix('-')).is_some_and(is_unique)
+}
+
+/// Whether a name is that of a temporary of this label; gives its session.
+pub fn session_of_temporary(name: &str, wanted: &str) -> Option<String> {
+    match parse(name) {
+        Some(OwnName::Temporary { label, session, .. }) if label == shortened(wanted) => Some(session),
+        _ => None,
+    }
+}
+
 /// A directory that had a step's name and was none.
 pub fn quarantine(name: &str, unique: u128) -> String {
     format!("{QUARANTINE_PREFIX}{}-{unique:032x}", shortened(name))
@@ -112,8 +126,13 @@ pub fn parse(name: &str) -> Option<OwnName> {
     let rest = name.strip_prefix(TEMPORARY_PREFIX)?;
     let mut parts = rest.rsplitn(3, '-');
     let counter = parts.next()?.parse().ok()?;
-    let session = parts.next().filter(|s| s.len() == 32 && s.bytes().all(|b| b.is_ascii_hexdigit()))?;
+    let session = parts.next().filter(|session| is_unique(session))?;
     Some(OwnName::Temporary { label: parts.next()?.to_owned(), session: session.to_owned(), counter })
+}
+
+/// Whether this is a session, or what else is unique in a name.
+fn is_unique(text: &str) -> bool {
+    text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
 fn shortened(label: &str) -> &str {

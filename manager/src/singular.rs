@@ -11,10 +11,9 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::EntryKind;
-use stepwell_core::staging::StagingPool;
 
 use crate::commit::{Existing, Plan, aside};
-use crate::directory_layout::{self, OwnName};
+use crate::directory_layout;
 use crate::discovery::read_manifest;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -84,7 +83,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         }
         (false, _) => Existing::Refuse,
     };
-    let pool = StagingPool::shared();
+    let pool = environment.pool();
     let started_unix_ns = environment.clock.unix_ns();
     let (mut draft, capture, flush) = job_parts(environment, options, &pool, request.state, &request.cancel)?;
     draft.root.clone_from(&request.path);
@@ -150,22 +149,26 @@ pub fn sweep(path: &Path, environment: &Environment, is_dead: impl Fn(&str) -> b
         Err(error) if error.is_not_found() => return Ok(Vec::new()),
         Err(error) => return Err(error.into()),
     };
-    let mut renames = Vec::new();
-    for entry in parent.entries()? {
-        if let Some(OwnName::Temporary { label, session, .. }) = directory_layout::parse(&entry.name)
-            && entry.kind == EntryKind::Dir
-            && label == name
-            && is_dead(&session)
-        {
+    let (mut renames, mut removed) = (Vec::new(), Vec::new());
+    for entry in parent.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
+        if directory_layout::is_trash_of(&entry.name, &name) {
+            removed.push(entry.name);
+        } else if directory_layout::session_of_temporary(&entry.name, &name).is_some_and(|s| is_dead(&s)) {
             renames.push((entry.name, directory_layout::trash(&name, environment.rng.next_u128())));
         }
     }
+    // Whoever left this may have been killed before it synced its renames; one that builds on them may last longer than they do.
+    if !(removed.is_empty() && renames.is_empty()) {
+        parent.sync()?;
+    }
     aside::retire_all(&*parent, &renames)?;
     let deleter = Deleter::new(Arc::clone(&parent));
+    deleter.enqueue(removed.iter().cloned());
     let (old, trash): (Vec<_>, Vec<_>) = renames.into_iter().unzip();
     deleter.enqueue(trash);
     deleter.stop(Duration::from_secs(600));
-    Ok(old)
+    removed.extend(old);
+    Ok(removed)
 }
 
 fn split(path: &Path) -> Result<(&Path, String)> {

@@ -111,6 +111,24 @@ fn what_is_no_checkpoint_is_never_replaced() {
 }
 
 #[test]
+fn trash_of_a_killed_singular_save_is_removed_and_so_is_what_stands_under_a_shortened_name() {
+    let world = World::default();
+    committed(&singular(&world, 1, Exists::Error).unwrap());
+    let left = stepwell_core::io::simulated::Node::dir(vec![]);
+    let session = "a".repeat(32);
+    let long = "n".repeat(200);
+    world.disk.plant(&format!("/models/.trash-a-{session}"), &left).unwrap();
+    world.disk.plant(&format!("/models/.trash-ab-{session}"), &left).unwrap();
+    world.disk.plant(&format!("/models/.tmp-{}-{session}-0", &long[..128]), &left).unwrap();
+    let swept = |name: &str| {
+        let path = Path::new("/models").join(name);
+        singular::sweep(&path, &world.environment(), |_| true).unwrap().len()
+    };
+    assert_eq!((swept("a"), swept(&long)), (1, 1));
+    assert_eq!(siblings(&world), [format!(".trash-ab-{session}"), "a".to_owned()]);
+}
+
+#[test]
 fn what_a_killed_singular_save_left_is_removed_only_where_its_session_is_known_dead() {
     let world = World::default();
     committed(&singular(&world, 1, Exists::Error).unwrap());

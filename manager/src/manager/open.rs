@@ -5,7 +5,6 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
-use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::Birth;
 
 use super::{Inner, Manager, State};
@@ -56,6 +55,7 @@ impl Manager {
             deleter.enqueue(recovered.trash);
             (names, Some(info))
         };
+        let pool = environment.pool();
         Ok(Self {
             inner: Arc::new(Inner {
                 path: path.to_owned(),
@@ -68,7 +68,7 @@ impl Manager {
                 discovery,
                 sidecars: Sidecars::default(),
                 deleter,
-                pool: StagingPool::shared(),
+                pool,
                 birth: Birth::now(),
                 state: Mutex::new(state),
                 changed: Condvar::new(),

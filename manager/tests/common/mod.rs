@@ -83,6 +83,7 @@ impl World {
             clock: self.clock.clone(),
             rng: self.rng.clone(),
             coordinator: Arc::new(SingleProcess),
+            staging: None,
         }
     }
 
