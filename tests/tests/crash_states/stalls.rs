@@ -16,7 +16,7 @@ use stepwell_tests::steps::run::{Run, close, options};
 use stepwell_tests::steps::{ROOT, world};
 
 use super::kills::trust;
-use super::quick;
+use super::{quick, wider};
 
 /// What a call may take beyond its deadlines on a machine that does much else: whoever is not done by then hangs.
 const FOR_EVER: Duration = Duration::from_secs(120);
@@ -96,11 +96,12 @@ fn prepared(image: &Image, slots: usize, patience: Duration) -> Arc<Run> {
     Arc::new(run)
 }
 
-/// Step 3 is saved under retention, each operation of the engine hanging in turn.
+/// Step 3 is saved under retention, each operation of the engine hanging in turn (without `STEPWELL_LONG` every third one).
 fn survives_hangs(when: Moment, after: After, slots: usize) {
     let image = Run::with_steps([1, 2]).unwrap().disk.image();
     let mut explorer = Explorer::new(quick());
     let mut checker = Checker::new(options());
+    let stride = if wider() > 1 { 1 } else { 3 };
     let (mut number, mut hung, mut takeovers) = (0, 0, 0);
     let mut patience = Duration::from_millis(50);
     loop {
@@ -141,7 +142,7 @@ fn survives_hangs(when: Moment, after: After, slots: usize) {
                 .unwrap_or_else(|failure| panic!("hung at {number}: {failure}\n{}", run.disk.log()));
         }
         if reached || number < operations {
-            number += 1;
+            number += stride;
         } else if said.saved.is_ok() && said.closed.is_ok() {
             break;
         } else {
@@ -150,7 +151,7 @@ fn survives_hangs(when: Moment, after: After, slots: usize) {
         }
     }
     println!("{hung} hangs of {number} operations, {takeovers} in a deletion; {}", explorer.explored);
-    assert!(hung > 40 && takeovers > 3, "{hung}, {takeovers}");
+    assert!(hung * stride > 100 && takeovers * stride > 12, "{hung}, {takeovers}");
 }
 
 /// Waits until a process that gave up has let go of everything.
@@ -192,16 +193,23 @@ fn a_write_that_never_completes_fails_its_save_and_the_step_can_be_saved_again()
     let mut explorer = Explorer::new(quick());
     let mut checker = Checker::new(options());
     let mut stalled = 0;
-    for number in 0..6 {
-        let patience = Duration::from_millis(200);
+    let mut patience = Duration::from_millis(200);
+    let mut number = 0;
+    while number < 6 {
         let run = prepared(&image, 16, FOR_EVER);
         let manager = run.open(Options { stall_timeout: patience, ..options() }).unwrap();
         run.disk.inject(Fault::on(Kind::Write, Action::Stall).at("data").after(number));
         let begun = Instant::now();
         let saved = run.save(&manager, 3, "b");
         if let Err(error) = saved {
+            if !error.contains("writes to complete") {
+                // It was no write that did not move: the machine is slow.
+                assert!(error.contains("waited"), "{error}");
+                patience *= 2;
+                run.disk.kill();
+                continue;
+            }
             stalled += 1;
-            assert!(error.contains("waited") && error.contains("writes to complete"), "{error}");
             assert!(begun.elapsed() >= patience, "it gave up too early");
             assert_eq!(manager.all_steps().unwrap(), [1, 2]);
         }
@@ -217,6 +225,7 @@ fn a_write_that_never_completes_fails_its_save_and_the_step_can_be_saved_again()
         explorer
             .explore(&run.disk.log(), &Marks::default(), |disk, marks| checker.check(disk, marks))
             .unwrap_or_else(|failure| panic!("stalled at write {number}: {failure}\n{}", run.disk.log()));
+        number += 1;
     }
     println!("{stalled} writes that never completed; {}", explorer.explored);
     assert!(stalled >= 5, "{stalled}");
