@@ -11,7 +11,13 @@ use crate::hooks::hooks;
 
 /// The exception for an error of the manager.
 pub fn raise_manager(py: Python<'_>, error: &ManagerError) -> PyErr {
-    build(py, error).unwrap_or_else(|failure| failure)
+    build(py, error).unwrap_or_else(|interrupt| {
+        // A signal handler has raised while the exception was made: what was to be told is not lost with it.
+        if let Ok(told) = build(py, error) {
+            let _ = interrupt.value(py).setattr("__context__", told.value(py));
+        }
+        interrupt
+    })
 }
 
 /// The exception for an error of the engine below it.
