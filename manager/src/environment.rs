@@ -1,4 +1,4 @@
-//! What a manager touches besides memory: disk, clock, randomness, other ranks. Injected, so that the product and the simulators run the same code.
+//! What a manager touches: disk, clock, randomness, other ranks, staging memory. Injected, so that the product and the simulators run the same code.
 
 use std::hash::{BuildHasher, Hasher};
 use std::io::Read;
@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use stepwell_core::io::{Disk, Engine, open_disk};
+use stepwell_core::staging::StagingPool;
 
 use crate::coordination::{Coordinator, SingleProcess};
 use crate::error::Result;
@@ -40,6 +41,8 @@ pub struct Environment {
     pub rng: Arc<dyn Rng>,
     /// The other ranks.
     pub coordinator: Arc<dyn Coordinator>,
+    /// Staging memory; `None`: that of the process, which every manager shares. A ring of its own may have slots of another size.
+    pub staging: Option<Arc<StagingPool>>,
 }
 
 impl Environment {
@@ -55,7 +58,13 @@ impl Environment {
             clock: Arc::new(SystemClock::default()),
             rng: Arc::new(SystemRng),
             coordinator: Arc::new(SingleProcess),
+            staging: None,
         }
+    }
+
+    /// The staging memory that saves go through.
+    pub(crate) fn pool(&self) -> Arc<StagingPool> {
+        self.staging.clone().unwrap_or_else(StagingPool::shared)
     }
 
     /// A new identity as 32 hex digits.

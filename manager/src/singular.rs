@@ -10,7 +10,6 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use stepwell_core::io::{Dir, EntryKind};
-use stepwell_core::staging::StagingPool;
 
 use crate::commit::{Existing, aside};
 use crate::directory_layout::{self, CONTROL, OwnName};
@@ -84,7 +83,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         }
         (false, _) => Existing::Refuse,
     };
-    let pool = StagingPool::shared();
+    let pool = environment.pool();
     let session = environment.hex_id();
     let order = Order {
         root: request.path.clone(),
@@ -109,7 +108,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
                 // No writer comes back here later: where there are no locks, a reader of what is replaced is told that it is gone.
                 Duration::ZERO,
             ));
-            match sweep(&*parent_dir, &job.plan.target, &world) {
+            match leftovers(&*parent_dir, &job.plan.target, &world) {
                 Ok(trash) => deleter.enqueue(trash),
                 Err(error) => {
                     tracing::warn!(%error, "what a killed save left beside this path stays for now");
@@ -125,9 +124,24 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
     capturing.run()
 }
 
+/// Removes what killed writers left beside a path, as the next save to it does; gives the names.
+pub fn sweep(path: &Path, environment: &Environment) -> Result<Vec<String>> {
+    let (parent, name) = split(path)?;
+    let parent = match environment.disk.open_dir(parent) {
+        Ok(parent) => parent,
+        Err(error) if error.is_not_found() => return Ok(Vec::new()),
+        Err(error) => return Err(error.into()),
+    };
+    let trash = leftovers(&*parent, &name, environment)?;
+    let deleter = Deleter::new(Arc::clone(&parent), Arc::clone(&environment.clock), Duration::ZERO);
+    deleter.enqueue(trash.iter().cloned());
+    deleter.stop(Duration::from_secs(600));
+    Ok(trash)
+}
+
 /// Takes out of sight what killed writers left beside a path: temporaries (a replaced checkpoint is one) whose lease nobody holds. Gives all trash of that path, ready to
 /// be deleted. Nothing is removed by its age, and nothing where there are no locks.
-fn sweep(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwell_core::Result<Vec<String>> {
+fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwell_core::Result<Vec<String>> {
     let mut trash = Vec::new();
     let mut found = Vec::new();
     if parent.stat(CONTROL)?.is_some() {

@@ -121,7 +121,7 @@ fn killed(world: &World, exists: Exists) {
     })));
     let request = SingularRequest { exists, ..SingularRequest::new("/models/a", state(9)) };
     let save = singular::save(request, &options(), &world.environment_of(&process)).unwrap();
-    assert!(save.wait(Some(LONG)).unwrap().error().is_some());
+    assert!(save.wait(Some(LONG)).unwrap().unwrap().error().is_some());
     world.disk.set_hook(None);
     assert_eq!(siblings(world).iter().filter(|name| name.starts_with(".tmp-a-")).count(), 1);
 }
@@ -153,7 +153,7 @@ fn a_singular_save_takes_nothing_from_a_live_one_nor_from_another_path() {
             committed(&singular::save(request, &options(), &environment).unwrap());
         }
     })));
-    let late = singular(&world, 1, Exists::Error).unwrap().wait(Some(LONG)).unwrap();
+    let late = singular(&world, 1, Exists::Error).unwrap().wait(Some(LONG)).unwrap().unwrap();
     world.disk.set_hook(None);
     assert_eq!(late.error().unwrap().kind(), "step_exists", "its temporary was there to the end");
     assert_eq!(value(&world), 2);
@@ -184,4 +184,22 @@ fn a_live_temporary_is_told_from_a_dead_one_on_a_real_disk() {
     drop(owned);
     let left: Vec<String> = save(Exists::Replace);
     assert_eq!(left, [] as [&str; 0]);
+}
+
+#[test]
+fn trash_of_a_killed_singular_save_is_removed_and_so_is_what_stands_under_a_shortened_name() {
+    let world = World::default();
+    committed(&singular(&world, 1, Exists::Error).unwrap());
+    let left = stepwell_core::io::simulated::Node::dir(vec![]);
+    let session = "a".repeat(32);
+    let long = "n".repeat(200);
+    world.disk.plant(&format!("/models/.trash-a-{session}"), &left).unwrap();
+    world.disk.plant(&format!("/models/.trash-ab-{session}"), &left).unwrap();
+    world.disk.plant(&format!("/models/.tmp-{}-{session}-0", &long[..128]), &left).unwrap();
+    let swept = |name: &str| {
+        let path = Path::new("/models").join(name);
+        singular::sweep(&path, &world.environment()).unwrap().len()
+    };
+    assert_eq!((swept("a"), swept(&long)), (1, 1));
+    assert_eq!(siblings(&world), [format!(".trash-ab-{session}"), "a".to_owned()]);
 }

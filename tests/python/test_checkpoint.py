@@ -173,9 +173,11 @@ def test_watching_yields_each_step_as_it_comes_and_ends(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=train)
     thread.start()
-    steps = [
-        checkpoint.restore()["n"] for checkpoint in sw.watch(root, which="all", timeout=1.5, interval=0.02)
-    ]
+    steps = []
+    for checkpoint in sw.watch(root, which="all", timeout=60, interval=0.02):
+        steps.append(checkpoint.restore()["n"])
+        if len(steps) == 4:
+            break
     thread.join()
     assert steps == [0, 1, 2, 3]
     assert [c.step for c in sw.watch(root, timeout=0)] == [3]

@@ -44,6 +44,7 @@ fn environment(disk: Arc<dyn Disk>) -> Environment {
         clock: Arc::new(Stopped(Instant::now())),
         rng: Arc::new(Counted::default()),
         coordinator: Arc::new(SingleProcess),
+        staging: None,
     }
 }
 

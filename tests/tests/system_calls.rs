@@ -357,6 +357,8 @@ fn a_process_killed_at_random_moments_goes_on_each_time_from_what_it_had_committ
     each(&roots, |_, &seed| {
         let root = scratch.path().join(format!("random-{seed}"));
         let (mut first, mut newest) = (1, 0);
+        // How late a kill may come, at most: a slow machine needs longer to commit anything.
+        let mut latest_kill = 28_000;
         for kill in 0..kills / WORKERS as u64 {
             let engine = ENGINES[(kill % 3) as usize];
             let mut process = Command::new(env!("CARGO_BIN_EXE_saver"))
@@ -366,7 +368,7 @@ fn a_process_killed_at_random_moments_goes_on_each_time_from_what_it_had_committ
                 .stdout(Stdio::piped())
                 .spawn()
                 .unwrap();
-            std::thread::sleep(Duration::from_micros(2_000 + mix(seed, kill) % 28_000));
+            std::thread::sleep(Duration::from_micros(2_000 + mix(seed, kill) % latest_kill));
             process.kill().unwrap();
             process.wait().unwrap();
             let mut output = String::new();
@@ -380,6 +382,11 @@ fn a_process_killed_at_random_moments_goes_on_each_time_from_what_it_had_committ
                 })
                 .collect();
             committed.fetch_add(acknowledged.len(), Ordering::Relaxed);
+            latest_kill = if acknowledged.is_empty() {
+                (latest_kill + latest_kill / 16).min(2_000_000)
+            } else {
+                (latest_kill - latest_kill / 8).max(28_000)
+            };
             deepest.fetch_max(acknowledged.len(), Ordering::Relaxed);
             newest = acknowledged.last().copied().unwrap_or(newest);
             if !root.exists() {

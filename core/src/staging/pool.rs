@@ -70,8 +70,8 @@ impl StagingPool {
     }
 
     /// A ring of exactly so many slots: [`StagingPool::new`] rounds up to whole huge pages.
-    #[cfg(test)]
-    pub(crate) fn of_slots(slots: usize, slot_bytes: usize) -> Result<Arc<Self>> {
+    #[cfg(any(test, feature = "test-support"))]
+    pub fn of_slots(slots: usize, slot_bytes: usize) -> Result<Arc<Self>> {
         let pool = Self::new(slots * slot_bytes, slot_bytes)?;
         let mut state = pool.shared.lock();
         state.free.truncate(slots);

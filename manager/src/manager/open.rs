@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::io::Dir;
-use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::Birth;
 
 use super::{Inner, Manager, State};
@@ -63,6 +62,7 @@ impl Manager {
                 }
             }
         };
+        let pool = environment.pool();
         Ok(Self {
             inner: Arc::new(Inner {
                 path: path.to_owned(),
@@ -75,7 +75,7 @@ impl Manager {
                 discovery,
                 sidecars: Sidecars::default(),
                 deleter,
-                pool: StagingPool::shared(),
+                pool,
                 birth: Birth::now(),
                 state: Mutex::new(state),
                 changed: Condvar::new(),

@@ -87,6 +87,7 @@ impl World {
             clock: self.clock.clone(),
             rng: self.rng.clone(),
             coordinator: Arc::new(SingleProcess),
+            staging: None,
         }
     }
 

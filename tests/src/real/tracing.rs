@@ -117,13 +117,19 @@ pub fn run(subject: &Subject, root: &Path, first: u64, steps: u64, strace: &[&st
         .map(Owned)
         .map_err(io)?;
     let until = Instant::now() + Duration::from_secs(20);
-    while !is_traced(pid) {
-        if Instant::now() > until || tracer.0.try_wait().map_err(io)?.is_some() {
+    // The call that it waits in is counted when it is attached to: a kill at the first `read` comes before anybody can look.
+    let is_over = |program: &mut Owned| program.0.try_wait().map_err(io).map(|status| status.is_some());
+    while !is_traced(pid) && !is_over(&mut program)? {
+        let unattached = tracer.0.try_wait().map_err(io)?.is_some() && !is_over(&mut program)?;
+        if Instant::now() > until || unattached {
             return Err("it could not be attached to".to_owned());
         }
         std::thread::sleep(Duration::from_micros(500));
     }
-    program.0.stdin.take().ok_or("no input")?.write_all(b"\n").map_err(io)?;
+    match program.0.stdin.take().ok_or("no input")?.write_all(b"\n") {
+        Err(error) if !is_over(&mut program)? => return Err(io(error)),
+        _ => {}
+    }
     let ended = program.wait(Instant::now() + PATIENCE);
     if ended.is_err() {
         let trace = std::fs::read_to_string(&log).unwrap_or_default();

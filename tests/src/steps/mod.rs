@@ -7,6 +7,7 @@
 pub mod check;
 pub mod promises;
 pub mod run;
+pub mod singular;
 pub mod states;
 pub mod world;
 

@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use stepwell_core::io::simulated::SimDisk;
-use stepwell_manager::{Exists, Manager, Options, Outcome, SaveRequest};
+use stepwell_core::staging::StagingPool;
+use stepwell_manager::{Environment, Exists, Manager, Options, Outcome, SaveRequest, StateSource};
 
 use super::{ROOT, states, world};
 
@@ -16,6 +18,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Run {
     /// The disk, as the scenario's process sees it.
     pub disk: SimDisk,
+    /// How long a wait lasts that has no reason to last.
+    pub patience: Duration,
+    elements: u64,
+    staging: Option<Arc<StagingPool>>,
     opened: AtomicU64,
 }
 
@@ -37,14 +43,26 @@ impl Run {
         Self::on(SimDisk::new())
     }
 
+    /// As [`Run::fresh`], for what was there before a scenario: its identities are not drawn again by a process that starts from its image.
+    pub fn earlier() -> Self {
+        Self { opened: AtomicU64::new(500), ..Self::fresh() }
+    }
+
     /// On this disk.
     pub fn on(disk: SimDisk) -> Self {
-        Self { disk, opened: AtomicU64::new(1) }
+        Self { disk, patience: PATIENCE, elements: states::FEW, staging: None, opened: AtomicU64::new(1) }
+    }
+
+    /// This scenario with `params` of ten blocks, saved through a ring of so many slots of three blocks: they take four.
+    pub fn with_windows(mut self, slots: usize) -> Result<Self, String> {
+        let ring = StagingPool::of_slots(slots, 3 * 4096).map_err(|error| error.to_string())?;
+        (self.elements, self.staging) = (states::MANY, Some(ring));
+        Ok(self)
     }
 
     /// On a disk with steps that were committed and are durable; each is attempt `a`.
     pub fn with_steps(steps: impl IntoIterator<Item = u64>) -> Result<Self, String> {
-        let run = Self::fresh();
+        let run = Self::earlier();
         let manager = run.open(options())?;
         let steps: Vec<u64> = steps.into_iter().collect();
         for &step in &steps {
@@ -60,7 +78,24 @@ impl Run {
     #[must_use]
     pub fn next_process(&self) -> Self {
         let opened = self.opened.load(Ordering::Relaxed);
-        Self { disk: self.disk.process(), opened: AtomicU64::new(opened + 1000) }
+        Self {
+            disk: self.disk.process(),
+            patience: self.patience,
+            elements: self.elements,
+            staging: self.staging.clone(),
+            opened: AtomicU64::new(opened + 1000),
+        }
+    }
+
+    /// The world of the next manager that this process opens.
+    pub fn environment(&self) -> Environment {
+        let seed = self.opened.fetch_add(1, Ordering::Relaxed);
+        Environment { staging: self.staging.clone(), ..world::environment(&self.disk, seed) }
+    }
+
+    /// A state of this scenario's size.
+    pub fn state(&self, step: u64, tag: &str) -> Result<(StateSource, serde_json::Value), String> {
+        Ok((states::state_of(step, tag, self.elements)?, states::metadata(tag, self.elements)))
     }
 
     /// Notes something that was asked for, or told.
@@ -70,9 +105,7 @@ impl Run {
 
     /// Opens the root.
     pub fn open(&self, options: Options) -> Result<Manager, String> {
-        let seed = self.opened.fetch_add(1, Ordering::Relaxed);
-        let environment = world::environment(&self.disk, seed);
-        let manager = Manager::open(Path::new(ROOT), options, environment);
+        let manager = Manager::open(Path::new(ROOT), options, self.environment());
         let manager = manager.map_err(|error| format!("opening: {error}"))?;
         self.mark_opened();
         Ok(manager)
@@ -117,13 +150,14 @@ impl Run {
         tag: &str,
         change: impl FnOnce(SaveRequest) -> SaveRequest,
     ) -> Result<(), String> {
-        let mut request = SaveRequest::new(step, states::state(step, tag)?);
-        request.custom_metadata = serde_json::json!({ "tag": tag });
+        let (state, metadata) = self.state(step, tag)?;
+        let mut request = SaveRequest::new(step, state);
+        request.custom_metadata = metadata;
         let request = change(request);
         let verb = if request.exists == Exists::Replace { "replace" } else { "begin" };
         self.mark(&format!("{verb} {step} {tag}"));
         let outcome = match manager.save(request) {
-            Ok(save) => save.wait(Some(PATIENCE)).ok().flatten().ok_or("the save did not end")?,
+            Ok(save) => save.wait(Some(self.patience)).ok().flatten().ok_or("the save did not end")?,
             Err(error) => {
                 self.mark(&format!("failed {step} {tag}"));
                 return Err(format!("saving step {step}: {error}"));
@@ -143,7 +177,7 @@ impl Run {
                 return Err(format!("step {step} is uncertain: {error}"));
             }
         }
-        drop(manager.wait_for_deletions(PATIENCE));
+        drop(manager.wait_for_deletions(self.patience));
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! Tiny states whose every byte says which step and which attempt they are of.
+//! Small states whose every byte says which step and which attempt they are of.
 
 use std::sync::Arc;
 
@@ -15,23 +15,41 @@ use stepwell_manager::{Checkpoint, LeafSource, StateSource};
 use stepwell_reshard::matching::StoredSpec;
 use stepwell_reshard::read_plan::Request;
 
-/// Elements of each tensor, of four bytes.
-const ELEMENTS: u64 = 6;
+/// Elements of a tensor, of four bytes, where nothing else is said.
+pub const FEW: u64 = 6;
+
+/// Elements of a tensor that takes nine blocks of 4096 bytes (and its file one more for the header).
+pub const MANY: u64 = 9 * 1024;
 
 /// The items of a state: two containers with a tensor each, and the loose leaves (one object).
 pub const ITEMS: [&str; 3] = ["params", "optimizer", "."];
 
-fn bytes_of(step: u64, tag: &str, leaf: &str) -> Vec<u8> {
+/// Only `params` grow: one file of several windows beside one of a single one.
+fn elements_of(leaf: &str, elements: u64) -> u64 {
+    if leaf.starts_with("params/") { elements } else { FEW }
+}
+
+fn bytes_of(step: u64, tag: &str, leaf: &str, elements: u64) -> Vec<u8> {
     let seed = mix(mix(step, content_hash(tag.as_bytes())), content_hash(leaf.as_bytes()));
-    (0..ELEMENTS * 4).map(|at| mix(seed, at) as u8 | 1).collect()
+    (0..elements_of(leaf, elements) * 4).map(|at| mix(seed, at) as u8 | 1).collect()
 }
 
 fn object_of(step: u64, tag: &str) -> Value {
     Value::Str(format!("epoch of {step} {tag}"))
 }
 
+/// What a save says of itself: its tag and the size of its `params`.
+pub fn metadata(tag: &str, elements: u64) -> serde_json::Value {
+    serde_json::json!({ "tag": tag, "elements": elements })
+}
+
 /// `{"params": {"w": …}, "optimizer": {"m": …}, "epoch": …}` of a step and an attempt.
 pub fn state(step: u64, tag: &str) -> Result<StateSource, String> {
+    state_of(step, tag, FEW)
+}
+
+/// As [`state`], with `params` of so many elements.
+pub fn state_of(step: u64, tag: &str, elements: u64) -> Result<StateSource, String> {
     let key = |name: &str| Some(Component::Key(name.into()));
     let mut tree = Tree::new();
     let mut leaves = Vec::new();
@@ -40,10 +58,11 @@ pub fn state(step: u64, tag: &str) -> Result<StateSource, String> {
         let parent = tree.push_container(Some(root), key(item), ContainerKind::Dict);
         tree.push_leaf(Some(parent), key(name));
         let path = format!("{item}/{name}");
-        let source = HostSource::owned(bytes_of(step, tag, &path), 0, 4, &[ELEMENTS], &[4]);
+        let shape = [elements_of(&path, elements)];
+        let source = HostSource::owned(bytes_of(step, tag, &path, elements), 0, 4, &shape, &[4]);
         let source = source.map_err(|error| error.to_string())?;
         let provider = Arc::new(HostProvider::new(source));
-        leaves.push(LeafSource::Tensor { dtype: Dtype::Float32, shape: vec![ELEMENTS], provider });
+        leaves.push(LeafSource::Tensor { dtype: Dtype::Float32, shape: shape.to_vec(), provider });
     }
     tree.push_leaf(Some(root), key("epoch"));
     leaves.push(LeafSource::Object(object_of(step, tag)));
@@ -57,6 +76,8 @@ pub fn verify(checkpoint: &Checkpoint) -> Result<String, String> {
     let manifest = checkpoint.manifest();
     let tag = manifest.custom_metadata.get("tag").and_then(|tag| tag.as_str());
     let tag = tag.ok_or_else(|| format!("step {step} has no tag"))?.to_owned();
+    let elements = manifest.custom_metadata.get("elements").map_or(Some(FEW), serde_json::Value::as_u64);
+    let elements = elements.ok_or_else(|| format!("step {step} does not say how large it is"))?;
     let report = checkpoint
         .verify(&options, &mut |_| true)
         .map_err(|error| format!("verifying step {step}: {error}"))?;
@@ -71,12 +92,13 @@ pub fn verify(checkpoint: &Checkpoint) -> Result<String, String> {
                 let Some(LeafRecord::Tensor(record)) = index.leaves.get(leaf as usize) else {
                     return Err(format!("`{path}` of step {step} has no tensor"));
                 };
-                let mut bytes = vec![0; ELEMENTS as usize * 4];
+                let wanted = bytes_of(step, &tag, &path, elements);
+                let mut bytes = vec![0; wanted.len()];
                 let target = HostTarget::from(&mut bytes[..]);
                 checkpoint
                     .read(&[Request::whole(leaf, record, 0)], &[target], &options)
                     .map_err(|failure| format!("reading `{path}` of step {step}: {}", failure.error))?;
-                if bytes != bytes_of(step, &tag, &path) {
+                if bytes != wanted {
                     return Err(format!("`{path}` of step {step} {tag} holds other bytes"));
                 }
             }

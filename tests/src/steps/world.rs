@@ -53,5 +53,6 @@ pub fn environment(disk: &SimDisk, seed: u64) -> Environment {
         }),
         rng: Arc::new(Seeded { seed: mix(seed, 0x5eed), drawn: AtomicU64::new(0) }),
         coordinator: Arc::new(SingleProcess),
+        staging: None,
     }
 }

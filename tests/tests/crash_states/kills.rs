@@ -35,7 +35,8 @@ fn survives_kills(goes_on: bool, scenario: impl Fn(&Run)) {
     assert!(runs > 40, "{runs}");
 }
 
-fn trust(run: &Run, goes_on: bool) -> Result<(), String> {
+/// What is there is whole, and promised from here on; the next save works.
+pub(super) fn trust(run: &Run, goes_on: bool) -> Result<(), String> {
     let manager = run.open(options())?;
     for step in manager.all_steps().map_err(|error| error.to_string())? {
         let path = format!("run/{}", manager.step_name().format(step));

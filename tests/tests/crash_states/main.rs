@@ -2,7 +2,7 @@
 //!
 //! Each scenario drives the real manager over a simulated disk; then every crash state of it is recovered and checked, and every crash state of
 //! those recoveries. The state is tiny, the protocol is the real one.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
+#![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod changes;
 mod failures;
@@ -12,6 +12,9 @@ mod processes;
 mod retention;
 mod saves;
 mod singular;
+mod singular_leftovers;
+mod stalls;
+mod windows;
 
 use std::time::Instant;
 
@@ -25,13 +28,19 @@ fn is_leftover(name: &str) -> bool {
     name.starts_with(".tmp-") || name.starts_with(".trash-")
 }
 
+/// Bounds are ten times as wide with `STEPWELL_LONG`.
+fn wider() -> usize {
+    if std::env::var_os("STEPWELL_LONG").is_some() { 10 } else { 1 }
+}
+
 fn crash(profile: Profile) -> Crash {
-    Crash { unread: Some(is_leftover), cap: 1000, nested_cap: 60, ..Crash::default().profile(profile) }
+    let (cap, nested_cap) = (1000 * wider(), 60 * wider() as u64);
+    Crash { unread: Some(is_leftover), cap, nested_cap, ..Crash::default().profile(profile) }
 }
 
 /// For sweeps, which explore a hundred histories that differ in one operation.
 fn quick() -> Crash {
-    Crash { cap: 100, ..crash(Profile::PosixMinimal) }
+    Crash { cap: 100 * wider(), ..crash(Profile::PosixMinimal) }
 }
 
 fn keeping(retention: Retention) -> Options {

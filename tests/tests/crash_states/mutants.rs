@@ -23,28 +23,28 @@ fn mutants_are_caught(run: &Run, explained: &[Explained]) -> Report {
     report
 }
 
-const ANY_ORDER: Explained = Explained {
-    pattern: "swap [fsync run/.tmp-*/* | create run/.tmp-*]",
+pub(super) const ANY_ORDER: Explained = Explained {
+    pattern: "swap [fsync */.tmp-*/* | create */.tmp-*]",
     reason: "what is in a temporary becomes durable in any order, all before the rename",
 };
 const INTENTION: Explained = Explained {
     pattern: "swap [mark \"begin 1 a\" | mkdir run/.tmp-*]",
     reason: "an intention promises nothing, and a temporary is no step",
 };
-const TRASH_AFTER_COMMIT: Explained = Explained {
-    pattern: "swap [fsync run/ | mark \"committed *\"]",
+pub(super) const TRASH_AFTER_COMMIT: Explained = Explained {
+    pattern: "swap [fsync */ | mark \"committed *\"]",
     reason: "here this is the sync after the old step became trash: the commit's own came before, and is caught",
 };
-const FIRST_DELETION: Explained = Explained {
-    pattern: "swap [mark \"committed *\" | unlink run/.trash-*]",
+pub(super) const FIRST_DELETION: Explained = Explained {
+    pattern: "swap [mark \"committed *\" | unlink */.trash-*]",
     reason: "trash is durably out of sight before anybody is told anything",
 };
-const LEFTOVER_RENAME: Explained = Explained {
-    pattern: "drop rename run/.tmp-* -> .trash-*",
+pub(super) const LEFTOVER_RENAME: Explained = Explained {
+    pattern: "drop rename */.tmp-* -> .trash-*",
     reason: "no step has that name: the rename to trash only tells a live owner's temporary from what may be deleted",
 };
-const LEFTOVER_SYNC: Explained = Explained {
-    pattern: "swap [rename run/.tmp-* -> .trash-* | fsync run/]",
+pub(super) const LEFTOVER_SYNC: Explained = Explained {
+    pattern: "swap [rename */.tmp-* -> .trash-* | fsync */]",
     reason: "a temporary and trash are both leftovers, whichever name a crash keeps",
 };
 
@@ -61,6 +61,16 @@ fn scenario(steps: &[u64], retention: Retention, act: impl FnOnce(&Run, &Manager
 #[test]
 fn of_a_save() {
     let run = scenario(&[1], Retention::KeepAll, |run, manager| run.save(manager, 2, "a").unwrap());
+    mutants_are_caught(&run, &[ANY_ORDER]);
+}
+
+#[test]
+fn of_a_save_of_several_windows() {
+    let run = Run::with_steps([1]).unwrap().with_windows(16).unwrap();
+    let manager = run.open(options()).unwrap();
+    run.settle(&[1]);
+    run.save(&manager, 2, "a").unwrap();
+    close(&manager).unwrap();
     mutants_are_caught(&run, &[ANY_ORDER]);
 }
 

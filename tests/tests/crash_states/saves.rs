@@ -35,7 +35,7 @@ fn saves_that_wait_for_one_another() {
         .map(|step| {
             run.mark(&format!("begin {step} a"));
             let mut request = SaveRequest::new(step, states::state(step, "a").unwrap());
-            request.custom_metadata = serde_json::json!({ "tag": "a" });
+            request.custom_metadata = states::metadata("a", states::FEW);
             manager.save(request).unwrap()
         })
         .collect();

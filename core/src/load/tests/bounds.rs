@@ -55,7 +55,7 @@ fn a_disk_that_hangs_ends_in_an_error_and_not_in_a_wait() {
             execute(&item.disk, &files, &item.index, &item.plan(&[0]), &targets, &options).unwrap_err();
         assert_eq!(failure.error.kind(), "timeout", "{failure}");
         assert!(failure.overwritten.is_empty());
-        assert!(started.elapsed() < Duration::from_secs(5));
+        assert!(started.elapsed() < Duration::from_secs(60));
         let stalled = verify(&item.disk, &files, &item.index, &options, &mut |_| true);
         assert_eq!(stalled.unwrap_err().kind(), "timeout");
         // The disk comes back too late: the caller's memory is its own again.

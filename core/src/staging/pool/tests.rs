@@ -123,13 +123,13 @@ fn who_waits_for_a_slot_gives_up_when_none_comes_back_but_not_while_some_do() {
     assert!(matches!(error, Error::Timeout { .. }), "{error}");
     assert!(pool.shared.lock().queue.is_empty(), "its place in the queue is gone");
 
-    // Six wait; one slot goes from hand to hand, each time later than a third of the deadline.
+    // Six wait; one slot goes from hand to hand, each time later than a quarter of the deadline.
     thread::scope(|scope| {
         for _ in 0..6 {
             scope.spawn(|| {
                 let (slot, _) =
-                    pool.acquire(Duration::from_millis(300), Duration::MAX, none).expect("it moves on");
-                thread::sleep(Duration::from_millis(100));
+                    pool.acquire(Duration::from_secs(2), Duration::MAX, none).expect("it moves on");
+                thread::sleep(Duration::from_millis(600));
                 drop(slot);
             });
         }
