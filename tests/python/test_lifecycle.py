@@ -146,7 +146,7 @@ def test_an_interrupt_ends_a_wait_and_leaves_the_save(python: Run, root: Path) -
 manager = sw.CheckpointManager(sys.argv[1])
 class Slow:
     pass
-import stepwell.save
+import stepwell.pending
 save = manager.save(0, {"a": np.zeros(1000)})
 save.result()
 handle = save._handle
