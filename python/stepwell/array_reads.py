@@ -91,8 +91,11 @@ class Job:
 class ArrayReads:
     """The reads of one restore."""
 
-    def __init__(self, core: Any, jobs: list[Job], report: RestoreReport) -> None:
+    def __init__(
+        self, core: Any, jobs: list[Job], report: RestoreReport, kept: Sequence[tuple[str, _Array]] = ()
+    ) -> None:
         self._core = core
+        self._kept = kept
         self._report = report
         self._allocator = Allocator()
         self.jobs = jobs
@@ -133,6 +136,25 @@ class ArrayReads:
             else:
                 group.append(number)
             end = max(end, high)
+        self._check_kept(own, places)
+
+    def _check_kept(self, own: list[Job], places: Sequence[tuple[int, int, int]]) -> None:
+        """What is to stay as it is may be the same array as one that is filled, but not a part of it."""
+        kept = [(path, array) for path, array in self._kept if array.size]
+        if not kept or not own:
+            return
+        spans = np.array([place[1:] for place in places], dtype=np.uint64)
+        for (path, array), (first, low, high) in zip(
+            kept, _core.spans([array for _, array in kept]), strict=True
+        ):
+            for at in np.flatnonzero((spans[:, 0] < high) & (spans[:, 1] > low)):
+                job = own[at]
+                assert job.target is not None
+                same = places[at][0] == first and _same_view(job.target, array)
+                if not same and np.shares_memory(job.target, array):
+                    raise self._report.mismatch(
+                        f"`{path}` is to keep its value, and overlaps `{job.path}` in memory, which is restored; pass a copy of one of them"
+                    )
 
     def batches(self, own: bool) -> Iterator[list[Job]]:
         """What is read together: into new memory, or into the caller's ``own``. Those of one batch are all read straight to where they belong, or all apart."""

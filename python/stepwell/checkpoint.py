@@ -13,6 +13,7 @@ import numpy as np
 
 from . import lifecycle, plan, restoring
 from .allocate import Allocator
+from .checks import shown
 from .errors import ClosedError, MisuseError
 from .leaves import Reviver
 from .paths import Component
@@ -94,7 +95,12 @@ class Branch(Mapping[Key, Any]):
         found = self._children().get(key)
         if found is None:
             where = self._checkpoint._tree().paths[self._node]
-            raise KeyError(f"{key!r} is not in `{where}`; it has {list(self._children())[:20]}")
+            dropped = [item for item, _ in self._checkpoint._open().dropped()] if not where else []
+            raise KeyError(
+                f"{key!r} was dropped from this step by thinning"
+                if key in dropped
+                else f"{key!r} is not in `{where}`; it has {list(self._children())[:20]}"
+            )
         return self._checkpoint._at(found)
 
     def __iter__(self) -> Iterator[Key]:
@@ -350,6 +356,8 @@ class Checkpoint:
 
     def verify(self, progress: Callable[[int, int], Any] | None = None) -> VerifyReport:
         """Reads everything and compares every checksum. ``progress(bytes done, bytes in all)`` is called now and then."""
+        if progress is not None and not callable(progress):
+            raise MisuseError(f"progress is called with the bytes done and in all; it is a {shown(progress)}")
         files, nbytes, damages = self._open().verify(progress)
         return VerifyReport(
             files, nbytes, tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)

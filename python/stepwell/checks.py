@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ _MAX_STEP = 2**63 - 1
 #: The engine's own bounds for what a manifest holds.
 _MAX_NAME_BYTES = 64 << 10
 _MAX_METADATA_DEPTH = 64
+_MAX_METADATA_BYTES = 4 << 20
 
 
 def shown(value: Any) -> str:
@@ -116,6 +118,16 @@ def real_numbers(metrics: Any) -> dict[str, float]:
         if math.isnan(numbers[name]):
             numbers[name] = math.nan
     return numbers
+
+
+def metadata_json(value: Any) -> str:
+    """A user's metadata of a step, as text."""
+    found = json.dumps(plain_json(value, "custom_metadata"), ensure_ascii=False, separators=(",", ":"))
+    if len(found.encode()) > _MAX_METADATA_BYTES:
+        raise MisuseError(
+            f"custom_metadata has {len(found.encode())} bytes as JSON, and at most {_MAX_METADATA_BYTES} are kept; put it into the state"
+        )
+    return found
 
 
 def plain_json(value: Any, what: str) -> Any:

@@ -50,12 +50,23 @@ def check_root(root: str) -> None:
 
 def check_destination(path: str) -> None:
     """Refuses to save a single checkpoint where something else is."""
+    above, name = os.path.split(path)
+    if _is_root(above) and name[-1:].isdigit():
+        raise MisuseError(
+            f"{path} is where the run {above} has its steps: a checkpoint there would be taken for one of them, or replace one; "
+            "save through sw.CheckpointManager, or pass a path beside the run"
+        )
     if _is_root(path):
         raise MisuseError(
             f"{path} is the root of a run, with steps of its own; save through sw.CheckpointManager({path!r}), or pass another path"
         )
     if inside := _inside(path):
         raise MisuseError(f"{path} cannot be a checkpoint: {inside}")
+    if os.path.lexists(path) and not os.path.isfile(os.path.join(path, _MANIFEST)):
+        kind = "a directory" if os.path.isdir(path) else "a file"
+        raise MisuseError(
+            f"{path} is {kind} that is no checkpoint, and is not replaced by one; pass a path that is free"
+        )
 
 
 def check_watched(root: str) -> None:
@@ -73,12 +84,13 @@ def explaining(path: str) -> Iterator[None]:
         yield
     except (StepNotFound, FormatError, StorageError) as error:
         with contextlib.suppress(OSError):
-            if (why := explain(path)) and why not in str(error):
-                error.args = (f"{error}; {why}", *error.args[1:])
+            if why := explain(path, isinstance(error, StepNotFound)):
+                text = str(error).removesuffix("; is the path right?").removesuffix("; it has no step at all")
+                error.args = (f"{text}; {why}", *error.args[1:])
         raise
 
 
-def explain(path: str) -> str:
+def explain(path: str, asked_for_step: bool = False) -> str:
     """What a path that is no checkpoint is, and what may have been meant; empty where there is nothing to say."""
     if inside := _inside(path):
         return inside
@@ -87,7 +99,7 @@ def explain(path: str) -> str:
     if not os.path.isdir(path):
         return "it is a file, and a checkpoint is a directory"
     if os.path.isfile(os.path.join(path, _MANIFEST)):
-        return ""
+        return "it is a single checkpoint: leave step= out" if asked_for_step else ""
     names = sorted(os.listdir(path))
     if _CONTROL in names:
         return ""

@@ -13,7 +13,7 @@ from typing import Any, Literal, Unpack, final
 
 from . import _core, lifecycle, restoring
 from .checkpoint import Checkpoint, Metadata
-from .checks import flag, instance, one_of, plain_json, real_numbers, step_number
+from .checks import flag, instance, metadata_json, one_of, real_numbers, step_number, text
 from .errors import ClosedError, MisuseError, StalledError
 from .locations import absolute, check_root, explaining
 from .options import Options, StepName, to_json
@@ -112,7 +112,7 @@ class CheckpointManager:
         one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
         force = flag(force, "force")
         numbers = real_numbers(metrics)
-        metadata = json.dumps(plain_json(custom_metadata, "custom_metadata"))
+        metadata = metadata_json(custom_metadata)
         with self._lock:
             answers = self._answers(step)
             refusal = core.refusal(step, force, exists, answers)
@@ -210,6 +210,13 @@ class CheckpointManager:
 
     def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
         """The best committed step by a metric (default: the one that retention ranks by)."""
+        if (metric is None) is not (mode is None):
+            raise MisuseError(
+                'best_step takes a metric and a mode, such as ("loss", "min"), or neither: then both are those of the retention'
+            )
+        if mode is not None:
+            text(metric, "a metric")
+            one_of(mode, "mode", ("min", "max"))
         found: int | None = self._open().best_step(metric, mode)
         return found
 

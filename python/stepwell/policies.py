@@ -76,13 +76,15 @@ def when_idle() -> SavePolicy:
 
 def on_preemption(signals: Iterable[int] | None = None) -> SavePolicy:
     """When the job is to be preempted. ``signals`` (default: SIGTERM) announce that; handlers that are there are chained."""
-    if signals is None:
-        import signal
+    import signal
 
+    if signals is None:
         signals = (signal.SIGTERM,)
     if isinstance(signals, (str, bytes)) or not isinstance(signals, Iterable):
         raise MisuseError(f"signals is a list of signals, such as [signal.SIGTERM], not {shown(signals)}")
-    numbers = tuple(whole(one, "a signal", 1, 64) for one in signals)
+    numbers = tuple(whole(one, "a signal", 1) for one in signals)
+    if unknown := [number for number in numbers if number not in signal.valid_signals()]:
+        raise MisuseError(f"this system has no signal {unknown[0]}")
     if any(number in (9, 19) for number in numbers):
         raise MisuseError(
             "SIGKILL and SIGSTOP cannot be listened to; a scheduler sends another signal before them"

@@ -91,6 +91,7 @@ class Restore:
         report.kept = [wanted.paths[number] for number in answer["kept"]]
         report.ignored = [paths[leaf] for leaf in answer["ignored"]]
         report.left_out = [paths[leaf] for leaf in answer["left_out"]]
+        wanted.kept = answer["kept"]
         if not answer["ok"]:
             raise report.mismatch()
         if report.unmatched or report.idle_renames:
@@ -126,7 +127,11 @@ class Restore:
                 self.report.cast.append((job.path, job.stored_dtype.name, job.dtype.name))
             if job.stored_shape != job.shape:
                 self.report.resized.append((job.path, job.stored_shape, job.shape))
-        return ArrayReads(self.core, list(jobs.values()), self.report)
+        kept = (
+            [leaf for number in wanted.kept if (leaf := wanted.leaf_of[number]) is not None] if fill else []
+        )
+        arrays = [(leaf.path, leaf.array) for leaf in kept if leaf.array is not None]
+        return ArrayReads(self.core, list(jobs.values()), self.report, arrays)
 
 
 def _when(unix_ns: int) -> str:

@@ -52,6 +52,9 @@ def keep_every(steps: int, items: Iterable[str] | None = None) -> Retention:
     if items is not None:
         if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
             raise MisuseError(f'items takes a list of globs, such as items=["params"], not {shown(items)}')
+        items = list(items)
+        if not items:
+            raise MisuseError("items=[] would keep nothing of these steps; name items, or leave items= out")
         rule["items"] = [text(item, "a glob of items") for item in items]
     return Retention(rule)
 

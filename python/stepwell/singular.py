@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Unpack
 
 from . import _core, lifecycle, restoring
 from .checkpoint import Checkpoint, Metadata, VerifyReport
-from .checks import instance, one_of, plain_json, real_numbers, step_number
+from .checks import instance, metadata_json, one_of, real_numbers, step_number
 from .errors import StalledError, StepGone, StepNotFound
 from .locations import Path, absolute, check_destination, check_watched, explaining
 from .options import ENGINES, Options, to_json
@@ -80,7 +79,7 @@ def save_async(
     options = Options() if options is None else options
     instance(options, Options, "options", "sw.Options(…)")
     numbers = real_numbers(metrics)
-    metadata = json.dumps(plain_json(custom_metadata, "custom_metadata"))
+    metadata = metadata_json(custom_metadata)
     where = absolute(path)
     check_destination(where)
     flat = _core.flatten(state() if is_callable_state(state) else state)

@@ -26,6 +26,8 @@ class Wanted:
         self.leaf_of: list[Leaf | None] = []
         #: Wanted number → (stored leaf, leaf that holds its bytes, tensor or ``None``).
         self.matches: dict[int, list[tuple[int, int, Any]]] = {}
+        #: Wanted numbers of the leaves that keep the caller's value.
+        self.kept: list[int] = []
         #: What subtrees of the store became, by the leaf that wants them.
         self._states: dict[int, Any] = {}
         self._leaves = list(template.leaves(part))

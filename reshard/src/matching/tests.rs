@@ -348,6 +348,9 @@ fn a_pattern_that_chooses_nothing_fails_and_says_what_it_may_have_meant() {
     }
     let text = selected("parms/**").to_string();
     assert!(text.contains("include: `parms/**`; near it is `params`"), "{text}");
+    assert!(!text.contains("missing:"), "{text}");
+    let selection = Selection::new(None, &["**"]).unwrap();
+    let text = match_state(&wanted, &stored, &Options { selection, ..Options::default() }).to_string();
     assert!(text.contains("the whole state (stored, but left out by include/exclude)"), "{text}");
 
     let selection = Selection::new(None, &["optimiser/**"]).unwrap();

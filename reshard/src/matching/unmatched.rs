@@ -33,11 +33,13 @@ impl Matching<'_> {
         let stored: Vec<&[u8]> = (0..self.stored.len()).map(|s| self.stored_texts.get(s)).collect();
         let mut found = Vec::new();
         let include = options.selection.include().unwrap_or_default();
-        for (option, globs) in [("include", include), ("exclude", options.selection.exclude())] {
-            for glob in unused(globs, &stored) {
-                let dropped = self.dropped(&glob);
-                let fails = dropped.is_none() || option == "include";
-                found.push(Unmatched { dropped, fails, ..suggest(option, &glob, &stored) });
+        for glob in unused(include, &stored) {
+            found.push(Unmatched { dropped: self.dropped(&glob), ..suggest("include", &glob, &stored) });
+        }
+        // What is gone need not be there to be left out, or to get another name.
+        for glob in unused(options.selection.exclude(), &stored) {
+            if self.dropped(&glob).is_none() {
+                found.push(suggest("exclude", &glob, &stored));
             }
         }
         for glob in unused(options.unexpected.globs(), &stored) {
@@ -48,8 +50,9 @@ impl Matching<'_> {
         for (glob, _) in
             idle.filter(|(glob, _)| !stored.iter().any(|text| glob.match_leading(text).is_some()))
         {
-            let dropped = self.dropped(glob);
-            found.push(Unmatched { dropped, fails: dropped.is_none(), ..suggest("rename", glob, &stored) });
+            if self.dropped(glob).is_none() {
+                found.push(suggest("rename", glob, &stored));
+            }
         }
         let given = [options.missing.globs(), options.cast.globs(), options.resize.globs()];
         if given.iter().any(|globs| !globs.is_empty()) {
