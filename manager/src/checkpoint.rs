@@ -291,6 +291,7 @@ fn item_index(dir: &dyn Dir, manifest: &Manifest, item: &Item) -> Result<Index> 
         return Err(stepwell_core::Error::corrupt(file, "it is not the index that its manifest names").into());
     }
     let mut index = index_v1::decode(&bytes, &file)?;
+    check_claims(&index, &file)?;
     for record in &mut index.files {
         let path = format!("{}/{}", item.dir, record.name);
         let entry = manifest.files.iter().find(|entry| entry.path == path);
@@ -306,6 +307,33 @@ fn item_index(dir: &dyn Dir, manifest: &Manifest, item: &Item) -> Result<Index> 
         record.name = path.into();
     }
     Ok(index)
+}
+
+/// Readers take memory for a tensor before its chunks are looked at one by one: they must add up to it.
+fn check_claims(index: &Index, file: &Path) -> Result<()> {
+    for (leaf, record) in (0_u32..).zip(&index.leaves) {
+        let LeafRecord::Tensor(tensor) = record else { continue };
+        if tensor.view.is_some() {
+            continue;
+        }
+        let size = tensor.dtype.size() as u128;
+        let claimed = tensor.shape.iter().try_fold(size, |bytes, &n| bytes.checked_mul(u128::from(n)));
+        let stored = tensor.chunks.iter().map(|chunk| u128::from(chunk.extent.length)).sum::<u128>();
+        if claimed != Some(stored) {
+            return Err(stepwell_core::Error::Corrupt {
+                file: file.to_owned(),
+                leaf: Some(index.tree.leaf_path(leaf).to_string()),
+                block: None,
+                what: format!(
+                    "its {stored} bytes are not those of a {} of shape {:?}",
+                    tensor.dtype.name(),
+                    tensor.shape
+                ),
+            }
+            .into());
+        }
+    }
+    Ok(())
 }
 
 /// All items as one index: top-level entries in the order that was saved.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from .checks import shown
-from .errors import FormatError, MisuseError, StepNotFound, StorageError
+from .errors import FormatError, MisuseError, NotAStep, StepNotFound, StorageError
 
 Path: TypeAlias = str | os.PathLike[str]
 
@@ -83,8 +84,12 @@ def explaining(path: str) -> Iterator[None]:
     try:
         yield
     except (StepNotFound, FormatError, StorageError) as error:
+        mistyped = isinstance(error, (StepNotFound, NotAStep)) or getattr(error, "errno", 0) in (
+            errno.ENOENT,
+            errno.ENOTDIR,
+        )
         with contextlib.suppress(OSError):
-            if why := explain(path, isinstance(error, StepNotFound)):
+            if mistyped and (why := explain(path, isinstance(error, StepNotFound))):
                 text = str(error).removesuffix("; is the path right?").removesuffix("; it has no step at all")
                 error.args = (f"{text}; {why}", *error.args[1:])
         raise

@@ -87,7 +87,7 @@ def test_what_was_thinned_away_is_said_to_have_been(root: Path) -> None:
             assert caught.value.report.missing[0][1] == "dropped by thinning"
         with pytest.raises(sw.MismatchError, match="the loose leaves were dropped"):
             manager.restore(2, like={"step": 0})
-        with pytest.raises(sw.MismatchError, match="include: `optimizer.*was dropped from this step"):
+        with pytest.raises(sw.MismatchError, match=r"include: `optimizer.*was dropped from this step"):
             manager.restore(2, include="optimizer/**")
         assert list(manager.restore(2, exclude="optimizer/**")) == ["params"]
         with (
