@@ -147,7 +147,7 @@ class ArrayReads:
         for (path, array), (first, low, high) in zip(
             kept, _core.spans([array for _, array in kept]), strict=True
         ):
-            for at in np.flatnonzero((spans[:, 0] < high) & (spans[:, 1] > low)):
+            for at in map(int, np.flatnonzero((spans[:, 0] < high) & (spans[:, 1] > low))):
                 job = own[at]
                 assert job.target is not None
                 same = places[at][0] == first and _same_view(job.target, array)
