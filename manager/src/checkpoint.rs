@@ -209,13 +209,18 @@ impl Checkpoint {
         for request in requests {
             for file in files_of(&self.index, request.leaf) {
                 if let Some(size @ None) = sizes.get_mut(file as usize) {
-                    *size = Some(self.files.block_bytes(file).map_err(|error| self.gone_or(error))?);
+                    *size = Some(self.block_bytes(file)?);
                 }
             }
         }
         let block = stepwell_core::format::block::DEFAULT_BLOCK_BYTES;
         let options = if network { PlanOptions::network(block) } else { PlanOptions::local(block) };
         Ok(read_plan::plan(&self.index, requests, &PlanOptions { file_block_bytes: sizes, ..options })?)
+    }
+
+    /// Bytes per block of a data file, by its ordinal in [`Checkpoint::index`].
+    pub fn block_bytes(&self, file: u32) -> Result<u64> {
+        self.files.block_bytes(file).map_err(|error| self.gone_or(error))
     }
 
     /// Reads regions of stored tensors to where they are wanted (host memory, a device), every block of them verified.

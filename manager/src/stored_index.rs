@@ -3,6 +3,7 @@
 //! Indexes of some size are read and decoded on several threads: they are what a restore waits for before it can plan.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -52,6 +53,7 @@ pub(crate) fn decode(dir: &dyn Dir, manifest: &Manifest, bytes: &[Vec<u8>]) -> R
     let mut indexes = each(manifest, |number, item| {
         let file = dir.path().join(&item.index.path);
         let mut index = index_v1::decode(bytes.get(number).map_or(&[], Vec::as_slice), &file)?;
+        check_claims(&index, &file)?;
         for record in &mut index.files {
             let path = format!("{}/{}", item.dir, record.name);
             let agrees = entries.get(path.as_str()).is_some_and(|entry| {
@@ -71,6 +73,33 @@ pub(crate) fn decode(dir: &dyn Dir, manifest: &Manifest, bytes: &[Vec<u8>]) -> R
         return Ok(indexes.pop().unwrap_or_default());
     }
     merge(dir, manifest, indexes)
+}
+
+/// Readers take memory for a tensor before its chunks are looked at one by one: they must add up to it.
+fn check_claims(index: &Index, file: &Path) -> Result<()> {
+    for (leaf, record) in (0_u32..).zip(&index.leaves) {
+        let LeafRecord::Tensor(tensor) = record else { continue };
+        if tensor.view.is_some() {
+            continue;
+        }
+        let size = tensor.dtype.size() as u128;
+        let claimed = tensor.shape.iter().try_fold(size, |bytes, &n| bytes.checked_mul(u128::from(n)));
+        let stored = tensor.chunks.iter().map(|chunk| u128::from(chunk.extent.length)).sum::<u128>();
+        if claimed != Some(stored) {
+            return Err(stepwell_core::Error::Corrupt {
+                file: file.to_owned(),
+                leaf: Some(index.tree.leaf_path(leaf).to_string()),
+                block: None,
+                what: format!(
+                    "its {stored} bytes are not those of a {} of shape {:?}",
+                    tensor.dtype.name(),
+                    tensor.shape
+                ),
+            }
+            .into());
+        }
+    }
+    Ok(())
 }
 
 /// The data files as the manifest has them, item by item: the numbering that [`decode`] gives them, where indexes list theirs in the same order.

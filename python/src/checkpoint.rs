@@ -18,6 +18,7 @@ use stepwell_reshard::read_plan::Request;
 
 use crate::errors::{closed, raise_manager};
 use crate::ingest::{HeldBuffer, target_of};
+use crate::plan;
 use crate::values::to_python;
 use crate::wait;
 
@@ -43,6 +44,9 @@ impl Checkpoint {
 
 /// A region of a stored tensor, and the array that it is read into: `(leaf, offset, extent, array)`.
 type ReadRow<'py> = (u32, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
+
+/// What is read of a file: `(path, reads, blocks, bytes of them, bytes that are wanted of them)`.
+type PlanRow = (String, u64, u64, u64, u64);
 
 /// What a stored leaf is: `(kind, dtype, shape, tied)`.
 type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>, bool);
@@ -91,6 +95,12 @@ impl Checkpoint {
     /// Metrics that were saved with it.
     fn metrics(&self, py: Python<'_>) -> PyResult<BTreeMap<String, f64>> {
         Ok(self.get(py)?.manifest().metrics.clone())
+    }
+
+    /// Items that were thinned away, and when: nanoseconds since 1970.
+    fn dropped(&self, py: Python<'_>) -> PyResult<Vec<(String, i64)>> {
+        let inner = self.get(py)?;
+        Ok(inner.manifest().dropped.iter().map(|one| (one.item.clone(), one.unix_ns)).collect())
     }
 
     /// Nodes in pre-order: `(parent, component or None, leaf number or container kind)`.
@@ -176,6 +186,23 @@ impl Checkpoint {
         read_all(py, &inner, parts, targets)
     }
 
+    /// What [`Checkpoint::read`] would read for leading parts of stored tensors, `(leaf, extent)`, and [`Checkpoint::objects`] for objects; per file
+    /// `(path, reads, blocks, bytes of them, bytes that are wanted of them)`. No data is read.
+    fn plan(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<(u32, Vec<u64>)>,
+        objects: Vec<u32>,
+    ) -> PyResult<Vec<PlanRow>> {
+        let inner = self.get(py)?;
+        let files = wait::on_thread(py, move || plan::files(&inner, tensors, &objects))?
+            .map_err(|error| raise_manager(py, &error))?;
+        Ok(files
+            .into_iter()
+            .map(|file| (file.path, file.reads, file.blocks, file.read_bytes, file.wanted_bytes))
+            .collect())
+    }
+
     /// Reads everything and compares every checksum: `(files, bytes, [(file, block, leaf paths, what)])`. `progress(done, total)` is called now and then.
     #[pyo3(signature = (progress = None))]
     #[expect(clippy::type_complexity, reason = "a row of plain values for Python")]
@@ -237,7 +264,7 @@ pub fn read_all(
     let outcome = wait::to_the_end(py, &stop, work)?;
     drop(buffers);
     outcome
-        .map(|stats| stats.bytes_copied)
+        .map(|stats| stats.bytes_read + stats.bytes_cached)
         .map_err(|failure: Box<ReadFailure>| raise_manager(py, &failure.error))
 }
 

@@ -49,6 +49,7 @@ pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<Flat> {
         ties: HashMap::new(),
         originals: HashMap::new(),
         dtypes: Dtypes::default(),
+        open: Vec::new(),
     };
     walk.visit(None, None, state, 0)?;
     Ok(walk.flat)
@@ -84,6 +85,8 @@ struct Walk<'h, 'py> {
     /// Of the leaves that are converted copies: what they are copies of.
     originals: HashMap<u32, HeldBuffer>,
     dtypes: Dtypes<'py>,
+    /// The objects that are being walked, outermost first, by address, and the numbers of their nodes. All are alive, so that no address comes twice.
+    open: Vec<(usize, u32)>,
 }
 
 impl<'py> Walk<'_, 'py> {
@@ -104,6 +107,36 @@ impl<'py> Walk<'_, 'py> {
             self.leaf(parent, component, Leaf::Object(value));
             return Ok(());
         }
+        let address = object.as_ptr() as usize;
+        if let Some(&(_, node)) = self.open.iter().find(|(open, _)| *open == address) {
+            let at = self.flat.tree.path(node).to_string();
+            let kind = object.get_type().name()?;
+            let why = if at.is_empty() {
+                format!("a cycle: the whole state (a {kind}) is inside itself here")
+            } else {
+                format!("a cycle: the {kind} at `{at}` is inside itself here")
+            };
+            return Err(self.refuse(
+                parent,
+                component,
+                object.py(),
+                &format!("{why}; leave this reference out"),
+            ));
+        }
+        self.open.push((address, self.flat.tree.nodes().len() as u32));
+        let walked = self.container(parent, component, object, depth);
+        self.open.pop();
+        walked
+    }
+
+    /// Whatever is neither an array nor a built-in scalar.
+    fn container(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        object: &Bound<'py, PyAny>,
+        depth: u64,
+    ) -> PyResult<()> {
         if let Ok(dict) = object.cast_exact::<PyDict>() {
             let node = self.flat.tree.push_container(parent, component, ContainerKind::Dict);
             for (key, value) in dict.iter() {

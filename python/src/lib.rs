@@ -6,7 +6,8 @@
 //! | [`flatten`] [`values`] | a state → tree and leaves; object leaves ↔ values |
 //! | [`ingest`] | memory that Python owns; the only unsafe code |
 //! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
-//! | [`manager`] [`save_handle`] [`checkpoint`] [`matching`] [`options`] | the engine's types, as Python sees them |
+//! | [`manager`] [`save_handle`] [`checkpoint`] [`singular`] | the engine's types and what it does by path, as Python sees them |
+//! | [`matching`] [`options`] [`plan`] | what is asked of them, and what they answer |
 //! | [`direct`] [`slabs`] | the short way of a restore; where its arrays lie |
 //! | [`events`] [`log`] [`wait`] | what waits for the notifier thread; the engine's log; waits that answer signals |
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
@@ -23,7 +24,9 @@ mod log;
 mod manager;
 mod matching;
 mod options;
+mod plan;
 mod save_handle;
+mod singular;
 mod slabs;
 mod state;
 mod values;
@@ -41,11 +44,13 @@ mod _core {
     #[pymodule_export]
     use crate::events::Events;
     #[pymodule_export]
-    use crate::manager::{Held, Manager, add_metrics, engine_choice, list_steps, open_path, save_path};
+    use crate::manager::{Held, Manager};
     #[pymodule_export]
     use crate::matching::match_state;
     #[pymodule_export]
     use crate::save_handle::SaveHandle;
+    #[pymodule_export]
+    use crate::singular::{add_metrics, engine_choice, list_steps, open_path, save_path};
     #[pymodule_export]
     use crate::state::{State, flatten, is_plain, spans};
 

@@ -9,11 +9,9 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use stepwell_core::io::{Engine, Purpose};
-use stepwell_manager::singular::{self, SingularRequest};
+use stepwell_core::io::Purpose;
 use stepwell_manager::{
-    Decision, Environment, Exists, Expected, Hold, LeafSource, Manager as Engined, Mode, Options, Save,
-    SaveRequest, StateSource, metrics, root,
+    Decision, Exists, Expected, Hold, LeafSource, Manager as Engined, Mode, Save, SaveRequest, StateSource,
 };
 
 use crate::checkpoint::Checkpoint;
@@ -118,14 +116,14 @@ impl From<Ahead> for Expected {
 }
 
 /// Runs a call of the engine that may wait.
-fn call<T: Send + 'static>(
+pub(crate) fn call<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T, Error> + Send + 'static,
 ) -> PyResult<T> {
     wait::on_thread(py, work)?.map_err(|error| raise_manager(py, &error))
 }
 
-fn exists_named(name: &str) -> PyResult<Exists> {
+pub(crate) fn exists_named(name: &str) -> PyResult<Exists> {
     match name {
         "error" => Ok(Exists::Error),
         "skip" => Ok(Exists::Skip),
@@ -134,12 +132,12 @@ fn exists_named(name: &str) -> PyResult<Exists> {
     }
 }
 
-fn json(text: &str) -> PyResult<serde_json::Value> {
+pub(crate) fn json(text: &str) -> PyResult<serde_json::Value> {
     serde_json::from_str(text).map_err(|error| PyValueError::new_err(format!("custom_metadata: {error}")))
 }
 
 /// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last provider is gone.
-fn source(state: &State, events: &Events) -> PyResult<Result<StateSource, Error>> {
+pub(crate) fn source(state: &State, events: &Events) -> PyResult<Result<StateSource, Error>> {
     let flat = state.take().ok_or_else(|| PyRuntimeError::new_err("this state was handed over before"))?;
     let parcel = Parcel::new(flat, events.clone());
     let Some(flat) = parcel.flat() else {
@@ -163,7 +161,7 @@ fn source(state: &State, events: &Events) -> PyResult<Result<StateSource, Error>
 impl Manager {
     #[new]
     fn new(py: Python<'_>, root: PathBuf, options: &str) -> PyResult<Self> {
-        let (options, engine) = options::parse(options)?;
+        let (options, engine) = options::parse(py, options)?;
         let stall_timeout = options.stall_timeout;
         let inner = call(py, move || {
             let purpose = if options.read_only { Purpose::Read } else { Purpose::Write };
@@ -501,128 +499,4 @@ impl Held {
     fn close(&self) {
         self.hold.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
-}
-
-/// Saves a flattened state under a path; returns when it is captured.
-#[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
-pub fn save_path(
-    py: Python<'_>,
-    path: PathBuf,
-    state: &State,
-    metrics: BTreeMap<String, f64>,
-    custom_metadata: &str,
-    exists: &str,
-    options: &str,
-    events: &Events,
-) -> PyResult<SaveHandle> {
-    let cancel = Arc::new(AtomicBool::new(false));
-    let request = SingularRequest {
-        state: source(state, events)?.map_err(|error| raise_manager(py, &error))?,
-        path: path.clone(),
-        step: 0,
-        metrics,
-        custom_metadata: json(custom_metadata)?,
-        exists: exists_named(exists)?,
-        cancel: Arc::clone(&cancel),
-    };
-    let (options, engine) = options::parse(options)?;
-    let shown = path.display().to_string();
-    let work = move || {
-        let environment = options::environment(&path, engine, Purpose::Write)?;
-        singular::save(request, &options, &environment)
-    };
-    let save = wait::until_stopped(py, &cancel, work, |late| {
-        // Captured whole before it could be stopped: it goes on, and someone must hear how it ends.
-        if let Ok(save) = late {
-            let kept = py
-                .import("stepwell.singular")
-                .and_then(|module| module.call_method1("keep", (SaveHandle::new(save), shown)));
-            if let Err(error) = kept {
-                error.write_unraisable(py, None);
-            }
-        }
-    })?
-    .map_err(|error| raise_manager(py, &error))?;
-    Ok(SaveHandle::new(save))
-}
-
-/// Opens a checkpoint: one at that very path, or the newest step (or `step`) of a root.
-#[pyfunction]
-#[pyo3(signature = (path, step = None, engine = "auto", ahead = Ahead::Known(false)))]
-pub fn open_path(
-    py: Python<'_>,
-    path: PathBuf,
-    step: Option<u64>,
-    engine: &str,
-    ahead: Ahead,
-) -> PyResult<Checkpoint> {
-    let engine = options::engine(engine)?;
-    let ahead = Expected::from(ahead);
-    let opened = call(py, move || {
-        let gone = || Error::StepNotFound { step, root: path.clone(), latest: None };
-        if !path.is_dir() {
-            return Err(gone());
-        }
-        let environment = options::environment(&path, engine, Purpose::Read)?;
-        let is_root = !path.join(stepwell_manager::directory_layout::MANIFEST).exists()
-            && (step.is_some() || has_steps(&path, &environment));
-        if !is_root {
-            let opened = stepwell_manager::Checkpoint::open_for(&path, &environment, &ahead)?;
-            return if step.is_none_or(|step| step == opened.step()) { Ok(opened) } else { Err(gone()) };
-        }
-        reader(&path, environment)?.checkpoint_for(step, &ahead)
-    })?;
-    Ok(Checkpoint::new(opened))
-}
-
-fn reader(path: &Path, environment: Environment) -> Result<Engined, Error> {
-    Engined::open(path, Options { read_only: true, create: false, ..Options::default() }, environment)
-}
-
-/// Whether a directory is a root: it says so, or it holds a step (a copy may have lost `.stepwell`).
-fn has_steps(path: &Path, environment: &Environment) -> bool {
-    path.join(stepwell_manager::directory_layout::CONTROL).is_dir()
-        || reader(path, environment.clone())
-            .and_then(|root| root.all_steps())
-            .is_ok_and(|steps| !steps.is_empty())
-}
-
-/// The committed steps of a root, for one who only looks.
-#[pyfunction]
-pub fn list_steps(py: Python<'_>, root: PathBuf) -> PyResult<Vec<u64>> {
-    call(py, move || {
-        if !root.is_dir() {
-            return Ok(Vec::new());
-        }
-        reader(&root, options::environment(&root, Engine::Auto, Purpose::Read)?)?.all_steps()
-    })
-}
-
-/// Adds metrics to a committed step of a root, from outside its writer.
-#[pyfunction]
-pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<String, f64>) -> PyResult<()> {
-    call(py, move || {
-        if !root.is_dir() {
-            return Err(Error::StepNotFound { step: Some(step), root, latest: None });
-        }
-        let environment = options::environment(&root, Engine::Auto, Purpose::Write)?;
-        let manifest = reader(&root, environment.clone())?.manifest(Some(step))?;
-        let directory = root::open(&environment, &root, false)?;
-        metrics::add(&*directory, &manifest.attempt, step, &values, &environment)
-    })
-}
-
-/// Which engine serves a path, and why: engine, direct, alignment, registered, reasons.
-#[pyfunction]
-#[pyo3(signature = (path, engine = "auto"))]
-pub fn engine_choice(
-    py: Python<'_>,
-    path: PathBuf,
-    engine: &str,
-) -> PyResult<(&'static str, bool, usize, bool, Vec<String>)> {
-    let engine = options::engine(engine)?;
-    let environment = call(py, move || options::environment(&path, engine, Purpose::Write))?;
-    let choice = environment.disk.choice();
-    Ok((choice.engine, choice.direct, choice.alignment, choice.registered, choice.reasons.clone()))
 }

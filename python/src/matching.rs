@@ -7,7 +7,8 @@ use pyo3::types::{PyDict, PyList};
 use stepwell_core::dtype::Dtype;
 use stepwell_core::leaf_path::{Component, LeafPath};
 use stepwell_reshard::matching::{
-    Cast, Missing, OnMissing, OnUnexpected, Options, PerGlob, Report, Resize, Spec, StoredSpec, Wanted,
+    Cast, Dropped, Missing, OnMissing, OnUnexpected, Options, PerGlob, Report, Resize, Spec, StoredSpec,
+    Wanted,
 };
 use stepwell_reshard::selection::{Renames, Selection};
 
@@ -101,10 +102,16 @@ fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Option
             other => unknown(other),
         })?,
         top_level: top_level.iter().map(component).collect::<PyResult<_>>()?,
+        dropped: get("dropped")?
+            .extract::<Option<Vec<(String, String)>>>()?
+            .unwrap_or_default()
+            .into_iter()
+            .map(|(item, when)| Dropped { item, when })
+            .collect(),
     })
 }
 
-/// Matches what is wanted against what is stored; nothing is read. See `stepwell.restore` for the rows.
+/// Matches what is wanted against what is stored; nothing is read. See `stepwell.wanted` for the rows.
 #[pyfunction]
 pub fn match_state<'py>(
     py: Python<'py>,
@@ -142,12 +149,20 @@ fn rendered<'py>(
     out.set_item("ignored", &report.ignored)?;
     let left_out = [&report.skipped, &report.not_wanted, &report.deselected];
     out.set_item("left_out", left_out.into_iter().flatten().copied().collect::<Vec<_>>())?;
-    out.set_item("unused_renames", &report.unused_renames)?;
+    let unmatched = report
+        .unmatched
+        .iter()
+        .map(|one| (one.option, one.glob.clone(), one.near.clone(), one.fails))
+        .collect::<Vec<_>>();
+    out.set_item("unmatched", unmatched)?;
+    out.set_item("idle_renames", &report.idle_renames)?;
+    out.set_item("ok", report.is_ok())?;
     let missing = report.missing.iter().map(|leaf| {
         let why = match leaf.reason {
             Missing::NotStored => "not stored",
             Missing::Deselected => "left out by include/exclude",
             Missing::NothingToKeep => "nothing to keep",
+            Missing::Dropped(_) => "dropped by thinning",
         };
         (leaf.path.clone(), why, leaf.near.clone())
     });

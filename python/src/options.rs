@@ -3,16 +3,17 @@
 use std::path::Path;
 use std::time::Duration;
 
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde_json::Value;
 
 use stepwell_core::io::{Engine, Purpose, shared_disk};
 use stepwell_manager::{Environment, OnSaveError, Options};
 
+use crate::errors::invalid;
+
 /// What `stepwell.options.to_json` wrote: the manager's options, and which engine to use.
-pub fn parse(text: &str) -> PyResult<(Options, Engine)> {
-    let wrong = |error: serde_json::Error| PyValueError::new_err(format!("options: {error}"));
+pub fn parse(py: Python<'_>, text: &str) -> PyResult<(Options, Engine)> {
+    let wrong = |error: serde_json::Error| invalid(py, &format!("options: {error}"));
     let mut all: serde_json::Map<String, Value> = serde_json::from_str(text).map_err(wrong)?;
     let mut take = |name: &str| all.remove(name).unwrap_or(Value::Null);
     let mut options = Options {
@@ -35,17 +36,17 @@ pub fn parse(text: &str) -> PyResult<(Options, Engine)> {
     options.block_bytes = whole(take("block_bytes"), options.block_bytes);
     if let Some(seconds) = take("stall_timeout").as_f64() {
         options.stall_timeout = Duration::try_from_secs_f64(seconds)
-            .map_err(|error| PyValueError::new_err(format!("stall_timeout={seconds}: {error}")))?;
+            .map_err(|error| invalid(py, &format!("stall_timeout={seconds}: {error}")))?;
     }
     if take("on_save_error").as_str() == Some("warn") {
         options.on_save_error = OnSaveError::Warn;
     }
-    Ok((options, engine(take("engine").as_str().unwrap_or("auto"))?))
+    Ok((options, engine(py, take("engine").as_str().unwrap_or("auto"))?))
 }
 
 /// An engine by its name.
-pub fn engine(name: &str) -> PyResult<Engine> {
-    name.parse().map_err(|error| PyValueError::new_err(format!("{error}")))
+pub fn engine(py: Python<'_>, name: &str) -> PyResult<Engine> {
+    name.parse().map_err(|error| invalid(py, &format!("{error}")))
 }
 
 /// The real world of one process, for what lies at `path`.

@@ -22,8 +22,8 @@ pub enum Plain {
     Refused(String),
 }
 
-/// Depth that is too deep to be anything but a container that holds itself.
-pub const TOO_DEEP: &str = "nested more than 128 deep; does a container hold itself?";
+/// Why what is nested too deep is refused.
+pub const TOO_DEEP: &str = "nested more than 128 deep (does it hold itself?); flatten it";
 
 /// The value of an exact built-in scalar type, without asking Python; `None` if it is none of those.
 pub fn exact_scalar(object: &Bound<'_, PyAny>) -> PyResult<Option<Value>> {

@@ -39,9 +39,11 @@ from .errors import (
 )
 from .manager import CheckpointManager
 from .options import Options, StepName
+from .pending import Save, SaveStats
+from .plan import ItemPlan, RestorePlan
 from .policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
 from .registry import StoredEnum, register
-from .restore import RestoreReport
+from .report import RestoreReport
 from .retention import (
     Retention,
     keep_all,
@@ -51,7 +53,6 @@ from .retention import (
     keep_newer_than,
     keep_steps,
 )
-from .save import Save, SaveStats
 from .singular import add_metrics, engine_info, metadata, open, restore, save, save_async, verify, watch
 from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
 
@@ -70,6 +71,7 @@ __all__ = [
     "DurabilityUncertain",
     "ForkedProcess",
     "FormatError",
+    "ItemPlan",
     "LockedError",
     "Metadata",
     "MismatchError",
@@ -80,6 +82,7 @@ __all__ = [
     "RankFailed",
     "ReadOnlyError",
     "Replicated",
+    "RestorePlan",
     "RestoreReport",
     "Retention",
     "Save",

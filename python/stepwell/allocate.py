@@ -69,7 +69,12 @@ def mapped(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """``size`` bytes of a mapping of their own, on huge pages. The mapping is longer by up to two huge pages, which are never touched. A last
     page that is used by less than half is made of small ones."""
     length = -(-size // SLAB) * SLAB
-    mapping = mmap.mmap(-1, length + SLAB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, length + SLAB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(
+            f"the system gives no {length} bytes of memory for restored arrays: {error}"
+        ) from error
     raw = np.frombuffer(mapping, np.uint8)
     skip = -raw.ctypes.data % SLAB
     advice = getattr(mmap, "MADV_HUGEPAGE", None)

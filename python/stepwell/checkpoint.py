@@ -7,16 +7,19 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, Unpack, final
 
 import numpy as np
 
-from . import lifecycle, restore
+from . import lifecycle, plan, restoring
 from .allocate import Allocator
+from .checks import shown
 from .errors import ClosedError, MisuseError
 from .leaves import Reviver
 from .paths import Component
+from .plan import RestorePlan
 from .rebuild import Structure, kind_of
+from .restore_options import RestoreKeywords, RestoreOptions, spelled_out
 from .specs import ArraySpec, ObjectSpec, to_dtype
 
 #: What a path component is looked up by.
@@ -92,7 +95,12 @@ class Branch(Mapping[Key, Any]):
         found = self._children().get(key)
         if found is None:
             where = self._checkpoint._tree().paths[self._node]
-            raise KeyError(f"{key!r} is not in `{where}`; it has {list(self._children())[:20]}")
+            dropped = [item for item, _ in self._checkpoint._open().dropped()] if not where else []
+            raise KeyError(
+                f"{key!r} was dropped from this step by thinning"
+                if key in dropped
+                else f"{key!r} is not in `{where}`; it has {list(self._children())[:20]}"
+            )
         return self._checkpoint._at(found)
 
     def __iter__(self) -> Iterator[Key]:
@@ -211,7 +219,7 @@ def _is_basic(part: Any) -> bool:
     return (
         part is ...
         or isinstance(part, slice)
-        or (hasattr(part, "__index__") and not isinstance(part, (bool, np.bool)))
+        or (hasattr(part, "__index__") and not isinstance(part, (bool, np.bool_)))
     )
 
 
@@ -253,9 +261,9 @@ class Checkpoint:
         from .specs import AS_STORED
 
         structure = self._tree()
-        job = restore.Restore(self._open(), restore.Options(), structure)
+        job = restoring.Restore(self._open(), RestoreOptions(), structure)
         components = structure.components(node)
-        return job.run_part(template.Leaf(structure.paths[node], components, "stored", AS_STORED), fill=False)
+        return job.run(template.Leaf(structure.paths[node], components, "stored", AS_STORED), fill=False)
 
     def _read(self, leaf: int, box: list[tuple[int, int]], dtype: np.dtype[Any]) -> Any:
         shape = tuple(n for _, n in box)
@@ -335,27 +343,21 @@ class Checkpoint:
             manifest=manifest,
         )
 
-    def restore(
-        self,
-        *,
-        like: Any = None,
-        into: Any = None,
-        include: restore.Globs = None,
-        exclude: restore.Globs = None,
-        rename: Any = None,
-        missing: Any = "error",
-        unexpected: Any = "error",
-        cast: Any = "lossless",
-        resize: Any = None,
-        return_report: bool = False,
-    ) -> Any:
+    @spelled_out
+    def restore(self, **options: Unpack[RestoreKeywords]) -> Any:
         """Restores; see ``CheckpointManager.restore``."""
-        options = restore.Options(include, exclude, rename, missing, unexpected, cast, resize)
-        value, report = restore.run(self._open(), like=like, into=into, options=options, report=return_report)
-        return (value, report) if return_report else value
+        return restoring.run(self._open(), RestoreOptions.of(options))
+
+    @spelled_out
+    def plan(self, **options: Unpack[RestoreKeywords]) -> RestorePlan:
+        """What :meth:`restore` with these keywords would read and do. Reads no array, changes nothing, and raises what ``restore`` would raise about
+        what is wanted."""
+        return plan.plan(self._open(), RestoreOptions.of(options, "plan"), self.manifest["items"])
 
     def verify(self, progress: Callable[[int, int], Any] | None = None) -> VerifyReport:
         """Reads everything and compares every checksum. ``progress(bytes done, bytes in all)`` is called now and then."""
+        if progress is not None and not callable(progress):
+            raise MisuseError(f"progress is called with the bytes done and in all; it is a {shown(progress)}")
         files, nbytes, damages = self._open().verify(progress)
         return VerifyReport(
             files, nbytes, tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, final
+from typing import Any, Literal, Unpack, final
 
-from . import _core, lifecycle, restore, stateful
-from .ahead import expected
+from . import _core, lifecycle, restoring
 from .checkpoint import Checkpoint, Metadata
-from .errors import ClosedError, MisuseError, StalledError, StepNotFound
-from .options import Options, StepName, plain_json, to_json
+from .checks import flag, instance, metadata_json, one_of, real_numbers, step_number, text
+from .errors import ClosedError, MisuseError, StalledError
+from .locations import absolute, check_root, explaining
+from .options import Options, StepName, to_json
+from .pending import Save
+from .plan import RestorePlan
 from .policies import SavePolicy, every_steps
+from .restore_options import RestoreKeywords, RestoreOptions, spelled_out
 from .retention import Retention, keep_all
-from .save import Save
+from .stateful import is_callable_state
 from .timeouts import seconds, stall_seconds
 
 Exists = Literal["error", "skip", "replace"]
-_MAX_STEP = 2**63 - 1
 
 
 @final
@@ -53,23 +55,21 @@ class CheckpointManager:
         self._lock = threading.RLock()
         self._saves: list[Save] = []
         self._policy = every_steps(1) if save_policy is None else save_policy
-        if not isinstance(self._policy, SavePolicy):
-            raise MisuseError(
-                f"save_policy is made by sw.every_steps() and the like, not a {type(save_policy).__qualname__}"
-            )
+        instance(self._policy, SavePolicy, "save_policy", "sw.every_steps() and the like")
         rules = keep_all() if retention is None else retention
-        if not isinstance(rules, Retention):
-            raise MisuseError(
-                f"retention is made by sw.keep_latest() and the like, not a {type(retention).__qualname__}"
-            )
+        instance(rules, Retention, "retention", "sw.keep_latest() and the like")
+        options = Options() if options is None else options
+        instance(options, Options, "options", "sw.Options(…)")
+        if step_name is not None:
+            instance(step_name, StepName, "step_name", "sw.StepName(…)")
         _check_coordinator(coordinator)
         if self._policy.signals and threading.current_thread() is not threading.main_thread():
             raise MisuseError(
                 "on_preemption() listens to signals: make the manager on the main thread, or pass signals=()"
             )
-        self._root = os.path.abspath(os.path.expanduser(os.fspath(root)))
-        self._read_only = bool(read_only)
-        options = options or Options()
+        self._root = absolute(root, "the root")
+        self._read_only = flag(read_only, "read_only")
+        check_root(self._root)
         text = to_json(
             options,
             self._policy,
@@ -80,7 +80,8 @@ class CheckpointManager:
             read_only,
             on_save_error,
         )
-        self._core = core = _core.Manager(self._root, text)
+        with explaining(self._root):
+            self._core = core = _core.Manager(self._root, text)
         self._ending = _Ending(core, self._root, self._owner, stall_seconds(options.stall_timeout))
         lifecycle.watch(self._ending)
         # From here on somebody closes it, whatever its user does.
@@ -106,23 +107,22 @@ class CheckpointManager:
         ``exists`` says what happens if the step is there already. Whatever is wrong with the state raises here, by leaf path, and leaves nothing.
         """
         core = self._open()
-        step = _step(step)
-        if exists not in ("error", "skip", "replace"):
-            raise MisuseError(f'exists is "error", "skip" or "replace", not {exists!r}')
-        if snapshot not in ("auto", "lazy", "eager"):
-            raise MisuseError(f'snapshot is "auto", "lazy" or "eager", not {snapshot!r}')
+        step = step_number(step)
+        one_of(exists, "exists", ("error", "skip", "replace"))
+        one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
+        force = flag(force, "force")
         numbers = real_numbers(metrics)
-        metadata = json.dumps(plain_json(custom_metadata, "custom_metadata"))
+        metadata = metadata_json(custom_metadata)
         with self._lock:
             answers = self._answers(step)
-            refusal = core.refusal(step, bool(force), exists, answers)
+            refusal = core.refusal(step, force, exists, answers)
             if refusal is not None:
                 return Save(step, None, refusal)
-            if _is_callable_state(state):
+            if is_callable_state(state):
                 state = state()
             flat = _core.flatten(state)
             handle = core.save(
-                step, flat, numbers, metadata, bool(force), exists, answers, lifecycle.notifier.events
+                step, flat, numbers, metadata, force, exists, answers, lifecycle.notifier.events
             )
             refusal = handle.refusal()
             save = Save(step, None if refusal else handle, refusal)
@@ -134,16 +134,16 @@ class CheckpointManager:
     def check(self, state: Any) -> None:
         """Raises what :meth:`save` would raise about ``state``, without saving: for the start of a run."""
         self._open()
-        _core.flatten(state() if _is_callable_state(state) else state)
+        _core.flatten(state() if is_callable_state(state) else state)
 
     def should_save(self, step: int) -> bool:
         """Whether :meth:`save` would save that step."""
-        number = _step(step)
+        number = step_number(step)
         return bool(self._open().should_save(number, self._answers(number)))
 
     def reached_preemption(self, step: int) -> bool:
         """Whether this job is to be preempted: save and leave."""
-        return bool(self._open().reached_preemption(_step(step)))
+        return bool(self._open().reached_preemption(step_number(step)))
 
     @contextmanager
     def update_guard(self) -> Iterator[None]:
@@ -157,51 +157,30 @@ class CheckpointManager:
 
     # ---- restoring ----------------------------------------------------------------------------------------------------
 
-    def restore(
-        self,
-        step: int | None = None,
-        *,
-        like: Any = None,
-        into: Any = None,
-        include: restore.Globs = None,
-        exclude: restore.Globs = None,
-        rename: Any = None,
-        missing: Any = "error",
-        unexpected: Any = "error",
-        cast: Any = "lossless",
-        resize: Any = None,
-        shardings: Any = None,
-        to: Literal["numpy"] | None = None,
-        broadcast: bool = False,
-        return_report: bool = False,
-    ) -> Any:
+    @spelled_out
+    def restore(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
         """Restores a step (``None``: the newest committed one).
 
         ``like`` says what is wanted and is never changed; ``into`` is filled where it can be and returned with new values where not; neither: everything, as
         it is stored. All differences are reported at once, before anything is written. Never returns memory that was not filled.
         """
-        _check_target(shardings, to, broadcast)
-        ahead = expected(like, into, not (include is exclude is rename is None))
-        number = None if step is None else _step(step)
-        with Checkpoint(self._open().checkpoint(number, ahead)) as checkpoint:
-            answer = checkpoint.restore(
-                like=like,
-                into=into,
-                include=include,
-                exclude=exclude,
-                rename=rename,
-                missing=missing,
-                unexpected=unexpected,
-                cast=cast,
-                resize=resize,
-                return_report=return_report,
-            )
+        checked = RestoreOptions.of(options)
+        number = None if step is None else step_number(step)
+        with Checkpoint(self._open().checkpoint(number, checked.expected)) as checkpoint:
+            answer = restoring.run(checkpoint._open(), checked)
             self._open().restored(checkpoint.step)
             return answer
 
+    @spelled_out
+    def plan(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> RestorePlan:
+        """What :meth:`restore` with these keywords would read and do: bytes, blocks and files, by item and in all; leaves by what happens to them. Reads no
+        array, changes nothing, and raises what ``restore`` would raise about what is wanted."""
+        with self.checkpoint(step) as checkpoint:
+            return checkpoint.plan(**options)
+
     def checkpoint(self, step: int | None = None) -> Checkpoint:
         """Opens a step (``None``: the newest) for reading, under a lease."""
-        return Checkpoint(self._open().checkpoint(None if step is None else _step(step)))
+        return Checkpoint(self._open().checkpoint(None if step is None else step_number(step)))
 
     def metadata(self, step: int | None = None) -> Metadata:
         """What is known of a step without reading an array."""
@@ -211,12 +190,12 @@ class CheckpointManager:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of a step, those that came after the commit included."""
-        found: dict[str, float] = self._open().metrics(_step(step))
+        found: dict[str, float] = self._open().metrics(step_number(step))
         return found
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds metrics to a committed step (an evaluator's); retention counts them."""
-        self._open().add_metrics(_step(step), real_numbers(metrics))
+        self._open().add_metrics(step_number(step), real_numbers(metrics))
 
     # ---- steps --------------------------------------------------------------------------------------------------------
 
@@ -232,6 +211,13 @@ class CheckpointManager:
 
     def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
         """The best committed step by a metric (default: the one that retention ranks by)."""
+        if (metric is None) is not (mode is None):
+            raise MisuseError(
+                'best_step takes a metric and a mode, such as ("loss", "min"), or neither: then both are those of the retention'
+            )
+        if mode is not None:
+            text(metric, "a metric")
+            one_of(mode, "mode", ("min", "max"))
         found: int | None = self._open().best_step(metric, mode)
         return found
 
@@ -247,7 +233,7 @@ class CheckpointManager:
 
     def rewind(self, step: int, branch: str | None = None) -> list[int]:
         """Goes back to ``step``: newer steps are moved to a kept branch (``.branch-<name>.…``). Returns them."""
-        moved: tuple[str, list[int]] = self._open().rewind(_step(step), branch)
+        moved: tuple[str, list[int]] = self._open().rewind(step_number(step), branch)
         return moved[1]
 
     def quarantined(self) -> dict[str, str]:
@@ -262,12 +248,12 @@ class CheckpointManager:
 
     def delete(self, step: int) -> None:
         """Deletes a step."""
-        self._open().delete(_step(step))
+        self._open().delete(step_number(step))
 
     @contextmanager
     def hold(self, step: int) -> Iterator[None]:
         """Keeps a step from being removed for the length of the block."""
-        held = self._open().hold(_step(step))
+        held = self._open().hold(step_number(step))
         try:
             yield
         finally:
@@ -440,44 +426,10 @@ class _Preemption:
                 del self._before[number]
 
 
-def _step(step: Any) -> int:
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise MisuseError(f"a step is an integer, not {type(step).__qualname__}")
-    number = int(step.__index__())
-    if not 0 <= number <= _MAX_STEP:
-        raise MisuseError(f"a step is a number from 0 to 2**63 - 1, not {number}")
-    return number
-
-
-def real_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as floats: real numbers and 0-d arrays."""
-    numbers: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
-        if not isinstance(name, str) or not name:
-            raise MisuseError(f"names of metrics are non-empty strings, not {name!r}")
-        if isinstance(value, (bool, str, bytes, complex)) or getattr(value, "shape", ()) != ():
-            raise MisuseError(
-                f"metric {name!r} is a real number or a 0-d array, not {type(value).__qualname__} {value!r:.50}"
-            )
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise MisuseError(
-                f"metric {name!r} is a real number or a 0-d array, not {value!r:.50}"
-            ) from error
-        if math.isnan(numbers[name]):
-            numbers[name] = math.nan
-    return numbers
-
-
-def _is_callable_state(state: Any) -> bool:
-    return callable(state) and not isinstance(state, type) and stateful.protocol_of(state) is None
-
-
 def _check_coordinator(coordinator: Any) -> None:
     if coordinator is None:
         return
-    if coordinator != "auto":
+    if not isinstance(coordinator, str) or coordinator != "auto":
         raise MisuseError(f'coordinator is "auto" or None with one process, not {coordinator!r}')
     for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         size = os.environ.get(name, "")
@@ -486,16 +438,3 @@ def _check_coordinator(coordinator: Any) -> None:
                 f"{name}={size} says that this is one of {size} processes, and no coordinator is known; "
                 "pass coordinator=None if only this one uses the manager"
             )
-
-
-def _check_target(shardings: Any, to: Any, broadcast: bool) -> None:
-    if shardings is not None:
-        raise MisuseError("shardings= belongs to jax arrays; with numpy states leave it out")
-    if to not in (None, "numpy"):
-        raise MisuseError(f'to= is "numpy" here, not {to!r}')
-    if broadcast:
-        raise MisuseError("broadcast=True reads on one rank for the others; this is the only rank")
-
-
-Callback = Callable[[Save], Any]
-__all__ = ["CheckpointManager", "StepNotFound", "real_numbers"]

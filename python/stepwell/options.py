@@ -7,10 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
+from .checks import flag, one_of, plain_json, shown, text, whole
 from .errors import MisuseError
 from .policies import SavePolicy
 from .retention import Retention
 from .timeouts import stall_seconds
+
+#: Names of the engines.
+ENGINES = ("auto", "uring", "threads", "buffered")
+#: Numbers of the engine's options are smaller.
+_MOST = 2**62
 
 
 @final
@@ -22,6 +28,14 @@ class StepName:
     prefix: str = "step_"
     width: int = 8
     also_read: tuple[StepName, ...] = ()
+
+    def __post_init__(self) -> None:
+        text(self.prefix, "the prefix of a StepName")
+        whole(self.width, "the width of a StepName", 0)
+        if not isinstance(self.also_read, tuple) or not all(
+            isinstance(one, StepName) for one in self.also_read
+        ):
+            raise MisuseError(f"also_read is a tuple of StepName, not {shown(self.also_read)}")
 
     def plain(self) -> dict[str, Any]:
         """What the engine reads."""
@@ -58,6 +72,19 @@ class Options:
     #: JSON that belongs to the root; that of the first writer stays.
     root_metadata: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        flag(self.create, "create")
+        flag(self.take_over, "take_over")
+        whole(self.chunk_bytes, "chunk_bytes", 1, _MOST)
+        whole(self.min_row_bytes, "min_row_bytes", 0, _MOST)
+        whole(self.block_bytes, "block_bytes", 1, _MOST)
+        if self.capture_threads is not None:
+            whole(self.capture_threads, "capture_threads", 1, 4096)
+        whole(self.queue_depth, "queue_depth", 1, 4096)
+        stall_seconds(self.stall_timeout)
+        one_of(self.engine, "engine", ENGINES)
+        plain_json(self.root_metadata, "root_metadata")
+
 
 def to_json(
     options: Options,
@@ -70,19 +97,19 @@ def to_json(
     on_save_error: str,
 ) -> str:
     """All options, as the engine reads them."""
-    if on_save_error not in ("raise", "warn"):
-        raise MisuseError(f'on_save_error is "raise" or "warn", not {on_save_error!r}')
-    if staging_bytes != "auto" and (isinstance(staging_bytes, bool) or int(staging_bytes) <= 0):
-        raise MisuseError(f'staging_bytes is "auto" or a number of bytes, not {staging_bytes!r}')
-    if max_pending < 0:
-        raise MisuseError(f"max_pending is the number of saves that may wait, at least 0, not {max_pending}")
+    one_of(on_save_error, "on_save_error", ("raise", "warn"))
+    if isinstance(staging_bytes, str):
+        one_of(staging_bytes, "staging_bytes (where it is no number of bytes)", ("auto",))
+    else:
+        staging_bytes = whole(staging_bytes, "staging_bytes", 1, _MOST)
+    max_pending = whole(max_pending, "max_pending, the number of saves that may wait,", 0, _MOST)
     return json.dumps(
         {
             "save_policy": json.loads(save_policy.to_json()),
             "retention": json.loads(retention.to_json()),
             "step_name": None if step_name is None else step_name.plain(),
-            "staging_bytes": None if staging_bytes == "auto" else int(staging_bytes),
-            "max_pending": int(max_pending),
+            "staging_bytes": None if isinstance(staging_bytes, str) else staging_bytes,
+            "max_pending": max_pending,
             "read_only": bool(read_only),
             "on_save_error": on_save_error,
             "create": options.create,
@@ -98,27 +125,4 @@ def to_json(
             if options.root_metadata is None
             else plain_json(options.root_metadata, "root_metadata"),
         }
-    )
-
-
-def plain_json(value: Any, what: str) -> Any:
-    """JSON that will come back as it is: no NaN, no keys that JSON would turn into strings, no tuples that it would turn into lists silently."""
-    if value is None or isinstance(value, (bool, str)) or type(value) is int:
-        return value
-    if type(value) is float:
-        if value != value or value in (float("inf"), float("-inf")):
-            raise MisuseError(
-                f"{what} is JSON, which has no {value!r}; use a string, or put it into the state or the metrics"
-            )
-        return value
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise MisuseError(f"{what} is JSON: its keys are strings, not {key!r}")
-        return {key: plain_json(one, f"{what}[{key!r}]") for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_json(one, f"{what}[{i}]") for i, one in enumerate(value)]
-    raise MisuseError(
-        f"{what} is JSON (None, bool, int, float, str, lists, dicts with string keys), not {type(value).__qualname__}; "
-        "put it into the state"
     )

@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from .checks import flag, shown, whole
+from .errors import MisuseError
+from .timeouts import NO_DEADLINE
+from .timeouts import seconds as seconds_of
+
 #: A user's own policy: ``(step, latest step or None) -> bool``.
 Predicate = Callable[[int, int | None], bool]
 
@@ -42,29 +47,26 @@ class SavePolicy:
 
 def _combine(how: str, left: SavePolicy, right: object) -> SavePolicy:
     if not isinstance(right, SavePolicy):
-        raise TypeError(f"a save policy combines with a save policy, not with {type(right).__name__}")
-    parts: list[dict[str, Any]] = []
-    for one in (left, right):
-        parts.extend(one._rule["of"] if one._rule["policy"] == how else [one._rule])
+        raise MisuseError(f"a save policy combines with a save policy, not with {shown(right)}")
+    parts = combined(how, left._rule, right._rule)
     signals = tuple(dict.fromkeys(left.signals + right.signals))
-    return SavePolicy({"policy": how, "of": parts}, left._predicates | right._predicates, signals)
+    return SavePolicy(parts, left._predicates | right._predicates, signals)
 
 
 def every_steps(n: int, *, initial: bool = True) -> SavePolicy:
     """Steps that are divisible by ``n``; with ``initial`` also the first step of an empty root."""
-    return SavePolicy({"policy": "every_steps", "n": _count(n, "every_steps", 1), "initial": bool(initial)})
+    number = whole(n, "the n of every_steps", 1, LARGEST)
+    return SavePolicy({"policy": "every_steps", "n": number, "initial": flag(initial, "initial")})
 
 
 def at_steps(steps: Iterable[int]) -> SavePolicy:
     """These steps and no others."""
-    return SavePolicy(
-        {"policy": "at_steps", "steps": sorted({_count(step, "at_steps", 0) for step in steps})}
-    )
+    return SavePolicy({"policy": "at_steps", "steps": numbers(steps, "at_steps")})
 
 
 def every_seconds(seconds: float) -> SavePolicy:
     """When so many seconds have passed since the last save began, or there was none."""
-    return SavePolicy({"policy": "every_seconds", "seconds": float(seconds)})
+    return SavePolicy({"policy": "every_seconds", "seconds": length(seconds, "every_seconds")})
 
 
 def when_idle() -> SavePolicy:
@@ -74,25 +76,52 @@ def when_idle() -> SavePolicy:
 
 def on_preemption(signals: Iterable[int] | None = None) -> SavePolicy:
     """When the job is to be preempted. ``signals`` (default: SIGTERM) announce that; handlers that are there are chained."""
-    if signals is None:
-        import signal
+    import signal
 
+    if signals is None:
         signals = (signal.SIGTERM,)
-    return SavePolicy({"policy": "on_preemption"}, {}, tuple(int(one) for one in signals))
+    if isinstance(signals, (str, bytes)) or not isinstance(signals, Iterable):
+        raise MisuseError(f"signals is a list of signals, such as [signal.SIGTERM], not {shown(signals)}")
+    numbers = tuple(whole(one, "a signal", 1) for one in signals)
+    if unknown := [number for number in numbers if number not in signal.valid_signals()]:
+        raise MisuseError(f"this system has no signal {unknown[0]}")
+    if any(number in (9, 19) for number in numbers):
+        raise MisuseError(
+            "SIGKILL and SIGSTOP cannot be listened to; a scheduler sends another signal before them"
+        )
+    return SavePolicy({"policy": "on_preemption"}, {}, numbers)
 
 
 def when(predicate: Predicate) -> SavePolicy:
     """When ``predicate(step, latest)`` says so; ``latest`` is ``None`` in an empty root."""
     if not callable(predicate):
-        raise TypeError("when() takes a callable of (step, latest)")
+        raise MisuseError(f"when() takes a callable of (step, latest), not {shown(predicate)}")
     name = f"{getattr(predicate, '__qualname__', type(predicate).__qualname__)}-{id(predicate):x}"
     return SavePolicy({"policy": "custom", "name": name}, {name: predicate})
 
 
-def _count(n: Any, what: str, least: int) -> int:
-    if isinstance(n, bool) or not hasattr(n, "__index__"):
-        raise TypeError(f"{what} takes integers, not {type(n).__name__}")
-    value = int(n.__index__())
-    if value < least:
-        raise ValueError(f"{what}({value}) names no step; pass at least {least}")
-    return value
+#: Steps, and counts of them, are smaller.
+LARGEST = 2**63 - 1
+
+
+def combined(how: str, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """Two rules as one, flat where they were combined the same way: for save policies and for retention."""
+    parts: list[dict[str, Any]] = []
+    for one in (left, right):
+        parts.extend(one["of"] if one["policy"] == how else [one])
+    return {"policy": how, "of": parts}
+
+
+def numbers(steps: Iterable[int], name: str) -> list[int]:
+    """Steps that a rule names, in order."""
+    if isinstance(steps, (str, bytes)) or not isinstance(steps, Iterable):
+        raise MisuseError(f"{name} takes a list of steps, such as [10, 20], not {shown(steps)}")
+    return sorted({whole(step, f"a step of {name}", 0, LARGEST) for step in steps})
+
+
+def length(seconds: float, name: str) -> float:
+    """A length of time that a rule names; one that never ends is long."""
+    if seconds is None:
+        raise MisuseError(f"{name} takes a number of seconds, not None")
+    found = seconds_of(seconds, f"the seconds of {name}")
+    return NO_DEADLINE if found is None else found

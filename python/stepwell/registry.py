@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, final
 
+from .checks import shown
+from .errors import MisuseError
+
 Flatten = Callable[[Any], Mapping[Any, Any]]
 Unflatten = Callable[[dict[Any, Any]], Any]
 
@@ -46,17 +49,19 @@ def register(
     that another class has is refused.
     """
     if (flatten is None) != (unflatten is None):
-        raise ValueError("flatten and unflatten come together: one takes apart what the other puts together")
+        raise MisuseError("flatten and unflatten come together: one takes apart what the other puts together")
+    if not isinstance(cls, type):
+        raise MisuseError(f"register() takes a class, not {shown(cls)}")
     if flatten is None and not (
         dataclasses.is_dataclass(cls) or is_namedtuple_class(cls) or issubclass(cls, enum.Enum)
     ):
-        raise TypeError(
+        raise MisuseError(
             f"{type_name(cls)} is no namedtuple, dataclass or enum: give flatten= and unflatten= to register it"
         )
     entry = Registered(cls, name or type_name(cls), flatten, unflatten)
     other = _by_name.get(entry.name)
     if other is not None and other.cls is not cls and type_name(other.cls) != type_name(cls):
-        raise ValueError(f"the name {entry.name!r} is registered for {type_name(other.cls)} already")
+        raise MisuseError(f"the name {entry.name!r} is registered for {type_name(other.cls)} already")
     _by_class[cls] = entry
     _by_name[entry.name] = entry
     return cls

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-from .policies import _count
+from .checks import one_of, shown, text, whole
+from .errors import MisuseError
+from .policies import LARGEST, combined, length, numbers
 
 
 @final
@@ -20,13 +22,8 @@ class Retention:
 
     def __or__(self, other: Retention) -> Retention:
         if not isinstance(other, Retention):
-            raise TypeError(
-                f"a retention rule combines with a retention rule, not with {type(other).__name__}"
-            )
-        parts: list[dict[str, Any]] = []
-        for one in (self, other):
-            parts.extend(one._rule["of"] if one._rule["policy"] == "any" else [one._rule])
-        return Retention({"policy": "any", "of": parts})
+            raise MisuseError(f"a retention rule combines with a retention rule, not with {shown(other)}")
+        return Retention(combined("any", self._rule, other._rule))
 
     def to_json(self) -> str:
         """What the engine reads."""
@@ -43,35 +40,45 @@ def keep_all() -> Retention:
 
 def keep_latest(n: int) -> Retention:
     """The newest ``n`` stay."""
-    return Retention({"policy": "keep_latest", "n": _count(n, "keep_latest", 0)})
+    return Retention({"policy": "keep_latest", "n": whole(n, "the n of keep_latest", 0, LARGEST)})
 
 
 def keep_every(steps: int, items: Iterable[str] | None = None) -> Retention:
     """Steps that are divisible by ``steps`` stay; with ``items`` (globs over item names) only those items of them: the rest is thinned away."""
-    rule: dict[str, Any] = {"policy": "keep_every", "steps": _count(steps, "keep_every", 1)}
+    rule: dict[str, Any] = {
+        "policy": "keep_every",
+        "steps": whole(steps, "the steps of keep_every", 1, LARGEST),
+    }
     if items is not None:
-        if isinstance(items, str):
-            raise TypeError('items takes a list of globs, such as items=["params"], not one string')
-        rule["items"] = [str(item) for item in items]
+        if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+            raise MisuseError(f'items takes a list of globs, such as items=["params"], not {shown(items)}')
+        items = list(items)
+        if not items:
+            raise MisuseError("items=[] would keep nothing of these steps; name items, or leave items= out")
+        rule["items"] = [text(item, "a glob of items") for item in items]
     return Retention(rule)
 
 
 def keep_best(n: int, metric: str, mode: Literal["min", "max"]) -> Retention:
     """The best ``n`` by a metric stay. NaN is worst; of equals the later is better."""
-    if mode not in ("min", "max"):
-        raise ValueError(f'mode is "min" or "max", not {mode!r}')
+    one_of(mode, "mode", ("min", "max"))
+    if not text(metric, "the metric of keep_best"):
+        raise MisuseError("the metric of keep_best is the name of one, not an empty string")
     return Retention(
-        {"policy": "keep_best", "n": _count(n, "keep_best", 0), "metric": str(metric), "mode": mode}
+        {
+            "policy": "keep_best",
+            "n": whole(n, "the n of keep_best", 0, LARGEST),
+            "metric": metric,
+            "mode": mode,
+        }
     )
 
 
 def keep_steps(steps: Iterable[int]) -> Retention:
     """These steps stay."""
-    return Retention(
-        {"policy": "keep_steps", "steps": sorted({_count(step, "keep_steps", 0) for step in steps})}
-    )
+    return Retention({"policy": "keep_steps", "steps": numbers(steps, "keep_steps")})
 
 
 def keep_newer_than(seconds: float) -> Retention:
     """Steps that were committed less than ``seconds`` ago stay."""
-    return Retention({"policy": "keep_newer_than", "seconds": float(seconds)})
+    return Retention({"policy": "keep_newer_than", "seconds": length(seconds, "keep_newer_than")})

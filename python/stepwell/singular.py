@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
-from . import _core, lifecycle
-from .ahead import expected
+from . import _core, lifecycle, restoring
 from .checkpoint import Checkpoint, Metadata, VerifyReport
-from .errors import MisuseError, StalledError, StepGone, StepNotFound
-from .manager import _check_target, _is_callable_state, _step, real_numbers
-from .options import Options, plain_json, to_json
+from .checks import instance, metadata_json, one_of, real_numbers, step_number
+from .errors import StalledError, StepGone, StepNotFound
+from .locations import Path, absolute, check_destination, check_watched, explaining
+from .options import ENGINES, Options, to_json
+from .pending import Save
 from .policies import every_steps
-from .restore import Globs
+from .restore_options import RestoreKeywords, RestoreOptions, spelled_out
 from .retention import keep_all
-from .save import Save
+from .stateful import is_callable_state
 from .timeouts import NO_DEADLINE, seconds, stall_seconds
-
-Path = str | os.PathLike[str]
-
-
-def _absolute(path: Path) -> str:
-    return os.path.abspath(os.path.expanduser(os.fspath(path)))
 
 
 class _Background:
@@ -82,13 +75,14 @@ def save_async(
     options: Options | None = None,
 ) -> Save:
     """Saves ``state`` as a checkpoint at ``path``, and returns when the state may be changed again; the future says when it is committed."""
-    if exists not in ("error", "replace"):
-        raise MisuseError(f'exists is "error" or "replace", not {exists!r}')
+    one_of(exists, "exists", ("error", "replace"))
+    options = Options() if options is None else options
+    instance(options, Options, "options", "sw.Options(…)")
     numbers = real_numbers(metrics)
-    metadata = json.dumps(plain_json(custom_metadata, "custom_metadata"))
-    where = _absolute(path)
-    flat = _core.flatten(state() if _is_callable_state(state) else state)
-    options = options or Options()
+    metadata = metadata_json(custom_metadata)
+    where = absolute(path)
+    check_destination(where)
+    flat = _core.flatten(state() if is_callable_state(state) else state)
     text = to_json(options, every_steps(1), keep_all(), None, "auto", 1, False, "raise")
     handle = _core.save_path(where, flat, numbers, metadata, exists, text, lifecycle.notifier.events)
     return keep(handle, where, stall_seconds(options.stall_timeout))
@@ -116,44 +110,18 @@ def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkp
 
 def _open(path: Path, step: int | None, engine: str, ahead: bool | list[str]) -> Checkpoint:
     lifecycle.notifier.start()  # for what the engine has to say
-    number = None if step is None else _step(step)
-    return Checkpoint(_core.open_path(_absolute(path), number, engine, ahead))
+    where, number = absolute(path), None if step is None else step_number(step)
+    one_of(engine, "engine", ENGINES)
+    with explaining(where):
+        return Checkpoint(_core.open_path(where, number, engine, ahead))
 
 
-def restore(
-    path: Path,
-    *,
-    step: int | None = None,
-    like: Any = None,
-    into: Any = None,
-    include: Globs = None,
-    exclude: Globs = None,
-    rename: Any = None,
-    missing: Any = "error",
-    unexpected: Any = "error",
-    cast: Any = "lossless",
-    resize: Any = None,
-    shardings: Any = None,
-    to: Literal["numpy"] | None = None,
-    broadcast: bool = False,
-    return_report: bool = False,
-) -> Any:
+@spelled_out
+def restore(path: Path, *, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
     """Restores the checkpoint at ``path`` (a root: its newest step); see ``CheckpointManager.restore``."""
-    _check_target(shardings, to, broadcast)
-    ahead = expected(like, into, not (include is exclude is rename is None))
-    with _open(path, step, "auto", ahead) as checkpoint:
-        return checkpoint.restore(
-            like=like,
-            into=into,
-            include=include,
-            exclude=exclude,
-            rename=rename,
-            missing=missing,
-            unexpected=unexpected,
-            cast=cast,
-            resize=resize,
-            return_report=return_report,
-        )
+    checked = RestoreOptions.of(options)
+    with _open(path, step, "auto", checked.expected) as checkpoint:
+        return restoring.run(checkpoint._open(), checked)
 
 
 def metadata(path: Path, step: int | None = None) -> Metadata:
@@ -172,7 +140,9 @@ def verify(
 
 def add_metrics(root: Path, step: int, metrics: Mapping[str, Any]) -> None:
     """Adds metrics to a committed step of a root: an evaluator's, from another process than the trainer's."""
-    _core.add_metrics(_absolute(root), _step(step), real_numbers(metrics))
+    where = absolute(root, "the root")
+    with explaining(where):
+        _core.add_metrics(where, step_number(step), real_numbers(metrics))
 
 
 def engine_info(path: Path | None = None) -> dict[str, Any]:
@@ -183,7 +153,7 @@ def engine_info(path: Path | None = None) -> dict[str, Any]:
     import numpy as np
 
     engine, direct, alignment, registered, reasons = _core.engine_choice(
-        _absolute("." if path is None else path)
+        absolute("." if path is None else path)
     )
     return {
         "engine": engine,
@@ -209,12 +179,18 @@ def watch(
 ) -> Iterator[Checkpoint]:
     """Yields committed steps newer than ``after``, leased, as they come: for an evaluator. ``which="latest"`` skips to the newest; ``"all"`` gives every
     one that is still there. Ends when nothing new has come for ``timeout`` seconds. Each is closed when the next is asked for."""
-    if which not in ("latest", "all"):
-        raise MisuseError(f'which is "latest" or "all", not {which!r}')
+    one_of(which, "which", ("latest", "all"))
     limit, pause = seconds(timeout), seconds(interval, "interval")
+    where = absolute(root, "the root")
+    seen = None if after is None else step_number(after)
+    check_watched(where)
+    return _watch(where, seen, limit, pause, which)
+
+
+def _watch(
+    where: str, seen: int | None, limit: float | None, pause: float | None, which: str
+) -> Iterator[Checkpoint]:
     lifecycle.notifier.start()  # for what the engine has to say
-    where = _absolute(root)
-    seen = after
     quiet_since = time.monotonic()
     while True:
         steps = [step for step in _core.list_steps(where) if seen is None or step > seen]

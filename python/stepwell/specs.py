@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Generic, TypeVar, final
@@ -9,6 +10,9 @@ from typing import Any, Final, Generic, TypeVar, final
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
+from .checks import shown
+from .errors import MisuseError
 
 T = TypeVar("T")
 
@@ -29,6 +33,25 @@ def native_name(dtype: np.dtype[Any]) -> str:
     return dtype.newbyteorder("=").name
 
 
+def _shape(shape: Any) -> tuple[int, ...]:
+    try:
+        sizes = (operator.index(shape),) if hasattr(shape, "__index__") else tuple(map(operator.index, shape))
+    except TypeError as error:
+        raise MisuseError(f"the shape of an ArraySpec is a tuple of integers, not {shown(shape)}") from error
+    if any(n < 0 for n in sizes):
+        raise MisuseError(f"the shape of an ArraySpec has no negative sizes: {sizes}")
+    return sizes
+
+
+def _dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        return to_dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise MisuseError(
+            f"the dtype of an ArraySpec is one of numpy or ml_dtypes, not {shown(dtype)}"
+        ) from error
+
+
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class ArraySpec:
@@ -45,10 +68,8 @@ class ArraySpec:
     def __init__(
         self, shape: Any = None, dtype: npt.DTypeLike | str | None = None, layout: Any = None
     ) -> None:
-        if isinstance(shape, (int, np.integer)):
-            shape = (int(shape),)
-        object.__setattr__(self, "shape", None if shape is None else tuple(int(n) for n in shape))
-        object.__setattr__(self, "dtype", None if dtype is None else to_dtype(dtype))
+        object.__setattr__(self, "shape", None if shape is None else _shape(shape))
+        object.__setattr__(self, "dtype", None if dtype is None else _dtype(dtype))
         object.__setattr__(self, "layout", layout)
 
     @property

@@ -19,12 +19,14 @@ from .registry import type_name
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How a state is taken out of an object and put back. ``make`` builds a new object around a state, where that is possible."""
+    """How a state is taken out of an object and put back. ``make`` builds a new object around a state, where that is possible; ``trial`` raises where a
+    state does not fit, and changes nothing."""
 
     name: str
     get: Callable[[Any], Any]
     set: Callable[[Any, Any], None]
     make: Callable[[Any, Any], Any] | None = None
+    trial: Callable[[Any, Any], Any] | None = None
 
 
 def _random_get(generator: Any) -> dict[str, Any]:
@@ -70,16 +72,21 @@ def _random_state_make(_like: Any, state: Any) -> Any:
     return made
 
 
-_RANDOM = Protocol("random.Random", _random_get, _random_set, _random_make)
-_MODULE_RANDOM = Protocol("random", _random_get, _random_set)
-_BITS = Protocol("numpy.random.BitGenerator", _bits_get, _bits_set, _bits_make)
+_RANDOM = Protocol("random.Random", _random_get, _random_set, _random_make, _random_make)
+_MODULE_RANDOM = Protocol("random", _random_get, _random_set, trial=_random_make)
+_BITS = Protocol("numpy.random.BitGenerator", _bits_get, _bits_set, _bits_make, _bits_make)
 _GENERATOR = Protocol(
-    "numpy.random.Generator", lambda g: g.bit_generator.state, _generator_set, _generator_make
+    "numpy.random.Generator",
+    lambda g: g.bit_generator.state,
+    _generator_set,
+    _generator_make,
+    _generator_make,
 )
 _RANDOM_STATE = Protocol(
     "numpy.random.RandomState",
     lambda g: g.get_state(legacy=False),
     lambda g, state: g.set_state(state),
+    _random_state_make,
     _random_state_make,
 )
 _STATE_DICT = Protocol("state_dict", lambda o: o.state_dict(), lambda o, state: o.load_state_dict(state))
@@ -105,6 +112,11 @@ def protocol_of(obj: Any) -> Protocol | None:
     if callable(getattr(obj, "get_state", None)) and callable(getattr(obj, "set_state", None)):
         return _GET_STATE
     return None
+
+
+def is_callable_state(state: Any) -> bool:
+    """Whether a ``save`` was given a function that makes the state."""
+    return callable(state) and not isinstance(state, type) and protocol_of(state) is None
 
 
 def name_of(obj: Any) -> str:

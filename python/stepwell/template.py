@@ -71,7 +71,7 @@ Part: TypeAlias = Leaf | Branch
 
 def parse(target: Any) -> Part:
     """Takes the caller's structure apart."""
-    return _part(target, "", (), 0)
+    return _part(target, "", (), ())
 
 
 def finish(part: Part, fill: bool) -> Any:
@@ -120,14 +120,16 @@ def _collect_enums(value: Any, found: dict[str, type], depth: int) -> None:
             _collect_enums(one, found, depth + 1)
 
 
-def _part(value: Any, path: str, components: tuple[Component, ...], depth: int) -> Part:
-    if depth > _LIMIT:
-        raise UnsupportedLeaf(f"leaf `{path}`: nested more than {_LIMIT} deep; does a container hold itself?")
+#: The containers around a value, outermost first, with their paths.
+Above: TypeAlias = tuple[tuple[Any, str], ...]
+
+
+def _part(value: Any, path: str, components: tuple[Component, ...], above: Above) -> Part:
     cls = type(value)
     if cls is np.ndarray:
         return Leaf(path, components, "array", value, ArraySpec(value.shape, value.dtype))
     if cls is dict:
-        return _branch(value, path, components, depth, _keys(value.items(), path), _finish_dict)
+        return _branch(value, path, components, above, _keys(value.items(), path), _finish_dict)
     if value is AS_STORED:
         return Leaf(path, components, "stored", value)
     if value is ...:
@@ -142,16 +144,16 @@ def _part(value: Any, path: str, components: tuple[Component, ...], depth: int) 
         if value and is_plain(value):
             return Leaf(path, components, "object", value)
         make = _finish_list if cls is list else _finish_tuple
-        return _branch(value, path, components, depth, [(("x", i), one) for i, one in enumerate(value)], make)
-    return _other(value, path, components, depth)
+        return _branch(value, path, components, above, [(("x", i), one) for i, one in enumerate(value)], make)
+    return _other(value, path, components, above)
 
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, bytearray, set, frozenset})
 
 
-def _other(value: Any, path: str, components: tuple[Component, ...], depth: int) -> Part:
+def _other(value: Any, path: str, components: tuple[Component, ...], above: Above) -> Part:
     if isinstance(value, WRAPPERS):
-        inner = _part(value.value, path, components, depth + 1)
+        inner = _part(value.value, path, components, _inside(value, path, above))
         return Branch(value, path, components, [(None, inner)], _finish_wrapper)
     spec = adapters.spec(value)
     if spec is not None:
@@ -165,38 +167,58 @@ def _other(value: Any, path: str, components: tuple[Component, ...], depth: int)
     description = describe(value)
     tag = description[0]
     if tag == "mapping":
-        return _branch(value, path, components, depth, _keys(description[2], path), _finish_mapping)  # type: ignore[misc]
+        return _branch(value, path, components, above, _keys(description[2], path), _finish_mapping)  # type: ignore[misc]
     if tag == "deque":
         items: list[Any] = description[2]  # type: ignore[misc, assignment]
         if items and is_plain(items):
             return Leaf(path, components, "object", value)
         return _branch(
-            value, path, components, depth, [(("x", i), v) for i, v in enumerate(items)], _finish_deque
+            value, path, components, above, [(("x", i), v) for i, v in enumerate(items)], _finish_deque
         )
     if tag == "fields":
         fields: list[tuple[Component, Any]] = [(("f", name), v) for name, v in description[3]]  # type: ignore[misc]
         make = _finish_namedtuple if isinstance(value, tuple) else _finish_dataclass
-        return _branch(value, path, components, depth, fields, make)
+        return _branch(value, path, components, above, fields, make)
     if tag == "custom":
-        return _branch(value, path, components, depth, _keys(description[2], path), _finish_custom)  # type: ignore[misc]
+        return _branch(value, path, components, above, _keys(description[2], path), _finish_custom)  # type: ignore[misc]
     if tag == "refuse":
-        raise UnsupportedLeaf(f"leaf `{path}`: {description[1]}")
+        raise _refused(path, str(description[1]))
     return Leaf(path, components, "object", value)
+
+
+def _inside(value: Any, path: str, above: Above) -> Above:
+    """What is around the children of a container. Raises where it is around itself, or where that has no end."""
+    for one, at in above:
+        if one is value:
+            where = (
+                f"the {type(value).__qualname__} at `{at}`"
+                if at
+                else f"the whole structure (a {type(value).__qualname__})"
+            )
+            raise _refused(path, f"a cycle: {where} is inside itself here; leave this reference out")
+    if len(above) >= _LIMIT:
+        raise _refused(path, f"nested more than {_LIMIT} deep; flatten it")
+    return (*above, (value, path))
+
+
+def _refused(path: str, why: str) -> UnsupportedLeaf:
+    error = UnsupportedLeaf(f"leaf `{path}`: {why}")
+    error.leaf = path
+    return error
 
 
 def _branch(
     value: Any,
     path: str,
     components: tuple[Component, ...],
-    depth: int,
+    above: Above,
     children: list[tuple[Component, Any]],
     make: Callable[[Branch, list[tuple[Any, Any]], bool], Any],
 ) -> Branch:
     parts: list[tuple[Any, Part]] = []
+    above = _inside(value, path, above)
     for component, child in children:
-        parts.append(
-            (component[1], _part(child, extend(path, component), (*components, component), depth + 1))
-        )
+        parts.append((component[1], _part(child, extend(path, component), (*components, component), above)))
     return Branch(value, path, components, parts, make)
 
 
@@ -208,7 +230,7 @@ def _keys(items: Any, path: str) -> list[tuple[Component, Any]]:
         elif type(key) is int:
             found.append((("i", key), value))
         else:
-            raise UnsupportedLeaf(f"leaf `{path}`: keys are str or int; {key!r} is a {type(key).__name__}")
+            raise _refused(path, f"keys are str or int; {key!r} is a {type(key).__name__}")
     return found
 
 

@@ -180,6 +180,22 @@ impl Glob {
         }
     }
 
+    /// What every path that it matches begins with: of several alternatives, the first one's.
+    pub(crate) fn leading_literal(&self) -> &[u8] {
+        match self.alternatives.first().and_then(|tokens| tokens.first()) {
+            Some(Token::Literal(text)) => text,
+            _ => &[],
+        }
+    }
+
+    /// What every path that it matches ends in, likewise.
+    pub(crate) fn trailing_literal(&self) -> Option<&[u8]> {
+        match self.alternatives.first().and_then(|tokens| tokens.last()) {
+            Some(Token::Literal(text)) => Some(text),
+            _ => None,
+        }
+    }
+
     /// Matches a path or a leading part of it (whole components). Wildcards take as little as they can.
     pub(crate) fn match_leading<'t>(&self, text: &'t [u8]) -> Option<Leading<'t>> {
         self.alternatives.iter().find_map(|tokens| {

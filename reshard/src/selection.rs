@@ -38,6 +38,14 @@ impl Selection {
         self.selects_text(PathText::new(path).as_bytes())
     }
 
+    pub(crate) fn include(&self) -> Option<&[Glob]> {
+        self.include.as_ref().map(GlobList::globs)
+    }
+
+    pub(crate) fn exclude(&self) -> &[Glob] {
+        self.exclude.globs()
+    }
+
     pub(crate) fn selects_text(&self, text: &[u8]) -> bool {
         self.include.as_ref().is_none_or(|globs| globs.first_match(text).is_some())
             && self.exclude.first_match(text).is_none()
@@ -70,6 +78,8 @@ pub struct Renames {
 struct Rule {
     from: Glob,
     to: Vec<Piece>,
+    /// The right side, as it was given.
+    given: Box<str>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,6 +95,7 @@ impl Renames {
         for (from, to) in rules {
             let number = renames.rules.len();
             let (from, to) = (Glob::new(from.as_ref())?, to.as_ref());
+            let given = to.into();
             let wrong = |what: String| Error::Glob { glob: format!("{} → {to}", from.as_str()), what };
             let wildcards = from.wildcards().ok_or_else(|| {
                 wrong("a rename cannot have braces, since its wildcards would not be known; give one rule for each".into())
@@ -95,7 +106,7 @@ impl Renames {
             } else {
                 renames.patterns.push(number);
             }
-            renames.rules.push(Rule { from, to });
+            renames.rules.push(Rule { from, to, given });
         }
         Ok(renames)
     }
@@ -106,8 +117,13 @@ impl Renames {
     }
 
     /// The rules' `from`, in order.
-    pub fn sources(&self) -> impl Iterator<Item = &str> {
-        self.rules.iter().map(|rule| rule.from.as_str())
+    pub(crate) fn globs(&self) -> impl ExactSizeIterator<Item = &Glob> {
+        self.rules.iter().map(|rule| &rule.from)
+    }
+
+    /// A rule as it was given.
+    pub(crate) fn rule(&self, number: usize) -> Option<(&str, &str)> {
+        self.rules.get(number).map(|rule| (rule.from.as_str(), &*rule.given))
     }
 
     /// The new name of a path, rendered; `None` where no rule applies.

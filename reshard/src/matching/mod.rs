@@ -11,6 +11,7 @@
 mod near;
 mod report;
 mod resolve;
+mod unmatched;
 
 use std::collections::HashMap;
 
@@ -22,6 +23,7 @@ use stepwell_core::region::Region;
 pub use self::report::{
     Collision, Kept, Missing, MissingLeaf, Report, UnexpectedLeaf, Why, WrongDtype, WrongKind, WrongShape,
 };
+pub use self::unmatched::Unmatched;
 use crate::Result;
 use crate::glob::{GlobList, PathText};
 use crate::selection::{Renames, Selection};
@@ -191,6 +193,17 @@ pub struct Options {
     pub resize: PerGlob<Resize>,
     /// Top-level entries that are wanted though no wanted leaf is below them (an empty `dict` in the caller's state).
     pub top_level: Vec<Component>,
+    /// Items that the step had and has no longer, so that what is missing can be explained.
+    pub dropped: Vec<Dropped>,
+}
+
+/// An item that was thinned away.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dropped {
+    /// Its name: a rendered top-level component, or `.` for the loose leaves.
+    pub item: String,
+    /// When that was, for people.
+    pub when: String,
 }
 
 /// A stored leaf that goes into a wanted one.
@@ -343,17 +356,24 @@ impl Matching<'_> {
         let mut assigned: Vec<Option<usize>> = vec![None; self.wanted.len()];
         let mut below_any: Vec<(usize, usize)> = Vec::new();
         let mut collisions: HashMap<usize, Vec<usize>> = HashMap::new();
-        let mut rules_used = vec![false; self.options.renames.sources().count()];
+        let rules = self.options.renames.globs().len();
+        // By rename: whether it applied at all, and whether to a leaf that is wanted or left out on purpose.
+        let (mut applied, mut useful) = (vec![false; rules], vec![false; rules]);
         for s in 0..self.stored.len() {
             let stored_text = self.stored_texts.get(s);
             let renamed = self.options.renames.apply_text(stored_text);
             let selected =
                 self.options.selection.is_all() || self.options.selection.selects_text(stored_text);
-            if let Some((rule, text)) = renamed {
-                rules_used[rule] |= selected;
+            let rule = renamed.map(|(rule, text)| {
+                applied[rule] = true;
                 self.renamed.insert(s, text);
-            }
+                rule
+            });
+            let mut settled = true;
             if !selected {
+                if let Some(rule) = rule {
+                    useful[rule] = true;
+                }
                 self.report.deselected.push(s);
                 continue;
             }
@@ -366,15 +386,24 @@ impl Matching<'_> {
                     None => assigned[w] = Some(s),
                     Some(first) => collisions.entry(w).or_insert_with(|| vec![first]).push(s),
                 },
-                None if !targets.holds(text) => self.report.not_wanted.push(s),
+                None if !targets.holds(text) => {
+                    settled = false;
+                    self.report.not_wanted.push(s);
+                }
                 None => match self.options.unexpected.of(stored_text) {
                     OnUnexpected::Ignore => self.report.ignored.push(s),
                     OnUnexpected::Error => self.unexpected(s),
                 },
             }
+            if let Some(rule) = rule {
+                useful[rule] |= settled;
+            }
         }
-        let unused = self.options.renames.sources().zip(&rules_used).filter(|(_, used)| !**used);
-        self.report.unused_renames = unused.map(|(from, _)| from.to_owned()).collect();
+        let idle = (0..rules).filter(|&rule| applied[rule] && !useful[rule]);
+        let idle = idle.filter_map(|rule| self.options.renames.rule(rule));
+        self.report.idle_renames = idle.map(|(from, to)| (from.to_owned(), to.to_owned())).collect();
+        self.report.dropped.clone_from(&self.options.dropped);
+        self.unmatched(&applied);
         self.collide(collisions);
         self.resolve(&assigned, &below_any);
         self.suggest(&assigned, &below_any);

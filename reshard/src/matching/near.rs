@@ -118,7 +118,7 @@ fn hash(value: &impl Hash) -> u64 {
 }
 
 /// Levenshtein's distance between what stands between a common beginning and a common end.
-fn distance(a: &[u8], b: &[u8]) -> usize {
+pub(super) fn distance(a: &[u8], b: &[u8]) -> usize {
     let same = a.iter().zip(b).take_while(|(a, b)| a == b).count();
     let (a, b) = (&a[same..], &b[same..]);
     let same = a.iter().rev().zip(b.iter().rev()).take_while(|(a, b)| a == b).count();

@@ -4,7 +4,7 @@ use std::fmt;
 
 use stepwell_core::dtype::Dtype;
 
-use super::Match;
+use super::{Dropped, Match, Unmatched};
 use crate::{Error, Result};
 
 /// Leaves of a class that a report's text names; the report itself holds all.
@@ -25,8 +25,12 @@ pub struct Report {
     pub not_wanted: Vec<usize>,
     /// Stored leaves that the selection left out.
     pub deselected: Vec<usize>,
-    /// Renames that applied to no selected leaf: probably misspelt.
-    pub unused_renames: Vec<String>,
+    /// Patterns that apply to nothing: probably misspelt.
+    pub unmatched: Vec<Unmatched>,
+    /// Renames (from, to) that gave names in top-level entries that are not wanted.
+    pub idle_renames: Vec<(String, String)>,
+    /// Items that the step has no longer.
+    pub dropped: Vec<Dropped>,
     /// Wanted, but not stored.
     pub missing: Vec<MissingLeaf>,
     /// Stored, but not wanted.
@@ -81,6 +85,8 @@ pub enum Missing {
     Deselected,
     /// It is not stored; the options say to keep, but the caller has no value.
     NothingToKeep,
+    /// It was in an item that was thinned away: the number of that in [`Report::dropped`].
+    Dropped(usize),
 }
 
 /// A stored leaf, inside a wanted top-level entry, that nobody wants.
@@ -165,6 +171,7 @@ impl Report {
             && self.wrong_dtype.is_empty()
             && self.wrong_kind.is_empty()
             && self.collisions.is_empty()
+            && !self.unmatched.iter().any(|unmatched| unmatched.fails)
     }
 
     /// The report, or the error that shows it.
@@ -180,6 +187,10 @@ impl Report {
             (self.wrong_dtype.len(), "wrong dtype"),
             (self.wrong_kind.len(), "wrong kind"),
             (self.collisions.len(), "colliding"),
+            (
+                self.unmatched.iter().filter(|unmatched| unmatched.fails).count(),
+                "pattern(s) that match nothing",
+            ),
         ];
         let counts: Vec<String> =
             counts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}")).collect();
@@ -239,14 +250,23 @@ impl fmt::Display for Report {
             write!(f, "the checkpoint does not hold what is wanted: {}", self.counts())?;
             self.classes(f)?;
         }
-        if !self.unused_renames.is_empty() {
-            let class = Class {
-                title: "renames that applied to no stored leaf",
-                advice: "the left side is matched against stored paths (a leaf, or a branch above it)",
-            };
-            class.write(f, &self.unused_renames, |f, from| write!(f, "{from}"))?;
-        }
-        Ok(())
+        let class = Class {
+            title: "patterns that match nothing",
+            advice: "include, exclude, unexpected and the left side of a rename are matched against stored paths, missing, cast and resize against \
+                     wanted ones; `a/**` is all below `a`. Mend the pattern, or leave it out",
+        };
+        class.write(f, &self.unmatched, |f, unmatched| {
+            write!(f, "{}: `{}`", unmatched.option, unmatched.glob)?;
+            match unmatched.dropped.and_then(|item| self.dropped.get(item)) {
+                Some(dropped) => write!(f, " ({dropped})"),
+                None => near(f, "; near it is", &unmatched.near),
+            }
+        })?;
+        let class = Class {
+            title: "renames to names that are not wanted",
+            advice: "the right side must begin with a top-level entry of what is wanted; what is renamed to others is not read",
+        };
+        class.write(f, &self.idle_renames, |f, (from, to)| write!(f, "{from} → {to}"))
     }
 }
 
@@ -257,15 +277,20 @@ impl Report {
             advice: "rename the stored leaves, leave these out of what is wanted, or keep the values they have with missing=\"keep\" (also per glob)",
         };
         class.write(f, &self.missing, |f, leaf| {
-            f.write_str(&leaf.path)?;
+            f.write_str(if leaf.path.is_empty() { "the whole state" } else { &leaf.path })?;
             match leaf.reason {
+                Missing::Dropped(item) => {
+                    if let Some(dropped) = self.dropped.get(item) {
+                        write!(f, " ({dropped})")?;
+                    }
+                }
                 Missing::NotStored => {}
                 Missing::Deselected => f.write_str(" (stored, but left out by include/exclude)")?,
                 Missing::NothingToKeep => {
                     f.write_str(" (nothing to keep: only its description was given, no value)")?;
                 }
             }
-            if leaf.reason == Missing::Deselected {
+            if matches!(leaf.reason, Missing::Deselected | Missing::Dropped(_)) {
                 Ok(())
             } else {
                 near(f, "; near it is stored", &leaf.near)
@@ -327,6 +352,17 @@ impl Report {
             }
             if leaf.stored_paths.len() > 3 { f.write_str(", …") } else { Ok(()) }
         })
+    }
+}
+
+impl fmt::Display for Dropped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { item, when } = self;
+        match item.as_str() {
+            "." => write!(f, "the loose leaves were dropped from this step by thinning, {when}")?,
+            item => write!(f, "the item `{item}` was dropped from this step by thinning, {when}")?,
+        }
+        f.write_str("; take a newer step, or leave it out")
     }
 }
 

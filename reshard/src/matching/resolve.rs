@@ -10,10 +10,24 @@ use super::{
     WrongDtype, WrongKind, WrongShape,
 };
 use crate::cast;
+use crate::glob::{boundaries, components};
 
 impl Matching<'_> {
     pub(super) fn resolve(&mut self, assigned: &[Option<usize>], below_any: &[(usize, usize)]) {
         let taken_as_branch: HashSet<usize> = below_any.iter().map(|&(w, _)| w).collect();
+        let any_deselected_below = |w: usize| {
+            let text = self.wanted_texts.get(w);
+            let below = |s: usize| {
+                self.text(s).starts_with(text) && boundaries(self.text(s)).any(|end| end == text.len())
+            };
+            self.wanted[w].spec == Spec::Any && self.report.deselected.iter().any(|&s| below(s))
+        };
+        let below: HashSet<usize> = assigned
+            .iter()
+            .enumerate()
+            .filter(|(w, stored)| stored.is_none() && any_deselected_below(*w))
+            .map(|(w, _)| w)
+            .collect();
         let deselected: HashSet<Vec<u8>> = if self.report.deselected.is_empty() || !assigned.contains(&None) {
             HashSet::new()
         } else {
@@ -23,7 +37,7 @@ impl Matching<'_> {
             match stored {
                 Some(s) => self.fit(w, *s),
                 None if self.wanted[w].spec == Spec::Skip || taken_as_branch.contains(&w) => {}
-                None => self.absent(w, deselected.contains(self.wanted_texts.get(w))),
+                None => self.absent(w, below.contains(&w) || deselected.contains(self.wanted_texts.get(w))),
             }
         }
         for &(w, s) in below_any {
@@ -41,13 +55,30 @@ impl Matching<'_> {
             _ => {
                 let reason = match (deselected, keep) {
                     (true, _) => Missing::Deselected,
-                    (false, true) => Missing::NothingToKeep,
-                    (false, false) => Missing::NotStored,
+                    (false, keep) => match (self.dropped_with(w), keep) {
+                        (Some(item), _) => Missing::Dropped(item),
+                        (None, true) => Missing::NothingToKeep,
+                        (None, false) => Missing::NotStored,
+                    },
                 };
                 let path = self.wanted[w].path.to_string();
+                let told = |one: &super::Unmatched| one.fails && one.option == "include";
+                if path.is_empty() && deselected && self.report.unmatched.iter().any(told) {
+                    return; // the pattern is what is wrong
+                }
                 self.report.missing.push(MissingLeaf { wanted: w, path, reason, near: Vec::new() });
             }
         }
+    }
+
+    /// The number of the dropped item that a wanted leaf was in. What the loose leaves were called is not known any more: any at the top may have been one.
+    fn dropped_with(&self, w: usize) -> Option<usize> {
+        let mut components = components(self.wanted_texts.get(w));
+        let top = crate::glob::render(components.next()?);
+        let loose = components.next().is_none();
+        let dropped = &self.options.dropped;
+        let named = dropped.iter().position(|dropped| dropped.item == top);
+        named.or_else(|| dropped.iter().position(|dropped| dropped.item == "." && loose))
     }
 
     /// The leaf that holds the bytes. An alias of an alias is none (an index that says so was refused when it was read).

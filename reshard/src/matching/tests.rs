@@ -151,6 +151,7 @@ fn what_selection_leaves_out_stays_where_there_is_a_value_and_is_missing_where_t
     wanted[0].holds_value = true;
     let stored = [tensor("params/w", F32, &[1]), tensor("params/x", F32, &[1])];
     let selection = Selection::new(Some(&["optimizer/**"]), &[]).unwrap();
+    let stored = [stored.as_slice(), &[tensor("optimizer/m", F32, &[1])]].concat();
     let report = match_state(&wanted, &stored, &Options { selection, ..Options::default() });
     assert_eq!(report.deselected, [0, 1]);
     assert_eq!(report.kept, [Kept { wanted: 0, why: Why::Deselected }]);
@@ -162,18 +163,16 @@ fn what_selection_leaves_out_stays_where_there_is_a_value_and_is_missing_where_t
 fn renames_come_after_selection_and_their_collisions_are_reported() {
     let stored = [tensor("model/a", F32, &[1]), tensor("old/a", F32, &[1]), tensor("old/b", F32, &[1])];
     let wanted = [want("params/a", F32, &[1]), want("params/b", F32, &[1])];
-    let renames = || Renames::new([("model", "params"), ("old", "params"), ("nothing", "x")]).unwrap();
+    let renames = || Renames::new([("model", "params"), ("old", "params")]).unwrap();
     let report = match_state(&wanted, &stored, &Options { renames: renames(), ..Options::default() });
     assert_eq!(report.collisions[0].stored_paths, ["model/a", "old/a"]);
     let text = report.to_string();
     assert!(text.contains("\n  params/a: model/a, old/a\n"), "{text}");
-    assert!(text.contains("\n  nothing\n"), "{text}");
     let selection = Selection::new(None, &["old/a"]).unwrap();
     let report =
         match_state(&wanted, &stored, &Options { selection, renames: renames(), ..Options::default() });
     assert!(report.is_ok());
     assert_eq!(pairs(&report), [(0, 0), (1, 2)]);
-    assert_eq!(report.unused_renames, ["nothing"]);
     let report = match_state(&wanted[1..], &stored, &Options { renames: renames(), ..Options::default() });
     assert_eq!(report.unexpected[1].renamed.as_deref(), Some("params/a"));
     assert!(report.to_string().contains("old/a (renamed to params/a)"));
@@ -315,4 +314,101 @@ fn stored_leaves_are_those_of_the_index_in_leaf_order() {
     let stored = stored_leaves(&Index { tree, leaves, files: Vec::new() });
     let alias = StoredLeaf { path: path("tied"), spec: StoredSpec::Alias { of: 0 } };
     assert_eq!(stored, [tensor("l[0]", F32, &[2]), alias]);
+}
+
+#[test]
+fn a_pattern_that_chooses_nothing_fails_and_says_what_it_may_have_meant() {
+    let stored = [
+        tensor("params/layers[0]/weight", F32, &[1]),
+        tensor("params/layers[0]/bias", F32, &[1]),
+        tensor("optimizer/m", F32, &[1]),
+    ];
+    let wanted = [want_as("", Spec::Any)];
+    let of = |report: Report| {
+        let found = report
+            .unmatched
+            .iter()
+            .map(|one| (one.option, one.fails, one.near.join(" ")))
+            .collect::<Vec<_>>();
+        (report.is_ok(), found)
+    };
+    let selected = |include: &str| {
+        let selection = Selection::new(Some(&[include]), &[]).unwrap();
+        match_state(&wanted, &stored, &Options { selection, ..Options::default() })
+    };
+    for (include, near) in [
+        ("parms/**", "params"),
+        ("params", "params/**"),
+        ("params/layer/**", "params/layers"),
+        ("params/layers[1]/**", "params/layers[0]"),
+        ("**/wieght", "params/layers[0]/weight"),
+        ("nowhere/to/be/found", ""),
+    ] {
+        assert_eq!(of(selected(include)), (false, vec![("include", true, near.to_owned())]), "{include}");
+    }
+    let text = selected("parms/**").to_string();
+    assert!(text.contains("include: `parms/**`; near it is `params`"), "{text}");
+    assert!(!text.contains("missing:"), "{text}");
+    let selection = Selection::new(None, &["**"]).unwrap();
+    let text = match_state(&wanted, &stored, &Options { selection, ..Options::default() }).to_string();
+    assert!(text.contains("the whole state (stored, but left out by include/exclude)"), "{text}");
+
+    let selection = Selection::new(None, &["optimiser/**"]).unwrap();
+    let report = match_state(&wanted, &stored, &Options { selection, ..Options::default() });
+    assert_eq!(of(report), (false, vec![("exclude", true, "optimizer".to_owned())]));
+    let renames = Renames::new([("model", "params")]).unwrap();
+    let report = match_state(&wanted, &stored, &Options { renames, ..Options::default() });
+    assert_eq!(of(report), (false, vec![("rename", true, String::new())]));
+    let cast = PerGlob::new([("params/*/weights", Cast::To(Dtype::Bfloat16))], Cast::Lossless).unwrap();
+    let report = match_state(&wanted, &stored, &Options { cast, ..Options::default() });
+    assert_eq!(of(report).1[0].0, "cast");
+    let unexpected = PerGlob::new([("head/**", OnUnexpected::Ignore)], OnUnexpected::Error).unwrap();
+    let report = match_state(&wanted, &stored, &Options { unexpected, ..Options::default() });
+    assert_eq!(
+        of(report),
+        (true, vec![("unexpected", false, String::new())]),
+        "it allows something, and need not be used"
+    );
+}
+
+#[test]
+fn a_rename_to_what_is_not_wanted_is_told() {
+    let stored = [tensor("old/a", F32, &[1]), tensor("params/w", F32, &[1])];
+    let renames = || Renames::new([("old", "model")]).unwrap();
+    let report = match_state(
+        &[want("params/w", F32, &[1])],
+        &stored,
+        &Options { renames: renames(), ..Options::default() },
+    );
+    assert!(report.is_ok());
+    assert_eq!(report.idle_renames, [("old".to_owned(), "model".to_owned())]);
+    assert!(report.to_string().contains("old → model"));
+    let report = match_state(
+        &[want("model/a", F32, &[1])],
+        &stored,
+        &Options { renames: renames(), ..Options::default() },
+    );
+    assert_eq!(report.idle_renames, []);
+}
+
+#[test]
+fn what_was_in_a_dropped_item_is_said_to_have_been() {
+    let stored = [tensor("params/w", F32, &[1])];
+    let dropped = |item: &str| Dropped { item: item.to_owned(), when: "on Monday".to_owned() };
+    let options = |item: &str| Options { dropped: vec![dropped(item)], ..Options::default() };
+    let wanted = [want("optimizer/m", F32, &[1]), want("params/b", F32, &[1]), want_as("step", Spec::Object)];
+    let reasons = |report: &Report| report.missing.iter().map(|leaf| leaf.reason).collect::<Vec<_>>();
+    let report = match_state(&wanted, &stored, &options("optimizer"));
+    assert_eq!(reasons(&report), [Missing::Dropped(0), Missing::NotStored, Missing::NotStored]);
+    let text = report.to_string();
+    assert!(
+        text.contains("optimizer/m (the item `optimizer` was dropped from this step by thinning, on Monday;"),
+        "{text}"
+    );
+    let report = match_state(&wanted, &stored, &options("."));
+    assert_eq!(reasons(&report), [Missing::NotStored, Missing::NotStored, Missing::Dropped(0)]);
+    let selection = Selection::new(None, &["optimizer/**"]).unwrap();
+    let report =
+        match_state(&[want("params/w", F32, &[1])], &stored, &Options { selection, ..options("optimizer") });
+    assert!(report.is_ok(), "what is gone need not be there to be left out: {report}");
 }

@@ -1,0 +1,236 @@
+//! The short way of a restore: a target that has the structure, dtypes and shapes of what is stored, in containers that are exactly built in.
+//!
+//! [`plan`] walks the target and the stored tree side by side and answers `None` the moment anything is off, or only Python knows what it means:
+//! the general way (`stepwell.restoring`) then starts from the beginning, makes its report, and does whatever is to be done. So nothing here
+//! decides what is an error. No leaf costs a Python object but the array that is returned; no path is rendered unless a read fails.
+//!
+//! What the two ways have in common: objects are read first, then arrays in new memory, then the caller's own arrays; leaves that are tied in the
+//! store come back as one object; the structure is put together when everything has been read.
+
+mod build;
+mod siblings;
+mod walk;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyTuple};
+
+use stepwell_core::dtype::Dtype;
+use stepwell_core::format::index::{LeafRecord, TensorRecord};
+use stepwell_core::region::Region;
+use stepwell_reshard::read_plan::Request;
+
+use self::build::Build;
+use self::siblings::Siblings;
+use self::walk::Walk;
+use crate::checkpoint::{Checkpoint, Engined, read_all};
+use crate::flatten::Dtypes;
+use crate::hooks::hooks;
+use crate::ingest::HeldBuffer;
+use crate::slabs::{Place, Slabs};
+
+/// A restore that has been matched, and what it has read so far.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct Direct {
+    inner: Arc<Engined>,
+    /// Whether the caller's containers are filled, not made anew.
+    fill: bool,
+    work: Mutex<Work>,
+}
+
+struct Work {
+    root: Node,
+    /// Leaves that hold the objects that are wanted.
+    objects: Vec<u32>,
+    /// Leaves that hold the tensors that get new memory, and where in it.
+    fresh: Vec<(u32, Place)>,
+    slabs: Slabs,
+    /// Tensors that are read into the caller's memory.
+    in_place: Vec<InPlace>,
+    /// Of those that are being read, the leaves whose paths are told: the tensors themselves, or what is tied to them.
+    named: Vec<u32>,
+    /// By leaf, its number in `objects` or `fresh`.
+    number_of: HashMap<u32, usize>,
+    siblings: Siblings,
+}
+
+/// What is put together at the end.
+enum Node {
+    /// An object or an array in new memory, by the leaf that holds it.
+    Leaf(u32),
+    /// A node of the stored tree, with everything below it.
+    Stored(u32),
+    /// The caller's own array.
+    Own(Py<PyAny>),
+    Dict(Py<PyDict>, Vec<(Py<PyAny>, Node)>),
+    List(Py<PyList>, Vec<Node>),
+    Tuple(Vec<Node>),
+}
+
+struct InPlace {
+    leaf: u32,
+    /// The leaf where the caller has it: `leaf` itself, or one that is tied to it.
+    named: u32,
+    buffer: HeldBuffer,
+    /// Its elements are those of the one before it in memory, and so is what is stored.
+    twin: bool,
+}
+
+/// Matches a target that has exactly the stored structure; `None` where the general way must look. `fill`: arrays of the caller are to be filled.
+#[pyfunction]
+pub fn plan_direct(
+    py: Python<'_>,
+    checkpoint: &Checkpoint,
+    target: &Bound<'_, PyAny>,
+    fill: bool,
+) -> PyResult<Option<Direct>> {
+    let inner = checkpoint.get(py)?;
+    if inner.tree().nodes().is_empty() {
+        return Ok(None);
+    }
+    let work = Work {
+        root: Node::Stored(0),
+        objects: Vec::new(),
+        fresh: Vec::new(),
+        slabs: Slabs::default(),
+        in_place: Vec::new(),
+        named: Vec::new(),
+        number_of: HashMap::new(),
+        siblings: Siblings::of(inner.tree()),
+    };
+    let hooks = hooks(py)?;
+    let mut walk = Walk { inner: &inner, hooks, fill, dtypes: Dtypes::default(), work };
+    let Some(root) = walk.node(0, target, 0)? else { return Ok(None) };
+    walk.work.root = root;
+    if !walk.settle_shared() {
+        return Ok(None);
+    }
+    let work = Mutex::new(walk.work);
+    Ok(Some(Direct { inner, fill, work }))
+}
+
+fn record(inner: &Engined, leaf: u32) -> (u32, Option<&TensorRecord>) {
+    let leaves = &inner.index().leaves;
+    let source = match leaves.get(leaf as usize) {
+        Some(LeafRecord::Alias { of }) => *of,
+        _ => leaf,
+    };
+    match leaves.get(source as usize) {
+        Some(LeafRecord::Tensor(tensor)) => (source, Some(tensor)),
+        _ => (source, None),
+    }
+}
+
+#[pymethods]
+impl Direct {
+    /// The leaves whose objects [`Direct::build`] wants, in this order.
+    fn objects(&self) -> Vec<u32> {
+        self.lock().objects.clone()
+    }
+
+    /// Reads what gets new memory.
+    fn read_fresh(&self, py: Python<'_>) -> PyResult<()> {
+        let (parts, buffers) = {
+            let mut work = self.lock();
+            work.slabs.map(py)?;
+            let mut parts = Vec::with_capacity(work.fresh.len());
+            for &(leaf, place) in &work.fresh {
+                let Some(tensor) = record(&self.inner, leaf).1 else { continue };
+                if let Place::Slab { slab, offset } = place {
+                    let itemsize = tensor.dtype.size() as u64;
+                    let region = Region::whole(&tensor.shape);
+                    let mut request = Request::row_major(leaf, region, itemsize, slab);
+                    request.dst_offset = offset;
+                    parts.push(request);
+                }
+            }
+            (parts, work.slabs.buffers(py)?)
+        };
+        self.read(py, parts, buffers).map(|_| ())
+    }
+
+    /// Reads into the caller's arrays.
+    fn read_in_place(&self, py: Python<'_>) -> PyResult<()> {
+        let mut parts = Vec::new();
+        let mut buffers = Vec::new();
+        let mut work = self.lock();
+        for one in std::mem::take(&mut work.in_place) {
+            if !one.twin {
+                work.named.push(one.named);
+            }
+            if !one.twin && one.buffer.nbytes() > 0 {
+                let Some(tensor) = record(&self.inner, one.leaf).1 else { continue };
+                let request = Request {
+                    leaf: one.leaf,
+                    region: Region::whole(&tensor.shape),
+                    dst: buffers.len() as u32,
+                    dst_offset: one.buffer.span().0 as u64,
+                    dst_strides: one.buffer.strides().iter().map(|&stride| stride as i64).collect(),
+                };
+                parts.push(request);
+            }
+            // That of a twin too: it is the caller's memory, and stays until it is read.
+            buffers.push(one.buffer);
+        }
+        drop(work);
+        self.read(py, parts, buffers).map(|_| ())
+    }
+
+    /// Paths of the leaves that [`Direct::read_in_place`] has begun to read.
+    fn in_place_paths(&self) -> Vec<String> {
+        let tree = self.inner.tree();
+        self.lock().named.iter().map(|&leaf| tree.leaf_path(leaf).to_string()).collect()
+    }
+
+    /// The caller's structure, or the stored one, with what was read. `objects`: the values of [`Direct::objects`].
+    fn build<'py>(&self, py: Python<'py>, objects: Vec<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
+        let mut work = self.lock();
+        let mut build = Build {
+            py,
+            inner: &self.inner,
+            fill: self.fill,
+            siblings: &work.siblings,
+            number_of: &work.number_of,
+            objects,
+            arrays: Vec::with_capacity(work.fresh.len()),
+        };
+        let mut dtypes: HashMap<Dtype, Bound<'py, PyAny>> = HashMap::new();
+        let hooks = hooks(py)?;
+        for &(leaf, place) in &work.fresh {
+            let Some(tensor) = record(&self.inner, leaf).1 else { continue };
+            let dtype = if let Some(dtype) = dtypes.get(&tensor.dtype) {
+                dtype
+            } else {
+                let made = hooks.to_dtype.bind(py).call1((tensor.dtype.name(),))?;
+                dtypes.entry(tensor.dtype).or_insert(made)
+            };
+            let shape = PyTuple::new(py, &tensor.shape)?;
+            let ndarray = hooks.ndarray.bind(py);
+            build.arrays.push(match place {
+                Place::Slab { slab, offset } => {
+                    ndarray.call1((shape, dtype, work.slabs.object(py, slab)?, offset))?
+                }
+                Place::Empty => ndarray.call1((shape, dtype))?,
+            });
+        }
+        let built = build.node(&work.root)?;
+        drop(build);
+        work.root = Node::Stored(0);
+        Ok(built)
+    }
+}
+
+impl Direct {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Work> {
+        self.work.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn read(&self, py: Python<'_>, parts: Vec<Request>, buffers: Vec<HeldBuffer>) -> PyResult<u64> {
+        if parts.is_empty() {
+            return Ok(0);
+        }
+        read_all(py, &self.inner, parts, buffers)
+    }
+}

@@ -1,0 +1,348 @@
+//! The walk: target and stored tree side by side, until they differ.
+
+use std::collections::HashMap;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
+
+use stepwell_core::format::index::TensorRecord;
+use stepwell_core::leaf_path::Component;
+use stepwell_core::limits::MAX_DEPTH;
+use stepwell_core::tree::NodeKind;
+use stepwell_core::value::Value;
+
+use super::{InPlace, Node, Work, record};
+use crate::checkpoint::Engined;
+use crate::flatten::Dtypes;
+use crate::hooks::Hooks;
+use crate::ingest::HeldBuffer;
+use crate::values::{Plain, exact_scalar, to_value};
+
+pub(super) struct Walk<'a, 'py> {
+    pub(super) inner: &'a Engined,
+    pub(super) hooks: &'a Hooks,
+    pub(super) fill: bool,
+    pub(super) dtypes: Dtypes<'py>,
+    pub(super) work: Work,
+}
+
+type Found<T> = PyResult<Option<T>>;
+
+impl<'a, 'py> Walk<'a, 'py> {
+    pub(super) fn node(&mut self, at: u32, target: &Bound<'py, PyAny>, depth: u64) -> Found<Node> {
+        if depth > MAX_DEPTH {
+            return Ok(None);
+        }
+        let Some(stored) = self.inner.tree().nodes().get(at as usize) else { return Ok(None) };
+        let class = target.get_type();
+        if target.is(&self.hooks.as_stored) {
+            self.everything(at);
+            return Ok(Some(Node::Stored(at)));
+        }
+        if let NodeKind::Leaf(leaf) = stored.kind {
+            let (source, tensor) = self.record(leaf);
+            return match tensor {
+                Some(tensor) if class.is(&self.hooks.ndarray) => self.array(leaf, source, tensor, target),
+                Some(tensor) if class.is(&self.hooks.array_spec) => self.spec(source, tensor, target),
+                None if class.is(&self.hooks.object_spec) || self.is_plain(target, depth)? => {
+                    self.object(source);
+                    Ok(Some(Node::Leaf(source)))
+                }
+                _ => Ok(None),
+            };
+        }
+        if let Ok(dict) = target.cast_exact::<PyDict>() {
+            let keys: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)> = dict.iter().collect();
+            let Some(places) = self.places(at, &keys, depth == 0) else { return Ok(None) };
+            let mut children = Vec::with_capacity(keys.len());
+            for ((key, value), place) in keys.into_iter().zip(places) {
+                let Some(child) = self.node(place, &value, depth + 1)? else { return Ok(None) };
+                children.push((key.unbind(), child));
+            }
+            return Ok(Some(Node::Dict(dict.clone().unbind(), children)));
+        }
+        let items: Vec<Bound<'py, PyAny>> = if let Ok(list) = target.cast_exact::<PyList>() {
+            list.iter().collect()
+        } else if let Ok(tuple) = target.cast_exact::<PyTuple>() {
+            tuple.iter().collect()
+        } else {
+            return Ok(None);
+        };
+        // An empty sequence may be an object or a container; which, the general way decides. So it does where the target is one object and
+        // what is stored is none.
+        if items.len() != self.work.siblings.count(at) || items.is_empty() {
+            return Ok(None);
+        }
+        let places: Vec<u32> = self.work.siblings.children(at).collect();
+        let mut children = Vec::with_capacity(items.len());
+        let mut objects = true;
+        for (index, (item, place)) in items.iter().zip(places).enumerate() {
+            let component = self.inner.tree().nodes().get(place as usize).and_then(|n| n.component.as_ref());
+            let fits = match component {
+                Some(Component::Index(number)) => *number as usize == index,
+                Some(Component::Int(number)) => usize::try_from(*number) == Ok(index),
+                _ => false,
+            };
+            if !fits {
+                return Ok(None);
+            }
+            let Some(child) = self.node(place, item, depth + 1)? else { return Ok(None) };
+            objects &= exact_scalar(item)?.is_some()
+                || item.is_exact_instance_of::<PyList>()
+                || item.is_exact_instance_of::<PyTuple>();
+            children.push(child);
+        }
+        if objects && matches!(to_value(self.hooks, target, false, depth)?, Plain::Value(_)) {
+            return Ok(None);
+        }
+        Ok(Some(match target.cast_exact::<PyList>() {
+            Ok(list) => Node::List(list.clone().unbind(), children),
+            Err(_) => Node::Tuple(children),
+        }))
+    }
+
+    /// The stored children that the keys of a dict name, in the dict's order. At the top, others may be stored too.
+    fn places(
+        &self,
+        at: u32,
+        keys: &[(Bound<'py, PyAny>, Bound<'py, PyAny>)],
+        top: bool,
+    ) -> Option<Vec<u32>> {
+        let count = self.work.siblings.count(at);
+        if keys.len() > count || (keys.len() < count && !top) {
+            return None;
+        }
+        let nodes = self.inner.tree().nodes();
+        let component = |place: u32| nodes.get(place as usize).and_then(|node| node.component.as_ref());
+        if keys.len() == count {
+            // The usual case: the same keys in the same order.
+            let mut places = Vec::with_capacity(count);
+            for ((key, _), place) in keys.iter().zip(self.work.siblings.children(at)) {
+                if !matches!((Key::of(key), component(place)), (Some(key), Some(stored)) if key.is(stored)) {
+                    break;
+                }
+                places.push(place);
+            }
+            if places.len() == count {
+                return Some(places);
+            }
+        }
+        let mut stored: HashMap<Name<'_>, u32> = HashMap::with_capacity(count);
+        for place in self.work.siblings.children(at) {
+            let component = component(place)?;
+            if stored.insert(Name::of(component), place).is_some() {
+                return None;
+            }
+        }
+        let mut places = Vec::with_capacity(keys.len());
+        for (key, _) in keys {
+            let name = match Key::of(key) {
+                Some(Key::Text(text)) => Name::Text(text),
+                Some(Key::Number(number)) => Name::Number(number),
+                None => return None,
+            };
+            let &place = stored.get(&name)?;
+            places.push(place);
+        }
+        Some(places)
+    }
+
+    /// The leaf that holds a leaf's bytes, and its tensor if it is one.
+    fn record(&self, leaf: u32) -> (u32, Option<&'a TensorRecord>) {
+        record(self.inner, leaf)
+    }
+
+    /// Whether a value of the caller is one object, made of exact built-in values only: no class of the caller's is then needed to revive what is stored.
+    fn is_plain(&self, target: &Bound<'py, PyAny>, depth: u64) -> PyResult<bool> {
+        let sequence = target.cast_exact::<PyList>().is_ok_and(|list| !list.is_empty())
+            || target.cast_exact::<PyTuple>().is_ok_and(|tuple| !tuple.is_empty());
+        if !sequence {
+            return Ok(
+                !target.is(pyo3::types::PyEllipsis::get(target.py())) && exact_scalar(target)?.is_some()
+            );
+        }
+        Ok(matches!(to_value(self.hooks, target, false, depth)?, Plain::Value(value) if is_built_in(&value)))
+    }
+
+    fn array(
+        &mut self,
+        leaf: u32,
+        source: u32,
+        tensor: &TensorRecord,
+        target: &Bound<'py, PyAny>,
+    ) -> Found<Node> {
+        if self.dtypes.of(self.hooks, target)? != Some(tensor.dtype) {
+            return Ok(None);
+        }
+        // A read-only array is not filled; what is returned in its place, the general way knows.
+        let Ok(buffer) = HeldBuffer::new(target, self.fill) else { return Ok(None) };
+        let same = buffer.itemsize() == tensor.dtype.size()
+            && buffer.shape().len() == tensor.shape.len()
+            && buffer.shape().iter().zip(&tensor.shape).all(|(&n, &stored)| u64::try_from(n) == Ok(stored));
+        if !same {
+            return Ok(None);
+        }
+        if !self.fill {
+            self.fresh(source);
+            return Ok(Some(Node::Leaf(source)));
+        }
+        if buffer.nbytes() > 0 && !buffer.is_injective() {
+            return Ok(None);
+        }
+        self.work.in_place.push(InPlace { leaf: source, named: leaf, buffer, twin: false });
+        Ok(Some(Node::Own(target.clone().unbind())))
+    }
+
+    fn spec(&mut self, source: u32, tensor: &TensorRecord, target: &Bound<'py, PyAny>) -> Found<Node> {
+        let py = target.py();
+        let (shape, dtype) = (target.getattr(intern!(py, "shape"))?, target.getattr(intern!(py, "dtype"))?);
+        if !target.getattr(intern!(py, "layout"))?.is_none() {
+            return Ok(None);
+        }
+        if !dtype.is_none() && self.dtypes.named(self.hooks, dtype)? != Some(tensor.dtype) {
+            return Ok(None);
+        }
+        if !shape.is_none() {
+            let shape = shape.cast_into_exact::<PyTuple>()?;
+            if shape.len() != tensor.shape.len() {
+                return Ok(None);
+            }
+            for (n, &stored) in shape.iter().zip(&tensor.shape) {
+                if n.extract::<u64>().ok() != Some(stored) {
+                    return Ok(None);
+                }
+            }
+        }
+        self.fresh(source);
+        Ok(Some(Node::Leaf(source)))
+    }
+
+    /// Wants a node and everything below it, as it is stored.
+    fn everything(&mut self, at: u32) {
+        let mut pending = vec![at];
+        while let Some(at) = pending.pop() {
+            let kind = self.inner.tree().nodes().get(at as usize).map(|node| &node.kind);
+            if let Some(NodeKind::Leaf(leaf)) = kind {
+                let (source, tensor) = self.record(*leaf);
+                if tensor.is_some() { self.fresh(source) } else { self.object(source) }
+            } else {
+                let before = pending.len();
+                pending.extend(self.work.siblings.children(at));
+                pending.get_mut(before..).unwrap_or_default().reverse();
+            }
+        }
+    }
+
+    fn object(&mut self, source: u32) {
+        let work = &mut self.work;
+        work.number_of.entry(source).or_insert_with(|| {
+            work.objects.push(source);
+            work.objects.len() - 1
+        });
+    }
+
+    fn fresh(&mut self, source: u32) {
+        let Some(tensor) = record(self.inner, source).1 else { return };
+        let work = &mut self.work;
+        work.number_of.entry(source).or_insert_with(|| {
+            let place = work.slabs.take(bytes_of(tensor));
+            work.fresh.push((source, place));
+            work.fresh.len() - 1
+        });
+    }
+
+    /// Finds targets that share memory: the same elements from the same stored tensor are read once. Anything else that overlaps is the general way's.
+    pub(super) fn settle_shared(&mut self) -> bool {
+        let span = |one: &InPlace| {
+            let (below, len) = one.buffer.span();
+            let low = (one.buffer.address() as usize).wrapping_sub(below);
+            (low, low.saturating_add(len))
+        };
+        let all = &mut self.work.in_place;
+        let mut order: Vec<(usize, usize, usize)> = all
+            .iter()
+            .enumerate()
+            .filter(|(_, one)| one.buffer.nbytes() > 0)
+            .map(|(number, one)| {
+                let (low, high) = span(one);
+                (low, high, number)
+            })
+            .collect();
+        order.sort_unstable();
+        let mut twins = Vec::new();
+        let mut last: Option<(usize, usize)> = None;
+        for &(low, high, number) in &order {
+            let Some((end, before)) = last.filter(|&(end, _)| low < end) else {
+                last = Some((high, number));
+                continue;
+            };
+            let (Some(one), Some(other)) = (all.get(before), all.get(number)) else { return false };
+            let same = one.leaf == other.leaf
+                && one.buffer.address() == other.buffer.address()
+                && one.buffer.strides() == other.buffer.strides();
+            if !same || end != high {
+                return false;
+            }
+            twins.push(number);
+        }
+        for number in twins {
+            if let Some(one) = all.get_mut(number) {
+                one.twin = true;
+            }
+        }
+        true
+    }
+}
+
+fn bytes_of(tensor: &TensorRecord) -> u64 {
+    tensor.shape.iter().fold(tensor.dtype.size() as u64, |bytes, &n| bytes.saturating_mul(n))
+}
+
+fn is_built_in(value: &Value) -> bool {
+    match value {
+        Value::List(values) | Value::Tuple(values) => values.iter().all(is_built_in),
+        Value::Extension(..) | Value::Set(_) | Value::FrozenSet(_) | Value::Dict(_) => false,
+        _ => true,
+    }
+}
+
+/// A key of a dict.
+enum Key<'a> {
+    Text(&'a str),
+    Number(i64),
+}
+
+impl<'a> Key<'a> {
+    fn of(key: &'a Bound<'_, PyAny>) -> Option<Self> {
+        if let Ok(text) = key.cast_exact::<PyString>() {
+            return text.to_str().ok().map(Self::Text);
+        }
+        key.is_exact_instance_of::<PyInt>().then(|| key.extract().ok()).flatten().map(Self::Number)
+    }
+
+    fn is(&self, component: &Component) -> bool {
+        match (self, Name::of(component)) {
+            (Self::Text(one), Name::Text(other)) => *one == other,
+            (Self::Number(one), Name::Number(other)) => *one == other,
+            _ => false,
+        }
+    }
+}
+
+/// What a component renders as: keys and fields by name, indices and integer keys by number.
+#[derive(PartialEq, Eq, Hash)]
+enum Name<'a> {
+    Text(&'a str),
+    Number(i64),
+}
+
+impl<'a> Name<'a> {
+    fn of(component: &'a Component) -> Self {
+        match component {
+            Component::Key(name) | Component::Field(name) => Self::Text(name),
+            Component::Int(number) => Self::Number(*number),
+            Component::Index(number) => Self::Number(i64::from(*number)),
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! What is done by path, without a manager: one checkpoint saved or opened, a root looked at from outside.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use pyo3::prelude::*;
+
+use stepwell_core::io::{Engine, Purpose};
+use stepwell_manager::singular::{self, SingularRequest};
+use stepwell_manager::{Environment, Error, Expected, Manager as Engined, Options, metrics, root};
+
+use crate::checkpoint::Checkpoint;
+use crate::errors::raise_manager;
+use crate::events::Events;
+use crate::manager::{Ahead, call, exists_named, json, source};
+use crate::options;
+use crate::save_handle::SaveHandle;
+use crate::state::State;
+use crate::wait;
+
+/// Saves a flattened state under a path; returns when it is captured.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
+pub fn save_path(
+    py: Python<'_>,
+    path: PathBuf,
+    state: &State,
+    metrics: BTreeMap<String, f64>,
+    custom_metadata: &str,
+    exists: &str,
+    options: &str,
+    events: &Events,
+) -> PyResult<SaveHandle> {
+    let cancel = Arc::new(AtomicBool::new(false));
+    let request = SingularRequest {
+        state: source(state, events)?.map_err(|error| raise_manager(py, &error))?,
+        path: path.clone(),
+        step: 0,
+        metrics,
+        custom_metadata: json(custom_metadata)?,
+        exists: exists_named(exists)?,
+        cancel: Arc::clone(&cancel),
+    };
+    let (options, engine) = options::parse(py, options)?;
+    let shown = path.display().to_string();
+    let work = move || {
+        let environment = options::environment(&path, engine, Purpose::Write)?;
+        singular::save(request, &options, &environment)
+    };
+    let save = wait::until_stopped(py, &cancel, work, |late| {
+        // Captured whole before it could be stopped: it goes on, and someone must hear how it ends.
+        if let Ok(save) = late {
+            let kept = py
+                .import("stepwell.singular")
+                .and_then(|module| module.call_method1("keep", (SaveHandle::new(save), shown)));
+            if let Err(error) = kept {
+                error.write_unraisable(py, None);
+            }
+        }
+    })?
+    .map_err(|error| raise_manager(py, &error))?;
+    Ok(SaveHandle::new(save))
+}
+
+/// Opens a checkpoint: one at that very path, or the newest step (or `step`) of a root.
+#[pyfunction]
+#[pyo3(signature = (path, step = None, engine = "auto", ahead = Ahead::Known(false)))]
+pub fn open_path(
+    py: Python<'_>,
+    path: PathBuf,
+    step: Option<u64>,
+    engine: &str,
+    ahead: Ahead,
+) -> PyResult<Checkpoint> {
+    let engine = options::engine(py, engine)?;
+    let ahead = Expected::from(ahead);
+    let opened = call(py, move || {
+        let gone = || Error::StepNotFound { step, root: path.clone(), latest: None };
+        if !path.is_dir() {
+            return Err(gone());
+        }
+        let environment = options::environment(&path, engine, Purpose::Read)?;
+        let is_root = !path.join(stepwell_manager::directory_layout::MANIFEST).exists()
+            && (step.is_some() || has_steps(&path, &environment));
+        if !is_root {
+            let opened = stepwell_manager::Checkpoint::open_for(&path, &environment, &ahead)?;
+            return if step.is_none_or(|step| step == opened.step()) { Ok(opened) } else { Err(gone()) };
+        }
+        reader(&path, environment)?.checkpoint_for(step, &ahead)
+    })?;
+    Ok(Checkpoint::new(opened))
+}
+
+fn reader(path: &Path, environment: Environment) -> Result<Engined, Error> {
+    Engined::open(path, Options { read_only: true, create: false, ..Options::default() }, environment)
+}
+
+/// Whether a directory is a root: it says so, or it holds a step (a copy may have lost `.stepwell`).
+fn has_steps(path: &Path, environment: &Environment) -> bool {
+    path.join(stepwell_manager::directory_layout::CONTROL).is_dir()
+        || reader(path, environment.clone())
+            .and_then(|root| root.all_steps())
+            .is_ok_and(|steps| !steps.is_empty())
+}
+
+/// The committed steps of a root, for one who only looks.
+#[pyfunction]
+pub fn list_steps(py: Python<'_>, root: PathBuf) -> PyResult<Vec<u64>> {
+    call(py, move || {
+        if !root.is_dir() {
+            return Ok(Vec::new());
+        }
+        reader(&root, options::environment(&root, Engine::Auto, Purpose::Read)?)?.all_steps()
+    })
+}
+
+/// Adds metrics to a committed step of a root, from outside its writer.
+#[pyfunction]
+pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<String, f64>) -> PyResult<()> {
+    call(py, move || {
+        if !root.is_dir() {
+            return Err(Error::StepNotFound { step: Some(step), root, latest: None });
+        }
+        let environment = options::environment(&root, Engine::Auto, Purpose::Write)?;
+        let manifest = reader(&root, environment.clone())?.manifest(Some(step))?;
+        let directory = root::open(&environment, &root, false)?;
+        metrics::add(&*directory, &manifest.attempt, step, &values, &environment)
+    })
+}
+
+/// Which engine serves a path, and why: engine, direct, alignment, registered, reasons.
+#[pyfunction]
+#[pyo3(signature = (path, engine = "auto"))]
+pub fn engine_choice(
+    py: Python<'_>,
+    path: PathBuf,
+    engine: &str,
+) -> PyResult<(&'static str, bool, usize, bool, Vec<String>)> {
+    let engine = options::engine(py, engine)?;
+    let environment = call(py, move || options::environment(&path, engine, Purpose::Write))?;
+    let choice = environment.disk.choice();
+    Ok((choice.engine, choice.direct, choice.alignment, choice.registered, choice.reasons.clone()))
+}

@@ -1,0 +1,300 @@
+"""Reading the arrays of a restore: what is read into which memory, and in which order.
+
+New memory first, casts included; then, when everything else is known to fit, the caller's own arrays: those that are cast or lie between others'
+elements batch by batch, the rest in place, all at once. What a failure may have overwritten is named. A dry run makes the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from . import _core
+from .allocate import Allocator
+from .convert import cast_into, common_box
+from .errors import StepwellError
+from .report import RestoreReport
+from .specs import native_name, to_dtype
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+
+#: Arrays that are cast are read in batches of this many bytes, so that a cast costs no second copy of the state.
+CAST_BATCH = 256 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One array to read: from a stored leaf, for the leaves that share it."""
+
+    stored: int
+    stored_dtype: np.dtype[Any]
+    stored_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    path: str
+    #: The caller's memory, where it is to be filled.
+    target: _Array | None = None
+    #: What is returned; made here or the caller's.
+    result: Any = None
+    #: Whether other targets lie between its elements, so that it is read apart and written alone.
+    apart: bool = False
+    #: The job that fills the same memory with the same values.
+    twin: Job | None = None
+
+    @classmethod
+    def of(
+        cls,
+        stored: int,
+        path: str,
+        target: _Array | None,
+        stored_dtype: str,
+        dtype: str,
+        stored_shape: Sequence[int],
+        shape: Sequence[int],
+    ) -> Job:
+        """From what the engine has matched; ``target`` is dropped where it cannot be filled."""
+        wanted = to_dtype(dtype)
+        if target is not None and (not target.flags.writeable or native_name(target.dtype) != dtype):
+            target = None
+        return cls(stored, to_dtype(stored_dtype), tuple(stored_shape), tuple(shape), wanted, path, target)
+
+    @property
+    def exact(self) -> bool:
+        """Whether its bytes are what is stored."""
+        return self.stored_dtype == self.dtype
+
+    @property
+    def direct(self) -> bool:
+        """Whether the engine reads straight to where it belongs."""
+        target = self.target
+        return self.exact and (
+            target is None or (target.dtype.isnative and not self.apart and nested(target))
+        )
+
+    def box(self) -> tuple[int, ...]:
+        """The part that is read."""
+        if self.stored_shape == self.shape:
+            return self.shape
+        return common_box(self.stored_shape, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part that is read, as they are stored."""
+        return prod(self.box()) * self.stored_dtype.itemsize
+
+
+class ArrayReads:
+    """The reads of one restore."""
+
+    def __init__(
+        self, core: Any, jobs: list[Job], report: RestoreReport, kept: Sequence[tuple[str, _Array]] = ()
+    ) -> None:
+        self._core = core
+        self._kept = kept
+        self._report = report
+        self._allocator = Allocator()
+        self.jobs = jobs
+
+    def settle(self, dry: bool = False) -> None:
+        """Looks at targets that share memory, before anything is read into one. The same array twice is a tie: both stored values must then be equal
+        (a ``dry`` run reads none). Others whose elements lie between each other's are written one after the other; those that overlap are refused."""
+        own = [job for job in self.jobs if job.target is not None and job.target.size]
+        for job in own:
+            assert job.target is not None
+            if not nested(job.target) and overlaps_itself(job.target):
+                raise self._report.mismatch(
+                    f"`{job.path}`: elements of that array of into= share memory (shape {job.target.shape}, strides {job.target.strides}), so that it "
+                    "cannot hold what is stored; pass a copy of it, or a spec"
+                )
+        places = _core.spans([job.target for job in own if job.target is not None])
+        spans = sorted((low, high, number) for number, (_, low, high) in enumerate(places))
+        end, group = -1, list[int]()
+        for low, high, number in spans:
+            job = own[number]
+            if low >= end:
+                group = []
+            for at in group:
+                other = own[at]
+                assert job.target is not None
+                assert other.target is not None
+                if places[at][0] == places[number][0] and _same_view(job.target, other.target):
+                    if job.stored != other.stored and not dry:
+                        self._check_tie(other, job)
+                    job.twin = other
+                    break
+                if np.shares_memory(job.target, other.target):
+                    raise self._report.mismatch(
+                        f"`{other.path}` and `{job.path}` overlap in memory and are stored as different arrays; "
+                        "restoring into them would let one overwrite a part of the other"
+                    )
+                job.apart = other.apart = True
+            else:
+                group.append(number)
+            end = max(end, high)
+        self._check_kept(own, places)
+
+    def _check_kept(self, own: list[Job], places: Sequence[tuple[int, int, int]]) -> None:
+        """What is to stay as it is may be the same array as one that is filled, but not a part of it."""
+        kept = [(path, array) for path, array in self._kept if array.size]
+        if not kept or not own:
+            return
+        spans = np.array([place[1:] for place in places], dtype=np.uint64)
+        for (path, array), (first, low, high) in zip(
+            kept, _core.spans([array for _, array in kept]), strict=True
+        ):
+            for at in map(int, np.flatnonzero((spans[:, 0] < high) & (spans[:, 1] > low))):
+                job = own[at]
+                assert job.target is not None
+                same = places[at][0] == first and _same_view(job.target, array)
+                if not same and np.shares_memory(job.target, array):
+                    raise self._report.mismatch(
+                        f"`{path}` is to keep its value, and overlaps `{job.path}` in memory, which is restored; pass a copy of one of them"
+                    )
+
+    def batches(self, own: bool) -> Iterator[list[Job]]:
+        """What is read together: into new memory, or into the caller's ``own``. Those of one batch are all read straight to where they belong, or all apart."""
+        jobs = [job for job in self.jobs if (job.target is not None) is own and job.twin is None]
+        direct = [[job for job in jobs if job.direct]]
+        apart = list(_batches([job for job in jobs if not job.direct]))
+        # The caller's memory is written last where that cannot fail any more by a value that does not fit.
+        yield from filter(None, apart + direct if own else direct + apart)
+
+    def read_new(self) -> None:
+        """Reads everything that gets memory of its own."""
+        for batch in self.batches(own=False):
+            for job in batch:
+                job.result = self._allocator.empty(job.shape, job.dtype)
+                if job.box() != job.shape:
+                    job.result[...] = np.zeros((), job.dtype)
+            if batch[0].direct:
+                self._read([(job, job.result) for job in batch])
+            else:
+                self._read_apart(batch, [])
+
+    def fill(self) -> None:
+        """Reads into the caller's arrays."""
+        overwritten: list[str] = []
+        with telling(lambda: overwritten):
+            for batch in self.batches(own=True):
+                if not batch[0].direct:
+                    self._read_apart(batch, overwritten)
+                    continue
+                overwritten.extend(job.path for job in batch)
+                self._read([(job, job.target) for job in batch if job.target is not None])
+                for job in batch:
+                    _zero_outside(job.target, job.box())
+        for job in self.jobs:
+            if job.target is not None:
+                job.result = job.target
+
+    def _read(self, jobs: list[tuple[Job, _Array]]) -> None:
+        requests = [
+            (
+                job.stored,
+                [0] * len(box),
+                list(box),
+                array[tuple(slice(0, n) for n in box)] if box != array.shape else array,
+            )
+            for job, array in jobs
+            if 0 not in (box := job.box())
+        ]
+        if requests:
+            self._core.read(requests)
+
+    def _read_apart(self, jobs: list[Job], overwritten: list[str]) -> None:
+        """Reads arrays in their stored dtype, then casts them to where they belong."""
+        scratch = Allocator()
+        read = [(job, scratch.empty(job.box(), job.stored_dtype)) for job in jobs]
+        self._read(read)
+        for job, values in read:
+            place = job.result if job.target is None else job.target
+            box = tuple(slice(0, n) for n in job.box())
+            if job.target is not None:
+                overwritten.append(job.path)
+            if job.exact:
+                place[box] = values
+            elif values.ndim == 0:
+                cast_into(values, place, job.path)
+            else:
+                cast_into(values, place[box], job.path)
+            _zero_outside(job.target, job.box())
+
+    def _check_tie(self, one: Job, other: Job) -> None:
+        values = []
+        for job in (one, other):
+            apart = Job(job.stored, job.stored_dtype, job.stored_shape, job.shape, job.dtype, job.path)
+            ArrayReads(self._core, [apart], self._report).read_new()
+            values.append(apart.result)
+        if values[0].tobytes() != values[1].tobytes():
+            raise self._report.mismatch(
+                f"`{one.path}` and `{other.path}` are one array in memory, but their stored values differ; untie them, or restore only one"
+            )
+
+
+@contextmanager
+def telling(overwritten: Callable[[], list[str]]) -> Iterator[None]:
+    """Has a failure say which leaves of the caller may have been written to."""
+    try:
+        yield
+    except (StepwellError, OSError) as error:
+        paths = overwritten()
+        if isinstance(error, StepwellError):
+            error.overwritten = tuple(paths)
+        if paths:
+            error.add_note(f"these leaves of the caller may hold a mixture of old and new values: {paths}")
+        raise
+
+
+def nested(array: _Array) -> bool:
+    """Whether its strides grow so that no two elements can share memory (those of a broadcast or a sliding window do not)."""
+    reach = array.dtype.itemsize
+    for stride, n in sorted(
+        (abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1
+    ):
+        if stride < reach:
+            return False
+        reach = stride * (n - 1) + reach
+    return True
+
+
+def overlaps_itself(array: _Array) -> bool:
+    """Whether two elements share memory: what :func:`nested` leaves open, looked at element by element."""
+    if any(stride == 0 and n > 1 for stride, n in zip(array.strides, array.shape, strict=True)):
+        return True
+    places = np.zeros((), np.int64)
+    for stride, n in zip(array.strides, array.shape, strict=True):
+        places = np.add.outer(places, np.arange(n, dtype=np.int64) * stride)
+    return bool((np.diff(np.sort(places, axis=None)) < array.dtype.itemsize).any())
+
+
+def _same_view(one: _Array, other: _Array) -> bool:
+    """Whether two arrays that start at the same address are the same elements."""
+    return one.dtype == other.dtype and one.shape == other.shape and one.strides == other.strides
+
+
+def _zero_outside(array: _Array | None, box: tuple[int, ...]) -> None:
+    """Zeros what a padded array of the caller has beyond the stored part."""
+    if array is None:
+        return
+    zero = np.zeros((), array.dtype)
+    for axis, n in enumerate(box):
+        if n < array.shape[axis]:
+            array[(*(slice(0, m) for m in box[:axis]), slice(n, None))] = zero
+
+
+def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
+    batch: list[Job] = []
+    size = 0
+    for job in jobs:
+        batch.append(job)
+        size += job.nbytes
+        if size >= CAST_BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,179 @@
+"""What callers pass, checked before anything happens: each function returns the argument in the one form that the rest takes, or raises
+:class:`~stepwell.errors.MisuseError` that names the argument, what it was, and what it may be."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .errors import MisuseError
+
+_MAX_STEP = 2**63 - 1
+#: The engine's own bounds for what a manifest holds.
+_MAX_NAME_BYTES = 64 << 10
+_MAX_METADATA_DEPTH = 64
+_MAX_METADATA_BYTES = 4 << 20
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    text = repr(value)
+    return f"{type(value).__qualname__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def flag(value: Any, name: str) -> bool:
+    """A truth value. Others have one too, but ``"no"`` is true, and whoever passes it means something else."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise MisuseError(f"{name} is True or False, not {shown(value)}")
+
+
+def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
+    """An integer, in bounds."""
+    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise MisuseError(f"{name} is an integer, {bounds}, not {shown(value)}")
+    try:
+        number = operator.index(value)
+    except TypeError as error:  # an array of several
+        raise MisuseError(f"{name} is an integer, {bounds}, not {shown(value)}") from error
+    if number < least or (most is not None and number > most):
+        raise MisuseError(f"{name} is an integer, {bounds}, not {number}")
+    return number
+
+
+def step_number(step: Any) -> int:
+    """The number of a step."""
+    return whole(step, "a step", 0, _MAX_STEP)
+
+
+def one_of(value: Any, name: str, allowed: Iterable[str | None]) -> Any:
+    """One of a few words."""
+    words = tuple(allowed)
+    if (value is None or isinstance(value, str)) and value in words:
+        return value
+    raise MisuseError(
+        f"{name} is {' or '.join(map(repr, words))}, not {shown(value)}{meant(value, [word for word in words if word])}"
+    )
+
+
+def meant(value: Any, words: Iterable[str]) -> str:
+    """A question after the word that may have been meant, where one is near."""
+    near = difflib.get_close_matches(value, list(words), 1) if isinstance(value, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def instance(value: Any, cls: type, name: str, make: str) -> Any:
+    """An object of one of this package's own classes."""
+    if isinstance(value, cls):
+        return value
+    raise MisuseError(f"{name} is made by {make}, not a {shown(value)}")
+
+
+def text(value: Any, name: str) -> str:
+    """Text that has a UTF-8 form."""
+    if not isinstance(value, str):
+        raise MisuseError(f"{name} is a str, not {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise MisuseError(f"{name} holds lone surrogates and has no UTF-8: {value!r:.60}") from error
+    return str(value)
+
+
+def real_numbers(metrics: Any) -> dict[str, float]:
+    """Metrics as floats: real numbers and 0-d arrays."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise MisuseError(
+            f'metrics is a dict of names and numbers, such as {{"loss": 0.5}}, not {shown(metrics)}'
+        )
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name:
+            raise MisuseError(f"names of metrics are non-empty strings, not {shown(name)}")
+        if len(text(name, "the name of a metric").encode()) > _MAX_NAME_BYTES:
+            raise MisuseError(
+                f"the name of a metric has at most {_MAX_NAME_BYTES} bytes, not {len(name)}: {name!r:.50}…"
+            )
+        wrong = f"metric {name!r} is a real number or a 0-d array, not {shown(value)}"
+        kind = getattr(getattr(value, "dtype", None), "kind", "f")
+        if (
+            isinstance(value, (bool, str, bytes, complex))
+            or getattr(value, "shape", ()) != ()
+            or kind in "bcmMOSU"
+        ):
+            raise MisuseError(wrong)
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise MisuseError(wrong) from error
+        if math.isnan(numbers[name]):
+            numbers[name] = math.nan
+    return numbers
+
+
+def metadata_json(value: Any) -> str:
+    """A user's metadata of a step, as text."""
+    found = json.dumps(plain_json(value, "custom_metadata"), ensure_ascii=False, separators=(",", ":"))
+    if len(found.encode()) > _MAX_METADATA_BYTES:
+        raise MisuseError(
+            f"custom_metadata has {len(found.encode())} bytes as JSON, and at most {_MAX_METADATA_BYTES} are kept; put it into the state"
+        )
+    return found
+
+
+def plain_json(value: Any, what: str) -> Any:
+    """JSON that will come back as it is (tuples as lists): no NaN, no integers that JSON's readers would round, no keys that it would turn into strings."""
+    return _plain_json(value, what, [])
+
+
+def _plain_json(value: Any, what: str, above: list[Any]) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return text(value, what)
+    if type(value) is int:
+        if not -(2**63) <= value < 2**64:
+            raise MisuseError(
+                f"{what} is an integer beyond 64 bits, which JSON would keep as a rounded float; use a string, or put it into the state"
+            )
+        return value
+    if type(value) is float:
+        if not math.isfinite(value):
+            raise MisuseError(
+                f"{what} is JSON, which has no {value!r}; use a string, or put it into the state or the metrics"
+            )
+        return value
+    if not isinstance(value, (Mapping, list, tuple)):
+        raise MisuseError(
+            f"{what} is JSON (None, bool, int, float, str, lists, dicts with string keys), not {type(value).__qualname__}; "
+            "put it into the state"
+        )
+    if any(one is value for one in above):
+        raise MisuseError(
+            f"{what} is a cycle: that {type(value).__qualname__} is inside itself; leave this reference out"
+        )
+    if len(above) >= _MAX_METADATA_DEPTH:
+        raise MisuseError(f"{what} is nested more than {_MAX_METADATA_DEPTH} deep; put it into the state")
+    above.append(value)
+    made: Any
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise MisuseError(f"{what} is JSON: its keys are strings, not {shown(key)}")
+        made = {
+            text(key, f"a key of {what}"): _plain_json(one, f"{what}[{key!r}]", above)
+            for key, one in value.items()
+        }
+    else:
+        made = [_plain_json(one, f"{what}[{i}]", above) for i, one in enumerate(value)]
+    above.pop()
+    return made

@@ -1,0 +1,147 @@
+"""Paths that callers give: what they must be, and what a wrong one looks like, so that the error can say what to pass instead."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from .checks import shown
+from .errors import FormatError, MisuseError, NotAStep, StepNotFound, StorageError
+
+Path: TypeAlias = str | os.PathLike[str]
+
+_MANIFEST = "manifest.json"
+_CONTROL = ".stepwell"
+#: Entries of a directory that are looked into.
+_LOOKED_AT = 64
+
+
+def absolute(path: Any, what: str = "the path") -> str:
+    """An absolute path, ``~`` expanded."""
+    try:
+        given = os.fspath(path)
+    except TypeError as error:
+        raise MisuseError(f"{what} is a str or an os.PathLike, not {shown(path)}") from error
+    given = os.fsdecode(given)
+    if not given:
+        raise MisuseError(f'{what} is empty; pass a directory ("." is the working directory)')
+    if "\0" in given:
+        raise MisuseError(f"{what} holds a null byte: {given!r:.80}")
+    return os.path.abspath(os.path.expanduser(given))
+
+
+def check_root(root: str) -> None:
+    """Refuses what is there already and can be no root."""
+    if os.path.isfile(os.path.join(root, _MANIFEST)):
+        above = os.path.dirname(root)
+        raise MisuseError(
+            f"{root} is no root but a checkpoint itself (it has a {_MANIFEST}): a manager takes the directory that holds the steps"
+            + (f", here {above}" if _is_root(above) else "; sw.restore() and sw.open() read a single one")
+        )
+    if inside := _inside(root):
+        raise MisuseError(f"{root} cannot be a root: {inside}")
+    if os.path.lexists(root) and not os.path.isdir(root):
+        raise MisuseError(f"{root} cannot be a root: it is a file; pass the directory of the run")
+
+
+def check_destination(path: str) -> None:
+    """Refuses to save a single checkpoint where something else is."""
+    above, name = os.path.split(path)
+    if _is_root(above) and name[-1:].isdigit():
+        raise MisuseError(
+            f"{path} is where the run {above} has its steps: a checkpoint there would be taken for one of them, or replace one; "
+            "save through sw.CheckpointManager, or pass a path beside the run"
+        )
+    if _is_root(path):
+        raise MisuseError(
+            f"{path} is the root of a run, with steps of its own; save through sw.CheckpointManager({path!r}), or pass another path"
+        )
+    if inside := _inside(path):
+        raise MisuseError(f"{path} cannot be a checkpoint: {inside}")
+    if os.path.lexists(path) and not os.path.isfile(os.path.join(path, _MANIFEST)):
+        kind = "a directory" if os.path.isdir(path) else "a file"
+        raise MisuseError(
+            f"{path} is {kind} that is no checkpoint, and is not replaced by one; pass a path that is free"
+        )
+
+
+def check_watched(root: str) -> None:
+    """Refuses to wait for steps where none can come. A root that is not there yet may come."""
+    if os.path.isfile(os.path.join(root, _MANIFEST)) or (os.path.lexists(root) and not os.path.isdir(root)):
+        raise MisuseError(f"{root} is no root, in which steps could come; pass the directory of the run")
+    if inside := _inside(root):
+        raise MisuseError(f"{root} is no root: {inside}")
+
+
+@contextmanager
+def explaining(path: str) -> Iterator[None]:
+    """Has the error that there is no step say what is there instead."""
+    try:
+        yield
+    except (StepNotFound, FormatError, StorageError) as error:
+        mistyped = isinstance(error, (StepNotFound, NotAStep)) or getattr(error, "errno", 0) in (
+            errno.ENOENT,
+            errno.ENOTDIR,
+        )
+        with contextlib.suppress(OSError):
+            if mistyped and (why := explain(path, isinstance(error, StepNotFound))):
+                text = str(error).removesuffix("; is the path right?").removesuffix("; it has no step at all")
+                error.args = (f"{text}; {why}", *error.args[1:])
+        raise
+
+
+def explain(path: str, asked_for_step: bool = False) -> str:
+    """What a path that is no checkpoint is, and what may have been meant; empty where there is nothing to say."""
+    if inside := _inside(path):
+        return inside
+    if not os.path.lexists(path):
+        return _nowhere(path)
+    if not os.path.isdir(path):
+        return "it is a file, and a checkpoint is a directory"
+    if os.path.isfile(os.path.join(path, _MANIFEST)):
+        return "it is a single checkpoint: leave step= out" if asked_for_step else ""
+    names = sorted(os.listdir(path))
+    if _CONTROL in names:
+        return ""
+    found = [name for name in names[:_LOOKED_AT] if _is_root(os.path.join(path, name))]
+    single = [name for name in names[:_LOOKED_AT] if os.path.isfile(os.path.join(path, name, _MANIFEST))]
+    if found or single:
+        kind = "the root" if found else "the checkpoint"
+        few = ", ".join((found or single)[:5])
+        return f"it holds {kind}{'s' if len(found or single) > 1 else ''} {few}: pass that path"
+    return f"it is a directory that holds {'no step: ' + ', '.join(names[:5]) if names else 'nothing'}"
+
+
+def _inside(path: str) -> str:
+    """Of what the path is a part, where it is one."""
+    above = os.path.dirname(path)
+    if os.path.basename(path) == _CONTROL and os.path.isdir(path):
+        return f"it is the control directory of the root {above}; pass that"
+    for _ in range(3):
+        if os.path.isfile(os.path.join(above, _MANIFEST)):
+            return f"it is inside the checkpoint {above}; pass that"
+        if os.path.basename(above) == _CONTROL and os.path.isdir(above):
+            return f"it is inside the control directory of the root {os.path.dirname(above)}; pass that"
+        above = os.path.dirname(above)
+    return ""
+
+
+def _is_root(path: str) -> bool:
+    return os.path.isdir(os.path.join(path, _CONTROL))
+
+
+def _nowhere(path: str) -> str:
+    """A path that leads nowhere: where it stops to exist, and what is near there."""
+    there, missing = os.path.dirname(path), os.path.basename(path)
+    while there != os.path.dirname(there) and not os.path.lexists(there):
+        there, missing = os.path.dirname(there), os.path.basename(there)
+    if not os.path.isdir(there):
+        return f"{there} is a file"
+    names = [name for name in os.listdir(there) if not name.startswith(".")]
+    near = difflib.get_close_matches(missing, names, 3)
+    return f"{there} has no {missing}" + (f" (near it is {', '.join(near)})" if near else "")

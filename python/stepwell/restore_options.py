@@ -1,0 +1,238 @@
+"""The keywords of every restore, in one place: :class:`RestoreKeywords` is what type checkers and editors see, :class:`RestoreOptions` the same
+with defaults and checks. ``CheckpointManager.restore``, ``Checkpoint.restore``, ``sw.restore`` and the dry runs hand theirs on as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, final
+
+import numpy as np
+
+from .checks import flag, meant, one_of, shown
+from .errors import MisuseError
+from .leaves import storable_name
+from .paths import escape
+from .specs import to_dtype
+
+#: One glob over rendered leaf paths, or several.
+Globs: TypeAlias = str | Iterable[str] | None
+#: A choice for all leaves, or by glob.
+Missing: TypeAlias = Literal["error", "keep"]
+Unexpected: TypeAlias = Literal["error", "ignore"]
+Resize: TypeAlias = Literal["pad", "truncate", "both"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class RestoreKeywords(TypedDict, total=False):
+    """What a caller may say about a restore."""
+
+    #: What is wanted: a structure of arrays, specs, types, values; never changed.
+    like: Any
+    #: The same, filled where it can be.
+    into: Any
+    #: Stored leaves that are looked at, and that are not.
+    include: Globs
+    exclude: Globs
+    #: Stored paths (or branches) to wanted ones.
+    rename: Mapping[str, str] | Iterable[tuple[str, str]] | None
+    #: What happens to a wanted leaf that is not stored.
+    missing: Missing | Mapping[str, Missing]
+    #: What happens to a stored leaf inside a wanted top-level entry that is not wanted.
+    unexpected: Unexpected | Mapping[str, Unexpected]
+    #: Which changes of dtype are allowed: ``"exact"``, ``"lossless"``, ``"lossy"``, or a dtype or one of these by glob.
+    cast: str | Mapping[str, Any]
+    #: Which changes of shape are allowed.
+    resize: Resize | Mapping[str, Resize | None] | None
+    #: For arrays of other frameworks and for several ranks.
+    shardings: Any
+    to: Literal["numpy"] | None
+    broadcast: bool
+    #: Return the report too: ``(state, report)``.
+    return_report: bool
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """:class:`RestoreKeywords`, checked."""
+
+    like: Any = None
+    into: Any = None
+    include: Globs = None
+    exclude: Globs = None
+    rename: Any = None
+    missing: Any = "error"
+    unexpected: Any = "error"
+    cast: Any = "lossless"
+    resize: Any = None
+    shardings: Any = None
+    to: Literal["numpy"] | None = None
+    broadcast: bool = False
+    return_report: bool = False
+
+    def __post_init__(self) -> None:
+        if self.like is not None and self.into is not None:
+            raise MisuseError("pass like= or into=, not both: into= is a like= that is filled in place")
+        if self.shardings is not None:
+            raise MisuseError("shardings= belongs to jax arrays; with numpy states leave it out")
+        if self.to is not None and not (isinstance(self.to, str) and self.to == "numpy"):
+            raise MisuseError(f'to= is "numpy" here, not {shown(self.to)}')
+        if flag(self.broadcast, "broadcast"):
+            raise MisuseError("broadcast=True reads on one rank for the others; this is the only rank")
+        flag(self.return_report, "return_report")
+        if self.rename is not None and self.like is None and self.into is None:
+            raise MisuseError(
+                "rename= says which wanted leaves stored ones become; without like= or into= everything comes back under its stored name"
+            )
+
+    @classmethod
+    def of(cls, keywords: RestoreKeywords, function: str = "restore") -> RestoreOptions:
+        """From the keywords of a call."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        for name in keywords:
+            if name not in names:
+                raise TypeError(
+                    f"{function}() got an unexpected keyword argument {name!r}{meant(name, names)}"
+                )
+        return cls(**keywords)
+
+    @property
+    def target(self) -> Any:
+        """The caller's structure; ``None`` where everything is wanted."""
+        return self.like if self.into is None else self.into
+
+    @property
+    def fill(self) -> bool:
+        """Whether the caller's own memory is to be filled."""
+        return self.into is not None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is said by path, so that a target that has exactly the stored structure matches leaf by leaf."""
+        return (
+            self.include is None
+            and self.exclude is None
+            and self.rename is None
+            and not any(
+                isinstance(one, Mapping) for one in (self.missing, self.unexpected, self.cast, self.resize)
+            )
+        )
+
+    @property
+    def expected(self) -> bool | list[str]:
+        """What is going to be read, as far as that can be seen before the checkpoint is open: ``True``: everything; a list: all of these top-level
+        entries; ``False``: not known. The engine begins to read it meanwhile."""
+        if self.include is not None or self.exclude is not None or self.rename is not None:
+            return False
+        target = self.target
+        if target is None:
+            return True
+        if type(target) is dict and all(type(key) is str for key in target):
+            return [escape(key) for key, value in target.items() if value is not ...]
+        return False
+
+    def plain(self) -> dict[str, Any]:
+        """What the engine reads, as plain lists and strings."""
+        return {
+            "include": _globs(self.include, "include"),
+            "exclude": _globs(self.exclude, "exclude"),
+            "rename": _renames(self.rename),
+            "missing": _choice(self.missing, "missing", ("error", "keep")),
+            "unexpected": _choice(self.unexpected, "unexpected", ("error", "ignore")),
+            "cast": _cast(self.cast),
+            "resize": _choice(self.resize, "resize", ("pad", "truncate", "both", None)),
+        }
+
+
+def spelled_out(function: _Function) -> _Function:
+    """Has ``help()`` and ``inspect.signature`` show the keywords one by one, with their defaults."""
+    signature = inspect.signature(function)
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    keywords = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+        )
+        for field in dataclasses.fields(RestoreOptions)
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+    return function
+
+
+def _globs(value: Any, name: str) -> list[str] | None:
+    if value is None:
+        return None
+    wrong = f"{name} takes a glob or a list of globs over rendered leaf paths, such as 'params/**', not {shown(value)}"
+    if not isinstance(value, (str, Iterable)) or isinstance(value, (bytes, np.ndarray)):
+        raise MisuseError(wrong)
+    found = [value] if isinstance(value, str) else list(value)
+    if not all(isinstance(one, str) for one in found):
+        raise MisuseError(wrong)
+    return found
+
+
+def _renames(value: Any) -> list[tuple[str, str]]:
+    if value is None:
+        return []
+    wrong = f"rename takes {{stored path: wanted path}} or pairs of them, not {shown(value)}"
+    pairs = value.items() if isinstance(value, Mapping) else value
+    if isinstance(pairs, (str, bytes)) or not isinstance(pairs, Iterable):
+        raise MisuseError(wrong)
+    found: list[tuple[str, str]] = []
+    for pair in pairs:
+        if not (
+            isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(one, str) for one in pair)
+        ):
+            raise MisuseError(wrong)
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def _choice(value: Any, name: str, allowed: tuple[str | None, ...]) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            _glob(glob, name): one_of(one, f"{name}={{{glob!r}: …}}", allowed) for glob, one in value.items()
+        }
+    if value is None or isinstance(value, str):
+        return one_of(value, name, allowed)
+    words = ", ".join(map(repr, allowed))
+    raise MisuseError(f"{name} is one of {words}, or {{glob: …}} of them; not {shown(value)}")
+
+
+def _glob(glob: Any, name: str) -> str:
+    if not isinstance(glob, str):
+        raise MisuseError(f"{name}={{glob: …}} has globs over rendered leaf paths as keys, not {shown(glob)}")
+    return glob
+
+
+_CASTS = ("exact", "lossless", "lossy")
+
+
+def _cast(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        if isinstance(value, str) and value in _CASTS:
+            return value
+        raise MisuseError(
+            f"cast is one of {', '.join(map(repr, _CASTS))}, or {{glob: one of them or a dtype}}; not {shown(value)}{meant(value, _CASTS)}"
+        )
+    return {_glob(glob, "cast"): _cast_one(glob, one) for glob, one in value.items()}
+
+
+def _cast_one(glob: str, one: Any) -> str:
+    if isinstance(one, str) and one in _CASTS:
+        return one
+    dtype = None
+    if one is not None:
+        try:
+            dtype = to_dtype(one).newbyteorder("=")
+        except (TypeError, ValueError):
+            dtype = None
+    name = None if dtype is None else storable_name(dtype)
+    if name is None:
+        raise MisuseError(
+            f"cast={{{glob!r}: …}} takes {', '.join(map(repr, _CASTS))} or a dtype that can be stored, not {shown(one)}{meant(one, _CASTS)}"
+        )
+    return name

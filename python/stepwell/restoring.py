@@ -1,0 +1,167 @@
+"""Restoring: match what is wanted with what is stored, then read, then put together.
+
+Order matters: the whole match is finished (one report, all differences) before the first byte of the caller's memory is written; objects and
+arrays that are cast are read and checked first, arrays that are filled in place last; containers and stateful objects are updated when
+everything has been read. What a failure in the last step may have overwritten is named by the error.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from . import _core, lifecycle, template
+from .array_reads import ArrayReads, Job, telling
+from .leaves import Reviver
+from .rebuild import Structure
+from .report import RestoreReport
+from .restore_options import RestoreOptions
+from .specs import AS_STORED
+from .template import Part
+from .wanted import Wanted
+
+_WARNING = 30
+
+
+class Restore:
+    """One restore from an open checkpoint of the engine."""
+
+    def __init__(self, core: Any, options: RestoreOptions, structure: Structure | None = None) -> None:
+        self.core = core
+        self.report = RestoreReport()
+        self._options = options.plain()
+        self._structure = structure
+        #: Leaves that hold the objects that are read.
+        self.objects: list[int] = []
+        self._job_of: dict[tuple[int, int], Job] = {}
+
+    @property
+    def structure(self) -> Structure:
+        """The stored tree."""
+        if self._structure is None:
+            self._structure = Structure(self.core.nodes())
+        return self._structure
+
+    def run(self, part: Part, fill: bool) -> Any:
+        """The caller's structure with the stored values; in place where ``fill`` says so and it can be."""
+        wanted, reads = self.prepare(part, fill)
+        reads.settle()
+        objects = dict(
+            zip(
+                self.objects,
+                self.core.objects(self.objects, Reviver(template.enum_classes(part))),
+                strict=True,
+            )
+        )
+        wanted.check_types(objects)
+        reads.read_new()
+        wanted.try_states(self._arrays(), objects)
+        reads.fill()
+        wanted.fill_results(self._arrays(), objects, fill)
+        return template.finish(part, fill)
+
+    def prepare(self, part: Part, fill: bool) -> tuple[Wanted, ArrayReads]:
+        """Matches, and says what is to be read. Reads nothing."""
+        wanted = Wanted(self.structure, self.report, part)
+        if wanted.specs or wanted.top_level:
+            self._match(wanted)
+        return wanted, self._reads(wanted, fill)
+
+    def _arrays(self) -> dict[tuple[int, int], Any]:
+        return {key: job.result for key, job in self._job_of.items()}
+
+    def _match(self, wanted: Wanted) -> None:
+        given = {**self._options, "dropped": [(item, _when(ns)) for item, ns in self.core.dropped()]}
+        answer = _core.match_state(self.core, wanted.specs, wanted.top_level, given)
+        report, paths = self.report, self.structure.leaf_paths()
+        for name in (
+            "missing",
+            "unexpected",
+            "wrong_dtype",
+            "wrong_kind",
+            "collisions",
+            "unmatched",
+            "idle_renames",
+            "text",
+        ):
+            setattr(report, name, answer[name])
+        report.wrong_shape = [
+            (path, tuple(stored), tuple(asked)) for path, stored, asked in answer["wrong_shape"]
+        ]
+        report.kept = [wanted.paths[number] for number in answer["kept"]]
+        report.ignored = [paths[leaf] for leaf in answer["ignored"]]
+        report.left_out = [paths[leaf] for leaf in answer["left_out"]]
+        wanted.kept = answer["kept"]
+        if not answer["ok"]:
+            raise report.mismatch()
+        if report.unmatched or report.idle_renames:
+            lifecycle.log(_WARNING, "stepwell.restore", f"restore of {self.core.path()}: {report.text}")
+        for match in answer["matches"]:
+            wanted.matches.setdefault(match[0], []).append(match[1:])
+
+    def _reads(self, wanted: Wanted, fill: bool) -> ArrayReads:
+        objects: dict[int, None] = {}
+        jobs: dict[Any, Job] = {}
+        paths = self.structure.leaf_paths()
+        for number, matches in wanted.matches.items():
+            leaf = wanted.leaf_of[number]
+            own = leaf.array if fill and leaf is not None and leaf.what == "array" else None
+            for stored, source, tensor in matches:
+                is_one = leaf is None or leaf.what != "stored"
+                path = wanted.paths[number] if is_one else paths[stored]
+                self.report.restored.append(path)
+                if paths[stored] != path:
+                    self.report.renamed.append((paths[stored], path))
+                if tensor is None:
+                    objects[source] = None
+                    continue
+                job = Job.of(source, path, own, *tensor)
+                key: Any = (source, job.dtype, job.shape)
+                if job.target is not None:
+                    key = (*key, id(job.target))
+                self._job_of[number, stored] = jobs.setdefault(key, job)
+        self.objects = list(objects)
+        for job in jobs.values():
+            self.report.nbytes += job.nbytes
+            if not job.exact:
+                self.report.cast.append((job.path, job.stored_dtype.name, job.dtype.name))
+            if job.stored_shape != job.shape:
+                self.report.resized.append((job.path, job.stored_shape, job.shape))
+        kept = (
+            [leaf for number in wanted.kept if (leaf := wanted.leaf_of[number]) is not None] if fill else []
+        )
+        arrays = [(leaf.path, leaf.array) for leaf in kept if leaf.array is not None]
+        return ArrayReads(self.core, list(jobs.values()), self.report, arrays)
+
+
+def _when(unix_ns: int) -> str:
+    """A moment, for people."""
+    moment = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(
+        microseconds=unix_ns // 1000
+    )
+    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _direct(core: Any, target: Any, fill: bool) -> tuple[Any] | None:
+    """The restored value where the target has exactly the stored structure, dtypes and shapes, in plain containers: the usual case, in the
+    engine. ``None``: not so, and nothing was read."""
+    plan = _core.plan_direct(core, target, fill)
+    if plan is None:
+        return None
+    objects = core.objects(plan.objects(), Reviver())
+    plan.read_fresh()
+    with telling(plan.in_place_paths):
+        plan.read_in_place()
+    return (plan.build(objects),)
+
+
+def run(core: Any, options: RestoreOptions) -> Any:
+    """A whole restore, with its report where that is asked for. Without ``like`` and ``into``: everything, as it is stored."""
+    job = Restore(core, options)
+    target = AS_STORED if options.target is None else options.target
+    if options.is_exact and not options.return_report:
+        found = _direct(core, target, options.fill)
+        if found is not None:
+            return found[0]
+    value = job.run(template.parse(target), options.fill)
+    return (value, job.report) if options.return_report else value

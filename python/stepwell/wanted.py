@@ -1,0 +1,220 @@
+"""What is asked of the store: the leaves of a template as rows for the engine's match, and the values that they get in the end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from . import template
+from .paths import Component
+from .rebuild import Structure
+from .report import RestoreReport
+from .specs import AS_STORED, ArraySpec, ObjectSpec, native_name
+from .template import Branch, Leaf, Part
+
+
+class Wanted:
+    """What is asked of the store: the template's leaves, as the engine reads them."""
+
+    def __init__(self, structure: Structure, report: RestoreReport, part: Part) -> None:
+        self._structure = structure
+        self._report = report
+        #: Components, what is wanted there (kind, dtype, shape), and whether the caller has a value there.
+        self.specs: list[tuple[tuple[Component, ...], str, str | None, tuple[int, ...] | None, bool]] = []
+        self.paths: list[str] = []
+        self.leaf_of: list[Leaf | None] = []
+        #: Wanted number → (stored leaf, leaf that holds its bytes, tensor or ``None``).
+        self.matches: dict[int, list[tuple[int, int, Any]]] = {}
+        #: Wanted numbers of the leaves that keep the caller's value.
+        self.kept: list[int] = []
+        #: What subtrees of the store became, by the leaf that wants them.
+        self._states: dict[int, Any] = {}
+        self._leaves = list(template.leaves(part))
+        self._number: dict[int, int] = {}
+        self._settled: list[tuple[Leaf, int]] = []
+        self._empty: list[tuple[Branch, int]] = []
+        for leaf in self._leaves:
+            self._add_leaf(leaf)
+        #: Top-level entries that are wanted, those without a leaf too.
+        self.top_level: list[Component] = []
+        for branch in template.branches(part):
+            if len(branch.components) == 1:
+                self.top_level.append(branch.components[0])
+            if not branch.children and type(branch.value) in (list, tuple, deque):
+                self._add_empty(branch)
+
+    def _add(
+        self,
+        where: Leaf | Branch,
+        kind: str,
+        dtype: str | None = None,
+        shape: tuple[int, ...] | None = None,
+        value: bool = False,
+    ) -> int:
+        self.specs.append((where.components, kind, dtype, shape, value))
+        self.paths.append(where.path)
+        self.leaf_of.append(where if isinstance(where, Leaf) else None)
+        return len(self.specs) - 1
+
+    def _add_leaf(self, leaf: Leaf) -> None:
+        structure = self._structure
+        if leaf.what == "skip":
+            leaf.result = ...
+            self._add(leaf, "skip")
+            return
+        if leaf.what == "array":
+            spec = leaf.spec or ArraySpec()
+            dtype = None if spec.dtype is None else native_name(spec.dtype)
+            has_value = not isinstance(leaf.value, (ArraySpec, type))
+            self._number[id(leaf)] = self._add(leaf, "tensor", dtype, spec.shape, has_value)
+            return
+        if leaf.what == "stored" or type(leaf.value) in (list, tuple, deque):
+            # A subtree without leaves, or an empty sequence where the caller has a plain one: there is nothing to read.
+            node = structure.find(leaf.components)
+            if node is not None and structure.is_container(node) and not structure.leaves_below(node):
+                self._settled.append((leaf, node))
+                return
+        kind = "any" if leaf.what == "stored" else "object"
+        has_value = leaf.owner is not None or not (
+            leaf.value is AS_STORED or isinstance(leaf.value, (ObjectSpec, type))
+        )
+        self._number[id(leaf)] = self._add(leaf, kind, value=has_value)
+
+    def _add_empty(self, branch: Branch) -> None:
+        """An empty sequence of the caller where a plain one is stored, which is one object: what is stored is wanted."""
+        node = self._structure.find(branch.components)
+        if node is not None and not self._structure.is_container(node):
+            self._empty.append((branch, self._add(branch, "object", value=True)))
+
+    def check_types(self, objects: Mapping[int, Any]) -> None:
+        """A type in ``like`` is a demand on the stored object."""
+        wrong: list[tuple[str, str, str]] = []
+        for number, matches in self.matches.items():
+            leaf = self.leaf_of[number]
+            if leaf is None or leaf.what != "object" or not isinstance(leaf.value, type):
+                continue
+            value = objects[matches[0][1]]
+            fits = isinstance(value, leaf.value) and (leaf.value is bool or not isinstance(value, bool))
+            if not fits and not (leaf.value is float and type(value) is int):
+                wrong.append(
+                    (leaf.path, f"{type(value).__qualname__} {value!r:.60}", leaf.value.__qualname__)
+                )
+        if wrong:
+            self._report.wrong_kind = wrong
+            self._report.text = "\n".join(
+                f"`{path}`: stored is {stored}, wanted is {asked}" for path, stored, asked in wrong
+            )
+            raise self._report.mismatch()
+
+    def try_states(self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any]) -> None:
+        """Puts stored subtrees together, and tries the states of generators on new ones: what does not fit raises before anything of the caller's is
+        changed. ``arrays`` are those that have memory of their own."""
+        for leaf, node in self._settled:
+            self._states[id(leaf)] = self._structure.build(node, _nothing)
+        for leaf in self._leaves:
+            matches = self.matches.get(self._number.get(id(leaf), -1), [])
+            if leaf.what != "stored" or not matches:
+                continue
+            values = {
+                stored: objects[source] if tensor is None else arrays[self._number[id(leaf)], stored]
+                for stored, source, tensor in matches
+            }
+            self._states[id(leaf)] = self._subtree(leaf, values)
+        for leaf in self._leaves:
+            if leaf.owner is not None and id(leaf) in self._states:
+                self._try(leaf, self._states[id(leaf)])
+
+    def _try(self, leaf: Leaf, state: Any) -> None:
+        assert leaf.owner is not None
+        owner, protocol = leaf.owner
+        if protocol.trial is None:
+            return
+        try:
+            protocol.trial(owner, state)
+        except Exception as failure:
+            error = self._report.mismatch(
+                f"leaf `{leaf.path}`: the stored state does not fit this {protocol.name} "
+                f"({type(failure).__name__}: {failure}); restore it into a generator of the kind that was saved, or leave it out"
+            )
+            error.leaf = leaf.path
+            raise error from failure
+
+    def fill_results(
+        self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
+    ) -> None:
+        """Gives every leaf of the template its value."""
+        for branch, number in self._empty:
+            for stored, source, tensor in self.matches.get(number, ()):
+                branch.finish = _finish_replaced(
+                    objects[source] if tensor is None else arrays[number, stored]
+                )
+        for leaf in self._leaves:
+            if id(leaf) in self._states:
+                state = self._states[id(leaf)]
+                leaf.result = state if leaf.owner is None else _give(leaf, state, fill)
+                continue
+            at = self._number.get(id(leaf))
+            if at is None:
+                continue  # left out
+            matches = self.matches.get(at, [])
+            if not matches:
+                leaf.result = leaf.value  # kept
+                continue
+            stored, source, tensor = matches[0]
+            leaf.result = _as_type(leaf, objects[source] if tensor is None else arrays[at, stored])
+
+    def _subtree(self, leaf: Leaf, values: dict[int, Any]) -> Any:
+        """The stored containers around the leaves of a subtree: those below its own path, or where a rename took it from."""
+        structure = self._structure
+        node = structure.find(leaf.components)
+        below = [] if node is None else structure.leaves_below(node)
+        if node is None or not values.keys() <= set(below):
+            chains = [_ancestors(structure, structure.leaf_nodes[stored]) for stored in values]
+            node = next(one for one in chains[0] if all(one in chain for chain in chains))
+            below = structure.leaves_below(node)
+        return structure.build(node, values.__getitem__, None if len(below) == len(values) else set(values))
+
+
+def _give(leaf: Leaf, state: Any, fill: bool) -> Any:
+    """A stored state → the stateful object that it belongs to."""
+    assert leaf.owner is not None
+    owner, protocol = leaf.owner
+    try:
+        if fill:
+            protocol.set(owner, state)
+            return owner
+        return state if protocol.make is None else protocol.make(owner, state)
+    except Exception as failure:
+        failure.add_note(
+            f"while the stored state of leaf `{leaf.path}` was given to this {type(owner).__qualname__}"
+        )
+        raise
+
+
+def _nothing(_: int) -> Any:
+    raise AssertionError("a container without leaves has no leaf")
+
+
+def _ancestors(structure: Structure, node: int) -> list[int]:
+    chain = [node]
+    while structure.nodes[node][1] is not None:
+        node = structure.nodes[node][0]
+        chain.append(node)
+    return chain
+
+
+def _finish_replaced(value: Any) -> Any:
+    def finish(branch: Branch, _pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+        if fill and isinstance(branch.value, list) and isinstance(value, list):
+            branch.value[:] = value
+            return branch.value
+        return value
+
+    return finish
+
+
+def _as_type(leaf: Leaf, value: Any) -> Any:
+    if leaf.value is float and type(value) is int:
+        return float(value)
+    return value

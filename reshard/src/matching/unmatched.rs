@@ -1,0 +1,164 @@
+//! Patterns of the caller that apply to nothing, which mostly are misspelt: for each what it may have meant. A pattern that would have chosen what is
+//! read (include, exclude, rename, cast) makes the match fail, since what it was to do does not happen; the others (missing, unexpected, resize)
+//! only allow something, and are told.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+
+use super::near::distance;
+use super::{Matching, PerGlob, Spec};
+use crate::glob::{Glob, boundaries, components, render};
+
+/// Names that are suggested for one pattern.
+const SUGGESTED: usize = 3;
+
+/// A pattern that applies to nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unmatched {
+    /// The option that it was given to.
+    pub option: &'static str,
+    /// The pattern.
+    pub glob: String,
+    /// What it may have meant: paths, branches above them, or a pattern that takes what is below one.
+    pub near: Vec<String>,
+    /// The number of the dropped item that it names, where it names one.
+    pub dropped: Option<usize>,
+    /// Whether that makes the match fail.
+    pub fails: bool,
+}
+
+impl Matching<'_> {
+    /// Finds them. `applied`: whether each rename applied to a stored leaf.
+    pub(super) fn unmatched(&mut self, applied: &[bool]) {
+        let options = self.options;
+        let stored: Vec<&[u8]> = (0..self.stored.len()).map(|s| self.stored_texts.get(s)).collect();
+        let mut found = Vec::new();
+        let include = options.selection.include().unwrap_or_default();
+        for glob in unused(include, &stored) {
+            found.push(Unmatched { dropped: self.dropped(&glob), ..suggest("include", &glob, &stored) });
+        }
+        // What is gone need not be there to be left out, or to get another name.
+        for glob in unused(options.selection.exclude(), &stored) {
+            if self.dropped(&glob).is_none() {
+                found.push(suggest("exclude", &glob, &stored));
+            }
+        }
+        for glob in unused(options.unexpected.globs(), &stored) {
+            found.push(suggest("unexpected", &glob, &stored));
+        }
+        let idle = options.renames.globs().zip(applied).filter(|(_, applied)| !**applied);
+        // Those that an earlier rule leaves nothing to are no mistake.
+        for (glob, _) in
+            idle.filter(|(glob, _)| !stored.iter().any(|text| glob.match_leading(text).is_some()))
+        {
+            if self.dropped(glob).is_none() {
+                found.push(suggest("rename", glob, &stored));
+            }
+        }
+        let given = [options.missing.globs(), options.cast.globs(), options.resize.globs()];
+        if given.iter().any(|globs| !globs.is_empty()) {
+            // These are asked with wanted paths; below a wanted branch, with those of what is stored there.
+            let wanted = (0..self.wanted.len())
+                .filter(|&w| self.wanted[w].spec != Spec::Any)
+                .map(|w| self.wanted_texts.get(w));
+            let wanted: Vec<&[u8]> = wanted.chain((0..self.stored.len()).map(|s| self.text(s))).collect();
+            let mut told = |option, globs: &[Glob], fails| {
+                for glob in unused(globs, &wanted) {
+                    let dropped = self.dropped(&glob);
+                    let fails = fails && dropped.is_none();
+                    found.push(Unmatched { dropped, fails, ..suggest(option, &glob, &wanted) });
+                }
+            };
+            told("missing", options.missing.globs(), false);
+            told("cast", options.cast.globs(), true);
+            told("resize", options.resize.globs(), false);
+        }
+        self.report.unmatched = found;
+    }
+
+    fn dropped(&self, glob: &Glob) -> Option<usize> {
+        let first = components(glob.leading_literal()).next().map(render)?;
+        self.options.dropped.iter().position(|dropped| dropped.item == first)
+    }
+}
+
+impl<T: Copy> PerGlob<T> {
+    fn globs(&self) -> &[Glob] {
+        self.globs.globs()
+    }
+}
+
+/// The globs that match none of the texts.
+fn unused(globs: &[Glob], texts: &[&[u8]]) -> Vec<Glob> {
+    if globs.is_empty() {
+        return Vec::new();
+    }
+    let mut known: Option<HashSet<&[u8]>> = None;
+    let is_used = |glob: &&Glob| match glob.literal() {
+        Some(literal) => known.get_or_insert_with(|| texts.iter().copied().collect()).contains(literal),
+        None => texts.iter().any(|text| glob.matches(text)),
+    };
+    let mut is_used = is_used;
+    globs.iter().filter(|glob| !is_used(glob)).cloned().collect()
+}
+
+fn suggest(option: &'static str, glob: &Glob, texts: &[&[u8]]) -> Unmatched {
+    let near = near(glob, texts);
+    Unmatched {
+        option,
+        glob: glob.as_str().to_owned(),
+        near,
+        dropped: None,
+        fails: option == "rename" || option == "include" || option == "exclude",
+    }
+}
+
+/// What a glob may have meant: where its beginning stops to be a path of the texts, the names that are there; where it is one, what is below it.
+fn near(glob: &Glob, texts: &[&[u8]]) -> Vec<String> {
+    let literal = glob.leading_literal();
+    if literal.is_empty() {
+        let Some(last) = glob.trailing_literal().and_then(|text| components(text).last()) else {
+            return Vec::new();
+        };
+        // Of a beginning that is open, the end may be near the ends of paths.
+        let mut by_name: HashMap<&[u8], &[u8]> = HashMap::new();
+        for text in texts {
+            if let Some(name) = components(text).last() {
+                by_name.entry(name).or_insert(text);
+            }
+        }
+        return nearest(last, by_name.into_iter());
+    }
+    let asked: Vec<&[u8]> = components(literal).collect();
+    let mut above = 0; // bytes of the literal that are a branch of the texts
+    for name in &asked {
+        let end = above + name.len();
+        if !texts.iter().any(|text| text.starts_with(&literal[..end]) && boundaries_at(text, end)) {
+            let mut there: BTreeSet<&[u8]> = BTreeSet::new();
+            for text in
+                texts.iter().filter(|text| text.starts_with(&literal[..above]) && boundaries_at(text, above))
+            {
+                there.extend(components(&text[above..]).next().map(|next| &text[..above + next.len()]));
+            }
+            return nearest(name, there.into_iter().map(|branch| (&branch[above..], branch)));
+        }
+        above = end;
+    }
+    let branch = render(literal);
+    let is_branch = texts.iter().any(|text| text.len() > literal.len() && text.starts_with(literal));
+    vec![if is_branch { format!("{}/**", crate::glob::escape(&branch)) } else { branch }]
+}
+
+fn boundaries_at(text: &[u8], at: usize) -> bool {
+    boundaries(text).any(|end| end == at)
+}
+
+/// The renderings of those whose names are nearest, as long as they are near at all.
+fn nearest<'a>(asked: &[u8], candidates: impl Iterator<Item = (&'a [u8], &'a [u8])>) -> Vec<String> {
+    let lower = asked.to_ascii_lowercase();
+    let mut ranked: Vec<(usize, &[u8])> = candidates
+        .map(|(name, path)| (distance(&lower, &name.to_ascii_lowercase()), path))
+        .filter(|(distance, _)| *distance <= 2.max(asked.len() / 2))
+        .collect();
+    ranked.sort_unstable();
+    ranked.into_iter().take(SUGGESTED).map(|(_, path)| render(path)).collect()
+}
