@@ -196,10 +196,8 @@ fn trash_of_a_killed_singular_save_is_removed_and_so_is_what_stands_under_a_shor
     world.disk.plant(&format!("/models/.trash-a-{session}"), &left).unwrap();
     world.disk.plant(&format!("/models/.trash-ab-{session}"), &left).unwrap();
     world.disk.plant(&format!("/models/.tmp-{}-{session}-0", &long[..128]), &left).unwrap();
-    let swept = |name: &str| {
-        let path = Path::new("/models").join(name);
-        singular::sweep(&path, &world.environment()).unwrap().len()
-    };
-    assert_eq!((swept("a"), swept(&long)), (1, 1));
+    for name in ["a", &long] {
+        singular::sweep(&Path::new("/models").join(name), &world.environment()).unwrap();
+    }
     assert_eq!(siblings(&world), [format!(".trash-ab-{session}"), "a".to_owned()]);
 }

@@ -105,12 +105,13 @@ pub enum Ahead {
     Entries(Vec<String>),
 }
 
-impl From<Ahead> for Expected {
-    fn from(ahead: Ahead) -> Self {
+impl Ahead {
+    /// As the engine has it.
+    pub fn expected(ahead: Option<Self>) -> Expected {
         match ahead {
-            Ahead::Known(false) => Self::Nothing,
-            Ahead::Known(true) => Self::Everything,
-            Ahead::Entries(names) => Self::Entries(names),
+            None | Some(Self::Known(false)) => Expected::Nothing,
+            Some(Self::Known(true)) => Expected::Everything,
+            Some(Self::Entries(names)) => Expected::Entries(names),
         }
     }
 }
@@ -332,10 +333,10 @@ impl Manager {
         call(py, move || inner.prepare(nbytes))
     }
 
-    #[pyo3(signature = (step = None, ahead = Ahead::Known(false)))]
-    fn checkpoint(&self, py: Python<'_>, step: Option<u64>, ahead: Ahead) -> PyResult<Checkpoint> {
+    #[pyo3(signature = (step = None, ahead = None))]
+    fn checkpoint(&self, py: Python<'_>, step: Option<u64>, ahead: Option<Ahead>) -> PyResult<Checkpoint> {
         let inner = Arc::clone(&self.inner);
-        call(py, move || inner.checkpoint_for(step, &ahead.into())).map(Checkpoint::new)
+        call(py, move || inner.checkpoint_for(step, &Ahead::expected(ahead))).map(Checkpoint::new)
     }
 
     /// Waits in slices: a failure that is due is not taken by a wait that was interrupted.

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Environment, Error, Expected, Manager as Engined, Options, metrics, root};
+use stepwell_manager::{Environment, Error, Manager as Engined, Options, metrics, root};
 
 use crate::checkpoint::Checkpoint;
 use crate::errors::raise_manager;
@@ -66,16 +66,16 @@ pub fn save_path(
 
 /// Opens a checkpoint: one at that very path, or the newest step (or `step`) of a root.
 #[pyfunction]
-#[pyo3(signature = (path, step = None, engine = "auto", ahead = Ahead::Known(false)))]
+#[pyo3(signature = (path, step = None, engine = "auto", ahead = None))]
 pub fn open_path(
     py: Python<'_>,
     path: PathBuf,
     step: Option<u64>,
     engine: &str,
-    ahead: Ahead,
+    ahead: Option<Ahead>,
 ) -> PyResult<Checkpoint> {
     let engine = options::engine(py, engine)?;
-    let ahead = Expected::from(ahead);
+    let ahead = Ahead::expected(ahead);
     let opened = call(py, move || {
         let gone = || Error::StepNotFound { step, root: path.clone(), latest: None };
         if !path.is_dir() {
