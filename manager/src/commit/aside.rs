@@ -61,26 +61,33 @@ pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> Retired {
     retired
 }
 
-/// Takes a temporary out of sight whose owner is dead, and gives whether it did. One without a lease is empty: its owner was killed, or is just about to lock it and
-/// makes it anew.
+/// Takes a temporary out of sight whose owner is dead, and gives whether it did. An empty one without a lease is removed at once: its owner was killed, or is just about to
+/// lock it and makes it anew.
 pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<bool> {
     let dir = match parent.open_dir(name) {
         Ok(dir) => dir,
         Err(error) if is_gone(&error) => return Ok(false),
         Err(error) => return Err(error),
     };
-    match dir.try_lock(LEASE, LockKind::Exclusive, false) {
+    let mut lock = dir.try_lock(LEASE, LockKind::Exclusive, false);
+    if lock.as_ref().is_err_and(stepwell_core::Error::is_not_found) {
+        match parent.remove_dir(name) {
+            Ok(()) => return Ok(false),
+            Err(error) if is_gone(&error) => return Ok(false),
+            // A live owner makes and locks the lease before anything else: it has come just now, and is told by that, or a power cut took the lease.
+            Err(error) if matches!(error.errno(), Some(ENOTEMPTY | EEXIST)) => {
+                lock = dir.try_lock(LEASE, LockKind::Exclusive, true);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    match lock {
         Ok(Some(_lock)) => {
             parent.rename(name, trash, Rename::NoReplace)?;
             Ok(true)
         }
         Ok(None) => Ok(false),
-        Err(error) if error.is_not_found() => match parent.remove_dir(name) {
-            Ok(()) => Ok(false),
-            // It is not empty: somebody's, who locks it now, or of a kind that this version does not make.
-            Err(error) if is_gone(&error) || matches!(error.errno(), Some(ENOTEMPTY | EEXIST)) => Ok(false),
-            Err(error) => Err(error),
-        },
+        Err(error) if is_gone(&error) => Ok(false),
         // Nobody knows whether its owner lives.
         Err(error) if is_without_locks(&error) => Ok(false),
         Err(error) => Err(error),
