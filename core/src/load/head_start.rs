@@ -43,7 +43,6 @@ impl HeadStart {
         options: &LoadOptions,
     ) -> Result<Option<Self>> {
         let alignment = disk.choice().alignment.max(1) as u64;
-        let depth = options.queue_depth.max(1);
         let mut started: Option<Self> = None;
         for &file in wanted {
             let shape = files.shape(file)?;
@@ -64,6 +63,10 @@ impl HeadStart {
                 }
                 let Ok(len) = usize::try_from(len) else { return Ok(started) };
                 let buffer = files.buffers().take(len)?;
+                // Nearly all of the budget: what is computed meanwhile takes longer than the reads that a run keeps in flight.
+                let depth = usize::try_from(options.budget_bytes - options.budget_bytes / 16)
+                    .map_or(1, |bytes| bytes / len)
+                    .max(1);
                 if started.is_none() {
                     started = Some(Self {
                         queue: Some(disk.queue_for_reads(depth)?),
@@ -101,6 +104,7 @@ impl HeadStart {
             .collect()
     }
 
+    pub(super) fn debug(&self) -> (usize, Option<&(u32, Range<u64>)>, usize) { (self.reads.len(), self.reads.last(), self.queue.as_ref().map_or(0, |q| q.in_flight())) }
     /// The queue, with the reads in it.
     pub(super) fn into_queue(mut self) -> Option<Box<dyn Queue>> {
         self.queue.take()
