@@ -188,12 +188,12 @@ fn plan(index: &Index) -> ReadPlan {
             leaf: number,
             file: 0,
             src_offset: extent.offset,
-            src_strides: vec![1],
-            extent: vec![extent.length],
+            src_strides: vec![1].into(),
+            extent: vec![extent.length].into(),
             itemsize: 1,
             dst: number,
             dst_offset: 0,
-            dst_strides: vec![1],
+            dst_strides: vec![1].into(),
         });
         plan.runs.push(ReadRun { file: 0, offset: extent.offset, len: extent.length, copies: vec![number] });
     }

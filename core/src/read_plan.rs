@@ -1,5 +1,7 @@
 //! What a restore reads and where it puts it: made by `stepwell-reshard`, carried out by [`crate::load`].
 
+use crate::region::Dims;
+
 /// Reads of whole blocks, and the copies that they feed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReadPlan {
@@ -32,9 +34,9 @@ pub struct BoxCopy {
     /// Offset in the file of the box's first element.
     pub src_offset: u64,
     /// Distance in the file between neighbours along each dimension.
-    pub src_strides: Vec<u64>,
+    pub src_strides: Dims,
     /// Elements along each dimension; none is zero.
-    pub extent: Vec<u64>,
+    pub extent: Dims,
     /// Bytes per element.
     pub itemsize: u32,
     /// Number of the destination.
@@ -42,5 +44,5 @@ pub struct BoxCopy {
     /// Offset in the destination of the box's first element.
     pub dst_offset: u64,
     /// Distance in the destination between neighbours along each dimension.
-    pub dst_strides: Vec<i64>,
+    pub dst_strides: Dims<i64>,
 }

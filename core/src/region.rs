@@ -1,18 +1,23 @@
 //! Regions: n-dimensional boxes in a logical tensor. Pure geometry in units of elements.
 
+use smallvec::SmallVec;
+
+/// One number for each dimension. Four are kept in place: a plan of 100 000 leaves would spend most of its time in the allocator otherwise.
+pub type Dims<T = u64> = SmallVec<[T; 4]>;
+
 /// A box: `offset[d] .. offset[d] + extent[d]` along every dimension `d`. A 0-d region has one element.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Region {
     /// First element along each dimension.
-    pub offset: Vec<u64>,
+    pub offset: Dims,
     /// Number of elements along each dimension; same length as `offset`.
-    pub extent: Vec<u64>,
+    pub extent: Dims,
 }
 
 impl Region {
     /// The region that covers all of `shape`.
     pub fn whole(shape: &[u64]) -> Self {
-        Self { offset: vec![0; shape.len()], extent: shape.to_vec() }
+        Self { offset: Dims::from_elem(0, shape.len()), extent: Dims::from_slice(shape) }
     }
 
     /// Number of dimensions.
@@ -47,8 +52,8 @@ impl Region {
         if self.ndim() != other.ndim() {
             return None;
         }
-        let mut offset = Vec::with_capacity(self.ndim());
-        let mut extent = Vec::with_capacity(self.ndim());
+        let mut offset = Dims::with_capacity(self.ndim());
+        let mut extent = Dims::with_capacity(self.ndim());
         for d in 0..self.ndim() {
             let start = self.offset[d].max(other.offset[d]);
             let end = (self.offset[d].saturating_add(self.extent[d]))
@@ -94,7 +99,7 @@ mod tests {
 
     #[test]
     fn numbers_from_a_hostile_file_do_not_overflow() {
-        let region = Region { offset: vec![u64::MAX], extent: vec![2] };
+        let region = Region { offset: vec![u64::MAX].into(), extent: vec![2].into() };
         assert!(!region.fits(&[10]));
         assert_eq!(volume(&[u64::MAX, 2]), None);
         assert_eq!(volume(&[u64::MAX, 2, 0]), Some(0));

@@ -111,7 +111,7 @@ fn leaves() -> Vec<LeafRecord> {
         rank_key: None,
         chunks,
     };
-    let region = Region { offset: vec![0, 0], extent: vec![2, 6] };
+    let region = Region { offset: vec![0, 0].into(), extent: vec![2, 6].into() };
     let weight = tensor(
         Dtype::Float32,
         &[4, 6],

@@ -4,7 +4,8 @@
 //! lazily below one directory descriptor; a file that is not there any more is [`Error::StepGone`], never other data.
 
 use std::path::Path;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use stepwell_core::format::index::{FileRecord, Index, LeafRecord, Source};
@@ -13,7 +14,7 @@ use stepwell_core::io::Dir;
 use stepwell_core::load::{
     self, Destination, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport,
 };
-use stepwell_core::sys::{Birth, spawn_scoped};
+use stepwell_core::sys::{Birth, spawn};
 use stepwell_core::tree::Tree;
 use stepwell_core::value::Value;
 use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
@@ -36,7 +37,8 @@ pub struct Checkpoint {
     index: Arc<Index>,
     /// Made when matching asks for it: a path for every leaf.
     stored: OnceLock<Vec<StoredLeaf>>,
-    files: FileSet,
+    files: Arc<FileSet>,
+    ahead: Ahead,
     environment: Environment,
     birth: Birth,
 }
@@ -70,6 +72,39 @@ impl Expected {
             .filter(|(_, file)| file.name.split('/').next().is_some_and(|dir| dirs.contains(&dir)))
             .map(|(number, _)| number)
             .collect()
+    }
+}
+
+/// The thread that begins to read ([`FileSet::begin`]) while the index is read and a restore is planned.
+struct Ahead(Mutex<Option<JoinHandle<()>>>, Birth);
+
+impl Ahead {
+    fn begin(files: &Arc<FileSet>, wanted: Vec<u32>, environment: &Environment) -> Self {
+        if wanted.is_empty() {
+            return Self(Mutex::default(), Birth::now());
+        }
+        let (files, disk) = (Arc::clone(files), Arc::clone(&environment.disk));
+        let begin = move || files.begin(&*disk, &wanted, &LoadOptions::default());
+        // Without it, the restore begins when it is planned.
+        Self(Mutex::new(spawn("stepwell-ahead", begin).ok()), Birth::now())
+    }
+
+    /// Waits until what can begin early has begun.
+    fn has_begun(&self) {
+        let thread = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // In a forked child there is no such thread.
+        if self.1.is_here()
+            && let Some(thread) = thread
+        {
+            // What it did is told by nobody: the restore does it again.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        self.has_begun();
     }
 }
 
@@ -136,19 +171,12 @@ impl Checkpoint {
             }
             Err(error) => return Err(error.into()),
         };
-        let indexes = stored_index::read(&*dir, &manifest)?;
-        let mut files = FileSet::new(Arc::clone(&dir), &stored_index::files(&manifest));
-        let ahead = expected.files(&manifest, files.records());
-        let index = std::thread::scope(|scope| {
-            let begin = || files.begin(&*environment.disk, &ahead, &LoadOptions::default());
-            if !ahead.is_empty() {
-                // Without it, the restore begins when it is planned.
-                let _ = spawn_scoped(scope, "stepwell-ahead", begin);
-            }
-            stored_index::decode(&*dir, &manifest, &indexes)
-        })?;
+        let mut files = Arc::new(FileSet::new(Arc::clone(&dir), &stored_index::files(&manifest)));
+        let mut ahead = Ahead::begin(&files, expected.files(&manifest, files.records()), environment);
+        let index = stored_index::read(&*dir, &manifest)?;
         if files.records() != index.files {
-            files = FileSet::new(Arc::clone(&dir), &index.files);
+            ahead = Ahead::begin(&files, Vec::new(), environment);
+            files = Arc::new(FileSet::new(Arc::clone(&dir), &index.files));
         }
         let index = Arc::new(index);
         Ok(Some(Self {
@@ -158,6 +186,7 @@ impl Checkpoint {
             index,
             stored: OnceLock::new(),
             files,
+            ahead,
             environment: environment.clone(),
             birth: Birth::now(),
         }))
@@ -242,6 +271,7 @@ impl Checkpoint {
         go_on: &mut dyn FnMut(u64) -> bool,
     ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
         self.birth.check("checkpoint").map_err(Error::from)?;
+        self.ahead.has_begun();
         let plan = self.plan(requests, false)?;
         let disk = &*self.environment.disk;
         load::execute_while(disk, &self.files, &self.index, &plan, targets, options, go_on).map_err(

@@ -21,9 +21,11 @@ use crate::error::{Error, Result};
 /// Indexes of fewer bytes are not worth a thread.
 const WORTH_A_THREAD: u64 = 128 << 10;
 
-/// The indexes of all items as they stand in their files; each is what the manifest says.
-pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest) -> Result<Vec<Vec<u8>>> {
-    each(manifest, |_, item| {
+/// One index out of those of the items, each of which is what the manifest says: top-level entries in the order that was saved, files by their paths below the step.
+pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
+    let entries: HashMap<&str, &FileEntry> =
+        manifest.files.iter().map(|entry| (entry.path.as_str(), entry)).collect();
+    let mut indexes = each(manifest, |item| {
         let file = dir.path().join(&item.index.path);
         let bytes = match dir.read_file(&item.index.path, item.index.length) {
             Ok(bytes) => bytes,
@@ -42,17 +44,7 @@ pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest) -> Result<Vec<Vec<u8>>> {
                 stepwell_core::Error::corrupt(file, "it is not the index that its manifest names").into()
             );
         }
-        Ok(bytes)
-    })
-}
-
-/// One index out of those of the items: top-level entries in the order that was saved, files by their paths below the step.
-pub(crate) fn decode(dir: &dyn Dir, manifest: &Manifest, bytes: &[Vec<u8>]) -> Result<Index> {
-    let entries: HashMap<&str, &FileEntry> =
-        manifest.files.iter().map(|entry| (entry.path.as_str(), entry)).collect();
-    let mut indexes = each(manifest, |number, item| {
-        let file = dir.path().join(&item.index.path);
-        let mut index = index_v1::decode(bytes.get(number).map_or(&[], Vec::as_slice), &file)?;
+        let mut index = index_v1::decode(&bytes, &file)?;
         check_claims(&index, &file)?;
         for record in &mut index.files {
             let path = format!("{}/{}", item.dir, record.name);
@@ -102,7 +94,7 @@ fn check_claims(index: &Index, file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The data files as the manifest has them, item by item: the numbering that [`decode`] gives them, where indexes list theirs in the same order.
+/// The data files as the manifest has them, item by item: the numbering that [`read`] gives them, where indexes list theirs in the same order.
 pub(crate) fn files(manifest: &Manifest) -> Vec<FileRecord> {
     let mut of_item: HashMap<&str, Vec<FileRecord>> = HashMap::new();
     for entry in &manifest.files {
@@ -118,12 +110,12 @@ pub(crate) fn files(manifest: &Manifest) -> Vec<FileRecord> {
 }
 
 /// Does something for every item; on several threads where their indexes are large.
-fn each<T: Send>(manifest: &Manifest, work: impl Fn(usize, &Item) -> Result<T> + Sync) -> Result<Vec<T>> {
+fn each<T: Send>(manifest: &Manifest, work: impl Fn(&Item) -> Result<T> + Sync) -> Result<Vec<T>> {
     let items = &manifest.items;
     let large = items.iter().filter(|item| item.index.length >= WORTH_A_THREAD).count();
     let threads = large.min(cores());
     if threads < 2 {
-        return items.iter().enumerate().map(|(number, item)| work(number, item)).collect();
+        return items.iter().map(work).collect();
     }
     let done: Vec<Mutex<Option<Result<T>>>> = items.iter().map(|_| Mutex::new(None)).collect();
     let next = AtomicUsize::new(0);
@@ -131,7 +123,7 @@ fn each<T: Send>(manifest: &Manifest, work: impl Fn(usize, &Item) -> Result<T> +
         loop {
             let number = next.fetch_add(1, Ordering::Relaxed);
             let (Some(item), Some(place)) = (items.get(number), done.get(number)) else { return };
-            let result = work(number, item);
+            let result = work(item);
             *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
         }
     };

@@ -175,7 +175,7 @@ impl Checkpoint {
             let (below, _) = target.span();
             let request = Request {
                 leaf,
-                region: Region { offset, extent },
+                region: Region { offset: offset.into(), extent: extent.into() },
                 dst: number as u32,
                 dst_offset: below as u64,
                 dst_strides: target.strides().iter().map(|&stride| stride as i64).collect(),

@@ -33,7 +33,7 @@ pub fn files(
     let mut requests = Vec::with_capacity(tensors.len());
     for (leaf, extent) in tensors {
         let LeafRecord::Tensor(tensor) = record(inner, leaf)? else { return Err(no_leaf(leaf)) };
-        let region = Region { offset: vec![0; extent.len()], extent };
+        let region = Region { offset: vec![0; extent.len()].into(), extent: extent.into() };
         requests.push(Request::row_major(leaf, region, tensor.dtype.size() as u64, requests.len() as u32));
     }
     let mut found: BTreeMap<u32, FilePlan> = BTreeMap::new();

@@ -112,7 +112,8 @@ fn main() -> Result<(), stepwell_reshard::Error> {
     let big = tensor(&shape, chunks, &mut at);
     let files = vec![FileRecord { name: "00000.data".into(), length: at, file_id: 0, trailer_crc: 0 }];
     let index = Index { tree: Tree::new(), leaves: vec![big], files };
-    let columns = |rank: u64| Region { offset: vec![0, rank * 4096], extent: vec![65536, 4096] };
+    let columns =
+        |rank: u64| Region { offset: vec![0, rank * 4096].into(), extent: vec![65536, 4096].into() };
     let requests: Vec<Request> =
         (0..8).map(|rank| Request::row_major(0, columns(rank), 4, rank as u32)).collect();
     let all =

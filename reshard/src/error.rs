@@ -27,7 +27,7 @@ pub enum Error {
         /// The rendered leaf path.
         leaf: String,
         /// The hole or the overlap.
-        fault: Fault,
+        fault: Box<Fault>,
     },
     /// The index contradicts itself: it is damaged, or a reader of a foreign format is wrong.
     #[error("leaf `{leaf}`: the index is inconsistent: {what}")]

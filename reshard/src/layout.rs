@@ -96,7 +96,7 @@ impl Layout {
                     region,
                     dst,
                     dst_offset: place.offset,
-                    dst_strides: place.strides,
+                    dst_strides: place.strides.into(),
                 });
             }
         }

@@ -215,7 +215,7 @@ mod tests {
     fn a_chunk_outside_of_the_tensor_is_named() {
         let inside = chunk(ChunkRegion::Box(Region::whole(&[4])));
         for outside in [
-            ChunkRegion::Box(Region { offset: vec![u64::MAX], extent: vec![2] }),
+            ChunkRegion::Box(Region { offset: vec![u64::MAX].into(), extent: vec![2].into() }),
             ChunkRegion::Box(Region::whole(&[4, 1])),
             ChunkRegion::Run { start: 3, len: 2 },
             ChunkRegion::Run { start: 1, len: u64::MAX },

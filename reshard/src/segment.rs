@@ -2,7 +2,7 @@
 //! segment, and so is a part of a fused, transposed, padded or flattened parameter.
 
 use stepwell_core::format::index::ChunkRegion;
-use stepwell_core::region::{Region, row_major_strides, volume};
+use stepwell_core::region::{Dims, Region, row_major_strides, volume};
 
 use crate::subchunk::run_to_boxes;
 
@@ -95,7 +95,10 @@ impl Segment {
             ChunkRegion::Box(region) => (region.extent.clone(), region.fits(shape)),
             ChunkRegion::Run { start, len } => {
                 let end = start.checked_add(*len);
-                (vec![*len], matches!((end, volume(shape)), (Some(end), Some(all)) if end <= all))
+                (
+                    Dims::from_elem(*len, 1),
+                    matches!((end, volume(shape)), (Some(end), Some(all)) if end <= all),
+                )
             }
         };
         if !fits {

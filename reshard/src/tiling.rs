@@ -9,7 +9,7 @@ use std::cmp::Ordering;
 use std::fmt;
 
 use stepwell_core::format::index::ChunkRegion;
-use stepwell_core::region::Region;
+use stepwell_core::region::{Dims, Region};
 
 use crate::subchunk::run_to_boxes;
 
@@ -192,12 +192,14 @@ fn fault_at(whole: &Region, boxes: &[(usize, Region)], point: &[u64]) -> Fault {
     };
     let mut there = boxes.iter().filter(|(_, region)| covers(region, point));
     if let (Some((first, a)), Some((second, b))) = (there.next(), there.next()) {
-        let region =
-            a.intersect(b).unwrap_or_else(|| Region { offset: point.to_vec(), extent: vec![1; point.len()] });
+        let region = a.intersect(b).unwrap_or_else(|| Region {
+            offset: Dims::from_slice(point),
+            extent: Dims::from_elem(1, point.len()),
+        });
         return Fault::Overlap { first: *first, second: *second, region };
     }
     // The largest box with its first corner here, grown along the last axis first.
-    let mut hole = Region { offset: point.to_vec(), extent: vec![1; point.len()] };
+    let mut hole = Region { offset: Dims::from_slice(point), extent: Dims::from_elem(1, point.len()) };
     for d in (0..point.len()).rev() {
         let mut end = whole.offset[d] + whole.extent[d];
         hole.extent[d] = end - point[d];
@@ -250,8 +252,10 @@ mod tests {
 
     #[test]
     fn a_hole_and_an_overlap_are_named() {
-        let region =
-            |offset: [u64; 2], extent: [u64; 2]| Region { offset: offset.into(), extent: extent.into() };
+        let region = |offset: [u64; 2], extent: [u64; 2]| Region {
+            offset: Dims::from_slice(&offset),
+            extent: Dims::from_slice(&extent),
+        };
         let quarters = || {
             vec![
                 region([0, 0], [2, 2]),
@@ -303,7 +307,10 @@ mod tests {
         let n = 2000_u64;
         let cut = |i: u64| (i * 7919) % (n - 1) + 1;
         let strips = (0..n).flat_map(|i| {
-            let part = |from: u64, to: u64| Region { offset: vec![from, i], extent: vec![to - from, 1] };
+            let part = |from: u64, to: u64| Region {
+                offset: vec![from, i].into(),
+                extent: vec![to - from, 1].into(),
+            };
             [part(0, cut(i)), part(cut(i), n)]
         });
         assert_eq!(check(&[n, n], &boxes(strips)), Ok(()));

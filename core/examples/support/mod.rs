@@ -56,7 +56,8 @@ pub fn items(sources: &[Arc<Vec<u8>>], threads: usize) -> Result<(Vec<ItemPlan>,
         let source = HostSource::owned(Arc::clone(memory), 0, 4, &[elements], &[4])?;
         let step = CHUNK as u64 / 4;
         let chunks = (0..elements).step_by(CHUNK / 4).map(|start| {
-            let region = Region { offset: vec![start], extent: vec![step.min(elements - start)] };
+            let region =
+                Region { offset: vec![start].into(), extent: vec![step.min(elements - start)].into() };
             ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region }
         });
         leaves.push(LeafPlan::Tensor {

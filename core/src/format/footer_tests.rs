@@ -41,7 +41,10 @@ fn part(rank: u64, world: u64) -> Index {
             view: None,
             rank_key: None,
             chunks: vec![ChunkRecord {
-                region: ChunkRegion::Box(Region { offset: offset.to_vec(), extent: extent.to_vec() }),
+                region: ChunkRegion::Box(Region {
+                    offset: offset.to_vec().into(),
+                    extent: extent.to_vec().into(),
+                }),
                 extent: own(at, extent.iter().product::<u64>() * 4),
                 codec: Codec::Raw,
             }],

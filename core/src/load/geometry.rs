@@ -6,6 +6,8 @@
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use crate::read_plan::BoxCopy;
 
 /// One dimension of a copy, in bytes.
@@ -38,7 +40,7 @@ pub(crate) struct Strided {
     /// Bytes of the longest run that is contiguous on both sides.
     pub(crate) unit: u64,
     /// The rest, outermost (in the file) first.
-    pub(crate) dims: Vec<Dim>,
+    pub(crate) dims: SmallVec<[Dim; 2]>,
 }
 
 /// A two-dimensional part of a copy: `rows × cols` units. Every byte of it lies in the window.
@@ -77,7 +79,7 @@ impl Strided {
         let mut src_last = i128::from(copy.src_offset);
         let (mut dst_first, mut dst_last) = (i128::from(copy.dst_offset), i128::from(copy.dst_offset));
         let mut bytes = Some(itemsize);
-        let mut dims = Vec::new();
+        let mut dims: SmallVec<[Dim; 2]> = SmallVec::new();
         for ((&extent, &src), &dst) in copy.extent.iter().zip(&copy.src_strides).zip(&copy.dst_strides) {
             bytes = bytes.and_then(|bytes| bytes.checked_mul(extent));
             if extent == 1 {
@@ -215,7 +217,7 @@ impl Strided {
 }
 
 /// Joins what is contiguous on both sides and returns the bytes of a unit.
-fn merge(dims: &mut Vec<Dim>, itemsize: u64) -> u64 {
+fn merge(dims: &mut SmallVec<[Dim; 2]>, itemsize: u64) -> u64 {
     let mut unit = itemsize;
     let mut merged: Vec<Dim> = Vec::new(); // innermost first
     for &dim in dims.iter().rev() {
@@ -233,7 +235,7 @@ fn merge(dims: &mut Vec<Dim>, itemsize: u64) -> u64 {
         }
     }
     merged.reverse();
-    *dims = merged;
+    *dims = merged.into();
     unit
 }
 

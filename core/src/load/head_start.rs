@@ -18,6 +18,9 @@ use crate::deadline::deadline_after;
 use crate::io::{Disk, Queue, Transfer};
 use crate::sys::Birth;
 
+/// Files that are opened and checked ahead, and bytes of each whose checksums are read.
+const FILES_LOOKED_AT: usize = 16;
+const BYTES_LOOKED_AT: u64 = 16 << 30;
 /// Longest wait before the deadline is looked at.
 const SLICE: Duration = Duration::from_millis(50);
 
@@ -43,6 +46,11 @@ impl HeadStart {
         options: &LoadOptions,
     ) -> Result<Option<Self>> {
         let alignment = disk.choice().alignment.max(1) as u64;
+        // What planning asks of the files comes first: it would stand behind all that follows.
+        for &file in wanted.iter().take(FILES_LOOKED_AT) {
+            let end = files.shape(file)?.data_end.min(BYTES_LOOKED_AT);
+            files.ready(file, &(0..end))?;
+        }
         let mut started: Option<Self> = None;
         for &file in wanted {
             let shape = files.shape(file)?;
@@ -64,7 +72,7 @@ impl HeadStart {
                 let Ok(len) = usize::try_from(len) else { return Ok(started) };
                 let buffer = files.buffers().take(len)?;
                 // Nearly all of the budget: what is computed meanwhile takes longer than the reads that a run keeps in flight.
-                let depth = usize::try_from(options.budget_bytes - options.budget_bytes / 16)
+                let depth = usize::try_from(options.budget_bytes / 16 * 15)
                     .map_or(1, |bytes| bytes / len)
                     .max(1);
                 if started.is_none() {
@@ -104,7 +112,6 @@ impl HeadStart {
             .collect()
     }
 
-    pub(super) fn debug(&self) -> (usize, Option<&(u32, Range<u64>)>, usize) { (self.reads.len(), self.reads.last(), self.queue.as_ref().map_or(0, |q| q.in_flight())) }
     /// The queue, with the reads in it.
     pub(super) fn into_queue(mut self) -> Option<Box<dyn Queue>> {
         self.queue.take()

@@ -50,12 +50,12 @@ pub fn read_objects(
             leaf,
             file,
             src_offset: extent.offset,
-            src_strides: vec![1],
-            extent: vec![extent.length],
+            src_strides: vec![1].into(),
+            extent: vec![extent.length].into(),
             itemsize: 1,
             dst: number as u32,
             dst_offset: 0,
-            dst_strides: vec![1],
+            dst_strides: vec![1].into(),
         });
     }
     let targets: Vec<HostTarget<'_>> =

@@ -197,12 +197,12 @@ mod tests {
             leaf: 0,
             file: 0,
             src_offset: offset,
-            src_strides: vec![1],
-            extent: vec![len],
+            src_strides: vec![1].into(),
+            extent: vec![len].into(),
             itemsize: 1,
             dst: 0,
             dst_offset: 0,
-            dst_strides: vec![1],
+            dst_strides: vec![1].into(),
         }
     }
 

@@ -401,12 +401,12 @@ pub(super) fn flat(leaf: u32, dst: u32, src_offset: u64, len: u64) -> BoxCopy {
         leaf,
         file: 0,
         src_offset,
-        src_strides: vec![1],
-        extent: vec![len],
+        src_strides: vec![1].into(),
+        extent: vec![len].into(),
         itemsize: 1,
         dst,
         dst_offset: 0,
-        dst_strides: vec![1],
+        dst_strides: vec![1].into(),
     }
 }
 

@@ -284,7 +284,7 @@ mod tests {
             // The broadcast axis may make it one more than there are boxes.
             offset.resize(shape.len(), 0);
             extent.extend_from_slice(&shape[extent.len()..]);
-            let region = Region { offset, extent };
+            let region = Region { offset: offset.into(), extent: extent.into() };
             let numbers = ArrayD::from_shape_vec(
                 IxDyn(&shape.iter().map(|&n| n as usize).collect::<Vec<_>>()), numbers).unwrap();
             let mut part = numbers.view();
@@ -355,7 +355,7 @@ mod tests {
         assert!(source.copy(&whole, 2, &mut [0; 4]).is_err());
         assert!(source.copy(&whole, 60, &mut [0; 8]).is_err());
         assert!(source.copy(&whole, u64::MAX - 3, &mut [0; 8]).is_err());
-        let outside = Region { offset: vec![3, 0], extent: vec![2, 4] };
+        let outside = Region { offset: vec![3, 0].into(), extent: vec![2, 4].into() };
         assert!(source.copy(&outside, 0, &mut [0; 4]).is_err());
         assert!(source.copy(&Region::whole(&[16]), 0, &mut [0; 4]).is_err());
     }

@@ -33,7 +33,7 @@ fn contents(layout: &Layout, shape: &[u64], itemsize: u64, buffer_elements: u64)
 }
 
 fn segment(offset: &[u64], extent: &[u64], at: u64, strides: &[i64]) -> Segment {
-    let region = ChunkRegion::Box(Region { offset: offset.to_vec(), extent: extent.to_vec() });
+    let region = ChunkRegion::Box(Region { offset: offset.to_vec().into(), extent: extent.to_vec().into() });
     Segment { region, place: Place { offset: at, strides: strides.to_vec() } }
 }
 
@@ -65,10 +65,16 @@ fn a_flat_shard_of_a_transposed_parameter_follows_the_transposition() {
 fn padding_is_asked_for_by_nobody() {
     let layout = Layout::whole(&[6, 4], 4, None);
     let requests = layout.requests(7, &[6, 4], &Region::whole(&[5, 4]), 3).unwrap();
-    let expected =
-        Request { leaf: 7, region: Region::whole(&[5, 4]), dst: 3, dst_offset: 0, dst_strides: vec![16, 4] };
+    let expected = Request {
+        leaf: 7,
+        region: Region::whole(&[5, 4]),
+        dst: 3,
+        dst_offset: 0,
+        dst_strides: vec![16, 4].into(),
+    };
     assert_eq!(requests, [expected]);
-    let second_half = Layout::one_box(Region { offset: vec![3, 0], extent: vec![3, 4] }, 4, None);
+    let second_half =
+        Layout::one_box(Region { offset: vec![3, 0].into(), extent: vec![3, 4].into() }, 4, None);
     let requests = second_half.requests(7, &[6, 4], &Region::whole(&[2, 4]), 3).unwrap();
     assert!(requests.is_empty());
 }

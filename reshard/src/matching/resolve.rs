@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use stepwell_core::dtype::Dtype;
-use stepwell_core::region::Region;
+use stepwell_core::region::{Dims, Region};
 
 use super::{
     Cast, Kept, Match, Matching, Missing, MissingLeaf, OnMissing, Resize, Spec, StoredSpec, TensorMatch, Why,
@@ -165,7 +165,7 @@ impl Matching<'_> {
                     padded: extent != wanted_shape,
                     truncated: extent != *shape,
                     shape: wanted_shape.to_vec(),
-                    region: Region { offset: vec![0; extent.len()], extent },
+                    region: Region { offset: Dims::from_elem(0, extent.len()), extent: extent.into() },
                 }),
             });
         }

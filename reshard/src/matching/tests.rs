@@ -259,7 +259,7 @@ fn shapes_differ_only_as_far_as_resizing_is_allowed() {
         let options = Options { resize: PerGlob::everywhere(resize), ..Options::default() };
         let report = match_state(&[want("w", F32, shape)], &stored, &options);
         let tensor = report.matches.first().and_then(|found| found.tensor.clone());
-        tensor.map(|tensor| (tensor.region.extent, tensor.padded, tensor.truncated))
+        tensor.map(|tensor| (tensor.region.extent.to_vec(), tensor.padded, tensor.truncated))
     };
     for (shape, resize, expected) in [
         (&[4, 6][..], Resize::Never, Some((vec![4, 6], false, false))),

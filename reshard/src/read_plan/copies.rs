@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use smallvec::SmallVec;
+
 use stepwell_core::format::index::{ChunkRecord, ChunkRegion, Codec, Index, Source, TensorRecord};
 use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::region::Region;
@@ -44,8 +46,9 @@ pub(super) fn copies(index: &Index, requests: &[Request]) -> Result<Vec<BoxCopy>
             // One chunk, the common case of small leaves: no tree for it.
             if stored.region.intersect(&request.region).as_ref() != Some(&request.region) {
                 let part = stored.region.intersect(&request.region).map(|part| (0, part));
-                tiling::check_boxes(&request.region, part.into_iter().collect())
-                    .map_err(|fault| Error::Tiling { leaf: name(index, request.leaf), fault })?;
+                tiling::check_boxes(&request.region, part.into_iter().collect()).map_err(|fault| {
+                    Error::Tiling { leaf: name(index, request.leaf), fault: fault.into() }
+                })?;
             }
             maker.copy(&stored, &request.region)?;
             continue;
@@ -54,7 +57,7 @@ pub(super) fn copies(index: &Index, requests: &[Request]) -> Result<Vec<BoxCopy>
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
             std::collections::hash_map::Entry::Vacant(entry) => {
                 let chunks = ChunkIndex::new(&tensor.shape, &tensor.chunks).map_err(|chunk| {
-                    Error::Tiling { leaf: name(index, request.leaf), fault: Fault::Outside { chunk } }
+                    Error::Tiling { leaf: name(index, request.leaf), fault: Fault::Outside { chunk }.into() }
                 })?;
                 entry.insert(chunks)
             }
@@ -63,7 +66,7 @@ pub(super) fn copies(index: &Index, requests: &[Request]) -> Result<Vec<BoxCopy>
         let parts =
             overlaps.iter().map(|overlap| (overlap.stored.chunk as usize, overlap.region.clone())).collect();
         tiling::check_boxes(&request.region, parts)
-            .map_err(|fault| Error::Tiling { leaf: name(index, request.leaf), fault })?;
+            .map_err(|fault| Error::Tiling { leaf: name(index, request.leaf), fault: fault.into() })?;
         for overlap in &overlaps {
             maker.copy(overlap.stored, &overlap.region)?;
         }
@@ -102,7 +105,7 @@ impl Maker<'_> {
         }
         // From here on nothing overflows on the source's side: the box lies in the chunk, and the chunk's bytes fit.
         let ndim = region.ndim();
-        let (mut dims, mut stride) = (Vec::with_capacity(ndim), itemsize);
+        let (mut dims, mut stride) = (SmallVec::with_capacity(ndim), itemsize);
         let mut src_offset = chunk.extent.offset + stored.base * itemsize;
         let mut dst_offset = i128::from(self.request.dst_offset);
         for d in (0..ndim).rev() {
@@ -172,8 +175,8 @@ struct Dim {
 }
 
 /// Dimensions (innermost first) made few (outermost first): those of one element go, and two that step alike on both sides become one.
-fn merge(dims: Vec<Dim>) -> Vec<Dim> {
-    let mut merged: Vec<Dim> = Vec::with_capacity(dims.len());
+fn merge(dims: SmallVec<[Dim; 4]>) -> SmallVec<[Dim; 4]> {
+    let mut merged: SmallVec<[Dim; 4]> = SmallVec::with_capacity(dims.len());
     for dim in dims.into_iter().filter(|dim| dim.extent != 1) {
         match merged.last_mut() {
             Some(inner)

@@ -14,7 +14,7 @@ mod runs;
 
 use stepwell_core::format::index::{Index, LeafRecord, TensorRecord};
 use stepwell_core::read_plan::ReadPlan;
-use stepwell_core::region::Region;
+use stepwell_core::region::{Dims, Region};
 
 use crate::{Error, Result};
 
@@ -30,7 +30,7 @@ pub struct Request {
     /// Byte of the destination where the region's first element goes.
     pub dst_offset: u64,
     /// Bytes between neighbours in the destination, along each dimension of the tensor.
-    pub dst_strides: Vec<i64>,
+    pub dst_strides: Dims<i64>,
 }
 
 impl Request {
@@ -41,7 +41,7 @@ impl Request {
 
     /// A region into a row-major buffer of its own.
     pub fn row_major(leaf: u32, region: Region, itemsize: u64, dst: u32) -> Self {
-        let mut dst_strides = vec![i64::try_from(itemsize).unwrap_or(i64::MAX); region.ndim()];
+        let mut dst_strides = Dims::from_elem(i64::try_from(itemsize).unwrap_or(i64::MAX), region.ndim());
         for d in (1..region.ndim()).rev() {
             let extent = i64::try_from(region.extent[d].max(1)).unwrap_or(i64::MAX);
             dst_strides[d - 1] = dst_strides[d].saturating_mul(extent);

@@ -331,7 +331,7 @@ pub(crate) fn sample() -> Index {
     tree.push_leaf(Some(params), Some(Component::Index(1)));
     tree.push_container(Some(root), Some(Component::Int(-7)), ContainerKind::Deque { maxlen: Some(3) });
     tree.push_leaf(Some(root), Some(Component::Field("lr".into())));
-    let box_ = Region { offset: vec![0, 0], extent: vec![2, 3] };
+    let box_ = Region { offset: vec![0, 0].into(), extent: vec![2, 3].into() };
     let tensor = TensorRecord {
         dtype: Dtype::Float32,
         shape: vec![4, 3],

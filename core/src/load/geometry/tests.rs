@@ -33,12 +33,12 @@ fn tile_bytes(tile: &Tile) -> Vec<(u64, u64)> {
         leaf: 0,
         file: 0,
         src_offset: tile.src,
-        src_strides: vec![tile.rows.src, tile.cols.src, 1],
-        extent: vec![tile.rows.extent, tile.cols.extent, tile.unit],
+        src_strides: vec![tile.rows.src, tile.cols.src, 1].into(),
+        extent: vec![tile.rows.extent, tile.cols.extent, tile.unit].into(),
         itemsize: 1,
         dst: 0,
         dst_offset: tile.dst,
-        dst_strides: vec![tile.rows.dst, tile.cols.dst, 1],
+        dst_strides: vec![tile.rows.dst, tile.cols.dst, 1].into(),
     };
     naive(&copy)
 }
@@ -77,12 +77,12 @@ pub(crate) fn copies() -> impl Strategy<Value = BoxCopy> {
                 leaf: 0,
                 file: 0,
                 src_offset,
-                src_strides,
+                src_strides: src_strides.into(),
                 extent: dims.iter().map(|d| d.0).collect(),
                 itemsize,
                 dst: 0,
                 dst_offset: dst_offset as u64,
-                dst_strides,
+                dst_strides: dst_strides.into(),
             }
         })
 }
@@ -130,12 +130,12 @@ fn copy(extent: &[u64], src: &[u64], dst: &[i64]) -> BoxCopy {
         leaf: 0,
         file: 0,
         src_offset: 0,
-        src_strides: src.to_vec(),
-        extent: extent.to_vec(),
+        src_strides: src.to_vec().into(),
+        extent: extent.to_vec().into(),
         itemsize: 4,
         dst: 0,
         dst_offset: 0,
-        dst_strides: dst.to_vec(),
+        dst_strides: dst.to_vec().into(),
     }
 }
 

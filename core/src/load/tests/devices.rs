@@ -177,9 +177,9 @@ fn a_transposed_tensor_reaches_a_device_too() {
     let item = Item::of_tensors(BLOCK, &[rows * cols]);
     let at = item.extent(0).offset;
     let copy = BoxCopy {
-        src_strides: vec![cols, 1],
-        extent: vec![rows, cols],
-        dst_strides: vec![1, rows.cast_signed()],
+        src_strides: vec![cols, 1].into(),
+        extent: vec![rows, cols].into(),
+        dst_strides: vec![1, rows.cast_signed()].into(),
         ..flat(0, 0, at, 0)
     };
     let end = (at + rows * cols).next_multiple_of(BLOCK);

@@ -26,7 +26,7 @@ fn tensor(seed: u64, cut: u64) -> LeafPlan {
     let source = HostSource::owned(bytes, 0, 4, &SHAPE, &[SHAPE[1].cast_signed() * 4, 4]).unwrap();
     let chunks = [(0, cut), (cut, SHAPE[1] - cut)].into_iter().filter(|(_, extent)| *extent > 0).map(
         |(at, extent)| {
-            let region = Region { offset: vec![0, at], extent: vec![SHAPE[0], extent] };
+            let region = Region { offset: vec![0, at].into(), extent: vec![SHAPE[0], extent].into() };
             ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region }
         },
     );

@@ -95,9 +95,9 @@ fn runs_that_overlap_or_touch_are_read_once() {
 fn a_scalar_is_an_array_of_no_dimensions() {
     let item = Item::of_tensors(BLOCK, &[8]);
     let copy = BoxCopy {
-        src_strides: vec![],
-        extent: vec![],
-        dst_strides: vec![],
+        src_strides: vec![].into(),
+        extent: vec![].into(),
+        dst_strides: vec![].into(),
         itemsize: 8,
         ..flat(0, 0, item.extent(0).offset, 8)
     };

@@ -69,7 +69,7 @@ fn plan(sample: &Sample, samples: &[Sample]) -> (LeafPlan, Vec<Vec<u8>>) {
                 .clone()
                 .map(|(start, len)| ChunkPlan {
                     region: ChunkRegion::Run { start, len },
-                    local: Region { offset: vec![start], extent: vec![len] },
+                    local: Region { offset: vec![start].into(), extent: vec![len].into() },
                 })
                 .collect();
             let contents = runs.map(|(start, len)| bytes[start as usize..(start + len) as usize].to_vec());
