@@ -30,6 +30,8 @@ pub(super) struct HeadStart {
     queue: Option<Box<dyn Queue>>,
     /// File and bytes of each, by its token.
     reads: Vec<(u32, Range<u64>)>,
+    /// Transfers that the queue takes at a time.
+    pub(super) queue_depth: usize,
     /// Length of each buffer.
     pub(super) buffer_len: usize,
     buffers: Arc<ReadBuffers>,
@@ -72,12 +74,13 @@ impl HeadStart {
                 let Ok(len) = usize::try_from(len) else { return Ok(started) };
                 let buffer = files.buffers().take(len)?;
                 // Nearly all of the budget: what is computed meanwhile takes longer than the reads that a run keeps in flight.
-                let depth = usize::try_from(options.budget_bytes / 16 * 15)
-                    .map_or(1, |bytes| bytes / len)
-                    .max(1);
+                let depth =
+                    usize::try_from(options.budget_bytes / 16 * 15).map_or(1, |bytes| bytes / len).max(1);
                 if started.is_none() {
+                    let queue_depth = depth.max(options.queue_depth);
                     started = Some(Self {
-                        queue: Some(disk.queue_for_reads(depth)?),
+                        queue: Some(disk.queue_for_reads(queue_depth)?),
+                        queue_depth,
                         reads: Vec::with_capacity(depth),
                         buffer_len: len,
                         buffers: Arc::clone(files.buffers()),

@@ -200,6 +200,7 @@ impl<S: Sink> Reader<'_, S> {
         let Some(head_start) = self.files.take_head_start() else { return };
         let Some(numbers) = head_start.numbers(&self.shared.schedule) else { return };
         if head_start.buffer_len == self.read_buffer && numbers.len() <= self.most_buffers {
+            self.depth = self.depth.min(head_start.queue_depth);
             self.queue = head_start.into_queue();
             self.held = numbers.len();
             self.most_held = self.held;

@@ -26,13 +26,13 @@ fn assert_right(found: &[Vec<u8>], leaves: &[usize]) {
 
 #[test]
 fn a_restore_of_everything_uses_what_was_begun_and_reads_nothing_twice() {
-    for depth in [1, 3, 8, 16] {
+    for (mib, begins) in [(5, 1), (12, 2), (20, 4), (64, 5)] {
         let item = Item::of_tensors(256 << 10, &LENGTHS);
-        let options = LoadOptions { queue_depth: depth, ..options() };
+        let options = LoadOptions { budget_bytes: mib << 20, ..options() };
         let files = item.files();
         files.begin(&item.disk, &[0], &options);
         let begun = item.disk.knobs.direct_reads.load(Ordering::SeqCst);
-        assert_eq!(begun, depth.min(5));
+        assert_eq!(begun, begins);
         let (found, result) = load(&item, &files, &[0, 1, 2], &options);
         assert_right(&found, &[0, 1, 2]);
         assert_eq!(result.unwrap().reads, 6);
