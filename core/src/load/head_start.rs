@@ -73,9 +73,9 @@ impl HeadStart {
                 }
                 let Ok(len) = usize::try_from(len) else { return Ok(started) };
                 let buffer = files.buffers().take(len)?;
-                // Nearly all of the budget: what is computed meanwhile takes longer than the reads that a run keeps in flight.
+                // More than a run keeps in flight, since what is computed meanwhile takes longer; and not all of the budget, so that the run has buffers to go on with.
                 let depth =
-                    usize::try_from(options.budget_bytes / 16 * 15).map_or(1, |bytes| bytes / len).max(1);
+                    usize::try_from(options.budget_bytes / 16 * 10).map_or(1, |bytes| bytes / len).max(1);
                 if started.is_none() {
                     let queue_depth = depth.max(options.queue_depth);
                     started = Some(Self {
