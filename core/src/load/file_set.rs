@@ -96,6 +96,11 @@ impl FileSet {
         self.head_start().take()
     }
 
+    /// Gives it back, for a later run.
+    pub(super) fn keep_head_start(&self, head_start: HeadStart) {
+        *self.head_start() = Some(head_start);
+    }
+
     fn head_start(&self) -> std::sync::MutexGuard<'_, Option<HeadStart>> {
         self.head_start.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -3,7 +3,7 @@
 //! Opening a checkpoint and planning a restore cost milliseconds of computing, in which the disk would have nothing to do. Whoever opens one in
 //! order to restore most of it says so ([`FileSet::begin`]), and the first reads of its files are under way meanwhile: exactly those
 //! that a schedule of whole files begins with, into buffers of the budget. The first run whose schedule has them all takes them over
-//! ([`HeadStart::numbers`]); any other run lets them go first. Nothing depends on them: what fails here is tried again by the run.
+//! ([`HeadStart::numbers`]); a small run leaves them to the next one, any other lets them go first. Nothing depends on them: what fails here is tried again by the run.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -113,6 +113,11 @@ impl HeadStart {
                 schedule.reads.get(at).filter(|read| read.bytes == *bytes).map(|_| at)
             })
             .collect()
+    }
+
+    /// Number of its reads.
+    pub(super) fn len(&self) -> usize {
+        self.reads.len()
     }
 
     /// The queue, with the reads in it.

@@ -195,10 +195,17 @@ struct Reader<'a, S> {
 const OWN_TOKENS: u64 = 1 << 32;
 
 impl<S: Sink> Reader<'_, S> {
-    /// Takes over the reads that a head start began, where all of them belong to this run.
+    /// Takes over the reads that a head start began, where all of them belong to this run. A small run (of objects) that fits the budget beside them
+    /// leaves them to the next one; any other lets them go.
     fn take_over(&mut self) {
         let Some(head_start) = self.files.take_head_start() else { return };
-        let Some(numbers) = head_start.numbers(&self.shared.schedule) else { return };
+        let Some(numbers) = head_start.numbers(&self.shared.schedule) else {
+            let reads = self.shared.schedule.reads.len();
+            if reads + head_start.len() <= self.most_buffers {
+                self.files.keep_head_start(head_start);
+            }
+            return;
+        };
         if head_start.buffer_len == self.read_buffer && numbers.len() <= self.most_buffers {
             self.depth = self.depth.min(head_start.queue_depth);
             self.queue = head_start.into_queue();

@@ -48,11 +48,27 @@ fn a_restore_of_everything_uses_what_was_begun_and_reads_nothing_twice() {
 fn a_restore_of_something_else_lets_go_of_what_was_begun() {
     let item = Item::of_tensors(256 << 10, &LENGTHS);
     let files = item.files();
+    // Of a budget that has no room for both.
+    let options = LoadOptions { budget_bytes: 20 << 20, ..options() };
+    files.begin(&item.disk, &[0], &options);
+    let (found, result) = load(&item, &files, &[1, 2], &options);
+    assert_right(&found, &[1, 2]);
+    result.unwrap();
+    assert_eq!(item.disk.knobs.in_flight.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn a_small_read_before_a_restore_leaves_what_was_begun_to_it() {
+    let item = Item::of_tensors(256 << 10, &LENGTHS);
+    let files = item.files();
     files.begin(&item.disk, &[0], &options());
     let (found, result) = load(&item, &files, &[2], &options());
     assert_right(&found, &[2]);
+    let small = result.unwrap().reads as usize;
+    let (found, result) = load(&item, &files, &[0, 1, 2], &options());
+    assert_right(&found, &[0, 1, 2]);
     result.unwrap();
-    assert_eq!(item.disk.knobs.in_flight.load(Ordering::SeqCst), 0);
+    assert_eq!(item.disk.knobs.direct_reads.load(Ordering::SeqCst), 6 + small, "nothing was read twice");
 }
 
 #[test]
