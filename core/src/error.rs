@@ -52,7 +52,7 @@ pub enum Error {
         limit: u64,
     },
     /// A leaf cannot be stored, or two leaves collide.
-    #[error("leaf `{leaf}`: {what}")]
+    #[error("{}: {what}", crate::leaf_path::named(leaf))]
     Leaf {
         /// The rendered leaf path.
         leaf: String,
@@ -81,7 +81,7 @@ pub enum Error {
 }
 
 fn of_leaf(leaf: Option<&str>) -> String {
-    leaf.map(|leaf| format!(", leaf `{leaf}`")).unwrap_or_default()
+    leaf.map(|leaf| format!(", {}", crate::leaf_path::named(leaf))).unwrap_or_default()
 }
 
 fn in_block(block: Option<u64>) -> String {
@@ -134,5 +134,87 @@ impl Error {
     /// Whether the file or directory was not there (ENOENT).
     pub fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+
+    /// Whether it is not there any more: [`Error::is_not_found`], or ESTALE, as a network file system says it of what was open.
+    pub fn is_gone(&self) -> bool {
+        self.is_not_found() || self.errno() == Some(libc::ESTALE)
+    }
+
+    /// Whether what was to be made is there already (EEXIST).
+    pub fn already_exists(&self) -> bool {
+        self.errno() == Some(libc::EEXIST)
+    }
+
+    /// Whether something stands in the way: the name of a rename is taken, or a directory that was to go is not empty. Systems say either of both
+    /// (EEXIST, ENOTEMPTY).
+    pub fn is_occupied(&self) -> bool {
+        matches!(self.errno(), Some(libc::EEXIST | libc::ENOTEMPTY))
+    }
+
+    /// Whether there is no room: on the disk, or for this user (ENOSPC, EDQUOT).
+    pub fn is_full(&self) -> bool {
+        matches!(self.errno(), Some(libc::ENOSPC | libc::EDQUOT))
+    }
+
+    /// Whether the file system does not know what was asked of it, as a rename that swaps (EINVAL).
+    pub fn is_unknown_request(&self) -> bool {
+        self.errno() == Some(libc::EINVAL)
+    }
+
+    /// Whether something else than a directory stands where one was to be (ENOTDIR).
+    pub fn is_no_directory(&self) -> bool {
+        self.errno() == Some(libc::ENOTDIR)
+    }
+
+    /// Whether something else than a regular file stands where one was to be, or on the way to it: a symlink, socket, pipe or directory
+    /// (ENXIO, ENOTDIR, EISDIR, ELOOP; the engines themselves say it without an errno).
+    pub fn is_no_file(&self) -> bool {
+        let Self::Io { source, .. } = self else { return false };
+        match source.raw_os_error() {
+            Some(errno) => matches!(errno, libc::ENXIO | libc::ENOTDIR | libc::EISDIR | libc::ELOOP),
+            None => source.kind() == io::ErrorKind::InvalidInput,
+        }
+    }
+
+    /// Whether the answer to a lock means that this file system has none (ENOLCK, EOPNOTSUPP, ENOSYS).
+    pub fn is_without_locks(&self) -> bool {
+        matches!(self.errno(), Some(libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Question = fn(&Error) -> bool;
+
+    #[test]
+    fn each_question_is_answered_by_its_errnos_and_by_no_other() {
+        let questions: [(Question, &[i32]); 9] = [
+            (Error::is_not_found, &[libc::ENOENT]),
+            (Error::is_gone, &[libc::ENOENT, libc::ESTALE]),
+            (Error::already_exists, &[libc::EEXIST]),
+            (Error::is_occupied, &[libc::EEXIST, libc::ENOTEMPTY]),
+            (Error::is_full, &[libc::ENOSPC, libc::EDQUOT]),
+            (Error::is_unknown_request, &[libc::EINVAL]),
+            (Error::is_no_directory, &[libc::ENOTDIR]),
+            (Error::is_no_file, &[libc::ENXIO, libc::ENOTDIR, libc::EISDIR, libc::ELOOP]),
+            (Error::is_without_locks, &[libc::ENOLCK, libc::EOPNOTSUPP, libc::ENOSYS]),
+        ];
+        for (number, (question, yes)) in questions.into_iter().enumerate() {
+            for errno in 1..200 {
+                let error = Error::io("open", "/x", io::Error::from_raw_os_error(errno));
+                assert_eq!(question(&error), yes.contains(&errno), "question {number}, errno {errno}");
+            }
+            assert!(!question(&Error::Misuse("no file operation".to_owned())), "question {number}");
+        }
+    }
+
+    #[test]
+    fn what_the_engines_refuse_as_no_regular_file_has_no_errno() {
+        let refused = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+        assert!(Error::io("open", "/x", refused).is_no_file());
+        assert!(!Error::io("open", "/x", io::Error::other("the queue is gone")).is_no_file());
     }
 }

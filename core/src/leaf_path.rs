@@ -65,3 +65,7 @@ impl fmt::Display for LeafPath {
         f.write_str(&out)
     }
 }
+/// A leaf in a message, by its rendered path; that of a state which is one leaf is empty.
+pub fn named(path: &str) -> String {
+    if path.is_empty() { "the whole state".to_owned() } else { format!("leaf `{path}`") }
+}

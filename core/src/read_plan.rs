@@ -1,6 +1,6 @@
 //! What a restore reads and where it puts it: made by `stepwell-reshard`, carried out by [`crate::load`].
 
-use crate::region::Dims;
+use smallvec::SmallVec;
 
 /// Reads of whole blocks, and the copies that they feed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,6 +24,9 @@ pub struct ReadRun {
     pub copies: Vec<u32>,
 }
 
+/// A number for each dimension of a copy. What is contiguous on both sides is one dimension, so that one or two are left as a rule.
+pub type CopyDims<T = u64> = SmallVec<[T; 2]>;
+
 /// A box of elements, from a chunk in a file to a strided place in a destination. Strides and offsets are in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BoxCopy {
@@ -34,9 +37,9 @@ pub struct BoxCopy {
     /// Offset in the file of the box's first element.
     pub src_offset: u64,
     /// Distance in the file between neighbours along each dimension.
-    pub src_strides: Dims,
+    pub src_strides: CopyDims,
     /// Elements along each dimension; none is zero.
-    pub extent: Dims,
+    pub extent: CopyDims,
     /// Bytes per element.
     pub itemsize: u32,
     /// Number of the destination.
@@ -44,5 +47,5 @@ pub struct BoxCopy {
     /// Offset in the destination of the box's first element.
     pub dst_offset: u64,
     /// Distance in the destination between neighbours along each dimension.
-    pub dst_strides: Dims<i64>,
+    pub dst_strides: CopyDims<i64>,
 }

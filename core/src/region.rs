@@ -76,11 +76,11 @@ pub fn volume(extent: &[u64]) -> Option<u64> {
     extent.iter().try_fold(1_u64, |product, &n| product.checked_mul(n))
 }
 
-/// Strides of a row-major (C order) array of that shape, in elements.
+/// Strides of a row-major (C order) array of that shape, in elements. They saturate where the shape is larger than any memory.
 pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
-    let mut strides = vec![1; shape.len()];
+    let mut strides = vec![1_u64; shape.len()];
     for d in (1..shape.len()).rev() {
-        strides[d - 1] = strides[d] * shape[d].max(1);
+        strides[d - 1] = strides[d].saturating_mul(shape[d].max(1));
     }
     strides
 }

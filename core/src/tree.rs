@@ -81,6 +81,12 @@ impl Tree {
         Self::default()
     }
 
+    /// Makes room for that many more nodes, and leaves among them.
+    pub fn reserve(&mut self, nodes: usize, leaves: usize) {
+        self.nodes.reserve(nodes);
+        self.leaf_nodes.reserve(leaves);
+    }
+
     /// Appends a container below `parent` (`None`: the root) and returns its number.
     pub fn push_container(
         &mut self,

@@ -16,7 +16,9 @@ use stepwell_core::format::index::{
     ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
     ViewRecord,
 };
-use stepwell_core::format::manifest::{Attempt, FileEntry, IndexEntry, Item, Manifest, Tombstone, TopLevel};
+use stepwell_core::format::manifest::{
+    Attempt, FileEntry, IndexEntry, Item, Manifest, Others, Tombstone, TopLevel,
+};
 use stepwell_core::format::page::PageKind;
 use stepwell_core::format::{block, checksum, index_v1, object};
 use stepwell_core::leaf_path::Component;
@@ -129,7 +131,7 @@ fn leaves() -> Vec<LeafRecord> {
         ],
     );
     let view = ViewRecord { of: 0, region, permutation: vec![1, 0] };
-    let half = TensorRecord { view: Some(view), ..tensor(Dtype::Float32, &[6, 2], vec![]) };
+    let half = TensorRecord { view: Some(Box::new(view)), ..tensor(Dtype::Float32, &[6, 2], vec![]) };
     let empty = tensor(Dtype::Int64, &[0, 3], vec![]);
     let scalar = TensorRecord {
         rank_key: Some("dp=0".into()),
@@ -208,7 +210,7 @@ fn index() -> Index {
 fn manifest() -> Manifest {
     let index = index_v1::encode(&index()).unwrap();
     let (_, file) = data_file();
-    let entry = |name: &str, position| TopLevel { name: name.into(), position };
+    let entry = |name: &str, position| TopLevel { name: name.into(), position, others: Others::new() };
     Manifest {
         format_version: 1,
         required_features: vec![],
@@ -226,22 +228,26 @@ fn manifest() -> Manifest {
                 path: "i0/index".into(),
                 length: index.bytes.len() as u64,
                 crc32c: index.crc,
+                others: Others::new(),
             },
             top_level: vec![entry("model", 0), entry("list", 1)],
             leaves: 7,
             tensor_bytes: 145,
+            others: Others::new(),
         }],
         files: vec![FileEntry {
             path: "i0/00000.data".into(),
             length: file.length,
             trailer_crc32c: file.trailer_crc,
             file_id: file.file_id,
+            others: Others::new(),
         }],
         dropped: vec![Tombstone {
             item: "optimizer".into(),
             dir: "i1".into(),
             paths: vec!["i1/index".into(), "i1/00000.data".into()],
             unix_ns: 1_790_000_002_000_000_000,
+            others: Others::new(),
         }],
         metrics: BTreeMap::from([
             ("loss".into(), 0.1),
@@ -249,6 +255,7 @@ fn manifest() -> Manifest {
             ("speed".into(), 1e300),
         ]),
         custom_metadata: serde_json::json!({"note": "golden", "list": [1, 2.5, null, true]}),
+        others: Others::new(),
     }
 }
 

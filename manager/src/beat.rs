@@ -15,7 +15,6 @@ use stepwell_core::io::Dir;
 
 use crate::commit::aside::replace_file;
 use crate::directory_layout::{BEAT_PREFIX, CONTROL};
-use crate::discovery::is_gone;
 use crate::environment::Clock;
 use crate::error::{Error, Result};
 use crate::root::owner;
@@ -159,7 +158,7 @@ fn others(root: &dyn Dir, session: &str) -> Result<BTreeMap<String, Option<Beat>
         }
         match control.read_file(&entry.name, MAX_BEAT_BYTES) {
             Ok(bytes) => drop(beats.insert(entry.name, serde_json::from_slice(&bytes).ok())),
-            Err(error) if is_gone(&error) => {}
+            Err(error) if error.is_gone() => {}
             Err(error) => return Err(error.into()),
         }
     }

@@ -4,11 +4,10 @@
 //! lazily below one directory descriptor; a file that is not there any more is [`Error::StepGone`], never other data.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use stepwell_core::format::index::{FileRecord, Index, LeafRecord, Source};
+use stepwell_core::format::index::{FileRecord, Index, LeafRecord};
 use stepwell_core::format::manifest::{Item, Manifest};
 use stepwell_core::io::Dir;
 use stepwell_core::load::{
@@ -21,9 +20,11 @@ use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
 use stepwell_reshard::read_plan::{self, PlanOptions, Request};
 
 use crate::directory_layout::{self, MANIFEST};
+use crate::discovery::damage_by;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::lease::{self, Lease};
+use crate::options::Options;
 use crate::stored_index;
 
 /// How long a lease that is held exclusively (by a thinning) is waited for, where nobody says otherwise.
@@ -38,8 +39,8 @@ pub struct Checkpoint {
     /// Made when matching asks for it: a path for every leaf.
     stored: OnceLock<Vec<StoredLeaf>>,
     files: Arc<FileSet>,
-    ahead: Ahead,
     environment: Environment,
+    load_options: LoadOptions,
     birth: Birth,
 }
 
@@ -75,36 +76,16 @@ impl Expected {
     }
 }
 
-/// The thread that begins to read ([`FileSet::begin`]) while the index is read and a restore is planned.
-struct Ahead(Mutex<Option<JoinHandle<()>>>, Birth);
+/// Leaves from which on it takes milliseconds to free an index: many small pieces of memory.
+const MANY_LEAVES: usize = 4096;
 
-impl Ahead {
-    fn begin(files: &Arc<FileSet>, wanted: Vec<u32>, environment: &Environment) -> Self {
-        if wanted.is_empty() {
-            return Self(Mutex::default(), Birth::now());
-        }
-        let (files, disk) = (Arc::clone(files), Arc::clone(&environment.disk));
-        let begin = move || files.begin(&*disk, &wanted, &LoadOptions::default());
-        // Without it, the restore begins when it is planned.
-        Self(Mutex::new(spawn("stepwell-ahead", begin).ok()), Birth::now())
-    }
-
-    /// Waits until what can begin early has begun.
-    fn has_begun(&self) {
-        let thread = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // In a forked child there is no such thread.
-        if self.1.is_here()
-            && let Some(thread) = thread
-        {
-            // What it did is told by nobody: the restore does it again.
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Drop for Ahead {
+impl Drop for Checkpoint {
     fn drop(&mut self) {
-        self.has_begun();
+        if self.index.leaves.len() >= MANY_LEAVES {
+            let index = std::mem::take(&mut self.index);
+            // Nobody need wait for that. Without a thread it is freed here.
+            let _ = spawn("stepwell-free", move || drop(index));
+        }
     }
 }
 
@@ -149,7 +130,8 @@ impl Checkpoint {
             Err(error) if error.is_not_found() => return Err(gone()),
             Err(error) => return Err(error.into()),
         };
-        Self::lease(&parent, name, environment, PATIENCE, expected)?.ok_or_else(gone)
+        let load_options = Options::default().load_options();
+        Self::lease(&parent, name, environment, PATIENCE, expected, load_options)?.ok_or_else(gone)
     }
 
     /// Opens and leases a directory below `parent`; `None` if there is none.
@@ -159,6 +141,7 @@ impl Checkpoint {
         environment: &Environment,
         patience: Duration,
         expected: &Expected,
+        load_options: LoadOptions,
     ) -> Result<Option<Self>> {
         let Some((dir, lease)) = lease::acquire(&**parent, name, patience)? else {
             return Ok(None);
@@ -172,10 +155,12 @@ impl Checkpoint {
             Err(error) => return Err(error.into()),
         };
         let mut files = Arc::new(FileSet::new(Arc::clone(&dir), &stored_index::files(&manifest)));
-        let mut ahead = Ahead::begin(&files, expected.files(&manifest, files.records()), environment);
-        let index = stored_index::read(&*dir, &manifest)?;
+        let wanted = expected.files(&manifest, files.records());
+        if !wanted.is_empty() {
+            files.begin(Arc::clone(&environment.disk), wanted, load_options.clone());
+        }
+        let index = stored_index::read(&*dir, &manifest, &|| files.has_begun())?;
         if files.records() != index.files {
-            ahead = Ahead::begin(&files, Vec::new(), environment);
             files = Arc::new(FileSet::new(Arc::clone(&dir), &index.files));
         }
         let index = Arc::new(index);
@@ -186,8 +171,8 @@ impl Checkpoint {
             index,
             stored: OnceLock::new(),
             files,
-            ahead,
             environment: environment.clone(),
+            load_options,
             birth: Birth::now(),
         }))
     }
@@ -210,6 +195,17 @@ impl Checkpoint {
     /// Whether nobody can remove it while this lives.
     pub fn is_leased(&self) -> bool {
         self.lease.protects()
+    }
+
+    /// What of the files that its manifest lists is missing or has another length: a copy that is still under way has its manifest before the rest. No data is read.
+    pub fn damage(&self) -> Result<Option<String>> {
+        self.birth.check("checkpoint")?;
+        Ok(damage_by(&self.manifest, |path| self.dir.stat(path))?)
+    }
+
+    /// How it is to be read: by the options of the manager that opened it, or the defaults of [`Options`].
+    pub fn load_options(&self) -> &LoadOptions {
+        &self.load_options
     }
 
     /// All items merged: one tree, one numbering of leaves, file names relative to the step.
@@ -236,7 +232,13 @@ impl Checkpoint {
     pub fn plan(&self, requests: &[Request], network: bool) -> Result<stepwell_core::read_plan::ReadPlan> {
         let mut sizes = vec![None; self.index.files.len()];
         for request in requests {
-            for file in files_of(&self.index, request.leaf) {
+            let record = match self.index.leaves.get(request.leaf as usize) {
+                Some(LeafRecord::Alias { of }) => self.index.leaves.get(*of as usize),
+                record => record,
+            };
+            for file in
+                record.into_iter().flat_map(LeafRecord::extents).filter_map(|extent| extent.source.file())
+            {
                 if let Some(size @ None) = sizes.get_mut(file as usize) {
                     *size = Some(self.block_bytes(file)?);
                 }
@@ -271,7 +273,6 @@ impl Checkpoint {
         go_on: &mut dyn FnMut(u64) -> bool,
     ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
         self.birth.check("checkpoint").map_err(Error::from)?;
-        self.ahead.has_begun();
         let plan = self.plan(requests, false)?;
         let disk = &*self.environment.disk;
         load::execute_while(disk, &self.files, &self.index, &plan, targets, options, go_on).map_err(
@@ -315,8 +316,7 @@ impl Checkpoint {
 
     /// A missing file means that the step was removed under a reader that could not lease it, or that it is damaged.
     fn gone_or(&self, error: stepwell_core::Error) -> Error {
-        const ESTALE: i32 = 116;
-        let missing = error.is_not_found() || error.errno() == Some(ESTALE);
+        let missing = error.is_gone();
         if missing && !self.manifest_stands() {
             let what = error.file().map_or_else(|| "a file".to_owned(), |file| file.display().to_string());
             return Error::StepGone { path: self.dir.path().to_owned(), what };
@@ -330,26 +330,5 @@ impl Checkpoint {
 
     fn manifest_stands(&self) -> bool {
         matches!(self.dir.stat(MANIFEST), Ok(Some(_)))
-    }
-}
-
-fn files_of(index: &Index, leaf: u32) -> Vec<u32> {
-    let record = match index.leaves.get(leaf as usize) {
-        Some(LeafRecord::Alias { of }) => index.leaves.get(*of as usize),
-        record => record,
-    };
-    let of = |source: Source| match source {
-        Source::Own(file) | Source::Range(file) => Some(file),
-        Source::Pulled(_) => None,
-    };
-    match record {
-        Some(LeafRecord::Tensor(tensor)) => {
-            let mut files: Vec<u32> =
-                tensor.chunks.iter().filter_map(|chunk| of(chunk.extent.source)).collect();
-            files.dedup();
-            files
-        }
-        Some(LeafRecord::Object(extent)) => of(extent.source).into_iter().collect(),
-        _ => Vec::new(),
     }
 }

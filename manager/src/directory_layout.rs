@@ -70,6 +70,16 @@ pub fn label(step: u64) -> String {
     format!("{step:08}")
 }
 
+/// The label of a singular checkpoint in generated names: never one of a step's, since in a root whose writer is gone those are dead, and these may live.
+pub fn label_of_path(name: &str) -> String {
+    if is_step_label(name) { format!("_{name}") } else { name.to_owned() }
+}
+
+/// Whether a label is a step's: that of a save which its root's lock speaks for.
+pub fn is_step_label(text: &str) -> bool {
+    text.parse().is_ok_and(|step| label(step) == text)
+}
+
 /// A save in flight. Every rank derives it itself from the attempt.
 pub fn temporary(label: &str, session: &str, counter: u64) -> String {
     format!("{TEMPORARY_PREFIX}{}-{session}-{counter}", shortened(label))
@@ -97,9 +107,9 @@ pub fn is_branch_name(name: &str) -> bool {
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-'))
 }
 
-/// Whether a label in a generated name is that of `name`.
+/// Whether a label in a generated name is that of the singular checkpoint `name`.
 pub fn is_label_of(label: &str, name: &str) -> bool {
-    label == shortened(name)
+    label == shortened(&label_of_path(name))
 }
 
 /// A path in the root's own directory.
@@ -113,11 +123,11 @@ pub fn parse(name: &str) -> Option<OwnName> {
         return Some(OwnName::Control);
     }
     if let Some(rest) = name.strip_prefix(TRASH_PREFIX) {
-        let label = rest.rsplit_once('-').map_or(rest, |(label, _)| label);
+        let (label, _) = rest.rsplit_once('-').filter(|(_, unique)| is_unique(unique))?;
         return Some(OwnName::Trash { label: label.to_owned() });
     }
     if let Some(rest) = name.strip_prefix(QUARANTINE_PREFIX) {
-        let label = rest.rsplit_once('-').map_or(rest, |(label, _)| label);
+        let (label, _) = rest.rsplit_once('-').filter(|(_, unique)| is_unique(unique))?;
         return Some(OwnName::Quarantine { label: label.to_owned() });
     }
     if let Some(rest) = name.strip_prefix(BRANCH_PREFIX) {
@@ -127,8 +137,13 @@ pub fn parse(name: &str) -> Option<OwnName> {
     let rest = name.strip_prefix(TEMPORARY_PREFIX)?;
     let mut parts = rest.rsplitn(3, '-');
     let counter = parts.next()?.parse().ok()?;
-    let session = parts.next().filter(|s| s.len() == 32 && s.bytes().all(|b| b.is_ascii_hexdigit()))?;
+    let session = parts.next().filter(|session| is_unique(session))?;
     Some(OwnName::Temporary { label: parts.next()?.to_owned(), session: session.to_owned(), counter })
+}
+
+/// Whether this is an identity as we draw them: only a name that ends in one is ours, and what is ours is deleted. Somebody's `.trash-old` is not.
+fn is_unique(text: &str) -> bool {
+    text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 fn shortened(label: &str) -> &str {
@@ -171,6 +186,25 @@ mod tests {
     fn foreign_names_are_not_ours() {
         for name in ["step_00000005", ".tmp", ".tmp-5", ".tmp-5-abc-1", ".git", ".DS_Store", "x"] {
             assert_eq!(parse(name), None, "{name}");
+        }
+        let hex = "0123456789abcdef0123456789abcdef";
+        for prefix in [TRASH_PREFIX, QUARANTINE_PREFIX] {
+            for rest in ["", "old", "best-old", "5-0123456789abcdef", hex] {
+                assert_eq!(parse(&format!("{prefix}{rest}")), None, "{prefix}{rest}");
+            }
+            assert_eq!(parse(&format!("{prefix}5-{}", hex.to_uppercase())), None);
+            assert_eq!(parse(&format!("{prefix}5-0{hex}")), None);
+        }
+    }
+
+    #[test]
+    fn the_label_of_a_path_is_never_a_steps() {
+        for name in ["a", "20240101", "00000005", "123456789", "5", "+0000005", ""] {
+            assert!(!is_step_label(&label_of_path(name)), "{name}");
+            assert!(is_label_of(&label_of_path(name), name));
+        }
+        for step in [0, 5, 123_456_789, u64::MAX] {
+            assert!(is_step_label(&label(step)));
         }
     }
 

@@ -8,9 +8,13 @@
 //! What the disk does not answer is no answer: an I/O error (EIO, EMFILE, EACCES, …) ends a listing. A step that was left out for it would make an older one the
 //! latest, and retention count wrong. Only what is not there any more (ENOENT, ESTALE: another process has retired it) is left out.
 //!
+//! A directory is not listed in one step: between two of its parts another process commits a step, whose name the listing has passed already, and retires an older
+//! one, whose name it has not reached. So a listing counts only where nothing speaks against it, or where the next one finds the same: a reader never sees fewer steps
+//! than there always were.
+//!
 //! Manifests are cached by the identity of their file and by when it changed, so that a repeated listing costs one `stat` per step and reads nothing.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use stepwell_core::format::manifest::Manifest;
@@ -20,6 +24,9 @@ use stepwell_core::limits::MAX_MANIFEST_BYTES;
 use crate::directory_layout::MANIFEST;
 use crate::error::Result;
 use crate::step_name::StepName;
+
+/// How often a root is listed for one answer, at most: as long as others take steps away while that is done.
+const PASSES: usize = 32;
 
 /// A step that a listing found.
 #[derive(Clone, Debug, PartialEq)]
@@ -62,8 +69,31 @@ impl Discovery {
 
     /// What the root holds now.
     pub fn list(&self, root: &dyn Dir, names: &StepName) -> Result<Listing> {
+        let mut known: BTreeSet<String> =
+            self.cache.lock().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect();
+        let mut passes = 0;
+        loop {
+            passes += 1;
+            let changed = root.changed()?;
+            let (listing, vanished) = self.pass(root, names)?;
+            // The clock of a file system ticks slowly: that a directory shows no change says little of the last milliseconds, and what is missing says more.
+            let still = root.changed()? == changed;
+            let found: BTreeSet<String> = listing.steps.values().map(|found| found.name.clone()).collect();
+            let whole = !vanished && known.is_subset(&found);
+            let again = passes > 1 && whole && known == found;
+            let sure = if found.is_empty() { again && still } else { again || (whole && still) };
+            if sure || passes == PASSES {
+                return Ok(listing);
+            }
+            known = found;
+        }
+    }
+
+    /// What one reading of the directory finds, and whether something was gone before it could be looked at.
+    fn pass(&self, root: &dyn Dir, names: &StepName) -> Result<(Listing, bool)> {
         let mut listing = Listing::default();
         let mut seen = HashMap::new();
+        let mut vanished = false;
         for entry in root.entries()? {
             let Some(step) = names.parse(&entry.name) else { continue };
             if entry.kind != EntryKind::Dir {
@@ -77,11 +107,11 @@ impl Discovery {
                     add(&mut listing, names, step, Found { name: entry.name, manifest });
                 }
                 Read::NoStep(reason) => listing.quarantined.push(Quarantined { name: entry.name, reason }),
-                Read::Gone => {}
+                Read::Gone => vanished = true,
             }
         }
         *self.cache.lock().unwrap_or_else(PoisonError::into_inner) = seen;
-        Ok(listing)
+        Ok((listing, vanished))
     }
 
     fn read(&self, root: &dyn Dir, name: &str, step: u64) -> Result<Read> {
@@ -93,7 +123,7 @@ impl Discovery {
                 let gone = root.stat(name)?.is_none();
                 return Ok(if gone { Read::Gone } else { Read::NoStep(format!("it has no {MANIFEST}")) });
             }
-            Err(error) if is_gone(&error) => return Ok(Read::Gone),
+            Err(error) if error.is_gone() => return Ok(Read::Gone),
             Err(error) if is_no_step(&error) => return Ok(Read::NoStep(error.to_string())),
             Err(error) => return Err(error.into()),
         };
@@ -108,36 +138,17 @@ impl Discovery {
                 manifest.step
             ))),
             Ok(manifest) => Ok(Read::Step(stat, Arc::new(manifest))),
-            Err(error) if is_gone(&error) => Ok(Read::Gone),
+            Err(error) if error.is_gone() => Ok(Read::Gone),
             Err(error) if is_no_step(&error) => Ok(Read::NoStep(error.to_string())),
             Err(error) => Err(error.into()),
         }
     }
 }
 
-/// Whether the answer means that it is not there any more: ENOENT, or ESTALE of a network file system.
-pub(crate) fn is_gone(error: &stepwell_core::Error) -> bool {
-    const ESTALE: i32 = 116;
-    error.is_not_found() || error.errno() == Some(ESTALE)
-}
-
 /// Whether the answer to reading a manifest says something of what stands there (damaged, foreign, no regular file), and not of the disk.
 pub(crate) fn is_no_step(error: &stepwell_core::Error) -> bool {
-    const ENXIO: i32 = 6;
-    const ENOTDIR: i32 = 20;
-    const EISDIR: i32 = 21;
-    const ELOOP: i32 = 40;
-    match error {
-        stepwell_core::Error::Corrupt { .. }
-        | stepwell_core::Error::Format { .. }
-        | stepwell_core::Error::Limit { .. } => true,
-        // A symlink, socket, pipe or directory where a file is to be; the engine itself says "not a regular file" without an errno.
-        stepwell_core::Error::Io { source, .. } => match source.raw_os_error() {
-            Some(errno) => matches!(errno, ENXIO | ENOTDIR | EISDIR | ELOOP),
-            None => source.kind() == std::io::ErrorKind::InvalidInput,
-        },
-        _ => false,
-    }
+    use stepwell_core::Error::{Corrupt, Format, Limit};
+    matches!(error, Corrupt { .. } | Format { .. } | Limit { .. }) || error.is_no_file()
 }
 
 enum Read {
@@ -168,10 +179,18 @@ pub fn read_manifest(parent: &dyn Dir, name: &str) -> stepwell_core::Result<Mani
 /// What of the files that a manifest lists is missing or has another length. An error is no damage: the disk did not answer.
 /// A caller that reads without the writer's lock looks with [`stands`] before it calls a step damaged: it may have been retired or replaced meanwhile.
 pub fn damage(parent: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_core::Result<Option<String>> {
+    damage_by(manifest, |path| parent.stat(&format!("{name}/{path}")))
+}
+
+/// [`damage`], of a step whose files `stat` knows.
+pub(crate) fn damage_by(
+    manifest: &Manifest,
+    stat: impl Fn(&str) -> stepwell_core::Result<Option<Stat>>,
+) -> stepwell_core::Result<Option<String>> {
     let files = manifest.files.iter().map(|file| (&file.path, file.length));
     let indexes = manifest.items.iter().map(|item| (&item.index.path, item.index.length));
     for (path, length) in files.chain(indexes) {
-        match parent.stat(&format!("{name}/{path}")) {
+        match stat(path) {
             Ok(Some(stat)) if stat.kind == EntryKind::File && stat.len == length => {}
             Ok(Some(stat)) if stat.kind == EntryKind::File => {
                 return Ok(Some(format!("{path} has {} bytes, its manifest says {length}", stat.len)));
@@ -179,7 +198,7 @@ pub fn damage(parent: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_cor
             Ok(Some(_)) => return Ok(Some(format!("{path} is no regular file"))),
             Ok(None) => return Ok(Some(format!("{path} is missing"))),
             // What leads there is missing, or is no directory.
-            Err(error) if is_gone(&error) || is_no_step(&error) => {
+            Err(error) if error.is_gone() || is_no_step(&error) => {
                 return Ok(Some(error.to_string()));
             }
             Err(error) => return Err(error),
@@ -192,7 +211,7 @@ pub fn damage(parent: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_cor
 pub fn stands(parent: &dyn Dir, found: &Found) -> stepwell_core::Result<bool> {
     match read_manifest(parent, &found.name) {
         Ok(manifest) => Ok(manifest.attempt == found.manifest.attempt),
-        Err(error) if is_gone(&error) => Ok(false),
+        Err(error) if error.is_gone() => Ok(false),
         // Damage, and nobody's doing.
         Err(error) if is_no_step(&error) => Ok(true),
         Err(error) => Err(error),

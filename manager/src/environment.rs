@@ -1,7 +1,6 @@
 //! What a manager touches: disk, clock, randomness, other ranks, staging memory. Injected, so that the product and the simulators run the same code.
 
 use std::hash::{BuildHasher, Hasher};
-use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -102,10 +101,8 @@ pub struct SystemRng;
 
 impl Rng for SystemRng {
     fn next_u128(&self) -> u128 {
-        let mut bytes = [0; 16];
-        let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-        if read.is_ok() {
-            return u128::from_ne_bytes(bytes);
+        if let Ok(number) = stepwell_core::sys::random() {
+            return number;
         }
         // A sandbox without /dev: the standard library's hash keys are seeded by getrandom(2).
         let half = || {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::save::Save;
+use crate::step_name::StepName;
 
 /// What every fallible call of this crate returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -15,15 +16,22 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// The step is there already (or is being saved).
-    #[error(
-        "step {step} exists already in {}; pass exists=\"replace\" to write it anew (a manager's save also takes exists=\"skip\", to keep it)",
-        root.display()
-    )]
+    #[error("{}", step_exists(*step, root, *latest, *rewind_to))]
     StepExists {
         /// The step.
         step: u64,
         /// The root (or the path of a singular checkpoint).
         root: PathBuf,
+        /// The latest step, where this one is below it: then it cannot be replaced either.
+        latest: Option<u64>,
+        /// The newest step below it.
+        rewind_to: Option<u64>,
+    },
+    /// A checkpoint is there already, at a path of its own.
+    #[error("{} exists already; pass exists=\"replace\" to write it anew, or another path", path.display())]
+    PathExists {
+        /// The path.
+        path: PathBuf,
     },
     /// No such step, or no step at all.
     #[error("{}", step_not_found(*step, root, *latest))]
@@ -45,13 +53,16 @@ pub enum Error {
     },
     /// A step may not go back behind the latest one.
     #[error(
-        "step {step} is below the latest step {latest}: saving backwards would make \"latest\" ambiguous; call rewind({step}) or rewind to the step that training restarts from first"
+        "step {step} is below the latest step {latest}: saving backwards would make \"latest\" ambiguous; {}",
+        way_back(*step, *rewind_to)
     )]
     StepOrder {
         /// The step that was to be saved.
         step: u64,
         /// The latest step, committed or being saved.
         latest: u64,
+        /// The newest step below the one that was to be saved.
+        rewind_to: Option<u64>,
     },
     /// A save did not happen; nothing of it is visible. `source` keeps the errno.
     #[error("saving step {step} failed, nothing of it is visible: {source}")]
@@ -99,8 +110,8 @@ pub enum Error {
         /// What is known of the other writer.
         owner: Option<String>,
     },
-    /// Someone holds the step, so that it is not deleted.
-    #[error("step {step} is not deleted: {by}")]
+    /// Someone holds the step, so that it is neither deleted nor replaced.
+    #[error("step {step} stays as it is: {by}")]
     Held {
         /// The step.
         step: u64,
@@ -114,6 +125,34 @@ pub enum Error {
         root: PathBuf,
         /// What the system answered.
         answer: String,
+    },
+    /// The root has steps under another pattern of names, which the one that was asked for does not read.
+    #[error(
+        "{} names its steps {recorded}, and {example} stands there: to a manager with step_name={wanted} it would be no step, neither listed nor counted by retention. Pass step_name={}, or none to go on as the root says",
+        root.display(), StepName::clone(wanted).reading_too(recorded)
+    )]
+    OtherStepName {
+        /// The root.
+        root: PathBuf,
+        /// The pattern of the root.
+        recorded: Box<StepName>,
+        /// The pattern that was asked for.
+        wanted: Box<StepName>,
+        /// The name of a step that only the root's pattern reads.
+        example: String,
+    },
+    /// Steps were set aside under this name before.
+    #[error(
+        "{} has a branch {branch:?} already ({example} stands there), and two lines of steps are not mixed in one; nothing was moved: choose another name, or none to have one made",
+        root.display()
+    )]
+    BranchExists {
+        /// The root.
+        root: PathBuf,
+        /// The branch.
+        branch: String,
+        /// The name of something of it.
+        example: String,
     },
     /// The buffer of a leaf was donated before it could be captured.
     #[error(
@@ -162,12 +201,26 @@ pub enum Error {
     /// A save in the background failed earlier, and nobody had seen it yet. Who cannot tell it after all gives it to [`Manager::put_back`].
     ///
     /// [`Manager::put_back`]: crate::Manager::put_back
-    #[error("an earlier save failed: {source}")]
+    #[error("an earlier save failed: {source}{}", not_begun(*unsaved))]
     Earlier {
+        /// The step whose save raises this instead of saving: that save was not begun.
+        unsaved: Option<u64>,
         /// The save.
         save: Save,
         /// Why it failed.
         source: Arc<Error>,
+    },
+    /// The system gives no staging memory.
+    #[error(
+        "no memory for a staging ring of {wanted} bytes, of which {there} are there already ({source}); pass a smaller staging_bytes=, or raise the limit of this process (`ulimit -v`)"
+    )]
+    NoStagingMemory {
+        /// Bytes that were to be there.
+        wanted: u64,
+        /// Bytes that are.
+        there: u64,
+        /// What the system answered.
+        source: stepwell_core::Error,
     },
     /// From planning; a mismatch carries the whole report.
     #[error(transparent)]
@@ -177,6 +230,33 @@ pub enum Error {
     Core(#[from] stepwell_core::Error),
 }
 
+fn step_exists(step: u64, root: &std::path::Path, latest: Option<u64>, rewind_to: Option<u64>) -> String {
+    let root = root.display();
+    match latest {
+        None => format!(
+            "step {step} exists already in {root}; pass exists=\"replace\" to write it anew (a manager's save also takes exists=\"skip\", to keep it)"
+        ),
+        Some(latest) => format!(
+            "step {step} exists already in {root}, below the latest step {latest}; {} (exists=\"skip\" keeps what is there)",
+            way_back(step, rewind_to)
+        ),
+    }
+}
+
+/// What to do where training goes on from an older step than the latest.
+fn way_back(step: u64, rewind_to: Option<u64>) -> String {
+    match rewind_to {
+        Some(older) => {
+            format!(
+                "where training goes on from an older step, call rewind({older}) first: it sets the steps after {older} aside"
+            )
+        }
+        None => format!(
+            "there is no step below {step} to rewind to: delete() the steps that are not wanted, or save to another root"
+        ),
+    }
+}
+
 fn step_not_found(step: Option<u64>, root: &std::path::Path, latest: Option<u64>) -> String {
     let root = root.display();
     match (step, latest) {
@@ -184,6 +264,14 @@ fn step_not_found(step: Option<u64>, root: &std::path::Path, latest: Option<u64>
         (Some(step), None) => format!("{root} has no step {step}; it has no step at all"),
         (None, _) => format!("{root} is no step and holds none; is the path right?"),
     }
+}
+
+fn not_begun(unsaved: Option<u64>) -> String {
+    unsaved
+        .map(|step| {
+            format!(". That is told once; step {step} was not saved for it: call save({step}, …) again, which will save it")
+        })
+        .unwrap_or_default()
 }
 
 fn owned_by(owner: Option<&str>) -> String {
@@ -204,7 +292,7 @@ impl Error {
     /// Stable name; part of the public interface. The names of the engine's own errors are those that the interface has for them.
     pub fn kind(&self) -> &'static str {
         match self {
-            Self::StepExists { .. } => "step_exists",
+            Self::StepExists { .. } | Self::PathExists { .. } => "step_exists",
             Self::StepNotFound { .. } => "step_not_found",
             Self::StepGone { .. } => "step_gone",
             Self::StepOrder { .. } => "step_order",
@@ -222,9 +310,10 @@ impl Error {
             Self::Closed { .. } => "closed",
             Self::ReadOnly { .. } => "read_only",
             Self::NotAStep { .. } => "not_a_step",
-            Self::Invalid(_) => "invalid",
+            Self::Invalid(_) | Self::OtherStepName { .. } | Self::BranchExists { .. } => "invalid",
             Self::Timeout { .. } => "timeout",
             Self::Earlier { source, .. } => source.kind(),
+            Self::NoStagingMemory { source, .. } => source.kind(),
             Self::Reshard(error) => match error {
                 stepwell_reshard::Error::Mismatch(_) => "mismatch",
                 stepwell_reshard::Error::Index { .. } => "corrupt_checkpoint",
@@ -243,7 +332,9 @@ impl Error {
     /// The engine's error underneath, where there is one.
     pub fn core(&self) -> Option<&stepwell_core::Error> {
         match self {
-            Self::SaveFailed { source, .. } | Self::DurabilityUncertain { source, .. } => Some(source),
+            Self::SaveFailed { source, .. }
+            | Self::DurabilityUncertain { source, .. }
+            | Self::NoStagingMemory { source, .. } => Some(source),
             Self::Core(error) => Some(error),
             Self::Earlier { source, .. } => source.core(),
             _ => None,
@@ -264,7 +355,8 @@ mod tests {
     fn an_earlier_failure_keeps_its_kind_and_errno() {
         let source = stepwell_core::Error::io("write", "/x", std::io::Error::from_raw_os_error(28));
         let save = Save::refused(7, crate::save::Refusal::Policy);
-        let error = Error::Earlier { save, source: Arc::new(Error::SaveFailed { step: 7, source }) };
+        let error =
+            Error::Earlier { unsaved: None, save, source: Arc::new(Error::SaveFailed { step: 7, source }) };
         assert_eq!(error.kind(), "save_failed");
         assert_eq!(error.errno(), Some(28));
         assert!(error.to_string().contains("step 7"));

@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::io::{Dir, Lock, LockKind};
 
-use crate::directory_layout::LEASE;
-use crate::discovery::is_gone;
+use crate::directory_layout::{LEASE, MANIFEST};
 use crate::error::{Error, Result};
 
 /// How often a step that is replaced while it is opened is looked up again.
@@ -19,7 +18,6 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// How often a temporary is made that others take for a dead one's.
 const OWN_TRIES: usize = 100;
-const EEXIST: i32 = 17;
 
 /// A held lease. Dropping it gives the step free.
 pub struct Lease {
@@ -39,9 +37,10 @@ pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Optio
     for _ in 0..TRIES {
         let dir = match parent.open_dir(name) {
             Ok(dir) => dir,
-            Err(error) if is_gone(&error) => return Ok(None),
+            Err(error) if error.is_gone() => return Ok(None),
             Err(error) => return Err(error.into()),
         };
+        let mut refused = None;
         let lock = loop {
             match dir.try_lock(LEASE, LockKind::Shared, false) {
                 Ok(Some(lock)) => break Some(lock),
@@ -55,18 +54,26 @@ pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Optio
                         waited: start.elapsed(),
                     });
                 }
-                Err(error) if error.is_not_found() || is_without_locks(&error) => {
-                    tracing::warn!(
-                        path = %dir.path().display(), %error,
-                        "this step cannot be leased; it may be removed while it is read"
-                    );
+                Err(error) if error.is_not_found() || error.is_without_locks() => {
+                    refused = Some(error);
                     break None;
                 }
                 Err(error) => return Err(error.into()),
             }
         };
         match parent.stat(name)? {
-            Some(stat) if stat.id == dir.id()? => return Ok(Some((dir, Lease { lock }))),
+            Some(stat) if stat.id == dir.id()? => {
+                // What is no step has no lease either, and whoever opens it says so.
+                if let Some(error) = refused
+                    && dir.stat(MANIFEST)?.is_some()
+                {
+                    tracing::warn!(
+                        path = %dir.path().display(), %error,
+                        "this step cannot be leased; it may be removed while it is read"
+                    );
+                }
+                return Ok(Some((dir, Lease { lock })));
+            }
             // Replaced or retired between opening and locking: look again.
             Some(_) => {}
             None => return Ok(None),
@@ -91,7 +98,7 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
         tries -= 1;
         let dir = match parent.create_dir(name) {
             // Made by another rank; or by this call, and not out of the way yet of whoever took it for a dead one's.
-            Err(error) if error.errno() == Some(EEXIST) && (shared || tries < OWN_TRIES - 1) => {
+            Err(error) if error.already_exists() && (shared || tries < OWN_TRIES - 1) => {
                 parent.open_dir(name)
             }
             made => made,
@@ -103,7 +110,7 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
         // Shared, so that whoever reads the step right after its rename need not wait.
         let lock = match dir.try_lock(LEASE, LockKind::Shared, true) {
             Ok(lock) => lock,
-            Err(error) if is_without_locks(&error) => return Ok(Owned { dir, life: None }),
+            Err(error) if error.is_without_locks() => return Ok(Owned { dir, life: None }),
             // Taken for a dead one's in the moment before it was locked.
             Err(error) if error.is_not_found() && tries > 0 => continue,
             Err(error) => {
@@ -124,12 +131,4 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
             }
         }
     }
-}
-
-/// Whether the answer to a lock means that this file system has none.
-pub(crate) fn is_without_locks(error: &stepwell_core::Error) -> bool {
-    const ENOLCK: i32 = 37;
-    const EOPNOTSUPP: i32 = 95;
-    const ENOSYS: i32 = 38;
-    matches!(error.errno(), Some(ENOLCK | EOPNOTSUPP | ENOSYS))
 }

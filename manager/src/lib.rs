@@ -9,7 +9,8 @@
 //! | [`manager`] | the manager of one root |
 //! | [`singular`] | one state under one path |
 //! | [`checkpoint`] | one step, opened and leased for reading |
-//! | [`save`] [`state`] [`options`] [`environment`] | what goes in, what comes out |
+//! | [`save`] | one save: making it, running it, its handle |
+//! | [`state`] [`options`] [`environment`] | what goes in |
 //! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: which steps are saved, which stay, how things are called |
 //! | [`commit`] | the commit machine and every rename |
 //! | [`beat`] [`discovery`] [`lease`] [`recovery`] [`retire`] [`metrics`] [`root`] | what is found, held, mended, deleted, added |
@@ -24,12 +25,11 @@ pub mod directory_layout;
 pub mod discovery;
 pub mod environment;
 pub mod error;
-mod job;
+mod guard;
 pub mod lease;
 pub mod manager;
 pub mod metrics;
 pub mod options;
-mod persist;
 pub mod recovery;
 pub mod retention;
 pub mod retire;

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::Dir;
-use stepwell_core::limits::MAX_METADATA_BYTES;
+use stepwell_core::limits::{MAX_METADATA_BYTES, MAX_METRICS, MAX_NAME_BYTES};
 
 use crate::commit::aside::replace_file;
 use crate::directory_layout::{self, METRICS, OwnName, control};
-use crate::discovery::{Listing, is_gone, is_no_step, read_manifest};
+use crate::discovery::{Listing, is_no_step, read_manifest};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::step_name::StepName;
@@ -64,7 +64,7 @@ struct Sidecar {
     metrics: BTreeMap<String, Number>,
 }
 
-/// Writes a sidecar for a committed step.
+/// Writes a sidecar for a committed step. What could not be read again is refused before anything is written: metrics and their names have the limits of a manifest's.
 pub fn add(
     root: &dyn Dir,
     attempt: &Attempt,
@@ -72,16 +72,28 @@ pub fn add(
     metrics: &BTreeMap<String, f64>,
     environment: &Environment,
 ) -> Result<()> {
+    limit("the number of metrics", metrics.len() as u64, MAX_METRICS)?;
+    for name in metrics.keys() {
+        limit("the length of a metric's name in bytes", name.len() as u64, MAX_NAME_BYTES)?;
+    }
     let sidecar = Sidecar {
         step,
         unix_ns: environment.clock.unix_ns(),
         metrics: metrics.iter().map(|(name, &value)| (name.clone(), value.into())).collect(),
     };
     let bytes = serde_json::to_vec(&sidecar).map_err(|error| Error::Invalid(error.to_string()))?;
+    limit("the size of the metrics of one call in bytes", bytes.len() as u64, MAX_METADATA_BYTES)?;
     crate::root::make_control(root)?;
     let dir = root.open_dir(&control(METRICS))?;
     let name = format!("{}-{}-{}.json", attempt.session, attempt.counter, environment.hex_id());
     replace_file(&*dir, &name, &format!(".{name}.new"), &bytes)?;
+    Ok(())
+}
+
+fn limit(what: &str, found: u64, limit: u64) -> stepwell_core::Result<()> {
+    if found > limit {
+        return Err(stepwell_core::Error::Limit { what: what.to_owned(), found, limit });
+    }
     Ok(())
 }
 
@@ -92,7 +104,8 @@ pub struct Sidecars {
 }
 
 impl Sidecars {
-    /// The metrics that came later, by attempt.
+    /// The metrics that came later, by attempt. A disk that does not answer ends it: without a metric the best step would look like one that has none, and
+    /// retention would take it.
     pub fn all(&self, root: &dyn Dir) -> Result<HashMap<Attempt, BTreeMap<String, f64>>> {
         let dir = match root.open_dir(&control(METRICS)) {
             Ok(dir) => dir,
@@ -108,10 +121,13 @@ impl Sidecars {
                 Some(sidecar) => Arc::clone(sidecar),
                 None => match parse(&*dir, &entry.name) {
                     Ok(sidecar) => Arc::new(sidecar),
-                    Err(error) => {
-                        tracing::warn!(file = %entry.name, %error, "metrics that cannot be read are left out");
+                    // Removed with its step, between the listing and now.
+                    Err(error) if error.is_gone() && dir.stat(&entry.name)?.is_none() => continue,
+                    Err(error) if is_no_step(&error) => {
+                        tracing::warn!(file = %entry.name, %error, "what is no sidecar of metrics is left out");
                         continue;
                     }
+                    Err(error) => return Err(error.into()),
                 },
             };
             still.insert(entry.name.clone(), Arc::clone(&sidecar));
@@ -149,8 +165,9 @@ impl Sidecars {
 
 /// Removes, at a writer's open, the sidecars of attempts that are nowhere in the root any more (deleted by hand, or retired by a writer that died before it came to
 /// them), half-written ones among them. Kept is whatever may still belong to something: to a step, to one in a branch or in quarantine, and, where a manifest there
-/// cannot be read, whatever is of that number. Gives how many went; an error leaves the rest for the next writer.
-pub fn reclaim(root: &dyn Dir, names: &StepName, listing: &Listing) -> Result<usize> {
+/// cannot be read, whatever is of that number; also what has a step's name by `recorded` alone, the root's pattern up to now. Gives how many went; an error leaves
+/// the rest for the next writer.
+pub fn reclaim(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &Listing) -> Result<usize> {
     let dir = match root.open_dir(&control(METRICS)) {
         Ok(dir) => dir,
         Err(error) if error.is_not_found() => return Ok(0),
@@ -163,7 +180,7 @@ pub fn reclaim(root: &dyn Dir, names: &StepName, listing: &Listing) -> Result<us
     if sidecars.is_empty() {
         return Ok(0);
     }
-    let Some(alive) = alive(root, names, listing)? else { return Ok(0) };
+    let Some(alive) = alive(root, names, recorded, listing)? else { return Ok(0) };
     let mut removed = 0;
     for (name, attempt) in sidecars {
         if alive.attempts.contains(&attempt) {
@@ -192,28 +209,34 @@ struct Alive {
 }
 
 /// `None`: something cannot be read, and nobody knows its number.
-fn alive(root: &dyn Dir, names: &StepName, listing: &Listing) -> Result<Option<Alive>> {
+fn alive(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &Listing) -> Result<Option<Alive>> {
+    let number = |name: &str| names.parse(name).or_else(|| recorded.parse(name));
     let mut alive = Alive::default();
     alive.attempts.extend(listing.steps.values().map(|found| found.manifest.attempt.clone()));
     let mut others: Vec<(String, Option<u64>)> = listing
         .quarantined
         .iter()
-        .map(|quarantined| (quarantined.name.clone(), names.parse(&quarantined.name)))
+        .map(|quarantined| (quarantined.name.clone(), number(&quarantined.name)))
         .collect();
     for entry in root.entries()? {
         match directory_layout::parse(&entry.name) {
-            Some(OwnName::Branch { step_name, .. }) => others.push((entry.name, names.parse(&step_name))),
-            Some(OwnName::Quarantine { label }) => others.push((entry.name, names.parse(&label))),
+            Some(OwnName::Branch { step_name, .. }) => others.push((entry.name, number(&step_name))),
+            Some(OwnName::Quarantine { label }) => others.push((entry.name, number(&label))),
+            None if names.parse(&entry.name).is_none() => {
+                if let Some(step) = recorded.parse(&entry.name) {
+                    others.push((entry.name, Some(step)));
+                }
+            }
             _ => {}
         }
     }
     for (name, number) in others {
         match (read_manifest(root, &name), number) {
             (Ok(manifest), _) => drop(alive.attempts.insert(manifest.attempt)),
-            (Err(error), _) if !is_gone(&error) && !is_no_step(&error) => return Err(error.into()),
+            (Err(error), _) if !error.is_gone() && !is_no_step(&error) => return Err(error.into()),
             // Damaged, or without a manifest, as while it is being copied.
             (Err(_), Some(number)) => drop(alive.numbers.insert(number)),
-            (Err(error), None) if is_gone(&error) => {}
+            (Err(error), None) if error.is_gone() => {}
             (Err(_), None) => return Ok(None),
         }
     }

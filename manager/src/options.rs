@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use stepwell_core::load::LoadOptions;
+use stepwell_core::sys::total_memory;
+
 use crate::error::{Error, Result};
 use crate::retention::Retention;
 use crate::save_policy::SavePolicy;
@@ -40,13 +43,16 @@ pub struct Options {
     pub block_bytes: u64,
     /// Threads that capture; `None`: a few.
     pub capture_threads: Option<usize>,
-    /// Reads or writes in flight.
-    pub queue_depth: usize,
+    /// Reads or writes in flight; `None`: 16 writes, and as many reads as [`LoadOptions`] has by default.
+    pub queue_depth: Option<usize>,
     /// How long nothing may happen before a wait gives up.
     pub stall_timeout: Duration,
     /// The user's metadata of the root; the first writer's stays.
     pub root_metadata: serde_json::Value,
 }
+
+/// See [`Options::queue_depth`].
+const WRITES_IN_FLIGHT: usize = 16;
 
 /// Nothing waits for longer than 31 years: sums of timeouts stay within every clock.
 const MAX_STALL_TIMEOUT: Duration = Duration::from_secs(1_000_000_000);
@@ -82,7 +88,7 @@ impl Default for Options {
             min_row_bytes: 4096,
             block_bytes: 256 << 10,
             capture_threads: None,
-            queue_depth: 16,
+            queue_depth: None,
             stall_timeout: Duration::from_secs(600),
             root_metadata: serde_json::Value::Null,
         }
@@ -90,6 +96,21 @@ impl Default for Options {
 }
 
 impl Options {
+    /// Writes in flight.
+    pub(crate) fn write_depth(&self) -> usize {
+        self.queue_depth.unwrap_or(WRITES_IN_FLIGHT)
+    }
+
+    /// How checkpoints are read.
+    pub fn load_options(&self) -> LoadOptions {
+        let ours = LoadOptions::default();
+        LoadOptions {
+            queue_depth: self.queue_depth.unwrap_or(ours.queue_depth),
+            stall_timeout: self.stall_timeout,
+            ..ours
+        }
+    }
+
     /// Refuses what can never work.
     pub fn check(&self) -> Result<()> {
         self.save_policy.check()?;
@@ -101,6 +122,14 @@ impl Options {
                 "block_bytes={} must be a multiple of 4096 within {:?}",
                 self.block_bytes,
                 stepwell_core::limits::BLOCK_BYTES
+            )));
+        }
+        if let (Some(bytes), Some(there)) = (self.staging_bytes, total_memory())
+            && bytes > there
+        {
+            // The ring is faulted in whole: the system would end the process for it.
+            return Err(Error::Invalid(format!(
+                "staging_bytes={bytes} is more memory than this machine has ({there} bytes); pass less, or \"auto\""
             )));
         }
         if self.silence < MIN_SILENCE || self.silence.max(self.grace) > MAX_STALL_TIMEOUT {
@@ -116,7 +145,7 @@ impl Options {
                 MAX_STALL_TIMEOUT.as_secs_f64()
             )));
         }
-        if self.chunk_bytes == 0 || self.queue_depth == 0 || self.stall_timeout.is_zero() {
+        if self.chunk_bytes == 0 || self.queue_depth == Some(0) || self.stall_timeout.is_zero() {
             return Err(Error::Invalid(
                 "chunk_bytes, queue_depth and stall_timeout must be more than 0".to_owned(),
             ));

@@ -2,7 +2,8 @@
 //!
 //! 1. fsync the root: what is visible is durable before anything is concluded from it;
 //! 2. take the epoch (where locks do not reach, an older writer sees it before its next rename);
-//! 3. take the temporaries of dead owners out of sight. The lock says that every other owner is dead: nothing is ever deleted by its age;
+//! 3. take the temporaries of dead owners out of sight. The lock says that every other writer of steps is dead; a save to a path in this directory is none, and says
+//!    by a held lease that it lives. Nothing is ever deleted by its age;
 //! 4. finish what tombstones name, make missing leases again;
 //! 5. hand all trash to the deleter.
 
@@ -16,7 +17,6 @@ use crate::directory_layout::{self, LEASE, MANIFEST_NEW, OwnName};
 use crate::discovery::Listing;
 use crate::environment::Environment;
 use crate::error::Result;
-use crate::lease::is_without_locks;
 
 /// What recovery found and did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -33,6 +33,7 @@ pub struct Recovered {
 pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result<Recovered> {
     let mut recovered = Recovered::default();
     let mut renames = Vec::new();
+    let mut of_paths = Vec::new();
     for entry in root.entries()? {
         match directory_layout::parse(&entry.name) {
             Some(OwnName::Trash { .. }) if entry.kind == EntryKind::Dir => recovered.trash.push(entry.name),
@@ -40,7 +41,8 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
                 if owner != session && entry.kind == EntryKind::Dir =>
             {
                 let trash = directory_layout::trash(&label, environment.rng.next_u128());
-                renames.push((entry.name, trash));
+                let to = if directory_layout::is_step_label(&label) { &mut renames } else { &mut of_paths };
+                to.push((entry.name, trash));
             }
             _ => {}
         }
@@ -53,7 +55,32 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
         recovered.abandoned.push(name);
         recovered.trash.push(trash);
     }
+    sweep_paths(root, of_paths, &mut recovered)?;
     Ok(recovered)
+}
+
+/// Takes what dead saves to a path left out of sight: (name, trash) each. One whose owner lives, or of which nobody can tell, stays.
+fn sweep_paths(root: &dyn Dir, names: Vec<(String, String)>, recovered: &mut Recovered) -> Result<()> {
+    if names.is_empty() {
+        return Ok(());
+    }
+    // One of them may be what a live save has just swapped out: nothing of it is touched before that swap is durable.
+    root.sync()?;
+    let before = recovered.trash.len();
+    for (name, trash) in names {
+        match aside::retire_abandoned(root, &name, &trash) {
+            Ok(true) => {
+                recovered.abandoned.push(name);
+                recovered.trash.push(trash);
+            }
+            Ok(false) => {}
+            Err(error) => tracing::warn!(%name, %error, "what a save to a path left stays for now"),
+        }
+    }
+    if recovered.trash.len() > before {
+        root.sync()?;
+    }
+    Ok(())
 }
 
 /// Finishes thinnings, and makes missing leases again. A step that cannot be mended is left as it is, with a warning: it can still be read.
@@ -102,7 +129,7 @@ pub fn finish_thinning(
     let lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
         Ok(Some(lock)) => Some(lock),
         Ok(None) => return Ok(()),
-        Err(error) if is_without_locks(&error) => None,
+        Err(error) if error.is_without_locks() => None,
         Err(error) => return Err(error),
     };
     if half_written {

@@ -14,7 +14,7 @@ use stepwell_core::io::{Dir, EntryKind, LockKind};
 
 use crate::directory_layout::LEASE;
 use crate::environment::Clock;
-use crate::lease::is_without_locks;
+use crate::guard::guarded;
 
 /// Between two tries of a step that readers hold.
 const RETRY: Duration = Duration::from_millis(500);
@@ -90,7 +90,7 @@ pub fn remove(
         Ok(dir) => dir,
         Err(error) if error.is_not_found() => return Ok(Removed::Gone),
         // Not a directory: nothing of ours, but under a name of ours.
-        Err(error) if error.errno() == Some(20) => {
+        Err(error) if error.is_no_directory() => {
             ignore_missing(root.remove_file(name))?;
             return Ok(Removed::Gone);
         }
@@ -99,8 +99,8 @@ pub fn remove(
     let _lock = match dir.try_lock(LEASE, LockKind::Exclusive, false) {
         Ok(Some(lock)) => Some(lock),
         Ok(None) => return Ok(Removed::Held),
-        Err(error) if is_without_locks(&error) && !unprotected => return Ok(Removed::Unprotected),
-        Err(error) if error.is_not_found() || is_without_locks(&error) => None,
+        Err(error) if error.is_without_locks() && !unprotected => return Ok(Removed::Unprotected),
+        Err(error) if error.is_not_found() || error.is_without_locks() => None,
         Err(error) => return Err(error),
     };
     Ok(if delete(root, name, go_on, 0)? { Removed::Gone } else { Removed::Stopped })
@@ -202,13 +202,13 @@ impl Deleter {
         self.drain(timeout)
     }
 
-    /// Waits until nothing is left but what readers hold; `false` by the deadline.
+    /// Waits until nothing is left but what readers hold, or until nobody deletes any more; `false` by the deadline.
     pub fn drain(&self, timeout: Duration) -> bool {
         let deadline = deadline_after(timeout);
         let mut queue = self.shared.lock();
         queue.waiting += 1;
         let drained = loop {
-            if queue.ready.is_empty() && !queue.busy {
+            if queue.ended || (queue.ready.is_empty() && !queue.busy) {
                 break true;
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else { break false };
@@ -228,7 +228,7 @@ impl Deleter {
         std::mem::take(&mut self.shared.lock().failed)
     }
 
-    /// Tries once more what readers held, then ends the thread; what is left is the next writer's. `false`: the thread did not end in time.
+    /// Tries once more what readers held, then ends the thread; what is left is the next writer's. `false`: the thread did not end in time, and may be waited for again.
     pub fn stop(&self, timeout: Duration) -> bool {
         let deadline = deadline_after(timeout);
         {
@@ -247,7 +247,11 @@ impl Deleter {
         let deadline = deadline + Duration::from_millis(100);
         let mut queue = self.shared.lock();
         while !queue.ended && !handle.is_finished() {
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else { return false };
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+                drop(queue);
+                *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
+                return false;
+            };
             queue = self.shared.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         drop(queue);
@@ -284,8 +288,9 @@ fn work(shared: &Shared) {
             }
             !shared.lock().stop
         };
-        let result = remove(&*shared.root, &trash.name, shared.is_over(&trash), &mut go_on);
-        finish(shared, trash, result);
+        let result =
+            guarded("the deleter", || remove(&*shared.root, &trash.name, shared.is_over(&trash), &mut go_on));
+        finish(shared, trash, result.and_then(|removed| removed));
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use stepwell_core::format::manifest::Others;
 use stepwell_core::io::{Dir, Lock, LockKind};
 use stepwell_core::limits::MAX_METADATA_BYTES;
 
@@ -12,7 +13,6 @@ use crate::commit::aside::replace_file;
 use crate::directory_layout::{CONTROL, EPOCH, LOCK, METRICS, ROOT_JSON, control};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::lease::is_without_locks;
 use crate::step_name::StepName;
 
 const FORMAT_VERSION: u32 = 1;
@@ -37,6 +37,9 @@ pub struct RootInfo {
     /// The user's metadata of the root; the first writer's stays.
     #[serde(default)]
     pub metadata: serde_json::Value,
+    /// Keys that this version does not know; what a later one has noted survives a writer of this one.
+    #[serde(flatten)]
+    others: Others,
 }
 
 /// What the epoch file says: the current writer.
@@ -88,6 +91,7 @@ pub fn make_info(
             root_id: environment.hex_id(),
             step_name: step_name.clone(),
             metadata: metadata.clone(),
+            others: Others::new(),
         },
     };
     if found.as_ref() != Some(&info) {
@@ -102,7 +106,7 @@ pub fn make_control(root: &dyn Dir) -> Result<()> {
     for name in [CONTROL.to_owned(), control(METRICS)] {
         match root.create_dir(&name) {
             Ok(_) => made = true,
-            Err(error) if error.errno() == Some(17) => {}
+            Err(error) if error.already_exists() => {}
             Err(error) => return Err(error.into()),
         }
     }
@@ -125,8 +129,8 @@ pub fn lock(root: &dyn Dir, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
                 let owner = read_epoch(root).ok().flatten().map(|epoch| epoch.owner);
                 return Err(Error::Locked { root: root.path().to_owned(), owner });
             }
-            Err(error) if is_without_locks(&error) && take_over => return Ok(None),
-            Err(error) if is_without_locks(&error) => {
+            Err(error) if error.is_without_locks() && take_over => return Ok(None),
+            Err(error) if error.is_without_locks() => {
                 let root = root.path().to_owned();
                 return Err(Error::NoLocks { root, answer: error.to_string() });
             }
@@ -145,6 +149,11 @@ pub fn read_epoch(root: &dyn Dir) -> stepwell_core::Result<Option<Epoch>> {
     }
 }
 
+/// Who has taken the root over from this session, if someone has. Asked before every rename: it is the fence where no lock keeps an older writer out.
+pub fn usurper(root: &dyn Dir, session: &str) -> stepwell_core::Result<Option<String>> {
+    Ok(read_epoch(root)?.filter(|epoch| epoch.session != session).map(|epoch| epoch.owner))
+}
+
 /// Becomes the current writer: older ones see it before their next rename.
 pub fn take_epoch(root: &dyn Dir, session: &str) -> Result<Epoch> {
     let last = read_epoch(root)?.map_or(0, |epoch| epoch.epoch);
@@ -155,8 +164,7 @@ pub fn take_epoch(root: &dyn Dir, session: &str) -> Result<Epoch> {
 
 /// This process, for people.
 pub(crate) fn owner() -> String {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    format!("process {} on {}", std::process::id(), host.trim())
+    format!("process {} on {}", std::process::id(), stepwell_core::sys::host_name())
 }
 
 fn write_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> Result<()> {

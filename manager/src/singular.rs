@@ -1,7 +1,7 @@
 //! Singular checkpoints: one state under one path, by the same machine. The temporary is a sibling of the path.
 //!
 //! There is no root here, and no writer's lock. So a writer holds the lease of its temporary as long as it lives, and the next save to the same path removes the
-//! temporaries whose lease nobody holds. On a file system without locks they stay.
+//! temporaries whose lease nobody holds; where the path lies in a root, so does that root's next writer. On a file system without locks they stay.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,12 +16,13 @@ use crate::directory_layout::{self, CONTROL, OwnName};
 use crate::discovery::read_manifest;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::job::{self, Order, Place};
+use crate::guard::guarded;
 use crate::manager::Exists;
 use crate::options::Options;
-use crate::persist;
 use crate::retire::Deleter;
 use crate::save::Save;
+use crate::save::job::{self, Order, Place};
+use crate::save::persist;
 use crate::state::StateSource;
 
 /// What is saved under a path.
@@ -71,7 +72,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
     let existing = match (there, request.exists) {
         (true, Exists::Skip) => return Ok(Save::refused(request.step, crate::save::Refusal::Exists)),
         (true, Exists::Error) => {
-            return Err(Error::StepExists { step: request.step, root: request.path.clone() });
+            return Err(Error::PathExists { path: request.path.clone() });
         }
         (true, Exists::Replace) => {
             // Only a checkpoint is ever replaced: what else is there is somebody's.
@@ -96,7 +97,8 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         session,
     };
     let prepared = job::prepare(environment, options, &pool, order)?;
-    let place = Place { label: name.clone(), target: name, existing, counter: 0, fenced: false };
+    let label = directory_layout::label_of_path(&name);
+    let place = Place { label, target: name, existing, counter: 0, fenced: false };
     let (job, capturing) = prepared.split(environment, options, place);
     let world = environment.clone();
     std::thread::Builder::new()
@@ -108,15 +110,23 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
                 // No writer comes back here later: where there are no locks, a reader of what is replaced is told that it is gone.
                 Duration::ZERO,
             ));
-            match leftovers(&*parent_dir, &job.plan.target, &world) {
+            // Around the save itself nothing may keep it from being settled.
+            let found =
+                guarded("the removal of leftovers", || leftovers(&*parent_dir, &job.plan.target, &world));
+            match found.and_then(|trash| trash) {
                 Ok(trash) => deleter.enqueue(trash),
                 Err(error) => {
                     tracing::warn!(%error, "what a killed save left beside this path stays for now");
                 }
             }
             let (save, ended) = persist::run(job, &parent_dir, &world, &deleter);
-            deleter.enqueue(ended.replaced);
-            deleter.stop(Duration::from_secs(600));
+            let cleaned = guarded("the deleter", || {
+                deleter.enqueue(ended.replaced);
+                deleter.stop(Duration::from_secs(600));
+            });
+            if let Err(error) = cleaned {
+                tracing::warn!(%error, "what was replaced stays for now");
+            }
             let callbacks = save.settle(ended.outcome);
             save.call(callbacks);
         })
@@ -145,7 +155,7 @@ fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwel
     let mut trash = Vec::new();
     let mut found = Vec::new();
     if parent.stat(CONTROL)?.is_some() {
-        // A root: its writer's temporaries are spoken for by its lock, and its next writer removes what is left there.
+        // A root: its writer's temporaries are spoken for by its lock, and its next writer removes what is left there, also of dead saves to a path.
         return Ok(trash);
     }
     for entry in parent.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
@@ -164,7 +174,8 @@ fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwel
         parent.sync()?;
     }
     for temporary in found {
-        let new = directory_layout::trash(name, environment.rng.next_u128());
+        let label = directory_layout::label_of_path(name);
+        let new = directory_layout::trash(&label, environment.rng.next_u128());
         if aside::retire_abandoned(parent, &temporary, &new)? {
             tracing::info!(%temporary, "removing what a killed save left");
             trash.push(new);

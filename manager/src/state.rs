@@ -9,13 +9,14 @@ use std::sync::Arc;
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::ChunkRegion;
-use stepwell_core::format::manifest::TopLevel;
+use stepwell_core::format::index_v1::{ComponentSpelling, KindSpelling};
+use stepwell_core::format::manifest::{Others, TopLevel};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::provider::StateProvider;
-use stepwell_core::region::Region;
 use stepwell_core::save::{ChunkPlan, ItemPlan, LeafPlan};
 use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
 use stepwell_core::value::Value;
+use stepwell_reshard::layout::Layout;
 use stepwell_reshard::subchunk;
 
 use crate::commit::records::DraftItem;
@@ -37,12 +38,14 @@ pub struct StateSource {
 /// Where a leaf's value comes from.
 #[derive(Clone)]
 pub enum LeafSource {
-    /// A whole tensor.
+    /// A tensor.
     Tensor {
         /// Element type.
         dtype: Dtype,
-        /// Shape.
+        /// Shape of all of it, on all processes together.
         shape: Vec<u64>,
+        /// What this process holds of it, and where in the provider's array (as if that were row-major: how its elements lie in memory is the provider's).
+        layout: Layout,
         /// Where the bytes come from.
         provider: Arc<dyn StateProvider>,
     },
@@ -50,6 +53,14 @@ pub enum LeafSource {
     Object(Value),
     /// The same value as another leaf, which is no alias itself.
     Alias(u32),
+}
+
+impl LeafSource {
+    /// A tensor of which this process holds all, as every tensor of a single process is: one segment.
+    pub fn whole(dtype: Dtype, shape: Vec<u64>, provider: Arc<dyn StateProvider>) -> Self {
+        let layout = Layout::whole(&shape, dtype.size() as u64, None);
+        Self::Tensor { dtype, shape, layout, provider }
+    }
 }
 
 /// A state, cut into items.
@@ -135,7 +146,7 @@ fn groups(tree: &Tree) -> Vec<Group> {
         .collect();
     let entry = |position: usize, number: u32| {
         let component = tree.nodes().get(number as usize).and_then(|node| node.component.clone());
-        TopLevel { name: rendered(component.as_ref()), position: position as u64 }
+        TopLevel { name: rendered(component.as_ref()), position: position as u64, others: Others::new() }
     };
     let is_container = |number: u32| {
         matches!(tree.nodes().get(number as usize).map(|node| &node.kind), Some(NodeKind::Container(_)))
@@ -246,7 +257,7 @@ fn leaves(
             source = state.leaves.get(*of as usize);
         }
         out.push(match source {
-            Some(LeafSource::Tensor { dtype, shape, provider }) => {
+            Some(LeafSource::Tensor { dtype, shape, layout, provider }) => {
                 let bytes = stepwell_core::region::volume(shape)
                     .and_then(|volume| volume.checked_mul(dtype.size() as u64))
                     .ok_or_else(|| stepwell_core::Error::Leaf {
@@ -254,11 +265,13 @@ fn leaves(
                         what: format!("its shape {shape:?} is larger than any memory"),
                     })?;
                 *tensor_bytes = tensor_bytes.saturating_add(bytes);
-                let cut = subchunk::cut(&Region::whole(shape), dtype.size() as u64, chunks);
-                let chunks = cut
-                    .into_iter()
-                    .map(|region| ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region })
-                    .collect();
+                let chunks = stored_chunks(layout, shape, dtype.size() as u64, chunks).ok_or_else(|| {
+                    let what = format!(
+                        "this process holds it in parts ({} segments of {shape:?}); parts are for many ranks, which cannot save together yet: pass the whole tensor",
+                        layout.0.len()
+                    );
+                    stepwell_core::Error::Leaf { leaf: state.tree.leaf_path(origin).to_string(), what }
+                })?;
                 LeafPlan::Tensor {
                     dtype: *dtype,
                     shape: shape.clone(),
@@ -275,14 +288,39 @@ fn leaves(
     Ok(out)
 }
 
-/// A hash of the structure: paths, kinds, dtypes, shapes and ties, not of any value. FNV-1a, twice: it finds ranks that do not agree, and is no security.
+/// What is stored of a tensor: the segments of its layout, cut into chunks. `None` for a layout that is not the whole tensor: who stores what of the parts
+/// that several ranks hold, and whether those tile the tensor, is not decided anywhere yet.
+fn stored_chunks(
+    layout: &Layout,
+    shape: &[u64],
+    itemsize: u64,
+    options: &subchunk::Options,
+) -> Option<Vec<ChunkPlan>> {
+    if !layout.is_whole(shape, itemsize) {
+        return None;
+    }
+    let mut chunks = Vec::new();
+    for segment in &layout.0 {
+        let ChunkRegion::Box(region) = &segment.region else { return None };
+        // The array is the tensor, so a chunk has one address in both.
+        let cut = subchunk::cut(region, itemsize, options).into_iter();
+        chunks.extend(cut.map(|part| ChunkPlan { region: ChunkRegion::Box(part.clone()), local: part }));
+    }
+    Some(chunks)
+}
+
+/// A hash of the structure: paths, kinds, dtypes, shapes and ties, not of any value. It is compared between ranks and stored, so it is taken over the format's
+/// own tags, which mean the same in every build. FNV-1a, twice: it finds ranks that do not agree, and is no security.
 fn plan_hash(state: &StateSource) -> String {
     let mut hash = Fnv([0xcbf2_9ce4_8422_2325, 0x9ae1_6a3b_2f90_404f]);
     for node in state.tree.nodes() {
         hash.add(&node.parent.to_le_bytes());
-        hash.add(rendered(node.component.as_ref()).as_bytes());
+        let ComponentSpelling { tag, number, name } = ComponentSpelling::of(node.component.as_ref());
+        hash.add(&[tag]);
+        hash.add(&number.to_le_bytes());
+        hash.add(name.as_bytes());
         match &node.kind {
-            NodeKind::Container(kind) => hash.add(format!("{kind:?}").as_bytes()),
+            NodeKind::Container(kind) => hash.add_kind(kind),
             NodeKind::Leaf(leaf) => match state.leaves.get(*leaf as usize) {
                 Some(LeafSource::Tensor { dtype, shape, .. }) => {
                     hash.add(&[0, dtype.code()]);
@@ -311,6 +349,18 @@ impl Fnv {
                 *half = (*half ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
             }
             self.0[1] = self.0[1].rotate_left(5);
+        }
+    }
+
+    fn add_kind(&mut self, kind: &ContainerKind) {
+        let mut kind = Some(kind);
+        while let Some(KindSpelling { tag, number, type_name, protocol, inner }) = kind.map(KindSpelling::of)
+        {
+            self.add(&[tag]);
+            self.add(&number.to_le_bytes());
+            self.add(type_name.as_bytes());
+            self.add(protocol.as_bytes());
+            kind = inner;
         }
     }
 }

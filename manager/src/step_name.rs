@@ -3,12 +3,12 @@
 //! Names are **canonical**: a name is a step's only if formatting its number gives the name again. So `step_5` and `step_00000005` are never both
 //! steps, and what a listing finds does not depend on the order in which it finds it.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
+use stepwell_core::limits::MAX_STEP;
 
 use crate::error::{Error, Result};
-
-/// The largest number that a step may have: 2^63 - 1, so that it fits every signed integer that it passes through.
-pub const MAX_STEP: u64 = i64::MAX as u64;
 
 /// Digits that a name may be padded to.
 const MAX_WIDTH: usize = 19;
@@ -22,6 +22,18 @@ pub struct StepName {
     prefix: String,
     width: usize,
     also: Vec<StepName>,
+}
+
+/// As it is passed to a manager.
+impl fmt::Display for StepName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StepName({:?}, {}", self.prefix, self.width)?;
+        if !self.also.is_empty() {
+            let also: Vec<String> = self.also.iter().map(|name| format!("{name},")).collect();
+            write!(f, ", also_read=({})", also.join(" "))?;
+        }
+        f.write_str(")")
+    }
 }
 
 /// How a [`StepName`] is written in `root.json` and in options.
@@ -101,6 +113,18 @@ impl StepName {
         names.extend(self.also.iter().map(|other| other.format(step)));
         names.dedup();
         names
+    }
+
+    /// The same pattern for writing, which also reads all that `other` writes and reads.
+    #[must_use]
+    pub fn reading_too(mut self, other: &Self) -> Self {
+        let own = Self { also: Vec::new(), ..other.clone() };
+        for name in std::iter::once(&own).chain(&other.also) {
+            if (&name.prefix, name.width) != (&self.prefix, self.width) && !self.also.contains(name) {
+                self.also.push(name.clone());
+            }
+        }
+        self
     }
 
     fn parse_own(&self, name: &str) -> Option<u64> {

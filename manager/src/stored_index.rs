@@ -4,28 +4,28 @@
 
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use stepwell_core::format::checksum::crc32c;
-use stepwell_core::format::index::{FileRecord, Index, LeafRecord, Source};
+use stepwell_core::format::index::{FileRecord, Index, LeafRecord};
 use stepwell_core::format::index_v1;
-use stepwell_core::format::manifest::{FileEntry, Item, Manifest};
+use stepwell_core::format::manifest::{FileEntry, Manifest};
 use stepwell_core::io::Dir;
-use stepwell_core::sys::{cores, spawn_scoped};
+use stepwell_core::sys::{cores, each};
 use stepwell_core::tree::{Node, NodeKind};
 
 use crate::directory_layout::MANIFEST;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Indexes of fewer bytes are not worth a thread.
 const WORTH_A_THREAD: u64 = 128 << 10;
 
 /// One index out of those of the items, each of which is what the manifest says: top-level entries in the order that was saved, files by their paths below the step.
-pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
+/// `between` is called for each when it has been read and is about to be decoded, which takes a core.
+pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest, between: &(dyn Fn() + Sync)) -> Result<Index> {
     let entries: HashMap<&str, &FileEntry> =
         manifest.files.iter().map(|entry| (entry.path.as_str(), entry)).collect();
-    let mut indexes = each(manifest, |item| {
+    let large = manifest.items.iter().filter(|item| item.index.length >= WORTH_A_THREAD).count();
+    let decoded = each("stepwell-index", large.min(cores()), &manifest.items, |item| {
         let file = dir.path().join(&item.index.path);
         let bytes = match dir.read_file(&item.index.path, item.index.length) {
             Ok(bytes) => bytes,
@@ -44,6 +44,7 @@ pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
                 stepwell_core::Error::corrupt(file, "it is not the index that its manifest names").into()
             );
         }
+        between();
         let mut index = index_v1::decode(&bytes, &file)?;
         check_claims(&index, &file)?;
         for record in &mut index.files {
@@ -60,7 +61,8 @@ pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest) -> Result<Index> {
             record.name = path.into();
         }
         Ok(index)
-    })?;
+    });
+    let mut indexes = decoded.into_iter().collect::<Result<Vec<Index>>>()?;
     if indexes.len() <= 1 {
         return Ok(indexes.pop().unwrap_or_default());
     }
@@ -109,37 +111,6 @@ pub(crate) fn files(manifest: &Manifest) -> Vec<FileRecord> {
     manifest.items.iter().flat_map(|item| of_item.remove(item.dir.as_str()).unwrap_or_default()).collect()
 }
 
-/// Does something for every item; on several threads where their indexes are large.
-fn each<T: Send>(manifest: &Manifest, work: impl Fn(&Item) -> Result<T> + Sync) -> Result<Vec<T>> {
-    let items = &manifest.items;
-    let large = items.iter().filter(|item| item.index.length >= WORTH_A_THREAD).count();
-    let threads = large.min(cores());
-    if threads < 2 {
-        return items.iter().map(work).collect();
-    }
-    let done: Vec<Mutex<Option<Result<T>>>> = items.iter().map(|_| Mutex::new(None)).collect();
-    let next = AtomicUsize::new(0);
-    let drain = || {
-        loop {
-            let number = next.fetch_add(1, Ordering::Relaxed);
-            let (Some(item), Some(place)) = (items.get(number), done.get(number)) else { return };
-            let result = work(item);
-            *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..threads {
-            // Without it, the work is done by those that are there.
-            let _ = spawn_scoped(scope, "stepwell-index", drain);
-        }
-        drain();
-    });
-    let missing = || Err(Error::Invalid("a thread that reads an index ended early".to_owned()));
-    done.into_iter()
-        .map(|place| place.into_inner().unwrap_or_else(PoisonError::into_inner).unwrap_or_else(missing))
-        .collect()
-}
-
 /// Nodes `first..end` of an item's tree, which stand at that place in the state.
 struct Branch {
     position: u64,
@@ -167,9 +138,12 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<Inde
             branches.push(Branch { position: entry.position, item: number, first, end });
         }
     }
+    let count = |of: &dyn Fn(&Index) -> usize| indexes.iter().map(of).sum::<usize>();
     branches.sort_unstable_by_key(|branch| (branch.position, branch.item, branch.first));
 
-    let mut out = Index::default();
+    let mut out =
+        Index { leaves: Vec::with_capacity(count(&|index| index.leaves.len())), ..Index::default() };
+    out.tree.reserve(count(&|index| index.tree.nodes().len()), out.leaves.capacity());
     match indexes.iter().find_map(|index| index.tree.nodes().first()).map(|root| &root.kind) {
         Some(NodeKind::Container(kind)) => {
             out.tree.push_container(None, None, kind.clone());
@@ -191,7 +165,7 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<Inde
         parts.push(Part { nodes: index.tree.into_nodes(), leaves, first_file, new_leaf });
     }
     // Which item each leaf came from: a tie is told by the item's numbers, and may point forward.
-    let mut origins = Vec::new();
+    let mut origins = Vec::with_capacity(out.leaves.capacity());
     for Branch { item, first, end, .. } in branches {
         let Some(part) = parts.get_mut(item) else { continue };
         let mut numbers = vec![0_u32; end - first];
@@ -243,21 +217,11 @@ struct Part {
 
 impl Part {
     fn renumber(&self, record: &mut LeafRecord) {
-        let moved = |source: &mut Source| {
-            if let Source::Own(file) | Source::Range(file) = source {
-                *file += self.first_file;
-            }
-        };
-        let leaf = |of: u32| self.new_leaf.get(of as usize).copied().unwrap_or(u32::MAX);
-        match record {
-            LeafRecord::Tensor(tensor) => {
-                tensor.chunks.iter_mut().for_each(|chunk| moved(&mut chunk.extent.source));
-                if let Some(view) = &mut tensor.view {
-                    view.of = leaf(view.of);
-                }
-            }
-            LeafRecord::Object(extent) => moved(&mut extent.source),
-            LeafRecord::Alias { of } => *of = leaf(*of),
+        for file in record.extents_mut().filter_map(|extent| extent.source.file_mut()) {
+            *file += self.first_file;
+        }
+        if let Some(of) = record.refers_to() {
+            *of = self.new_leaf.get(*of as usize).copied().unwrap_or(u32::MAX);
         }
     }
 }

@@ -4,15 +4,17 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use common::*;
 use stepwell_core::format::manifest::Manifest;
 use stepwell_core::io::Engine;
-use stepwell_core::io::simulated::{Action, Fault, Kind};
-use stepwell_manager::{Environment, Manager, Options, Retention};
+use stepwell_core::io::simulated::{Action, Fault, Kind, Node};
+use stepwell_manager::{Environment, Manager, Mode, Options, Retention};
 
 const EIO: i32 = 5;
 const EACCES: i32 = 13;
@@ -74,6 +76,45 @@ fn retention_deletes_nothing_while_it_cannot_count() {
 }
 
 #[test]
+fn metrics_that_cannot_be_read_are_told_and_the_best_step_is_not_deleted_for_it() {
+    let world = World::default();
+    let best = || Options { retention: Retention::keep_best(1, "accuracy", Mode::Max), ..options() };
+    let manager = world.open(options());
+    for (step, accuracy) in [(1, 0.9), (2, 0.5), (3, 0.1)] {
+        commit(&manager, step);
+        manager.add_metrics(step, &BTreeMap::from([("accuracy".to_owned(), accuracy)])).unwrap();
+    }
+    let first = manager.manifest(Some(1)).unwrap().attempt.clone();
+    let sidecar = format!("metrics/{}-{}-", first.session, first.counter);
+    manager.close(Some(LONG)).unwrap();
+    for errno in [EIO, EACCES, EMFILE, ESTALE] {
+        for kind in [Kind::OpenFile, Kind::Read] {
+            let fail = || world.disk.inject(Fault::on(kind, Action::Fail(errno)).at(&sidecar));
+            let manager = world.open(best());
+            fail();
+            let error = manager.apply_retention().unwrap_err();
+            assert_eq!((error.kind(), error.errno()), ("io", Some(errno)), "{kind:?}");
+            fail();
+            assert_eq!(manager.best_step(None).unwrap_err().errno(), Some(errno));
+            fail();
+            assert_eq!(manager.metrics(1).unwrap_err().errno(), Some(errno));
+            fail();
+            assert_eq!(manager.report().unwrap_err().errno(), Some(errno));
+            assert_eq!(manager.all_steps().unwrap(), [1, 2, 3]);
+            manager.close(Some(LONG)).unwrap();
+        }
+    }
+    // What is no sidecar says nothing of any step; what is gone neither.
+    let other = format!("/run/.stepwell/metrics/{}-7-{}.json", "a".repeat(32), "b".repeat(32));
+    world.disk.plant(&other, &Node::file(Arc::new(b"no json".to_vec()))).unwrap();
+    let manager = world.open(Options { read_only: true, ..best() });
+    assert_eq!(manager.best_step(None).unwrap(), Some(1));
+    let manager = world.open(best());
+    assert_eq!(manager.apply_retention().unwrap(), [2]);
+    assert_eq!(manager.all_steps().unwrap(), [1, 3]);
+}
+
+#[test]
 fn a_step_that_another_process_has_just_retired_is_gone_and_no_error() {
     let world = World::default();
     let writer = world.open(options());
@@ -84,8 +125,9 @@ fn a_step_that_another_process_has_just_retired_is_gone_and_no_error() {
         let environment = world.environment_of(&reader);
         let read_only = Options { read_only: true, ..options() };
         let manager = Manager::open(Path::new(ROOT), read_only, environment).unwrap();
-        reader.inject(Fault::on(kind, Action::Fail(ESTALE)).at("step_00000002/manifest.json"));
+        reader.inject(Fault::on(kind, Action::Fail(ESTALE)).at("step_00000002/manifest.json").from_then_on());
         assert_eq!(manager.latest_step().unwrap(), Some(1), "{kind:?}");
+        reader.clear_faults();
         assert_eq!(manager.latest_step().unwrap(), Some(2));
     }
 }

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use stepwell_core::dtype::Dtype;
-use stepwell_core::io::simulated::{Kind, Moment};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
 use stepwell_core::staging::{Filling, Slot};
@@ -41,11 +40,7 @@ fn slow(provider: &Arc<Slow>) -> StateSource {
     let mut leaves = Vec::new();
     for leaf in 0..2000 {
         tree.push_leaf(Some(list), Some(Component::Index(leaf)));
-        leaves.push(LeafSource::Tensor {
-            dtype: Dtype::Uint8,
-            shape: vec![4096],
-            provider: Arc::clone(provider) as _,
-        });
+        leaves.push(LeafSource::whole(Dtype::Uint8, vec![4096], Arc::clone(provider) as _));
     }
     StateSource { tree, leaves }
 }
@@ -117,13 +112,7 @@ fn a_cancelled_singular_save_leaves_nothing() {
 fn a_save_that_waits_behind_others_can_be_cancelled() {
     let world = World::default();
     let manager = world.open(Options { max_pending: 0, ..options() });
-    let held = Arc::new(AtomicBool::new(true));
-    let hook = Arc::clone(&held);
-    world.disk.set_hook(Some(Arc::new(move |moment, operation| {
-        while moment == Moment::Before && operation.kind == Kind::Write && hook.load(Ordering::SeqCst) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    })));
+    let held = world.hold_writes();
     let first = save(&manager, 0);
     let second = request(1);
     let cancel = Arc::clone(&second.cancel);

@@ -3,13 +3,13 @@
 mod common;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use common::*;
-use stepwell_core::io::simulated::{Action, Fault, Kind};
+use stepwell_core::io::simulated::{Action, Fault, Kind, Moment};
 use stepwell_manager::{
-    Error, Exists, Mode, OnSaveError, Options, Outcome, Refusal, SavePolicy, SaveRequest,
+    Error, Exists, Mode, OnSaveError, Options, Outcome, Refusal, Retention, SavePolicy, SaveRequest,
 };
 
 #[test]
@@ -68,6 +68,91 @@ fn a_closed_manager_says_so() {
     manager.close(Some(LONG)).unwrap();
     assert_eq!(manager.save(request(0)).unwrap_err().kind(), "closed");
     assert_eq!(manager.latest_step().unwrap_err().kind(), "closed");
+}
+
+/// Operations of that kind, on a path that holds `part`, wait until what is returned is dropped.
+fn hang(world: &World, kind: Kind, part: &'static str) -> std::sync::mpsc::Sender<()> {
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let released = std::sync::Mutex::new(released);
+    world.disk.set_hook(Some(Arc::new(move |moment, operation| {
+        if moment == Moment::Before
+            && operation.kind == kind
+            && operation.path.to_string_lossy().contains(part)
+        {
+            let _ = released.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        }
+    })));
+    release
+}
+
+const SHORT: Duration = Duration::from_millis(50);
+
+#[test]
+fn a_close_after_one_that_gave_up_waits_for_what_is_left_and_tells_the_truth() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    let release = hang(&world, Kind::Sync, "manifest");
+    let save = save(&manager, 2);
+    for _ in 0..3 {
+        let error = manager.close(Some(SHORT)).unwrap_err();
+        assert!(error.kind() == "timeout" && error.to_string().contains("step 2"), "{error}");
+        assert_eq!(world.try_open(options()).err().unwrap().kind(), "locked", "it may still write");
+    }
+    drop(release);
+    manager.close(Some(LONG)).unwrap();
+    committed(&save);
+    manager.close(Some(SHORT)).unwrap();
+    let next = world.open(options());
+    assert_eq!(next.all_steps().unwrap(), [1, 2]);
+}
+
+#[test]
+fn a_close_that_meets_another_one_waits_for_it() {
+    let world = World::default();
+    let manager = Arc::new(world.open(options()));
+    let release = hang(&world, Kind::Sync, "manifest");
+    let save = save(&manager, 1);
+    let first = Arc::clone(&manager);
+    let first = std::thread::spawn(move || first.close(Some(LONG)));
+    while !manager.is_closed() {
+        std::thread::yield_now();
+    }
+    let error = manager.close(Some(SHORT)).unwrap_err();
+    assert_eq!(error.kind(), "timeout", "{error}");
+    let second = Arc::clone(&manager);
+    let second = std::thread::spawn(move || {
+        second.close(Some(LONG)).unwrap();
+        assert!(save.outcome().is_some_and(|outcome| outcome.is_committed()), "it said that all is over");
+    });
+    std::thread::sleep(SHORT);
+    drop(release);
+    first.join().unwrap().unwrap();
+    second.join().unwrap();
+}
+
+#[test]
+fn a_close_whose_deletion_hangs_says_so_each_time_and_a_drop_does_not_wait_again() {
+    let world = World::default();
+    let manager = world.open(Options { retention: Retention::keep_latest(1), ..options() });
+    commit(&manager, 1);
+    let release = hang(&world, Kind::RemoveFile, ".trash-");
+    commit(&manager, 2);
+    for _ in 0..2 {
+        let error = manager.close(Some(SHORT)).unwrap_err();
+        assert!(error.kind() == "timeout" && error.to_string().contains("deletion"), "{error}");
+    }
+    drop(release);
+    manager.close(Some(LONG)).unwrap();
+    drop(manager);
+
+    let manager = world.open(options());
+    let _release = hang(&world, Kind::Sync, "manifest");
+    drop(save(&manager, 3));
+    manager.close(Some(SHORT)).unwrap_err();
+    let begun = std::time::Instant::now();
+    drop(manager);
+    assert!(begun.elapsed() < Duration::from_secs(10));
 }
 
 #[test]
@@ -130,6 +215,7 @@ fn a_failed_save_leaves_no_trace_but_its_error_which_is_told_once() {
     drop(save(&manager, 2));
     let error = manager.wait_until_finished(Some(LONG)).unwrap_err();
     assert_eq!((error.kind(), error.errno()), ("save_failed", Some(28)));
+    assert!(!error.to_string().contains("was not saved"), "no save was refused for it: {error}");
     manager.check_for_errors().unwrap();
     manager.put_back(&error); // as whoever could not tell it does
     assert_eq!(manager.unseen_errors().len(), 1);
@@ -153,6 +239,9 @@ fn a_save_that_raises_an_earlier_failure_starts_nothing_and_the_next_one_works()
     assert_eq!(manager.unseen_errors().len(), 1);
     let error = manager.save(request(2)).unwrap_err();
     assert_eq!((error.kind(), error.errno()), ("save_failed", Some(5)));
+    let text = error.to_string();
+    assert!(text.contains("saving step 1 failed") && text.contains("step 2 was not saved"), "{text}");
+    assert!(text.contains("call save(2, …) again"), "{text}");
     assert_eq!(manager.pending().unwrap(), [] as [u64; 0]);
     commit(&manager, 2);
     assert_eq!(manager.all_steps().unwrap(), [2]);

@@ -13,11 +13,7 @@ use common::*;
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::{Action, Fault, Kind, Moment};
 use stepwell_manager::retire::Deleter;
-use stepwell_manager::{Checkpoint, Options, Retention, SaveRequest};
-
-fn keeping(retention: Retention) -> Options {
-    Options { retention, ..options() }
-}
+use stepwell_manager::{Checkpoint, Exists, Retention, SaveRequest};
 
 #[test]
 fn a_step_that_this_manager_holds_is_not_deleted() {
@@ -32,6 +28,46 @@ fn a_step_that_this_manager_holds_is_not_deleted() {
     drop(hold);
     manager.delete(1).unwrap();
     assert_eq!(manager.all_steps().unwrap(), [] as [u64; 0]);
+}
+
+#[test]
+fn a_step_that_this_manager_holds_is_not_replaced() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    let again = || SaveRequest { exists: Exists::Replace, ..SaveRequest::new(1, state(9)) };
+    let hold = manager.hold(1).unwrap();
+    let error = manager.save(again()).unwrap_err();
+    assert_eq!(error.kind(), "locked");
+    let text = error.to_string();
+    assert!(text.contains("step 1") && text.contains("hold()") && text.contains("release"), "{text}");
+    assert_restores(&manager, 1);
+    drop(hold);
+    committed(&manager.save(again()).unwrap());
+    assert_value(&manager, 1, 9);
+}
+
+#[test]
+fn a_hold_of_a_step_that_is_being_replaced_gets_the_new_one() {
+    let world = World::default();
+    let manager = Arc::new(world.open(options()));
+    commit(&manager, 1);
+    let held = world.hold_writes();
+    let save =
+        manager.save(SaveRequest { exists: Exists::Replace, ..SaveRequest::new(1, state(9)) }).unwrap();
+    let (holder, other) = (mpsc::channel(), Arc::clone(&manager));
+    let holding = std::thread::spawn(move || {
+        let hold = other.hold(1).unwrap();
+        holder.0.send(()).unwrap();
+        hold
+    });
+    assert!(holder.1.recv_timeout(Duration::from_millis(100)).is_err());
+    held.store(false, Ordering::SeqCst);
+    committed(&save);
+    let hold = holding.join().unwrap();
+    assert_value(&manager, 1, 9);
+    assert_eq!(manager.delete(1).unwrap_err().kind(), "locked");
+    drop(hold);
 }
 
 #[test]

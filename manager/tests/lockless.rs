@@ -103,6 +103,31 @@ fn of_two_that_take_over_at_once_one_at_most_becomes_the_writer() {
 }
 
 #[test]
+fn a_writer_that_was_taken_over_takes_nothing_away_any_more() {
+    let world = world();
+    let retention = Retention::keep_latest(1);
+    let first = world.open(alone());
+    for step in 1..=3 {
+        commit(&first, step);
+    }
+    first.close(Some(LONG)).unwrap();
+    let rules = || Options { retention: retention.clone(), ..alone() };
+    let first = world.open(rules());
+    // It is suspended, and silent: another one becomes the writer, whom nobody tells it of.
+    let second = world.environment_of(&world.disk.process());
+    let second = open(&second, alone()).unwrap();
+    assert_eq!(first.delete(2).unwrap_err().kind(), "locked");
+    assert_eq!(first.rewind(1, Some("b")).unwrap_err().kind(), "locked");
+    let error = first.apply_retention().unwrap_err();
+    assert_eq!(error.kind(), "locked");
+    assert!(error.to_string().contains("another live writer"), "{error}");
+    assert_eq!(second.all_steps().unwrap(), [1, 2, 3]);
+    assert_eq!(world.names(), ["step_00000001", "step_00000002", "step_00000003"]);
+    second.delete(2).unwrap();
+    assert_eq!(second.all_steps().unwrap(), [1, 3]);
+}
+
+#[test]
 fn the_files_of_a_retired_step_stay_for_the_grace_period() {
     let world = world();
     let grace = Duration::from_secs(100);

@@ -2,27 +2,15 @@
 
 mod common;
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::*;
-use stepwell_core::io::simulated::{Action, Fault, Kind, Moment};
+use stepwell_core::io::simulated::{Action, Fault, Kind};
 use stepwell_manager::{
     Error, Exists, LeafSource, Manager, OnSaveError, Options, Refusal, SavePolicy, SaveRequest, StateSource,
 };
-
-/// Holds every write of a data file until it is let go.
-fn hold(world: &World) -> Arc<AtomicBool> {
-    let held = Arc::new(AtomicBool::new(true));
-    let hook = Arc::clone(&held);
-    world.disk.set_hook(Some(Arc::new(move |moment, operation| {
-        while moment == Moment::Before && operation.kind == Kind::Write && hook.load(Ordering::SeqCst) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    })));
-    held
-}
 
 /// Room for several saves that are held at once.
 fn roomy() -> Options {
@@ -49,7 +37,7 @@ fn a_pending_save_counts_and_one_that_failed_does_not() {
     let manager = world.open(roomy());
     assert_eq!(manager.next_step().unwrap(), 0);
     commit(&manager, 10);
-    let held = hold(&world);
+    let held = world.hold_writes();
     let saves = [save(&manager, 11), save(&manager, 12), save(&manager, 13)];
     assert_eq!(manager.next_step().unwrap(), 14);
     fail(&world, 13);
@@ -68,7 +56,7 @@ fn one_that_fails_between_others_changes_nothing_and_all_that_fail_change_all() 
         let world = World::default();
         let manager = world.open(roomy());
         commit(&manager, 10);
-        let held = hold(&world);
+        let held = world.hold_writes();
         let saves = [save(&manager, 11), save(&manager, 12)];
         for &step in &failing {
             fail(&world, step);
@@ -113,7 +101,7 @@ fn a_save_that_could_not_be_captured_holds_no_number_though_it_stands_in_the_que
     let world = World::default();
     let manager = world.open(roomy());
     commit(&manager, 0);
-    let held = hold(&world);
+    let held = world.hold_writes();
     let first = save(&manager, 1);
     let error = std::thread::scope(|scope| {
         // The broken one waits for its flush, which stands behind the first one's.
@@ -142,7 +130,7 @@ fn a_wait_without_a_deadline_ends_when_nothing_moves_and_says_what_it_waited_for
     let _alone = alone();
     let world = World::default();
     let manager = world.open(Options { stall_timeout: Duration::from_millis(300), ..roomy() });
-    let held = hold(&world);
+    let held = world.hold_writes();
     let saves = [save(&manager, 1), save(&manager, 2)];
     for save in &saves {
         let begun = Instant::now();
@@ -208,4 +196,34 @@ fn the_first_step_of_an_empty_root_is_saved_though_a_save_of_it_failed_before() 
     world.disk.clear_faults();
     commit(&manager, 8);
     refused(&manager, 9);
+}
+
+#[test]
+fn whoever_goes_on_from_an_older_step_is_told_the_rewind_that_works() {
+    let world = World::default();
+    let manager = world.open(options());
+    for step in [0, 10, 20, 30, 40, 50] {
+        commit(&manager, step);
+    }
+    manager.restored(20);
+    for (step, kind) in [(30, "step_exists"), (25, "step_order"), (21, "step_order")] {
+        let error = manager.save(request(step)).unwrap_err();
+        assert_eq!(error.kind(), kind);
+        let text = error.to_string();
+        assert!(text.contains("rewind(20)") && text.contains("the latest step 50"), "{text}");
+        assert!(!text.contains("replace"), "it would be refused: {text}");
+    }
+    // The latest itself may be replaced.
+    let text = manager.save(request(50)).unwrap_err().to_string();
+    assert!(text.contains("exists=\"replace\"") && !text.contains("rewind"), "{text}");
+    // Below the first one there is nothing to rewind to.
+    let text = manager.save(request(0)).unwrap_err().to_string();
+    assert!(text.contains("no step below 0") && !text.contains("rewind("), "{text}");
+    // A damaged one is none that a rewind takes.
+    assert!(world.disk.corrupt("/run/step_00000030/i0/00000.data", |bytes| bytes.truncate(5000)));
+    let text = manager.save(request(35)).unwrap_err().to_string();
+    assert!(text.contains("rewind(20)"), "{text}");
+    manager.rewind(20, None).unwrap();
+    commit(&manager, 25);
+    assert_eq!(manager.all_steps().unwrap(), [0, 10, 20, 25]);
 }

@@ -11,7 +11,7 @@ use stepwell_core::io::simulated::{Action, Fault, Kind};
 use stepwell_core::io::{Disk, Engine};
 use stepwell_core::load::LoadOptions;
 use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Checkpoint, Environment, Exists, Manager, Options, Retention};
+use stepwell_manager::{Checkpoint, Environment, Exists, Manager, Retention};
 
 #[test]
 fn every_engine_saves_restores_retires_and_leaves_nothing_else() {
@@ -19,7 +19,7 @@ fn every_engine_saves_restores_retires_and_leaves_nothing_else() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path().join("runs/a");
         let environment = Environment::real(&root, engine).unwrap();
-        let options = Options { retention: Retention::keep_latest(2), ..options() };
+        let options = keeping(Retention::keep_latest(2));
         let manager = Manager::open(&root, options.clone(), environment.clone()).unwrap();
         for step in 1..=4 {
             commit(&manager, step);
@@ -113,12 +113,7 @@ fn what_is_no_checkpoint_is_never_replaced() {
 /// A singular save of another process that is killed while it writes.
 fn killed(world: &World, exists: Exists) {
     let process = world.disk.process();
-    let kill = process.clone();
-    world.disk.set_hook(Some(std::sync::Arc::new(move |_, operation| {
-        if operation.kind == Kind::Write && operation.path.to_string_lossy().contains(".tmp-a-") {
-            kill.kill();
-        }
-    })));
+    kill_at_write(&process, ".tmp-a-");
     let request = SingularRequest { exists, ..SingularRequest::new("/models/a", state(9)) };
     let save = singular::save(request, &options(), &world.environment_of(&process)).unwrap();
     assert!(save.wait(Some(LONG)).unwrap().unwrap().error().is_some());
@@ -158,6 +153,56 @@ fn a_singular_save_takes_nothing_from_a_live_one_nor_from_another_path() {
     assert_eq!(late.error().unwrap().kind(), "step_exists", "its temporary was there to the end");
     assert_eq!(value(&world), 2);
     assert_eq!(siblings(&world).len(), 2, "{:?}", siblings(&world));
+}
+
+#[test]
+fn a_writer_that_opens_a_root_takes_nothing_from_a_live_save_to_a_path_in_it() {
+    // The second one is named as the temporaries of steps are.
+    for name in ["best", "20240101"] {
+        let world = World::default();
+        world.open(options()).close(Some(LONG)).unwrap();
+        let other = world.environment_of(&world.disk.process());
+        let once = std::sync::atomic::AtomicBool::new(false);
+        let (environment, part) = (world.environment(), format!("{name}-"));
+        world.disk.set_hook(Some(std::sync::Arc::new(move |_, operation| {
+            let writes = operation.process == 1 && operation.kind == Kind::Write;
+            if writes
+                && operation.path.to_string_lossy().contains(&part)
+                && !once.swap(true, std::sync::atomic::Ordering::SeqCst)
+            {
+                let writer = Manager::open(Path::new(ROOT), options(), environment.clone()).unwrap();
+                commit(&writer, 1);
+                writer.close(Some(LONG)).unwrap();
+            }
+        })));
+        let path = Path::new(ROOT).join(name);
+        committed(&singular::save(SingularRequest::new(&path, state(2)), &options(), &other).unwrap());
+        world.disk.set_hook(None);
+        assert_eq!(read(&Checkpoint::open(&path, &world.environment()).unwrap())[0].1, vec![2; 3000]);
+        let mut names = [name, "step_00000001"];
+        names.sort_unstable();
+        assert_eq!(world.names(), names);
+    }
+}
+
+#[test]
+fn what_a_killed_save_to_a_path_left_in_a_root_is_removed_by_its_next_writer() {
+    let world = World::default();
+    world.open(options()).close(Some(LONG)).unwrap();
+    let process = world.disk.process();
+    let kill = process.clone();
+    world.disk.set_hook(Some(std::sync::Arc::new(move |_, operation| {
+        if operation.kind == Kind::Write && operation.path.to_string_lossy().contains(".tmp-best-") {
+            kill.kill();
+        }
+    })));
+    let request = SingularRequest::new("/run/best", state(9));
+    let save = singular::save(request, &options(), &world.environment_of(&process)).unwrap();
+    assert!(save.wait(Some(LONG)).unwrap().unwrap().error().is_some());
+    world.disk.set_hook(None);
+    assert_eq!(world.names().len(), 1, "{:?}", world.names());
+    world.open(options()).close(Some(LONG)).unwrap();
+    assert_eq!(world.names(), [] as [&str; 0]);
 }
 
 #[test]

@@ -36,7 +36,7 @@ fn state_named(name: &str, provider: &Arc<Counted>) -> StateSource {
     let item = tree.push_container(Some(root), key(name), ContainerKind::Dict);
     tree.push_leaf(Some(item), key("w"));
     let provider = Arc::clone(provider) as _;
-    let leaf = LeafSource::Tensor { dtype: Dtype::Uint8, shape: vec![100], provider };
+    let leaf = LeafSource::whole(Dtype::Uint8, vec![100], provider);
     StateSource { tree, leaves: vec![leaf] }
 }
 
@@ -153,6 +153,33 @@ fn a_singular_save_refuses_the_same() {
         assert_names(&error, what, limit);
         assert_eq!(provider.0.load(Ordering::SeqCst), 0, "{what}: captured");
         assert!(world.disk.image().get("/models").unwrap().entries().unwrap().is_empty());
+    }
+}
+
+#[test]
+fn later_metrics_that_could_not_be_read_again_are_refused_and_nothing_is_written() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    let before = world.disk.image();
+    let name = |bytes: u64| "n".repeat(bytes as usize);
+    let many = |n: u64| (0..n).map(|i| (format!("{i}"), 0.5)).collect::<BTreeMap<_, _>>();
+    let long = |n: usize| {
+        let name = name(limits::MAX_NAME_BYTES - 8);
+        (0..n).map(|i| (format!("{i}{name}"), 0.5)).collect::<BTreeMap<_, _>>()
+    };
+    for (metrics, what, limit) in [
+        (many(limits::MAX_METRICS + 1), "number of metrics", limits::MAX_METRICS),
+        (BTreeMap::from([(name(limits::MAX_NAME_BYTES + 1), 0.5)]), "metric's name", limits::MAX_NAME_BYTES),
+        (long(65), "size of the metrics", limits::MAX_METADATA_BYTES),
+    ] {
+        assert_names(&manager.add_metrics(1, &metrics).expect_err(what), what, limit);
+        assert_eq!(world.disk.image(), before, "{what}");
+    }
+    for metrics in [many(limits::MAX_METRICS), long(60)] {
+        manager.add_metrics(1, &metrics).unwrap();
+        let found = manager.metrics(1).unwrap();
+        assert!(metrics.iter().all(|(name, value)| found.get(name) == Some(value)));
     }
 }
 

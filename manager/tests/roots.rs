@@ -7,14 +7,13 @@ mod common;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::*;
+use stepwell_core::format::manifest::{Manifest, Others};
 use stepwell_core::io::simulated::{Action, Fault, Kind, Node};
-use stepwell_manager::{Checkpoint, Mode, Options, Retention, SaveRequest, StepName};
-
-fn keeping(retention: Retention) -> Options {
-    Options { retention, ..options() }
-}
+use stepwell_core::load::LoadOptions;
+use stepwell_manager::{Checkpoint, Error, Mode, Options, Retention, SaveRequest, StepName};
 
 #[test]
 fn what_only_looks_like_a_step_is_none_and_is_neither_chosen_nor_deleted() {
@@ -164,6 +163,40 @@ fn old_steps_are_thinned_to_the_items_that_are_asked_for() {
 }
 
 #[test]
+fn what_a_later_version_has_noted_survives_a_thinning_and_a_writer_of_this_one() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    manager.close(Some(LONG)).unwrap();
+    let noted = || ("from_the_future".to_owned(), serde_json::json!({"x": [1, "ü"]}));
+    world.disk.corrupt("/run/step_00000001/manifest.json", |bytes| {
+        let mut manifest = Manifest::decode(bytes, Path::new("manifest.json")).unwrap();
+        manifest.others.extend([noted()]);
+        manifest.items.iter_mut().for_each(|item| item.others.extend([noted()]));
+        manifest.files.iter_mut().for_each(|file| file.others.extend([noted()]));
+        *bytes = manifest.encode().unwrap();
+    });
+    let root_json = || -> serde_json::Map<String, serde_json::Value> {
+        serde_json::from_slice(&world.disk.bytes("/run/.stepwell/root.json").unwrap()).unwrap()
+    };
+    world.disk.corrupt("/run/.stepwell/root.json", |bytes| {
+        let mut root: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(bytes).unwrap();
+        root.extend([noted()]);
+        *bytes = serde_json::to_vec(&root).unwrap();
+    });
+    let retention = Retention::keep_latest(1) | Retention::keep_every_items(1, ["params"]);
+    // What the root says changes too, so that it is written anew.
+    let manager = world.open(Options { root_metadata: serde_json::json!({"run": 1}), ..keeping(retention) });
+    commit(&manager, 2);
+    let thin = manager.manifest(Some(1)).unwrap();
+    assert_eq!((thin.items.len(), thin.dropped.len()), (1, 2));
+    let is_noted = |others: &Others| *others == Others::from_iter([noted()]);
+    assert!(is_noted(&thin.others) && is_noted(&thin.items[0].others) && is_noted(&thin.files[0].others));
+    let root = root_json();
+    assert_eq!((root.get("from_the_future"), &root["metadata"]["run"]), (Some(&noted().1), &1.into()));
+}
+
+#[test]
 fn a_thinning_that_was_interrupted_is_finished_by_the_next_writer() {
     let world = World::default();
     let manager = world.open(keeping(Retention::keep_latest(1) | Retention::keep_every_items(1, ["params"])));
@@ -243,6 +276,27 @@ fn rewinding_sets_newer_steps_aside_and_training_goes_on_from_there() {
 }
 
 #[test]
+fn a_rewind_to_a_damaged_step_is_refused_before_anything_is_moved() {
+    let world = World::default();
+    let manager = world.open(options());
+    for step in 1..=3 {
+        commit(&manager, step);
+    }
+    assert!(world.disk.corrupt("/run/step_00000002/i0/00000.data", |bytes| bytes.truncate(5000)));
+    let before = world.names();
+    let error = manager.rewind(2, Some("b")).unwrap_err();
+    assert_eq!(error.kind(), "corrupt_checkpoint");
+    assert!(
+        error.to_string().contains("step_00000002") && error.to_string().contains("5000 bytes"),
+        "{error}"
+    );
+    assert_eq!(world.names(), before);
+    assert_eq!(manager.latest_step().unwrap(), Some(3));
+    manager.rewind(1, Some("b")).unwrap();
+    assert_eq!(manager.latest_step().unwrap(), Some(1));
+}
+
+#[test]
 fn a_rewind_that_is_interrupted_leaves_a_latest_between_the_two() {
     let world = World::default();
     let manager = world.open(options());
@@ -252,8 +306,37 @@ fn a_rewind_that_is_interrupted_leaves_a_latest_between_the_two() {
     world.disk.inject(Fault::on(Kind::Rename, Action::Fail(5)).at("step_00000003"));
     manager.rewind(1, Some("b")).unwrap_err();
     assert_eq!(manager.all_steps().unwrap(), [1, 2, 3]);
-    manager.rewind(1, Some("b")).unwrap();
+    // What a branch of that name holds by now could be of another line: the rest goes to a new one.
+    assert_eq!(manager.rewind(1, Some("b")).unwrap_err().kind(), "invalid");
+    manager.rewind(1, Some("c")).unwrap();
     assert_eq!(manager.all_steps().unwrap(), [1]);
+}
+
+#[test]
+fn a_rewind_to_a_branch_that_exists_is_refused_before_anything_is_moved() {
+    let world = World::default();
+    let manager = world.open(options());
+    for step in 1..=4 {
+        commit(&manager, step);
+    }
+    manager.rewind(2, Some("b")).unwrap();
+    // Whether a name of the new line is taken there or none.
+    for steps in [vec![3], vec![4, 5], vec![9]] {
+        for &step in &steps {
+            commit(&manager, step);
+        }
+        let before = world.names();
+        let error = manager.rewind(2, Some("b")).unwrap_err();
+        assert_eq!(error.kind(), "invalid");
+        let text = error.to_string();
+        assert!(text.contains("\"b\"") && text.contains("another name"), "{text}");
+        assert_eq!(world.names(), before);
+    }
+    // Names that begin like it are others.
+    manager.rewind(2, Some("b-2")).unwrap();
+    assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+    // Where nothing is to be moved, no branch is asked for.
+    manager.rewind(2, Some("b")).unwrap();
 }
 
 #[test]
@@ -263,12 +346,7 @@ fn the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_live_one() {
     let manager =
         stepwell_manager::Manager::open(Path::new(ROOT), options(), world.environment_of(&killed)).unwrap();
     commit(&manager, 1);
-    let kill = killed.clone();
-    killed.set_hook(Some(Arc::new(move |_, operation| {
-        if operation.kind == Kind::Write && operation.path.to_string_lossy().contains(".tmp-00000002") {
-            kill.kill();
-        }
-    })));
+    kill_at_write(&killed, ".tmp-00000002");
     assert!(save(&manager, 2).wait(Some(LONG)).unwrap().unwrap().error().is_some());
     world.disk.set_hook(None);
     assert!(world.names().iter().any(|name| name.starts_with(".tmp-00000002")), "{:?}", world.names());
@@ -325,6 +403,60 @@ fn a_changed_pattern_reads_old_names_and_writes_the_new_one() {
     commit(&manager, 8);
     assert_eq!(manager.all_steps().unwrap(), [7, 8]);
     assert_eq!(world.names(), ["7", "step_00000008"]);
+}
+
+#[test]
+fn a_pattern_that_does_not_read_the_steps_that_are_there_is_refused_and_nothing_is_changed() {
+    let world = World::default();
+    let plain = || StepName::new("", 0).unwrap();
+    let manager = world.open(Options { step_name: Some(plain()), ..options() });
+    commit(&manager, 7);
+    let metrics = BTreeMap::from([("accuracy".to_owned(), 0.5)]);
+    manager.add_metrics(7, &metrics).unwrap();
+    manager.close(Some(LONG)).unwrap();
+    let before = world.disk.image();
+    let other = StepName::new("ckpt-", 3).unwrap();
+    let error = world.try_open(Options { step_name: Some(other.clone()), ..options() }).err().unwrap();
+    assert!(matches!(&error, Error::OtherStepName { example, .. } if example == "7"), "{error}");
+    assert_eq!(error.kind(), "invalid");
+    for said in [
+        r#"StepName("", 0)"#,
+        r#"StepName("ckpt-", 3)"#,
+        r#"StepName("ckpt-", 3, also_read=(StepName("", 0),))"#,
+    ] {
+        assert!(error.to_string().contains(said), "{error}");
+    }
+    assert_eq!(world.disk.image(), before);
+    // As the error says; and from there on the root knows both.
+    let both = other.clone().also_reading(vec![plain()]).unwrap();
+    let manager = world.open(Options { step_name: Some(both), ..options() });
+    commit(&manager, 8);
+    assert_eq!(manager.metrics(7).unwrap(), metrics);
+    manager.close(Some(LONG)).unwrap();
+    let error = world.try_open(Options { step_name: Some(other.clone()), ..options() }).err().unwrap();
+    assert!(matches!(&error, Error::OtherStepName { example, .. } if example == "7"), "{error}");
+    // Where no step stands under it any more, the old pattern is forgotten.
+    let manager = world.open(options());
+    manager.delete(7).unwrap();
+    manager.close(Some(LONG)).unwrap();
+    assert_eq!(world.open(Options { step_name: Some(other), ..options() }).all_steps().unwrap(), [8]);
+}
+
+#[test]
+fn metrics_of_what_is_damaged_under_the_roots_former_pattern_stay() {
+    let world = World::default();
+    let manager = world.open(Options { step_name: Some(StepName::new("", 0).unwrap()), ..options() });
+    let metrics = BTreeMap::from([("accuracy".to_owned(), 0.5)]);
+    for step in [7, 8] {
+        commit(&manager, step);
+        manager.add_metrics(step, &metrics).unwrap();
+    }
+    manager.close(Some(LONG)).unwrap();
+    for step in [7, 8] {
+        world.disk.corrupt(&format!("/run/{step}/manifest.json"), |bytes| bytes[100] ^= 1);
+    }
+    world.open(Options { step_name: Some(StepName::default()), ..options() }).close(Some(LONG)).unwrap();
+    assert_eq!(sidecars(&world), 2);
 }
 
 #[test]
@@ -407,4 +539,22 @@ fn a_reader_removes_no_metrics() {
     world.disk.corrupt("/run/step_00000001/manifest.json", Vec::clear);
     world.open(Options { read_only: true, ..options() }).close(Some(LONG)).unwrap();
     assert_eq!(sidecars(&world), 1);
+}
+
+#[test]
+fn a_checkpoint_is_read_by_the_options_of_its_manager() {
+    let world = World::default();
+    commit(&world.open(options()), 1);
+    let reads = |queue_depth, stall_timeout| {
+        let told = Options { read_only: true, queue_depth, stall_timeout, ..options() };
+        world.open(told).checkpoint(None).unwrap().load_options().clone()
+    };
+    let ours = LoadOptions::default();
+    let minutes = Duration::from_secs(600);
+    assert_eq!(reads(None, minutes), LoadOptions { stall_timeout: minutes, ..ours.clone() });
+    let told = LoadOptions { stall_timeout: Duration::from_secs(3), queue_depth: 2, ..ours.clone() };
+    assert_eq!(reads(Some(2), Duration::from_secs(3)), told);
+    let path = Path::new("/run/step_00000001");
+    let alone = Checkpoint::open(path, &world.environment()).unwrap();
+    assert_eq!(*alone.load_options(), LoadOptions { stall_timeout: minutes, ..ours });
 }

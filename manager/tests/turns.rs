@@ -3,14 +3,12 @@
 mod common;
 
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use common::*;
 use stepwell_core::io::Disk;
-use stepwell_core::io::simulated::{Kind, Moment};
-use stepwell_manager::{Exists, Options, SaveRequest};
+use stepwell_manager::{Error, Exists, Options, SaveRequest};
 
 #[test]
 fn two_threads_that_save_at_once_do_not_starve_each_other() {
@@ -54,16 +52,40 @@ fn a_step_that_lost_a_file_gives_its_number_to_a_good_one_and_is_kept_aside() {
 }
 
 #[test]
+fn a_damaged_step_does_not_hold_up_training_that_goes_on_below_it() {
+    let world = World::default();
+    let manager = world.open(options());
+    for step in [1, 2, 5, 9] {
+        commit(&manager, step);
+    }
+    for step in ["step_00000005", "step_00000009"] {
+        let item = world.disk.open_dir(Path::new("/run").join(step).join("i0").as_path()).unwrap();
+        item.remove_file("00000.data").unwrap();
+    }
+    manager.close(Some(LONG)).unwrap();
+    let manager = world.open(options());
+    assert_eq!((manager.latest_step().unwrap(), manager.next_step().unwrap()), (Some(2), 3));
+    for step in 3..=4 {
+        commit(&manager, step);
+    }
+    // What is whole still orders: a step back is refused, and says behind which.
+    let error = manager.save(request(0)).err().unwrap();
+    assert!(matches!(error, Error::StepOrder { step: 0, latest: 4, .. }), "{error}");
+    // Where it comes to a damaged one, that is set aside.
+    for step in 5..=9 {
+        commit(&manager, step);
+        assert_restores(&manager, step);
+    }
+    let aside = world.names().into_iter().filter(|name| name.starts_with(".quarantine-step_")).count();
+    assert_eq!(aside, 2, "{:?}", world.names());
+    assert_eq!(manager.all_steps().unwrap(), (1..=9).collect::<Vec<_>>());
+}
+
+#[test]
 fn a_wait_without_an_end_waits() {
     let world = World::default();
     let manager = world.open(options());
-    let held = Arc::new(AtomicBool::new(true));
-    let hook = Arc::clone(&held);
-    world.disk.set_hook(Some(Arc::new(move |moment, operation| {
-        while moment == Moment::Before && operation.kind == Kind::Write && hook.load(Ordering::SeqCst) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    })));
+    let held = world.hold_writes();
     let save = save(&manager, 0);
     std::thread::scope(|scope| {
         scope.spawn(|| {

@@ -10,7 +10,7 @@ use pyo3::types::{PyList, PyTuple};
 
 use stepwell_core::format::index::LeafRecord;
 use stepwell_core::leaf_path::Component;
-use stepwell_core::load::{LoadOptions, VerifyProgress};
+use stepwell_core::load::VerifyProgress;
 use stepwell_core::region::Region;
 use stepwell_core::tree::{ContainerKind, NodeKind};
 use stepwell_manager::{Error, ReadFailure};
@@ -83,6 +83,12 @@ impl Checkpoint {
         Ok(self.get(py)?.is_leased())
     }
 
+    /// What of its files is missing or has another length, in words.
+    fn damage(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        let inner = self.get(py)?;
+        py.detach(move || inner.damage()).map_err(|error| raise_manager(py, &error))
+    }
+
     /// The manifest, as it stands in its file.
     fn manifest(&self, py: Python<'_>) -> PyResult<String> {
         let bytes = self.get(py)?.manifest().encode().map_err(|error| raise_manager(py, &error.into()))?;
@@ -140,7 +146,7 @@ impl Checkpoint {
             return Ok(Vec::new());
         }
         let inner = self.get(py)?;
-        let values = wait::on_thread(py, move || inner.read_objects(&leaves, &LoadOptions::default()))?
+        let values = wait::on_thread(py, move || inner.read_objects(&leaves, inner.load_options()))?
             .map_err(|error| raise_manager(py, &error))?;
         values.iter().map(|value| to_python(py, value, reviver)).collect()
     }
@@ -217,7 +223,7 @@ impl Checkpoint {
         let work = {
             let (inner, stop, seen) = (Arc::clone(&inner), Arc::clone(&stop), Arc::clone(&seen));
             move || {
-                inner.verify(&LoadOptions::default(), &mut |at: VerifyProgress| {
+                inner.verify(inner.load_options(), &mut |at: VerifyProgress| {
                     seen.0.store(at.done, Ordering::Relaxed);
                     seen.1.store(at.total, Ordering::Relaxed);
                     !stop.load(Ordering::Relaxed)
@@ -257,7 +263,7 @@ pub fn read_all(
             let targets =
                 buffers.iter().map(target_of).collect::<Result<Vec<_>, _>>().map_err(Error::from)?;
             let mut go_on = |_| !stop.load(Ordering::Relaxed);
-            inner.read_while(&requests, &targets, &LoadOptions::default(), &mut go_on)
+            inner.read_while(&requests, &targets, inner.load_options(), &mut go_on)
         }
     };
     // `buffers` outlives the work on this side, so that they go back attached.

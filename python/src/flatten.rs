@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
 
 use stepwell_core::dtype::Dtype;
-use stepwell_core::leaf_path::Component;
+use stepwell_core::leaf_path::{Component, named};
 use stepwell_core::limits::{MAX_DEPTH, MAX_NAME_BYTES};
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_core::value::Value;
@@ -245,7 +245,11 @@ impl<'py> Walk<'_, 'py> {
                 Plain::Refused(why) => Err(self.refuse(parent, component, object.py(), &why)),
             };
         }
-        let answer = self.hooks.describe.bind(object.py()).call1((object,))?;
+        let answer = self.hooks.describe.bind(object.py()).call1((object,)).map_err(|error| {
+            // Code of the caller's has run (`state_dict`, a property): where, its own error does not know.
+            let path = self.path(parent, component.as_ref());
+            add_note(object, error, &path)
+        })?;
         let tag: String = answer.get_item(0)?.extract()?;
         match tag.as_str() {
             "array" => {
@@ -402,11 +406,24 @@ impl<'py> Walk<'_, 'py> {
         self.flat.leaves.push(leaf);
     }
 
-    fn refuse(&self, parent: Option<u32>, component: Option<Component>, py: Python<'py>, why: &str) -> PyErr {
+    fn path(&self, parent: Option<u32>, component: Option<&Component>) -> String {
         let mut path = parent.map(|node| self.flat.tree.path(node)).unwrap_or_default();
-        path.0.extend(component);
-        unsupported(py, &path.to_string(), why)
+        path.0.extend(component.cloned());
+        path.to_string()
     }
+
+    fn refuse(&self, parent: Option<u32>, component: Option<Component>, py: Python<'py>, why: &str) -> PyErr {
+        unsupported(py, &self.path(parent, component.as_ref()), why)
+    }
+}
+
+/// The error, with a note of where in the state it was raised.
+fn add_note(object: &Bound<'_, PyAny>, error: PyErr, path: &str) -> PyErr {
+    let kind = object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
+    let note = format!("while the {kind} at {} was taken apart", named(path));
+    // Without the note it is still what went wrong.
+    let _ = error.value(object.py()).call_method1(intern!(object.py(), "add_note"), (note,));
+    error
 }
 
 fn mapping_kind(description: &Bound<'_, PyAny>) -> PyResult<ContainerKind> {

@@ -24,8 +24,8 @@ pub struct Hooks {
     pub to_dtype: Py<PyAny>,
     /// `stepwell.rebuild.make`
     pub make: Py<PyAny>,
-    /// `stepwell.allocate.mapped`
-    pub mapped: Py<PyAny>,
+    /// `stepwell.allocate.Mapper`
+    pub mapper: Py<PyAny>,
     /// `stepwell.errors.from_engine`
     pub from_engine: Py<PyAny>,
 }
@@ -43,7 +43,7 @@ pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
             as_stored: specs.getattr("AS_STORED")?.unbind(),
             to_dtype: specs.getattr("to_dtype")?.unbind(),
             make: py.import("stepwell.rebuild")?.getattr("make")?.unbind(),
-            mapped: py.import("stepwell.allocate")?.getattr("mapped")?.unbind(),
+            mapper: py.import("stepwell.allocate")?.getattr("Mapper")?.unbind(),
             ndarray: py.import("numpy")?.getattr("ndarray")?.unbind(),
             describe: leaves.getattr("describe")?.unbind(),
             storable_name: leaves.getattr("storable_name")?.unbind(),

@@ -36,6 +36,7 @@ mod wait;
 #[pymodule(gil_used = true)]
 mod _core {
     use pyo3::prelude::*;
+    use stepwell_core::limits;
 
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
@@ -57,6 +58,18 @@ mod _core {
     /// Version of the package and its engine.
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+    /// Bounds of what is stored: those that the package checks before the engine does, so that its errors name the argument.
+    #[pymodule_export]
+    const MAX_STEP: u64 = limits::MAX_STEP;
+    #[pymodule_export]
+    const MAX_DEPTH: u64 = limits::MAX_DEPTH;
+    #[pymodule_export]
+    const MAX_NAME_BYTES: u64 = limits::MAX_NAME_BYTES;
+    #[pymodule_export]
+    const MAX_METADATA_BYTES: u64 = limits::MAX_METADATA_BYTES;
+    #[pymodule_export]
+    const MAX_METADATA_DEPTH: u64 = limits::MAX_METADATA_DEPTH;
 
     #[pymodule_init]
     #[expect(clippy::unnecessary_wraps, reason = "the form that pyo3 calls")]

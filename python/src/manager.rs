@@ -22,7 +22,7 @@ use crate::ingest::provider_of;
 use crate::options;
 use crate::save_handle::SaveHandle;
 use crate::state::State;
-use crate::wait;
+use crate::wait::{self, Patience};
 
 type Error = stepwell_manager::Error;
 
@@ -86,6 +86,10 @@ impl Closing {
 
 impl Drop for Manager {
     fn drop(&mut self) {
+        // A close that was begun goes on by itself, and those who called it have heard of it.
+        if self.inner.is_closed() {
+            return;
+        }
         // The engine's own drop closes what was not closed, which may wait for the disk: not while Python is held up. In a forked child that does nothing.
         let closed = Python::try_attach(|py| py.detach(|| self.inner.close(None)));
         if let Some(Err(error)) = closed
@@ -148,7 +152,7 @@ pub(crate) fn source(state: &State, events: &Events) -> PyResult<Result<StateSou
     for (number, leaf) in flat.leaves.iter().enumerate() {
         leaves.push(match leaf {
             Leaf::Array(dtype, buffer) => match provider_of(&parcel, number) {
-                Ok(provider) => LeafSource::Tensor { dtype: *dtype, shape: buffer.dims(), provider },
+                Ok(provider) => LeafSource::whole(*dtype, buffer.dims(), provider),
                 Err(error) => return Ok(Err(error.into())),
             },
             Leaf::Object(value) => LeafSource::Object(value.clone()),
@@ -172,25 +176,26 @@ impl Manager {
         Ok(Self { inner: Arc::new(inner), stall_timeout, saves: Mutex::default(), closing: OnceLock::new() })
     }
 
-    /// Why `save` would do nothing with a step; `None` if it would save. Raises an existing step, one below the latest, and earlier failures.
-    fn refusal(
+    /// Why `save` would do nothing with a step, and the save that is pending already where that is why; both `None` if it would save. Raises an existing
+    /// step, one below the latest, and earlier failures.
+    fn decide(
         &self,
         py: Python<'_>,
         step: u64,
         force: bool,
         exists: &str,
         answers: BTreeMap<String, bool>,
-    ) -> PyResult<Option<String>> {
+    ) -> PyResult<(Option<String>, Option<SaveHandle>)> {
         let exists = exists_named(exists)?;
-        self.check_for_errors(py)?;
+        self.check_before_saving(py, step)?;
         let inner = Arc::clone(&self.inner);
         let decision = py
             .detach(move || inner.decide(step, force, exists, &answers))
             .map_err(|error| raise_manager(py, &error))?;
         Ok(match decision {
-            Decision::Refuse(refusal) => Some(refusal.to_string()),
-            Decision::Pending(_) => Some("the step is being saved already".to_owned()),
-            Decision::Save | Decision::Replace => None,
+            Decision::Refuse(refusal) => (Some(refusal.to_string()), None),
+            Decision::Pending(save) => (None, Some(SaveHandle::new(save))),
+            Decision::Save | Decision::Replace => (None, None),
         })
     }
 
@@ -213,7 +218,7 @@ impl Manager {
         answers: BTreeMap<String, bool>,
         events: &Events,
     ) -> PyResult<SaveHandle> {
-        self.check_for_errors(py)?;
+        self.check_before_saving(py, step)?;
         let cancel = Arc::new(AtomicBool::new(false));
         let request = SaveRequest {
             step,
@@ -235,6 +240,13 @@ impl Manager {
         .map_err(|error| raise_manager(py, &error))?;
         self.remember(&save);
         Ok(SaveHandle::new(save))
+    }
+
+    /// Raises what `save` would raise about a flattened state.
+    fn check(&self, py: Python<'_>, state: &State, events: &Events) -> PyResult<()> {
+        let state = source(state, events)?.map_err(|error| raise_manager(py, &error))?;
+        let inner = Arc::clone(&self.inner);
+        py.detach(move || inner.check(state)).map_err(|error| raise_manager(py, &error))
     }
 
     fn request_preemption(&self) {
@@ -292,6 +304,12 @@ impl Manager {
         self.query(py, move |inner| inner.metrics(step))
     }
 
+    /// Of a step that is open: it may have been retired meanwhile.
+    fn metrics_of(&self, py: Python<'_>, checkpoint: &Checkpoint) -> PyResult<BTreeMap<String, f64>> {
+        let manifest = Arc::clone(checkpoint.get(py)?.manifest());
+        self.query(py, move |inner| inner.metrics_of(&manifest))
+    }
+
     fn add_metrics(&self, py: Python<'_>, step: u64, metrics: BTreeMap<String, f64>) -> PyResult<()> {
         self.query(py, move |inner| inner.add_metrics(step, &metrics))
     }
@@ -344,12 +362,12 @@ impl Manager {
     fn wait_until_finished(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = wait::seconds(timeout);
         let begun = Instant::now();
-        let mut patience = Patience::new(self);
+        let mut patience = Patience::new(self.moved(), self.stall_timeout);
         let mut last = None;
         let answer = wait::poll(py, limit, |slice| match self.inner.wait_until_finished(Some(slice)) {
             Err(Error::Timeout { waited_for, .. }) => {
                 let waited = begun.elapsed();
-                let stalled = limit.is_none() && patience.is_over(self);
+                let stalled = limit.is_none() && patience.is_over(self.moved());
                 let error = Error::Timeout { waited_for, waited };
                 if stalled {
                     return Some(Err(error));
@@ -392,13 +410,13 @@ impl Manager {
             closing
         });
         let begun = Instant::now();
-        let mut patience = Patience::new(self);
+        let mut patience = Patience::new(self.moved(), self.stall_timeout);
         let timed_out = || {
             let waited_for = self.pending_saves().unwrap_or_else(|| "the close of the manager".to_owned());
             Error::Timeout { waited_for, waited: begun.elapsed() }
         };
         let answer = wait::poll(py, limit, |slice| {
-            let stalled = || (limit.is_none() && patience.is_over(self)).then(|| Err(timed_out()));
+            let stalled = || (limit.is_none() && patience.is_over(self.moved())).then(|| Err(timed_out()));
             closing.wait(slice).or_else(stalled)
         })?;
         match answer {
@@ -422,28 +440,11 @@ impl Manager {
     }
 }
 
-/// Sees whether anything gets on.
-struct Patience {
-    seen: (usize, u64),
-    since: Instant,
-}
-
-impl Patience {
-    fn new(manager: &Manager) -> Self {
-        Self { seen: manager.moved(), since: Instant::now() }
-    }
-
-    /// Whether nothing at all has happened for the stall timeout.
-    fn is_over(&mut self, manager: &Manager) -> bool {
-        let now = manager.moved();
-        if now != self.seen {
-            *self = Self { seen: now, since: Instant::now() };
-        }
-        self.since.elapsed() >= manager.stall_timeout
-    }
-}
-
 impl Manager {
+    fn check_before_saving(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.inner.check_before_saving(step).map_err(|error| self.tell(py, &error))
+    }
+
     /// The exception for a failure of an earlier save. A signal handler that raises while the exception is made has the word instead; the failure
     /// is kept then, for the next who asks.
     fn tell(&self, py: Python<'_>, error: &Error) -> PyErr {

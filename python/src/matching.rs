@@ -101,6 +101,7 @@ fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Option
             "both" => Ok(Resize::Both),
             other => unknown(other),
         })?,
+        whole: get("whole")?.extract()?,
         top_level: top_level.iter().map(component).collect::<PyResult<_>>()?,
         dropped: get("dropped")?
             .extract::<Option<Vec<(String, String)>>>()?

@@ -4,44 +4,79 @@ use std::path::Path;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use serde_json::Value;
+use serde::Deserialize;
 
 use stepwell_core::io::{Engine, Purpose, shared_disk};
-use stepwell_manager::{Environment, OnSaveError, Options};
+use stepwell_manager::{Environment, OnSaveError, Options, Retention, SavePolicy, StepName};
 
 use crate::errors::invalid;
 
-/// What `stepwell.options.to_json` wrote: the manager's options, and which engine to use.
+/// What `stepwell.options.to_json` writes: all of it, and nothing else. A name or a type that the two sides do not share is an error, never a default.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Written {
+    save_policy: SavePolicy,
+    retention: Retention,
+    step_name: Option<StepName>,
+    staging_bytes: Option<u64>,
+    max_pending: usize,
+    read_only: bool,
+    create: bool,
+    take_over: bool,
+    silence: f64,
+    grace: f64,
+    on_save_error: Told,
+    chunk_bytes: u64,
+    min_row_bytes: u64,
+    block_bytes: u64,
+    capture_threads: Option<usize>,
+    queue_depth: Option<usize>,
+    /// Seconds, as `silence` and `grace`.
+    stall_timeout: f64,
+    engine: String,
+    root_metadata: serde_json::Value,
+}
+
+/// What a failure in the background does.
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Told {
+    Raise,
+    Warn,
+}
+
+/// The manager's options, and which engine to use.
 pub fn parse(py: Python<'_>, text: &str) -> PyResult<(Options, Engine)> {
-    let wrong = |error: serde_json::Error| invalid(py, &format!("options: {error}"));
-    let mut all: serde_json::Map<String, Value> = serde_json::from_str(text).map_err(wrong)?;
-    let mut take = |name: &str| all.remove(name).unwrap_or(Value::Null);
-    let mut options = Options {
-        save_policy: serde_json::from_value(take("save_policy")).map_err(wrong)?,
-        retention: serde_json::from_value(take("retention")).map_err(wrong)?,
-        step_name: serde_json::from_value(take("step_name")).map_err(wrong)?,
-        staging_bytes: take("staging_bytes").as_u64(),
-        read_only: take("read_only").as_bool().unwrap_or(false),
-        create: take("create").as_bool().unwrap_or(true),
-        take_over: take("take_over").as_bool().unwrap_or(false),
-        capture_threads: take("capture_threads").as_u64().map(|threads| threads as usize),
-        root_metadata: take("root_metadata"),
-        ..Options::default()
+    let written: Written =
+        serde_json::from_str(text).map_err(|error| invalid(py, &format!("options: {error}")))?;
+    let options = Options {
+        save_policy: written.save_policy,
+        retention: written.retention,
+        step_name: written.step_name,
+        staging_bytes: written.staging_bytes,
+        max_pending: written.max_pending,
+        read_only: written.read_only,
+        create: written.create,
+        take_over: written.take_over,
+        silence: seconds(py, "silence", written.silence)?,
+        grace: seconds(py, "grace", written.grace)?,
+        on_save_error: match written.on_save_error {
+            Told::Raise => OnSaveError::Raise,
+            Told::Warn => OnSaveError::Warn,
+        },
+        chunk_bytes: written.chunk_bytes,
+        min_row_bytes: written.min_row_bytes,
+        block_bytes: written.block_bytes,
+        capture_threads: written.capture_threads,
+        queue_depth: written.queue_depth,
+        stall_timeout: seconds(py, "stall_timeout", written.stall_timeout)?,
+        root_metadata: written.root_metadata,
     };
-    let whole = |value: Value, default: u64| value.as_u64().unwrap_or(default);
-    options.max_pending = whole(take("max_pending"), options.max_pending as u64) as usize;
-    options.queue_depth = whole(take("queue_depth"), options.queue_depth as u64) as usize;
-    options.chunk_bytes = whole(take("chunk_bytes"), options.chunk_bytes);
-    options.min_row_bytes = whole(take("min_row_bytes"), options.min_row_bytes);
-    options.block_bytes = whole(take("block_bytes"), options.block_bytes);
-    if let Some(seconds) = take("stall_timeout").as_f64() {
-        options.stall_timeout = Duration::try_from_secs_f64(seconds)
-            .map_err(|error| invalid(py, &format!("stall_timeout={seconds}: {error}")))?;
-    }
-    if take("on_save_error").as_str() == Some("warn") {
-        options.on_save_error = OnSaveError::Warn;
-    }
-    Ok((options, engine(py, take("engine").as_str().unwrap_or("auto"))?))
+    Ok((options, engine(py, &written.engine)?))
+}
+
+fn seconds(py: Python<'_>, name: &str, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds).map_err(|error| invalid(py, &format!("{name}={seconds}: {error}")))
 }
 
 /// An engine by its name.

@@ -1,16 +1,17 @@
 //! The future of one save, as Python sees it: waits that answer signals, errors as exceptions.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use stepwell_manager::{Outcome, Save};
+use stepwell_manager::{Error, Outcome, Save};
 
-use crate::errors::build;
+use crate::errors::{build, raise_manager};
 use crate::events::Events;
-use crate::wait;
+use crate::wait::{self, Patience};
 
 /// A save that was begun, or refused.
 #[pyclass(frozen, module = "stepwell._core")]
@@ -23,6 +24,29 @@ impl SaveHandle {
     /// Wraps a save.
     pub fn new(save: Save) -> Self {
         Self { save, seen: AtomicBool::new(false) }
+    }
+
+    /// Waits for something of the save; `None` after the timeout. Without one it ends, with an error, when neither this save nor one before it has
+    /// got on for the stall timeout.
+    fn wait<T: Send>(
+        &self,
+        py: Python<'_>,
+        timeout: Option<f64>,
+        what: &str,
+        ready: impl Fn(&Save, Duration) -> Option<T> + Sync,
+    ) -> PyResult<Option<T>> {
+        let limit = wait::seconds(timeout);
+        let begun = Instant::now();
+        let mut patience = Patience::new(self.save.progress(), self.save.stall_timeout());
+        let answer = wait::poll(py, limit, |slice| match ready(&self.save, slice) {
+            Some(answer) => Some(Ok(answer)),
+            None if limit.is_none() && patience.is_over(self.save.progress()) => {
+                let waited_for = format!("{what} of the save of step {}", self.save.step());
+                Some(Err(Error::Timeout { waited_for, waited: begun.elapsed() }))
+            }
+            None => None,
+        })?;
+        answer.transpose().map_err(|error| raise_manager(py, &error))
     }
 }
 
@@ -45,18 +69,20 @@ impl SaveHandle {
         self.save.captured()
     }
 
+    /// Whether it is captured, within the timeout. Without one: raises when nothing has happened for the stall timeout.
     #[pyo3(signature = (timeout = None))]
     fn wait_captured(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let there =
-            wait::poll(py, wait::seconds(timeout), |slice| self.save.wait_captured(Some(slice)).ok())?;
-        Ok(there.is_some())
+        let captured =
+            self.wait(py, timeout, "the capture", |save, slice| save.wait_captured(Some(slice)).ok())?;
+        Ok(captured.is_some())
     }
 
-    /// Returns once it is committed; raises what made it fail, or `TimeoutError`.
+    /// Returns once it is committed; raises what made it fail, or `TimeoutError`. Without a timeout: raises when nothing has happened for the stall
+    /// timeout, as every wait does; the save goes on.
     #[pyo3(signature = (timeout = None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let ended = |slice| self.save.wait_unseen(Some(slice)).ok().flatten();
-        match wait::poll(py, wait::seconds(timeout), ended)? {
+        let ended = |save: &Save, slice| save.wait_unseen(Some(slice)).ok().flatten();
+        match self.wait(py, timeout, "the commit", ended)? {
             Some(Outcome::Committed) => Ok(()),
             Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error)) => {
                 let exception = build(py, &error)?;
@@ -78,23 +104,13 @@ impl SaveHandle {
         self.save.on_done(Box::new(move |_| events.callback(number)));
     }
 
-    /// The failure, if there is one that this handle has not shown. Waits for the end of the save, unless `peek`.
-    #[pyo3(signature = (peek = false))]
-    fn unseen_failure(&self, py: Python<'_>, peek: bool) -> PyResult<Option<Py<PyAny>>> {
-        let outcome = if peek {
-            self.save.outcome()
-        } else {
-            wait::poll(py, None, |slice| self.save.wait_unseen(Some(slice)).ok().flatten())?
-        };
-        Ok(match outcome {
+    /// The failure, if there is one that this handle has not shown. Looking is not seeing: it stays unseen.
+    fn unseen_failure(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        Ok(match self.save.outcome() {
             Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error))
                 if !self.seen.load(Ordering::Relaxed) =>
             {
-                let exception = build(py, &error)?.into_value(py).into_any();
-                if !peek {
-                    self.save.acknowledge();
-                }
-                Some(exception)
+                Some(build(py, &error)?.into_value(py).into_any())
             }
             _ => None,
         })

@@ -72,9 +72,9 @@ impl Slabs {
 
     /// Maps what was planned.
     pub fn map(&mut self, py: Python<'_>) -> PyResult<()> {
-        let mapped = &hooks(py)?.mapped;
+        let mapper = hooks(py)?.mapper.bind(py).call0()?;
         for &size in self.sizes.get(self.mapped.len()..).unwrap_or_default() {
-            self.mapped.push(mapped.call1(py, (size,))?);
+            self.mapped.push(mapper.call1((size,))?.unbind());
         }
         Ok(())
     }

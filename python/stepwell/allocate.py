@@ -20,6 +20,8 @@ import numpy as np
 LARGE = 4 << 20
 #: One huge page.
 SLAB = 2 << 20
+#: Bytes that are taken beyond what a restore asked for, at most. Nearly all of the 64 MiB that it may use besides its result are its read buffers'.
+MOST_WASTE = 2 << 20
 #: What vector units and zero-copy imports of other frameworks want.
 ALIGNMENT = 64
 
@@ -27,11 +29,12 @@ ALIGNMENT = 64
 class Allocator:
     """Hands out uninitialised arrays; one per restore."""
 
-    __slots__ = ("_medium", "_small")
+    __slots__ = ("_map", "_medium", "_small")
 
     def __init__(self) -> None:
-        self._small = _Slabs(SLAB)
-        self._medium = _Slabs(4 * SLAB)
+        self._map = Mapper()
+        self._small = _Slabs(SLAB, self._map)
+        self._medium = _Slabs(4 * SLAB, self._map)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """A C-ordered, uninitialised array."""
@@ -39,7 +42,7 @@ class Allocator:
         if nbytes == 0:
             return np.empty(shape, dtype)
         if nbytes >= LARGE:
-            return np.ndarray(shape, dtype, mapped(nbytes))
+            return np.ndarray(shape, dtype, self._map(nbytes))
         slabs = self._small if nbytes <= SLAB // 4 else self._medium
         slab, offset = slabs.take(nbytes)
         return np.ndarray(shape, dtype, slab, offset)
@@ -48,9 +51,10 @@ class Allocator:
 class _Slabs:
     """A bump allocator over slabs of one size."""
 
-    __slots__ = ("_current", "_size", "_used")
+    __slots__ = ("_current", "_map", "_size", "_used")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, mapper: Mapper) -> None:
+        self._map = mapper
         self._size = size
         self._current: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self._used = 0
@@ -58,28 +62,42 @@ class _Slabs:
     def take(self, nbytes: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
         """A slab and an aligned offset in it with room for ``nbytes``."""
         if self._current is None or self._used + nbytes > self._size:
-            self._current = mapped(self._size)
+            self._current = self._map(self._size)
             self._used = 0
         offset = self._used
         self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return self._current, offset
 
 
-def mapped(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """``size`` bytes of a mapping of their own, on huge pages. The mapping is longer by up to two huge pages, which are never touched. A last
-    page that is used by less than half is made of small ones."""
-    length = -(-size // SLAB) * SLAB
-    try:
-        mapping = mmap.mmap(-1, length + SLAB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError, ValueError) as error:
-        raise MemoryError(
-            f"the system gives no {length} bytes of memory for restored arrays: {error}"
-        ) from error
-    raw = np.frombuffer(mapping, np.uint8)
-    skip = -raw.ctypes.data % SLAB
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    huge = length if length == size or size % SLAB >= SLAB // 2 else length - SLAB
-    if advice is not None and huge:
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
-            mapping.madvise(advice, skip, huge)
-    return raw[skip : skip + size]
+class Mapper:
+    """Mappings of one restore, on huge pages; what they take beyond what is asked for adds up to :data:`MOST_WASTE` at most.
+
+    A last huge page that is used by half at least is worth its waste: small pages would be 256 faults. It is huge as long as there is waste left.
+    """
+
+    __slots__ = ("_left",)
+
+    def __init__(self) -> None:
+        self._left = MOST_WASTE
+
+    def __call__(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """``size`` bytes of a mapping of their own. It is longer by up to two huge pages, which are never touched."""
+        length = -(-size // SLAB) * SLAB
+        try:
+            mapping = mmap.mmap(-1, length + SLAB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError, ValueError) as error:
+            raise MemoryError(
+                f"the system gives no {length} bytes of memory for restored arrays: {error}"
+            ) from error
+        raw = np.frombuffer(mapping, np.uint8)
+        skip = -raw.ctypes.data % SLAB
+        huge, waste = length, length - size
+        if waste > min(SLAB // 2, self._left):
+            huge -= SLAB
+        else:
+            self._left -= waste
+        advice = getattr(mmap, "MADV_HUGEPAGE", None)
+        if advice is not None and huge:
+            with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+                mapping.madvise(advice, skip, huge)
+        return raw[skip : skip + size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,10 @@ class VerifyReport:
     files: int
     nbytes: int
     damages: tuple[Damage, ...]
+    #: The directory that was looked at.
+    path: str = ""
+    #: Its step, where one is known.
+    step: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -188,7 +193,7 @@ def _box(index: Any, shape: tuple[int, ...], path: str) -> tuple[list[tuple[int,
     if given > len(shape):
         raise IndexError(f"`{path}` has {len(shape)} dimensions, {given} were indexed")
     fill = [slice(None)] * (len(shape) - given)
-    if ... in parts:
+    if any(part is ... for part in parts):
         at = next(i for i, part in enumerate(parts) if part is ...)
         parts[at : at + 1] = fill
     else:
@@ -216,11 +221,15 @@ def _box(index: Any, shape: tuple[int, ...], path: str) -> tuple[list[tuple[int,
 
 
 def _is_basic(part: Any) -> bool:
-    return (
-        part is ...
-        or isinstance(part, slice)
-        or (hasattr(part, "__index__") and not isinstance(part, (bool, np.bool_)))
-    )
+    if part is ... or isinstance(part, slice):
+        return True
+    if isinstance(part, (bool, np.bool_)):
+        return False
+    try:
+        operator.index(part)
+    except TypeError:  # no number, or an array of several
+        return False
+    return True
 
 
 @final
@@ -359,9 +368,8 @@ class Checkpoint:
         if progress is not None and not callable(progress):
             raise MisuseError(f"progress is called with the bytes done and in all; it is a {shown(progress)}")
         files, nbytes, damages = self._open().verify(progress)
-        return VerifyReport(
-            files, nbytes, tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)
-        )
+        found = tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)
+        return VerifyReport(files, nbytes, found, self.path, self.step)
 
     def close(self) -> None:
         """Gives the lease up. Closing twice is fine."""

@@ -12,13 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ._core import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_NAME_BYTES, MAX_STEP
 from .errors import MisuseError
-
-_MAX_STEP = 2**63 - 1
-#: The engine's own bounds for what a manifest holds.
-_MAX_NAME_BYTES = 64 << 10
-_MAX_METADATA_DEPTH = 64
-_MAX_METADATA_BYTES = 4 << 20
 
 
 def shown(value: Any) -> str:
@@ -50,7 +45,7 @@ def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
 
 def step_number(step: Any) -> int:
     """The number of a step."""
-    return whole(step, "a step", 0, _MAX_STEP)
+    return whole(step, "a step", 0, MAX_STEP)
 
 
 def one_of(value: Any, name: str, allowed: Iterable[str | None]) -> Any:
@@ -99,9 +94,9 @@ def real_numbers(metrics: Any) -> dict[str, float]:
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
             raise MisuseError(f"names of metrics are non-empty strings, not {shown(name)}")
-        if len(text(name, "the name of a metric").encode()) > _MAX_NAME_BYTES:
+        if len(text(name, "the name of a metric").encode()) > MAX_NAME_BYTES:
             raise MisuseError(
-                f"the name of a metric has at most {_MAX_NAME_BYTES} bytes, not {len(name)}: {name!r:.50}…"
+                f"the name of a metric has at most {MAX_NAME_BYTES} bytes, not {len(name)}: {name!r:.50}…"
             )
         wrong = f"metric {name!r} is a real number or a 0-d array, not {shown(value)}"
         kind = getattr(getattr(value, "dtype", None), "kind", "f")
@@ -123,9 +118,9 @@ def real_numbers(metrics: Any) -> dict[str, float]:
 def metadata_json(value: Any) -> str:
     """A user's metadata of a step, as text."""
     found = json.dumps(plain_json(value, "custom_metadata"), ensure_ascii=False, separators=(",", ":"))
-    if len(found.encode()) > _MAX_METADATA_BYTES:
+    if len(found.encode()) > MAX_METADATA_BYTES:
         raise MisuseError(
-            f"custom_metadata has {len(found.encode())} bytes as JSON, and at most {_MAX_METADATA_BYTES} are kept; put it into the state"
+            f"custom_metadata has {len(found.encode())} bytes as JSON, and at most {MAX_METADATA_BYTES} are kept; put it into the state"
         )
     return found
 
@@ -161,8 +156,8 @@ def _plain_json(value: Any, what: str, above: list[Any]) -> Any:
         raise MisuseError(
             f"{what} is a cycle: that {type(value).__qualname__} is inside itself; leave this reference out"
         )
-    if len(above) >= _MAX_METADATA_DEPTH:
-        raise MisuseError(f"{what} is nested more than {_MAX_METADATA_DEPTH} deep; put it into the state")
+    if len(above) >= MAX_METADATA_DEPTH:
+        raise MisuseError(f"{what} is nested more than {MAX_METADATA_DEPTH} deep; put it into the state")
     above.append(value)
     made: Any
     if isinstance(value, Mapping):

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from .errors import MismatchError
+from .paths import named
 from .specs import to_dtype
 
 _Array = np.ndarray[Any, Any]
@@ -80,7 +81,7 @@ def _refuse(source: _Array, dtype: np.dtype[Any], bad: _Array, path: str) -> Non
     if count:
         first = tuple(int(i) for i in np.argwhere(np.atleast_1d(bad))[0])
         raise MismatchError(
-            f"leaf `{path}`: {count} value(s) do not fit {dtype.name} (the first at {first}, "
+            f"{named(path)}: {count} value(s) do not fit {dtype.name} (the first at {first}, "
             f"{np.atleast_1d(source)[first]!s}); keep {source.dtype.name}, or rescale before you save"
         )
 

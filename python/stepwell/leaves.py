@@ -21,7 +21,7 @@ import numpy as np
 
 from . import adapters, stateful
 from .registry import StoredEnum, is_namedtuple_class, of_class, of_name, stored_name, type_name
-from .specs import WRAPPERS, ArraySpec, ObjectSpec, _AsStored, to_dtype
+from .specs import NO_PER_RANK, ArraySpec, ObjectSpec, PerRank, Replicated, _AsStored, to_dtype
 
 Pairs: TypeAlias = list[tuple[Any, Any]]
 Description: TypeAlias = (
@@ -74,8 +74,10 @@ def describe(obj: Any) -> Description:
         return _numpy_scalar(obj)
     if isinstance(obj, enum.Enum):
         return ("extension", "enum", [stored_name(cls), enum_names(obj)])
-    if isinstance(obj, WRAPPERS):
+    if isinstance(obj, Replicated):
         return ("same", obj.value)
+    if isinstance(obj, PerRank):
+        return ("refuse", NO_PER_RANK)
     if isinstance(obj, np.dtype):
         return _dtype_object(obj)
     if isinstance(obj, datetime.tzinfo):

@@ -15,7 +15,8 @@ from .errors import FormatError, MisuseError, NotAStep, StepNotFound, StorageErr
 
 Path: TypeAlias = str | os.PathLike[str]
 
-_MANIFEST = "manifest.json"
+#: The commit record of a checkpoint.
+MANIFEST = "manifest.json"
 _CONTROL = ".stepwell"
 #: Entries of a directory that are looked into.
 _LOOKED_AT = 64
@@ -37,10 +38,10 @@ def absolute(path: Any, what: str = "the path") -> str:
 
 def check_root(root: str) -> None:
     """Refuses what is there already and can be no root."""
-    if os.path.isfile(os.path.join(root, _MANIFEST)):
+    if os.path.isfile(os.path.join(root, MANIFEST)):
         above = os.path.dirname(root)
         raise MisuseError(
-            f"{root} is no root but a checkpoint itself (it has a {_MANIFEST}): a manager takes the directory that holds the steps"
+            f"{root} is no root but a checkpoint itself (it has a {MANIFEST}): a manager takes the directory that holds the steps"
             + (f", here {above}" if _is_root(above) else "; sw.restore() and sw.open() read a single one")
         )
     if inside := _inside(root):
@@ -63,7 +64,7 @@ def check_destination(path: str) -> None:
         )
     if inside := _inside(path):
         raise MisuseError(f"{path} cannot be a checkpoint: {inside}")
-    if os.path.lexists(path) and not os.path.isfile(os.path.join(path, _MANIFEST)):
+    if os.path.lexists(path) and not os.path.isfile(os.path.join(path, MANIFEST)):
         kind = "a directory" if os.path.isdir(path) else "a file"
         raise MisuseError(
             f"{path} is {kind} that is no checkpoint, and is not replaced by one; pass a path that is free"
@@ -72,7 +73,7 @@ def check_destination(path: str) -> None:
 
 def check_watched(root: str) -> None:
     """Refuses to wait for steps where none can come. A root that is not there yet may come."""
-    if os.path.isfile(os.path.join(root, _MANIFEST)) or (os.path.lexists(root) and not os.path.isdir(root)):
+    if os.path.isfile(os.path.join(root, MANIFEST)) or (os.path.lexists(root) and not os.path.isdir(root)):
         raise MisuseError(f"{root} is no root, in which steps could come; pass the directory of the run")
     if inside := _inside(root):
         raise MisuseError(f"{root} is no root: {inside}")
@@ -103,13 +104,13 @@ def explain(path: str, asked_for_step: bool = False) -> str:
         return _nowhere(path)
     if not os.path.isdir(path):
         return "it is a file, and a checkpoint is a directory"
-    if os.path.isfile(os.path.join(path, _MANIFEST)):
+    if os.path.isfile(os.path.join(path, MANIFEST)):
         return "it is a single checkpoint: leave step= out" if asked_for_step else ""
     names = sorted(os.listdir(path))
     if _CONTROL in names:
         return ""
     found = [name for name in names[:_LOOKED_AT] if _is_root(os.path.join(path, name))]
-    single = [name for name in names[:_LOOKED_AT] if os.path.isfile(os.path.join(path, name, _MANIFEST))]
+    single = [name for name in names[:_LOOKED_AT] if os.path.isfile(os.path.join(path, name, MANIFEST))]
     if found or single:
         kind = "the root" if found else "the checkpoint"
         few = ", ".join((found or single)[:5])
@@ -123,7 +124,7 @@ def _inside(path: str) -> str:
     if os.path.basename(path) == _CONTROL and os.path.isdir(path):
         return f"it is the control directory of the root {above}; pass that"
     for _ in range(3):
-        if os.path.isfile(os.path.join(above, _MANIFEST)):
+        if os.path.isfile(os.path.join(above, MANIFEST)):
             return f"it is inside the checkpoint {above}; pass that"
         if os.path.basename(above) == _CONTROL and os.path.isdir(above):
             return f"it is inside the control directory of the root {os.path.dirname(above)}; pass that"

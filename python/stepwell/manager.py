@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Unpack, final
 
-from . import _core, lifecycle, restoring
+from . import _core, lifecycle, restoring, template
 from .checkpoint import Checkpoint, Metadata
 from .checks import flag, instance, metadata_json, one_of, real_numbers, step_number, text
 from .errors import ClosedError, MisuseError, StalledError
@@ -69,6 +69,7 @@ class CheckpointManager:
             )
         self._root = absolute(root, "the root")
         self._read_only = flag(read_only, "read_only")
+        self._told_read_only = False
         check_root(self._root)
         text = to_json(
             options,
@@ -104,7 +105,9 @@ class CheckpointManager:
         """Saves ``state`` as ``step`` if the policy says so (``force``: in any case), and returns when the state may be changed again.
 
         ``state`` may be a callable: it runs only if the policy says yes. A save that is refused by the policy is falsy and has a ``reason``.
-        ``exists`` says what happens if the step is there already. Whatever is wrong with the state raises here, by leaf path, and leaves nothing.
+        ``exists`` says what happens if the step is there already; with ``"skip"`` and a step that is still being saved, that save comes back.
+        With ``read_only=True`` every save is falsy, and one that is forced raises.
+        Whatever is wrong with the state raises here, by leaf path, and leaves nothing.
         """
         core = self._open()
         step = step_number(step)
@@ -115,9 +118,13 @@ class CheckpointManager:
         metadata = metadata_json(custom_metadata)
         with self._lock:
             answers = self._answers(step)
-            refusal = core.refusal(step, force, exists, answers)
+            refusal, pending = core.decide(step, force, exists, answers)
             if refusal is not None:
+                self._tell_read_only()
                 return Save(step, None, refusal)
+            if pending is not None:
+                # Its result is that of the step: whoever waits for this one has it when the step is durable.
+                return Save(step, pending)
             if is_callable_state(state):
                 state = state()
             flat = _core.flatten(state)
@@ -131,10 +138,21 @@ class CheckpointManager:
                 self._saves.append(save)
             return save
 
+    def _tell_read_only(self) -> None:
+        """Says once that this manager saves nothing: a training that goes on like that would not be missed before it is needed."""
+        if self._read_only and not self._told_read_only:
+            self._told_read_only = True
+            lifecycle.log(
+                30,
+                "stepwell",
+                f"this manager of {self._root} was opened with read_only=True: save() writes nothing, and what it returns is falsy",
+            )
+
     def check(self, state: Any) -> None:
-        """Raises what :meth:`save` would raise about ``state``, without saving: for the start of a run."""
-        self._open()
-        _core.flatten(state() if is_callable_state(state) else state)
+        """Raises what :meth:`save` would raise about ``state``, without saving or copying it: for the start of a run."""
+        core = self._open()
+        flat = _core.flatten(state() if is_callable_state(state) else state)
+        core.check(flat, lifecycle.notifier.events)
 
     def should_save(self, step: int) -> bool:
         """Whether :meth:`save` would save that step."""
@@ -186,7 +204,7 @@ class CheckpointManager:
         """What is known of a step without reading an array."""
         with self.checkpoint(step) as checkpoint:
             found = checkpoint.metadata()
-            return replace(found, metrics=self.metrics(found.step))
+            return replace(found, metrics=self._open().metrics_of(checkpoint._open()))
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of a step, those that came after the commit included."""
@@ -265,8 +283,9 @@ class CheckpointManager:
         return {int(step): decision for step, decision in plan.get("steps", plan).items()}
 
     def prepare(self, like: Any) -> int:
-        """Makes the staging memory that a state like this needs, so that the first save does not pay for it. Returns the bytes of its arrays."""
-        nbytes: int = _core.flatten(like).nbytes
+        """Makes the staging memory that a state like this needs, so that the first save does not pay for it. Returns the bytes of its arrays. ``like`` is a
+        state, or has an :class:`ArraySpec` (of shape and dtype) in place of arrays that are not there yet."""
+        nbytes: int = _core.flatten(template.as_state(like)).nbytes
         self._open().prepare(nbytes)
         return nbytes
 

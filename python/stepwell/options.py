@@ -11,7 +11,7 @@ from .checks import flag, one_of, plain_json, shown, text, whole
 from .errors import MisuseError
 from .policies import SavePolicy
 from .retention import Retention
-from .timeouts import stall_seconds
+from .timeouts import finite_seconds, stall_seconds
 
 #: Names of the engines.
 ENGINES = ("auto", "uring", "threads", "buffered")
@@ -53,8 +53,13 @@ class Options:
 
     #: Make the root where it is missing.
     create: bool = True
-    #: On a file system without locks: become the writer, once no other has given a sign of life for a minute.
+    #: On a file system without locks: become the writer, once no other has given a sign of life for ``silence``.
     take_over: bool = False
+    #: How long a writer that did not end by itself must have been silent before its root is taken over; only where there are no locks. A writer gives six signs
+    #: of life in its own ``silence``, and half of that is the least that others wait.
+    silence: float = 60.0
+    #: How long the files of a retired step stay where there are no locks: nobody knows there who still reads them.
+    grace: float = 1800.0
     #: About so much in one chunk: what a resharded read cannot avoid to read.
     chunk_bytes: int = 8 << 20
     #: Chunks are cut along inner axes only where rows stay at least so long.
@@ -63,9 +68,9 @@ class Options:
     block_bytes: int = 256 << 10
     #: Threads that copy the state; ``None``: a few.
     capture_threads: int | None = None
-    #: Reads or writes in flight.
-    queue_depth: int = 16
-    #: A wait gives up when nothing at all has happened for so long.
+    #: Reads or writes in flight; ``None``: 16 writes, 8 reads.
+    queue_depth: int | None = None
+    #: A wait (for a save, for a read) gives up when nothing at all has happened for so long.
     stall_timeout: float = 600.0
     #: Which engine reads and writes: ``"auto"``, ``"uring"``, ``"threads"`` or ``"buffered"``.
     engine: Literal["auto", "uring", "threads", "buffered"] = "auto"
@@ -75,12 +80,15 @@ class Options:
     def __post_init__(self) -> None:
         flag(self.create, "create")
         flag(self.take_over, "take_over")
+        finite_seconds(self.silence, "silence")
+        finite_seconds(self.grace, "grace")
         whole(self.chunk_bytes, "chunk_bytes", 1, _MOST)
         whole(self.min_row_bytes, "min_row_bytes", 0, _MOST)
         whole(self.block_bytes, "block_bytes", 1, _MOST)
         if self.capture_threads is not None:
             whole(self.capture_threads, "capture_threads", 1, 4096)
-        whole(self.queue_depth, "queue_depth", 1, 4096)
+        if self.queue_depth is not None:
+            whole(self.queue_depth, "queue_depth", 1, 4096)
         stall_seconds(self.stall_timeout)
         one_of(self.engine, "engine", ENGINES)
         plain_json(self.root_metadata, "root_metadata")
@@ -114,6 +122,8 @@ def to_json(
             "on_save_error": on_save_error,
             "create": options.create,
             "take_over": options.take_over,
+            "silence": finite_seconds(options.silence, "silence"),
+            "grace": finite_seconds(options.grace, "grace"),
             "chunk_bytes": options.chunk_bytes,
             "min_row_bytes": options.min_row_bytes,
             "block_bytes": options.block_bytes,

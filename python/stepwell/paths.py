@@ -20,6 +20,11 @@ def escape(name: str) -> str:
     return _SPECIAL.sub(lambda match: "\\" + match.group(), name)
 
 
+def named(path: str) -> str:
+    """A leaf in a message, by its rendered path; that of a state which is one leaf is empty."""
+    return f"leaf `{path}`" if path else "the whole state"
+
+
 def extend(path: str, component: Component) -> str:
     """The path of a child."""
     tag, value = component

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from . import lifecycle
-from .errors import StepwellError
+from .errors import StalledError, StepwellError
 from .timeouts import seconds
 
 
@@ -54,7 +54,7 @@ class Save:
         return self._handle is None or bool(self._handle.captured())
 
     def wait_captured(self, timeout: float | None = None) -> bool:
-        """Waits until the state may be changed; ``False`` if ``timeout`` seconds have passed before."""
+        """Waits until the state may be changed; ``False`` if ``timeout`` seconds have passed before. Without one as :meth:`result`."""
         self._owner.check()
         return self._handle is None or bool(self._handle.wait_captured(seconds(timeout)))
 
@@ -65,7 +65,8 @@ class Save:
 
     def result(self, timeout: float | None = None) -> int | None:
         """The step, once it is committed; ``None`` if the policy refused it. Raises what made it fail; ``TimeoutError`` if ``timeout`` seconds
-        have passed before (the save goes on)."""
+        have passed before, and without a timeout :class:`~stepwell.errors.StalledError` when neither this save nor one before it has got on for
+        ``Options.stall_timeout`` (the save goes on in both cases)."""
         self._owner.check()
         if self._handle is None:
             return None
@@ -79,6 +80,8 @@ class Save:
         try:
             self.result(limit)
         except StepwellError as error:
+            if isinstance(error, StalledError) and not self.done():
+                raise  # the wait has ended, and not the save
             return error
         return None
 

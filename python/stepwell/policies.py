@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from ._core import MAX_STEP
 from .checks import flag, shown, whole
 from .errors import MisuseError
 from .timeouts import NO_DEADLINE
@@ -33,6 +34,11 @@ class SavePolicy:
     def __and__(self, other: SavePolicy) -> SavePolicy:
         return _combine("all", self, other)
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a save policy is neither true nor false; combine policies with | and &, not with or and and"
+        )
+
     def to_json(self) -> str:
         """What the engine reads."""
         return json.dumps(self._rule)
@@ -55,7 +61,7 @@ def _combine(how: str, left: SavePolicy, right: object) -> SavePolicy:
 
 def every_steps(n: int, *, initial: bool = True) -> SavePolicy:
     """Steps that are divisible by ``n``; with ``initial`` also the first step of an empty root."""
-    number = whole(n, "the n of every_steps", 1, LARGEST)
+    number = whole(n, "the n of every_steps", 1, MAX_STEP)
     return SavePolicy({"policy": "every_steps", "n": number, "initial": flag(initial, "initial")})
 
 
@@ -100,10 +106,6 @@ def when(predicate: Predicate) -> SavePolicy:
     return SavePolicy({"policy": "custom", "name": name}, {name: predicate})
 
 
-#: Steps, and counts of them, are smaller.
-LARGEST = 2**63 - 1
-
-
 def combined(how: str, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
     """Two rules as one, flat where they were combined the same way: for save policies and for retention."""
     parts: list[dict[str, Any]] = []
@@ -116,7 +118,7 @@ def numbers(steps: Iterable[int], name: str) -> list[int]:
     """Steps that a rule names, in order."""
     if isinstance(steps, (str, bytes)) or not isinstance(steps, Iterable):
         raise MisuseError(f"{name} takes a list of steps, such as [10, 20], not {shown(steps)}")
-    return sorted({whole(step, f"a step of {name}", 0, LARGEST) for step in steps})
+    return sorted({whole(step, f"a step of {name}", 0, MAX_STEP) for step in steps})
 
 
 def length(seconds: float, name: str) -> float:

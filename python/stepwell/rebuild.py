@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from .paths import Component, extend
 from .registry import is_namedtuple_class, of_name, synthetic_dataclass, synthetic_namedtuple
+from .stateful import rebuilt
 
 #: ``(kind, ...)``: the kind of a container and what belongs to it.
 ContainerKind: TypeAlias = tuple[Any, ...]
@@ -82,9 +83,16 @@ class Structure:
             found.append(component)
             node = parent
 
-    def build(self, node: int, value: Callable[[int], Any], wanted: set[int] | None = None) -> Any:
+    def build(
+        self,
+        node: int,
+        value: Callable[[int], Any],
+        wanted: set[int] | None = None,
+        revive: Callable[[int, Any], Any] | None = None,
+    ) -> Any:
         """The Python value of a node. ``value`` gives a leaf's; with ``wanted`` only those leaves are there: the other keys of a mapping
-        are left out, the other places of a sequence hold ``...``."""
+        are left out, the other places of a sequence hold ``...``. ``revive`` (node, state) gives a stateful object for its state, those inside it
+        first; without it the state stands for it."""
         below = [node]
         for at in below:
             below.extend(self.children[at])
@@ -99,10 +107,13 @@ class Structure:
             there = [child for child in children if child in built]
             if not there and (children or wanted is not None):
                 continue
+            container = kind[3] if kind[0] == "stateful" else kind
             if kind_of(kind) in ("dict", "OrderedDict", "defaultdict", "custom"):
-                built[at] = make(kind, [(self.key(child), built[child]) for child in there])
+                built[at] = make(container, [(self.key(child), built[child]) for child in there])
             else:
-                built[at] = make(kind, [(self.key(child), built.get(child, ...)) for child in children])
+                built[at] = make(container, [(self.key(child), built.get(child, ...)) for child in children])
+            if container is not kind and revive is not None:
+                built[at] = revive(at, built[at])
         return built.get(node, ...)
 
     def key(self, node: int) -> str | int:
@@ -144,7 +155,7 @@ def make(kind: ContainerKind, children: list[tuple[Any, Any]]) -> Any:
     if name == "dataclass":
         return _dataclass(kind[1], children)
     if name == "stateful":
-        return make(kind[3], children)
+        return rebuilt(kind[1], kind[2], make(kind[3], children))
     registered = of_name(kind[1])
     if registered is not None and registered.unflatten is not None:
         return registered.unflatten(dict(children))

@@ -55,7 +55,7 @@ class Restore:
         )
         wanted.check_types(objects)
         reads.read_new()
-        wanted.try_states(self._arrays(), objects)
+        wanted.try_states(self._arrays(), objects, fill)
         reads.fill()
         wanted.fill_results(self._arrays(), objects, fill)
         return template.finish(part, fill)
@@ -63,7 +63,7 @@ class Restore:
     def prepare(self, part: Part, fill: bool) -> tuple[Wanted, ArrayReads]:
         """Matches, and says what is to be read. Reads nothing."""
         wanted = Wanted(self.structure, self.report, part)
-        if wanted.specs or wanted.top_level:
+        if wanted.specs or wanted.top_level or wanted.whole:
             self._match(wanted)
         return wanted, self._reads(wanted, fill)
 
@@ -71,7 +71,11 @@ class Restore:
         return {key: job.result for key, job in self._job_of.items()}
 
     def _match(self, wanted: Wanted) -> None:
-        given = {**self._options, "dropped": [(item, _when(ns)) for item, ns in self.core.dropped()]}
+        given = {
+            **self._options,
+            "whole": wanted.whole,
+            "dropped": [(item, _when(ns)) for item, ns in self.core.dropped()],
+        }
         answer = _core.match_state(self.core, wanted.specs, wanted.top_level, given)
         report, paths = self.report, self.structure.leaf_paths()
         for name in (

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
+from ._core import MAX_STEP
 from .checks import one_of, shown, text, whole
 from .errors import MisuseError
-from .policies import LARGEST, combined, length, numbers
+from .policies import combined, length, numbers
 
 
 @final
@@ -24,6 +25,9 @@ class Retention:
         if not isinstance(other, Retention):
             raise MisuseError(f"a retention rule combines with a retention rule, not with {shown(other)}")
         return Retention(combined("any", self._rule, other._rule))
+
+    def __bool__(self) -> bool:
+        raise TypeError("a retention rule is neither true nor false; combine rules with |, not with or")
 
     def to_json(self) -> str:
         """What the engine reads."""
@@ -40,14 +44,14 @@ def keep_all() -> Retention:
 
 def keep_latest(n: int) -> Retention:
     """The newest ``n`` stay."""
-    return Retention({"policy": "keep_latest", "n": whole(n, "the n of keep_latest", 0, LARGEST)})
+    return Retention({"policy": "keep_latest", "n": whole(n, "the n of keep_latest", 0, MAX_STEP)})
 
 
 def keep_every(steps: int, items: Iterable[str] | None = None) -> Retention:
     """Steps that are divisible by ``steps`` stay; with ``items`` (globs over item names) only those items of them: the rest is thinned away."""
     rule: dict[str, Any] = {
         "policy": "keep_every",
-        "steps": whole(steps, "the steps of keep_every", 1, LARGEST),
+        "steps": whole(steps, "the steps of keep_every", 1, MAX_STEP),
     }
     if items is not None:
         if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
@@ -67,7 +71,7 @@ def keep_best(n: int, metric: str, mode: Literal["min", "max"]) -> Retention:
     return Retention(
         {
             "policy": "keep_best",
-            "n": whole(n, "the n of keep_best", 0, LARGEST),
+            "n": whole(n, "the n of keep_best", 0, MAX_STEP),
             "metric": metric,
             "mode": mode,
         }

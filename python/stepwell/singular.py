@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Unpack
 
-from . import _core, lifecycle, restoring
+from . import _core, lifecycle, restoring, verifying, watching
 from .checkpoint import Checkpoint, Metadata, VerifyReport
 from .checks import instance, metadata_json, one_of, real_numbers, step_number
-from .errors import StalledError, StepGone, StepNotFound
+from .errors import StalledError
 from .locations import Path, absolute, check_destination, check_watched, explaining
 from .options import ENGINES, Options, to_json
 from .pending import Save
@@ -17,7 +17,7 @@ from .policies import every_steps
 from .restore_options import RestoreKeywords, RestoreOptions, spelled_out
 from .retention import keep_all
 from .stateful import is_callable_state
-from .timeouts import NO_DEADLINE, seconds, stall_seconds
+from .timeouts import seconds, stall_seconds
 
 
 class _Background:
@@ -39,7 +39,7 @@ class _Background:
             )
         except StalledError as stalled:
             return stalled
-        failure: BaseException | None = self._handle.unseen_failure(peek=True)
+        failure: BaseException | None = self._handle.unseen_failure()
         return failure
 
     def _over(self, seconds: float) -> bool:
@@ -58,7 +58,7 @@ def keep(handle: Any, path: str, stall: float | None = None) -> Save:
     save = Save(0, handle)
 
     def over(_: Save) -> None:
-        if handle.unseen_failure(peek=True) is None:
+        if handle.unseen_failure() is None:
             lifecycle.forget(background)
 
     save.add_done_callback(over)
@@ -133,9 +133,9 @@ def metadata(path: Path, step: int | None = None) -> Metadata:
 def verify(
     path: Path, step: int | None = None, *, progress: Callable[[int, int], Any] | None = None
 ) -> VerifyReport:
-    """Reads the whole checkpoint at ``path`` and compares every checksum."""
-    with open(path, step) as checkpoint:
-        return checkpoint.verify(progress)
+    """Reads the whole checkpoint at ``path`` and compares every checksum. Of a root it takes the newest step (or ``step``), damaged or not: the report says
+    which that was."""
+    return verifying.verify(absolute(path), None if step is None else step_number(step), open, progress)
 
 
 def add_metrics(root: Path, step: int, metrics: Mapping[str, Any]) -> None:
@@ -178,34 +178,13 @@ def watch(
     interval: float = 0.5,
 ) -> Iterator[Checkpoint]:
     """Yields committed steps newer than ``after``, leased, as they come: for an evaluator. ``which="latest"`` skips to the newest; ``"all"`` gives every
-    one that is still there. Ends when nothing new has come for ``timeout`` seconds. Each is closed when the next is asked for."""
+    one that is still there. Ends when nothing new has come for ``timeout`` seconds. Each is closed when the next is asked for.
+
+    Whole steps only: one that lacks files (of a mirror that is being filled, say) is passed over with a warning and looked at again later, so that ``"all"`` may
+    give it after a newer one; ``"latest"`` gives the newest that is whole, and never one older than what it gave before."""
     one_of(which, "which", ("latest", "all"))
     limit, pause = seconds(timeout), seconds(interval, "interval")
     where = absolute(root, "the root")
     seen = None if after is None else step_number(after)
     check_watched(where)
-    return _watch(where, seen, limit, pause, which)
-
-
-def _watch(
-    where: str, seen: int | None, limit: float | None, pause: float | None, which: str
-) -> Iterator[Checkpoint]:
-    lifecycle.notifier.start()  # for what the engine has to say
-    quiet_since = time.monotonic()
-    while True:
-        steps = [step for step in _core.list_steps(where) if seen is None or step > seen]
-        for step in steps[-1:] if which == "latest" else steps:
-            try:
-                checkpoint = open(where, step)
-            except (StepGone, StepNotFound):
-                continue  # retired between the listing and the lease
-            seen = step
-            with checkpoint:
-                yield checkpoint
-            quiet_since = time.monotonic()
-        if steps:
-            continue
-        left = NO_DEADLINE if limit is None else quiet_since + limit - time.monotonic()
-        if left <= 0:
-            return
-        time.sleep(min(3600.0 if pause is None else pause, left))
+    return watching.watch(where, open, seen, limit, pause, which)

@@ -113,26 +113,24 @@ class ObjectSpec:
 @final
 @dataclass(frozen=True, slots=True)
 class PerRank(Generic[T]):
-    """A value that differs on every rank. With one process it is stored as it is."""
+    """A value that differs on every rank. **Not supported yet**: it is refused by path, in a save and in a ``like``. Stored as it is, a run of one process would
+    leave a value that a run of many could only take for everybody's."""
 
     value: T
+
+
+#: Why :class:`PerRank` is refused.
+NO_PER_RANK: Final = (
+    "values that differ on every rank (sw.PerRank) are not supported yet; "
+    "pass the value itself where one process is all there is"
+)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Replicated(Generic[T]):
-    """A value that should be the same on every rank and may drift. With one process it is stored as it is."""
+    """A value that should be the same on every rank and may drift. It is stored as the value itself, that of the one process that there is; ``pick`` says whose it is to
+    be where there are many."""
 
     value: T
     pick: str = "first"
-
-
-#: Wrappers that a state may hold around a value, and how to make one around another value.
-WRAPPERS: Final = (PerRank, Replicated)
-
-
-def rewrap(wrapper: Any, value: Any) -> Any:
-    """The same wrapper around another value."""
-    if isinstance(wrapper, Replicated):
-        return Replicated(value, wrapper.pick)
-    return PerRank(value)

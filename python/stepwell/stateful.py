@@ -52,8 +52,24 @@ def _bits_set(bits: Any, state: Any) -> None:
     bits.state = state
 
 
+#: numpy's own bit generators, by the name that their states hold.
+_BIT_GENERATORS: dict[str, Any] = {
+    name: getattr(np.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+}
+#: Places in a buffer, which numpy takes over unchecked and reads at: where they stand in a state, by bit generator, and how far they go.
+_PLACES: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "MT19937": (lambda state: state["state"]["pos"], 624),
+    "Philox": (lambda state: state["buffer_pos"], 4),
+}
+
+
 def _bits_make(like: Any, state: Any) -> Any:
-    made = type(like)()
+    """A bit generator of the kind of ``like``; where there is none, of the one of numpy's that the state names."""
+    made = _BIT_GENERATORS[state["bit_generator"]]() if like is None else type(like)()
+    if state["bit_generator"] in _PLACES:
+        place, most = _PLACES[state["bit_generator"]]
+        if not 0 <= int(place(state)) <= most:
+            raise ValueError(f"the state of a {state['bit_generator']} is at place {place(state)} of {most}")
     made.state = state
     return made
 
@@ -63,11 +79,11 @@ def _generator_set(generator: Any, state: Any) -> None:
 
 
 def _generator_make(like: Any, state: Any) -> Any:
-    return np.random.Generator(_bits_make(like.bit_generator, state))
+    return np.random.Generator(_bits_make(None if like is None else like.bit_generator, state))
 
 
-def _random_state_make(_like: Any, state: Any) -> Any:
-    made = np.random.RandomState()
+def _random_state_make(like: Any, state: Any) -> Any:
+    made = np.random.RandomState(_bits_make(None if like is None else like._bit_generator, state))
     made.set_state(state)
     return made
 
@@ -91,6 +107,22 @@ _RANDOM_STATE = Protocol(
 )
 _STATE_DICT = Protocol("state_dict", lambda o: o.state_dict(), lambda o, state: o.load_state_dict(state))
 _GET_STATE = Protocol("get_state", lambda o: o.get_state(), lambda o, state: o.set_state(state))
+
+
+#: Protocols whose objects are made of nothing but a state, by stored name, with the modules that their types are from.
+_BUILT_IN = {one.name: one for one in (_RANDOM, _BITS, _GENERATOR, _RANDOM_STATE)}
+
+
+def rebuilt(type_name: str, protocol: str, state: Any) -> Any:
+    """A stored generator of Python or numpy, made anew. Nothing is imported for it: a type of anybody else's comes back as the state that it gave,
+    and so does a state that is none."""
+    known = _BUILT_IN.get(protocol)
+    if known is None or known.make is None or not type_name.startswith(("random.", "numpy.random.")):
+        return state
+    try:
+        return known.make(None, state)
+    except Exception:
+        return state
 
 
 def protocol_of(obj: Any) -> Protocol | None:

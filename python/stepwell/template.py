@@ -18,16 +18,15 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from . import adapters, stateful
+from ._core import MAX_DEPTH
 from .errors import MisuseError, UnsupportedLeaf
 from .leaves import describe
-from .paths import Component, extend
+from .paths import Component, extend, named
 from .registry import is_namedtuple_class, of_class, stored_name
-from .specs import AS_STORED, WRAPPERS, ArraySpec, ObjectSpec, rewrap
+from .specs import AS_STORED, ArraySpec, ObjectSpec, Replicated
 
 #: What is wanted at a leaf: an array; an object; anything at all, a whole subtree too; nothing.
 What: TypeAlias = Literal["array", "object", "stored", "skip"]
-
-_LIMIT = 128
 
 
 @dataclass(slots=True)
@@ -81,6 +80,21 @@ def finish(part: Part, fill: bool) -> Any:
     return part.finish(part, part.pairs(fill), fill)
 
 
+def as_state(like: Any) -> Any:
+    """A state of the arrays that a ``like`` describes, in place of whose specs stand arrays that take no memory."""
+    part = parse(like)
+    for leaf in leaves(part):
+        leaf.result = None if isinstance(leaf.value, (ObjectSpec, type)) else leaf.value
+        if leaf.spec is not None and leaf.array is None:
+            shape, dtype = leaf.spec.shape, leaf.spec.dtype
+            if shape is None or dtype is None:
+                raise MisuseError(
+                    f"{named(leaf.path)}: {leaf.spec} does not say how large it is; give shape and dtype"
+                )
+            leaf.result = np.broadcast_to(np.zeros((), dtype), shape)
+    return finish(part, False)
+
+
 def leaves(part: Part) -> Iterator[Leaf]:
     """All leaves, in order."""
     pending = [part]
@@ -115,7 +129,7 @@ def _collect_enums(value: Any, found: dict[str, type], depth: int) -> None:
         found[stored_name(type(value))] = type(value)
     elif isinstance(value, type) and issubclass(value, enum.Enum):
         found[stored_name(value)] = value
-    elif type(value) in (list, tuple, set, frozenset, deque) and depth < _LIMIT:
+    elif type(value) in (list, tuple, set, frozenset, deque) and depth < MAX_DEPTH:
         for one in value:
             _collect_enums(one, found, depth + 1)
 
@@ -152,7 +166,7 @@ _SCALARS = frozenset({bool, int, float, complex, str, bytes, bytearray, set, fro
 
 
 def _other(value: Any, path: str, components: tuple[Component, ...], above: Above) -> Part:
-    if isinstance(value, WRAPPERS):
+    if isinstance(value, Replicated):
         inner = _part(value.value, path, components, _inside(value, path, above))
         return Branch(value, path, components, [(None, inner)], _finish_wrapper)
     spec = adapters.spec(value)
@@ -164,7 +178,11 @@ def _other(value: Any, path: str, components: tuple[Component, ...], above: Abov
     protocol = None if registered is not None and registered.flatten else stateful.protocol_of(value)
     if protocol is not None:
         return Leaf(path, components, "stored", value, owner=(value, protocol))
-    description = describe(value)
+    try:
+        description = describe(value)
+    except Exception as failure:
+        failure.add_note(f"while the {type(value).__name__} at {named(path)} was taken apart")
+        raise
     tag = description[0]
     if tag == "mapping":
         return _branch(value, path, components, above, _keys(description[2], path), _finish_mapping)  # type: ignore[misc]
@@ -196,13 +214,13 @@ def _inside(value: Any, path: str, above: Above) -> Above:
                 else f"the whole structure (a {type(value).__qualname__})"
             )
             raise _refused(path, f"a cycle: {where} is inside itself here; leave this reference out")
-    if len(above) >= _LIMIT:
-        raise _refused(path, f"nested more than {_LIMIT} deep; flatten it")
+    if len(above) >= MAX_DEPTH:
+        raise _refused(path, f"nested more than {MAX_DEPTH} deep; flatten it")
     return (*above, (value, path))
 
 
 def _refused(path: str, why: str) -> UnsupportedLeaf:
-    error = UnsupportedLeaf(f"leaf `{path}`: {why}")
+    error = UnsupportedLeaf(f"{named(path)}: {why}")
     error.leaf = path
     return error
 
@@ -240,7 +258,7 @@ def _type_leaf(value: type, path: str, components: tuple[Component, ...]) -> Lea
     if value in _SCALARS or issubclass(value, (np.generic, enum.Enum)) or value is type(None):
         return Leaf(path, components, "object", value)
     raise MisuseError(
-        f"leaf `{path}`: a like= takes the types numpy.ndarray, int, float, complex, bool, str, bytes and enums, "
+        f"{named(path)}: a like= takes the types numpy.ndarray, int, float, complex, bool, str, bytes and enums, "
         f"not {value.__qualname__}; pass an ArraySpec, an instance, or sw.AS_STORED"
     )
 
@@ -313,4 +331,4 @@ def _finish_custom(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> 
 
 
 def _finish_wrapper(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
-    return rewrap(branch.value, pairs[0][1])
+    return Replicated(pairs[0][1], branch.value.pick)

@@ -23,6 +23,14 @@ def seconds(timeout: float | None, what: str = "a timeout") -> float | None:
     return None if number >= NO_DEADLINE else number
 
 
+def finite_seconds(length: float, what: str) -> float:
+    """A length of time that must be given; one that never ends is long."""
+    if length is None:
+        raise MisuseError(f"{what} is a number of seconds, at least 0, not None")
+    number = seconds(length, what)
+    return NO_DEADLINE if number is None else number
+
+
 def stall_seconds(timeout: float) -> float:
     """A stall timeout: above zero, and finite for the engine."""
     number = seconds(timeout, "stall_timeout")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import template
-from .paths import Component
-from .rebuild import Structure
+from .nested import Nested, try_on
+from .paths import Component, named
+from .rebuild import Structure, kind_of
 from .report import RestoreReport
 from .specs import AS_STORED, ArraySpec, ObjectSpec, native_name
+from .stateful import name_of
 from .template import Branch, Leaf, Part
 
 
@@ -30,6 +32,8 @@ class Wanted:
         self.kept: list[int] = []
         #: What subtrees of the store became, by the leaf that wants them.
         self._states: dict[int, Any] = {}
+        #: Stateful objects inside the states of others.
+        self._nested: list[Nested] = []
         self._leaves = list(template.leaves(part))
         self._number: dict[int, int] = {}
         self._settled: list[tuple[Leaf, int]] = []
@@ -38,7 +42,12 @@ class Wanted:
             self._add_leaf(leaf)
         #: Top-level entries that are wanted, those without a leaf too.
         self.top_level: list[Component] = []
+        #: Whether all of the store is inside what is wanted. Entries may be absent from the top where they have names: a sequence of another length, or
+        #: where something else is stored, is a mismatch there as anywhere.
+        self.whole = bool(structure.nodes) and not _has_names(structure.nodes[0][2])
         for branch in template.branches(part):
+            if not branch.components and _is_sequence(branch.value):
+                self.whole = True
             if len(branch.components) == 1:
                 self.top_level.append(branch.components[0])
             if not branch.children and type(branch.value) in (list, tuple, deque):
@@ -103,15 +112,17 @@ class Wanted:
         if wrong:
             self._report.wrong_kind = wrong
             self._report.text = "\n".join(
-                f"`{path}`: stored is {stored}, wanted is {asked}" for path, stored, asked in wrong
+                f"{named(path)}: stored is {stored}, wanted is {asked}" for path, stored, asked in wrong
             )
             raise self._report.mismatch()
 
-    def try_states(self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any]) -> None:
+    def try_states(
+        self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
+    ) -> None:
         """Puts stored subtrees together, and tries the states of generators on new ones: what does not fit raises before anything of the caller's is
         changed. ``arrays`` are those that have memory of their own."""
         for leaf, node in self._settled:
-            self._states[id(leaf)] = self._structure.build(node, _nothing)
+            self._states[id(leaf)] = self._build(leaf, node, _nothing, None, fill)
         for leaf in self._leaves:
             matches = self.matches.get(self._number.get(id(leaf), -1), [])
             if leaf.what != "stored" or not matches:
@@ -120,7 +131,7 @@ class Wanted:
                 stored: objects[source] if tensor is None else arrays[self._number[id(leaf)], stored]
                 for stored, source, tensor in matches
             }
-            self._states[id(leaf)] = self._subtree(leaf, values)
+            self._states[id(leaf)] = self._subtree(leaf, values, fill)
         for leaf in self._leaves:
             if leaf.owner is not None and id(leaf) in self._states:
                 self._try(leaf, self._states[id(leaf)])
@@ -128,17 +139,7 @@ class Wanted:
     def _try(self, leaf: Leaf, state: Any) -> None:
         assert leaf.owner is not None
         owner, protocol = leaf.owner
-        if protocol.trial is None:
-            return
-        try:
-            protocol.trial(owner, state)
-        except Exception as failure:
-            error = self._report.mismatch(
-                f"leaf `{leaf.path}`: the stored state does not fit this {protocol.name} "
-                f"({type(failure).__name__}: {failure}); restore it into a generator of the kind that was saved, or leave it out"
-            )
-            error.leaf = leaf.path
-            raise error from failure
+        try_on(self._report, leaf.path, owner, protocol, state)
 
     def fill_results(
         self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
@@ -149,6 +150,8 @@ class Wanted:
                 branch.finish = _finish_replaced(
                     objects[source] if tensor is None else arrays[number, stored]
                 )
+        for nested in self._nested:
+            nested.load()
         for leaf in self._leaves:
             if id(leaf) in self._states:
                 state = self._states[id(leaf)]
@@ -164,7 +167,7 @@ class Wanted:
             stored, source, tensor = matches[0]
             leaf.result = _as_type(leaf, objects[source] if tensor is None else arrays[at, stored])
 
-    def _subtree(self, leaf: Leaf, values: dict[int, Any]) -> Any:
+    def _subtree(self, leaf: Leaf, values: dict[int, Any], fill: bool) -> Any:
         """The stored containers around the leaves of a subtree: those below its own path, or where a rename took it from."""
         structure = self._structure
         node = structure.find(leaf.components)
@@ -172,8 +175,18 @@ class Wanted:
         if node is None or not values.keys() <= set(below):
             chains = [_ancestors(structure, structure.leaf_nodes[stored]) for stored in values]
             node = next(one for one in chains[0] if all(one in chain for chain in chains))
+            node = _of_owner(structure, node, leaf)
             below = structure.leaves_below(node)
-        return structure.build(node, values.__getitem__, None if len(below) == len(values) else set(values))
+        wanted = None if len(below) == len(values) else set(values)
+        return self._build(leaf, node, values.__getitem__, wanted, fill)
+
+    def _build(
+        self, leaf: Leaf, node: int, value: Callable[[int], Any], wanted: set[int] | None, fill: bool
+    ) -> Any:
+        """The value of a stored subtree, with the stateful objects in it."""
+        nested = Nested(self._structure, self._report, leaf, node, fill)
+        self._nested.append(nested)
+        return self._structure.build(node, value, wanted, nested.revive)
 
 
 def _give(leaf: Leaf, state: Any, fill: bool) -> Any:
@@ -187,7 +200,7 @@ def _give(leaf: Leaf, state: Any, fill: bool) -> Any:
         return state if protocol.make is None else protocol.make(owner, state)
     except Exception as failure:
         failure.add_note(
-            f"while the stored state of leaf `{leaf.path}` was given to this {type(owner).__qualname__}"
+            f"while the stored state of {named(leaf.path)} was given to this {type(owner).__qualname__}"
         )
         raise
 
@@ -202,6 +215,35 @@ def _ancestors(structure: Structure, node: int) -> list[int]:
         node = structure.nodes[node][0]
         chain.append(node)
     return chain
+
+
+def _of_owner(structure: Structure, node: int, leaf: Leaf) -> int:
+    """Of the nodes that hold nothing but ``node``, the one that is the state of an object like the leaf's: where that has one entry only, what all its
+    leaves have above them is that entry."""
+    if leaf.owner is None:
+        return node
+    owner, protocol = leaf.owner
+    alone = [
+        one
+        for one in _ancestors(structure, node)
+        if len(structure.leaves_below(one)) == len(structure.leaves_below(node))
+    ]
+    kinds: list[tuple[int, Any]] = [
+        (one, structure.nodes[one][2]) for one in alone if structure.is_container(one)
+    ]
+    like = [(one, kind) for one, kind in kinds if kind[0] == "stateful" and kind[2] == protocol.name]
+    exactly = [one for one, kind in like if kind[1] == name_of(owner)]
+    return next(iter([*exactly, *(one for one, _ in like), node]))
+
+
+def _has_names(kind: Any) -> bool:
+    """Whether a stored node is a container whose entries have names."""
+    return not isinstance(kind, int) and kind_of(kind) not in ("list", "tuple", "deque")
+
+
+def _is_sequence(value: Any) -> bool:
+    """Whether a container of the caller's has places, and no names."""
+    return type(value) in (list, tuple, deque)
 
 
 def _finish_replaced(value: Any) -> Any:

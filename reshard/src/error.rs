@@ -22,7 +22,7 @@ pub enum Error {
         what: String,
     },
     /// The chunks of a tensor do not cover it exactly once.
-    #[error("leaf `{leaf}`: {fault}")]
+    #[error("{}: {fault}", stepwell_core::leaf_path::named(leaf))]
     Tiling {
         /// The rendered leaf path.
         leaf: String,
@@ -30,7 +30,7 @@ pub enum Error {
         fault: Box<Fault>,
     },
     /// The index contradicts itself: it is damaged, or a reader of a foreign format is wrong.
-    #[error("leaf `{leaf}`: the index is inconsistent: {what}")]
+    #[error("{}: the index is inconsistent: {what}", stepwell_core::leaf_path::named(leaf))]
     Index {
         /// The rendered leaf path.
         leaf: String,
@@ -38,7 +38,7 @@ pub enum Error {
         what: String,
     },
     /// Something was asked for that the checkpoint cannot give; a defect of the caller.
-    #[error("leaf `{leaf}`: {what}")]
+    #[error("{}: {what}", stepwell_core::leaf_path::named(leaf))]
     Request {
         /// The rendered leaf path.
         leaf: String,

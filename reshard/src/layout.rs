@@ -2,7 +2,7 @@
 //! replica) or leave a part of the buffer to none (padding).
 
 use stepwell_core::format::index::ChunkRegion;
-use stepwell_core::region::{Region, row_major_strides, volume};
+use stepwell_core::region::{Dims, Region, row_major_strides, volume};
 
 use crate::read_plan::Request;
 use crate::segment::{Place, Segment, SegmentError};
@@ -14,17 +14,23 @@ pub struct Layout(pub Vec<Segment>);
 
 impl Layout {
     /// All of a tensor in a buffer with those strides (bytes); `None`: row-major.
-    pub fn whole(shape: &[u64], itemsize: u64, strides: Option<Vec<i64>>) -> Self {
+    pub fn whole(shape: &[u64], itemsize: u64, strides: Option<Dims<i64>>) -> Self {
         Self::one_box(Region::whole(shape), itemsize, strides)
     }
 
+    /// Whether it is [`Layout::whole`], row-major: the buffer is the tensor.
+    pub fn is_whole(&self, shape: &[u64], itemsize: u64) -> bool {
+        let [Segment { region: ChunkRegion::Box(region), place }] = self.0.as_slice() else { return false };
+        let all = region.offset.iter().all(|&first| first == 0) && region.extent.as_slice() == shape;
+        all && *place == Place::row_major(shape, itemsize)
+    }
+
     /// A box of a tensor in a buffer of its own.
-    pub fn one_box(region: Region, itemsize: u64, strides: Option<Vec<i64>>) -> Self {
-        let row_major = || {
-            let strides = row_major_strides(&region.extent).into_iter();
-            strides.map(|n| i64::try_from(n.saturating_mul(itemsize)).unwrap_or(i64::MAX)).collect()
+    pub fn one_box(region: Region, itemsize: u64, strides: Option<Dims<i64>>) -> Self {
+        let place = match strides {
+            Some(strides) => Place { offset: 0, strides },
+            None => Place::row_major(&region.extent, itemsize),
         };
-        let place = Place { offset: 0, strides: strides.unwrap_or_else(row_major) };
         Self(vec![Segment { region: ChunkRegion::Box(region), place }])
     }
 
@@ -50,7 +56,7 @@ impl Layout {
             let part_strides = row_major_strides(&part.extent);
             for own in &own {
                 let mut region = own.region.clone();
-                let mut place = Place { offset: at, strides: vec![0; region.ndim()] };
+                let mut place = Place { offset: at, strides: Dims::from_elem(0, region.ndim()) };
                 let mut meets = true;
                 for (d, line) in own.lines.iter().enumerate() {
                     let (first, count) = line.within(part.offset[d], part.extent[d]);
@@ -96,7 +102,7 @@ impl Layout {
                     region,
                     dst,
                     dst_offset: place.offset,
-                    dst_strides: place.strides.into(),
+                    dst_strides: place.strides,
                 });
             }
         }

@@ -12,10 +12,20 @@ pub struct Place {
     /// The region's first element.
     pub offset: u64,
     /// Distance between neighbours along each dimension of the region; one stride for a run.
-    pub strides: Vec<i64>,
+    pub strides: Dims<i64>,
 }
 
 impl Place {
+    /// A box of that extent in a row-major buffer of its own.
+    pub fn row_major(extent: &[u64], itemsize: u64) -> Self {
+        let mut strides = Dims::from_elem(i64::try_from(itemsize).unwrap_or(i64::MAX), extent.len());
+        for d in (1..extent.len()).rev() {
+            let extent = i64::try_from(extent[d].max(1)).unwrap_or(i64::MAX);
+            strides[d - 1] = strides[d].saturating_mul(extent);
+        }
+        Self { offset: 0, strides }
+    }
+
     /// The bytes of the buffer, first and end, that a region of that extent lies in; `None` where they do not fit 64 bits or begin before the buffer.
     pub fn span(&self, extent: &[u64], itemsize: u64) -> Option<(u64, u64)> {
         if extent.contains(&0) {

@@ -37,6 +37,13 @@ pub fn cut(region: &Region, itemsize: u64, options: &Options) -> Vec<Region> {
     if region.is_empty() {
         return Vec::new();
     }
+    if region
+        .volume()
+        .and_then(|n| n.checked_mul(itemsize))
+        .is_some_and(|bytes| bytes <= options.target_bytes)
+    {
+        return vec![region.clone()]; // as most leaves of a model are; it is asked of each while training waits
+    }
     let parts = parts(&region.extent, itemsize, options);
     let mut boxes = Vec::with_capacity(parts.iter().product::<u64>() as usize);
     let mut at = vec![0_u64; parts.len()];

@@ -47,7 +47,13 @@ def finish(root: Path, losses: Path) -> None:
 
 def in_flight(root: Path) -> set[str]:
     """The saves that are being written: their directories do not have a step's name yet."""
-    return {entry.name for entry in root.glob(".tmp-*") if any(entry.rglob("*.data"))}
+    return {name for name in os.listdir(root) if name.startswith(".tmp-") and has_data(root / name)}
+
+
+def has_data(save: Path) -> bool:
+    """Whether the save has a data file by now. A save that is committed meanwhile has moved away, and has none here."""
+    # os.walk passes over a directory that is gone when it gets there; Path.rglob raises, before Python 3.13.
+    return any(name.endswith(".data") for _, _, names in os.walk(save) for name in names)
 
 
 def kill_in_a_save(root: Path, losses: Path, after_steps: int) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
 import math
 import random
+import time
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,7 +15,8 @@ import numpy as np
 import pytest
 import stepwell as sw
 from numpy.lib.stride_tricks import as_strided
-from stepwell import restore_options
+from stepwell import _core, restore_options
+from stepwell.options import to_json
 
 STATE: dict[str, Any] = {
     "params": {"w": np.arange(6.0).reshape(2, 3), "b": np.ones(3), "layers": [np.zeros(2)]},
@@ -264,6 +268,7 @@ NAN = math.nan
         lambda: sw.keep_steps(3), lambda: sw.keep_steps([NAN]), lambda: sw.keep_newer_than(NAN), lambda: sw.keep_newer_than(-3),
         lambda: sw.Options(chunk_bytes=-1), lambda: sw.Options(queue_depth=0), lambda: sw.Options(capture_threads=0),
         lambda: sw.Options(block_bytes="4k"), lambda: sw.Options(engine="fast"), lambda: sw.Options(create="no"), lambda: sw.Options(stall_timeout=NAN),
+        lambda: sw.Options(silence=-1), lambda: sw.Options(silence=None), lambda: sw.Options(grace=NAN), lambda: sw.Options(grace="long"),
         lambda: sw.StepName(3), lambda: sw.StepName("x", -1), lambda: sw.StepName("x", 8, ["y"]),
         lambda: sw.ArraySpec("abc"), lambda: sw.ArraySpec((-1,)), lambda: sw.ArraySpec((2.5,)), lambda: sw.ArraySpec((2,), "flot32"),
         lambda: sw.register(3), lambda: sw.register(dict), lambda: sw.register(dict, dict),
@@ -280,13 +285,39 @@ def test_numbers_and_names_that_mean_nothing_are_refused_where_they_are_given(ma
         {"options": {}}, {"options": {"engine": "auto"}}, {"step_name": "step_"}, {"save_policy": 3}, {"save_policy": lambda s, n: True},
         {"retention": sw.keep_latest}, {"staging_bytes": "lots"}, {"staging_bytes": -1}, {"staging_bytes": 1.5}, {"max_pending": "x"},
         {"max_pending": -1}, {"read_only": "no"}, {"on_save_error": "ignore"}, {"coordinator": 3}, {"coordinator": np.zeros(2)},
-        {"options": sw.Options(block_bytes=3)}, {"step_name": sw.StepName("a/b")},
+        {"options": sw.Options(silence=0.01)}, {"options": sw.Options(block_bytes=3)}, {"step_name": sw.StepName("a/b")},
     ],
 )  # fmt: skip
 def test_a_manager_refuses_what_it_cannot_use_and_makes_nothing(root: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(sw.MisuseError):
         sw.CheckpointManager(root, **wrong)
     assert not root.exists()
+
+
+def test_the_engine_takes_every_option_as_it_is_meant_or_says_which_it_does_not_know(root: Path) -> None:
+    given = json.loads(
+        to_json(sw.Options(), sw.every_steps(1), sw.keep_all(), None, "auto", 1, False, "raise")
+    )
+    known = r"options: .*"
+    for wrong in (
+        {"queue_dept": 3},
+        {"block_bytes": "4096"},
+        {"read_only": "yes"},
+        {"on_save_error": "ignore"},
+    ):
+        with pytest.raises(sw.MisuseError, match=known):
+            _core.Manager(root, json.dumps(given | wrong))
+    for name in given.keys() - {"root_metadata"}:  # which is whatever JSON the user likes
+        with pytest.raises(sw.MisuseError, match=known):
+            _core.Manager(root, json.dumps(given | {name: [{}]}))
+    assert not root.exists()
+
+
+def test_bounds_are_those_of_the_engine(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(_core.MAX_STEP, {}, metrics={"x" * _core.MAX_NAME_BYTES: 1}).result()
+        with pytest.raises(sw.MisuseError, match=str(_core.MAX_STEP)):
+            manager.save(_core.MAX_STEP + 1, {})
 
 
 @pytest.mark.parametrize(
@@ -410,3 +441,118 @@ def test_nothing_is_left_by_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(sw.MisuseError):
             sw.save(tmp_path / "x", {}, **wrong)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+class Failing:
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not ready")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+def test_an_error_of_the_callers_own_code_in_a_save_says_where_in_the_state(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Lacking:
+        x: int
+
+    lacking = Lacking(1)
+    del lacking.x
+    for state, place in (
+        ({"a": [1, {"l": Failing()}]}, "the Failing at leaf `a[1]/l`"),
+        ({"d": lacking}, "the Lacking at leaf `d`"),
+        (Failing(), "the Failing at the whole state"),
+    ):
+        with pytest.raises((RuntimeError, AttributeError)) as caught:
+            sw.save(tmp_path / "c", state)
+        assert any(place in note for note in caught.value.__notes__)
+    sw.save(tmp_path / "c", {"d": {"x": 1}})
+    with pytest.raises(AttributeError) as wanted:
+        sw.restore(tmp_path / "c", like={"d": lacking})
+    assert any("the Lacking at leaf `d`" in note for note in wanted.value.__notes__)
+
+
+def test_errors_at_the_root_of_a_state_name_it(tmp_path: Path) -> None:
+    with pytest.raises(sw.UnsupportedLeaf, match=r"^the whole state: "):
+        sw.save(tmp_path / "c", lambda: object())
+    sw.save(tmp_path / "c", np.zeros(3))
+    for like, match in (
+        (np.zeros(4), "the whole state: stored"),
+        (np.zeros(3, int), "the whole state: stored"),
+        (5, "the whole state: stored"),
+        (object(), "^the whole state: "),
+    ):
+        with pytest.raises((sw.MismatchError, sw.UnsupportedLeaf), match=match):
+            sw.restore(tmp_path / "c", like=like)
+
+
+def test_saving_to_a_path_that_is_taken_speaks_of_the_path(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"w": 1})
+    with pytest.raises(sw.StepExists, match='exists="replace"') as caught:
+        sw.save(tmp_path / "c", {"w": 2})
+    assert "step 0" not in str(caught.value)
+    assert "skip" not in str(caught.value)
+    assert str(tmp_path / "c") in str(caught.value)
+
+
+def test_a_read_only_manager_says_once_that_it_saves_nothing_and_refuses_to_be_forced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sw.CheckpointManager(tmp_path / "run") as mgr:
+        mgr.save(0, {"w": 1})
+    with sw.CheckpointManager(tmp_path / "run", read_only=True) as mgr:
+        assert not mgr.save(1, {"w": 1})
+        assert not mgr.save(2, {"w": 1})
+        with pytest.raises(sw.ReadOnlyError, match="read_only=True"):
+            mgr.save(3, {"w": 1}, force=True)
+        assert mgr.all_steps() == [0]
+    assert [one.levelname for one in caplog.records if "read_only" in one.getMessage()] == ["WARNING"]
+
+
+def test_a_directory_that_is_no_step_is_told_by_its_error_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "notes.txt").write_text("x")
+    with pytest.raises(sw.NotAStep):
+        sw.open(tmp_path / "d")
+    time.sleep(0.3)  # warnings come through a thread
+    assert not caplog.records
+
+
+def test_an_index_that_is_no_basic_one_is_refused_as_such(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"w": np.arange(4), "s": 1})
+    with sw.open(tmp_path / "c") as checkpoint:
+        w = checkpoint["w"]
+        for index in (w[:] > 1, [True] * 4, np.array([0, 1]), [0, 1], None, 1.0, True, np.array(True), "a"):
+            with pytest.raises(IndexError, match="integers, slices"):
+                w[index]
+        assert w[np.array(2)] == 2
+        assert w[np.int64(-1)] == 3
+        assert w[...].tolist() == [0, 1, 2, 3]
+
+
+def test_policies_that_are_combined_by_words_say_how_they_combine() -> None:
+    for words in (
+        lambda: sw.every_steps(2) and sw.at_steps([3]),
+        lambda: sw.every_steps(2) or sw.at_steps([3]),
+        lambda: not sw.every_steps(2),
+    ):
+        with pytest.raises(TypeError, match=r"with \| and &"):
+            words()
+    with pytest.raises(TypeError, match=r"with \|"):
+        _ = sw.keep_latest(1) or sw.keep_all()
+
+
+def test_a_damaged_step_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with sw.CheckpointManager(tmp_path / "run") as mgr:
+        for step in range(2):
+            mgr.save(step, {"w": np.arange(3)})
+    next((tmp_path / "run" / "step_00000001").rglob("*.data")).unlink()
+    with sw.CheckpointManager(tmp_path / "run", read_only=True) as mgr:
+        assert [mgr.latest_step() for _ in range(3)] == [0, 0, 0]
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not caplog.records:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert sum("damaged step is skipped" in one.getMessage() for one in caplog.records) == 1

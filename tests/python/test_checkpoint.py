@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -184,6 +185,88 @@ def test_watching_yields_each_step_as_it_comes_and_ends(tmp_path: Path) -> None:
     assert [c.step for c in sw.watch(root, after=1, which="all", timeout=0)] == [2, 3]
 
 
+class Mirror:
+    """A copy of a root that is filled file by file, the manifests first: as ``rsync`` may fill it."""
+
+    def __init__(self, source: Path, mirror: Path) -> None:
+        self.source, self.mirror = source, mirror
+        shutil.copytree(source / ".stepwell", mirror / ".stepwell")
+
+    def begin(self, step: int) -> None:
+        name = f"step_{step:08}"
+        for path in (self.source / name).rglob("*"):
+            if path.is_dir():
+                (self.mirror / name / path.relative_to(self.source / name)).mkdir(parents=True)
+        self._copy(f"{name}/manifest.json")
+
+    def index(self, step: int) -> None:
+        """The index too, and a part of the data."""
+        for path in (self.source / f"step_{step:08}").glob("i*/*"):
+            self._copy(str(path.relative_to(self.source)))
+            if path.suffix == ".data":
+                os.truncate(self.mirror / path.relative_to(self.source), 4096)
+
+    def finish(self, step: int) -> None:
+        for path in (self.source / f"step_{step:08}").rglob("*"):
+            if path.is_file():
+                self._copy(str(path.relative_to(self.source)))
+
+    def _copy(self, path: str) -> None:
+        shutil.copyfile(self.source / path, self.mirror / path)
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Mirror:
+    with sw.CheckpointManager(tmp_path / "trainer") as manager:
+        for step in range(3):
+            manager.save(step, {"a": np.full(100_000, step)}).result()
+    return Mirror(tmp_path / "trainer", tmp_path / "mirror")
+
+
+@pytest.mark.parametrize("part", ["manifest", "index"])
+def test_watching_the_latest_gives_the_newest_whole_step_of_a_mirror_and_that_which_comes_whole_later(
+    mirror: Mirror, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror.begin(0)
+    mirror.finish(0)
+    for step in (1, 2):
+        mirror.begin(step)
+        if part == "index":
+            mirror.index(step)
+    seen = sw.watch(mirror.mirror, timeout=30, interval=0.02)
+    assert next(seen).restore()["a"][0] == 0
+    timer = threading.Timer(0.3, mirror.finish, [2])
+    timer.start()
+    with next(seen) as checkpoint:
+        assert checkpoint.step == 2
+        assert checkpoint.restore()["a"][0] == 2
+    timer.join()
+    warnings = [record.message for record in caplog.records if "passed over" in record.message]
+    assert len(warnings) == 2  # one for each of the steps, however often it was looked at
+    mirror.finish(1)
+    assert list(sw.watch(mirror.mirror, after=2, timeout=0)) == []
+
+
+def test_watching_all_passes_over_a_step_that_is_not_whole_and_gives_it_when_it_is(mirror: Mirror) -> None:
+    for step in range(3):
+        mirror.begin(step)
+    mirror.finish(0)
+    mirror.index(1)
+    mirror.finish(2)
+    seen = sw.watch(mirror.mirror, which="all", timeout=1, interval=0.02)
+    assert [next(seen).step, next(seen).step] == [0, 2]
+    timer = threading.Timer(0.3, mirror.finish, [1])
+    timer.start()
+    assert [int(one.restore()["a"][0]) for one in seen] == [1]
+    timer.join()
+
+
+def test_watching_ends_when_nothing_becomes_whole(mirror: Mirror) -> None:
+    mirror.begin(0)
+    for which in ("latest", "all"):
+        assert list(sw.watch(mirror.mirror, which=which, timeout=0.1, interval=0.02)) == []  # type: ignore[arg-type]
+
+
 def test_a_step_that_is_read_is_not_removed_under_its_reader(tmp_path: Path) -> None:
     with sw.CheckpointManager(tmp_path / "run", retention=sw.keep_latest(1)) as manager:
         manager.save(0, {"a": np.arange(1000)}).result()
@@ -208,3 +291,43 @@ def test_every_engine_writes_what_every_engine_reads(tmp_path: Path, engine: Any
     for reader in ("auto", "buffered", "threads"):
         with sw.open(tmp_path / "c", engine=reader) as checkpoint:
             assert np.array_equal(checkpoint["a"][:], ARRAY)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "lose"])
+@pytest.mark.parametrize("file", ["manifest.json", "i0/index", "i1/index", "i0/00000.data"])
+def test_verifying_a_root_looks_at_its_newest_step_and_reports_whatever_is_damaged(
+    tmp_path: Path, file: str, how: str
+) -> None:
+    root = tmp_path / "run"
+    with sw.CheckpointManager(root) as mgr:
+        for step in range(2):
+            mgr.save(step, {"p": {"w": np.arange(100_000)}, "q": {"w": np.ones(10)}})
+    whole = sw.verify(root)
+    assert whole.ok
+    assert (whole.step, whole.path) == (1, str(root / "step_00000001"))
+    damaged = root / "step_00000001" / file
+    if how == "lose":
+        damaged.unlink()
+    else:
+        raw = bytearray(damaged.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        damaged.write_bytes(raw[: len(raw) // 2] if how == "cut" else raw)
+    reports = [sw.verify(root), sw.verify(root, 1)]
+    if (file, how) != ("manifest.json", "lose"):
+        reports.append(sw.verify(root / "step_00000001"))
+    for report in reports:
+        assert not report.ok
+        assert report.path == str(root / "step_00000001")
+        assert [damage.file for damage in report.damages] == [str(damaged)]
+    assert [report.step for report in reports[:2]] == [1, 1]
+    assert sw.verify(root, 0).step == 0
+    assert sw.verify(root, 0).ok
+
+
+def test_what_is_no_step_is_not_verified_in_its_place(tmp_path: Path) -> None:
+    with sw.CheckpointManager(tmp_path / "run") as mgr:
+        mgr.save(1, {"w": np.arange(3)})
+    (tmp_path / "run" / "step_00000007").mkdir()
+    assert sw.verify(tmp_path / "run").step == 1
+    with pytest.raises(sw.StepNotFound):
+        sw.verify(tmp_path / "run", 7)

@@ -211,3 +211,23 @@ def test_new_memory_is_private_to_the_process(saved: Path) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert array[0] == first
+
+
+def _resident() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmRSS")
+
+
+def test_new_memory_is_that_of_the_arrays_and_64_mib_whatever_their_sizes(tmp_path: Path) -> None:
+    # Arrays whose last huge page is used by a little more than half: huge pages alone would take nearly 90 MiB more.
+    size = (5 << 20) + 4096
+    state = {f"layer{n}": np.full(size, n, np.uint8) for n in range(90)}
+    sw.save(tmp_path / "x", state)
+    del state
+    before = _resident()
+    found = sw.restore(tmp_path / "x")
+    beyond = _resident() - before - sum(array.nbytes for array in found.values())
+    assert beyond < 64 << 20, f"{beyond >> 20} MiB beyond the arrays"
+    assert (found["layer89"] == 89).all()

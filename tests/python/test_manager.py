@@ -157,6 +157,25 @@ def test_an_existing_step_stays_as_it_is(root: Path) -> None:
         manager.save(6, state(6)).result()
 
 
+def test_skipping_a_step_that_is_still_being_saved_gives_that_save(root: Path) -> None:
+    large = {"a": np.zeros(1 << 25, np.uint8)}
+    with sw.CheckpointManager(root) as manager:
+        for step in range(20):
+            first = manager.save(step, large)
+            last = manager.save(step, {"a": "another state"}, exists="skip")
+            if last:
+                break
+            assert last.reason == "the step exists already"  # the disk was faster
+        else:
+            pytest.fail("no save was still pending when it was asked for again")
+        assert manager.pending() in ([first], [])
+        assert last.result() == step
+        assert first.done()
+        with sw.open(root) as checkpoint:  # by now everybody sees it
+            assert checkpoint.step == step
+            assert checkpoint.metadata().nbytes == 1 << 25
+
+
 def test_replacing_swaps_the_new_one_in(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(5, state(5)).result()
@@ -406,6 +425,17 @@ def test_steps_may_be_named_otherwise(root: Path) -> None:
     assert sw.open(root).step == 7
 
 
+def test_a_name_pattern_that_does_not_read_the_steps_that_are_there_is_refused(root: Path) -> None:
+    with sw.CheckpointManager(root, step_name=sw.StepName("ckpt-", 0)) as manager:
+        manager.save(7, state(7)).result()
+    said = r'also_read=\(StepName\("ckpt-", 0\),\)'
+    with pytest.raises(sw.MisuseError, match=said):
+        sw.CheckpointManager(root, step_name=sw.StepName("step_", 8))
+    both = sw.StepName("step_", 8, also_read=(sw.StepName("ckpt-", 0),))
+    with sw.CheckpointManager(root, step_name=both) as manager:
+        assert manager.latest_step() == 7
+
+
 def test_several_processes_without_a_coordinator_are_an_error(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +443,34 @@ def test_several_processes_without_a_coordinator_are_an_error(
     with pytest.raises(sw.MisuseError, match="coordinator=None"):
         sw.CheckpointManager(root)
     sw.CheckpointManager(root, coordinator=None).close()
+
+
+def test_memory_is_prepared_for_a_state_that_is_not_there_yet(root: Path) -> None:
+    specs = {
+        "params": {"w": sw.ArraySpec((300, 2), "bfloat16"), "b": np.zeros(3, np.float32)},
+        "step": int,
+        "rng": np.random.default_rng(0),
+        "list": [1, (sw.ArraySpec((), np.float64), "x")],
+        "huge": sw.ArraySpec((1 << 30, 0), np.uint8),
+    }
+    with sw.CheckpointManager(root) as manager:
+        assert manager.prepare(specs) == 300 * 2 * 2 + 3 * 4 + 8
+        assert manager.prepare(sw.ArraySpec((1 << 26,), np.uint8)) == 1 << 26
+        for unknown in (sw.ArraySpec(None, np.float32), sw.ArraySpec((3,)), np.ndarray):
+            with pytest.raises(sw.MisuseError, match="`params/w`"):
+                manager.prepare({"params": {"w": unknown}})
+        with pytest.raises(sw.UnsupportedLeaf, match="`a`"):
+            manager.prepare({"a": sw.AS_STORED})
+
+
+def test_a_root_is_taken_over_after_the_silence_that_its_user_chose(root: Path) -> None:
+    sw.CheckpointManager(root).close()
+    # The sign of life of a writer that was killed on a machine whose locks do not reach here.
+    beat = {"count": 3, "every_ms": 10, "owner": "another host"}
+    (root / ".stepwell" / f"beat-{'0' * 32}").write_text(json.dumps(beat))
+    begun = time.monotonic()
+    sw.CheckpointManager(root, options=sw.Options(silence=0.5, grace=math.inf)).close()
+    assert 0.5 <= time.monotonic() - begun < 30  # a minute, where nothing is said
 
 
 def test_staging_memory_may_be_small(root: Path) -> None:

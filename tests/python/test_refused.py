@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
+from stepwell import _core
 
 
 class Unknown:
@@ -83,6 +84,25 @@ def test_check_finds_it_at_start_up(root: Path) -> None:
         manager.check({"a": np.zeros(1)})
         with pytest.raises(sw.UnsupportedLeaf):
             manager.check({"a": Unknown()})
+
+
+def test_check_finds_what_the_engine_would_refuse_and_makes_nothing(root: Path) -> None:
+    deep: Any = 1
+    for _ in range(5):  # each key is short enough, and the path of all is not
+        deep = {"k" * _core.MAX_NAME_BYTES: deep}
+    # As many items as there may be, whose names together are more than a manifest holds.
+    wide = {f"{number}" + "n" * (_core.MAX_NAME_BYTES - 8): [np.zeros(0)] for number in range(2000)}
+    with sw.CheckpointManager(root) as manager:
+        for state, what in ((deep, "leaf path"), (wide, "manifest")):
+            with pytest.raises(sw.StepwellError, match=what) as saved:
+                manager.save(0, state)
+            with pytest.raises(type(saved.value), match=what):
+                manager.check(state)
+        state = {"a": np.zeros(3)}
+        manager.check(state)
+        assert os.listdir(root) == [".stepwell"]
+        manager.save(0, state).result()  # what was checked may be saved
+        assert manager.all_steps() == [0]
 
 
 @pytest.mark.parametrize("step", [-1, 2**63, 1.0, True, "1", None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +370,32 @@ def test_options_that_make_no_sense_say_so(path: Path) -> None:
 def test_keys_keep_their_order_of_the_target(path: Path) -> None:
     like = OrderedDict(step=0, params=sw.AS_STORED)
     assert list(sw.restore(path, like=like)) == ["step", "params"]
+
+
+def test_names_at_the_top_may_be_left_out_and_places_may_not(tmp_path: Path) -> None:
+    z = np.zeros(2)
+    two = [np.ones(2), np.ones(2)]
+    sw.save(tmp_path / "list", two)
+    sw.save(tmp_path / "dict", {"a": np.ones(2), "b": 1})
+    sw.save(tmp_path / "leaf", np.ones(2))
+    wrong: list[tuple[str, Any]] = [
+        *(("list", target) for target in ([], (), {}, [z], (z,), {0: z}, deque([z]), [z, z, z], {"a": z})),
+        *(("dict", target) for target in ([], (), [z], [z, 1], deque())),
+        *(("leaf", target) for target in ([], (), {}, [z], {"a": z})),
+    ]
+    for name, target in wrong:
+        for how in ("like", "into"):
+            with pytest.raises(sw.MismatchError):
+                sw.restore(tmp_path / name, **{how: target})
+    assert not z.any()
+    assert sw.restore(tmp_path / "dict", like={}) == {}
+    assert sw.restore(tmp_path / "dict", like={"b": 0}) == {"b": 1}
+    assert sw.restore(tmp_path / "list", like=[], unexpected="ignore") == []
+    assert same(sw.restore(tmp_path / "list", like=(z, z)), tuple(two))
+    assert same(sw.restore(tmp_path / "list", like={1: z, 0: z}), {1: two[1], 0: two[0]})
+
+
+def test_an_empty_sequence_at_the_top_takes_a_plain_one(tmp_path: Path) -> None:
+    for stored in ([1, 2], []):
+        sw.save(tmp_path / "c", stored, exists="replace")
+        assert sw.restore(tmp_path / "c", like=[]) == stored

@@ -311,12 +311,25 @@ def test_stateful_objects_are_expanded_and_loaded_in_place(tmp_path: Path) -> No
     assert target["n"].value == 3
 
 
-def test_wrappers_for_many_ranks_are_transparent_on_one(tmp_path: Path) -> None:
-    state = {"a": sw.PerRank(np.arange(3)), "b": sw.Replicated({"x": 1})}
+def test_a_replicated_value_is_itself_where_there_is_one_process(tmp_path: Path) -> None:
+    state = {"a": sw.Replicated(np.arange(3)), "b": sw.Replicated({"x": 1}, pick="last")}
     assert same(round_trip(tmp_path, state), {"a": np.arange(3), "b": {"x": 1}})
-    back = sw.restore(tmp_path / "c", like={"a": sw.PerRank(np.zeros(3, int)), "b": sw.Replicated({"x": 0})})
-    assert isinstance(back["a"], sw.PerRank)
-    assert back["b"].value == {"x": 1}
+    back = sw.restore(tmp_path / "c", like={"a": np.zeros(3, int), "b": sw.Replicated({"x": 0}, "last")})
+    assert same(back["a"], np.arange(3))
+    assert back["b"] == sw.Replicated({"x": 1}, "last")
+
+
+def test_a_value_that_differs_on_every_rank_is_refused_by_path_and_not_taken_for_everybodys(
+    tmp_path: Path,
+) -> None:
+    state = {"rng": [0, sw.PerRank(np.arange(3))]}
+    with pytest.raises(sw.UnsupportedLeaf, match=r"`rng\[1\]`: .*not supported yet"):
+        sw.save(tmp_path / "c", state)
+    assert not (tmp_path / "c").exists()
+    sw.save(tmp_path / "c", {"rng": [0, np.arange(3)]})
+    for restore in ({"like": state}, {"into": state}):
+        with pytest.raises(sw.UnsupportedLeaf, match=r"`rng\[1\]`: .*not supported yet"):
+            sw.restore(tmp_path / "c", **restore)
 
 
 leaves = st.one_of(

@@ -100,7 +100,7 @@ fn every_engine_writes_the_same_bytes() {
             // Alone and in company, in any order of completions.
             for (depth, threads) in [(1, 1), (16, 4)] {
                 let options =
-                    Options { queue_depth: depth, capture_threads: Some(threads), ..options.clone() };
+                    Options { queue_depth: Some(depth), capture_threads: Some(threads), ..options.clone() };
                 let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
                 let disk = open_disk(dir.path(), engine).unwrap();
                 let found = saved(&dir.path().join("run"), &disk, &options);

@@ -91,17 +91,119 @@ fn the_format_does_no_input_or_output_and_planning_has_no_threads() {
     }
 }
 
+/// What the product runs of a crate: `place:line` and the line's code, without comments and without tests (their files, and the modules at the ends of others).
+fn product_code(folder: &str) -> Vec<(String, String)> {
+    let mut lines = Vec::new();
+    for (name, text) in sources(folder, &[".rs"]) {
+        let is_test =
+            ["/tests/", "/tests.rs", "_tests.rs", "/testing.rs"].iter().any(|part| name.contains(part));
+        let end = text.find("#[cfg(test)]\nmod tests {").unwrap_or(text.len());
+        if is_test {
+            continue;
+        }
+        for (number, line) in text[..end].lines().enumerate() {
+            let code = line.split("//").next().unwrap_or_default();
+            lines.push((format!("{name}:{}", number + 1), code.to_owned()));
+        }
+    }
+    assert!(lines.len() > 500, "{folder} has {} lines", lines.len());
+    lines
+}
+
+/// The lines of the Python package.
+fn python_code() -> Vec<(String, String)> {
+    let mut lines = Vec::new();
+    for (name, text) in sources("python/stepwell", &[".py"]) {
+        for (number, line) in text.lines().enumerate() {
+            let code = line.split('#').next().unwrap_or_default();
+            lines.push((format!("{name}:{}", number + 1), code.to_owned()));
+        }
+    }
+    lines
+}
+
 #[test]
 fn only_the_commit_renames() {
-    for (name, text) in sources("manager/src", &[".rs"]) {
-        let code = text.split("#[cfg(test)]").next().unwrap_or_default();
-        let renames = code.lines().any(|line| {
-            // A decorator of `Dir` hands the call on.
-            !line.trim_start().starts_with("//")
-                && line.contains(".rename(")
-                && !line.contains("self.inner.rename(")
+    for folder in ["core/src", "reshard/src", "manager/src", "python/src"] {
+        for (place, code) in product_code(folder) {
+            let renames = [".rename(", "::rename(", "renameat", "hard_link(", "linkat"]
+                .iter()
+                .any(|word| code.contains(word));
+            let may = ["core/src/io/", "manager/src/commit/"].iter().any(|may| place.starts_with(may));
+            assert!(!renames || may, "{place} renames: {code}");
+        }
+    }
+    for (place, code) in python_code() {
+        let renames = ["os.rename", "os.replace", "os.link", "shutil", ".rename("]
+            .iter()
+            .any(|word| code.contains(word));
+        assert!(!renames, "{place} renames: {code}");
+    }
+}
+
+/// The ways to a file that there are beside [`stepwell_core::io`].
+const WAYS_TO_A_FILE: [&str; 9] = [
+    "std::fs",
+    "fs::File",
+    "File::open(",
+    "File::create(",
+    "OpenOptions",
+    "rustix::fs",
+    "libc::open",
+    "libc::creat",
+    "openat",
+];
+
+#[test]
+fn nothing_outside_core_io_opens_a_data_file() {
+    for folder in ["core/src", "reshard/src", "manager/src", "python/src"] {
+        for (place, code) in product_code(folder) {
+            if place.starts_with("core/src/io/") {
+                continue;
+            }
+            if place.starts_with("core/src/sys/") {
+                // It works on descriptors that it is given; what it opens itself is the kernel's word on the machine.
+                let opens = [
+                    "read_to_string(",
+                    "fs::read",
+                    "File::open(",
+                    "File::create(",
+                    "OpenOptions",
+                    "libc::open",
+                ]
+                .iter()
+                .any(|word| code.contains(word));
+                let is_kernel = ["\"/proc/", "\"/dev/", "\"/sys/"].iter().any(|below| code.contains(below));
+                assert!(!opens || is_kernel, "{place} opens a file: {code}");
+                continue;
+            }
+            let way = WAYS_TO_A_FILE.iter().find(|word| code.contains(**word));
+            assert!(way.is_none(), "{place} reaches files past core/io: {code}");
+            // And through it, only the two pipelines ask for data files: the crates above have small files, whole ones.
+            let opens = [".open_file(", ".create_file("].iter().any(|word| code.contains(word));
+            let may = ["core/src/load/", "core/src/save/"].iter().any(|may| place.starts_with(may));
+            assert!(!opens || may, "{place} opens a data file: {code}");
+        }
+    }
+    for (place, code) in python_code() {
+        let calls_open = code.match_indices("open(").any(|(at, _)| {
+            let before = code[..at].chars().next_back().unwrap_or(' ');
+            // Its own `open` gives a checkpoint.
+            let own = place.starts_with("python/stepwell/singular.py");
+            !own && !before.is_alphanumeric() && !matches!(before, '_' | '.')
         });
-        assert!(!renames || name.starts_with("manager/src/commit"), "{name} renames");
+        let others = [
+            "os.open",
+            "io.open",
+            ".fromfile(",
+            "np.load(",
+            "memmap(",
+            "read_bytes()",
+            "read_text()",
+            "write_bytes(",
+        ];
+        let opens = calls_open || others.iter().any(|word| code.contains(word) && !code.contains("def "));
+        assert!(!opens, "{place} opens a file: {code}");
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use stepwell_core::io::Engine;
 use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Checkpoint, Environment, Exists, Outcome};
+use stepwell_manager::{Checkpoint, Environment, Exists, Manager, Outcome};
 use stepwell_tests::real::trials;
 
 /// A process in the middle of a save to `path`: its temporary is there.
@@ -44,6 +44,23 @@ fn save(path: &Path, step: u64) {
     let save = singular::save(request, &trials::options(), &environment).unwrap();
     assert!(matches!(save.wait(Some(Duration::from_secs(60))), Ok(Some(Outcome::Committed))));
     assert_eq!(Checkpoint::open(path, &environment).unwrap().leaves().len(), 2);
+}
+
+#[test]
+fn a_writer_that_opens_a_root_leaves_a_live_save_to_a_path_in_it_and_takes_a_dead_ones() {
+    let directory = tempfile::tempdir().unwrap();
+    let open = || {
+        let environment = Environment::real(directory.path(), Engine::Auto).unwrap();
+        let manager = Manager::open(directory.path(), trials::options(), environment).unwrap();
+        manager.close(Some(Duration::from_secs(60))).unwrap();
+        leftovers(directory.path()).into_iter().filter(|name| name != ".stepwell").count()
+    };
+    assert_eq!(open(), 0);
+    let mut live = saver(&directory.path().join("model"));
+    assert_eq!(open(), 1, "its process lives");
+    live.kill().unwrap();
+    live.wait().unwrap();
+    assert_eq!(open(), 0);
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use stepwell_manager::singular::{self, SingularRequest};
 use stepwell_manager::{Checkpoint, Exists, Manager, Options, Outcome, Retention, SaveRequest, StepName};
 use stepwell_tests::real::look::{self, Reader};
 use stepwell_tests::real::states;
@@ -69,8 +70,10 @@ fn littered(dir: &Path) -> (PathBuf, Vec<PathBuf>) {
         "step_00000005.partial", // as rsync leaves them
         "notes/deep",
         ".git",
-        ".trash",         // not one of our names
-        ".tmp-something", // nor this
+        ".trash", // not one of our names
+        ".trash-best-old",
+        ".quarantine-old",
+        ".tmp-something",
         "checkpoints",
     ] {
         std::fs::create_dir_all(root.join(directory)).unwrap();
@@ -85,6 +88,8 @@ fn littered(dir: &Path) -> (PathBuf, Vec<PathBuf>) {
         (".git/HEAD", "ref: refs/heads/main"),
         (".tmp-something/x", "somebody's"),
         (".trash/x", "somebody's"),
+        (".trash-best-old/x", "somebody's"),
+        (".quarantine-old/x", "somebody's"),
         ("step_00000021/i0/00000.data", "half a file"),
     ] {
         std::fs::write(root.join(file), text).unwrap();
@@ -190,8 +195,9 @@ fn a_commit_that_needs_the_name_of_what_is_no_step_moves_it_aside_whole() {
     // Whoever opens the root next leaves what was set aside.
     open(&root, keep_latest(1)).close(None).unwrap();
     let kept = std::fs::read_dir(&root).unwrap();
-    let kept = kept
-        .filter(|entry| entry.as_ref().unwrap().file_name().to_str().unwrap().starts_with(".quarantine-"));
+    let kept = kept.filter(|entry| {
+        entry.as_ref().unwrap().file_name().to_str().unwrap().starts_with(".quarantine-step_")
+    });
     assert_eq!(kept.count(), 6);
 }
 
@@ -274,6 +280,29 @@ fn deleting_a_step_with_symlinks_in_it_deletes_the_symlinks_and_not_what_they_na
     manager.close(None).unwrap();
     assert!(!root.join("step_00000001").exists());
     assert_eq!(everything(&outside).into_values().collect::<Vec<_>>(), [b"keep me".to_vec()]);
+}
+
+#[test]
+fn a_save_to_a_path_deletes_nothing_of_other_people_beside_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("best");
+    let others = [".trash-best", ".trash-best-old", ".tmp-best-old-1", ".quarantine-best-old"];
+    let others: Vec<PathBuf> = others.iter().map(|name| dir.path().join(name)).collect();
+    for other in &others {
+        std::fs::create_dir(other).unwrap();
+        std::fs::write(other.join("x"), "somebody's").unwrap();
+    }
+    let before = contents_of(&others);
+    for step in 1..3 {
+        let request =
+            SingularRequest { exists: Exists::Replace, ..SingularRequest::new(&path, states::state(step)) };
+        let save =
+            singular::save(request, &look::options(), &look::environment(dir.path()).unwrap()).unwrap();
+        assert!(matches!(save.wait(Some(Duration::from_secs(60))), Ok(Some(Outcome::Committed))));
+        assert!(contents_of(&others) == before, "something of other people's was changed");
+    }
+    singular::sweep(&path, &look::environment(dir.path()).unwrap()).unwrap();
+    assert!(contents_of(&others) == before, "a sweep changed something of other people's");
 }
 
 #[test]

@@ -29,6 +29,37 @@ pub enum LeafRecord {
     },
 }
 
+impl LeafRecord {
+    /// Where its bytes are.
+    pub fn extents(&self) -> impl Iterator<Item = &Extent> {
+        let (chunks, object) = match self {
+            Self::Tensor(tensor) => (tensor.chunks.as_slice(), None),
+            Self::Object(extent) => (&[][..], Some(extent)),
+            Self::Alias { .. } => (&[][..], None),
+        };
+        chunks.iter().map(|chunk| &chunk.extent).chain(object)
+    }
+
+    /// The same, to be changed.
+    pub fn extents_mut(&mut self) -> impl Iterator<Item = &mut Extent> {
+        let (chunks, object) = match self {
+            Self::Tensor(tensor) => (tensor.chunks.as_mut_slice(), None),
+            Self::Object(extent) => (&mut [][..], Some(extent)),
+            Self::Alias { .. } => (&mut [][..], None),
+        };
+        chunks.iter_mut().map(|chunk| &mut chunk.extent).chain(object)
+    }
+
+    /// The number of the leaf that it is tied to, or is a view of.
+    pub fn refers_to(&mut self) -> Option<&mut u32> {
+        match self {
+            Self::Alias { of } => Some(of),
+            Self::Tensor(tensor) => tensor.view.as_mut().map(|view| &mut view.of),
+            Self::Object(_) => None,
+        }
+    }
+}
+
 /// A logical tensor: dtype, true global shape, and the chunks that tile it exactly once.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorRecord {
@@ -37,7 +68,7 @@ pub struct TensorRecord {
     /// Global shape: no padding, no tensor-parallel cut, no stage number.
     pub shape: Vec<u64>,
     /// How it is a view of another leaf's tensor, where it is one.
-    pub view: Option<ViewRecord>,
+    pub view: Option<Box<ViewRecord>>,
     /// For values that differ on every rank: whose it is.
     pub rank_key: Option<Box<str>>,
     /// The chunks; their regions tile `shape` exactly once.
@@ -110,6 +141,24 @@ pub enum Source {
     Range(u32),
     /// Supplied by a reader outside the engine, by its number.
     Pulled(u32),
+}
+
+impl Source {
+    /// The ordinal of its file.
+    pub fn file(&self) -> Option<u32> {
+        match self {
+            Self::Own(file) | Self::Range(file) => Some(*file),
+            Self::Pulled(_) => None,
+        }
+    }
+
+    /// The same, to be changed.
+    pub fn file_mut(&mut self) -> Option<&mut u32> {
+        match self {
+            Self::Own(file) | Self::Range(file) => Some(file),
+            Self::Pulled(_) => None,
+        }
+    }
 }
 
 /// How the integrity of an extent is known.

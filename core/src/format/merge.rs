@@ -8,7 +8,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::check::{Bounds, Fault, check};
-use super::index::{ChunkRegion, Extent, Index, LeafRecord, Source, TensorRecord, ViewRecord};
+use super::index::{ChunkRegion, Index, LeafRecord};
 use crate::error::{Error, Result};
 use crate::leaf_path::Component;
 use crate::tree::{ContainerKind, Node, NodeKind, Tree};
@@ -230,9 +230,7 @@ impl Merger {
             .into_iter()
             .filter_map(|record| records.get_mut(record)?.take())
             .map(|mut record| {
-                if let LeafRecord::Alias { of }
-                | LeafRecord::Tensor(TensorRecord { view: Some(ViewRecord { of, .. }), .. }) = &mut record
-                {
+                if let Some(of) = record.refers_to() {
                     *of = leaf_of.get(*of as usize).copied().unwrap_or(u32::MAX);
                 }
                 record
@@ -242,31 +240,19 @@ impl Merger {
     }
 }
 
-fn renumbered(record: LeafRecord, first_file: u32, of: impl Fn(u32) -> Result<u32>) -> Result<LeafRecord> {
-    let moved = |extent: Extent| -> Result<Extent> {
-        let ordinal = |file: u32| {
-            file.checked_add(first_file).ok_or_else(|| Error::Misuse(format!("a part has no file {file}")))
-        };
-        let source = match extent.source {
-            Source::Own(file) => Source::Own(ordinal(file)?),
-            Source::Range(file) => Source::Range(ordinal(file)?),
-            Source::Pulled(reader) => Source::Pulled(reader),
-        };
-        Ok(Extent { source, ..extent })
-    };
-    Ok(match record {
-        LeafRecord::Tensor(mut tensor) => {
-            for chunk in &mut tensor.chunks {
-                chunk.extent = moved(chunk.extent)?;
-            }
-            if let Some(view) = &mut tensor.view {
-                view.of = of(view.of)?;
-            }
-            LeafRecord::Tensor(tensor)
-        }
-        LeafRecord::Object(extent) => LeafRecord::Object(moved(extent)?),
-        LeafRecord::Alias { of: leaf } => LeafRecord::Alias { of: of(leaf)? },
-    })
+fn renumbered(
+    mut record: LeafRecord,
+    first_file: u32,
+    of: impl Fn(u32) -> Result<u32>,
+) -> Result<LeafRecord> {
+    for file in record.extents_mut().filter_map(|extent| extent.source.file_mut()) {
+        let no_file = || Error::Misuse(format!("a part has no file {file}"));
+        *file = file.checked_add(first_file).ok_or_else(no_file)?;
+    }
+    if let Some(leaf) = record.refers_to() {
+        *leaf = of(*leaf)?;
+    }
+    Ok(record)
 }
 
 fn unite(known: &mut LeafRecord, other: LeafRecord) -> Result<(), &'static str> {

@@ -10,6 +10,7 @@
 pub mod conformance;
 mod posix;
 mod probe;
+mod room;
 mod shared;
 #[cfg(any(test, feature = "test-support"))]
 pub mod simulated;
@@ -27,6 +28,7 @@ use crate::Result;
 use crate::sys::{Buffer, Mapping};
 
 pub use probe::{Engine, open_disk};
+pub use room::with_room;
 pub use shared::{Purpose, shared_disk};
 
 /// Which engine serves a directory, and why: what a capability probe found.
@@ -146,6 +148,10 @@ pub trait Dir: Send + Sync {
 
     /// The identity of this open directory itself: (device, inode).
     fn id(&self) -> Result<(u64, u64)>;
+
+    /// When this open directory or one of its entries last changed, as [`Stat::changed`]. Two changes within one tick of the file system's clock (milliseconds) may
+    /// show the same: what differs has changed, what is the same need not stand still.
+    fn changed(&self) -> Result<i64>;
 
     /// Makes a file for writing (`O_EXCL`), for direct I/O where this engine does that. `len_hint` is preallocated where the file system can
     /// (so that a full disk shows early: ENOSPC, EDQUOT); surplus is cut with [`File::set_len`].

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) use info::{FileInfo, check_page};
 
 use super::buffers::ReadBuffers;
-use super::head_start::HeadStart;
+use super::head_start::{Coming, HeadStart};
 use super::options::LoadOptions;
 use super::schedule::Shape;
 use crate::format::index::FileRecord;
@@ -39,7 +39,17 @@ pub struct FileSet {
     kind: Kind,
     state: Mutex<State>,
     buffers: Arc<ReadBuffers>,
-    head_start: Mutex<Option<HeadStart>>,
+    begun: Mutex<Begun>,
+}
+
+/// Reads that have begun ([`super::head_start`]).
+#[derive(Default)]
+enum Begun {
+    #[default]
+    Nothing,
+    /// Its thread has not answered yet, or nobody asked.
+    Coming(Coming),
+    Here(HeadStart),
 }
 
 #[derive(Default)]
@@ -73,8 +83,8 @@ impl FileSet {
 
     fn of(dir: Arc<dyn Dir>, records: &[FileRecord], kind: Kind) -> Self {
         let buffers = ReadBuffers::shared();
-        let head_start = Mutex::default();
-        Self { dir, records: records.to_vec(), kind, state: Mutex::default(), buffers, head_start }
+        let begun = Mutex::default();
+        Self { dir, records: records.to_vec(), kind, state: Mutex::default(), buffers, begun }
     }
 
     /// The files.
@@ -82,27 +92,46 @@ impl FileSet {
         &self.records
     }
 
-    /// Begins to read the first bytes of these files, in this order, for a restore that will want all of them. What fails is not told: the restore
-    /// tries it again.
-    pub fn begin(&self, disk: &dyn Disk, files: &[u32], options: &LoadOptions) {
-        match HeadStart::begin(disk, self, files, options) {
-            Ok(started) => *self.head_start() = started,
+    /// Begins to read the first bytes of these files, in this order, for a restore that will want all of them. Returns at once; what fails is not
+    /// told: the restore tries it again.
+    pub fn begin(self: &Arc<Self>, disk: Arc<dyn Disk>, files: Vec<u32>, options: LoadOptions) {
+        match Coming::start(disk, Arc::clone(self), files, options) {
+            Ok(coming) => *self.begun() = Begun::Coming(coming),
             Err(error) => tracing::debug!(%error, "no head start"),
+        }
+    }
+
+    /// Waits until [`FileSet::begin`] has done what it can. Whoever is about to keep all cores busy does well to: on the way to its reads it needs
+    /// one of them a few times, for a moment.
+    pub fn has_begun(&self) {
+        // With the lock, so that whoever comes meanwhile waits too.
+        let mut begun = self.begun();
+        if let Begun::Coming(_) = *begun
+            && let Begun::Coming(coming) = std::mem::take(&mut *begun)
+            && let Some(head_start) = coming.wait()
+        {
+            *begun = Begun::Here(head_start);
         }
     }
 
     /// Takes what was begun.
     pub(super) fn take_head_start(&self) -> Option<HeadStart> {
-        self.head_start().take()
+        // Waited for without the lock.
+        let begun = std::mem::take(&mut *self.begun());
+        match begun {
+            Begun::Nothing => None,
+            Begun::Coming(coming) => coming.wait(),
+            Begun::Here(head_start) => Some(head_start),
+        }
     }
 
     /// Gives it back, for a later run.
     pub(super) fn keep_head_start(&self, head_start: HeadStart) {
-        *self.head_start() = Some(head_start);
+        *self.begun() = Begun::Here(head_start);
     }
 
-    fn head_start(&self) -> std::sync::MutexGuard<'_, Option<HeadStart>> {
-        self.head_start.lock().unwrap_or_else(PoisonError::into_inner)
+    fn begun(&self) -> std::sync::MutexGuard<'_, Begun> {
+        self.begun.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The directory that the names are relative to.

@@ -4,9 +4,13 @@
 //! order to restore most of it says so ([`FileSet::begin`]), and the first reads of its files are under way meanwhile: exactly those
 //! that a schedule of whole files begins with, into buffers of the budget. The first run whose schedule has them all takes them over
 //! ([`HeadStart::numbers`]); a small run leaves them to the next one, any other lets them go first. Nothing depends on them: what fails here is tried again by the run.
+//!
+//! A thread of its own looks at the files and starts the reads, and lives until they are done: what an io_uring still has to say of a request whose thread has ended
+//! comes a clock tick late and through a worker of the kernel.
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use super::buffers::ReadBuffers;
@@ -15,8 +19,8 @@ use super::options::LoadOptions;
 use super::schedule::Schedule;
 use crate::Result;
 use crate::deadline::deadline_after;
-use crate::io::{Disk, Queue, Transfer};
-use crate::sys::Birth;
+use crate::io::{Disk, File, Queue, Transfer};
+use crate::sys::{Birth, spawn};
 
 /// Files that are opened and checked ahead, and bytes of each whose checksums are read.
 const FILES_LOOKED_AT: usize = 16;
@@ -37,6 +41,61 @@ pub(super) struct HeadStart {
     buffers: Arc<ReadBuffers>,
     stall_timeout: Duration,
     birth: Birth,
+    /// Their thread, where they have one of their own.
+    thread: Option<KeptThread>,
+}
+
+/// Keeps the thread that started reads alive until it is dropped.
+pub(super) struct KeptThread(#[expect(dead_code, reason = "dropping it is what it is for")] Sender<()>);
+
+/// A head start that has not said yet what it could do.
+pub(super) struct Coming {
+    answer: Receiver<HeadStart>,
+    stall_timeout: Duration,
+    birth: Birth,
+}
+
+impl Coming {
+    /// Starts the thread.
+    pub(super) fn start(
+        disk: Arc<dyn Disk>,
+        files: Arc<FileSet>,
+        wanted: Vec<u32>,
+        options: LoadOptions,
+    ) -> std::io::Result<Self> {
+        let (tell, answer) = channel();
+        let (keep, kept) = channel();
+        let stall_timeout = options.stall_timeout;
+        spawn("stepwell-ahead", move || {
+            let begun = HeadStart::begin(&*disk, &files, &wanted, &options);
+            // What is held here would outlive the caller's.
+            drop((files, disk));
+            match begun {
+                Ok(Some(mut begun)) => {
+                    begun.thread = Some(KeptThread(keep));
+                    // Where nobody waits any more, it is dropped here.
+                    drop(tell.send(begun));
+                }
+                Ok(None) => return,
+                Err(error) => return tracing::debug!(%error, "no head start"),
+            }
+            drop(tell);
+            // Until the other end is dropped; nobody sends anything.
+            let _ = kept.recv();
+        })?;
+        Ok(Self { answer, stall_timeout, birth: Birth::now() })
+    }
+
+    /// What has been begun; waits for the look at the files, which a disk that hangs never ends.
+    pub(super) fn wait(self) -> Option<HeadStart> {
+        if self.birth.is_here() {
+            self.answer.recv_timeout(self.stall_timeout).ok()
+        } else {
+            // A forked child has no such thread.
+            std::mem::forget(self);
+            None
+        }
+    }
 }
 
 impl HeadStart {
@@ -47,12 +106,12 @@ impl HeadStart {
         wanted: &[u32],
         options: &LoadOptions,
     ) -> Result<Option<Self>> {
-        let alignment = disk.choice().alignment.max(1) as u64;
         // What planning asks of the files comes first: it would stand behind all that follows.
         for &file in wanted.iter().take(FILES_LOOKED_AT) {
             let end = files.shape(file)?.data_end.min(BYTES_LOOKED_AT);
             files.ready(file, &(0..end))?;
         }
+        let alignment = disk.choice().alignment.max(1) as u64;
         let mut started: Option<Self> = None;
         for &file in wanted {
             let shape = files.shape(file)?;
@@ -61,44 +120,53 @@ impl HeadStart {
             // The last read of a plan may end before the file's blocks do.
             schedule.reads.pop();
             for read in schedule.reads {
-                let len = read.bytes.end - read.bytes.start;
                 let handle = files.ready(file, &read.bytes)?;
-                let fits = started.as_ref().is_none_or(|started| started.buffer_len as u64 == len);
-                if !fits || !read.bytes.start.is_multiple_of(alignment) || !len.is_multiple_of(alignment) {
-                    return Ok(started);
-                }
+                let len = read.bytes.end - read.bytes.start;
+                let aligned = read.bytes.start.is_multiple_of(alignment) && len.is_multiple_of(alignment);
                 // What the page cache holds is read through it.
-                if handle.cached(read.bytes.start, len).is_some_and(|cached| cached > 0) {
-                    return Ok(started);
-                }
+                let cached = handle.cached(read.bytes.start, len).is_some_and(|cached| cached > 0);
                 let Ok(len) = usize::try_from(len) else { return Ok(started) };
-                let buffer = files.buffers().take(len)?;
-                // More than a run keeps in flight, since what is computed meanwhile takes longer; and not all of the budget, so that the run has buffers to go on with.
-                let depth =
-                    usize::try_from(options.budget_bytes / 16 * 10).map_or(1, |bytes| bytes / len).max(1);
-                if started.is_none() {
-                    let queue_depth = depth.max(options.queue_depth);
-                    started = Some(Self {
-                        queue: Some(disk.queue_for_reads(queue_depth)?),
-                        queue_depth,
-                        reads: Vec::with_capacity(depth),
-                        buffer_len: len,
-                        buffers: Arc::clone(files.buffers()),
-                        stall_timeout: options.stall_timeout,
-                        birth: Birth::now(),
-                    });
-                }
-                let Some(HeadStart { queue: Some(queue), reads, .. }) = &mut started else {
+                if !aligned || cached || started.as_ref().is_some_and(|started| started.buffer_len != len) {
                     return Ok(started);
+                }
+                let head_start = match &mut started {
+                    Some(head_start) => head_start,
+                    none => none.insert(Self::new(disk, files, len, options)?),
                 };
-                queue.submit(Transfer::Read, &handle, read.bytes.start, len, buffer, reads.len() as u64);
-                reads.push((file, read.bytes));
-                if reads.len() >= depth {
+                if !head_start.submit(&handle, file, read.bytes)? {
                     return Ok(started);
                 }
             }
         }
         Ok(started)
+    }
+
+    /// An empty one, for reads of that length.
+    fn new(disk: &dyn Disk, files: &FileSet, buffer_len: usize, options: &LoadOptions) -> Result<Self> {
+        // More than a run keeps in flight, since what is computed meanwhile takes longer; the rest is the run's, for what it does itself.
+        let begun =
+            usize::try_from(options.budget_bytes / 16 * 15).map_or(1, |bytes| bytes / buffer_len).max(1);
+        let queue_depth = begun.max(options.queue_depth);
+        Ok(Self {
+            queue: Some(disk.queue_for_reads(queue_depth)?),
+            reads: Vec::with_capacity(begun),
+            queue_depth,
+            buffer_len,
+            buffers: Arc::clone(files.buffers()),
+            stall_timeout: options.stall_timeout,
+            birth: Birth::now(),
+            thread: None,
+        })
+    }
+
+    /// Starts one more read; `false`: it was the last that there is room for.
+    fn submit(&mut self, handle: &Arc<dyn File>, file: u32, bytes: Range<u64>) -> Result<bool> {
+        let Some(queue) = &mut self.queue else { return Ok(false) };
+        let buffer = self.buffers.take(self.buffer_len)?;
+        let token = self.reads.len() as u64;
+        queue.submit(Transfer::Read, handle, bytes.start, self.buffer_len, buffer, token);
+        self.reads.push((file, bytes));
+        Ok(self.reads.len() < self.reads.capacity())
     }
 
     /// The numbers that a schedule gives these reads, in the order of their tokens; `None` where it has not all of them.
@@ -120,9 +188,9 @@ impl HeadStart {
         self.reads.len()
     }
 
-    /// The queue, with the reads in it.
-    pub(super) fn into_queue(mut self) -> Option<Box<dyn Queue>> {
-        self.queue.take()
+    /// The queue with the reads in it, and what must be kept until they are done.
+    pub(super) fn into_queue(mut self) -> (Option<Box<dyn Queue>>, Option<KeptThread>) {
+        (self.queue.take(), self.thread.take())
     }
 }
 

@@ -1,5 +1,7 @@
 //! Object leaves: read, checked and decoded.
 
+use std::collections::{HashMap, HashSet};
+
 use super::execute::execute;
 use super::file_set::FileSet;
 use super::options::{LoadFailure, LoadOptions};
@@ -23,6 +25,9 @@ pub fn read_objects(
 ) -> Result<Vec<Value>> {
     let mut plan = ReadPlan::default();
     let mut encoded = Vec::with_capacity(leaves.len());
+    // Objects do not share bytes: what those of a file claim together lies in it. A leaf that is asked for twice counts once.
+    let mut claimed: HashMap<u32, u64> = HashMap::new();
+    let mut seen = HashSet::with_capacity(leaves.len());
     for (number, &leaf) in leaves.iter().enumerate() {
         let (file, extent) = place(index, leaf)?;
         let name = || index.tree.leaf_path(leaf).to_string();
@@ -38,6 +43,17 @@ pub fn read_objects(
                 extent.length, extent.offset, shape.data_end
             );
             return Err(Error::Corrupt { file: shape.path, leaf: Some(name()), block: None, what });
+        }
+        if seen.insert(source_of(index, leaf)) {
+            let claimed = claimed.entry(file).or_default();
+            *claimed = claimed.saturating_add(extent.length);
+            if *claimed > shape.data_end {
+                let what = format!(
+                    "its objects claim {claimed} bytes, more than the {} of its blocks",
+                    shape.data_end
+                );
+                return Err(Error::Corrupt { file: shape.path, leaf: Some(name()), block: None, what });
+            }
         }
         encoded.push(vec![0_u8; extent.length as usize]);
         plan.runs.push(ReadRun {
@@ -72,15 +88,19 @@ pub fn read_objects(
     leaves.iter().zip(&encoded).map(decode).collect()
 }
 
+/// The leaf that holds a leaf's bytes.
+fn source_of(index: &Index, leaf: u32) -> u32 {
+    match index.leaves.get(leaf as usize) {
+        Some(LeafRecord::Alias { of }) => *of,
+        _ => leaf,
+    }
+}
+
 /// File and bytes of an object.
 fn place(index: &Index, leaf: u32) -> Result<(u32, Extent)> {
     let refuse =
         |what: &str| Err(Error::Leaf { leaf: index.tree.leaf_path(leaf).to_string(), what: what.into() });
-    let record = match index.leaves.get(leaf as usize) {
-        Some(LeafRecord::Alias { of }) => index.leaves.get(*of as usize),
-        record => record,
-    };
-    match record {
+    match index.leaves.get(source_of(index, leaf) as usize) {
         Some(LeafRecord::Object(extent)) => match extent.source {
             Source::Own(file) | Source::Range(file) => Ok((file, *extent)),
             Source::Pulled(_) => refuse("its bytes come from a reader outside the engine"),

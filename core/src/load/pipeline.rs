@@ -21,6 +21,7 @@ use worker::Workers;
 use super::buffers::ReadBuffers;
 use super::destination::{Staged, Started};
 use super::file_set::FileSet;
+use super::head_start::KeptThread;
 use super::options::{LoadOptions, LoadStats};
 use super::schedule::{Read, Schedule};
 use crate::deadline::deadline_after;
@@ -43,6 +44,8 @@ pub(super) type Tick<'a> = &'a mut dyn FnMut(u64) -> bool;
 
 /// Longest wait before the deadline, progress and errors of workers are looked at.
 const SLICE: Duration = Duration::from_millis(50);
+/// Longest wait for the disk while workers hold the buffers of reads that it could have besides.
+const LOOK: Duration = Duration::from_micros(300);
 /// Share of a read that the page cache must hold for it to be read through it: a hole costs a small synchronous read.
 const CACHED_NUMERATOR: u64 = 7;
 const CACHED_DENOMINATOR: u64 = 8;
@@ -145,6 +148,7 @@ pub(super) fn run<S: Sink>(
         events,
         queue: None,
         begun: Vec::new(),
+        begun_by: None,
         free: Vec::new(),
         held: 0,
         most_held: 0,
@@ -179,6 +183,8 @@ struct Reader<'a, S> {
     queue: Option<Box<dyn Queue>>,
     /// Reads that were in flight before this run began: their numbers by their tokens.
     begun: Vec<usize>,
+    /// Whoever began them, until they are done.
+    begun_by: Option<KeptThread>,
     free: Vec<Buffer>,
     /// Buffers that this run holds, free or not, and the most that it held.
     held: usize,
@@ -208,7 +214,7 @@ impl<S: Sink> Reader<'_, S> {
         };
         if head_start.buffer_len == self.read_buffer && numbers.len() <= self.most_buffers {
             self.depth = self.depth.min(head_start.queue_depth);
-            self.queue = head_start.into_queue();
+            (self.queue, self.begun_by) = head_start.into_queue();
             self.held = numbers.len();
             self.most_held = self.held;
             self.stats.reads += numbers.len() as u64;
@@ -241,8 +247,11 @@ impl<S: Sink> Reader<'_, S> {
                     break;
                 }
             }
-            if self.in_flight() > 0 {
-                if let Some(completion) = self.queue.as_mut().and_then(|queue| queue.complete(SLICE)) {
+            let in_flight = self.in_flight();
+            if in_flight > 0 {
+                // A buffer that a worker gives back is another read: where there is room for one, the disk is not waited for alone.
+                let wait = if in_flight < self.depth && self.working > 0 { LOOK } else { SLICE };
+                if let Some(completion) = self.queue.as_mut().and_then(|queue| queue.complete(wait)) {
                     self.last_progress = Instant::now();
                     self.completed(completion)?;
                 }

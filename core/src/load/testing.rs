@@ -30,6 +30,8 @@ use super::{FileSet, LoadOptions};
 pub(super) struct Knobs {
     /// Reads never end.
     pub(super) hang: AtomicBool,
+    /// Files do not open for as long as it is set.
+    pub(super) stuck: AtomicBool,
     /// Queued reads fail with EIO where they touch this byte, but for zero.
     pub(super) bad_byte: AtomicU64,
     /// Everything is in the page cache.
@@ -113,6 +115,9 @@ impl Dir for MemoryDisk {
     fn id(&self) -> Result<(u64, u64)> {
         Ok((1, 1))
     }
+    fn changed(&self) -> Result<i64> {
+        unsupported()
+    }
     fn create_file(&self, _: &str, _: u64) -> Result<Arc<dyn File>> {
         unsupported()
     }
@@ -121,6 +126,9 @@ impl Dir for MemoryDisk {
         let path = Path::new("/step/i0").join(name);
         let bytes =
             bytes.ok_or_else(|| Error::io("open", &path, io::Error::from_raw_os_error(libc::ENOENT)))?;
+        while self.knobs.stuck.load(Ordering::SeqCst) {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
         self.knobs.opened.fetch_add(1, Ordering::SeqCst);
         Ok(Arc::new(MemoryFile { path, bytes, knobs: Arc::clone(&self.knobs) }))
     }

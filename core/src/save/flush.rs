@@ -48,8 +48,18 @@ impl Flush {
 
     /// Writes the data files below `step_dir`, and returns when each is complete and synced. What makes them findable (the directories, the indexes, the
     /// manifest) is the caller's. [`Error::Cancelled`] if the capture has failed or was dropped.
-    pub fn run(mut self, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<WrittenItem>> {
-        let written = writer::write(&self.parts, disk, step_dir);
+    pub fn run(self, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<WrittenItem>> {
+        self.run_with_room(disk, step_dir, &mut || false)
+    }
+
+    /// [`Flush::run`] where there is something that makes room on a full disk, as [`with_room`](crate::io::with_room) says.
+    pub fn run_with_room(
+        mut self,
+        disk: &dyn Disk,
+        step_dir: &Arc<dyn Dir>,
+        make_room: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<WrittenItem>> {
+        let written = writer::write(&self.parts, disk, step_dir, make_room);
         self.over = true;
         match written {
             Ok(files) => {

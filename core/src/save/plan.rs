@@ -228,9 +228,11 @@ fn plan_item(
 /// The error with the leaf's path.
 fn named(error: Error, tree: &Tree, leaf: u32) -> Error {
     match error {
-        Error::Limit { what, found, limit } => {
-            Error::Limit { what: format!("{what} (leaf `{}`)", tree.leaf_path(leaf)), found, limit }
-        }
+        Error::Limit { what, found, limit } => Error::Limit {
+            what: format!("{what} ({})", crate::leaf_path::named(&tree.leaf_path(leaf).to_string())),
+            found,
+            limit,
+        },
         Error::Misuse(what) => Error::Leaf { leaf: tree.leaf_path(leaf).to_string(), what },
         other => other,
     }

@@ -32,28 +32,40 @@ unsafe impl Send for Mapping {}
 // SAFETY: as above; `&Mapping` gives no access to the bytes.
 unsafe impl Sync for Mapping {}
 
+/// Anonymous memory, none of it present yet.
+fn map(len: usize) -> Result<NonNull<u8>> {
+    // SAFETY: an anonymous private mapping at an address of the kernel's choice touches no existing memory.
+    let raw = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+            -1,
+            0,
+        )
+    };
+    if raw == libc::MAP_FAILED {
+        return Err(Error::io("mmap", format!("<{len} bytes of memory>"), io::Error::last_os_error()));
+    }
+    NonNull::new(raw.cast::<u8>()).ok_or_else(|| Error::Misuse("mmap returned the null page".into()))
+}
+
+/// Whether the system would give so many bytes of address space now (a limit of the process, or no overcommit, may stand against it): asks, and gives them back.
+pub fn can_map(len: usize) -> Result<()> {
+    let len = len.max(1);
+    let base = map(len)?;
+    // SAFETY: exactly what was just mapped, and nobody has seen.
+    let _ = unsafe { libc::munmap(base.as_ptr().cast(), len) };
+    Ok(())
+}
+
 impl Mapping {
     /// Maps at least `len` bytes (rounded up to whole huge pages) and touches every page, so that later use never faults.
     pub fn new(len: usize) -> Result<Arc<Self>> {
         let len = len.max(1).next_multiple_of(HUGE_PAGE);
         let mapped_len = len + HUGE_PAGE;
-        // SAFETY: an anonymous private mapping at an address of the kernel's choice touches no existing memory.
-        let raw = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                mapped_len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if raw == libc::MAP_FAILED {
-            return Err(Error::io("mmap", "<memory>", io::Error::last_os_error()));
-        }
-        let Some(base) = NonNull::new(raw.cast::<u8>()) else {
-            return Err(Error::Misuse("mmap returned the null page".into()));
-        };
+        let base = map(mapped_len)?;
         let skip = base.as_ptr().align_offset(HUGE_PAGE);
         // SAFETY: `skip` is less than HUGE_PAGE, by which the mapping is longer than `len`.
         let address = unsafe { base.add(skip) };
@@ -68,20 +80,11 @@ impl Mapping {
 
     /// Makes every page present. Zeroing pages is the memory bus's work, which one thread does not fill.
     fn touch(&self) {
-        let threads = super::cores().min(8);
-        if self.len < TOUCH_TOGETHER || threads == 1 {
-            return self.touch_range(0, self.len);
-        }
-        let share = self.len.div_ceil(threads).next_multiple_of(HUGE_PAGE);
-        std::thread::scope(|scope| {
-            for start in (0..self.len).step_by(share) {
-                let end = (start + share).min(self.len);
-                let touched =
-                    std::thread::Builder::new().spawn_scoped(scope, move || self.touch_range(start, end));
-                if touched.is_err() {
-                    self.touch_range(start, end);
-                }
-            }
+        let shares = if self.len < TOUCH_TOGETHER { 1 } else { super::cores().min(8) };
+        let share = self.len.div_ceil(shares).next_multiple_of(HUGE_PAGE);
+        let starts: Vec<usize> = (0..self.len).step_by(share).collect();
+        super::each("stepwell-touch", shares, &starts, |&start| {
+            self.touch_range(start, (start + share).min(self.len));
         });
     }
 
@@ -183,6 +186,14 @@ impl DerefMut for Buffer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_that_the_system_does_not_give_is_refused_with_its_size() {
+        can_map(1 << 20).unwrap();
+        let error = can_map(1 << 55).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENOMEM));
+        assert!(error.to_string().contains("36028797018963968 bytes"), "{error}");
+    }
 
     #[test]
     fn buffers_are_page_aligned_disjoint_and_zeroed() {

@@ -1,7 +1,8 @@
 //! Engine threads: named, and deaf to signals.
 
 use std::io;
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 /// Starts a thread in which signals are blocked (but for those that a fault of its own raises), so that the application's handlers run on the application's threads.
@@ -13,7 +14,7 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Joi
 }
 
 /// [`spawn`] for a thread that borrows from its scope.
-pub fn spawn_scoped<'scope>(
+fn spawn_scoped<'scope>(
     scope: &'scope Scope<'scope, '_>,
     name: &str,
     body: impl FnOnce() + Send + 'scope,
@@ -22,6 +23,41 @@ pub fn spawn_scoped<'scope>(
         block_signals();
         body();
     })
+}
+
+/// Does the same to every item, on this thread and at most `threads - 1` others. Answers stand in the order of the items.
+pub fn each<I: Sync, T: Send>(
+    name: &str,
+    threads: usize,
+    items: &[I],
+    work: impl Fn(&I) -> T + Sync,
+) -> Vec<T> {
+    let threads = threads.min(items.len());
+    if threads < 2 {
+        return items.iter().map(work).collect();
+    }
+    let answers: Vec<Mutex<Option<T>>> = items.iter().map(|_| Mutex::new(None)).collect();
+    let next = AtomicUsize::new(0);
+    let drain = || {
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            let (Some(item), Some(place)) = (items.get(number), answers.get(number)) else { return };
+            let answer = work(item);
+            *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            // Without it, the work is done by those that are there.
+            let _ = spawn_scoped(scope, name, drain);
+        }
+        drain();
+    });
+    // None is missing: the scope ends when all threads have, and panics where one of them has.
+    answers
+        .into_iter()
+        .filter_map(|answer| answer.into_inner().unwrap_or_else(PoisonError::into_inner))
+        .collect()
 }
 
 /// Cores that this process may use. Asked for once: the answer costs a dozen files.

@@ -3,17 +3,13 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use stepwell_core::format::manifest::{Manifest, Tombstone};
+use stepwell_core::format::manifest::{Manifest, Others, Tombstone};
 use stepwell_core::io::{Dir, LockKind, Rename};
 
 use crate::directory_layout::{self, LEASE, MANIFEST, MANIFEST_NEW};
-use crate::discovery::{is_gone, read_manifest};
+use crate::discovery::read_manifest;
 use crate::error::Result;
-use crate::lease::is_without_locks;
 use crate::retire::delete_tree;
-
-const EEXIST: i32 = 17;
-const ENOTEMPTY: i32 = 39;
 
 /// Takes a step (or a dead temporary) out of sight. It may be deleted once this has returned `Ok`, and not before: the rename is durable then.
 pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<()> {
@@ -66,16 +62,16 @@ pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> Retired {
 pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<bool> {
     let dir = match parent.open_dir(name) {
         Ok(dir) => dir,
-        Err(error) if is_gone(&error) => return Ok(false),
+        Err(error) if error.is_gone() => return Ok(false),
         Err(error) => return Err(error),
     };
     let mut lock = dir.try_lock(LEASE, LockKind::Exclusive, false);
     if lock.as_ref().is_err_and(stepwell_core::Error::is_not_found) {
         match parent.remove_dir(name) {
             Ok(()) => return Ok(false),
-            Err(error) if is_gone(&error) => return Ok(false),
+            Err(error) if error.is_gone() => return Ok(false),
             // A live owner makes and locks the lease before anything else: it has come just now, and is told by that, or a power cut took the lease.
-            Err(error) if matches!(error.errno(), Some(ENOTEMPTY | EEXIST)) => {
+            Err(error) if error.is_occupied() => {
                 lock = dir.try_lock(LEASE, LockKind::Exclusive, true);
             }
             Err(error) => return Err(error),
@@ -87,9 +83,9 @@ pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_c
             Ok(true)
         }
         Ok(None) => Ok(false),
-        Err(error) if is_gone(&error) => Ok(false),
+        Err(error) if error.is_gone() => Ok(false),
         // Nobody knows whether its owner lives.
-        Err(error) if is_without_locks(&error) => Ok(false),
+        Err(error) if error.is_without_locks() => Ok(false),
         Err(error) => Err(error),
     }
 }
@@ -131,7 +127,7 @@ pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -
     let lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
         Ok(Some(lock)) => Some(lock),
         Ok(None) => return Ok(Thinned::Held),
-        Err(error) if is_without_locks(&error) => None,
+        Err(error) if error.is_without_locks() => None,
         Err(error) => return Err(error.into()),
     };
     let mut manifest = read_manifest(root, name)?;
@@ -149,7 +145,8 @@ pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -
             .partition(|file: &stepwell_core::format::manifest::FileEntry| file.path.starts_with(&below));
         manifest.files = files;
         let paths = std::iter::once(item.index.path).chain(gone.into_iter().map(|file| file.path)).collect();
-        manifest.dropped.push(Tombstone { item: item.name, dir: item.dir, paths, unix_ns });
+        let others = Others::new();
+        manifest.dropped.push(Tombstone { item: item.name, dir: item.dir, paths, unix_ns, others });
     }
     replace_file(&*step, MANIFEST, MANIFEST_NEW, &manifest.encode()?)?;
     if lock.is_none() {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use stepwell_core::io::{Dir, Lock};
+use stepwell_core::io::{Dir, Lock, with_room};
 
 use super::announcement::{Announcement, Heard};
 use super::machine::{Action, Event, Machine, Now, Stands, Verdict};
@@ -30,8 +30,8 @@ pub struct Outcome {
 pub trait World {
     /// Runs the save pipeline into the temporary; called once at most.
     fn write_data(&mut self, temporary: &Arc<dyn Dir>) -> stepwell_core::Result<Vec<ItemPart>>;
-    /// Deletes what is on its way out, now.
-    fn empty_trash(&mut self);
+    /// The disk is full: deletes what is on its way out, now, and gives whether there may be room then.
+    fn make_room(&mut self) -> bool;
     /// Who has taken the root over, if someone has.
     fn usurper(&mut self) -> stepwell_core::Result<Option<String>>;
     /// Publishes this rank's vote.
@@ -94,22 +94,17 @@ fn execute(
     };
     match action {
         Action::CreateTemporary if !plan.fenced => {
-            done(own_temporary(&**root, &plan.temporary, plan.world_size > 1).map(|Owned { dir, life }| {
-                *temporary = Temporary { dir: Some(dir), life };
-            }))
+            let made = with_room(&mut || world.make_room(), || {
+                own_temporary(&**root, &plan.temporary, plan.world_size > 1)
+            });
+            done(made.map(|Owned { dir, life }| *temporary = Temporary { dir: Some(dir), life }))
         }
         Action::CreateTemporary => {
-            let made = match root.create_dir(&plan.temporary) {
-                Err(error) if plan.world_size > 1 && error.errno() == Some(17) => {
-                    root.open_dir(&plan.temporary)
-                }
+            let made = match with_room(&mut || world.make_room(), || root.create_dir(&plan.temporary)) {
+                Err(error) if plan.world_size > 1 && error.already_exists() => root.open_dir(&plan.temporary),
                 made => made,
             };
             done(made.map(|dir| temporary.dir = Some(dir)))
-        }
-        Action::EmptyTrash => {
-            world.empty_trash();
-            Event::Done
         }
         Action::WriteData => match opened(temporary).and_then(|dir| world.write_data(&dir)) {
             Ok(parts) => Event::Data(parts),

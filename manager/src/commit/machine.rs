@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Invariants: nothing is renamed before everything below it was synced; a failed write or sync is never tried again (only *making* the temporary is, once, after
-//! the trash was emptied); an error before the rename is `NotCommitted` and the temporary goes; an error after it is `Uncertain` and everything stays.
+//! the trash was emptied); an error before the rename is `NotCommitted` and the temporary goes; an error after it is `Uncertain` and everything stays. What is no
+//! step and stands under the name is renamed aside, and that is synced, before the name is taken.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -19,12 +20,6 @@ use super::announcement::{Announcement, Heard};
 use super::records::{self, Draft, Vote};
 use crate::coordination::LEADER;
 use crate::error::Error;
-
-const EEXIST: i32 = 17;
-const ENOTEMPTY: i32 = 39;
-const EINVAL: i32 = 22;
-const ENOSPC: i32 = 28;
-const EDQUOT: i32 = 122;
 
 /// How long one look for votes or for the verdict takes at most, so that deadlines are kept.
 const POLL: Duration = Duration::from_millis(250);
@@ -70,8 +65,6 @@ pub enum Existing {
 pub enum Action {
     /// Make [`Plan::temporary`]; another rank may have made it (world size > 1).
     CreateTemporary,
-    /// Make room: delete what is on its way out anyway.
-    EmptyTrash,
     /// Run the save pipeline into the temporary; answer with [`Event::Data`].
     WriteData,
     /// Publish this rank's vote.
@@ -177,10 +170,7 @@ pub enum Verdict {
 
 #[derive(Debug)]
 enum State {
-    Creating {
-        emptied: bool,
-    },
-    Emptying,
+    Creating,
     Writing,
     Voting,
     Gathering {
@@ -199,6 +189,7 @@ enum State {
         error: stepwell_core::Error,
     },
     Quarantining,
+    SyncingAside,
     Syncing {
         exchange: bool,
     },
@@ -228,7 +219,7 @@ pub struct Machine {
 impl Machine {
     /// A commit that has not begun.
     pub fn new(plan: Plan, draft: Draft) -> Self {
-        let state = State::Creating { emptied: false };
+        let state = State::Creating;
         Self { plan, draft, state, votes: BTreeMap::new(), quarantined: false }
     }
 
@@ -239,21 +230,15 @@ impl Machine {
 
     /// The first action.
     pub fn start(&mut self) -> Action {
-        self.state = State::Creating { emptied: false };
+        self.state = State::Creating;
         Action::CreateTemporary
     }
 
     /// What follows from an event.
     pub fn on(&mut self, event: Event, now: Now) -> Action {
         match (std::mem::replace(&mut self.state, State::Finished), event) {
-            (State::Creating { .. }, Event::Done) => self.to(State::Writing, Action::WriteData),
-            (State::Creating { emptied: false }, Event::Failed(error))
-                if matches!(error.errno(), Some(ENOSPC | EDQUOT)) =>
-            {
-                self.to(State::Emptying, Action::EmptyTrash)
-            }
-            (State::Emptying, _) => self.to(State::Creating { emptied: true }, Action::CreateTemporary),
-            (State::Creating { .. } | State::Writing, Event::Failed(error)) => self.own_failure(error),
+            (State::Creating, Event::Done) => self.to(State::Writing, Action::WriteData),
+            (State::Creating | State::Writing, Event::Failed(error)) => self.own_failure(error),
             (State::Writing, Event::Data(parts)) => {
                 let vote = Vote { rank: self.plan.rank, attempt: self.plan.attempt.clone(), parts: Ok(parts) };
                 self.vote(vote, now)
@@ -280,7 +265,7 @@ impl Machine {
                 Stands::NoStep(_) => self.set_aside(),
             },
             (State::Renaming { exchange }, Event::Done) => self.to(State::Syncing { exchange }, Action::SyncRoot),
-            (State::Renaming { exchange: true }, Event::Failed(error)) if error.errno() == Some(EINVAL) => {
+            (State::Renaming { exchange: true }, Event::Failed(error)) if error.is_unknown_request() => {
                 self.abort(Error::Invalid(format!(
                     "{} cannot swap two directories ({error}), so that replacing step {} could lose both; delete it first",
                     self.draft.root.display(),
@@ -296,7 +281,10 @@ impl Machine {
             (State::Settling { error, .. }, Event::Failed(_)) | (State::Syncing { .. }, Event::Failed(error)) => {
                 self.end(Verdict::Uncertain(error))
             }
-            (State::Quarantining, Event::Done) => self.rename(false),
+            // Durable before the name has another owner: a power cut could keep the second rename without the first, and what was set aside would be nowhere.
+            (State::Quarantining, Event::Done) => self.to(State::SyncingAside, Action::SyncRoot),
+            // A sync may take long: whose root it is, and what stands there, is asked anew.
+            (State::SyncingAside, Event::Done) => self.fence(),
             (State::Syncing { exchange: false }, Event::Done) => self.end(Verdict::Committed { replaced: None }),
             (State::Syncing { exchange: true }, Event::Done) => {
                 let (from, to) = (self.plan.temporary.clone(), self.plan.trash.clone());
@@ -408,9 +396,15 @@ impl Machine {
     fn record(&mut self, mut actions: VecDeque<Action>) -> Action {
         match actions.pop_front() {
             Some(action) => self.to(State::Recording(actions), action),
-            None if self.plan.fenced => self.to(State::Fencing, Action::CheckFence),
-            None => self.before_rename(),
+            None => self.fence(),
         }
+    }
+
+    fn fence(&mut self) -> Action {
+        if self.plan.fenced {
+            return self.to(State::Fencing, Action::CheckFence);
+        }
+        self.before_rename()
     }
 
     fn before_rename(&mut self) -> Action {
@@ -442,13 +436,11 @@ impl Machine {
             Stands::Step(attempt) if attempt == self.plan.attempt => {
                 self.to(State::Syncing { exchange }, Action::SyncRoot)
             }
-            Stands::Step(_) if matches!(error.errno(), Some(EEXIST | ENOTEMPTY)) => {
+            Stands::Step(_) if error.is_occupied() => {
                 let root = self.draft.root.clone();
-                self.abort(Error::StepExists { step: self.plan.step, root })
+                self.abort(Error::StepExists { step: self.plan.step, root, latest: None, rewind_to: None })
             }
-            Stands::NoStep(_) if !self.quarantined && matches!(error.errno(), Some(EEXIST | ENOTEMPTY)) => {
-                self.set_aside()
-            }
+            Stands::NoStep(_) if !self.quarantined && error.is_occupied() => self.set_aside(),
             _ => self.abort(self.failed(error)),
         }
     }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use stepwell_core::format::FORMAT_VERSION;
 use stepwell_core::format::index::{Index, LeafRecord, Source};
 use stepwell_core::format::index_v1;
-use stepwell_core::format::manifest::{Attempt, FileEntry, IndexEntry, Item, Manifest, TopLevel};
+use stepwell_core::format::manifest::{Attempt, FileEntry, IndexEntry, Item, Manifest, Others, TopLevel};
 use stepwell_core::limits;
 
 use crate::directory_layout::{INDEX, LEASE, MANIFEST};
@@ -63,6 +63,7 @@ impl Draft {
                 path: format!("{}/{INDEX}", item.dir),
                 length: limits::MAX_INDEX_BYTES,
                 crc32c: u32::MAX,
+                others: Others::new(),
             };
             item.entry(index, limits::MAX_LEAVES, u64::MAX)
         });
@@ -73,6 +74,7 @@ impl Draft {
             length: limits::MAX_FILE_BYTES,
             trailer_crc32c: u32::MAX,
             file_id: u128::MAX,
+            others: Others::new(),
         });
         let attempt = Attempt { session: session.to_owned(), counter: u64::MAX };
         let manifest = self.manifest(&attempt, world_size, i64::MAX, items.collect(), files.collect());
@@ -104,6 +106,7 @@ impl Draft {
             dropped: Vec::new(),
             metrics: self.metrics.clone(),
             custom_metadata: self.custom_metadata.clone(),
+            others: Others::new(),
         }
     }
 }
@@ -128,6 +131,7 @@ impl DraftItem {
             top_level: self.top_level.clone(),
             leaves,
             tensor_bytes,
+            others: Others::new(),
         }
     }
 }
@@ -170,12 +174,17 @@ pub fn records(
                 length: file.length,
                 trailer_crc32c: file.trailer_crc,
                 file_id: file.file_id,
+                others: Others::new(),
             });
         }
         let encoded = index_v1::encode(&index)?;
         let path = format!("{}/{INDEX}", item.dir);
-        let entry =
-            IndexEntry { path: path.clone(), length: encoded.bytes.len() as u64, crc32c: encoded.crc };
+        let entry = IndexEntry {
+            path: path.clone(),
+            length: encoded.bytes.len() as u64,
+            crc32c: encoded.crc,
+            others: Others::new(),
+        };
         items.push(item.entry(entry, index.leaves.len() as u64, tensor_bytes));
         out.push((Some(item.dir.clone()), Record { path, bytes: encoded.bytes }));
     }

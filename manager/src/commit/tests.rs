@@ -139,6 +139,53 @@ fn where_nothing_can_be_learnt_nothing_is_touched() {
 }
 
 #[test]
+fn what_is_no_step_is_durably_aside_before_its_name_is_taken() {
+    for existing in [Existing::Refuse, Existing::Replace] {
+        let mut machine = machine(Plan { existing, ..plan(0, 1) });
+        let mut action = machine.start();
+        let mut there = true;
+        let mut seen = Vec::new();
+        let verdict = loop {
+            let event = match &action {
+                Action::WriteData => Event::Data(parts()),
+                Action::CheckFence => Event::Fence(None),
+                Action::Look(_) if there => Event::Stands(Stands::NoStep("no manifest".into())),
+                Action::Look(_) => Event::Stands(Stands::Nothing),
+                Action::Rename { to, .. } if to == "step" && there => io(17),
+                Action::Rename { to, .. } => {
+                    there &= to != "quarantine";
+                    seen.push(to.clone());
+                    Event::Done
+                }
+                Action::SyncRoot => {
+                    seen.push("sync".into());
+                    Event::Done
+                }
+                Action::Finish(_) => break finished(action),
+                _ => Event::Done,
+            };
+            action = machine.on(event, at(0));
+        };
+        assert!(matches!(verdict, Verdict::Committed { replaced: None }), "{verdict:?}");
+        assert_eq!(seen, ["quarantine", "sync", "step", "sync"], "{existing:?}");
+    }
+}
+
+#[test]
+fn what_could_not_be_set_aside_durably_keeps_the_commit_from_its_name() {
+    let mut machine = machine(plan(0, 1));
+    to_rename(&mut machine);
+    machine.on(io(17), at(0));
+    assert!(matches!(
+        machine.on(Event::Stands(Stands::NoStep("no manifest".into())), at(0)),
+        Action::Rename { to, .. } if to == "quarantine"
+    ));
+    assert!(matches!(machine.on(Event::Done, at(0)), Action::SyncRoot));
+    assert!(matches!(machine.on(io(5), at(0)), Action::RemoveTemporary));
+    assert!(matches!(finished(machine.on(Event::Done, at(0))), Verdict::NotCommitted(_)));
+}
+
+#[test]
 fn a_replaced_step_is_swapped_then_made_durable_then_retired() {
     let mut machine = machine(Plan { existing: Existing::Replace, ..plan(0, 1) });
     let mut action = machine.start();
@@ -179,11 +226,9 @@ fn where_two_names_cannot_be_swapped_replacing_is_refused() {
 }
 
 #[test]
-fn making_the_temporary_is_tried_once_more_after_the_trash_was_emptied_and_writing_never() {
+fn a_temporary_that_cannot_be_made_and_data_that_cannot_be_written_end_the_save() {
     let mut machine_ = machine(plan(0, 1));
     machine_.start();
-    assert!(matches!(machine_.on(io(28), at(0)), Action::EmptyTrash));
-    assert!(matches!(machine_.on(Event::Done, at(0)), Action::CreateTemporary));
     assert!(matches!(machine_.on(io(28), at(0)), Action::RemoveTemporary));
     let mut machine_ = machine(plan(0, 1));
     machine_.start();

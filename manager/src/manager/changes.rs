@@ -10,9 +10,9 @@ use stepwell_core::io::LockKind;
 use super::{Inner, Manager, State};
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
-use crate::directory_layout::{self, LEASE};
+use crate::directory_layout::{self, LEASE, OwnName};
+use crate::discovery::damage;
 use crate::error::{Error, Result};
-use crate::lease::is_without_locks;
 use crate::metrics;
 
 /// A step that stays as long as this lives: leased, and counted by this manager's retention.
@@ -74,14 +74,15 @@ impl Inner {
         Retiring { inner: self, steps }
     }
 
-    /// Counts a step as held, before anything is known of it: retention leaves it from here on. Waits for a retirement that has begun.
+    /// Counts a step as held, before anything is known of it: retention leaves it from here on. Waits for a retirement that has begun, and for a
+    /// save that is to replace the step.
     fn keep(&self, step: u64) -> Result<()> {
         let begun = Instant::now();
         let deadline = deadline_after(self.options.stall_timeout);
         let mut state = self.lock();
-        while state.retiring.contains(&step) {
+        while state.retiring.contains(&step) || state.replacing.contains(&step) {
             state = self.wait(state, deadline).ok_or_else(|| Error::Timeout {
-                waited_for: format!("the removal of step {step}"),
+                waited_for: format!("the removal or replacement of step {step}"),
                 waited: begun.elapsed(),
             })?;
         }
@@ -114,6 +115,19 @@ impl Inner {
         false
     }
 
+    /// Before anything is renamed: a branch is one line of steps, and a name that is taken would end a rewind halfway.
+    fn check_branch_is_new(&self, branch: &str) -> Result<()> {
+        let is_of_it = |name: &str| matches!(directory_layout::parse(name), Some(OwnName::Branch { branch: other, .. }) if other == branch);
+        match self.root.entries()?.into_iter().find(|entry| is_of_it(&entry.name)) {
+            Some(entry) => Err(Error::BranchExists {
+                root: self.path.clone(),
+                branch: branch.to_owned(),
+                example: entry.name,
+            }),
+            None => Ok(()),
+        }
+    }
+
     /// Takes a step out of sight that nobody holds. A reader that comes meanwhile waits for the exclusive lease, and then finds the step gone.
     fn retire_unheld(&self, step: u64, name: &str, trash: &str) -> Result<()> {
         let retiring = self.retiring([step]);
@@ -134,9 +148,10 @@ impl Inner {
                 return Err(Error::Held { step, by });
             }
             // Nobody can hold what cannot be locked; its files outlast the grace period where there are no locks.
-            Err(error) if error.is_not_found() || is_without_locks(&error) => None,
+            Err(error) if error.is_not_found() || error.is_without_locks() => None,
             Err(error) => return Err(error.into()),
         };
+        self.check_fence()?;
         aside::retire(&*self.root, name, trash)?;
         Ok(())
     }
@@ -144,7 +159,8 @@ impl Inner {
 
 impl Manager {
     /// Makes `step` the latest: newer steps move aside into a branch, newest first, so that an interruption leaves a root whose latest is between the two.
-    /// They are kept as `.branch-<name>.<step>`. Returns the branch and the steps that went there.
+    /// They are kept as `.branch-<name>.<step>`. Returns the branch and the steps that went there. A step that is damaged is refused before anything is moved,
+    /// and so is a branch that exists ([`Error::BranchExists`]).
     pub fn rewind(&self, step: u64, branch: Option<&str>) -> Result<(String, Vec<u64>)> {
         let inner = &self.inner;
         inner.check_writable("rewind")?;
@@ -162,16 +178,25 @@ impl Manager {
         };
         inner.drain(None)?;
         let steps = inner.list()?;
-        if !steps.contains_key(&step) {
-            return Err(inner.not_found(Some(step)));
+        let target = steps.get(&step).ok_or_else(|| inner.not_found(Some(step)))?;
+        // Before the newer ones are out of sight: what nobody could restore does not become the latest.
+        if let Some(damage) = damage(&*inner.root, &target.name, &target.manifest)? {
+            let what = format!(
+                "{damage}; nothing was moved: rewind to a step that is whole (sw.verify says which are)"
+            );
+            return Err(stepwell_core::Error::corrupt(inner.path.join(&target.name), what).into());
         }
+        // Steps that may not be durable are newer or none of ours; they go too, so that "latest" is what was asked for.
+        let uncertain: Vec<u64> = inner.lock().uncertain.range(step + 1..).rev().copied().collect();
+        if !uncertain.is_empty() || steps.range(step + 1..).next().is_some() {
+            inner.check_branch_is_new(&branch)?;
+        }
+        inner.check_fence()?;
         let mut moved = Vec::new();
         for (number, found) in steps.range(step + 1..).rev() {
             aside::set_aside(&*inner.root, &found.name, &branch)?;
             moved.push(*number);
         }
-        // Steps that may not be durable are newer or none of ours; they go too, so that "latest" is what was asked for.
-        let uncertain: Vec<u64> = inner.lock().uncertain.range(step + 1..).rev().copied().collect();
         for number in uncertain {
             let name = inner.names.format(number);
             if inner.root.stat(&name)?.is_some() {

@@ -26,12 +26,12 @@ use crate::beat::Heart;
 use crate::discovery::Discovery;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::job::Job;
 use crate::metrics::Sidecars;
 use crate::options::Options;
 use crate::retire::Deleter;
 use crate::root::RootInfo;
 use crate::save::Save;
+use crate::save::job::Job;
 use crate::state::StateSource;
 use crate::step_name::StepName;
 
@@ -119,9 +119,16 @@ struct Inner {
 #[derive(Default)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own; no two exclude each other")]
 struct State {
+    /// No call begins any more, but that of `close`.
     closed: bool,
+    /// A call of `close` runs.
+    closing: bool,
+    /// Nothing is left that `close` would wait for.
+    ended: bool,
     /// The persister is to end once the queue is empty.
     stop: bool,
+    /// Damage that a warning has told of: the attempt, and what does not hold.
+    told_damaged: BTreeSet<String>,
     /// The save counter of the session.
     counter: u64,
     queue: VecDeque<Job>,
@@ -146,6 +153,8 @@ struct State {
     held: BTreeMap<u64, u64>,
     /// Steps that are being taken out of sight at this moment.
     retiring: BTreeSet<u64>,
+    /// Steps that pending saves are to replace, one for each save. A [`Hold`] waits for those too.
+    replacing: Vec<u64>,
     thread: Option<JoinHandle<()>>,
     lock: Option<Box<dyn Lock>>,
     /// Where there is no lock: the writer's signs of life.
@@ -172,6 +181,14 @@ impl Inner {
             return Err(Error::ReadOnly { what, root: self.path.clone() });
         }
         Ok(())
+    }
+
+    /// Asked before a step is taken out of sight, set aside or thinned: nobody but the root's current writer does that.
+    fn check_fence(&self) -> Result<()> {
+        match crate::root::usurper(&*self.root, &self.session)? {
+            Some(owner) => Err(Error::Locked { root: self.path.clone(), owner: Some(owner) }),
+            None => Ok(()),
+        }
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, State>, deadline: Instant) -> Option<MutexGuard<'a, State>> {

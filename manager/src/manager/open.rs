@@ -93,7 +93,13 @@ impl Manager {
     /// Raises a failure in the background that nobody has seen, once.
     pub fn check_for_errors(&self) -> Result<()> {
         self.inner.birth.check("manager")?;
-        self.inner.raise_unseen()
+        self.inner.raise_unseen(None)
+    }
+
+    /// [`Manager::check_for_errors`] by a save that is not begun where this raises: the error says so.
+    pub fn check_before_saving(&self, step: u64) -> Result<()> {
+        self.inner.birth.check("manager")?;
+        self.inner.raise_unseen(Some(step))
     }
 
     /// Takes back a failure that was raised here and could not be told: it is raised again. What is no earlier failure is ignored.
@@ -124,10 +130,15 @@ impl Manager {
     }
 
     /// Finishes all saves, deletes what is to be deleted, and lets go of the root. Ends by its deadline: what the kernel does not return is leaked on
-    /// purpose, and reported. Closing twice is nothing.
+    /// purpose, and reported. Closing again is nothing where that was its end; where a close goes on, or has given up, it waits for what is left, and says so.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
         self.inner.birth.check("manager")?;
         self.inner.close(timeout.unwrap_or(self.inner.options.stall_timeout))
+    }
+
+    /// Whether `close` was called: it may go on still, or have given up.
+    pub fn is_closed(&self) -> bool {
+        self.inner.lock().closed
     }
 }
 
@@ -157,15 +168,19 @@ impl Opening<'_> {
         }
         beat::wait_for_silence(&**root, session, &*environment.clock, options.silence)?;
         root.sync()?;
+        let info = root::read_info(&**root)?;
+        let names = names(options.step_name.clone(), info.as_ref());
+        let recorded = info.map_or_else(|| names.clone(), |info| info.step_name);
+        // Before anything is changed.
+        self.check_names(&names, &recorded)?;
         root::take_epoch(&**root, session)?;
         beat::forget_others(&**root, session)?;
-        let names = names(options.step_name.clone(), root::read_info(&**root)?.as_ref());
         let info = root::make_info(&**root, environment, &names, &options.root_metadata)?;
         let mut recovered = recovery::sweep(&**root, session, environment)?;
         let listing = self.discovery.list(&**root, &names)?;
         state.populated = !listing.steps.is_empty();
         recovery::mend(&**root, &listing, environment.clock.unix_ns(), options.grace, &mut recovered);
-        match metrics::reclaim(&**root, &names, &listing) {
+        match metrics::reclaim(&**root, &names, &recorded, &listing) {
             Ok(0) => {}
             Ok(files) => tracing::info!(files, "removed the later metrics of steps that are gone"),
             Err(error) => tracing::warn!(%error, "the later metrics of steps that are gone stay for now"),
@@ -175,6 +190,23 @@ impl Opening<'_> {
         }
         self.deleter.enqueue(recovered.trash);
         Ok((names, info))
+    }
+
+    /// A pattern that does not read the steps that are there would make them none: `latest_step()` and retention would not know them, and the root would forget how they are named.
+    fn check_names(&self, names: &StepName, recorded: &StepName) -> Result<()> {
+        if names == recorded {
+            return Ok(());
+        }
+        let there = self.discovery.list(&**self.root, recorded)?.steps;
+        match there.into_values().find(|found| names.parse(&found.name).is_none()) {
+            Some(found) => Err(Error::OtherStepName {
+                root: self.root.path().to_owned(),
+                recorded: Box::new(recorded.clone()),
+                wanted: Box::new(names.clone()),
+                example: found.name,
+            }),
+            None => Ok(()),
+        }
     }
 }
 
@@ -211,7 +243,25 @@ impl Inner {
         }
     }
 
-    pub(super) fn raise_unseen(&self) -> Result<()> {
+    /// `None`: all is over already. Whoever comes while another call closes waits for that one: it may not come to its end.
+    fn begin_closing(&self, deadline: Instant) -> Result<Option<Closing<'_>>> {
+        let begun = Instant::now();
+        let mut state = self.lock();
+        state.closed = true;
+        while state.closing {
+            state = self.wait(state, deadline).ok_or_else(|| Error::Timeout {
+                waited_for: "another close() of this manager".to_owned(),
+                waited: begun.elapsed(),
+            })?;
+        }
+        if state.ended {
+            return Ok(None);
+        }
+        state.closing = true;
+        Ok(Some(Closing(self)))
+    }
+
+    fn raise_unseen(&self, unsaved: Option<u64>) -> Result<()> {
         let mut state = self.lock();
         while !state.failed.is_empty() {
             let save = state.failed.remove(0);
@@ -220,7 +270,7 @@ impl Inner {
                 tracing::warn!(step = save.step(), %error, "a save failed; training goes on");
                 continue;
             }
-            return Err(Error::Earlier { save, source: error });
+            return Err(Error::Earlier { unsaved, save, source: error });
         }
         Ok(())
     }
@@ -228,13 +278,7 @@ impl Inner {
     pub(super) fn close(&self, timeout: Duration) -> Result<()> {
         let deadline = deadline_after(timeout);
         let left = || deadline.saturating_duration_since(Instant::now());
-        {
-            let mut state = self.lock();
-            if state.closed {
-                return Ok(());
-            }
-            state.closed = true;
-        }
+        let Some(_closing) = self.begin_closing(deadline)? else { return Ok(()) };
         let drained = self.drain(Some(timeout));
         self.lock().stop = true;
         self.changed.notify_all();
@@ -259,7 +303,8 @@ impl Inner {
             }
         }
         drained?;
-        self.raise_unseen()?;
+        self.lock().ended = stopped;
+        self.raise_unseen(None)?;
         if let Some(error) = self.deleter.take_failures().into_iter().next() {
             return Err(error.into());
         }
@@ -271,10 +316,20 @@ impl Inner {
     }
 }
 
+/// The right to close; one call at a time has it.
+struct Closing<'a>(&'a Inner);
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        self.0.lock().closing = false;
+        self.0.changed.notify_all();
+    }
+}
+
 impl Drop for Manager {
     fn drop(&mut self) {
-        // In a forked child nothing of it is ours.
-        if !self.inner.birth.is_here() {
+        // In a forked child nothing of it is ours. And what a close could not end by its deadline was reported: it is not waited for once more.
+        if !self.inner.birth.is_here() || self.is_closed() {
             return;
         }
         if let Err(error) = self.inner.close(self.inner.options.stall_timeout) {

@@ -5,13 +5,15 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::Inner;
+use crate::commit::Existing;
 use crate::commit::aside::{self, Thinned};
 use crate::directory_layout;
 use crate::discovery::Found;
-use crate::error::Result;
-use crate::persist;
+use crate::error::{Error, Result};
+use crate::guard::guarded;
 use crate::recovery;
 use crate::save::Outcome;
+use crate::save::persist::{self, Ended};
 
 impl Inner {
     /// The body of the persister's thread. It ends when it is told to and nothing is left.
@@ -30,28 +32,23 @@ impl Inner {
                     state = wait.unwrap_or_else(PoisonError::into_inner).0;
                 }
             };
+            let replaces = job.plan.existing == Existing::Replace;
             let (save, ended) = persist::run(job, &self.root, &self.environment, &self.deleter);
-            let step = save.step();
-            match &ended.outcome {
-                Outcome::Committed => {
-                    self.lock().uncertain.remove(&step);
-                    self.deleter.enqueue(ended.replaced);
-                    // A failure to clean up is no failure of the save.
-                    if let Err(error) = self.apply_retention() {
-                        tracing::warn!(%error, "retention could not be applied; it is tried again after the next commit");
-                    }
-                }
-                Outcome::DurabilityUncertain(_) => {
-                    self.lock().uncertain.insert(step);
-                }
-                Outcome::NotCommitted(_) => {}
+            let Ended { outcome, replaced } = ended;
+            // A failure to clean up is no failure of the save, nor is a defect: it is settled in any case.
+            let cleaned = guarded("what follows a save", || self.follow_up(save.step(), &outcome, replaced));
+            if let Err(error) = cleaned.map_err(Error::from).and_then(|applied| applied) {
+                tracing::warn!(%error, "retention could not be applied; it is tried again after the next commit");
             }
             let callbacks = {
                 // In one step: whoever sees the outcome finds the save pending no more, and whoever finds nothing pending finds the failure.
                 let mut state = self.lock();
                 state.pending.retain(|pending| !pending.is(&save));
-                let failed = ended.outcome.error().is_some();
-                let callbacks = save.settle(ended.outcome);
+                if replaces {
+                    state.is_replaced(save.step());
+                }
+                let failed = outcome.error().is_some();
+                let callbacks = save.settle(outcome);
                 state.failed.retain(crate::save::Save::is_unseen);
                 if failed {
                     state.failed.push(save.clone());
@@ -63,12 +60,28 @@ impl Inner {
         }
     }
 
+    fn follow_up(&self, step: u64, outcome: &Outcome, replaced: Option<String>) -> Result<()> {
+        match outcome {
+            Outcome::Committed => {
+                self.lock().uncertain.remove(&step);
+                self.deleter.enqueue(replaced);
+                self.apply_retention()?;
+            }
+            Outcome::DurabilityUncertain(_) => {
+                self.lock().uncertain.insert(step);
+            }
+            Outcome::NotCommitted(_) => {}
+        }
+        Ok(())
+    }
+
     /// Retires what no rule keeps, and thins what is kept in part. Called after a newer step is committed, never before.
     pub(super) fn apply_retention(&self) -> Result<Vec<u64>> {
         if self.options.retention == crate::retention::Retention::KeepAll {
             return Ok(Vec::new());
         }
         let (plan, found) = self.retention_plan()?;
+        self.check_fence()?;
         // What was held since the plan was made stays.
         let retiring = self.retiring(plan.deleted());
         let mut victims: Vec<u64> = plan.deleted().filter(|&step| retiring.may_go(step)).collect();

@@ -3,17 +3,21 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use stepwell_core::deadline::deadline_after;
 use stepwell_core::format::manifest::Manifest;
+use stepwell_core::limits::MAX_STEP;
 
 use super::{Inner, Manager};
 use crate::checkpoint::{Checkpoint, Expected};
 use crate::discovery::{Found, Quarantined, damage, stands};
 use crate::error::{Error, Result};
 use crate::retention::{self, Candidate, Mode, Plan};
-use crate::step_name::MAX_STEP;
+
+/// How long a newest step is looked for that is not gone before it is opened: another process would have to retire one after the other all that time.
+const LOOKING: Duration = Duration::from_secs(5);
 
 /// How often the newest step is looked for anew because another process has taken a step away meanwhile.
 const LISTINGS: usize = 64;
@@ -97,10 +101,15 @@ impl Manager {
     /// The metrics of a step, those that came later included.
     pub fn metrics(&self, step: u64) -> Result<BTreeMap<String, f64>> {
         self.inner.check_usable()?;
-        let found = self.inner.find(Some(step))?;
-        let mut metrics = found.manifest.metrics.clone();
+        self.metrics_of(&self.inner.find(Some(step))?.manifest)
+    }
+
+    /// [`Manager::metrics`] of a step by its commit record: whoever has it open may ask, also where it was retired meanwhile.
+    pub fn metrics_of(&self, manifest: &Manifest) -> Result<BTreeMap<String, f64>> {
+        self.inner.check_usable()?;
+        let mut metrics = manifest.metrics.clone();
         let later = self.inner.sidecars.all(&*self.inner.root)?;
-        metrics.extend(later.get(&found.manifest.attempt).cloned().unwrap_or_default());
+        metrics.extend(later.get(&manifest.attempt).cloned().unwrap_or_default());
         Ok(metrics)
     }
 
@@ -160,17 +169,10 @@ impl Manager {
     pub fn checkpoint_for(&self, step: Option<u64>, expected: &Expected) -> Result<Checkpoint> {
         self.inner.check_usable()?;
         let inner = &self.inner;
-        // A step that is retired between finding and leasing it was the latest no more: look again.
-        for _ in 0..8 {
-            let found = inner.find(step)?;
-            let patience = inner.options.stall_timeout;
-            match Checkpoint::lease(&inner.root, &found.name, &inner.environment, patience, expected)? {
-                Some(checkpoint) => return Ok(checkpoint),
-                None if step.is_none() => {}
-                None => break,
-            }
-        }
-        Err(inner.not_found(step))
+        inner.with_step(step, |found| {
+            let (patience, load) = (inner.options.stall_timeout, inner.options.load_options());
+            Checkpoint::lease(&inner.root, &found.name, &inner.environment, patience, expected, load)
+        })
     }
 
     /// Where a step is, for messages.
@@ -194,9 +196,14 @@ impl Inner {
 
     /// The newest whole step.
     pub(super) fn newest(&self) -> Result<Option<Found>> {
+        self.newest_from(0)
+    }
+
+    /// The newest whole step of those from `first` on.
+    pub(super) fn newest_from(&self, first: u64) -> Result<Option<Found>> {
         let begun = Instant::now();
         'listing: for _ in 0..LISTINGS {
-            for (step, found) in self.list()?.into_iter().rev() {
+            for (step, found) in self.list()?.split_off(&first).into_iter().rev() {
                 let Some(damage) = damage(&*self.root, &found.name, &found.manifest)? else {
                     return Ok(Some(found));
                 };
@@ -205,7 +212,12 @@ impl Inner {
                     self.discovery.forget();
                     continue 'listing;
                 }
-                tracing::warn!(step, %damage, "a damaged step is skipped");
+                // Once: a listing is asked for at every save.
+                let known = format!("{:?} {damage}", found.manifest.attempt);
+                let first = self.lock().told_damaged.insert(known);
+                if first {
+                    tracing::warn!(step, %damage, "a damaged step is skipped");
+                }
             }
             return Ok(None);
         }
@@ -225,6 +237,27 @@ impl Inner {
             None => self.newest()?,
         };
         found.ok_or_else(|| self.not_found(step))
+    }
+
+    /// What `look` makes of a step (`None`: of the newest), where it is there still: a newest step that is retired between finding and leasing it was the newest no more,
+    /// and the root is listed anew.
+    fn with_step<T>(
+        &self,
+        step: Option<u64>,
+        mut look: impl FnMut(&Found) -> Result<Option<T>>,
+    ) -> Result<T> {
+        let deadline = deadline_after(LOOKING);
+        loop {
+            let gone = match look(&self.find(step)?) {
+                Ok(Some(seen)) => return Ok(seen),
+                Ok(None) => self.not_found(step),
+                Err(error @ Error::StepGone { .. }) => error,
+                Err(error) => return Err(error),
+            };
+            if step.is_some() || Instant::now() >= deadline {
+                return Err(gone);
+            }
+        }
     }
 
     pub(super) fn not_found(&self, step: Option<u64>) -> Error {

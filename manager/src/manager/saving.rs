@@ -6,16 +6,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
+use stepwell_core::limits::MAX_STEP;
 
 use super::{Exists, Inner, Manager, SaveRequest, State};
 use crate::commit::Existing;
 use crate::directory_layout;
-use crate::discovery::damage;
+use crate::discovery::{Found, damage};
 use crate::error::{Error, Result};
-use crate::job::{self, Capturing, Order, Place, Prepared};
+use crate::save::job::{self, Capturing, Order, Place, Prepared};
 use crate::save::{Refusal, Save};
 use crate::save_policy::Facts;
-use crate::step_name::MAX_STEP;
+use crate::state::StateSource;
 
 /// What `save` would do with a step.
 #[derive(Clone, Debug)]
@@ -53,12 +54,12 @@ impl Manager {
     /// Saves a state. Returns when every byte is captured: the caller may change the state then. The commit follows in the background; its outcome
     /// comes through the handle. A failure of an earlier save that nobody has seen is raised, and nothing is begun.
     pub fn save(&self, request: SaveRequest) -> Result<Save> {
-        self.check_for_errors()?;
+        self.check_before_saving(request.step)?;
         self.save_with(request, &BTreeMap::new())
     }
 
     /// [`Manager::save`] with the answers of custom policies, and without a look at earlier failures: whoever runs this where he may not get to
-    /// hear its answer asks [`Manager::check_for_errors`] first.
+    /// hear its answer asks [`Manager::check_before_saving`] first.
     pub fn save_with(&self, request: SaveRequest, custom: &BTreeMap<String, bool>) -> Result<Save> {
         let begun = Instant::now();
         let inner = &self.inner;
@@ -82,6 +83,23 @@ impl Manager {
         let prepared = job::prepare(&inner.environment, &inner.options, &inner.pool, order)?;
         let _turn = inner.wait_for_a_place(request.step, begun, &request.cancel)?;
         inner.enqueue(request.step, existing, prepared)?.run()
+    }
+
+    /// Raises what [`Manager::save`] would raise about a state, and saves nothing: nothing is captured, and no memory made.
+    pub fn check(&self, state: StateSource) -> Result<()> {
+        let inner = &self.inner;
+        inner.check_usable()?;
+        let order = Order {
+            root: inner.path.clone(),
+            step: MAX_STEP,
+            state,
+            metrics: BTreeMap::new(),
+            custom_metadata: serde_json::Value::Null,
+            cancel: Arc::default(),
+            begun: Instant::now(),
+            session: inner.session.clone(),
+        };
+        job::plan(&inner.environment, &inner.options, &inner.pool, order).map(drop)
     }
 
     /// Grows the staging memory for a state of so many bytes, so that the first save does not pay for it.
@@ -136,6 +154,10 @@ impl Inner {
             return Err(Error::Invalid(format!("step {step} is more than 2^63 - 1, the largest there is")));
         }
         if self.options.read_only {
+            // Who forces a save means to have it.
+            if force {
+                return Err(Error::ReadOnly { what: "save a step", root: self.path.clone() });
+            }
             return Ok(Decision::Refuse(Refusal::ReadOnly));
         }
         let pending = {
@@ -165,14 +187,42 @@ impl Inner {
             return Ok(Decision::Refuse(Refusal::Exists));
         }
         if there && exists == Exists::Error {
-            return Err(Error::StepExists { step, root: self.path.clone() });
+            let latest = self.latest_above(step, &steps)?;
+            let rewind_to = if latest.is_some() { self.newest_below(step, &steps)? } else { None };
+            return Err(Error::StepExists { step, root: self.path.clone(), latest, rewind_to });
         }
-        let latest = steps.into_keys().next_back().max(self.latest_pending());
-        if let Some(latest) = latest.filter(|&latest| step < latest) {
-            return Err(Error::StepOrder { step, latest });
+        if there && exists == Exists::Replace {
+            self.lock().may_be_replaced(step)?;
+        }
+        if let Some(latest) = self.latest_above(step, &steps)? {
+            return Err(Error::StepOrder { step, latest, rewind_to: self.newest_below(step, &steps)? });
         }
         // Asked for even where nothing is there now: a pending save of this step may stand there by then.
         Ok(if exists == Exists::Replace || uncertain { Decision::Replace } else { Decision::Save })
+    }
+
+    /// The latest step, where it is above this one: the latest that a restore would take, as one that is damaged is passed over there, and must not hold up training here.
+    /// Most saves find nothing above them.
+    fn latest_above(&self, step: u64, steps: &BTreeMap<u64, Found>) -> Result<Option<u64>> {
+        let above = step + 1;
+        let whole = if steps.range(above..).next().is_some() { self.newest_from(above)? } else { None };
+        let latest = whole.map(|found| found.manifest.step).max(self.latest_pending());
+        Ok(latest.filter(|&latest| step < latest))
+    }
+
+    /// The newest whole step below this one, or the newest that is being saved: what a rewind may name.
+    fn newest_below(&self, step: u64, steps: &BTreeMap<u64, Found>) -> Result<Option<u64>> {
+        let pending = {
+            let state = self.lock();
+            let live = state.pending.iter().filter(|save| !save.has_failed());
+            live.map(Save::step).filter(|&pending| pending < step).max()
+        };
+        for (&older, found) in steps.range(..step).rev() {
+            if damage(&*self.root, &found.name, &found.manifest)?.is_none() {
+                return Ok(pending.max(Some(older)));
+            }
+        }
+        Ok(pending)
     }
 
     /// Blocks while another save is captured (two at once would starve each other: the later one takes slots that only its flush frees, which stands
@@ -219,6 +269,10 @@ impl Inner {
         if state.closed {
             return Err(Error::Closed { root: self.path.clone() });
         }
+        if existing == Existing::Replace {
+            // It may have been held since that was decided.
+            state.may_be_replaced(step)?;
+        }
         let counter = state.counter;
         state.counter += 1;
         let place = Place {
@@ -230,6 +284,10 @@ impl Inner {
         };
         let (job, capturing) = prepared.split(&self.environment, &self.options, place);
         self.start_persister(&mut state)?;
+        if existing == Existing::Replace {
+            // From here on a hold waits.
+            state.replacing.push(step);
+        }
         state.last_save = Some(now);
         job.save.stands_behind(&state.pending);
         state.trail.saving(&job.save);
@@ -250,6 +308,25 @@ impl Inner {
             state.thread = Some(thread);
         }
         Ok(())
+    }
+}
+
+impl State {
+    /// A step that is held is neither removed nor replaced.
+    fn may_be_replaced(&self, step: u64) -> Result<()> {
+        if !self.held.contains_key(&step) {
+            return Ok(());
+        }
+        let by = "this manager holds it (hold()), and what is held is not replaced; release the hold first"
+            .to_owned();
+        Err(Error::Held { step, by })
+    }
+
+    /// A save that was to replace this step is over.
+    pub(super) fn is_replaced(&mut self, step: u64) {
+        if let Some(at) = self.replacing.iter().position(|&replacing| replacing == step) {
+            self.replacing.swap_remove(at);
+        }
     }
 }
 

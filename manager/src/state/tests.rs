@@ -1,4 +1,5 @@
 use stepwell_core::provider::{Fill, Ticket};
+use stepwell_core::region::Region;
 use stepwell_core::staging::{Filling, Slot};
 
 use super::*;
@@ -12,7 +13,7 @@ impl StateProvider for Nothing {
 }
 
 fn tensor() -> LeafSource {
-    LeafSource::Tensor { dtype: Dtype::Uint8, shape: vec![4], provider: Arc::new(Nothing) }
+    LeafSource::whole(Dtype::Uint8, vec![4], Arc::new(Nothing))
 }
 
 #[expect(clippy::unnecessary_wraps, reason = "what a tree takes")]
@@ -104,6 +105,44 @@ fn colliding_entries_and_bad_ties_are_refused_by_path() {
 }
 
 #[test]
+fn a_layout_of_parts_is_refused_by_path_and_a_whole_one_is_one_segment() {
+    let of = |layout| {
+        let part = LeafSource::Tensor {
+            dtype: Dtype::Int16,
+            shape: vec![4, 6],
+            layout,
+            provider: Arc::new(Nothing),
+        };
+        items(&state(vec![tensor(), tensor(), part, tensor()]), &subchunk::Options::HOST)
+    };
+    let region = |offset: [u64; 2], extent: [u64; 2]| Region {
+        offset: offset.as_slice().into(),
+        extent: extent.as_slice().into(),
+    };
+    let half = |at| Layout::one_box(region([at, 0], [2, 6]), 2, None);
+    let whole = of(Layout::whole(&[4, 6], 2, None)).unwrap();
+    let LeafPlan::Tensor { chunks, .. } = &whole.plans[2].leaves[0] else { panic!("it is a tensor") };
+    assert_eq!(chunks.len(), 1);
+    assert_eq!(chunks[0].local, Region::whole(&[4, 6]));
+    let transposed = Layout::whole(&[4, 6], 2, Some(vec![2, 8].into()));
+    let twice = Layout([half(0).0, half(2).0].concat());
+    for layout in [half(0), half(2), twice, transposed, Layout::default()] {
+        let error = of(layout.clone()).err().unwrap();
+        assert_eq!(error.kind(), "unsupported_leaf", "{layout:?}");
+        assert!(error.to_string().contains("`b[0]`"), "{error}");
+    }
+}
+
+#[test]
+fn a_shape_that_is_larger_than_any_memory_is_refused_by_path() {
+    let vast = LeafSource::whole(Dtype::Int16, vec![u64::MAX; 3], Arc::new(Nothing));
+    let error =
+        items(&state(vec![tensor(), vast, tensor(), tensor()]), &subchunk::Options::HOST).err().unwrap();
+    assert_eq!(error.kind(), "unsupported_leaf");
+    assert!(error.to_string().contains("`one`"), "{error}");
+}
+
+#[test]
 fn the_plan_hash_tells_structures_apart_and_not_values() {
     let hash = |leaves| items(&state(leaves), &subchunk::Options::HOST).unwrap().plan_hash;
     let base = hash(vec![tensor(), tensor(), tensor(), LeafSource::Object(Value::Int(1))]);
@@ -111,4 +150,86 @@ fn the_plan_hash_tells_structures_apart_and_not_values() {
     assert_ne!(base, hash(vec![tensor(), tensor(), tensor(), tensor()]));
     assert_ne!(base, hash(vec![tensor(), tensor(), LeafSource::Alias(0), LeafSource::Object(Value::Int(1))]));
     assert_eq!(base.len(), 32);
+}
+
+/// One node of every kind that there is, with one leaf of every sort.
+fn every_kind() -> StateSource {
+    let mut tree = Tree::new();
+    let root = tree.push_container(None, None, ContainerKind::Dict);
+    let name = |name: &str| Box::from(name);
+    let stateful = |inner| ContainerKind::Stateful {
+        type_name: name("torch.optim.Adam"),
+        protocol: name("state_dict"),
+        inner: Box::new(inner),
+    };
+    let kinds = [
+        ContainerKind::OrderedDict,
+        ContainerKind::DefaultDict,
+        ContainerKind::List,
+        ContainerKind::Tuple,
+        ContainerKind::Deque { maxlen: None },
+        ContainerKind::Deque { maxlen: Some(3) },
+        ContainerKind::NamedTuple { type_name: name("run.Pair") },
+        ContainerKind::Dataclass { type_name: name("run.Config") },
+        ContainerKind::Custom { type_name: name("run.Node") },
+        stateful(ContainerKind::Dict),
+        stateful(ContainerKind::Deque { maxlen: Some(3) }),
+    ];
+    let mut leaves = Vec::new();
+    for (number, kind) in kinds.into_iter().enumerate() {
+        let parent = tree.push_container(Some(root), key(format!("k{number}")), kind);
+        let components = [
+            Component::Key("3".into()),
+            Component::Field("3".into()),
+            Component::Int(3),
+            Component::Index(3),
+        ];
+        for component in components {
+            tree.push_leaf(Some(parent), Some(component));
+            leaves.push(match leaves.len() % 3 {
+                0 => LeafSource::whole(Dtype::Float32, vec![2, 3], Arc::new(Nothing)),
+                1 => LeafSource::Object(Value::Int(1)),
+                _ => LeafSource::Alias(0),
+            });
+        }
+    }
+    StateSource { tree, leaves }
+}
+
+#[test]
+fn the_plan_hash_of_every_kind_is_the_same_in_every_build() {
+    // Other ranks may run another build, and manifests keep it: it changes with the structure of a state and with nothing else.
+    assert_eq!(plan_hash(&every_kind()), "79983400ca2825c69bfa936edba04ece");
+}
+
+#[test]
+fn each_kind_and_each_sort_of_component_has_a_plan_hash_of_its_own() {
+    let name = |name: &str| Box::from(name);
+    let one = |component: Component, kind: ContainerKind| {
+        let mut tree = Tree::new();
+        tree.push_container(None, None, ContainerKind::Dict);
+        tree.push_container(Some(0), Some(component), kind);
+        plan_hash(&StateSource { tree, leaves: vec![] })
+    };
+    let stateful =
+        |inner| ContainerKind::Stateful { type_name: name("a"), protocol: name("b"), inner: Box::new(inner) };
+    let kinds = [
+        ContainerKind::Dict,
+        ContainerKind::Deque { maxlen: None },
+        ContainerKind::Deque { maxlen: Some(0) },
+        ContainerKind::NamedTuple { type_name: name("a") },
+        ContainerKind::Dataclass { type_name: name("a") },
+        ContainerKind::Dataclass { type_name: name("b") },
+        stateful(ContainerKind::Dict),
+        stateful(ContainerKind::List),
+    ];
+    let components =
+        [Component::Key("3".into()), Component::Field("3".into()), Component::Int(3), Component::Index(3)];
+    let mut hashes = BTreeSet::new();
+    for kind in &kinds {
+        for component in &components {
+            hashes.insert(one(component.clone(), kind.clone()));
+        }
+    }
+    assert_eq!(hashes.len(), kinds.len() * components.len());
 }

@@ -5,11 +5,11 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
 use stepwell_core::dtype::Dtype;
-use stepwell_core::io::simulated::SimDisk;
+use stepwell_core::io::simulated::{Kind, Moment, SimDisk};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::LoadOptions;
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
@@ -18,7 +18,7 @@ use stepwell_core::sys::HostTarget;
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_manager::coordination::SingleProcess;
 use stepwell_manager::{
-    Checkpoint, Clock, Environment, LeafSource, Manager, Options, Outcome, Rng, Save, SaveRequest,
+    Checkpoint, Clock, Environment, LeafSource, Manager, Options, Outcome, Retention, Rng, Save, SaveRequest,
     StateSource,
 };
 use stepwell_reshard::matching::StoredSpec;
@@ -99,6 +99,18 @@ impl World {
         Manager::open(Path::new(ROOT), options, self.environment())
     }
 
+    /// Holds every write of a data file until the answer is set to false.
+    pub fn hold_writes(&self) -> Arc<AtomicBool> {
+        let held = Arc::new(AtomicBool::new(true));
+        let hook = Arc::clone(&held);
+        self.disk.set_hook(Some(Arc::new(move |moment, operation| {
+            while moment == Moment::Before && operation.kind == Kind::Write && hook.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        })));
+        held
+    }
+
     /// The names in the root that are not the root's own.
     pub fn names(&self) -> Vec<String> {
         let image = self.disk.image();
@@ -108,9 +120,24 @@ impl World {
     }
 }
 
+/// Kills a process at its first write to a path with that part.
+pub fn kill_at_write(process: &SimDisk, part: &'static str) {
+    let kill = process.clone();
+    process.set_hook(Some(Arc::new(move |_, operation| {
+        if operation.kind == Kind::Write && operation.path.to_string_lossy().contains(part) {
+            kill.kill();
+        }
+    })));
+}
+
 /// Small memory, and no second of waiting for a dead thing.
 pub fn options() -> Options {
     Options { stall_timeout: Duration::from_secs(20), staging_bytes: Some(32 << 20), ..Options::default() }
+}
+
+/// [`options`] with a retention.
+pub fn keeping(retention: Retention) -> Options {
+    Options { retention, ..options() }
 }
 
 /// A 1-d tensor of bytes.
@@ -136,11 +163,7 @@ impl StateProvider for Broken {
 }
 
 pub fn tensor(bytes: &[u8]) -> LeafSource {
-    LeafSource::Tensor {
-        dtype: Dtype::Uint8,
-        shape: vec![bytes.len() as u64],
-        provider: Arc::new(Bytes(bytes.to_vec())),
-    }
+    LeafSource::whole(Dtype::Uint8, vec![bytes.len() as u64], Arc::new(Bytes(bytes.to_vec())))
 }
 
 pub fn key(name: &str) -> Option<Component> {

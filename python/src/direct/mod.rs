@@ -62,7 +62,7 @@ enum Node {
     Leaf(u32),
     /// A node of the stored tree, with everything below it.
     Stored(u32),
-    /// The caller's own array.
+    /// The caller's own array. Dicts of the caller's that are filled do not list those.
     Own(Py<PyAny>),
     Dict(Py<PyDict>, Vec<(Py<PyAny>, Node)>),
     List(Py<PyList>, Vec<Node>),

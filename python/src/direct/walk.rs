@@ -9,7 +9,7 @@ use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
 use stepwell_core::format::index::TensorRecord;
 use stepwell_core::leaf_path::Component;
 use stepwell_core::limits::MAX_DEPTH;
-use stepwell_core::tree::NodeKind;
+use stepwell_core::tree::{ContainerKind, NodeKind};
 use stepwell_core::value::Value;
 
 use super::{InPlace, Node, Work, record};
@@ -54,11 +54,19 @@ impl<'a, 'py> Walk<'a, 'py> {
         }
         if let Ok(dict) = target.cast_exact::<PyDict>() {
             let keys: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)> = dict.iter().collect();
-            let Some(places) = self.places(at, &keys, depth == 0) else { return Ok(None) };
-            let mut children = Vec::with_capacity(keys.len());
+            // At the top, names that the target does not have are not wanted; places of a sequence have no names.
+            let sequence = matches!(
+                stored.kind,
+                NodeKind::Container(ContainerKind::List | ContainerKind::Tuple | ContainerKind::Deque { .. })
+            );
+            let Some(places) = self.places(at, &keys, depth == 0 && !sequence) else { return Ok(None) };
+            let mut children = Vec::new();
             for ((key, value), place) in keys.into_iter().zip(places) {
                 let Some(child) = self.node(place, &value, depth + 1)? else { return Ok(None) };
-                children.push((key.unbind(), child));
+                // What stays the caller's own stays where it is.
+                if !matches!(child, Node::Own(_)) {
+                    children.push((key.unbind(), child));
+                }
             }
             return Ok(Some(Node::Dict(dict.clone().unbind(), children)));
         }

@@ -34,7 +34,7 @@ fn contents(layout: &Layout, shape: &[u64], itemsize: u64, buffer_elements: u64)
 
 fn segment(offset: &[u64], extent: &[u64], at: u64, strides: &[i64]) -> Segment {
     let region = ChunkRegion::Box(Region { offset: offset.to_vec().into(), extent: extent.to_vec().into() });
-    Segment { region, place: Place { offset: at, strides: strides.to_vec() } }
+    Segment { region, place: Place { offset: at, strides: strides.into() } }
 }
 
 #[test]
@@ -55,7 +55,7 @@ fn a_flat_shard_of_a_fused_and_cut_parameter_names_the_elements_that_it_holds() 
 
 #[test]
 fn a_flat_shard_of_a_transposed_parameter_follows_the_transposition() {
-    let own = Layout::whole(&[3, 5], 2, Some(vec![2, 6])); // local array: 5 × 3
+    let own = Layout::whole(&[3, 5], 2, Some(vec![2, 6].into())); // local array: 5 × 3
     let all = contents(&own, &[3, 5], 2, 15);
     let flat = own.flat(&[5, 3], 2, 4, 7, 0).unwrap();
     assert_eq!(contents(&flat, &[3, 5], 2, 7), all[4..11]);
@@ -96,7 +96,7 @@ fn a_segment_outside_of_its_tensor_or_its_buffer_is_named() {
     assert!(check(segment(&[0, 0], &[4, 4], 0, &[4]), 64).unwrap_err().contains("1 strides for 2"));
     let run = |start, len| Segment {
         region: ChunkRegion::Run { start, len },
-        place: Place { offset: 0, strides: vec![4] },
+        place: Place { offset: 0, strides: vec![4].into() },
     };
     assert_eq!(check(run(8, 8), 32), Ok(()));
     assert!(check(run(8, 9), 64).is_err() && check(run(u64::MAX, 2), 64).is_err());
@@ -112,7 +112,7 @@ proptest! {
         }),
         step in 1_i64..3,
     ) {
-        let place = Place { offset: 4, strides: vec![2 * step] };
+        let place = Place { offset: 4, strides: vec![2 * step].into() };
         let layout = Layout(vec![Segment { region: ChunkRegion::Run { start, len }, place }]);
         prop_assert!(layout.check(&shape, 2, 4 + 2 * len * step as u64).is_ok());
         let found = contents(&layout, &shape, 2, 2 + len * step as u64);

@@ -193,6 +193,9 @@ pub struct Options {
     pub resize: PerGlob<Resize>,
     /// Top-level entries that are wanted though no wanted leaf is below them (an empty `dict` in the caller's state).
     pub top_level: Vec<Component>,
+    /// Whether everything that is stored is inside what is wanted: where the top of either state is no container of names, so that there are no entries
+    /// to be left out by name.
+    pub whole: bool,
     /// Items that the step had and has no longer, so that what is missing can be explained.
     pub dropped: Vec<Dropped>,
 }
@@ -334,7 +337,7 @@ impl Matching<'_> {
             by_text: HashMap::with_capacity(wanted_texts.len()),
             branches: HashMap::new(),
             top_level: top_level.iter().map(PathText::as_bytes).collect(),
-            everything: false,
+            everything: self.options.whole,
         };
         let mut last_top: &[u8] = &[];
         for (w, wanted) in self.wanted.iter().enumerate() {

@@ -277,7 +277,7 @@ impl Report {
             advice: "rename the stored leaves, leave these out of what is wanted, or keep the values they have with missing=\"keep\" (also per glob)",
         };
         class.write(f, &self.missing, |f, leaf| {
-            f.write_str(if leaf.path.is_empty() { "the whole state" } else { &leaf.path })?;
+            f.write_str(shown(&leaf.path))?;
             match leaf.reason {
                 Missing::Dropped(item) => {
                     if let Some(dropped) = self.dropped.get(item) {
@@ -301,7 +301,7 @@ impl Report {
             advice: "add them to what is wanted, leave them out with exclude=…, or pass them over with unexpected=\"ignore\" (also per glob)",
         };
         class.write(f, &self.unexpected, |f, leaf| {
-            f.write_str(&leaf.path)?;
+            f.write_str(shown(&leaf.path))?;
             if let Some(renamed) = &leaf.renamed {
                 write!(f, " (renamed to {renamed})")?;
             }
@@ -315,7 +315,7 @@ impl Report {
             write!(
                 f,
                 "{}: stored {}, wanted {}",
-                leaf.path,
+                shown(&leaf.path),
                 Shape(&leaf.stored_shape),
                 Shape(&leaf.wanted_shape)
             )?;
@@ -332,14 +332,14 @@ impl Report {
         };
         class.write(f, &self.wrong_dtype, |f, leaf| {
             let WrongDtype { path, stored_dtype, wanted_dtype, why, .. } = leaf;
-            write!(f, "{path}: stored {stored_dtype}, wanted {wanted_dtype}, which {why}")
+            write!(f, "{}: stored {stored_dtype}, wanted {wanted_dtype}, which {why}", shown(path))
         })?;
         let class = Class {
             title: "wrong kind",
             advice: "want what is stored (an array or its description for a tensor, a plain value for an object)",
         };
         class.write(f, &self.wrong_kind, |f, leaf| {
-            write!(f, "{}: stored is {}, wanted is {}", leaf.path, leaf.stored_kind, leaf.wanted_kind)
+            write!(f, "{}: stored is {}, wanted is {}", shown(&leaf.path), leaf.stored_kind, leaf.wanted_kind)
         })?;
         let class = Class {
             title: "colliding: several stored leaves under one name",
@@ -364,6 +364,11 @@ impl fmt::Display for Dropped {
         }
         f.write_str("; take a newer step, or leave it out")
     }
+}
+
+/// A path in a line of its own; that of a state which is one leaf is empty.
+fn shown(path: &str) -> &str {
+    if path.is_empty() { "the whole state" } else { path }
 }
 
 /// A shape as Python shows a tuple.

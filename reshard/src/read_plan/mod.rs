@@ -16,6 +16,7 @@ use stepwell_core::format::index::{Index, LeafRecord, TensorRecord};
 use stepwell_core::read_plan::ReadPlan;
 use stepwell_core::region::{Dims, Region};
 
+use crate::segment::Place;
 use crate::{Error, Result};
 
 /// A region of a stored tensor, and where it goes.
@@ -41,12 +42,8 @@ impl Request {
 
     /// A region into a row-major buffer of its own.
     pub fn row_major(leaf: u32, region: Region, itemsize: u64, dst: u32) -> Self {
-        let mut dst_strides = Dims::from_elem(i64::try_from(itemsize).unwrap_or(i64::MAX), region.ndim());
-        for d in (1..region.ndim()).rev() {
-            let extent = i64::try_from(region.extent[d].max(1)).unwrap_or(i64::MAX);
-            dst_strides[d - 1] = dst_strides[d].saturating_mul(extent);
-        }
-        Self { leaf, region, dst, dst_offset: 0, dst_strides }
+        let Place { offset, strides } = Place::row_major(&region.extent, itemsize);
+        Self { leaf, region, dst, dst_offset: offset, dst_strides: strides }
     }
 }
 

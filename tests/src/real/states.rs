@@ -116,7 +116,7 @@ pub fn state(step: u64) -> StateSource {
             };
             tree.push_leaf(Some(parent), key(leaf));
             let provider = Arc::new(HostProvider::new(source));
-            leaves.push(LeafSource::Tensor { dtype: tensor.dtype, shape: tensor.shape.to_vec(), provider });
+            leaves.push(LeafSource::whole(tensor.dtype, tensor.shape.to_vec(), provider));
         }
         tree.push_leaf(Some(parent), key("tied"));
         leaves.push(LeafSource::Alias(first));

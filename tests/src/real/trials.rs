@@ -48,7 +48,7 @@ pub fn state(step: u64) -> StateSource {
         Err(error) => unreachable!("{error}"),
     };
     let provider = Arc::new(HostProvider::new(source));
-    let tensor = LeafSource::Tensor { dtype: Dtype::Float32, shape: vec![ROWS, COLUMNS], provider };
+    let tensor = LeafSource::whole(Dtype::Float32, vec![ROWS, COLUMNS], provider);
     StateSource { tree, leaves: vec![tensor, LeafSource::Object(Value::Int(step as i64))] }
 }
 

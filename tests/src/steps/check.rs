@@ -145,9 +145,11 @@ impl Checker {
             return Err(format!("the latest of {steps:?} is {latest:?}"));
         }
         let quarantined = manager.quarantined().map_err(words("quarantined"))?;
-        if let Some(found) = quarantined.iter().find(|found| !promises.quarantined.contains(&found.name)) {
+        if let Some(found) = quarantined.iter().find(|found| !promises.quarantined.contains_key(&found.name))
+        {
             return Err(format!("I1, I4: {} is no step: {}", found.name, found.reason));
         }
+        set_aside(&image, promises)?;
         for (branch, step, tag) in &promises.branches {
             let name = format!(".branch-{branch}.{}", manager.step_name().format(*step));
             let facts =
@@ -191,6 +193,19 @@ fn whole_or_thinned(step: u64, facts: &Facts, promise: &Promise) -> Result<(), S
         return Ok(());
     }
     Err(format!("I5: step {step} has the items {:?}", facts.items))
+}
+
+/// What has a step's name and is none is somebody's: it stands under that name, or under the one that it was set aside with.
+fn set_aside(image: &Image, promises: &Promises) -> Result<(), String> {
+    let root = image.get(ROOT).and_then(|root| root.entries()).unwrap_or_default();
+    for (name, hash) in &promises.quarantined {
+        let aside = format!(".quarantine-{name}-");
+        let is_it = |found: &str| found == name || found.starts_with(&aside);
+        if !root.iter().any(|(found, node)| is_it(found) && node.hash() == *hash) {
+            return Err(format!("what stood under {name}, and was no step, is nowhere:\n{image}"));
+        }
+    }
+    Ok(())
 }
 
 /// Of what belongs to the root itself, nothing is left of dead writers, nor of steps that are gone.

@@ -17,7 +17,7 @@
 //! | `branch B N t` | was told that N was moved to branch B |
 //! | `metric N name v` | was told that this metric is recorded |
 //! | `opened ID E` | was told that it is the writer: the root keeps this id, and never goes back behind epoch E |
-//! | `quarantined NAME` | has put something there that has a step's name and is none |
+//! | `quarantined NAME HASH` | has put something there that has a step's name and is none: it stays, whole, there or set aside |
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -60,8 +60,8 @@ pub struct Promises {
     pub branches: BTreeSet<(String, u64, String)>,
     /// The root's id, and the last writer's epoch.
     pub opened: Option<(String, u64)>,
-    /// Directories that are no steps.
-    pub quarantined: BTreeSet<String>,
+    /// Directories that are no steps, with the hash of what they hold.
+    pub quarantined: BTreeMap<String, u64>,
 }
 
 impl Promises {
@@ -116,8 +116,8 @@ impl Promises {
             ["metric", step, name, value] => {
                 self.step(step)?.metrics.insert(name.into(), value.into());
             }
-            ["quarantined", name] => {
-                self.quarantined.insert(name.into());
+            ["quarantined", name, hash] => {
+                self.quarantined.insert(name.into(), hash.parse().ok()?);
             }
             _ => return None,
         }

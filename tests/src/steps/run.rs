@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use stepwell_core::io::simulated::SimDisk;
+use stepwell_core::io::simulated::{Node, SimDisk};
 use stepwell_core::staging::StagingPool;
 use stepwell_manager::{Environment, Exists, Manager, Options, Outcome, SaveRequest, StateSource};
 
@@ -30,7 +30,7 @@ pub fn options() -> Options {
     Options {
         block_bytes: 4096,
         capture_threads: Some(1),
-        queue_depth: 2,
+        queue_depth: Some(2),
         staging_bytes: Some(1),
         stall_timeout: PATIENCE,
         ..Options::default()
@@ -101,6 +101,21 @@ impl Run {
     /// Notes something that was asked for, or told.
     pub fn mark(&self, label: &str) {
         self.disk.mark(label);
+    }
+
+    /// Puts something there, durably, that has a step's name and is none: everything of the root's first step but its manifest, as of a copy that somebody began. The
+    /// root holds `steps`, all of attempt `a`.
+    pub fn plant_torn(&self, name: &str, steps: &[u64]) -> Result<(), String> {
+        let image = self.disk.image();
+        let root = image.get(ROOT).and_then(|root| root.entries()).unwrap_or_default();
+        let step =
+            root.iter().find(|(name, _)| name.starts_with("step_")).and_then(|(_, step)| step.entries());
+        let torn = step.ok_or("there is no step to copy")?.iter();
+        let torn = Node::dir(torn.filter(|(name, _)| name.as_ref() != "manifest.json").cloned().collect());
+        self.disk.plant(&format!("{ROOT}/{name}"), &torn).map_err(|error| error.to_string())?;
+        self.settle(steps);
+        self.mark(&format!("quarantined {name} {}", torn.hash()));
+        Ok(())
     }
 
     /// Opens the root.

@@ -62,7 +62,7 @@ pub fn state_of(step: u64, tag: &str, elements: u64) -> Result<StateSource, Stri
         let source = HostSource::owned(bytes_of(step, tag, &path, elements), 0, 4, &shape, &[4]);
         let source = source.map_err(|error| error.to_string())?;
         let provider = Arc::new(HostProvider::new(source));
-        leaves.push(LeafSource::Tensor { dtype: Dtype::Float32, shape: shape.to_vec(), provider });
+        leaves.push(LeafSource::whole(Dtype::Float32, shape.to_vec(), provider));
     }
     tree.push_leaf(Some(root), key("epoch"));
     leaves.push(LeafSource::Object(object_of(step, tag)));

@@ -105,6 +105,22 @@ fn of_a_replacement() {
 }
 
 #[test]
+fn of_setting_aside_what_is_no_step() {
+    let run = Run::with_steps([1]).unwrap();
+    let manager = run.open(options()).unwrap();
+    run.plant_torn("step_00000002", &[1]).unwrap();
+    run.save(&manager, 2, "a").unwrap();
+    close(&manager).unwrap();
+    let early = Explained {
+        pattern: "swap [fsync run/.tmp-*/ | rename run/step_00000002 -> .quarantine-*]",
+        reason: "what is set aside has nothing to do with the temporary, which is whole and durable before it takes the name",
+    };
+    let report = mutants_are_caught(&run, &[ANY_ORDER, early]);
+    let syncs = report.caught().into_iter().filter(|mutant| *mutant == "drop fsync run/").count();
+    assert_eq!(syncs, 2, "that of what was set aside, and that of the commit");
+}
+
+#[test]
 fn of_thinning() {
     let rule =
         Retention::Any { of: vec![Retention::keep_latest(1), Retention::keep_every_items(1, ["params"])] };

@@ -134,21 +134,19 @@ fn reopening_between_saves() {
 #[test]
 fn a_directory_that_is_no_step_is_set_aside_for_one() {
     let run = Run::with_steps([1]).unwrap();
-    let root = run.disk.image().get("run").cloned().unwrap();
-    let step = root.entries().unwrap().iter().find(|(name, _)| name.starts_with("step_")).unwrap().1.clone();
-    // A copy that somebody began: everything but the manifest.
-    let torn = step
-        .entries()
-        .unwrap()
-        .iter()
-        .filter(|(name, _)| name.as_ref() != "manifest.json")
-        .cloned()
-        .collect();
-    run.disk.plant("run/step_00000002", &stepwell_core::io::simulated::Node::dir(torn)).unwrap();
-    run.settle(&[1]);
-    run.mark("quarantined step_00000002");
+    run.plant_torn("step_00000002", &[1]).unwrap();
     let manager = run.open(options()).unwrap();
     run.save(&manager, 2, "b").unwrap();
+    close(&manager).unwrap();
+    survives(&run);
+}
+
+#[test]
+fn a_directory_that_is_no_step_is_set_aside_for_a_replacement() {
+    let run = Run::with_steps([1]).unwrap();
+    run.plant_torn("step_00000002", &[1]).unwrap();
+    let manager = run.open(options()).unwrap();
+    run.replace(&manager, 2, "b").unwrap();
     close(&manager).unwrap();
     survives(&run);
 }

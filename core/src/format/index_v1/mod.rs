@@ -16,6 +16,7 @@ mod columns;
 mod page;
 mod read;
 mod root;
+mod spelling;
 #[cfg(test)]
 pub(super) mod tests;
 mod write;
@@ -23,6 +24,7 @@ mod write;
 use std::path::Path;
 
 pub use self::root::{INDEX_HEADER_BYTES, IndexHeader, Root, path_hash};
+pub use self::spelling::{ComponentSpelling, KindSpelling};
 use self::write::Paging;
 pub(crate) use super::check::Bounds;
 use super::check::{Fault, check};

@@ -336,7 +336,7 @@ impl<'a> Tensors<'a> {
         };
         let view = match self.views.next()? {
             0 => None,
-            1 => Some(self.view()?),
+            1 => Some(Box::new(self.view()?)),
             other => return Err(format!("a tensor is a view of the unknown sort {other}")),
         };
         let count = self.chunk_counts.next()? as usize;

@@ -161,7 +161,11 @@ pub(crate) fn any_index() -> impl Strategy<Value = Index> {
                 LeafRecord::Tensor(TensorRecord {
                     dtype: target.dtype,
                     shape: target.shape.iter().rev().copied().collect(),
-                    view: Some(ViewRecord { of, region: Region::whole(&target.shape), permutation }),
+                    view: Some(Box::new(ViewRecord {
+                        of,
+                        region: Region::whole(&target.shape),
+                        permutation,
+                    })),
                     rank_key: None,
                     chunks: vec![],
                 })
@@ -472,7 +476,7 @@ fn ties_and_views_name_leaves_that_hold_bytes() {
         let record = TensorRecord {
             dtype: Dtype::Float32,
             shape: shape.to_vec(),
-            view: Some(view),
+            view: Some(Box::new(view)),
             rank_key: None,
             chunks: vec![],
         };

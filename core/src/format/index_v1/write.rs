@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use rkyv::rancor::BoxedError;
 
 use super::page::{IndexPageV1, tag};
+use super::spelling::{ComponentSpelling, KindSpelling};
 use crate::error::{Error, Result};
 use crate::format::index::{ChunkRegion, Codec, Extent, Index, Integrity, LeafRecord, Source, TensorRecord};
 use crate::format::page::{PageKind, PageRef, TARGET_PAGE_BYTES, encode};
-use crate::leaf_path::Component;
 use crate::tree::{ContainerKind, Node, NodeKind};
 
 /// When a page is closed.
@@ -98,14 +98,9 @@ impl<'a> Writer<'a> {
             NodeKind::Leaf(_) => 0,
         };
         let columns = &mut self.columns;
-        // Names were checked against their limit.
-        let (tag, value, name) = match &node.component {
-            None => (tag::ROOT, 0, ""),
-            Some(Component::Key(name)) => (tag::KEY, i64::from(name.len() as u32), &**name),
-            Some(Component::Field(name)) => (tag::FIELD, i64::from(name.len() as u32), &**name),
-            Some(Component::Int(number)) => (tag::INT, *number, ""),
-            Some(Component::Index(number)) => (tag::INDEX, i64::from(*number), ""),
-        };
+        let ComponentSpelling { tag, number, name } = ComponentSpelling::of(node.component.as_ref());
+        // In the place of a number stands the length of a name, which was checked against its limit.
+        let value = if matches!(tag, tag::KEY | tag::FIELD) { i64::from(name.len() as u32) } else { number };
         columns.node_parent.push(parent);
         columns.node_tag.push(tag);
         columns.node_value.push(value);
@@ -119,21 +114,8 @@ impl<'a> Writer<'a> {
         if let Some(&known) = self.kinds.get(kind) {
             return known;
         }
-        let (tag, number, name, protocol) = match kind {
-            ContainerKind::Dict => (tag::DICT, 0, "", ""),
-            ContainerKind::OrderedDict => (tag::ORDERED_DICT, 0, "", ""),
-            ContainerKind::DefaultDict => (tag::DEFAULT_DICT, 0, "", ""),
-            ContainerKind::List => (tag::LIST, 0, "", ""),
-            ContainerKind::Tuple => (tag::TUPLE, 0, "", ""),
-            ContainerKind::Deque { maxlen: None } => (tag::DEQUE, 0, "", ""),
-            ContainerKind::Deque { maxlen: Some(maxlen) } => (tag::DEQUE_BOUNDED, *maxlen, "", ""),
-            ContainerKind::NamedTuple { type_name } => (tag::NAMED_TUPLE, 0, &**type_name, ""),
-            ContainerKind::Dataclass { type_name } => (tag::DATACLASS, 0, &**type_name, ""),
-            ContainerKind::Stateful { type_name, protocol, inner } => {
-                (tag::STATEFUL, u64::from(self.kind(inner)), &**type_name, &**protocol)
-            }
-            ContainerKind::Custom { type_name } => (tag::CUSTOM, 0, &**type_name, ""),
-        };
+        let KindSpelling { tag, number, type_name: name, protocol, inner } = KindSpelling::of(kind);
+        let number = inner.map_or(number, |inner| u64::from(self.kind(inner)));
         let columns = &mut self.columns;
         columns.kind_tag.push(tag);
         columns.kind_number.push(number);

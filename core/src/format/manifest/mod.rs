@@ -2,8 +2,8 @@
 //! there; so it names every file below the step, its length, and the digest that binds its content.
 //!
 //! It is text that people and other languages read: pretty-printed, keys in a fixed order, non-finite metrics as strings. Its last line,
-//! `{"crc32c": "xxxxxxxx"}`, is the CRC-32C of all bytes before that line. Unknown keys are ignored on read, unknown required features
-//! are refused by name, duplicate keys are refused. The manager writes and reads it.
+//! `{"crc32c": "xxxxxxxx"}`, is the CRC-32C of all bytes before that line. Unknown keys are ignored on read and kept when a manifest is written anew, unknown
+//! required features are refused by name, duplicate keys are refused. The manager writes and reads it.
 //!
 //! Invariants of every manifest that [`Manifest::encode`] writes and [`Manifest::decode`] returns: paths are relative and plain; item
 //! names, item directories and file paths are unique; each file and index lies below the directory of an item; a tombstone names
@@ -30,6 +30,10 @@ const FORMAT_NAME: &str = "stepwell";
 const LAST_LINE_BYTES: usize = 23;
 /// Features that a manifest may require of this reader.
 const KNOWN_FEATURES: &[&str] = &[];
+
+/// Keys that this version does not know: they mean nothing to it, and are written back by whoever rewrites a record (thinning), so that what a later version
+/// has noted survives an earlier one.
+pub type Others = serde_json::Map<String, serde_json::Value>;
 
 /// The commit record of a step. See the module documentation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -68,9 +72,12 @@ pub struct Manifest {
     /// The user's metadata.
     #[serde(default)]
     pub custom_metadata: serde_json::Value,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Others,
 }
 
-/// A save: the session that the ranks agreed on, and its number in it.
+/// A save: the session that the ranks agreed on, and its number in it. An identity, which is compared: it has no other keys in any version.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Attempt {
     /// 32 lower-case hexadecimal digits.
@@ -94,6 +101,9 @@ pub struct Item {
     pub leaves: u64,
     /// Bytes of its tensors.
     pub tensor_bytes: u64,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Others,
 }
 
 /// A top-level entry of the state.
@@ -103,6 +113,9 @@ pub struct TopLevel {
     pub name: String,
     /// Its place among the state's top-level entries, so that a reader can merge the items in the order that was saved.
     pub position: u64,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Others,
 }
 
 /// An index file.
@@ -115,6 +128,9 @@ pub struct IndexEntry {
     /// CRC-32C of all its bytes.
     #[serde(with = "json::hex_u32")]
     pub crc32c: u32,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Others,
 }
 
 /// A data file.
@@ -130,6 +146,9 @@ pub struct FileEntry {
     /// The random id of its header and trailer.
     #[serde(with = "json::hex_u128")]
     pub file_id: u128,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Others,
 }
 
 /// An item that was thinned away: its files may or may not be there still.
@@ -143,6 +162,9 @@ pub struct Tombstone {
     pub paths: Vec<String>,
     /// When it was dropped, nanoseconds since 1970 UTC.
     pub unix_ns: i64,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Others,
 }
 
 /// What stands in front of the manifest proper.
@@ -202,7 +224,9 @@ impl Manifest {
             )));
         }
         check_features(&envelope.required_features).map_err(format)?;
-        let manifest: Self = serde_json::from_slice(body).map_err(|error| format(error.to_string()))?;
+        let mut manifest: Self = serde_json::from_slice(body).map_err(|error| format(error.to_string()))?;
+        // The envelope's, written by `encode`.
+        manifest.others.remove("format");
         check::check(&manifest)?.map_err(format)?;
         Ok(manifest)
     }

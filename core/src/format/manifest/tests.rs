@@ -4,7 +4,7 @@ use std::path::Path;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::{Attempt, FileEntry, IndexEntry, Item, Manifest, Tombstone, TopLevel};
+use super::{Attempt, FileEntry, IndexEntry, Item, Manifest, Others, Tombstone, TopLevel};
 use crate::error::{Error, Result};
 use crate::format::checksum::crc32c;
 
@@ -16,10 +16,16 @@ pub(crate) fn sample() -> Manifest {
     let item = |name: &str, dir: &str, position| Item {
         name: name.into(),
         dir: dir.into(),
-        index: IndexEntry { path: format!("{dir}/index"), length: 4096, crc32c: 0x00C0_FFEE },
-        top_level: vec![TopLevel { name: name.into(), position }],
+        index: IndexEntry {
+            path: format!("{dir}/index"),
+            length: 4096,
+            crc32c: 0x00C0_FFEE,
+            others: Others::new(),
+        },
+        top_level: vec![TopLevel { name: name.into(), position, others: Others::new() }],
         leaves: 3,
         tensor_bytes: 1 << 40,
+        others: Others::new(),
     };
     Manifest {
         format_version: 1,
@@ -33,14 +39,27 @@ pub(crate) fn sample() -> Manifest {
         plan_hash: "00ff".into(),
         items: vec![item("params", "i0", 0), item("optimizer", "i1", 2)],
         files: vec![
-            FileEntry { path: "i0/00000.data".into(), length: 12288, trailer_crc32c: 1, file_id: u128::MAX },
-            FileEntry { path: "i1/g000/00001.data".into(), length: 8192, trailer_crc32c: 2, file_id: 3 },
+            FileEntry {
+                path: "i0/00000.data".into(),
+                length: 12288,
+                trailer_crc32c: 1,
+                file_id: u128::MAX,
+                others: Others::new(),
+            },
+            FileEntry {
+                path: "i1/g000/00001.data".into(),
+                length: 8192,
+                trailer_crc32c: 2,
+                file_id: 3,
+                others: Others::new(),
+            },
         ],
         dropped: vec![Tombstone {
             item: "data".into(),
             dir: "i2".into(),
             paths: vec!["i2/index".into(), "i2/00000.data".into()],
             unix_ns: 5,
+            others: Others::new(),
         }],
         metrics: BTreeMap::from([
             ("loss".into(), 0.1 + 0.2),
@@ -49,6 +68,7 @@ pub(crate) fn sample() -> Manifest {
             ("zero".into(), -0.0),
         ]),
         custom_metadata: json!({"z": [1, {"a": null}], "a": "ü"}),
+        others: Others::new(),
     }
 }
 
@@ -128,10 +148,42 @@ fn every_truncation_and_every_addition_is_refused() {
 }
 
 #[test]
-fn unknown_keys_are_ignored_and_unknown_features_and_versions_are_refused_by_name() {
-    let with_more =
-        replaced("\"world_size\": 2", "\"world_size\": 2, \"from_the_future\": {\"x\": [1]}").unwrap();
-    assert_eq!(with_more, sample());
+fn unknown_keys_are_ignored_and_kept_wherever_they_stand() {
+    let future = json!({"x": [1, -2, 0.5, null, "ü"]});
+    let with_more = edited(|text| {
+        let more = format!("\"from_the_future\": {future}, ");
+        let before =
+            ["\"world_size\"", "\"leaves\"", "\"crc32c\"", "\"position\"", "\"file_id\"", "\"unix_ns\""];
+        before.iter().fold(text.to_owned(), |text, key| text.replace(key, &format!("{more}{key}")))
+    });
+    let with_more = with_more.unwrap();
+    let others =
+        |others: &Others| *others == Others::from_iter([("from_the_future".to_owned(), future.clone())]);
+    assert!(others(&with_more.others));
+    assert!(with_more.items.iter().all(|item| {
+        others(&item.others)
+            && others(&item.index.others)
+            && item.top_level.iter().all(|top| others(&top.others))
+    }));
+    assert!(with_more.files.iter().all(|file| others(&file.others)));
+    assert!(with_more.dropped.iter().all(|tombstone| others(&tombstone.others)));
+    let written = with_more.encode().unwrap();
+    assert_eq!(decode(&written).unwrap(), with_more);
+    assert_eq!(String::from_utf8(written).unwrap().matches("\"format\":").count(), 1);
+    let mut without = with_more;
+    let nested = without.items.iter_mut().flat_map(|item| {
+        let tops = item.top_level.iter_mut().map(|top| &mut top.others);
+        tops.chain([&mut item.others, &mut item.index.others])
+    });
+    let nested = nested
+        .chain(without.files.iter_mut().map(|file| &mut file.others))
+        .chain(without.dropped.iter_mut().map(|tombstone| &mut tombstone.others));
+    nested.chain([&mut without.others]).for_each(Others::clear);
+    assert_eq!(without, sample());
+}
+
+#[test]
+fn unknown_features_and_versions_are_refused_by_name() {
     refused_with(
         replaced("\"required_features\": []", "\"required_features\": [\"zstd\"]"),
         "format",

@@ -137,6 +137,13 @@ fn entries_are_sorted(scene: &Scene<'_>) {
     }
     expected.sort();
     assert_eq!(scene.dir.entries().unwrap(), expected);
+    let changed = scene.dir.changed().unwrap();
+    assert_eq!(scene.dir.changed().unwrap(), changed, "to look is no change");
+    // Past the tick of any file system's clock.
+    std::thread::sleep(std::time::Duration::from_millis(30));
+    scene.dir.rename("d00", "d", Rename::NoReplace).unwrap();
+    assert_ne!(scene.dir.changed().unwrap(), changed);
+    scene.dir.rename("d", "d00", Rename::NoReplace).unwrap();
     assert_eq!(scene.dir.entries().unwrap(), expected, "a second listing starts from the beginning");
     assert_eq!(scene.dir.open_dir("d00").unwrap().entries().unwrap(), []);
 }

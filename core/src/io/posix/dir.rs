@@ -77,6 +77,12 @@ fn creation_mode(flags: OFlags) -> Mode {
     if flags.contains(OFlags::CREATE) { Mode::from_raw_mode(0o666) } else { Mode::empty() }
 }
 
+/// Its ctime in nanoseconds.
+fn changed(stat: &rustix::fs::Stat) -> i64 {
+    let nanoseconds = i64::try_from(stat.st_ctime_nsec).unwrap_or(0);
+    stat.st_ctime.saturating_mul(1_000_000_000).saturating_add(nanoseconds)
+}
+
 fn kind_of(kind: FileType) -> EntryKind {
     match kind {
         FileType::RegularFile => EntryKind::File,
@@ -142,10 +148,7 @@ impl Dir for PosixDir {
                 kind: kind_of(FileType::from_raw_mode(stat.st_mode)),
                 len: u64::try_from(stat.st_size).unwrap_or(0),
                 id: (stat.st_dev, stat.st_ino),
-                changed: stat
-                    .st_ctime
-                    .saturating_mul(1_000_000_000)
-                    .saturating_add(i64::try_from(stat.st_ctime_nsec).unwrap_or(0)),
+                changed: changed(&stat),
             })),
             Err(Errno::NOENT) => Ok(None),
             Err(errno) => Err(self.failed("stat", name)(errno)),
@@ -155,6 +158,11 @@ impl Dir for PosixDir {
     fn id(&self) -> Result<(u64, u64)> {
         let stat = rustix::fs::fstat(self.fd()?).map_err(self.failed("stat", ""))?;
         Ok((stat.st_dev, stat.st_ino))
+    }
+
+    fn changed(&self) -> Result<i64> {
+        let stat = rustix::fs::fstat(self.fd()?).map_err(self.failed("stat", ""))?;
+        Ok(changed(&stat))
     }
 
     fn create_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>> {
@@ -201,6 +209,8 @@ impl Dir for PosixDir {
         if len > limit {
             return Err(too_long(len));
         }
+        // All of it at once: read-ahead would take many round trips. It is only advice.
+        let _ = rustix::fs::fadvise(&fd, 0, None, rustix::fs::Advice::WillNeed);
         // One byte more than there is, so that a file that grows meanwhile is noticed.
         // A sparse file may claim any length: no memory for it is an answer, not the end of the process.
         let mut bytes = Vec::new();

@@ -28,6 +28,8 @@ pub struct SimDisk {
 pub enum Moment {
     /// Counted, but not done yet. A kill or a fault that the hook brings about comes in time for later operations; a kill for this one too.
     Before,
+    /// A listing has begun, and has read none of its names yet: what takes a name after the last one that stood there is missed by it, as is what loses its name now.
+    Amid,
     /// Done, whether it succeeded or failed.
     After,
 }
@@ -357,6 +359,39 @@ impl Context {
             let mut world = self.world();
             if world.is_killed(self.process) { Err(KILLED) } else { act(&mut world, action) }
         };
+        self.call_hook(Moment::After, &operation);
+        answer.map_err(|errno| failed(verb, path, errno))
+    }
+
+    /// As [`Context::perform`], in two steps with the hook in between.
+    pub(super) fn perform_amid<A, T>(
+        &self,
+        kind: Kind,
+        verb: &'static str,
+        path: &Path,
+        first: impl FnOnce(&mut World) -> Answer<A>,
+        rest: impl FnOnce(&mut World, A) -> Answer<T>,
+    ) -> Result<T> {
+        let entered = self.world().enter(self.process, kind, &path.to_string_lossy());
+        let (number, action) = entered.map_err(|errno| failed(verb, path, errno))?;
+        let operation = Operation { process: self.process, number, kind, path };
+        let alive = |world: &World| if world.is_killed(self.process) { Err(KILLED) } else { Ok(()) };
+        self.call_hook(Moment::Before, &operation);
+        let begun = {
+            let mut world = self.world();
+            alive(&world).and_then(|()| match action {
+                Some(Action::Fail(errno) | Action::FailHalfway(errno) | Action::FailAfterwards(errno)) => {
+                    Err(errno)
+                }
+                Some(Action::Short | Action::Stall) | None => first(&mut world),
+            })
+        };
+        let answer = begun.and_then(|begun| {
+            self.call_hook(Moment::Amid, &operation);
+            let mut world = self.world();
+            alive(&world)?;
+            rest(&mut world, begun)
+        });
         self.call_hook(Moment::After, &operation);
         answer.map_err(|errno| failed(verb, path, errno))
     }

@@ -95,10 +95,13 @@ impl Dir for SimDir {
     }
 
     fn entries(&self) -> Result<Vec<Entry>> {
-        self.context().perform(Kind::Entries, "list", &self.0.path, |world| {
+        // From the last name to the first, and not in one step: what takes a name behind the place that it has reached is not seen.
+        let reached = |world: &mut World| Ok(world.entries(self.0.ino)?.keys().next_back().cloned());
+        self.context().perform_amid(Kind::Entries, "list", &self.0.path, reached, |world, reached| {
             let entries = world.entries(self.0.ino)?;
             Ok(entries
                 .iter()
+                .filter(|(name, _)| reached.as_ref().is_some_and(|reached| *name <= reached))
                 .map(|(name, &ino)| Entry { name: name.to_string(), kind: world.kind_of(ino) })
                 .collect())
         })
@@ -118,6 +121,10 @@ impl Dir for SimDir {
 
     fn id(&self) -> Result<(u64, u64)> {
         self.context().perform(Kind::Stat, "stat", &self.0.path, |_| Ok((DEVICE, self.0.ino)))
+    }
+
+    fn changed(&self) -> Result<i64> {
+        self.context().perform(Kind::Stat, "stat", &self.0.path, |world| Ok(world.changed(self.0.ino)))
     }
 
     fn create_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>> {

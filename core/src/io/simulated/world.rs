@@ -136,6 +136,17 @@ impl World {
         if !durability_only {
             self.last_change += 1;
             self.changes.insert(ino, self.last_change);
+            let (dir, to_dir) = match op {
+                Op::Mkdir { dir, .. }
+                | Op::Create { dir, .. }
+                | Op::Unlink { dir, .. }
+                | Op::Rmdir { dir, .. } => (Some(dir), None),
+                Op::Rename { dir, to_dir, .. } => (Some(dir), Some(to_dir)),
+                _ => (None, None),
+            };
+            for dir in dir.into_iter().chain(to_dir) {
+                self.changes.insert(dir, self.last_change);
+            }
         }
         let path = Arc::from(self.path_of(ino));
         self.log.records.push(Record { op, path });

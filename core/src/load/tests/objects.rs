@@ -88,3 +88,15 @@ fn what_an_index_claims_is_checked_before_memory_is_taken() {
     assert_eq!(read(&item, &[4]).unwrap_err().kind(), "leaf");
     assert!(FileSet::new(item.disk.dir(), &[]).is_empty());
 }
+
+#[test]
+fn objects_that_claim_the_same_bytes_over_and_over_take_no_more_memory_than_the_file_has() {
+    let mut item = item();
+    let long = item.index.leaves[2].clone();
+    item.index.leaves = vec![long; 40];
+    item.index.tree = tree(&(0..40).map(|i| format!("o{i}")).collect::<Vec<_>>());
+    let leaves: Vec<u32> = (0..40).collect();
+    let Error::Corrupt { leaf, what, .. } = read(&item, &leaves).unwrap_err() else { panic!() };
+    assert!(leaf.is_some() && what.contains("claim"), "{leaf:?}: {what}");
+    assert_eq!(read(&item, &[0, 0, 0]).unwrap().len(), 3);
+}

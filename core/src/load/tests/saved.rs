@@ -96,7 +96,7 @@ fn plan(index: &Index, leaf: u32, strides: [u64; 2]) -> ReadPlan {
             file,
             src_offset: chunk.extent.offset,
             src_strides: row_major_strides(&region.extent).iter().map(|s| s * size).collect(),
-            extent: region.extent.clone(),
+            extent: region.extent.iter().copied().collect(),
             itemsize: size as u32,
             dst: 0,
             dst_offset: region.offset.iter().zip(&strides).map(|(o, s)| o * s * size).sum(),

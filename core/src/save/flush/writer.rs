@@ -8,7 +8,7 @@ use crossbeam_channel::{RecvTimeoutError, TryRecvError};
 
 use super::Parts;
 use crate::format::{block, footer};
-use crate::io::{Completion, Dir, Disk, File, Queue, Transfer};
+use crate::io::{Completion, Dir, Disk, File, Queue, Transfer, with_room};
 use crate::save::capture::Message;
 use crate::save::windows::Windows;
 use crate::staging::{Filled, Flushing, Full, Slot, Written};
@@ -28,12 +28,17 @@ pub(super) struct FileEnd {
 }
 
 /// Writes and syncs all files.
-pub(super) fn write(parts: &Parts, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<FileEnd>> {
+pub(super) fn write(
+    parts: &Parts,
+    disk: &dyn Disk,
+    step_dir: &Arc<dyn Dir>,
+    make_room: &mut dyn FnMut() -> bool,
+) -> Result<Vec<FileEnd>> {
     let started = Instant::now();
     if let Err(error) = disk.register(&parts.pool.mappings()) {
         tracing::warn!(%error, "the staging ring is not registered; writes cost a little more");
     }
-    let files = create(parts, step_dir)?;
+    let files = create(parts, step_dir, make_room)?;
     let queue = disk.queue(parts.options.queue_depth.max(1))?;
     let mut writer = Writer {
         parts,
@@ -62,15 +67,29 @@ pub(super) fn write(parts: &Parts, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> 
     ends
 }
 
-fn create(parts: &Parts, step_dir: &Arc<dyn Dir>) -> Result<Vec<OpenFile>> {
+fn create(
+    parts: &Parts,
+    step_dir: &Arc<dyn Dir>,
+    make_room: &mut dyn FnMut() -> bool,
+) -> Result<Vec<OpenFile>> {
     let mut files: Vec<OpenFile> = Vec::with_capacity(parts.items.len());
     for item in &parts.items {
-        let dir = match step_dir.create_dir(&item.dir) {
+        let dir = match with_room(make_room, || step_dir.create_dir(&item.dir)) {
             // Another rank's save of the same step has made it.
-            Err(error) if error.errno() == Some(libc::EEXIST) => step_dir.open_dir(&item.dir)?,
+            Err(error) if error.already_exists() => step_dir.open_dir(&item.dir)?,
             other => other?,
         };
-        let file = dir.create_file(&item.file_name, item.data_bytes + item.footer_hint)?;
+        let mut again = false;
+        let file = with_room(make_room, || {
+            if std::mem::replace(&mut again, true) {
+                // The first try may have made it before it found no room for it.
+                match dir.remove_file(&item.file_name) {
+                    Err(error) if !error.is_not_found() => return Err(error),
+                    _ => {}
+                }
+            }
+            dir.create_file(&item.file_name, item.data_bytes + item.footer_hint)
+        })?;
         let blocks = item.data_bytes.div_ceil(parts.options.block_bytes) as usize;
         files.push(OpenFile { file, crcs: vec![0; blocks], unsummed: 0, footer: None });
     }

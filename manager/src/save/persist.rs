@@ -1,26 +1,22 @@
 //! The persist track of a save: runs the pipeline and the commit machine, on a thread of its own, and says how it ended.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use stepwell_core::io::{Dir, Entry, File, Lock, LockKind, Rename, Stat};
+use stepwell_core::io::Dir;
 use stepwell_core::save::Flush;
 
+use super::job::Job;
+use super::{Outcome, Save};
 use crate::commit::driver::World;
 use crate::commit::{self, Announcement, Heard, ItemPart, Machine, Verdict, Vote};
 use crate::coordination::Coordinator;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::job::Job;
+use crate::guard::guarded;
 use crate::retire::Deleter;
 use crate::root;
-use crate::save::{Outcome, Save};
 
-/// What a full disk answers: the trash is emptied once and the file is tried once more.
-const ENOSPC: i32 = 28;
-const EDQUOT: i32 = 122;
 /// How long a save waits for room on a full disk.
 const MAKING_ROOM: Duration = Duration::from_secs(60);
 
@@ -31,7 +27,7 @@ pub(crate) struct Ended {
     pub replaced: Option<String>,
 }
 
-/// Runs a job to its end. Panics of the engine become a failure of the save.
+/// Runs a job to its end. A panic of the engine becomes a failure of the save.
 pub(crate) fn run(
     job: Job,
     root: &Arc<dyn Dir>,
@@ -40,15 +36,8 @@ pub(crate) fn run(
 ) -> (Save, Ended) {
     let save = job.save.clone();
     let step = save.step();
-    let run = AssertUnwindSafe(|| commit(job, root, environment, deleter));
-    let ended = catch_unwind(run).unwrap_or_else(|panic| {
-        let what = panic
-            .downcast_ref::<&str>()
-            .map(|text| (*text).to_owned())
-            .or_else(|| panic.downcast_ref::<String>().cloned())
-            .unwrap_or_default();
-        let source =
-            stepwell_core::Error::Misuse(format!("the engine panicked, which is a defect of it: {what}"));
+    let ended = guarded("the engine", || commit(job, root, environment, deleter));
+    let ended = ended.unwrap_or_else(|source| {
         // It may have panicked after the rename: nothing is claimed.
         Ended {
             outcome: Outcome::DurabilityUncertain(Arc::new(Error::DurabilityUncertain { step, source })),
@@ -116,22 +105,22 @@ impl World for SaveWorld<'_> {
             .flush
             .take()
             .ok_or_else(|| stepwell_core::Error::Misuse("the data was written already".to_owned()))?;
-        let roomy: Arc<dyn Dir> =
-            Arc::new(RoomMaker { inner: Arc::clone(temporary), deleter: Arc::clone(self.deleter) });
-        let written = flush.run(&*self.environment.disk, &roomy)?;
+        let disk = Arc::clone(&self.environment.disk);
+        let written = flush.run_with_room(&*disk, temporary, &mut || self.make_room())?;
         Ok(written
             .into_iter()
             .map(|item| ItemPart { dir: item.dir, index: item.index, tensor_bytes: item.tensor_bytes })
             .collect())
     }
 
-    fn empty_trash(&mut self) {
+    fn make_room(&mut self) -> bool {
         self.deleter.empty_now(MAKING_ROOM);
+        // Also where that was not all in time: some of it may be gone.
+        true
     }
 
     fn usurper(&mut self) -> stepwell_core::Result<Option<String>> {
-        let epoch = root::read_epoch(&**self.root)?;
-        Ok(epoch.filter(|epoch| epoch.session != self.session).map(|epoch| epoch.owner))
+        root::usurper(&**self.root, &self.session)
     }
 
     fn send_vote(&mut self, vote: &Vote) -> Result<()> {
@@ -156,110 +145,5 @@ impl World for SaveWorld<'_> {
         }
         let votes = self.coordinator().poll(&format!("vote-{}", self.round), 0, Duration::ZERO)?.len();
         Ok(Heard { announcement: None, votes })
-    }
-}
-
-/// A directory whose files get a second chance on a full disk: the trash is emptied, then the file is made once more. Only *making* a file is ever repeated,
-/// never a write or a sync.
-struct RoomMaker {
-    inner: Arc<dyn Dir>,
-    deleter: Arc<Deleter>,
-}
-
-impl RoomMaker {
-    fn with_room<T>(&self, mut make: impl FnMut() -> stepwell_core::Result<T>) -> stepwell_core::Result<T> {
-        match make() {
-            Err(error) if matches!(error.errno(), Some(ENOSPC | EDQUOT)) => {
-                tracing::info!(%error, "the disk is full: emptying the trash and trying once more");
-                self.deleter.empty_now(MAKING_ROOM);
-                make()
-            }
-            other => other,
-        }
-    }
-
-    fn wrap(&self, inner: Arc<dyn Dir>) -> Arc<dyn Dir> {
-        Arc::new(Self { inner, deleter: Arc::clone(&self.deleter) })
-    }
-}
-
-impl Dir for RoomMaker {
-    fn path(&self) -> &Path {
-        self.inner.path()
-    }
-
-    fn open_dir(&self, name: &str) -> stepwell_core::Result<Arc<dyn Dir>> {
-        self.inner.open_dir(name).map(|dir| self.wrap(dir))
-    }
-
-    fn create_dir(&self, name: &str) -> stepwell_core::Result<Arc<dyn Dir>> {
-        self.with_room(|| self.inner.create_dir(name)).map(|dir| self.wrap(dir))
-    }
-
-    fn entries(&self) -> stepwell_core::Result<Vec<Entry>> {
-        self.inner.entries()
-    }
-
-    fn stat(&self, name: &str) -> stepwell_core::Result<Option<Stat>> {
-        self.inner.stat(name)
-    }
-
-    fn id(&self) -> stepwell_core::Result<(u64, u64)> {
-        self.inner.id()
-    }
-
-    fn create_file(&self, name: &str, len_hint: u64) -> stepwell_core::Result<Arc<dyn File>> {
-        let mut first = true;
-        self.with_room(|| {
-            if !std::mem::take(&mut first) {
-                // The first try may have made it before it found no room for it.
-                match self.inner.remove_file(name) {
-                    Err(error) if !error.is_not_found() => return Err(error),
-                    _ => {}
-                }
-            }
-            self.inner.create_file(name, len_hint)
-        })
-    }
-
-    fn open_file(&self, name: &str) -> stepwell_core::Result<Arc<dyn File>> {
-        self.inner.open_file(name)
-    }
-
-    fn read_file(&self, name: &str, limit: u64) -> stepwell_core::Result<Vec<u8>> {
-        self.inner.read_file(name, limit)
-    }
-
-    fn write_file(&self, name: &str, bytes: &[u8]) -> stepwell_core::Result<()> {
-        self.inner.write_file(name, bytes)
-    }
-
-    fn rename(&self, from: &str, to: &str, how: Rename) -> stepwell_core::Result<()> {
-        self.inner.rename(from, to, how)
-    }
-
-    fn remove_file(&self, name: &str) -> stepwell_core::Result<()> {
-        self.inner.remove_file(name)
-    }
-
-    fn remove_dir(&self, name: &str) -> stepwell_core::Result<()> {
-        self.inner.remove_dir(name)
-    }
-
-    fn sync(&self) -> stepwell_core::Result<()> {
-        self.inner.sync()
-    }
-
-    fn try_lock(
-        &self,
-        name: &str,
-        kind: LockKind,
-        create: bool,
-    ) -> stepwell_core::Result<Option<Box<dyn Lock>>> {
-        self.inner.try_lock(name, kind, create)
-    }
-
-    fn free_bytes(&self) -> stepwell_core::Result<u64> {
-        self.inner.free_bytes()
     }
 }

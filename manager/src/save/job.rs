@@ -11,15 +11,19 @@ use std::time::{Duration, Instant};
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::save::{Capture, Flush, SaveOptions};
 use stepwell_core::staging::StagingPool;
+use stepwell_core::sys::{available_memory, can_map};
 use stepwell_reshard::subchunk;
 
+use super::Save;
 use crate::commit::{Draft, Existing, Plan};
 use crate::directory_layout;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::options::Options;
-use crate::save::Save;
 use crate::state::{self, StateSource};
+
+/// Free memory where the system does not say how much there is.
+const UNKNOWN_MEMORY: u64 = 4 << 30;
 
 /// What is to be saved.
 pub(crate) struct Order {
@@ -54,6 +58,8 @@ pub(crate) struct Prepared {
     draft: Draft,
     capture: Capture,
     flush: Flush,
+    /// Bytes of all tensors as they will be written.
+    tensor_bytes: u64,
     cancel: Arc<AtomicBool>,
     begun: Instant,
     session: String,
@@ -77,9 +83,22 @@ pub(crate) struct Capturing {
     alone: bool,
 }
 
-/// Plans a save: items, chunks, both halves of the pipeline, and the manifest as far as it is known. Every check of the user's data is in here; nothing is
-/// written.
+/// Plans a save, and makes the memory for it. Nothing is written.
 pub(crate) fn prepare(
+    environment: &Environment,
+    options: &Options,
+    pool: &Arc<StagingPool>,
+    order: Order,
+) -> Result<Prepared> {
+    let prepared = plan(environment, options, pool, order)?;
+    // Planning, headers and footers come on top of the tensors.
+    ensure_memory(pool, options, prepared.tensor_bytes)?;
+    Ok(prepared)
+}
+
+/// Items, chunks, both halves of the pipeline, and the manifest as far as it is known. Every check of the user's data is in here; nothing is read, written
+/// or made.
+pub(crate) fn plan(
     environment: &Environment,
     options: &Options,
     pool: &Arc<StagingPool>,
@@ -101,14 +120,13 @@ pub(crate) fn prepare(
         custom_metadata,
     };
     draft.check(&session, environment.coordinator.world_size())?;
-    // Planning, headers and footers come on top of the tensors.
-    ensure_memory(pool, options, items.tensor_bytes)?;
+    let tensor_bytes = items.tensor_bytes;
     let mut save_options = SaveOptions {
         block_bytes: options.block_bytes,
         rank: environment.coordinator.rank(),
         file_ids: items.plans.iter().map(|_| environment.rng.next_u128()).collect(),
         stall_timeout: options.stall_timeout,
-        queue_depth: options.queue_depth,
+        queue_depth: options.write_depth(),
         cancel: Some(Arc::clone(&cancel)),
         ..SaveOptions::default()
     };
@@ -116,7 +134,7 @@ pub(crate) fn prepare(
         save_options.capture_threads = threads.max(1);
     }
     let (capture, flush) = stepwell_core::save::prepare(items.plans, pool, save_options)?;
-    Ok(Prepared { draft, capture, flush, cancel, begun, session })
+    Ok(Prepared { draft, capture, flush, tensor_bytes, cancel, begun, session })
 }
 
 impl Prepared {
@@ -127,7 +145,7 @@ impl Prepared {
         options: &Options,
         place: Place,
     ) -> (Job, Capturing) {
-        let Self { draft, capture, flush, cancel, begun, session } = self;
+        let Self { draft, capture, flush, tensor_bytes: _, cancel, begun, session } = self;
         let Place { label, target, existing, counter, fenced } = place;
         let stall_timeout = options.stall_timeout;
         let plan = Plan {
@@ -177,30 +195,39 @@ impl Capturing {
     }
 }
 
-/// Makes sure that there is staging memory for a state of so many bytes: all of it where that is allowed, and two slots at least.
+/// Makes sure that there is staging memory for a state of so many bytes: all of it where that is allowed, and two slots at least. Where nobody has said how much, a ring
+/// that the system does not give is made smaller: the save takes longer, and is no failed one.
 pub(crate) fn ensure_memory(pool: &Arc<StagingPool>, options: &Options, state_bytes: u64) -> Result<()> {
     let slot = pool.slot_bytes() as u64;
     let wanted = if let Some(bytes) = options.staging_bytes {
         bytes
     } else {
         let whole = state_bytes.saturating_add(4 << 20).div_ceil(slot).saturating_add(1).saturating_mul(slot);
-        whole.min(free_memory() / 4)
+        whole.min(available_memory().unwrap_or(UNKNOWN_MEMORY) / 4)
     };
-    let bytes =
-        usize::try_from(wanted.max(2 * slot)).map_err(|_| Error::Invalid("staging_bytes".to_owned()))?;
-    if bytes > pool.bytes() {
-        pool.ensure(bytes)?;
+    let wanted = wanted.max(2 * slot);
+    let refused = |source| Error::NoStagingMemory { wanted, there: pool.bytes() as u64, source };
+    let bytes = usize::try_from(wanted).map_err(|_| Error::Invalid("staging_bytes".to_owned()))?;
+    let mut more = bytes.saturating_sub(pool.bytes());
+    if more == 0 {
+        return Ok(());
     }
-    Ok(())
-}
-
-/// Bytes of memory that may be taken without swapping, as the system says.
-fn free_memory() -> u64 {
-    const GUESS: u64 = 4 << 30;
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    text.lines()
-        .find_map(|line| {
-            line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
-        })
-        .map_or(GUESS, |kilobytes| kilobytes.saturating_mul(1024))
+    // Asked for as a whole before any of it is made: what a ring has grown by, it keeps.
+    if options.staging_bytes.is_some() {
+        can_map(more).map_err(refused)?;
+        return pool.ensure(bytes).map_err(refused);
+    }
+    let few = 2 * pool.slot_bytes();
+    // Half as much again is left for what else the process makes, its threads above all.
+    while more > few && can_map(more.saturating_add(more / 2)).is_err() {
+        more = (more / 2).max(few);
+    }
+    match pool.ensure(bytes.min(pool.bytes() + more)) {
+        Err(error) if pool.bytes() < few => Err(refused(error)),
+        Err(error) => {
+            tracing::warn!(wanted, there = pool.bytes(), %error, "the staging ring stays smaller than wanted: saves take longer");
+            Ok(())
+        }
+        Ok(()) => Ok(()),
+    }
 }

@@ -12,6 +12,7 @@ use stepwell_core::deadline::deadline_after;
 use stepwell_core::save::{Progress, SaveStats};
 
 use crate::error::{Error, Result};
+use crate::guard::guarded;
 
 /// How a save ended.
 #[derive(Clone, Debug)]
@@ -300,6 +301,18 @@ impl Save {
         Ok(())
     }
 
+    /// Something that changes as long as it gets on, or a save before it does: for one who waits in slices, and gives up when it has not changed for
+    /// [`Save::stall_timeout`].
+    pub fn progress(&self) -> impl PartialEq + Copy + Send + use<> {
+        let ahead: Vec<_> = self.lock().ahead.iter().filter_map(Weak::upgrade).collect();
+        self.moves(ahead)
+    }
+
+    /// How long it may make no progress while somebody waits for it without a deadline.
+    pub fn stall_timeout(&self) -> Duration {
+        self.shared.stall_timeout
+    }
+
     /// What changes as long as it gets on: what is captured and written, of it and of those before it, and how many of those there are still.
     fn moves(&self, ahead: Vec<Arc<Shared>>) -> (usize, u64, bool) {
         let ahead: Vec<Self> = ahead.into_iter().map(|shared| Self { shared }).collect();
@@ -334,7 +347,10 @@ impl Save {
     pub(crate) fn call(&self, callbacks: Vec<Callback>) {
         let Some(outcome) = self.outcome() else { return };
         for callback in callbacks {
-            callback(&outcome);
+            // Each for itself: one that panics takes no other's turn, nor the thread that calls it.
+            if let Err(error) = guarded("a callback", || callback(&outcome)) {
+                tracing::warn!(step = self.step(), %error, "what was to be called when this save was over failed");
+            }
         }
     }
 

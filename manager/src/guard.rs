@@ -1,0 +1,18 @@
+//! Panics on the engine's own threads. Others wait for what these threads do, so none may end by a panic: it becomes an error that says whose defect it is.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use stepwell_core::{Error, Result};
+
+/// Runs something; a panic becomes an error that names `who`.
+pub(crate) fn guarded<T>(who: &str, run: impl FnOnce() -> T) -> Result<T> {
+    // What it left half done is behind locks that are taken whether they are poisoned or not.
+    catch_unwind(AssertUnwindSafe(run)).map_err(|panic| {
+        let said = panic
+            .downcast_ref::<&str>()
+            .map(|text| (*text).to_owned())
+            .or_else(|| panic.downcast_ref::<String>().cloned())
+            .unwrap_or_default();
+        Error::Misuse(format!("{who} panicked, which is a defect of it: {said}"))
+    })
+}

@@ -1,0 +1,157 @@
+//! What a reader sees of a root in which a writer commits and retires at the same time.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests end by it")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use common::*;
+use stepwell_core::io::Engine;
+use stepwell_core::io::simulated::{Kind, Moment};
+use stepwell_manager::{Environment, Manager, Options, Retention};
+
+fn reading() -> Options {
+    Options { read_only: true, ..options() }
+}
+
+/// Has the writer commit a step (which retires the one before) in the middle of each of the next `times` listings of the root by process `reader`, or right after it.
+fn race(world: &World, writer: &Arc<Manager>, reader: usize, moment: Moment, times: u64) -> Arc<AtomicU64> {
+    let raced = Arc::new(AtomicU64::new(0));
+    let (writer, count) = (Arc::clone(writer), Arc::clone(&raced));
+    world.disk.set_hook(Some(Arc::new(move |now, operation| {
+        let here = operation.process == reader && operation.kind == Kind::Entries;
+        if now != moment || !here || !operation.path.ends_with("run") {
+            return;
+        }
+        if count.load(Ordering::SeqCst) < times {
+            count.fetch_add(1, Ordering::SeqCst);
+            let step = writer.next_step().unwrap();
+            commit(&writer, step);
+            assert!(writer.wait_for_deletions(LONG).unwrap());
+        }
+    })));
+    raced
+}
+
+fn look_while_it_races(moment: Moment, times: u64, look: impl Fn(&Manager)) {
+    let world = World::default();
+    let writer = Arc::new(world.open(keeping(Retention::keep_latest(1))));
+    commit(&writer, 1);
+    let other = world.disk.process();
+    let reader = Manager::open(std::path::Path::new(ROOT), reading(), world.environment_of(&other)).unwrap();
+    let raced = race(&world, &writer, 1, moment, times);
+    look(&reader);
+    assert_eq!(raced.load(Ordering::SeqCst), times);
+    world.disk.set_hook(None);
+}
+
+#[test]
+fn a_listing_that_misses_the_new_step_and_the_old_one_is_made_again() {
+    for moment in [Moment::Amid, Moment::After] {
+        for times in 1..4 {
+            look_while_it_races(moment, times, |reader| {
+                assert_eq!(reader.latest_step().unwrap(), Some(times + 1), "{moment:?}");
+            });
+            look_while_it_races(moment, times, |reader| {
+                assert_eq!(reader.all_steps().unwrap(), [times + 1], "{moment:?}");
+            });
+            look_while_it_races(moment, times, |reader| {
+                assert_eq!(reader.manifest(None).unwrap().step, times + 1);
+            });
+        }
+    }
+}
+
+#[test]
+fn the_newest_step_is_looked_for_anew_when_it_is_gone_before_it_is_opened() {
+    let world = World::default();
+    let writer = Arc::new(world.open(keeping(Retention::keep_latest(1))));
+    commit(&writer, 1);
+    let other = world.disk.process();
+    let reader = Manager::open(std::path::Path::new(ROOT), reading(), world.environment_of(&other)).unwrap();
+    let raced = Arc::new(AtomicU64::new(0));
+    let (count, saver) = (Arc::clone(&raced), Arc::clone(&writer));
+    // Right before the directory of the step that was chosen is opened; more often than a few times.
+    world.disk.set_hook(Some(Arc::new(move |now, operation| {
+        let opens = operation.process == 1
+            && operation.kind == Kind::OpenDir
+            && operation.path.to_string_lossy().contains("step_");
+        if now == Moment::Before && opens && count.fetch_add(1, Ordering::SeqCst) < 20 {
+            let step = saver.next_step().unwrap();
+            commit(&saver, step);
+            assert!(saver.wait_for_deletions(LONG).unwrap());
+        }
+    })));
+    assert_eq!(reader.checkpoint(None).unwrap().step(), 21);
+    world.disk.set_hook(None);
+}
+
+#[test]
+fn the_metrics_of_an_open_step_are_told_when_it_was_retired_meanwhile() {
+    let world = World::default();
+    let writer = world.open(keeping(Retention::keep_latest(1)));
+    let mut first = request(1);
+    first.metrics.insert("loss".to_owned(), 0.5);
+    committed(&writer.save(first).unwrap());
+    let other = world.disk.process();
+    let reader = Manager::open(std::path::Path::new(ROOT), reading(), world.environment_of(&other)).unwrap();
+    let open = reader.checkpoint(None).unwrap();
+    commit(&writer, 2);
+    assert_eq!(reader.metrics(1).unwrap_err().kind(), "step_not_found");
+    assert_eq!(reader.metrics_of(open.manifest()).unwrap().get("loss"), Some(&0.5));
+}
+
+#[test]
+fn a_root_without_steps_is_told_at_once() {
+    let world = World::default();
+    let writer = world.open(options());
+    assert_eq!(writer.latest_step().unwrap(), None);
+    let begun = Instant::now();
+    assert_eq!(writer.checkpoint(None).err().unwrap().kind(), "step_not_found");
+    assert!(begun.elapsed() < Duration::from_secs(2));
+}
+
+#[test]
+fn a_reader_beside_a_writer_that_keeps_one_step_always_finds_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let root = directory.path().join("run");
+    let environment = Environment::real(&root, Engine::Auto).unwrap();
+    let writer = Manager::open(&root, keeping(Retention::keep_latest(1)), environment.clone()).unwrap();
+    commit(&writer, 0);
+    let over = Arc::new(AtomicBool::new(false));
+    let stop = Arc::clone(&over);
+    let saving = std::thread::spawn(move || {
+        let mut step = 1;
+        while !stop.load(Ordering::SeqCst) {
+            commit(&writer, step);
+            step += 1;
+        }
+        writer.close(Some(LONG)).unwrap();
+        step
+    });
+    let looked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let reader = Manager::open(&root, reading(), environment.clone()).unwrap();
+        let begun = Instant::now();
+        let mut looks = 0_u64;
+        let mut last = 0;
+        while begun.elapsed() < Duration::from_secs(2) {
+            let step = reader.latest_step().unwrap().expect("there always was a step");
+            assert!(step >= last, "{step} after {last}");
+            last = step;
+            assert!(!reader.all_steps().unwrap().is_empty());
+            // As one who has never looked before.
+            let fresh = Manager::open(&root, reading(), environment.clone()).unwrap();
+            assert!(!fresh.all_steps().unwrap().is_empty());
+            let open = fresh.checkpoint(None).unwrap();
+            reader.metrics_of(open.manifest()).unwrap();
+            looks += 1;
+        }
+        looks
+    }));
+    over.store(true, Ordering::SeqCst);
+    let steps = saving.join().unwrap();
+    assert!(looked.unwrap() > 20 && steps > 20);
+}

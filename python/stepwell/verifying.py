@@ -1,0 +1,85 @@
+"""``sw.verify``: the checkpoint that is looked at is the newest one that is listed, whatever its state, and damage is what the report is for.
+
+Opening passes a damaged step over, and rightly so: whoever restores wants one that is whole. Whoever verifies wants to know. So a step is chosen here by
+its name, and what keeps it from being opened (its manifest, an index) is damage like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from . import _core
+from .checkpoint import Checkpoint, Damage, VerifyReport
+from .errors import CorruptCheckpoint, StepwellError, StorageError
+from .locations import MANIFEST
+from .options import Options, to_json
+from .policies import every_steps
+from .retention import keep_all
+
+Progress: TypeAlias = Callable[[int, int], Any] | None
+
+
+def verify(
+    path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress
+) -> VerifyReport:
+    """The report of one checkpoint, or of a step of a root. ``opened`` opens one by path and step."""
+    if not os.path.isdir(path) or os.path.isfile(os.path.join(path, MANIFEST)):
+        return _one(path, step, opened, progress)
+    listed, damaged = _core.list_steps(path), _damaged(path, opened)
+    if step is None:
+        step = max([*listed, *damaged], default=None)
+    if step is not None and step in damaged and step not in listed:
+        name, why = damaged[step]
+        file = os.path.join(path, name, MANIFEST)
+        return VerifyReport(0, 0, (Damage(file, None, (), why),), os.path.join(path, name), step)
+    return _one(path, step, opened, progress)
+
+
+def _one(path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress) -> VerifyReport:
+    try:
+        with opened(path, step) as checkpoint:
+            return checkpoint.verify(progress)
+    except (CorruptCheckpoint, StorageError) as error:
+        # What the disk does not answer, or this version does not read, is no damage.
+        known = isinstance(error, (CorruptCheckpoint, FileNotFoundError))
+        if not known or error.file is None or not error.file.startswith(path + os.sep):
+            raise
+        at = path if os.path.isfile(os.path.join(path, MANIFEST)) else _below(path, error.file)
+        return VerifyReport(0, 0, (Damage(error.file, None, (), str(error)),), at, step)
+
+
+def _below(root: str, file: str) -> str:
+    """The step's directory that a file of a root belongs to."""
+    return os.path.join(root, os.path.relpath(file, root).split(os.sep)[0])
+
+
+def _damaged(root: str, opened: Callable[..., Checkpoint]) -> dict[int, tuple[str, str]]:
+    """Directories of a root that were steps and have lost their manifests to damage, by number: name, and what does not hold."""
+    text = to_json(Options(create=False), every_steps(1), keep_all(), None, "auto", 1, True, "raise")
+    core = _core.Manager(root, text)
+    try:
+        quarantined = core.quarantined()
+    finally:
+        core.close(None)
+    found: dict[int, tuple[str, str]] = {}
+    for name, why in quarantined:
+        number = re.search(r"[0-9]+$", name)
+        if number is not None and _was_step(os.path.join(root, name), opened):
+            found[int(number.group())] = (name, why)
+    return found
+
+
+def _was_step(path: str, opened: Callable[..., Checkpoint]) -> bool:
+    """Whether what is no step is one that was damaged: not a directory of somebody else's, a step of a later version, or one under another's name."""
+    if not os.path.lexists(os.path.join(path, MANIFEST)):
+        return os.path.isdir(os.path.join(path, "i0"))
+    try:
+        opened(path, None).close()
+    except CorruptCheckpoint:
+        return True
+    except StepwellError:
+        pass
+    return False

@@ -1,0 +1,114 @@
+"""Steps as they come, for an evaluator (``sw.watch``).
+
+A listing reads manifests only, and that of a mirror (``rsync``, ``cp -r``) may be there before the files that it lists. So a step is given only when it opens and
+all its files have their lengths; what is not whole yet is passed over, said once, and looked at again at every later listing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from . import _core, lifecycle
+from .checkpoint import Checkpoint
+from .errors import CorruptCheckpoint, FormatError, StepGone, StepNotFound
+from .timeouts import NO_DEADLINE
+
+#: The level of a warning in ``logging``, which is imported only where something is said.
+_WARNING = 30
+
+
+def watch(
+    root: str,
+    open_step: Callable[[str, int], Checkpoint],
+    after: int | None,
+    limit: float | None,
+    pause: float | None,
+    which: str,
+) -> Iterator[Checkpoint]:
+    """See ``stepwell.watch``; the arguments are checked. ``limit`` and ``pause`` are seconds."""
+    lifecycle.notifier.start()  # for what the engine has to say
+    steps = _Steps(root, open_step, after)
+    quiet_since = time.monotonic()
+    while True:
+        given = False
+        for checkpoint in steps.newest() if which == "latest" else steps.all():
+            with checkpoint:
+                yield checkpoint
+            quiet_since = time.monotonic()
+            given = True
+        if given:
+            continue  # others may have come meanwhile
+        left = NO_DEADLINE if limit is None else quiet_since + limit - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(3600.0 if pause is None else pause, left))
+
+
+class _Steps:
+    """The steps of a root that were not given yet."""
+
+    def __init__(self, root: str, open_step: Callable[[str, int], Checkpoint], after: int | None) -> None:
+        self._root = root
+        self._open_step = open_step
+        self._after = after
+        #: Steps up to ``_after`` that were not whole when their turn came.
+        self._passed_over: set[int] = set()
+        #: Steps that were said not to be whole.
+        self._told: set[int] = set()
+
+    def newest(self) -> Iterator[Checkpoint]:
+        """The newest step that is whole, if it is newer than the last one."""
+        for step in reversed(self._listed()):
+            checkpoint = self._open(step)
+            if checkpoint is not None:
+                self._after = step
+                yield checkpoint
+                return
+
+    def all(self) -> Iterator[Checkpoint]:
+        """Every step that is whole, in order; those that have become so since they were passed over too."""
+        listed = self._listed(self._passed_over)
+        self._passed_over.intersection_update(listed)
+        for step in listed:
+            checkpoint = self._open(step)
+            self._after = step if self._after is None else max(step, self._after)
+            if checkpoint is None:
+                continue
+            self._passed_over.discard(step)
+            yield checkpoint
+
+    def _listed(self, too: Any = ()) -> list[int]:
+        steps = _core.list_steps(self._root)
+        return [step for step in steps if self._after is None or step > self._after or step in too]
+
+    def _open(self, step: int) -> Checkpoint | None:
+        """The step, leased, if it is whole."""
+        try:
+            checkpoint = self._open_step(self._root, step)
+        except (StepGone, StepNotFound):
+            return None  # retired between the listing and the lease
+        except (CorruptCheckpoint, FormatError) as error:
+            self._pass_over(step, str(error))
+            return None
+        try:
+            damage = checkpoint._open().damage()
+        except BaseException:
+            checkpoint.close()
+            raise
+        if damage is None:
+            return checkpoint
+        checkpoint.close()
+        self._pass_over(step, damage)
+        return None
+
+    def _pass_over(self, step: int, damage: str) -> None:
+        self._passed_over.add(step)
+        if step not in self._told:
+            self._told.add(step)
+            lifecycle.log(
+                _WARNING,
+                "stepwell",
+                f"watching {self._root}: step {step} is not whole and passed over until it is: {damage}",
+            )

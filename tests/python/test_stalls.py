@@ -1,0 +1,149 @@
+"""A disk that does not answer: every wait of the Python side ends, says what it waited for, and leaves the process able to go on.
+
+The subject is a real process; ``strace`` holds up its system calls for longer than any test lasts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+STALL = 1.0
+#: What every script begins with; it goes on when the tracer is there.
+PRELUDE = f"""
+import os, sys, time
+import numpy as np
+import stepwell as sw
+
+where = sys.argv[1]
+options = sw.Options(stall_timeout={STALL}, engine="threads")
+state = {{"params": {{"w": np.ones(1 << 20, np.float32)}}}}
+
+def attached():
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+def stalled(call):
+    begun = time.monotonic()
+    try:
+        print("returned", call())
+    except sw.errors.StalledError as error:
+        print(type(error).__name__, f"{{time.monotonic() - begun:.1f}}", error)
+    sys.stdout.flush()
+
+"""
+
+
+def outlast(path: Path, script: str, calls: str) -> list[str]:
+    """What a script says while these system calls do not return, from ``attached()`` on. It is killed then: a thread that is held up would hold up its end."""
+    file = path / "script.py"
+    file.write_text(PRELUDE + script + "\nprint('end', flush=True)\nsys.stdin.readline()\n")
+    errors = path / "errors"
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, str(file), str(path / "run")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    watchdog = threading.Timer(30, process.kill)
+    watchdog.start()
+    tracer = None
+    try:
+        assert process.stdout.readline() == "ready\n", errors.read_text()
+        delay = ["-e", f"trace={calls}", "-e", f"inject={calls}:delay_enter=60s"]
+        tracer = subprocess.Popen(
+            ["strace", "-f", "-qq", "-o", os.devnull, *delay, "-p", str(process.pid)],
+            stderr=subprocess.DEVNULL,
+        )
+        while "TracerPid:\t0\n" in Path(f"/proc/{process.pid}/status").read_text():
+            if tracer.poll() is not None:
+                pytest.skip("strace cannot attach to a process here")
+            time.sleep(0.001)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        lines: list[str] = []
+        while (line := process.stdout.readline()) != "end\n":
+            assert line, f"it ended, or was killed after 30 s; it said {lines}, {errors.read_text()}"
+            lines.append(line.rstrip())
+        return lines
+    finally:
+        watchdog.cancel()
+        for one in (tracer, process):
+            if one is not None and one.poll() is None:
+                one.kill()
+                one.wait()
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed: nothing holds up a system call")
+    path = Path(os.environ.get("STEPWELL_TEST_DIR", PROJECT / "target")) / f"stalls-{os.getpid()}"
+    path.mkdir(parents=True)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def check(line: str, waited_for: str) -> None:
+    """It gave up after the stall timeout, not much later, and says for what it waited."""
+    name, seconds, text = line.split(" ", 2)
+    assert name == "StalledError", line
+    assert STALL * 0.9 <= float(seconds) < STALL + 8, line
+    assert waited_for in text, line
+
+
+def test_a_result_without_a_timeout_ends_when_the_disk_does_not_answer(disk: Path) -> None:
+    script = """
+manager = sw.CheckpointManager(where, options=options)
+attached()
+save = manager.save(7, state)
+stalled(save.result)
+stalled(save.exception)
+print(save.done())
+"""
+    first, second, done = outlast(disk, script, "fsync")
+    check(first, "the commit of the save of step 7")
+    check(second, "the commit of the save of step 7")
+    assert done == "False"
+
+
+def test_a_singular_save_ends_when_the_disk_does_not_answer(disk: Path) -> None:
+    # The engine has been chosen, and the directory around it is there: the first thing to be synced is the data.
+    script = """
+options = sw.Options(stall_timeout=options.stall_timeout, engine=options.engine, create=False)
+sw.save(where + "-before", state, options=options)
+attached()
+stalled(lambda: sw.save(where, state, options=options))
+"""
+    (line,) = outlast(disk, script, "fsync")
+    check(line, "the commit of the save")
+
+
+def test_a_restore_ends_when_the_disk_does_not_answer_by_the_stall_timeout_of_its_manager(disk: Path) -> None:
+    script = """
+manager = sw.CheckpointManager(where, options=options)
+manager.save(7, state).result()
+checkpoint = manager.checkpoint(7)
+assert checkpoint.verify().ok  # its files are open
+for file in os.scandir(checkpoint.path + "/i0"):
+    opened = os.open(file.path, os.O_RDONLY)
+    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)  # what is in memory need not be waited for
+    os.close(opened)
+attached()
+stalled(checkpoint.restore)
+"""
+    (line,) = outlast(disk, script, "pread64,preadv,preadv2")
+    check(line, "read")
