@@ -299,7 +299,7 @@ fn stored_chunks(
     if !layout.is_whole(shape, itemsize) {
         return None;
     }
-    let mut chunks = Vec::new();
+    let mut chunks = Vec::with_capacity(layout.0.len());
     for segment in &layout.0 {
         let ChunkRegion::Box(region) = &segment.region else { return None };
         // The array is the tensor, so a chunk has one address in both.

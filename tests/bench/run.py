@@ -47,6 +47,8 @@ class Forked:
         self.child = os.fork()
         if self.child == 0:
             code = 1
+            os.close(to_child)  # so that the parent's death is the end of the requests
+            os.close(from_child)
             try:
                 self._serve(make(), state)
                 code = 0
@@ -63,8 +65,9 @@ class Forked:
     def _serve(self, contestant: Any, state: State) -> None:
         with os.fdopen(self.requests, "rb") as requests, os.fdopen(self.answers, "wb") as answers:
             while True:
-                what, directory = pickle.load(requests)
-                if what == "end":
+                try:
+                    what, directory = pickle.load(requests)
+                except EOFError:
                     return
                 if what == "name":
                     contestant.prepare(state)
@@ -77,10 +80,10 @@ class Forked:
     def call(self, what: str, directory: Path | None = None) -> Any:
         pickle.dump((what, directory), self.to_child)
         self.to_child.flush()
-        return pickle.load(self.from_child) if what != "end" else None
+        return pickle.load(self.from_child)
 
     def end(self) -> None:
-        self.call("end")
+        self.to_child.close()
         os.waitpid(self.child, 0)
 
 
