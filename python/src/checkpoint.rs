@@ -16,6 +16,7 @@ use stepwell_core::tree::{ContainerKind, NodeKind};
 use stepwell_manager::{Error, ReadFailure};
 use stepwell_reshard::read_plan::Request;
 
+use crate::ahead::Taken;
 use crate::errors::{closed, raise_manager};
 use crate::ingest::{HeldBuffer, target_of};
 use crate::plan;
@@ -28,12 +29,19 @@ pub type Engined = stepwell_manager::Checkpoint;
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Checkpoint {
     inner: Mutex<Option<Arc<Engined>>>,
+    /// For the first restore.
+    taken: Mutex<Taken>,
 }
 
 impl Checkpoint {
-    /// Wraps an open checkpoint.
-    pub fn new(inner: Engined) -> Self {
-        Self { inner: Mutex::new(Some(Arc::new(inner))) }
+    /// Wraps an open checkpoint. `taken`: of the arrays that are going to be filled.
+    pub fn new(inner: Engined, taken: Taken) -> Self {
+        Self { inner: Mutex::new(Some(Arc::new(inner))), taken: Mutex::new(taken) }
+    }
+
+    /// What was taken hold of when it was opened, once.
+    pub(crate) fn taken(&self) -> Taken {
+        std::mem::take(&mut *self.taken.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(crate) fn get(&self, py: Python<'_>) -> PyResult<Arc<Engined>> {
@@ -68,6 +76,7 @@ fn leaf_row(inner: &Engined, leaf: usize) -> LeafRow {
 #[pymethods]
 impl Checkpoint {
     fn close(&self) {
+        drop(self.taken());
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 

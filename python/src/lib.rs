@@ -13,6 +13,7 @@
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 use pyo3::prelude::*;
 
+mod ahead;
 mod checkpoint;
 mod direct;
 mod errors;

@@ -11,9 +11,10 @@ use pyo3::prelude::*;
 
 use stepwell_core::io::Purpose;
 use stepwell_manager::{
-    Decision, Exists, Expected, Hold, LeafSource, Manager as Engined, Mode, Save, SaveRequest, StateSource,
+    Decision, Exists, Hold, LeafSource, Manager as Engined, Mode, Save, SaveRequest, StateSource,
 };
 
+use crate::ahead::{self, Ahead};
 use crate::checkpoint::Checkpoint;
 use crate::errors::{build, raise_manager};
 use crate::events::{Events, Parcel};
@@ -96,26 +97,6 @@ impl Drop for Manager {
             && !matches!(error, Error::ForkedProcess(_))
         {
             tracing::error!(%error, "a manager was dropped without close()");
-        }
-    }
-}
-
-/// What is going to be read of a checkpoint: everything or nothing that is known, or all of some top-level entries.
-#[derive(FromPyObject)]
-pub enum Ahead {
-    #[pyo3(transparent)]
-    Known(bool),
-    #[pyo3(transparent)]
-    Entries(Vec<String>),
-}
-
-impl Ahead {
-    /// As the engine has it.
-    pub fn expected(ahead: Option<Self>) -> Expected {
-        match ahead {
-            None | Some(Self::Known(false)) => Expected::Nothing,
-            Some(Self::Known(true)) => Expected::Everything,
-            Some(Self::Entries(names)) => Expected::Entries(names),
         }
     }
 }
@@ -351,10 +332,16 @@ impl Manager {
         call(py, move || inner.prepare(nbytes))
     }
 
-    #[pyo3(signature = (step = None, ahead = None))]
-    fn checkpoint(&self, py: Python<'_>, step: Option<u64>, ahead: Option<Ahead>) -> PyResult<Checkpoint> {
+    #[pyo3(signature = (step = None, ahead = None, to_fill = None))]
+    fn checkpoint(
+        &self,
+        py: Python<'_>,
+        step: Option<u64>,
+        ahead: Option<Ahead>,
+        to_fill: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Checkpoint> {
         let inner = Arc::clone(&self.inner);
-        call(py, move || inner.checkpoint_for(step, &Ahead::expected(ahead))).map(Checkpoint::new)
+        ahead::open(py, to_fill, move || inner.checkpoint_for(step, &Ahead::expected(ahead)))
     }
 
     /// Waits in slices: a failure that is due is not taken by a wait that was interrupted.

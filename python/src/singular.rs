@@ -11,10 +11,11 @@ use stepwell_core::io::{Engine, Purpose};
 use stepwell_manager::singular::{self, SingularRequest};
 use stepwell_manager::{Environment, Error, Manager as Engined, Options, metrics, root};
 
+use crate::ahead::{self, Ahead};
 use crate::checkpoint::Checkpoint;
 use crate::errors::raise_manager;
 use crate::events::Events;
-use crate::manager::{Ahead, call, exists_named, json, source};
+use crate::manager::{call, exists_named, json, source};
 use crate::options;
 use crate::save_handle::SaveHandle;
 use crate::state::State;
@@ -66,17 +67,18 @@ pub fn save_path(
 
 /// Opens a checkpoint: one at that very path, or the newest step (or `step`) of a root.
 #[pyfunction]
-#[pyo3(signature = (path, step = None, engine = "auto", ahead = None))]
+#[pyo3(signature = (path, step = None, engine = "auto", ahead = None, to_fill = None))]
 pub fn open_path(
     py: Python<'_>,
     path: PathBuf,
     step: Option<u64>,
     engine: &str,
     ahead: Option<Ahead>,
+    to_fill: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Checkpoint> {
     let engine = options::engine(py, engine)?;
     let ahead = Ahead::expected(ahead);
-    let opened = call(py, move || {
+    ahead::open(py, to_fill, move || {
         let gone = || Error::StepNotFound { step, root: path.clone(), latest: None };
         if !path.is_dir() {
             return Err(gone());
@@ -89,8 +91,7 @@ pub fn open_path(
             return if step.is_none_or(|step| step == opened.step()) { Ok(opened) } else { Err(gone()) };
         }
         reader(&path, environment)?.checkpoint_for(step, &ahead)
-    })?;
-    Ok(Checkpoint::new(opened))
+    })
 }
 
 fn reader(path: &Path, environment: Environment) -> Result<Engined, Error> {

@@ -63,7 +63,17 @@ pub fn on_thread<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> PyResult<T> {
+    on_thread_while(py, work, || ())
+}
+
+/// [`on_thread`], with something to do here before waiting.
+pub fn on_thread_while<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> T + Send + 'static,
+    meanwhile: impl FnOnce(),
+) -> PyResult<T> {
     let mut receive = start(work)?;
+    meanwhile();
     wait_for(py, &mut receive)?.ok_or_else(no_answer)
 }
 

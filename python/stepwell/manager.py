@@ -184,7 +184,7 @@ class CheckpointManager:
         """
         checked = RestoreOptions.of(options)
         number = None if step is None else step_number(step)
-        with Checkpoint(self._open().checkpoint(number, checked.expected)) as checkpoint:
+        with Checkpoint(self._open().checkpoint(number, checked.expected, checked.to_fill)) as checkpoint:
             answer = restoring.run(checkpoint._open(), checked)
             self._open().restored(checkpoint.step)
             return answer

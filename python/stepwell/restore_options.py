@@ -123,6 +123,12 @@ class RestoreOptions:
         )
 
     @property
+    def to_fill(self) -> Any:
+        """What of the caller's is going to be filled leaf by leaf, as far as that can be seen before the checkpoint is open. The engine takes hold of its
+        arrays meanwhile."""
+        return self.into if self.is_exact and not self.return_report else None
+
+    @property
     def expected(self) -> bool | list[str]:
         """What is going to be read, as far as that can be seen before the checkpoint is open: ``True``: everything; a list: all of these top-level
         entries; ``False``: not known. The engine begins to read it meanwhile."""

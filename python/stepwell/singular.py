@@ -105,22 +105,24 @@ def save(
 
 def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkpoint:
     """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or ``step``) of a root."""
-    return _open(path, step, engine, False)
+    return _open(path, step, engine)
 
 
-def _open(path: Path, step: int | None, engine: str, ahead: bool | list[str]) -> Checkpoint:
+def _open(
+    path: Path, step: int | None, engine: str, ahead: bool | list[str] = False, to_fill: Any = None
+) -> Checkpoint:
     lifecycle.notifier.start()  # for what the engine has to say
     where, number = absolute(path), None if step is None else step_number(step)
     one_of(engine, "engine", ENGINES)
     with explaining(where):
-        return Checkpoint(_core.open_path(where, number, engine, ahead))
+        return Checkpoint(_core.open_path(where, number, engine, ahead, to_fill))
 
 
 @spelled_out
 def restore(path: Path, *, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
     """Restores the checkpoint at ``path`` (a root: its newest step); see ``CheckpointManager.restore``."""
     checked = RestoreOptions.of(options)
-    with _open(path, step, "auto", checked.expected) as checkpoint:
+    with _open(path, step, "auto", checked.expected, checked.to_fill) as checkpoint:
         return restoring.run(checkpoint._open(), checked)
 
 

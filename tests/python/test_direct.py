@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,37 @@ def test_new_memory_is_that_of_the_arrays_and_64_mib_whatever_their_sizes(tmp_pa
     beyond = _resident() - before - sum(array.nbytes for array in found.values())
     assert beyond < 64 << 20, f"{beyond >> 20} MiB beyond the arrays"
     assert (found["layer89"] == 89).all()
+
+
+def test_arrays_that_were_to_be_filled_are_let_go_of_however_a_restore_ends(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"a": np.arange(4), "b": np.arange(3)})
+
+    def into(length: int = 3) -> dict[str, Any]:
+        return {"a": np.zeros(4, np.int64), "b": np.zeros(length, np.int64)}
+
+    def held(state: dict[str, Any]) -> list[int]:
+        return [sys.getrefcount(state[name]) for name in ("a", "b")]
+
+    free = held(into())
+    state = into()
+    sw.restore(tmp_path / "c", into=state)
+    assert state["a"].tolist() == [0, 1, 2, 3]
+    assert held(state) == free
+    sw.restore(tmp_path / "c", into=state, return_report=True)
+    assert held(state) == free
+    with pytest.raises(sw.StepNotFound):
+        sw.restore(tmp_path / "none", into=state)
+    assert held(state) == free
+    state = into(5)
+    with pytest.raises(sw.MismatchError):
+        sw.restore(tmp_path / "c", into=state)
+    assert held(state) == free
+
+
+def test_a_target_that_contains_itself_is_refused_in_no_time(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"a": np.arange(4)})
+    state: dict[str, Any] = {"a": np.zeros(4, np.int64)}
+    # A walk that took each path would have 2 to the power of the greatest depth.
+    state["again"] = [state, state]
+    with pytest.raises(sw.UnsupportedLeaf):
+        sw.restore(tmp_path / "c", into=state)

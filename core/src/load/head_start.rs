@@ -20,10 +20,11 @@ use super::schedule::Schedule;
 use crate::Result;
 use crate::deadline::deadline_after;
 use crate::io::{Disk, File, Queue, Transfer};
-use crate::sys::{Birth, spawn};
+use crate::sys::{Birth, each, spawn};
 
-/// Files that are opened and checked ahead, and bytes of each whose checksums are read.
+/// Files that are opened and checked ahead, so many at a time (it is waiting for the disk, mostly), and bytes of each whose checksums are read.
 const FILES_LOOKED_AT: usize = 16;
+const LOOKS: usize = 4;
 const BYTES_LOOKED_AT: u64 = 16 << 30;
 /// Longest wait before the deadline is looked at.
 const SLICE: Duration = Duration::from_millis(50);
@@ -107,10 +108,12 @@ impl HeadStart {
         options: &LoadOptions,
     ) -> Result<Option<Self>> {
         // What planning asks of the files comes first: it would stand behind all that follows.
-        for &file in wanted.iter().take(FILES_LOOKED_AT) {
+        let looked_at = wanted.get(..FILES_LOOKED_AT).unwrap_or(wanted);
+        let looks = each("stepwell-look", LOOKS, looked_at, |&file| {
             let end = files.shape(file)?.data_end.min(BYTES_LOOKED_AT);
-            files.ready(file, &(0..end))?;
-        }
+            files.ready(file, &(0..end)).map(drop)
+        });
+        looks.into_iter().collect::<Result<()>>()?;
         let alignment = disk.choice().alignment.max(1) as u64;
         let mut started: Option<Self> = None;
         for &file in wanted {

@@ -13,7 +13,7 @@ use stepwell_core::io::simulated::{Kind, Moment, SimDisk};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::LoadOptions;
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
-use stepwell_core::staging::{Filling, Slot};
+use stepwell_core::staging::{DEFAULT_SLOT_BYTES, Filling, Slot, StagingPool};
 use stepwell_core::sys::HostTarget;
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_manager::coordination::SingleProcess;
@@ -89,6 +89,12 @@ impl World {
             coordinator: Arc::new(SingleProcess),
             staging: None,
         }
+    }
+
+    /// With staging memory of its own, as another process has: for what is saved while a write of another save, which holds some, is held up.
+    pub fn environment_apart(&self, disk: &SimDisk) -> Environment {
+        let staging = Some(StagingPool::new(32 << 20, DEFAULT_SLOT_BYTES).unwrap());
+        Environment { staging, ..self.environment_of(disk) }
     }
 
     pub fn open(&self, options: Options) -> Manager {

@@ -87,6 +87,7 @@ pub fn plan_direct(
     fill: bool,
 ) -> PyResult<Option<Direct>> {
     let inner = checkpoint.get(py)?;
+    let taken = checkpoint.taken();
     if inner.tree().nodes().is_empty() {
         return Ok(None);
     }
@@ -101,7 +102,7 @@ pub fn plan_direct(
         siblings: Siblings::of(inner.tree()),
     };
     let hooks = hooks(py)?;
-    let mut walk = Walk { inner: &inner, hooks, fill, dtypes: Dtypes::default(), work };
+    let mut walk = Walk { inner: &inner, hooks, fill, dtypes: Dtypes::default(), taken, work };
     let Some(root) = walk.node(0, target, 0)? else { return Ok(None) };
     walk.work.root = root;
     if !walk.settle_shared() {

@@ -13,6 +13,7 @@ use stepwell_core::tree::{ContainerKind, NodeKind};
 use stepwell_core::value::Value;
 
 use super::{InPlace, Node, Work, record};
+use crate::ahead::Taken;
 use crate::checkpoint::Engined;
 use crate::flatten::Dtypes;
 use crate::hooks::Hooks;
@@ -24,6 +25,7 @@ pub(super) struct Walk<'a, 'py> {
     pub(super) hooks: &'a Hooks,
     pub(super) fill: bool,
     pub(super) dtypes: Dtypes<'py>,
+    pub(super) taken: Taken,
     pub(super) work: Work,
 }
 
@@ -184,7 +186,8 @@ impl<'a, 'py> Walk<'a, 'py> {
             return Ok(None);
         }
         // A read-only array is not filled; what is returned in its place, the general way knows.
-        let Ok(buffer) = HeldBuffer::new(target, self.fill) else { return Ok(None) };
+        let buffer = if self.fill { self.taken.buffer(target) } else { HeldBuffer::new(target, false) };
+        let Ok(buffer) = buffer else { return Ok(None) };
         let same = buffer.itemsize() == tensor.dtype.size()
             && buffer.shape().len() == tensor.shape.len()
             && buffer.shape().iter().zip(&tensor.shape).all(|(&n, &stored)| u64::try_from(n) == Ok(stored));

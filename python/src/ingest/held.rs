@@ -30,6 +30,11 @@ impl HeldBuffer {
         Ok(Self { view })
     }
 
+    /// Whether `object` exported it.
+    pub fn is_of(&self, object: &Bound<'_, PyAny>) -> bool {
+        self.view.obj == object.as_ptr()
+    }
+
     /// Address of the first element.
     pub fn address(&self) -> *mut u8 {
         self.view.buf.cast()
