@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyValueError;
@@ -198,7 +199,7 @@ impl Checkpoint {
             parts.push(request);
             targets.push(target);
         }
-        read_all(py, &inner, parts, targets)
+        read_all(py, &inner, parts, targets, || Ok(()))
     }
 
     /// What [`Checkpoint::read`] would read for leading parts of stored tensors, `(leaf, extent)`, and [`Checkpoint::objects`] for objects; per file
@@ -257,26 +258,36 @@ impl Checkpoint {
     }
 }
 
-/// Reads into held, writable buffers, by their number. Returns the bytes that were read. Nothing is written any more when it returns, however it does.
+/// Reads into held, writable buffers, by their number, and does `meanwhile` here once reads are under way: planning them needs all cores. Returns the bytes that were read. Nothing is written any more when it
+/// returns, however it does.
 pub fn read_all(
     py: Python<'_>,
     inner: &Arc<Engined>,
     requests: Vec<Request>,
     buffers: Vec<HeldBuffer>,
+    meanwhile: impl FnOnce() -> PyResult<()>,
 ) -> PyResult<u64> {
     let buffers = Arc::new(buffers);
     let stop = Arc::new(AtomicBool::new(false));
+    let (planning, mut planned) = channel::<()>();
     let work = {
         let (inner, buffers, stop) = (Arc::clone(inner), Arc::clone(&buffers), Arc::clone(&stop));
         move || {
+            let mut planning = Some(planning);
             let targets =
                 buffers.iter().map(target_of).collect::<Result<Vec<_>, _>>().map_err(Error::from)?;
-            let mut go_on = |_| !stop.load(Ordering::Relaxed);
+            let mut go_on = |_| {
+                drop(planning.take());
+                !stop.load(Ordering::Relaxed)
+            };
             inner.read_while(&requests, &targets, inner.load_options(), &mut go_on)
         }
     };
     // `buffers` outlives the work on this side, so that they go back attached.
-    let outcome = wait::to_the_end(py, &stop, work)?;
+    let outcome = wait::to_the_end(py, &stop, work, || {
+        wait::until_dropped(py, &mut planned)?;
+        meanwhile()
+    })?;
     drop(buffers);
     outcome
         .map(|stats| stats.bytes_read + stats.bytes_cached)

@@ -112,14 +112,15 @@ fn no_answer() -> PyErr {
     PyRuntimeError::new_err("the engine ended a call without an answer; please report this")
 }
 
-/// Runs work on a thread of its own, and does not return before it has ended, whatever happens: it writes into the caller's memory. A
-/// signal handler that raises sets `stop`, which the work looks at.
+/// Runs work on a thread of its own, and does not return before it has ended, whatever happens: it writes into the caller's memory. `meanwhile` is
+/// done here. What that or a signal handler raises sets `stop`, which the work looks at.
 pub fn to_the_end<T: Send + 'static>(
     py: Python<'_>,
     stop: &AtomicBool,
     work: impl FnOnce() -> T + Send + 'static,
+    meanwhile: impl FnOnce() -> PyResult<()>,
 ) -> PyResult<T> {
-    to_the_end_with(py, stop, work, || Ok(()))
+    watched(py, stop, work, meanwhile, || Ok(()))
 }
 
 /// [`to_the_end`], with something to do at every look at the signals.
@@ -127,7 +128,17 @@ pub fn to_the_end_with<T: Send + 'static>(
     py: Python<'_>,
     stop: &AtomicBool,
     work: impl FnOnce() -> T + Send + 'static,
-    mut meanwhile: impl FnMut() -> PyResult<()>,
+    at_every_look: impl FnMut() -> PyResult<()>,
+) -> PyResult<T> {
+    watched(py, stop, work, || Ok(()), at_every_look)
+}
+
+fn watched<T: Send + 'static>(
+    py: Python<'_>,
+    stop: &AtomicBool,
+    work: impl FnOnce() -> T + Send + 'static,
+    meanwhile: impl FnOnce() -> PyResult<()>,
+    mut at_every_look: impl FnMut() -> PyResult<()>,
 ) -> PyResult<T> {
     let (send, receive) = channel();
     let mut receive = receive;
@@ -136,7 +147,11 @@ pub fn to_the_end_with<T: Send + 'static>(
         // What the work holds is dropped before its answer is sent.
         .spawn(move || drop(send.send(work())))
         .map_err(|error| PyRuntimeError::new_err(format!("no thread could be started: {error}")))?;
-    let mut interrupt = None;
+    let raised = |error: PyErr| {
+        stop.store(true, Ordering::Relaxed);
+        error
+    };
+    let mut interrupt = meanwhile().err().map(raised);
     let answer = loop {
         let here = &mut receive; // exclusive, since a receiver cannot be shared between threads
         match py.detach(move || here.recv_timeout(TICK)) {
@@ -144,15 +159,17 @@ pub fn to_the_end_with<T: Send + 'static>(
             Err(RecvTimeoutError::Disconnected) => break None,
             Err(RecvTimeoutError::Timeout) => {}
         }
-        if interrupt.is_none()
-            && let Err(raised) = py.check_signals().and_then(|()| meanwhile())
-        {
-            stop.store(true, Ordering::Relaxed);
-            interrupt = Some(raised);
+        if interrupt.is_none() {
+            interrupt = py.check_signals().and_then(|()| at_every_look()).err().map(raised);
         }
     };
     let answer = py.detach(|| thread.join()).ok().and(answer).ok_or_else(no_answer)?;
     interrupt.map_or(Ok(answer), Err)
+}
+
+/// Waits until the other end is dropped, as it is at the latest when the work that holds it ends. Signal handlers run in between.
+pub fn until_dropped(py: Python<'_>, receive: &mut Receiver<()>) -> PyResult<()> {
+    wait_for(py, receive).map(|_| ())
 }
 
 /// What comes, in whatever time; `None` if nothing can come any more.

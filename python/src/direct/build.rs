@@ -20,7 +20,7 @@ pub(super) struct Build<'a, 'py> {
     pub(super) siblings: &'a Siblings,
     pub(super) number_of: &'a HashMap<u32, usize>,
     pub(super) objects: Vec<Bound<'py, PyAny>>,
-    pub(super) arrays: Vec<Bound<'py, PyAny>>,
+    pub(super) arrays: &'a [Py<PyAny>],
 }
 
 impl<'py> Build<'_, 'py> {
@@ -57,8 +57,11 @@ impl<'py> Build<'_, 'py> {
     }
 
     fn leaf(&self, source: u32) -> PyResult<Bound<'py, PyAny>> {
-        let values = if record(self.inner, source).1.is_some() { &self.arrays } else { &self.objects };
-        let found = self.number_of.get(&source).and_then(|&number| values.get(number));
+        let number = self.number_of.get(&source).copied();
+        let found = match record(self.inner, source).1 {
+            Some(_) => number.and_then(|number| self.arrays.get(number)).map(|array| array.bind(self.py)),
+            None => number.and_then(|number| self.objects.get(number)),
+        };
         found.cloned().ok_or_else(|| PyRuntimeError::new_err(format!("leaf {source} was not read")))
     }
 

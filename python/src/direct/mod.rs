@@ -47,6 +47,8 @@ struct Work {
     /// Leaves that hold the tensors that get new memory, and where in it.
     fresh: Vec<(u32, Place)>,
     slabs: Slabs,
+    /// The arrays over them, once there are any; as long as they are being filled nobody else has them.
+    arrays: Vec<Py<PyAny>>,
     /// Tensors that are read into the caller's memory.
     in_place: Vec<InPlace>,
     /// Of those that are being read, the leaves whose paths are told: the tensors themselves, or what is tied to them.
@@ -96,6 +98,7 @@ pub fn plan_direct(
         objects: Vec::new(),
         fresh: Vec::new(),
         slabs: Slabs::default(),
+        arrays: Vec::new(),
         in_place: Vec::new(),
         named: Vec::new(),
         number_of: HashMap::new(),
@@ -149,7 +152,8 @@ impl Direct {
             }
             (parts, work.slabs.buffers(py)?)
         };
-        self.read(py, parts, buffers).map(|_| ())
+        // They are as much work as the rest of a restore where leaves are small.
+        self.read(py, parts, buffers, || self.make_arrays(py))
     }
 
     /// Reads into the caller's arrays.
@@ -176,7 +180,7 @@ impl Direct {
             buffers.push(one.buffer);
         }
         drop(work);
-        self.read(py, parts, buffers).map(|_| ())
+        self.read(py, parts, buffers, || Ok(()))
     }
 
     /// Paths of the leaves that [`Direct::read_in_place`] has begun to read.
@@ -188,37 +192,18 @@ impl Direct {
     /// The caller's structure, or the stored one, with what was read. `objects`: the values of [`Direct::objects`].
     fn build<'py>(&self, py: Python<'py>, objects: Vec<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
         let mut work = self.lock();
-        let mut build = Build {
+        let build = Build {
             py,
             inner: &self.inner,
             fill: self.fill,
             siblings: &work.siblings,
             number_of: &work.number_of,
             objects,
-            arrays: Vec::with_capacity(work.fresh.len()),
+            arrays: &work.arrays,
         };
-        let mut dtypes: HashMap<Dtype, Bound<'py, PyAny>> = HashMap::new();
-        let hooks = hooks(py)?;
-        for &(leaf, place) in &work.fresh {
-            let Some(tensor) = record(&self.inner, leaf).1 else { continue };
-            let dtype = if let Some(dtype) = dtypes.get(&tensor.dtype) {
-                dtype
-            } else {
-                let made = hooks.to_dtype.bind(py).call1((tensor.dtype.name(),))?;
-                dtypes.entry(tensor.dtype).or_insert(made)
-            };
-            let shape = PyTuple::new(py, &tensor.shape)?;
-            let ndarray = hooks.ndarray.bind(py);
-            build.arrays.push(match place {
-                Place::Slab { slab, offset } => {
-                    ndarray.call1((shape, dtype, work.slabs.object(py, slab)?, offset))?
-                }
-                Place::Empty => ndarray.call1((shape, dtype))?,
-            });
-        }
         let built = build.node(&work.root)?;
-        drop(build);
         work.root = Node::Stored(0);
+        work.arrays.clear();
         Ok(built)
     }
 }
@@ -228,10 +213,45 @@ impl Direct {
         self.work.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn read(&self, py: Python<'_>, parts: Vec<Request>, buffers: Vec<HeldBuffer>) -> PyResult<u64> {
-        if parts.is_empty() {
-            return Ok(0);
+    /// One array for each tensor that gets new memory, over that memory.
+    fn make_arrays(&self, py: Python<'_>) -> PyResult<()> {
+        let hooks = hooks(py)?;
+        let ndarray = hooks.ndarray.bind(py);
+        let mut dtypes: HashMap<Dtype, Bound<'_, PyAny>> = HashMap::new();
+        let mut work = self.lock();
+        let mut arrays = Vec::with_capacity(work.fresh.len());
+        for &(leaf, place) in &work.fresh {
+            let Some(tensor) = record(&self.inner, leaf).1 else { continue };
+            let dtype = if let Some(dtype) = dtypes.get(&tensor.dtype) {
+                dtype
+            } else {
+                let made = hooks.to_dtype.bind(py).call1((tensor.dtype.name(),))?;
+                dtypes.entry(tensor.dtype).or_insert(made)
+            };
+            let shape = PyTuple::new(py, &tensor.shape)?;
+            let array = match place {
+                Place::Slab { slab, offset } => {
+                    ndarray.call1((shape, dtype, work.slabs.object(py, slab)?, offset))?
+                }
+                Place::Empty => ndarray.call1((shape, dtype))?,
+            };
+            arrays.push(array.unbind());
         }
-        read_all(py, &self.inner, parts, buffers)
+        work.arrays = arrays;
+        Ok(())
+    }
+
+    /// Reads, and does `meanwhile` here.
+    fn read(
+        &self,
+        py: Python<'_>,
+        parts: Vec<Request>,
+        buffers: Vec<HeldBuffer>,
+        meanwhile: impl FnOnce() -> PyResult<()>,
+    ) -> PyResult<()> {
+        if parts.is_empty() {
+            return meanwhile();
+        }
+        read_all(py, &self.inner, parts, buffers, meanwhile).map(|_| ())
     }
 }
