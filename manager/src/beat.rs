@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::io::Dir;
+use stepwell_core::sys::spawn;
 
 use crate::commit::aside::replace_file;
 use crate::directory_layout::{BEAT_PREFIX, CONTROL};
@@ -52,9 +53,7 @@ impl Heart {
         let stop = Arc::new((Mutex::new(false), Condvar::new()));
         let (root, owned, told) = (Arc::clone(root), session.to_owned(), Arc::clone(&stop));
         let path = root.path().to_owned();
-        let thread = std::thread::Builder::new()
-            .name("stepwell-beat".to_owned())
-            .spawn(move || go_on(&*root, &owned, every, &told))
+        let thread = spawn("stepwell-beat", move || go_on(&*root, &owned, every, &told))
             .map_err(|error| stepwell_core::Error::io("start a thread for", path, error))?;
         Ok(Self { session: session.to_owned(), stop, thread: Some(thread) })
     }

@@ -13,7 +13,7 @@ use stepwell_core::io::Dir;
 use stepwell_core::load::{
     self, Destination, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport,
 };
-use stepwell_core::sys::{Birth, spawn};
+use stepwell_core::sys::{Birth, cores, each, spawn};
 use stepwell_core::tree::Tree;
 use stepwell_core::value::Value;
 use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
@@ -29,6 +29,9 @@ use crate::stored_index;
 
 /// How long a lease that is held exclusively (by a thinning) is waited for, where nobody says otherwise.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Requests that are worth a thread of their own while a read is planned.
+const PLANNED_BY_ONE: usize = 4096;
 
 /// A committed step, leased. See the module documentation.
 pub struct Checkpoint {
@@ -246,7 +249,16 @@ impl Checkpoint {
         }
         let block = stepwell_core::format::block::DEFAULT_BLOCK_BYTES;
         let options = if network { PlanOptions::network(block) } else { PlanOptions::local(block) };
-        Ok(read_plan::plan(&self.index, requests, &PlanOptions { file_block_bytes: sizes, ..options })?)
+        let threads = cores().min(requests.len() / PLANNED_BY_ONE).max(1);
+        let shares: Vec<&[Request]> = requests.chunks(requests.len().div_ceil(threads).max(1)).collect();
+        let planned = each("stepwell-plan", threads, &shares, |share| read_plan::copies(&self.index, share));
+        let mut copies = Vec::new();
+        for share in planned {
+            let mut share = share?;
+            if copies.is_empty() { copies = share } else { copies.append(&mut share) }
+        }
+        let options = PlanOptions { file_block_bytes: sizes, ..options };
+        Ok(read_plan::of_copies(&self.index, copies, &options)?)
     }
 
     /// Bytes per block of a data file, by its ordinal in [`Checkpoint::index`].

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::io::{Dir, EntryKind, LockKind};
+use stepwell_core::sys::spawn;
 
 use crate::directory_layout::LEASE;
 use crate::environment::Clock;
@@ -184,8 +185,7 @@ impl Deleter {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         if thread.is_none() {
             let shared = Arc::clone(&self.shared);
-            let builder = std::thread::Builder::new().name("stepwell-delete".to_owned());
-            match builder.spawn(move || work(&shared)) {
+            match spawn("stepwell-delete", move || work(&shared)) {
                 Ok(handle) => *thread = Some(handle),
                 Err(error) => {
                     // Nobody will take it out again, and nobody is to wait for it.

@@ -10,6 +10,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use stepwell_core::io::{Dir, EntryKind};
+use stepwell_core::sys::spawn;
 
 use crate::commit::{Existing, aside};
 use crate::directory_layout::{self, CONTROL, OwnName};
@@ -101,36 +102,33 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
     let place = Place { label, target: name, existing, counter: 0, fenced: false };
     let (job, capturing) = prepared.split(environment, options, place);
     let world = environment.clone();
-    std::thread::Builder::new()
-        .name("stepwell-persist".to_owned())
-        .spawn(move || {
-            let deleter = Arc::new(Deleter::new(
-                Arc::clone(&parent_dir),
-                Arc::clone(&world.clock),
-                // No writer comes back here later: where there are no locks, a reader of what is replaced is told that it is gone.
-                Duration::ZERO,
-            ));
-            // Around the save itself nothing may keep it from being settled.
-            let found =
-                guarded("the removal of leftovers", || leftovers(&*parent_dir, &job.plan.target, &world));
-            match found.and_then(|trash| trash) {
-                Ok(trash) => deleter.enqueue(trash),
-                Err(error) => {
-                    tracing::warn!(%error, "what a killed save left beside this path stays for now");
-                }
+    spawn("stepwell-persist", move || {
+        let deleter = Arc::new(Deleter::new(
+            Arc::clone(&parent_dir),
+            Arc::clone(&world.clock),
+            // No writer comes back here later: where there are no locks, a reader of what is replaced is told that it is gone.
+            Duration::ZERO,
+        ));
+        // Around the save itself nothing may keep it from being settled.
+        let found = guarded("the removal of leftovers", || leftovers(&*parent_dir, &job.plan.target, &world));
+        match found.and_then(|trash| trash) {
+            Ok(trash) => deleter.enqueue(trash),
+            Err(error) => {
+                tracing::warn!(%error, "what a killed save left beside this path stays for now");
             }
-            let (save, ended) = persist::run(job, &parent_dir, &world, &deleter);
-            let cleaned = guarded("the deleter", || {
-                deleter.enqueue(ended.replaced);
-                deleter.stop(Duration::from_secs(600));
-            });
-            if let Err(error) = cleaned {
-                tracing::warn!(%error, "what was replaced stays for now");
-            }
-            let callbacks = save.settle(ended.outcome);
-            save.call(callbacks);
-        })
-        .map_err(|error| stepwell_core::Error::io("start a thread for", &request.path, error))?;
+        }
+        let (save, ended) = persist::run(job, &parent_dir, &world, &deleter);
+        let cleaned = guarded("the deleter", || {
+            deleter.enqueue(ended.replaced);
+            deleter.stop(Duration::from_secs(600));
+        });
+        if let Err(error) = cleaned {
+            tracing::warn!(%error, "what was replaced stays for now");
+        }
+        let callbacks = save.settle(ended.outcome);
+        save.call(callbacks);
+    })
+    .map_err(|error| stepwell_core::Error::io("start a thread for", &request.path, error))?;
     capturing.run()
 }
 

@@ -51,6 +51,15 @@ impl Checkpoint {
     }
 }
 
+impl Drop for Checkpoint {
+    fn drop(&mut self) {
+        let closed = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if closed.is_some() {
+            Python::try_attach(|py| py.detach(move || drop(closed)));
+        }
+    }
+}
+
 /// A region of a stored tensor, and the array that it is read into: `(leaf, offset, extent, array)`.
 type ReadRow<'py> = (u32, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 
@@ -76,9 +85,11 @@ fn leaf_row(inner: &Engined, leaf: usize) -> LeafRow {
 
 #[pymethods]
 impl Checkpoint {
-    fn close(&self) {
+    fn close(&self, py: Python<'_>) {
         drop(self.taken());
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let closed = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Its end waits for reads that were begun for a restore and not taken: not while Python is held up.
+        py.detach(move || drop(closed));
     }
 
     fn path(&self, py: Python<'_>) -> PyResult<String> {

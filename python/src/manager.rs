@@ -10,6 +10,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 use stepwell_core::io::Purpose;
+use stepwell_core::sys::spawn;
 use stepwell_manager::{
     Decision, Exists, Hold, LeafSource, Manager as Engined, Mode, Save, SaveRequest, StateSource,
 };
@@ -383,9 +384,7 @@ impl Manager {
         let closing = self.closing.get_or_init(|| {
             let closing = Arc::new(Closing::default());
             let (inner, ending) = (Arc::clone(&self.inner), Arc::clone(&closing));
-            let begun = std::thread::Builder::new()
-                .name("stepwell-close".into())
-                .spawn(move || ending.end(inner.close(Some(NO_DEADLINE))));
+            let begun = spawn("stepwell-close", move || ending.end(inner.close(Some(NO_DEADLINE))));
             if let Err(error) = begun {
                 let error = stepwell_core::Error::io(
                     "start a thread for the close of",

@@ -2,10 +2,13 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
+
+use stepwell_core::sys::spawn;
 
 /// Between two looks at pending signals.
 pub const TICK: Duration = Duration::from_millis(50);
@@ -100,12 +103,18 @@ pub fn until_stopped<T: Send + 'static>(
 }
 
 fn start<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> PyResult<Receiver<T>> {
+    start_named("stepwell-call", work).map(|(_, receive)| receive)
+}
+
+fn start_named<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> PyResult<(JoinHandle<()>, Receiver<T>)> {
     let (send, receive) = channel();
-    std::thread::Builder::new()
-        .name("stepwell-call".into())
-        .spawn(move || drop(send.send(work())))
+    // What the work holds is dropped before its answer is sent.
+    let thread = spawn(name, move || drop(send.send(work())))
         .map_err(|error| PyRuntimeError::new_err(format!("no thread could be started: {error}")))?;
-    Ok(receive)
+    Ok((thread, receive))
 }
 
 fn no_answer() -> PyErr {
@@ -140,13 +149,7 @@ fn watched<T: Send + 'static>(
     meanwhile: impl FnOnce() -> PyResult<()>,
     mut at_every_look: impl FnMut() -> PyResult<()>,
 ) -> PyResult<T> {
-    let (send, receive) = channel();
-    let mut receive = receive;
-    let thread = std::thread::Builder::new()
-        .name("stepwell-read".into())
-        // What the work holds is dropped before its answer is sent.
-        .spawn(move || drop(send.send(work())))
-        .map_err(|error| PyRuntimeError::new_err(format!("no thread could be started: {error}")))?;
+    let (thread, mut receive) = start_named("stepwell-read", work)?;
     let raised = |error: PyErr| {
         stop.store(true, Ordering::Relaxed);
         error

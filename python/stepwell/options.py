@@ -9,8 +9,8 @@ from typing import Any, Literal, final
 
 from .checks import flag, one_of, plain_json, shown, text, whole
 from .errors import MisuseError
-from .policies import SavePolicy
-from .retention import Retention
+from .policies import SavePolicy, every_steps
+from .retention import Retention, keep_all
 from .timeouts import finite_seconds, stall_seconds
 
 #: Names of the engines.
@@ -136,3 +136,8 @@ def to_json(
             else plain_json(options.root_metadata, "root_metadata"),
         }
     )
+
+
+def reader_json() -> str:
+    """The options of one who only looks at a root that is there."""
+    return to_json(Options(create=False), every_steps(1), keep_all(), None, "auto", 1, True, "raise")

@@ -183,7 +183,8 @@ def watch(
     one that is still there. Ends when nothing new has come for ``timeout`` seconds. Each is closed when the next is asked for.
 
     Whole steps only: one that lacks files (of a mirror that is being filled, say) is passed over with a warning and looked at again later, so that ``"all"`` may
-    give it after a newer one; ``"latest"`` gives the newest that is whole, and never one older than what it gave before."""
+    give it after a newer one; ``"latest"`` gives the newest that is whole, and never one older than what it gave before. What is saved anew after a rewind, or replaces
+    the step that was given last, is given too."""
     one_of(which, "which", ("latest", "all"))
     limit, pause = seconds(timeout), seconds(interval, "interval")
     where = absolute(root, "the root")

@@ -13,13 +13,14 @@ from typing import Any, TypeAlias
 
 from . import _core
 from .checkpoint import Checkpoint, Damage, VerifyReport
-from .errors import CorruptCheckpoint, StepwellError, StorageError
+from .errors import CorruptCheckpoint, StepGone, StepNotFound, StepwellError, StorageError
 from .locations import MANIFEST
-from .options import Options, to_json
-from .policies import every_steps
-from .retention import keep_all
+from .options import reader_json
 
 Progress: TypeAlias = Callable[[int, int], Any] | None
+
+#: How often the newest step is looked for anew; a writer would have to commit and retire a step within each.
+_ATTEMPTS = 10
 
 
 def verify(
@@ -28,6 +29,19 @@ def verify(
     """The report of one checkpoint, or of a step of a root. ``opened`` opens one by path and step."""
     if not os.path.isdir(path) or os.path.isfile(os.path.join(path, MANIFEST)):
         return _one(path, step, opened, progress)
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _of_root(path, step, opened, progress)
+        except (StepGone, StepNotFound):
+            # The newest step, which its writer has retired meanwhile: there is a newer one.
+            if step is not None or attempt + 1 == _ATTEMPTS:
+                raise
+    raise AssertionError("the last attempt raises")
+
+
+def _of_root(
+    path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress
+) -> VerifyReport:
     listed, damaged = _core.list_steps(path), _damaged(path, opened)
     if step is None:
         step = max([*listed, *damaged], default=None)
@@ -58,8 +72,7 @@ def _below(root: str, file: str) -> str:
 
 def _damaged(root: str, opened: Callable[..., Checkpoint]) -> dict[int, tuple[str, str]]:
     """Directories of a root that were steps and have lost their manifests to damage, by number: name, and what does not hold."""
-    text = to_json(Options(create=False), every_steps(1), keep_all(), None, "auto", 1, True, "raise")
-    core = _core.Manager(root, text)
+    core = _core.Manager(root, reader_json())
     try:
         quarantined = core.quarantined()
     finally:

@@ -6,14 +6,19 @@ all its files have their lengths; what is not whole yet is passed over, said onc
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from . import _core, lifecycle
 from .checkpoint import Checkpoint
 from .errors import CorruptCheckpoint, FormatError, StepGone, StepNotFound
+from .locations import MANIFEST
+from .options import reader_json
 from .timeouts import NO_DEADLINE
+
+_Identity: TypeAlias = tuple[int, int] | None
 
 #: The level of a warning in ``logging``, which is imported only where something is said.
 _WARNING = 30
@@ -31,19 +36,22 @@ def watch(
     lifecycle.notifier.start()  # for what the engine has to say
     steps = _Steps(root, open_step, after)
     quiet_since = time.monotonic()
-    while True:
-        given = False
-        for checkpoint in steps.newest() if which == "latest" else steps.all():
-            with checkpoint:
-                yield checkpoint
-            quiet_since = time.monotonic()
-            given = True
-        if given:
-            continue  # others may have come meanwhile
-        left = NO_DEADLINE if limit is None else quiet_since + limit - time.monotonic()
-        if left <= 0:
-            return
-        time.sleep(min(3600.0 if pause is None else pause, left))
+    try:
+        while True:
+            given = False
+            for checkpoint in steps.newest() if which == "latest" else steps.all():
+                with checkpoint:
+                    yield checkpoint
+                quiet_since = time.monotonic()
+                given = True
+            if given:
+                continue  # others may have come meanwhile
+            left = NO_DEADLINE if limit is None else quiet_since + limit - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(3600.0 if pause is None else pause, left))
+    finally:
+        steps.close()
 
 
 class _Steps:
@@ -51,8 +59,15 @@ class _Steps:
 
     def __init__(self, root: str, open_step: Callable[[str, int], Checkpoint], after: int | None) -> None:
         self._root = root
+        #: Remembers the manifests that it has read: a look costs one ``stat`` per step.
+        self._reader: Any = None
         self._open_step = open_step
         self._after = after
+        self._first = after
+        #: The steps that were given: where their manifests are, and which files those were.
+        self._given: dict[int, tuple[str, _Identity]] = {}
+        #: The last of them, unless the run has been rewound since.
+        self._last: int | None = None
         #: Steps up to ``_after`` that were not whole when their turn came.
         self._passed_over: set[int] = set()
         #: Steps that were said not to be whole.
@@ -64,7 +79,7 @@ class _Steps:
             checkpoint = self._open(step)
             if checkpoint is not None:
                 self._after = step
-                yield checkpoint
+                yield self._give(step, checkpoint)
                 return
 
     def all(self) -> Iterator[Checkpoint]:
@@ -77,11 +92,49 @@ class _Steps:
             if checkpoint is None:
                 continue
             self._passed_over.discard(step)
-            yield checkpoint
+            yield self._give(step, checkpoint)
 
     def _listed(self, too: Any = ()) -> list[int]:
-        steps = _core.list_steps(self._root)
+        steps = self._there()
+        if self._was_rewound(steps):
+            same = [step for step, (manifest, which) in self._given.items() if _identity(manifest) == which]
+            self._after = max([*same, *([] if self._first is None else [self._first])], default=None)
+            self._last = None
         return [step for step in steps if self._after is None or step > self._after or step in too]
+
+    def _there(self) -> list[int]:
+        """All steps of the root, also of one that is made, or made anew, while it is watched."""
+        if self._reader is None:
+            if not os.path.isdir(self._root):
+                return []
+            self._reader = _core.Manager(self._root, reader_json())
+        try:
+            steps: list[int] = self._reader.all_steps()
+        except BaseException:
+            self.close()
+            raise
+        if not steps:
+            self.close()
+        return steps
+
+    def close(self) -> None:
+        """Ends looking."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close(None)
+
+    def _was_rewound(self, listed: list[int]) -> bool:
+        """Whether the numbers from the last step on are those of other steps now, or will be."""
+        if self._last is None or not listed:
+            return False
+        manifest, which = self._given[self._last]
+        return max(listed) < self._last or (self._last in listed and _identity(manifest) != which)
+
+    def _give(self, step: int, checkpoint: Checkpoint) -> Checkpoint:
+        manifest = os.path.join(checkpoint.path, MANIFEST)
+        self._given[step] = (manifest, _identity(manifest))
+        self._last = step
+        return checkpoint
 
     def _open(self, step: int) -> Checkpoint | None:
         """The step, leased, if it is whole."""
@@ -112,3 +165,12 @@ class _Steps:
                 "stepwell",
                 f"watching {self._root}: step {step} is not whole and passed over until it is: {damage}",
             )
+
+
+def _identity(file: str) -> _Identity:
+    """Which file stands there: another attempt of the same step has another one."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns

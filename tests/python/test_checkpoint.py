@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -183,6 +183,41 @@ def test_watching_yields_each_step_as_it_comes_and_ends(tmp_path: Path) -> None:
     assert steps == [0, 1, 2, 3]
     assert [c.step for c in sw.watch(root, timeout=0)] == [3]
     assert [c.step for c in sw.watch(root, after=1, which="all", timeout=0)] == [2, 3]
+
+
+@pytest.mark.parametrize("which", ["latest", "all"])
+def test_what_is_saved_anew_after_a_rewind_is_watched_again(
+    tmp_path: Path, which: Literal["latest", "all"]
+) -> None:
+    root = tmp_path / "run"
+    with sw.CheckpointManager(root) as manager:
+
+        def save(step: int, value: int, exists: Literal["error", "replace"] = "error") -> None:
+            manager.save(step, {"a": np.array(value)}, exists=exists).result()
+
+        for step in (1, 2, 3):
+            save(step, step)
+        seen = sw.watch(root, which=which, timeout=30, interval=0.02)
+
+        def given() -> tuple[int, int]:
+            checkpoint = next(seen)
+            return checkpoint.step, int(checkpoint["a"][...])
+
+        assert [given() for _ in range(1 if which == "latest" else 3)][-1] == (3, 3)
+        manager.rewind(1)
+        save(2, 20)
+        assert given() == (2, 20)
+        save(3, 30)
+        assert given() == (3, 30)
+        save(3, 31, "replace")
+        assert given() == (3, 31)
+        save(4, 4)
+        assert given() == (4, 4)
+        # All the way past what was given, before anybody looked.
+        manager.rewind(2)
+        for step in (3, 4, 5):
+            save(step, 10 * step)
+        assert given() == ((5, 50) if which == "latest" else (3, 30))
 
 
 class Mirror:

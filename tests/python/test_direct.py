@@ -266,3 +266,20 @@ def test_a_target_that_contains_itself_is_refused_in_no_time(tmp_path: Path) -> 
     state["again"] = [state, state]
     with pytest.raises(sw.UnsupportedLeaf):
         sw.restore(tmp_path / "c", into=state)
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_a_restore_that_failed_holds_nothing_while_its_exception_lives(tmp_path: Path, fill: bool) -> None:
+    state = {"a": np.arange(100_000)}
+    with sw.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, state).result()
+        data = max((tmp_path / "run" / "step_00000001").rglob("*.data"), key=lambda file: file.stat().st_size)
+        with data.open("r+b") as file:
+            file.seek(100_000)
+            file.write(b"\xff\xff\xff")
+        with pytest.raises(sw.CorruptCheckpoint) as caught:
+            manager.restore(1, into=state) if fill else manager.restore(1)
+        manager.delete(1)  # which is refused while a reader holds the step
+        assert manager.all_steps() == [2]
+        del caught

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,3 +257,23 @@ def test_a_callback_that_raises_is_printed_and_harms_nobody(
         following.add_done_callback(lambda _: called.set())
         following.result()
         assert called.wait(60)
+
+
+def test_threads_of_the_engine_leave_signals_to_the_program(tmp_path: Path) -> None:
+    with sw.CheckpointManager(tmp_path / "run", retention=sw.keep_latest(1)) as manager:
+        for step in range(3):
+            manager.save(step, {"a": np.zeros(1 << 20)}).result()
+        engine = {}
+        pythons = {thread.native_id for thread in threading.enumerate()}
+        for task in Path("/proc/self/task").iterdir():
+            try:
+                text = (task / "status").read_text()
+            except OSError:
+                continue  # it has ended meanwhile
+            status = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+            if status["Name"].startswith("stepwell-") and int(task.name) not in pythons:
+                engine[status["Name"]] = int(status["SigBlk"], 16)
+        assert "stepwell-persist"[:15] in engine
+        for name, blocked in engine.items():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                assert blocked & 1 << (number - 1), f"{name} takes {signal.Signals(number).name}"

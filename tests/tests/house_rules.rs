@@ -84,7 +84,7 @@ fn the_format_does_no_input_or_output_and_planning_has_no_threads() {
     for (name, text) in
         sources("core/src/format", &[".rs"]).into_iter().chain(sources("reshard/src", &[".rs"]))
     {
-        for word in ["std::fs", "std::thread", "std::net", "rustix", "libc"] {
+        for word in ["std::fs", "std::thread", "std::net", "rustix", "libc", "core::sys", "crate::sys"] {
             let found = text.lines().any(|line| !line.trim_start().starts_with("//") && line.contains(word));
             assert!(!found, "{name} uses {word}");
         }
@@ -120,6 +120,19 @@ fn python_code() -> Vec<(String, String)> {
         }
     }
     lines
+}
+
+/// So all of them are deaf to signals: what one interrupts may not be repeated safely.
+#[test]
+fn threads_are_started_in_core_sys_only() {
+    for folder in ["core/src", "manager/src", "python/src"] {
+        for (place, code) in product_code(folder) {
+            let may = place.starts_with("core/src/sys/") || place.starts_with("core/src/io/conformance/");
+            let starts =
+                ["thread::Builder", "thread::spawn", "thread::scope"].iter().any(|way| code.contains(way));
+            assert!(may || !starts, "{place}: use sys::spawn or sys::each");
+        }
+    }
 }
 
 #[test]

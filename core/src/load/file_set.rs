@@ -92,8 +92,8 @@ impl FileSet {
         &self.records
     }
 
-    /// Begins to read the first bytes of these files, in this order, for a restore that will want all of them. Returns at once; what fails is not
-    /// told: the restore tries it again.
+    /// Begins to read the first bytes of these files, in this order, for a restore that will want all of them. Returns at once; where it
+    /// cannot begin, that is not told: the restore begins by itself.
     pub fn begin(self: &Arc<Self>, disk: Arc<dyn Disk>, files: Vec<u32>, options: LoadOptions) {
         match Coming::start(disk, Arc::clone(self), files, options) {
             Ok(coming) => *self.begun() = Begun::Coming(coming),

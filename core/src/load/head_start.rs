@@ -3,7 +3,8 @@
 //! Opening a checkpoint and planning a restore cost milliseconds of computing, in which the disk would have nothing to do. Whoever opens one in
 //! order to restore most of it says so ([`FileSet::begin`]), and the first reads of its files are under way meanwhile: exactly those
 //! that a schedule of whole files begins with, into buffers of the budget. The first run whose schedule has them all takes them over
-//! ([`HeadStart::numbers`]); a small run leaves them to the next one, any other lets them go first. Nothing depends on them: what fails here is tried again by the run.
+//! ([`HeadStart::numbers`]); a small run leaves them to the next one, any other lets them go first. Nothing depends on them: where none can be begun, the run begins them all. One
+//! that fails after it was begun fails the run that took it over, as its own would have.
 //!
 //! A thread of its own looks at the files and starts the reads, and lives until they are done: what an io_uring still has to say of a request whose thread has ended
 //! comes a clock tick late and through a worker of the kernel.
@@ -39,6 +40,8 @@ pub(super) struct HeadStart {
     pub(super) queue_depth: usize,
     /// Length of each buffer.
     pub(super) buffer_len: usize,
+    /// Reads that there is room for.
+    most: usize,
     buffers: Arc<ReadBuffers>,
     stall_timeout: Duration,
     birth: Birth,
@@ -122,6 +125,8 @@ impl HeadStart {
             schedule.push(file, 0..shape.data_end, shape.block_bytes);
             // The last read of a plan may end before the file's blocks do.
             schedule.reads.pop();
+            let cell = schedule.cells.iter().map(|cell| cell.bytes.end - cell.bytes.start).max();
+            let cell_buffer = cell.and_then(|len| usize::try_from(len).ok()).map_or(0, ReadBuffers::size);
             for read in schedule.reads {
                 let handle = files.ready(file, &read.bytes)?;
                 let len = read.bytes.end - read.bytes.start;
@@ -134,7 +139,7 @@ impl HeadStart {
                 }
                 let head_start = match &mut started {
                     Some(head_start) => head_start,
-                    none => none.insert(Self::new(disk, files, len, options)?),
+                    none => none.insert(Self::new(disk, files, len, cell_buffer, options)?),
                 };
                 if !head_start.submit(&handle, file, read.bytes)? {
                     return Ok(started);
@@ -145,14 +150,22 @@ impl HeadStart {
     }
 
     /// An empty one, for reads of that length.
-    fn new(disk: &dyn Disk, files: &FileSet, buffer_len: usize, options: &LoadOptions) -> Result<Self> {
-        // More than a run keeps in flight, since what is computed meanwhile takes longer; the rest is the run's, for what it does itself.
-        let begun =
-            usize::try_from(options.budget_bytes / 16 * 15).map_or(1, |bytes| bytes / buffer_len).max(1);
+    fn new(
+        disk: &dyn Disk,
+        files: &FileSet,
+        buffer_len: usize,
+        cell_buffer: usize,
+        options: &LoadOptions,
+    ) -> Result<Self> {
+        // More than a run keeps in flight, since what is computed meanwhile takes longer: all that a run of whole files has, but for a sixteenth of the budget, which
+        // is left for what it does itself.
+        let run = options.shares(usize::MAX, cell_buffer, buffer_len);
+        let begun = (options.budget() / 16 * 15 / buffer_len).min(run.read_buffers).max(1);
         let queue_depth = begun.max(options.queue_depth);
         Ok(Self {
             queue: Some(disk.queue_for_reads(queue_depth)?),
             reads: Vec::with_capacity(begun),
+            most: begun,
             queue_depth,
             buffer_len,
             buffers: Arc::clone(files.buffers()),
@@ -169,7 +182,7 @@ impl HeadStart {
         let token = self.reads.len() as u64;
         queue.submit(Transfer::Read, handle, bytes.start, self.buffer_len, buffer, token);
         self.reads.push((file, bytes));
-        Ok(self.reads.len() < self.reads.capacity())
+        Ok(self.reads.len() < self.most)
     }
 
     /// The numbers that a schedule gives these reads, in the order of their tokens; `None` where it has not all of them.
@@ -186,9 +199,9 @@ impl HeadStart {
             .collect()
     }
 
-    /// Number of its reads.
-    pub(super) fn len(&self) -> usize {
-        self.reads.len()
+    /// Bytes of its buffers.
+    pub(super) fn bytes(&self) -> usize {
+        self.reads.len() * self.buffer_len
     }
 
     /// The queue with the reads in it, and what must be kept until they are done.

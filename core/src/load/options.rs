@@ -29,6 +29,31 @@ impl Default for LoadOptions {
     }
 }
 
+/// How a budget is shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Shares {
+    /// Threads that verify and copy, each with a buffer of its own for what comes through the page cache.
+    pub(super) threads: usize,
+    /// Buffers that are read into.
+    pub(super) read_buffers: usize,
+}
+
+impl LoadOptions {
+    /// The budget as a number of bytes of this machine.
+    pub(super) fn budget(&self) -> usize {
+        usize::try_from(self.budget_bytes).unwrap_or(usize::MAX)
+    }
+
+    /// Shares the budget out, for buffers of these sizes: a quarter of it at most is for the threads' own, of which there are no more than `cells` to
+    /// work on. A head start asks for the same before a run is planned.
+    pub(super) fn shares(&self, cells: usize, cell_buffer: usize, read_buffer: usize) -> Shares {
+        let budget = self.budget();
+        let threads = self.threads.min(budget / 4 / cell_buffer.max(1)).min(cells).max(1);
+        let left = budget.saturating_sub(threads * cell_buffer);
+        Shares { threads, read_buffers: (left / read_buffer.max(1)).max(2) }
+    }
+}
+
 /// What a restore did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadStats {

@@ -22,7 +22,7 @@ use super::buffers::ReadBuffers;
 use super::destination::{Staged, Started};
 use super::file_set::FileSet;
 use super::head_start::KeptThread;
-use super::options::{LoadOptions, LoadStats};
+use super::options::{LoadOptions, LoadStats, Shares};
 use super::schedule::{Read, Schedule};
 use crate::deadline::deadline_after;
 use crate::io::{Completion, Disk, File, Queue, Transfer};
@@ -116,12 +116,8 @@ pub(super) fn run<S: Sink>(
     let read_buffer = size(longest(&mut schedule.reads.iter().map(|read| &read.bytes)))?;
     let cell_buffer = size(longest(&mut schedule.cells.iter().map(|cell| &cell.bytes)))?;
 
-    // A quarter of the budget at most is for the workers' own buffers.
-    let budget = usize::try_from(options.budget_bytes).unwrap_or(usize::MAX);
-    let threads = options.threads.min(budget / 4 / cell_buffer.max(1)).min(schedule.cells.len()).max(1);
-    let left = budget.saturating_sub(threads * cell_buffer);
-    let most_buffers = (left / read_buffer.max(1)).max(2);
-
+    let Shares { threads, read_buffers: most_buffers } =
+        options.shares(schedule.cells.len(), cell_buffer, read_buffer);
     let shared = Arc::new(Shared {
         schedule,
         sink: Arc::clone(sink),
@@ -157,7 +153,7 @@ pub(super) fn run<S: Sink>(
         last_progress: Instant::now(),
         stats: LoadStats::default(),
     };
-    reader.take_over();
+    reader.take_over(options.budget());
     let result = reader.drive(tick);
     let ended = reader.finish(workers);
     let mut stats = std::mem::take(&mut reader.stats);
@@ -203,11 +199,12 @@ const OWN_TOKENS: u64 = 1 << 32;
 impl<S: Sink> Reader<'_, S> {
     /// Takes over the reads that a head start began, where all of them belong to this run. A small run (of objects) that fits the budget beside them
     /// leaves them to the next one; any other lets them go.
-    fn take_over(&mut self) {
+    fn take_over(&mut self, budget: usize) {
         let Some(head_start) = self.files.take_head_start() else { return };
         let Some(numbers) = head_start.numbers(&self.shared.schedule) else {
-            let reads = self.shared.schedule.reads.len();
-            if reads + head_start.len() <= self.most_buffers {
+            let own = self.shared.schedule.reads.len() * self.read_buffer;
+            let workers = self.threads * self.shared.cell_buffer;
+            if own + workers + head_start.bytes() <= budget {
                 self.files.keep_head_start(head_start);
             }
             return;

@@ -3,14 +3,18 @@
 use std::fs;
 use std::io::{self, Read as _};
 
-/// Bytes of memory that may be taken without swapping; `None` where the kernel does not say.
+use super::control_group;
+
+/// Bytes of memory that may be taken without swapping, and without going beyond a limit of this process's control groups; `None` where the kernel does not say.
 pub fn available_memory() -> Option<u64> {
-    bytes_in(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")
+    let bytes = bytes_in(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?;
+    Some(control_group::memory().map_or(bytes, |group| bytes.min(group.left)))
 }
 
-/// Bytes of memory that the machine has; `None` where the kernel does not say.
+/// Bytes of memory that there are for this process: those of the machine, or of its control groups; `None` where the kernel does not say.
 pub fn total_memory() -> Option<u64> {
-    bytes_in(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")
+    let bytes = bytes_in(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")?;
+    Some(control_group::memory().map_or(bytes, |group| bytes.min(group.limit)))
 }
 
 fn bytes_in(meminfo: &str, name: &str) -> Option<u64> {

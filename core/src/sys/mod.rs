@@ -1,6 +1,7 @@
 //! The only unsafe code of this crate. Each file exports a safe type that makes misuse untypeable.
 #![expect(unsafe_code, reason = "mapped memory and raw system calls; every block says why it is sound")]
 
+mod control_group;
 mod copy;
 mod descriptor;
 mod file;

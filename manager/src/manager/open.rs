@@ -42,7 +42,11 @@ impl Manager {
         let mut state = State::default();
         let (names, info) = if options.read_only || !leads {
             let info = root::read_info(&*directory)?;
-            (names(options.step_name.clone(), info.as_ref()), info)
+            let names = names(options.step_name.clone(), info.as_ref());
+            if let Some(info) = &info {
+                check_names(&*directory, &discovery, &names, &info.step_name)?;
+            }
+            (names, info)
         } else {
             let opening = Opening {
                 root: &directory,
@@ -136,9 +140,9 @@ impl Manager {
         self.inner.close(timeout.unwrap_or(self.inner.options.stall_timeout))
     }
 
-    /// Whether `close` was called: it may go on still, or have given up.
+    /// Whether `close` was called: it may go on still, or have given up. To a forked child it is closed: there, nobody may ever let go of the lock.
     pub fn is_closed(&self) -> bool {
-        self.inner.lock().closed
+        !self.inner.birth.is_here() || self.inner.lock().closed
     }
 }
 
@@ -172,7 +176,7 @@ impl Opening<'_> {
         let names = names(options.step_name.clone(), info.as_ref());
         let recorded = info.map_or_else(|| names.clone(), |info| info.step_name);
         // Before anything is changed.
-        self.check_names(&names, &recorded)?;
+        check_names(&**root, self.discovery, &names, &recorded)?;
         root::take_epoch(&**root, session)?;
         beat::forget_others(&**root, session)?;
         let info = root::make_info(&**root, environment, &names, &options.root_metadata)?;
@@ -191,28 +195,29 @@ impl Opening<'_> {
         self.deleter.enqueue(recovered.trash);
         Ok((names, info))
     }
-
-    /// A pattern that does not read the steps that are there would make them none: `latest_step()` and retention would not know them, and the root would forget how they are named.
-    fn check_names(&self, names: &StepName, recorded: &StepName) -> Result<()> {
-        if names == recorded {
-            return Ok(());
-        }
-        let there = self.discovery.list(&**self.root, recorded)?.steps;
-        match there.into_values().find(|found| names.parse(&found.name).is_none()) {
-            Some(found) => Err(Error::OtherStepName {
-                root: self.root.path().to_owned(),
-                recorded: Box::new(recorded.clone()),
-                wanted: Box::new(names.clone()),
-                example: found.name,
-            }),
-            None => Ok(()),
-        }
-    }
 }
 
 /// How steps are named: as the caller says, else as the root says, else the default.
 fn names(wanted: Option<StepName>, info: Option<&RootInfo>) -> StepName {
     wanted.or_else(|| info.map(|info| info.step_name.clone())).unwrap_or_default()
+}
+
+/// A pattern that does not read the steps that are there would make them none: `latest_step()` and retention would not know them; a writer's root would forget how they
+/// are named, and an evaluator wait for ever.
+fn check_names(root: &dyn Dir, discovery: &Discovery, names: &StepName, recorded: &StepName) -> Result<()> {
+    if names == recorded {
+        return Ok(());
+    }
+    let there = discovery.list(root, recorded)?.steps;
+    match there.into_values().find(|found| names.parse(&found.name).is_none()) {
+        Some(found) => Err(Error::OtherStepName {
+            root: root.path().to_owned(),
+            recorded: Box::new(recorded.clone()),
+            wanted: Box::new(names.clone()),
+            example: found.name,
+        }),
+        None => Ok(()),
+    }
 }
 
 impl Inner {
@@ -328,8 +333,8 @@ impl Drop for Closing<'_> {
 
 impl Drop for Manager {
     fn drop(&mut self) {
-        // In a forked child nothing of it is ours. And what a close could not end by its deadline was reported: it is not waited for once more.
-        if !self.inner.birth.is_here() || self.is_closed() {
+        // What a close could not end by its deadline was reported: it is not waited for once more.
+        if self.is_closed() {
             return;
         }
         if let Err(error) = self.inner.close(self.inner.options.stall_timeout) {

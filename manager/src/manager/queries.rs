@@ -203,7 +203,7 @@ impl Inner {
     pub(super) fn newest_from(&self, first: u64) -> Result<Option<Found>> {
         let begun = Instant::now();
         'listing: for _ in 0..LISTINGS {
-            for (step, found) in self.list()?.split_off(&first).into_iter().rev() {
+            for found in self.list()?.split_off(&first).into_values().rev() {
                 let Some(damage) = damage(&*self.root, &found.name, &found.manifest)? else {
                     return Ok(Some(found));
                 };
@@ -212,17 +212,21 @@ impl Inner {
                     self.discovery.forget();
                     continue 'listing;
                 }
-                // Once: a listing is asked for at every save.
-                let known = format!("{:?} {damage}", found.manifest.attempt);
-                let first = self.lock().told_damaged.insert(known);
-                if first {
-                    tracing::warn!(step, %damage, "a damaged step is skipped");
-                }
+                self.tell_damaged(&found, &damage);
             }
             return Ok(None);
         }
         let waited_for = format!("a listing of {} during which no step is taken away", self.path.display());
         Err(Error::Timeout { waited_for, waited: begun.elapsed() })
+    }
+
+    /// Once: it is seen at every save.
+    fn tell_damaged(&self, found: &Found, damage: &str) {
+        let known = format!("{:?} {damage}", found.manifest.attempt);
+        if self.lock().told_damaged.insert(known) {
+            let step = found.manifest.step;
+            tracing::warn!(step, %damage, "a damaged step is skipped, and neither counted nor deleted by retention");
+        }
     }
 
     /// A committed step by its number.
@@ -297,9 +301,7 @@ impl Inner {
         for (step, found) in self.list()? {
             match damage(&*self.root, &found.name, &found.manifest)? {
                 None => drop(steps.insert(step, found)),
-                Some(damage) => {
-                    tracing::warn!(step, %damage, "a damaged step is neither counted nor deleted");
-                }
+                Some(damage) => self.tell_damaged(&found, &damage),
             }
         }
         let candidates = self.candidates(&steps)?;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::limits::MAX_STEP;
+use stepwell_core::sys::spawn;
 
 use super::{Exists, Inner, Manager, SaveRequest, State};
 use crate::commit::Existing;
@@ -301,9 +302,7 @@ impl Inner {
     fn start_persister(self: &Arc<Self>, state: &mut State) -> Result<()> {
         if state.thread.is_none() {
             let inner = Arc::clone(self);
-            let thread = std::thread::Builder::new()
-                .name("stepwell-persist".to_owned())
-                .spawn(move || inner.persist())
+            let thread = spawn("stepwell-persist", move || inner.persist())
                 .map_err(|error| stepwell_core::Error::io("start a thread for", &self.path, error))?;
             state.thread = Some(thread);
         }

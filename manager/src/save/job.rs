@@ -203,6 +203,9 @@ pub(crate) fn ensure_memory(pool: &Arc<StagingPool>, options: &Options, state_by
         bytes
     } else {
         let whole = state_bytes.saturating_add(4 << 20).div_ceil(slot).saturating_add(1).saturating_mul(slot);
+        if pool.bytes() as u64 >= whole {
+            return Ok(()); // without asking the kernel, which takes longer than planning a small save
+        }
         whole.min(available_memory().unwrap_or(UNKNOWN_MEMORY) / 4)
     };
     let wanted = wanted.max(2 * slot);

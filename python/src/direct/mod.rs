@@ -34,7 +34,8 @@ use crate::slabs::{Place, Slabs};
 /// A restore that has been matched, and what it has read so far.
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Direct {
-    inner: Arc<Engined>,
+    /// What closes that ends this, too: a failed restore lives on in its traceback, and its lease must not.
+    checkpoint: Py<Checkpoint>,
     /// Whether the caller's containers are filled, not made anew.
     fill: bool,
     work: Mutex<Work>,
@@ -84,12 +85,12 @@ struct InPlace {
 #[pyfunction]
 pub fn plan_direct(
     py: Python<'_>,
-    checkpoint: &Checkpoint,
+    checkpoint: &Bound<'_, Checkpoint>,
     target: &Bound<'_, PyAny>,
     fill: bool,
 ) -> PyResult<Option<Direct>> {
-    let inner = checkpoint.get(py)?;
-    let taken = checkpoint.taken();
+    let inner = checkpoint.get().get(py)?;
+    let taken = checkpoint.get().taken();
     if inner.tree().nodes().is_empty() {
         return Ok(None);
     }
@@ -112,7 +113,7 @@ pub fn plan_direct(
         return Ok(None);
     }
     let work = Mutex::new(walk.work);
-    Ok(Some(Direct { inner, fill, work }))
+    Ok(Some(Direct { checkpoint: checkpoint.clone().unbind(), fill, work }))
 }
 
 fn record(inner: &Engined, leaf: u32) -> (u32, Option<&TensorRecord>) {
@@ -136,12 +137,13 @@ impl Direct {
 
     /// Reads what gets new memory.
     fn read_fresh(&self, py: Python<'_>) -> PyResult<()> {
+        let inner = self.checkpoint(py)?;
         let (parts, buffers) = {
             let mut work = self.lock();
             work.slabs.map(py)?;
             let mut parts = Vec::with_capacity(work.fresh.len());
             for &(leaf, place) in &work.fresh {
-                let Some(tensor) = record(&self.inner, leaf).1 else { continue };
+                let Some(tensor) = record(&inner, leaf).1 else { continue };
                 if let Place::Slab { slab, offset } = place {
                     let itemsize = tensor.dtype.size() as u64;
                     let region = Region::whole(&tensor.shape);
@@ -158,6 +160,7 @@ impl Direct {
 
     /// Reads into the caller's arrays.
     fn read_in_place(&self, py: Python<'_>) -> PyResult<()> {
+        let inner = self.checkpoint(py)?;
         let mut parts = Vec::new();
         let mut buffers = Vec::new();
         let mut work = self.lock();
@@ -166,7 +169,7 @@ impl Direct {
                 work.named.push(one.named);
             }
             if !one.twin && one.buffer.nbytes() > 0 {
-                let Some(tensor) = record(&self.inner, one.leaf).1 else { continue };
+                let Some(tensor) = record(&inner, one.leaf).1 else { continue };
                 let request = Request {
                     leaf: one.leaf,
                     region: Region::whole(&tensor.shape),
@@ -184,17 +187,18 @@ impl Direct {
     }
 
     /// Paths of the leaves that [`Direct::read_in_place`] has begun to read.
-    fn in_place_paths(&self) -> Vec<String> {
-        let tree = self.inner.tree();
-        self.lock().named.iter().map(|&leaf| tree.leaf_path(leaf).to_string()).collect()
+    fn in_place_paths(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        let inner = self.checkpoint(py)?;
+        Ok(self.lock().named.iter().map(|&leaf| inner.tree().leaf_path(leaf).to_string()).collect())
     }
 
     /// The caller's structure, or the stored one, with what was read. `objects`: the values of [`Direct::objects`].
     fn build<'py>(&self, py: Python<'py>, objects: Vec<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
+        let inner = self.checkpoint(py)?;
         let mut work = self.lock();
         let build = Build {
             py,
-            inner: &self.inner,
+            inner: &inner,
             fill: self.fill,
             siblings: &work.siblings,
             number_of: &work.number_of,
@@ -213,15 +217,20 @@ impl Direct {
         self.work.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn checkpoint(&self, py: Python<'_>) -> PyResult<Arc<Engined>> {
+        self.checkpoint.get().get(py)
+    }
+
     /// One array for each tensor that gets new memory, over that memory.
     fn make_arrays(&self, py: Python<'_>) -> PyResult<()> {
+        let inner = self.checkpoint(py)?;
         let hooks = hooks(py)?;
         let ndarray = hooks.ndarray.bind(py);
         let mut dtypes: HashMap<Dtype, Bound<'_, PyAny>> = HashMap::new();
         let mut work = self.lock();
         let mut arrays = Vec::with_capacity(work.fresh.len());
         for &(leaf, place) in &work.fresh {
-            let Some(tensor) = record(&self.inner, leaf).1 else { continue };
+            let Some(tensor) = record(&inner, leaf).1 else { continue };
             let dtype = if let Some(dtype) = dtypes.get(&tensor.dtype) {
                 dtype
             } else {
@@ -252,6 +261,6 @@ impl Direct {
         if parts.is_empty() {
             return meanwhile();
         }
-        read_all(py, &self.inner, parts, buffers, meanwhile).map(|_| ())
+        read_all(py, &self.checkpoint(py)?, parts, buffers, meanwhile).map(|_| ())
     }
 }

@@ -7,33 +7,14 @@ use smallvec::SmallVec;
 use stepwell_core::format::index::{ChunkRecord, ChunkRegion, Codec, Index, Source, TensorRecord};
 use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::region::Region;
-use stepwell_core::sys::{cores, each};
 
 use super::{Request, name, tensor};
 use crate::overlap::{ChunkIndex, StoredBox};
 use crate::tiling::{self, Fault};
 use crate::{Error, Result};
 
-/// Requests that are worth a thread.
-const SHARE: usize = 4096;
-
-/// The copies of all requests, in their order.
-pub(super) fn copies(index: &Index, requests: &[Request]) -> Result<Vec<BoxCopy>> {
-    let threads = cores().min(requests.len() / SHARE).max(1);
-    let shares: Vec<&[Request]> = requests.chunks(requests.len().div_ceil(threads).max(1)).collect();
-    let mut planned = each("stepwell-plan", threads, &shares, |share| copies_of(index, share)).into_iter();
-    let mut copies = planned.next().transpose()?.unwrap_or_default();
-    for more in planned {
-        copies.append(&mut more?);
-    }
-    if copies.len() > u32::MAX as usize {
-        let what = format!("the plan has {} copies, more than a plan can number", copies.len());
-        return Err(Error::Request { leaf: name(index, 0), what });
-    }
-    Ok(copies)
-}
-
-fn copies_of(index: &Index, requests: &[Request]) -> Result<Vec<BoxCopy>> {
+/// The copies of requests, in their order.
+pub(super) fn copies_of(index: &Index, requests: &[Request]) -> Result<Vec<BoxCopy>> {
     let mut copies = Vec::with_capacity(requests.len());
     let mut chunks_of: HashMap<u32, ChunkIndex> = HashMap::new();
     for request in requests {

@@ -13,7 +13,7 @@ mod copies;
 mod runs;
 
 use stepwell_core::format::index::{Index, LeafRecord, TensorRecord};
-use stepwell_core::read_plan::ReadPlan;
+use stepwell_core::read_plan::{BoxCopy, ReadPlan};
 use stepwell_core::region::{Dims, Region};
 
 use crate::segment::Place;
@@ -85,7 +85,21 @@ impl PlanOptions {
 
 /// Plans the reads of `requests`. Destinations are not checked: who executes the plan knows them.
 pub fn plan(index: &Index, requests: &[Request], options: &PlanOptions) -> Result<ReadPlan> {
-    let mut copies = copies::copies(index, requests)?;
+    of_copies(index, copies(index, requests)?, options)
+}
+
+/// Which part of which chunk goes where, for some of the requests of a plan. It is most of what planning costs where leaves are small, and may be done for shares
+/// of the requests on several threads.
+pub fn copies(index: &Index, requests: &[Request]) -> Result<Vec<BoxCopy>> {
+    copies::copies_of(index, requests)
+}
+
+/// The plan of all [`copies`], in whatever order.
+pub fn of_copies(index: &Index, mut copies: Vec<BoxCopy>, options: &PlanOptions) -> Result<ReadPlan> {
+    if copies.len() > u32::MAX as usize {
+        let what = format!("the plan has {} copies, more than a plan can number", copies.len());
+        return Err(Error::Request { leaf: name(index, 0), what });
+    }
     copies.sort_by(|a, b| {
         let order = (a.file, a.src_offset).cmp(&(b.file, b.src_offset));
         order.then_with(|| (a.dst, a.dst_offset).cmp(&(b.dst, b.dst_offset)))

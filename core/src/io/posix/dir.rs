@@ -256,13 +256,13 @@ impl Dir for PosixDir {
         let fd = self.fd()?;
         let answer = in_parent(fd, from, |from_dir, from_last| {
             in_parent(fd, to, |to_dir, to_last| {
-                let flagged = |flags| {
-                    retry_on_intr(|| rustix::fs::renameat_with(from_dir, from_last, to_dir, to_last, flags))
-                };
+                let renamed = |flags| rustix::fs::renameat_with(from_dir, from_last, to_dir, to_last, flags);
+                let flagged = |flags| retry_on_intr(|| renamed(flags));
                 let plain = || retry_on_intr(|| rustix::fs::renameat(from_dir, from_last, to_dir, to_last));
                 match how {
                     Rename::Replace => plain(),
-                    Rename::Exchange => match flagged(RenameFlags::EXCHANGE) {
+                    // Not repeated: where an interrupted one was carried out, a second would undo it.
+                    Rename::Exchange => match renamed(RenameFlags::EXCHANGE) {
                         Err(Errno::NOSYS | Errno::OPNOTSUPP) => Err(Errno::INVAL),
                         answer => answer,
                     },

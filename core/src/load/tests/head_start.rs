@@ -35,16 +35,21 @@ fn assert_right(found: &[Vec<u8>], leaves: &[usize]) {
 
 #[test]
 fn a_restore_of_everything_uses_what_was_begun_and_reads_nothing_twice() {
-    for (mib, begins) in [(5, 1), (12, 2), (20, 4), (64, 5)] {
+    // Threads have buffers of the same budget.
+    for (mib, threads, begins) in
+        [(5, 2, 1), (12, 2, 2), (20, 2, 4), (20, 16, 3), (64, 2, 5), (64, 16, 5), (64, 64, 5)]
+    {
         let item = Item::of_tensors(256 << 10, &LENGTHS);
-        let options = LoadOptions { budget_bytes: mib << 20, ..options() };
+        let options = LoadOptions { budget_bytes: mib << 20, threads, ..options() };
         let files = item.files();
         begin(&files, &item, &[0], &options);
         let begun = item.disk.knobs.direct_reads.load(Ordering::SeqCst);
-        assert_eq!(begun, begins);
+        assert_eq!(begun, begins, "{mib} MiB, {threads} threads");
         let (found, result) = load(&item, &files, &[0, 1, 2], &options);
         assert_right(&found, &[0, 1, 2]);
-        assert_eq!(result.unwrap().reads, 6);
+        let stats = result.unwrap();
+        assert_eq!(stats.reads, 6);
+        assert!(stats.peak_buffer_bytes <= mib.max(9) << 20, "two reads at the least: {stats:?}");
         assert_eq!(item.disk.knobs.direct_reads.load(Ordering::SeqCst), 6);
         // And again, without.
         let (found, result) = load(&item, &files, &[0, 1, 2], &options);
