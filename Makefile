@@ -69,7 +69,7 @@ test-long: build ## hours: longer sweeps of the same proofs, and the licences of
 	cargo deny check
 
 .PHONY: bench
-bench: build ## measure against the raw disk and the peers (about 25 minutes; ARGS="--quick" for a look)
+bench: build ## measure against the raw disk and the peers (about 30 minutes; ARGS="--quick" for a look)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/bench/requirements.txt
 	$(BIN)/python tests/bench/run.py $(ARGS)
 
