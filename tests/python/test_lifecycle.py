@@ -277,3 +277,18 @@ def test_threads_of_the_engine_leave_signals_to_the_program(tmp_path: Path) -> N
         for name, blocked in engine.items():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 assert blocked & 1 << (number - 1), f"{name} takes {signal.Signals(number).name}"
+
+
+def test_close_gives_the_staging_memory_back_though_the_manager_is_kept(python: Run, root: Path) -> None:
+    script = """
+def resident():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) << 10
+state = {"a": np.ones(96 << 20, np.uint8)}
+manager = sw.CheckpointManager(sys.argv[1])
+before = resident()
+manager.save(1, state).result()
+ring = resident() - before
+manager.close()
+print(ring > 64 << 20, resident() - before < 32 << 20)
+"""
+    assert python(script, root).stdout == "True True\n"

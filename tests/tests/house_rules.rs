@@ -186,7 +186,9 @@ fn nothing_outside_core_io_opens_a_data_file() {
                 ]
                 .iter()
                 .any(|word| code.contains(word));
-                let is_kernel = ["\"/proc/", "\"/dev/", "\"/sys/"].iter().any(|below| code.contains(below));
+                let is_kernel = ["\"/proc/", "\"/dev/", "\"/sys/"].iter().any(|below| code.contains(below))
+                    // All of its files are below /sys/fs/cgroup, or below what a test puts in its place.
+                    || place.starts_with("core/src/sys/control_group.rs:");
                 assert!(!opens || is_kernel, "{place} opens a file: {code}");
                 continue;
             }

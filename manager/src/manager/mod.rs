@@ -110,7 +110,6 @@ struct Inner {
     discovery: Discovery,
     sidecars: Sidecars,
     deleter: Arc<Deleter>,
-    pool: Arc<StagingPool>,
     birth: Birth,
     state: Mutex<State>,
     changed: Condvar,
@@ -156,6 +155,8 @@ struct State {
     /// Steps that pending saves are to replace, one for each save. A [`Hold`] waits for those too.
     replacing: Vec<u64>,
     thread: Option<JoinHandle<()>>,
+    /// The staging memory, from the first use until nothing is left to save.
+    pool: Option<Arc<StagingPool>>,
     lock: Option<Box<dyn Lock>>,
     /// Where there is no lock: the writer's signs of life.
     heart: Option<Heart>,

@@ -66,7 +66,6 @@ impl Manager {
                 }
             }
         };
-        let pool = environment.pool();
         Ok(Self {
             inner: Arc::new(Inner {
                 path: path.to_owned(),
@@ -79,7 +78,6 @@ impl Manager {
                 discovery,
                 sidecars: Sidecars::default(),
                 deleter,
-                pool,
                 birth: Birth::now(),
                 state: Mutex::new(state),
                 changed: Condvar::new(),
@@ -306,6 +304,9 @@ impl Inner {
             if let Some(heart) = heart {
                 heart.stop(&*self.root);
             }
+            // Given back here and not with the last handle: a program may keep one to its end.
+            let pool = self.lock().pool.take();
+            drop(pool);
         }
         drained?;
         self.lock().ended = stopped;

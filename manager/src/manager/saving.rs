@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::limits::MAX_STEP;
+use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::spawn;
 
 use super::{Exists, Inner, Manager, SaveRequest, State};
@@ -81,7 +82,7 @@ impl Manager {
             begun,
             session: inner.session.clone(),
         };
-        let prepared = job::prepare(&inner.environment, &inner.options, &inner.pool, order)?;
+        let prepared = job::prepare(&inner.environment, &inner.options, &inner.pool(), order)?;
         let _turn = inner.wait_for_a_place(request.step, begun, &request.cancel)?;
         inner.enqueue(request.step, existing, prepared)?.run()
     }
@@ -100,13 +101,13 @@ impl Manager {
             begun: Instant::now(),
             session: inner.session.clone(),
         };
-        job::plan(&inner.environment, &inner.options, &inner.pool, order).map(drop)
+        job::plan(&inner.environment, &inner.options, &inner.pool(), order).map(drop)
     }
 
     /// Grows the staging memory for a state of so many bytes, so that the first save does not pay for it.
     pub fn prepare(&self, bytes: u64) -> Result<()> {
         self.inner.check_usable()?;
-        job::ensure_memory(&self.inner.pool, &self.inner.options, bytes)
+        job::ensure_memory(&self.inner.pool(), &self.inner.options, bytes)
     }
 
     /// Asks for preemption: the next step that is asked about is the one at which the job counts as preempted.
@@ -297,6 +298,10 @@ impl Inner {
         drop(state);
         self.changed.notify_all();
         Ok(capturing)
+    }
+
+    fn pool(&self) -> Arc<StagingPool> {
+        Arc::clone(self.lock().pool.get_or_insert_with(|| self.environment.pool()))
     }
 
     fn start_persister(self: &Arc<Self>, state: &mut State) -> Result<()> {
