@@ -245,3 +245,29 @@ fn trash_of_a_killed_singular_save_is_removed_and_so_is_what_stands_under_a_shor
     }
     assert_eq!(siblings(&world), [format!(".trash-ab-{session}"), "a".to_owned()]);
 }
+
+#[test]
+fn a_disk_that_a_killed_save_has_filled_is_opened_by_the_next_writer() {
+    let world = World::default();
+    let process = world.disk.process();
+    let killed = Manager::open(Path::new(ROOT), options(), world.environment_of(&process)).unwrap();
+    commit(&killed, 1);
+    kill_at_write(&process, ".tmp-");
+    assert!(save(&killed, 2).wait(Some(LONG)).unwrap().unwrap().error().is_some());
+    drop(killed);
+    assert_eq!(world.names().len(), 2, "{:?}", world.names());
+
+    // There is no room for anything.
+    let full = || Fault::on(Kind::Write, Action::Fail(28));
+    world.disk.inject(full().from_then_on());
+    assert_eq!(world.try_open(options()).err().unwrap().errno(), Some(28));
+    assert_eq!(world.names(), ["step_00000001"], "what the killed save left is gone all the same");
+    world.disk.clear_faults();
+
+    // There is room once that is gone.
+    world.disk.inject(full());
+    let manager = world.open(options());
+    assert_restores(&manager, 1);
+    commit(&manager, 2);
+    assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+}

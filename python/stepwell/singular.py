@@ -127,7 +127,8 @@ def restore(path: Path, *, step: int | None = None, **options: Unpack[RestoreKey
 
 
 def metadata(path: Path, step: int | None = None) -> Metadata:
-    """What is known of the checkpoint at ``path`` without reading an array."""
+    """What is known of the checkpoint at ``path`` without reading an array: what was saved with it. Metrics that were added later are a root's:
+    ``CheckpointManager.metadata``."""
     with open(path, step) as checkpoint:
         return checkpoint.metadata()
 
@@ -184,7 +185,7 @@ def watch(
 
     Whole steps only: one that lacks files (of a mirror that is being filled, say) is passed over with a warning and looked at again later, so that ``"all"`` may
     give it after a newer one; ``"latest"`` gives the newest that is whole, and never one older than what it gave before. What is saved anew after a rewind, or replaces
-    the step that was given last, is given too."""
+    the step that was given last, is given too; what a rewind leaves as the newest is not."""
     one_of(which, "which", ("latest", "all"))
     limit, pause = seconds(timeout), seconds(interval, "interval")
     where = absolute(root, "the root")

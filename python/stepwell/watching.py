@@ -64,10 +64,13 @@ class _Steps:
         self._open_step = open_step
         self._after = after
         self._first = after
-        #: The steps that were given: where their manifests are, and which files those were.
-        self._given: dict[int, tuple[str, _Identity]] = {}
+        #: The steps that were given, or were too old to be: where their manifests are, and which files those were.
+        self._seen: dict[int, tuple[str, _Identity]] = {}
         #: The last of them, unless the run has been rewound since.
         self._last: int | None = None
+        #: Of those that were given: the highest number, and when the newest was committed.
+        self._highest = -1
+        self._newest_commit = -1
         #: Steps up to ``_after`` that were not whole when their turn came.
         self._passed_over: set[int] = set()
         #: Steps that were said not to be whole.
@@ -77,10 +80,15 @@ class _Steps:
         """The newest step that is whole, if it is newer than the last one."""
         for step in reversed(self._listed()):
             checkpoint = self._open(step)
-            if checkpoint is not None:
-                self._after = step
+            if checkpoint is None:
+                continue
+            self._after = step
+            if self._is_old(step, checkpoint):
+                self._note(step, checkpoint)
+                checkpoint.close()
+            else:
                 yield self._give(step, checkpoint)
-                return
+            return
 
     def all(self) -> Iterator[Checkpoint]:
         """Every step that is whole, in order; those that have become so since they were passed over too."""
@@ -97,9 +105,9 @@ class _Steps:
     def _listed(self, too: Any = ()) -> list[int]:
         steps = self._there()
         if self._was_rewound(steps):
-            same = [step for step, (manifest, which) in self._given.items() if _identity(manifest) == which]
+            same = [step for step, (manifest, which) in self._seen.items() if _identity(manifest) == which]
             self._after = max([*same, *([] if self._first is None else [self._first])], default=None)
-            self._last = None
+            self._last = max(same, default=None)
         return [step for step in steps if self._after is None or step > self._after or step in too]
 
     def _there(self) -> list[int]:
@@ -127,13 +135,23 @@ class _Steps:
         """Whether the numbers from the last step on are those of other steps now, or will be."""
         if self._last is None or not listed:
             return False
-        manifest, which = self._given[self._last]
+        manifest, which = self._seen[self._last]
         return max(listed) < self._last or (self._last in listed and _identity(manifest) != which)
 
-    def _give(self, step: int, checkpoint: Checkpoint) -> Checkpoint:
+    def _is_old(self, step: int, checkpoint: Checkpoint) -> bool:
+        """Whether it is what is left of the steps before a rewind (or a deletion): older than what was given, and no attempt of its own."""
+        committed = checkpoint.manifest["committed_unix_ns"]
+        return step <= self._highest and committed <= self._newest_commit
+
+    def _note(self, step: int, checkpoint: Checkpoint) -> None:
         manifest = os.path.join(checkpoint.path, MANIFEST)
-        self._given[step] = (manifest, _identity(manifest))
+        self._seen[step] = (manifest, _identity(manifest))
         self._last = step
+
+    def _give(self, step: int, checkpoint: Checkpoint) -> Checkpoint:
+        self._note(step, checkpoint)
+        self._highest = max(self._highest, step)
+        self._newest_commit = max(self._newest_commit, checkpoint.manifest["committed_unix_ns"])
         return checkpoint
 
     def _open(self, step: int) -> Checkpoint | None:

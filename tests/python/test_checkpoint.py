@@ -16,6 +16,7 @@ import stepwell as sw
 from conftest import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepwell import watching
 
 ARRAY = np.arange(5 * 7 * 3, dtype=np.int16).reshape(5, 7, 3)
 
@@ -218,6 +219,53 @@ def test_what_is_saved_anew_after_a_rewind_is_watched_again(
         for step in (3, 4, 5):
             save(step, 10 * step)
         assert given() == ((5, 50) if which == "latest" else (3, 30))
+
+
+@pytest.mark.parametrize("which", ["latest", "all"])
+def test_a_look_between_any_two_changes_gives_what_is_new_and_nothing_old(
+    tmp_path: Path, which: Literal["latest", "all"]
+) -> None:
+    root = tmp_path / "run"
+    steps = watching._Steps(str(root), sw.open, None)
+
+    def given() -> list[tuple[int, int]]:
+        found = []
+        for checkpoint in steps.newest() if which == "latest" else steps.all():
+            with checkpoint:
+                found.append((checkpoint.step, int(checkpoint["a"][...])))
+        return found
+
+    with sw.CheckpointManager(root) as manager:
+
+        def save(step: int, value: int, exists: Literal["error", "replace"] = "error") -> None:
+            manager.save(step, {"a": np.array(value)}, exists=exists).result()
+
+        assert given() == []
+        for step in range(5):
+            save(step, step)
+        everything = [(step, step) for step in range(5)]
+        assert given() == (everything[-1:] if which == "latest" else everything)
+        assert given() == []
+        # Rewound twice, with a look in between, before anything is saved.
+        for step in (3, 1):
+            manager.rewind(step)
+            assert given() == []
+        save(2, 20)
+        assert given() == [(2, 20)]
+        save(3, 30)
+        assert given() == [(3, 30)]
+        # What a rewind leaves as the newest is replaced.
+        manager.rewind(2)
+        assert given() == []
+        save(2, 21, "replace")
+        assert given() == [(2, 21)]
+        save(3, 31)
+        manager.delete(3)
+        save(3, 32)
+        assert given() == [(3, 32)]
+        manager.delete(3)
+        assert given() == []
+    steps.close()
 
 
 class Mirror:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -123,9 +124,34 @@ def test_policies_compose(root: Path) -> None:
         assert manager.all_steps() == [3, 4, 5, 6, 10]
 
 
-def test_a_signal_announces_a_preemption(root: Path) -> None:
-    import signal
+def test_a_signal_after_a_step_was_decided_on_is_answered_at_the_next_one(root: Path) -> None:
+    policy = sw.every_steps(100, initial=False) | sw.on_preemption([signal.SIGUSR1])
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with sw.CheckpointManager(root, save_policy=policy) as manager:
+            assert not manager.save(1, state(1))
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not manager.reached_preemption(1), "step 1 was not saved: whoever ended here would lose it"
+            assert manager.save(2, state(2)).result() == 2
+            assert manager.reached_preemption(2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
+
+def test_a_step_that_is_held_is_not_rewound(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step)).result()
+        with manager.hold(2):
+            with pytest.raises(sw.LockedError, match="hold"):
+                manager.rewind(1)
+            assert manager.all_steps() == [1, 2, 3]
+            manager.rewind(2)
+        manager.rewind(1)
+        assert manager.all_steps() == [1]
+
+
+def test_a_signal_announces_a_preemption(root: Path) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:

@@ -186,6 +186,13 @@ impl Manager {
             );
             return Err(stepwell_core::Error::corrupt(inner.path.join(&target.name), what).into());
         }
+        let held = inner.lock().held.range(step + 1..).next().map(|(&held, _)| held);
+        if let Some(held) = held {
+            let by = format!(
+                "this manager holds it (hold()), and a rewind to step {step} would set it aside; release the hold first. Nothing was moved"
+            );
+            return Err(Error::Held { step: held, by });
+        }
         // Steps that may not be durable are newer or none of ours; they go too, so that "latest" is what was asked for.
         let uncertain: Vec<u64> = inner.lock().uncertain.range(step + 1..).rev().copied().collect();
         if !uncertain.is_empty() || steps.range(step + 1..).next().is_some() {

@@ -145,6 +145,8 @@ struct State {
     populated: bool,
     /// When the last save began.
     last_save: Option<Duration>,
+    /// The newest step that the save policy was asked about.
+    decided: Option<u64>,
     /// The step from which on the job counts as preempted.
     preempted: Option<u64>,
     preemption_asked: bool,

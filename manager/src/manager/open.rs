@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::metrics::{self, Sidecars};
 use crate::options::{OnSaveError, Options};
 use crate::recovery;
-use crate::retire::Deleter;
+use crate::retire::{self, Deleter};
 use crate::root::{self, RootInfo};
 use crate::step_name::StepName;
 
@@ -175,7 +175,14 @@ impl Opening<'_> {
         let recorded = info.map_or_else(|| names.clone(), |info| info.step_name);
         // Before anything is changed.
         check_names(&**root, self.discovery, &names, &recorded)?;
-        root::take_epoch(&**root, session)?;
+        match root::take_epoch(&**root, session) {
+            // A disk that a killed save has filled has room again once that save's files are gone. With the lock, they are nobody's.
+            Err(Error::Core(error)) if error.is_full() && state.lock.is_some() => {
+                self.make_room()?;
+                root::take_epoch(&**root, session)?;
+            }
+            taken => drop(taken?),
+        }
         beat::forget_others(&**root, session)?;
         let info = root::make_info(&**root, environment, &names, &options.root_metadata)?;
         let mut recovered = recovery::sweep(&**root, session, environment)?;
@@ -192,6 +199,17 @@ impl Opening<'_> {
         }
         self.deleter.enqueue(recovered.trash);
         Ok((names, info))
+    }
+
+    /// Deletes what dead writers left, at once; what readers hold stays.
+    fn make_room(&self) -> Result<()> {
+        let recovered = recovery::sweep(&**self.root, self.session, self.environment)?;
+        for trash in recovered.trash {
+            if let Err(error) = retire::remove(&**self.root, &trash, false, &mut || true) {
+                tracing::warn!(%trash, %error, "could not be deleted to make room");
+            }
+        }
+        Ok(())
     }
 }
 

@@ -184,8 +184,16 @@ impl Manager {
 impl Inner {
     /// All committed steps that this manager counts.
     pub(super) fn list(&self) -> Result<BTreeMap<u64, Found>> {
-        let mut steps = self.discovery.list(&*self.root, &self.names)?.steps;
+        let listing = self.discovery.list(&*self.root, &self.names)?;
+        let mut steps = listing.steps;
         let mut state = self.lock();
+        // A reader may look at a copy that is still being made.
+        let told = if self.options.read_only { Vec::new() } else { listing.quarantined };
+        for Quarantined { name, reason } in told {
+            if state.told_damaged.insert(format!("{name} {reason}")) {
+                tracing::warn!(%name, %reason, "has a step's name and is none; it is passed over, and set aside where a step of that number is saved");
+            }
+        }
         state.populated |= !steps.is_empty();
         for step in &state.uncertain {
             steps.remove(step);

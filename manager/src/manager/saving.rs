@@ -117,10 +117,12 @@ impl Manager {
         }
     }
 
-    /// Whether the job counts as preempted at this step.
+    /// Whether the job counts as preempted at this step: not where the save policy was asked about it before that was known, since it may not have been saved.
     pub fn reached_preemption(&self, step: u64) -> Result<bool> {
         self.inner.check_usable()?;
-        Ok(self.inner.preempted(step))
+        let mut state = self.inner.lock();
+        let first = if state.decided >= Some(step) { step.saturating_add(1) } else { step };
+        Ok(state.is_preempted(step, first))
     }
 
     /// Says that a step was restored: [`Manager::next_step`] goes on from it.
@@ -132,16 +134,13 @@ impl Manager {
 }
 
 impl Inner {
-    fn preempted(&self, step: u64) -> bool {
-        let mut state = self.lock();
-        if state.preemption_asked && state.preempted.is_none() {
-            state.preempted = Some(step);
-        }
-        state.preempted.is_some_and(|from| step >= from)
-    }
-
     fn policy_says_yes(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
-        let asked = Asked { inner: self, step, preempted: self.preempted(step), custom };
+        let preempted = {
+            let mut state = self.lock();
+            state.decided = state.decided.max(Some(step));
+            state.is_preempted(step, step)
+        };
+        let asked = Asked { inner: self, step, preempted, custom };
         self.options.save_policy.should_save(&asked)
     }
 
@@ -324,6 +323,14 @@ impl State {
         let by = "this manager holds it (hold()), and what is held is not replaced; release the hold first"
             .to_owned();
         Err(Error::Held { step, by })
+    }
+
+    /// Whether the job counts as preempted at `step`; from `first` on where nobody has known it yet.
+    fn is_preempted(&mut self, step: u64, first: u64) -> bool {
+        if self.preemption_asked && self.preempted.is_none() {
+            self.preempted = Some(first);
+        }
+        self.preempted.is_some_and(|from| step >= from)
     }
 
     /// A save that was to replace this step is over.
