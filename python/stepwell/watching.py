@@ -63,10 +63,11 @@ class _Steps:
         self._reader: Any = None
         self._open_step = open_step
         self._after = after
+        #: What the caller has seen before: never given, also after a rewind.
         self._first = after
         #: The steps that were given, or were too old to be: where their manifests are, and which files those were.
         self._seen: dict[int, tuple[str, _Identity]] = {}
-        #: The last of them, unless the run has been rewound since.
+        #: The last of them; after a rewind, the newest that still stands.
         self._last: int | None = None
         #: Of those that were given: the highest number, and when the newest was committed.
         self._highest = -1
