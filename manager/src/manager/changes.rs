@@ -186,16 +186,19 @@ impl Manager {
             );
             return Err(stepwell_core::Error::corrupt(inner.path.join(&target.name), what).into());
         }
-        let held = inner.lock().held.range(step + 1..).next().map(|(&held, _)| held);
-        if let Some(held) = held {
+        // Steps that may not be durable are newer or none of ours; they go too, so that "latest" is what was asked for.
+        let uncertain: Vec<u64> = inner.lock().uncertain.range(step + 1..).rev().copied().collect();
+        let newer: BTreeSet<u64> =
+            steps.range(step + 1..).map(|(&newer, _)| newer).chain(uncertain.iter().copied()).collect();
+        // A hold that comes from here on waits until all are moved.
+        let retiring = inner.retiring(newer.iter().copied());
+        if let Some(&held) = newer.iter().find(|&&newer| !retiring.may_go(newer)) {
             let by = format!(
-                "this manager holds it (hold()), and a rewind to step {step} would set it aside; release the hold first. Nothing was moved"
+                "this manager holds it (hold()), or is removing it already, and a rewind to step {step} would set it aside; release the hold first. Nothing was moved"
             );
             return Err(Error::Held { step: held, by });
         }
-        // Steps that may not be durable are newer or none of ours; they go too, so that "latest" is what was asked for.
-        let uncertain: Vec<u64> = inner.lock().uncertain.range(step + 1..).rev().copied().collect();
-        if !uncertain.is_empty() || steps.range(step + 1..).next().is_some() {
+        if !newer.is_empty() {
             inner.check_branch_is_new(&branch)?;
         }
         inner.check_fence()?;
@@ -211,6 +214,7 @@ impl Manager {
             }
             inner.lock().uncertain.remove(&number);
         }
+        drop(retiring);
         inner.lock().trail.restored(step);
         Ok((branch, moved))
     }
