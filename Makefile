@@ -60,11 +60,13 @@ test-python: build ## the Python tests
 	$(BIN)/mypy --config-file python/pyproject.toml
 	$(BIN)/python -m mypy.stubtest stepwell._core --mypy-config-file python/pyproject.toml
 	$(BIN)/python -m pytest -rs tests/python
+	$(BIN)/python -m pytest -rs tests/frameworks
 
 .PHONY: test-long
 test-long: build ## hours: longer sweeps of the same proofs, and the licences of all dependencies
 	STEPWELL_LONG=1 cargo test --workspace --release
 	STEPWELL_LONG=1 $(BIN)/python -m pytest tests/python
+	STEPWELL_LONG=1 $(BIN)/python -m pytest tests/frameworks
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
 	cargo deny check
 

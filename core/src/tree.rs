@@ -97,6 +97,15 @@ impl Tree {
         self.push(parent, component, NodeKind::Container(kind))
     }
 
+    /// Changes what is said of how a stateful object's state was taken. Nothing happens where the node is none.
+    pub fn map_protocol(&mut self, node: u32, map: impl FnOnce(&str) -> String) {
+        if let Some(Node { kind: NodeKind::Container(ContainerKind::Stateful { protocol, .. }), .. }) =
+            self.nodes.get_mut(node as usize)
+        {
+            *protocol = map(protocol).into_boxed_str();
+        }
+    }
+
     /// Appends a leaf below `parent` (`None`: the state is itself a leaf) and returns its *leaf* number.
     pub fn push_leaf(&mut self, parent: Option<u32>, component: Option<Component>) -> u32 {
         let leaf = self.leaf_nodes.len() as u32;

@@ -129,7 +129,13 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         save.call(callbacks);
     })
     .map_err(|error| stepwell_core::Error::io("start a thread for", &request.path, error))?;
-    capturing.run()
+    let (save, rest) = capturing.run()?;
+    if let Some(rest) = rest {
+        let options = options.clone();
+        spawn("stepwell-capture", move || rest.run(&pool, &options))
+            .map_err(|error| stepwell_core::Error::io("start a thread for", &request.path, error))?;
+    }
+    Ok(save)
 }
 
 /// Removes what killed writers left beside a path, as the next save to it does; gives the names.

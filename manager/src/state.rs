@@ -12,7 +12,8 @@ use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::format::index_v1::{ComponentSpelling, KindSpelling};
 use stepwell_core::format::manifest::{Others, TopLevel};
 use stepwell_core::leaf_path::Component;
-use stepwell_core::provider::StateProvider;
+use stepwell_core::provider::{ShardedProvider, StateProvider};
+use stepwell_core::region::Region;
 use stepwell_core::save::{ChunkPlan, ItemPlan, LeafPlan};
 use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
 use stepwell_core::value::Value;
@@ -60,6 +61,13 @@ impl LeafSource {
     pub fn whole(dtype: Dtype, shape: Vec<u64>, provider: Arc<dyn StateProvider>) -> Self {
         let layout = Layout::whole(&shape, dtype.size() as u64, None);
         Self::Tensor { dtype, shape, layout, provider }
+    }
+
+    /// A tensor of which this process holds all, in boxes.
+    pub fn sharded(dtype: Dtype, shape: Vec<u64>, shards: Vec<(Region, Arc<dyn StateProvider>)>) -> Self {
+        let layout =
+            Layout::boxes(&shape, dtype.size() as u64, shards.iter().map(|(region, _)| region.clone()));
+        Self::Tensor { dtype, shape, layout, provider: Arc::new(ShardedProvider::new(shards)) }
     }
 }
 
@@ -288,21 +296,22 @@ fn leaves(
     Ok(out)
 }
 
-/// What is stored of a tensor: the segments of its layout, cut into chunks. `None` for a layout that is not the whole tensor: who stores what of the parts
-/// that several ranks hold, and whether those tile the tensor, is not decided anywhere yet.
+/// What is stored of a tensor: the segments of its layout, cut into chunks. The whole tensor as one segment, or as boxes that tile it (the shards on the
+/// devices of one process), each at its place in the whole. `None` for a layout of less: who stores what of the parts that several ranks hold is not
+/// decided anywhere yet.
 fn stored_chunks(
     layout: &Layout,
     shape: &[u64],
     itemsize: u64,
     options: &subchunk::Options,
 ) -> Option<Vec<ChunkPlan>> {
-    if !layout.is_whole(shape, itemsize) {
+    if !layout.is_whole(shape, itemsize) && !layout.tiles_whole(shape, itemsize) {
         return None;
     }
     let mut chunks = Vec::with_capacity(layout.0.len());
     for segment in &layout.0 {
         let ChunkRegion::Box(region) = &segment.region else { return None };
-        // The array is the tensor, so a chunk has one address in both.
+        // The array is the tensor, so a chunk has one address in both. No chunk reaches over the border of a segment.
         let cut = subchunk::cut(region, itemsize, options).into_iter();
         chunks.extend(cut.map(|part| ChunkPlan { region: ChunkRegion::Box(part.clone()), local: part }));
     }

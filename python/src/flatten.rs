@@ -1,10 +1,11 @@
 //! The walk over a state: Python containers and leaves → a [`Tree`] and its leaves, arrays by reference.
 //!
 //! Exact `dict`, `list`, `tuple`, `ndarray` and built-in scalars never leave Rust; everything else goes through
-//! `stepwell.leaves.describe`. Nothing is copied but arrays that are not little-endian; the buffers stay held until the
-//! [`Flat`] is dropped, under the GIL.
+//! `stepwell.leaves.describe`, but for arrays of classes that its adapters have made known ([`crate::arrays`]). Nothing is copied but arrays that are not
+//! little-endian, or not in host memory; the buffers stay held until the [`Flat`] is dropped, under the GIL.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
@@ -14,17 +15,21 @@ use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
 use stepwell_core::dtype::Dtype;
 use stepwell_core::leaf_path::{Component, named};
 use stepwell_core::limits::{MAX_DEPTH, MAX_NAME_BYTES};
+use stepwell_core::region::Region;
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_core::value::Value;
 
+use crate::arrays::{self, ArrayType, ArrayTypes};
 use crate::hooks::{Hooks, dtype_named, hooks, unsupported};
 use crate::ingest::HeldBuffer;
 use crate::values::{Plain, TOO_DEEP, described, exact_scalar, to_value};
 
 /// A leaf of a flattened state.
 pub enum Leaf {
-    /// An array: its elements lie in the held buffer.
-    Array(Dtype, HeldBuffer),
+    /// An array: its elements lie in the held buffer. `immutable`: nobody changes them.
+    Array { dtype: Dtype, buffer: HeldBuffer, immutable: bool },
+    /// An array that lies in several buffers, each a box of it, which nobody changes.
+    Sharded { dtype: Dtype, shape: Vec<u64>, shards: Vec<(Region, HeldBuffer)> },
     /// A typed value.
     Object(Value),
     /// The same memory, shape, strides and dtype as an earlier leaf.
@@ -43,10 +48,14 @@ pub struct Flat {
 /// Flattens a state. A leaf that cannot be stored is named by its path.
 pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<Flat> {
     let hooks = hooks(state.py())?;
+    hooks.load_adapters.call0(state.py())?;
     let mut walk = Walk {
         hooks,
+        arrays: arrays::known(),
+        library: None,
         flat: Flat::default(),
         ties: HashMap::new(),
+        copies: HashMap::new(),
         originals: HashMap::new(),
         dtypes: Dtypes::default(),
         open: Vec::new(),
@@ -79,9 +88,14 @@ impl<'py> Dtypes<'py> {
 
 struct Walk<'h, 'py> {
     hooks: &'h Hooks,
+    arrays: Arc<ArrayTypes>,
+    /// Whose arrays were met in the stateful object that is being walked.
+    library: Option<Arc<str>>,
     flat: Flat,
     /// Address, dtype, and whether the leaf is a converted copy of what lies there → the leaves that start there.
     ties: HashMap<(usize, Dtype, bool), Vec<u32>>,
+    /// Leaves that are copies of something whose memory is not seen here, by what names it.
+    copies: HashMap<String, u32>,
     /// Of the leaves that are converted copies: what they are copies of.
     originals: HashMap<u32, HeldBuffer>,
     dtypes: Dtypes<'py>,
@@ -102,6 +116,9 @@ impl<'py> Walk<'_, 'py> {
         }
         if object.get_type().is(&self.hooks.ndarray) {
             return self.array(parent, component, object, depth);
+        }
+        if let Some((dtype, buffer, immutable)) = self.hold(object)? {
+            return self.hold_array(parent, component, object.py(), (dtype, buffer, immutable), None);
         }
         if let Some(value) = exact_scalar(object)? {
             self.leaf(parent, component, Leaf::Object(value));
@@ -248,14 +265,19 @@ impl<'py> Walk<'_, 'py> {
         let answer = self.hooks.describe.bind(object.py()).call1((object,)).map_err(|error| {
             // Code of the caller's has run (`state_dict`, a property): where, its own error does not know.
             let path = self.path(parent, component.as_ref());
+            if error.is_instance(object.py(), self.hooks.error.bind(object.py())) {
+                return at_leaf(object.py(), error, &path);
+            }
             add_note(object, error, &path)
         })?;
         let tag: String = answer.get_item(0)?.extract()?;
         match tag.as_str() {
             "array" => {
                 let converted = answer.get_item(1)?;
-                self.store_array(parent, component, &converted, Some(HeldBuffer::new(object, false)?))
+                self.store_array(parent, component, &converted, HeldBuffer::new(object, false).ok())
             }
+            "copied" => self.store_copy(parent, component, &answer),
+            "sharded" => self.store_shards(parent, component, &answer),
             "same" => self.visit(parent, component, &answer.get_item(1)?, depth + 1),
             "mapping" => {
                 let kind = mapping_kind(&answer)?;
@@ -302,6 +324,23 @@ impl<'py> Walk<'_, 'py> {
     /// An object that gave its state: the children of that state stand directly below it. A state that is no container stands below
     /// the field `state`.
     fn stateful(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        answer: &Bound<'py, PyAny>,
+        depth: u64,
+    ) -> PyResult<()> {
+        let node = self.flat.tree.nodes().len() as u32;
+        let around = self.library.take();
+        self.stateful_children(parent, component, answer, depth)?;
+        // What it gets back are arrays as it gave them.
+        if let Some(library) = std::mem::replace(&mut self.library, around) {
+            self.flat.tree.map_protocol(node, |protocol| format!("{protocol}/{library}"));
+        }
+        Ok(())
+    }
+
+    fn stateful_children(
         &mut self,
         parent: Option<u32>,
         component: Option<Component>,
@@ -367,9 +406,47 @@ impl<'py> Walk<'_, 'py> {
             return Err(self.refuse(parent, component, array.py(), "its dtype cannot be stored"));
         };
         let buffer = HeldBuffer::new(array, false)?;
+        self.hold_array(parent, component, array.py(), (dtype, buffer, false), original)
+    }
+
+    /// The memory of an array of a class that was made known; `None` where it is none, or cannot be had like this.
+    fn hold(&mut self, object: &Bound<'py, PyAny>) -> PyResult<Option<(Dtype, HeldBuffer, bool)>> {
+        let arrays = Arc::clone(&self.arrays);
+        let known = arrays.get(&(object.get_type().as_ptr() as usize));
+        let Some(known) = known.filter(|known| known.is_whole(object)) else { return Ok(None) };
+        self.hold_as(known, object)
+    }
+
+    /// The same of one that is in one piece of memory.
+    fn hold_as(
+        &mut self,
+        known: &ArrayType,
+        object: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<(Dtype, HeldBuffer, bool)>> {
+        if known.buffer
+            && let Ok(buffer) = HeldBuffer::new(object, false)
+        {
+            let dtype = self.dtypes.of(self.hooks, object)?;
+            self.library = Some(Arc::clone(&known.library));
+            return Ok(dtype.map(|dtype| (dtype, buffer, known.immutable)));
+        }
+        let Ok(capsule) = known.capsule.bind(object.py()).call1((object,)) else { return Ok(None) };
+        let Ok((dtype, buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
+        self.library = Some(Arc::clone(&known.library));
+        Ok(Some((dtype, buffer, known.immutable)))
+    }
+
+    fn hold_array(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        py: Python<'py>,
+        (dtype, buffer, immutable): (Dtype, HeldBuffer, bool),
+        original: Option<HeldBuffer>,
+    ) -> PyResult<()> {
         if buffer.itemsize() != dtype.size() {
             let why = format!("{} bytes per element, where {dtype} has {}", buffer.itemsize(), dtype.size());
-            return Err(self.refuse(parent, component, array.py(), &why));
+            return Err(self.refuse(parent, component, py, &why));
         }
         if buffer.nbytes() > 0 {
             let identity = original.as_ref().unwrap_or(&buffer);
@@ -389,14 +466,70 @@ impl<'py> Walk<'_, 'py> {
                 self.originals.insert(number, original);
             }
         }
-        self.leaf(parent, component, Leaf::Array(dtype, buffer));
+        self.leaf(parent, component, Leaf::Array { dtype, buffer, immutable });
+        Ok(())
+    }
+
+    /// A copy of an array that is not in host memory, or not there as it is stored: `("copied", array, what names the original, library)`.
+    fn store_copy(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        answer: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let key: Option<String> = answer.get_item(2)?.extract()?;
+        self.library = Some(Arc::from(answer.get_item(3)?.extract::<String>()?));
+        if let Some(&of) = key.as_ref().and_then(|key| self.copies.get(key)) {
+            self.leaf(parent, component, Leaf::Alias(of));
+            return Ok(());
+        }
+        if let Some(key) = key {
+            self.copies.insert(key, self.flat.leaves.len() as u32);
+        }
+        let array = answer.get_item(1)?;
+        let Some(dtype) = self.dtypes.of(self.hooks, &array)? else {
+            return Err(self.refuse(parent, component, array.py(), "its dtype cannot be stored"));
+        };
+        let buffer = HeldBuffer::new(&array, false)?;
+        // Nobody else has it.
+        self.leaf(parent, component, Leaf::Array { dtype, buffer, immutable: true });
+        Ok(())
+    }
+
+    /// An array in several buffers: `("sharded", dtype, shape, [(offset, array), …], library)`.
+    fn store_shards(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        answer: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let py = answer.py();
+        let dtype = dtype_named(&answer.get_item(1)?.extract::<String>()?)?;
+        let shape: Vec<u64> = answer.get_item(2)?.extract()?;
+        let arrays = Arc::clone(&self.arrays);
+        let mut shards = Vec::new();
+        for shard in answer.get_item(3)?.try_iter()? {
+            let shard = shard?;
+            let array = shard.get_item(1)?;
+            let known = arrays.get(&(array.get_type().as_ptr() as usize));
+            let held = known.map(|known| self.hold_as(known, &array)).transpose()?.flatten();
+            let held = match held {
+                Some((held, buffer, _)) if held == dtype => buffer,
+                Some(_) => return Err(self.refuse(parent, component, py, "its shards differ in dtype")),
+                None => HeldBuffer::new(&array, false)?,
+            };
+            let offset: Vec<u64> = shard.get_item(0)?.extract()?;
+            shards.push((Region { offset: offset.into(), extent: held.dims().into() }, held));
+        }
+        self.library = Some(Arc::from(answer.get_item(4)?.extract::<String>()?));
+        self.leaf(parent, component, Leaf::Sharded { dtype, shape, shards });
         Ok(())
     }
 
     /// The memory that decides what is tied to a leaf.
     fn identity(&self, leaf: u32) -> Option<&HeldBuffer> {
         self.originals.get(&leaf).or_else(|| match self.flat.leaves.get(leaf as usize) {
-            Some(Leaf::Array(_, buffer)) => Some(buffer),
+            Some(Leaf::Array { buffer, .. }) => Some(buffer),
             _ => None,
         })
     }
@@ -415,6 +548,16 @@ impl<'py> Walk<'_, 'py> {
     fn refuse(&self, parent: Option<u32>, component: Option<Component>, py: Python<'py>, why: &str) -> PyErr {
         unsupported(py, &self.path(parent, component.as_ref()), why)
     }
+}
+
+/// One of our errors, with its leaf.
+fn at_leaf(py: Python<'_>, error: PyErr, path: &str) -> PyErr {
+    let value = error.value(py);
+    let text = format!("{}: {value}", named(path));
+    // Without the path it is still what went wrong.
+    let _ = value.setattr(intern!(py, "args"), (text,));
+    let _ = value.setattr(intern!(py, "leaf"), path);
+    error
 }
 
 /// The error, with a note of where in the state it was raised.

@@ -12,6 +12,10 @@ pub struct Hooks {
     pub ndarray: Py<PyAny>,
     /// `stepwell.leaves.describe`
     pub describe: Py<PyAny>,
+    /// `stepwell.adapters.load`
+    pub load_adapters: Py<PyAny>,
+    /// `stepwell.errors.StepwellError`
+    pub error: Py<PyAny>,
     /// `stepwell.leaves.storable_name`
     pub storable_name: Py<PyAny>,
     /// `stepwell.specs.ArraySpec`
@@ -37,7 +41,10 @@ pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
     HOOKS.get_or_try_init(py, || {
         let leaves = py.import("stepwell.leaves")?;
         let specs = py.import("stepwell.specs")?;
+        let errors = py.import("stepwell.errors")?;
         Ok(Hooks {
+            load_adapters: py.import("stepwell.adapters")?.getattr("load")?.unbind(),
+            error: errors.getattr("StepwellError")?.unbind(),
             array_spec: specs.getattr("ArraySpec")?.unbind(),
             object_spec: specs.getattr("ObjectSpec")?.unbind(),
             as_stored: specs.getattr("AS_STORED")?.unbind(),
@@ -47,7 +54,7 @@ pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
             ndarray: py.import("numpy")?.getattr("ndarray")?.unbind(),
             describe: leaves.getattr("describe")?.unbind(),
             storable_name: leaves.getattr("storable_name")?.unbind(),
-            from_engine: py.import("stepwell.errors")?.getattr("from_engine")?.unbind(),
+            from_engine: errors.getattr("from_engine")?.unbind(),
         })
     })
 }

@@ -4,16 +4,18 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`flatten`] [`values`] | a state → tree and leaves; object leaves ↔ values |
-//! | [`ingest`] | memory that Python owns; the only unsafe code |
+//! | [`arrays`] [`ingest`] | arrays of other libraries; memory that Python owns, the only unsafe code |
 //! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
 //! | [`manager`] [`save_handle`] [`checkpoint`] [`singular`] | the engine's types and what it does by path, as Python sees them |
 //! | [`matching`] [`options`] [`plan`] | what is asked of them, and what they answer |
+//! | [`snapshot`] | a flattened state as the engine takes it |
 //! | [`direct`] [`slabs`] | the short way of a restore; where its arrays lie |
 //! | [`events`] [`log`] [`wait`] | what waits for the notifier thread; the engine's log; waits that answer signals |
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 use pyo3::prelude::*;
 
 mod ahead;
+mod arrays;
 mod checkpoint;
 mod direct;
 mod errors;
@@ -29,6 +31,7 @@ mod plan;
 mod save_handle;
 mod singular;
 mod slabs;
+mod snapshot;
 mod state;
 mod values;
 mod wait;
@@ -39,6 +42,8 @@ mod _core {
     use pyo3::prelude::*;
     use stepwell_core::limits;
 
+    #[pymodule_export]
+    use crate::arrays::array_type;
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]

@@ -11,18 +11,15 @@ use pyo3::prelude::*;
 
 use stepwell_core::io::Purpose;
 use stepwell_core::sys::spawn;
-use stepwell_manager::{
-    Decision, Exists, Hold, LeafSource, Manager as Engined, Mode, Save, SaveRequest, StateSource,
-};
+use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest};
 
 use crate::ahead::{self, Ahead};
 use crate::checkpoint::Checkpoint;
 use crate::errors::{build, raise_manager};
-use crate::events::{Events, Parcel};
-use crate::flatten::Leaf;
-use crate::ingest::provider_of;
+use crate::events::Events;
 use crate::options;
 use crate::save_handle::SaveHandle;
+use crate::snapshot::{Snapshot, source};
 use crate::state::State;
 use crate::wait::{self, Patience};
 
@@ -123,27 +120,6 @@ pub(crate) fn json(text: &str) -> PyResult<serde_json::Value> {
     serde_json::from_str(text).map_err(|error| PyValueError::new_err(format!("custom_metadata: {error}")))
 }
 
-/// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last provider is gone.
-pub(crate) fn source(state: &State, events: &Events) -> PyResult<Result<StateSource, Error>> {
-    let flat = state.take().ok_or_else(|| PyRuntimeError::new_err("this state was handed over before"))?;
-    let parcel = Parcel::new(flat, events.clone());
-    let Some(flat) = parcel.flat() else {
-        return Err(PyRuntimeError::new_err("an empty parcel"));
-    };
-    let mut leaves = Vec::with_capacity(flat.leaves.len());
-    for (number, leaf) in flat.leaves.iter().enumerate() {
-        leaves.push(match leaf {
-            Leaf::Array(dtype, buffer) => match provider_of(&parcel, number) {
-                Ok(provider) => LeafSource::whole(*dtype, buffer.dims(), provider),
-                Err(error) => return Ok(Err(error.into())),
-            },
-            Leaf::Object(value) => LeafSource::Object(value.clone()),
-            Leaf::Alias(of) => LeafSource::Alias(*of),
-        });
-    }
-    Ok(Ok(StateSource { tree: flat.tree.clone(), leaves }))
-}
-
 #[pymethods]
 impl Manager {
     #[new]
@@ -197,6 +173,7 @@ impl Manager {
         custom_metadata: &str,
         force: bool,
         exists: &str,
+        snapshot: &str,
         answers: BTreeMap<String, bool>,
         events: &Events,
     ) -> PyResult<SaveHandle> {
@@ -204,7 +181,8 @@ impl Manager {
         let cancel = Arc::new(AtomicBool::new(false));
         let request = SaveRequest {
             step,
-            state: source(state, events)?.map_err(|error| raise_manager(py, &error))?,
+            state: source(state, Snapshot::named(snapshot)?, events)?
+                .map_err(|error| raise_manager(py, &error))?,
             metrics,
             custom_metadata: json(custom_metadata)?,
             force,
@@ -226,7 +204,7 @@ impl Manager {
 
     /// Raises what `save` would raise about a flattened state.
     fn check(&self, py: Python<'_>, state: &State, events: &Events) -> PyResult<()> {
-        let state = source(state, events)?.map_err(|error| raise_manager(py, &error))?;
+        let state = source(state, Snapshot::Auto, events)?.map_err(|error| raise_manager(py, &error))?;
         let inner = Arc::clone(&self.inner);
         py.detach(move || inner.check(state)).map_err(|error| raise_manager(py, &error))
     }

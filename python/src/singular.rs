@@ -15,9 +15,10 @@ use crate::ahead::{self, Ahead};
 use crate::checkpoint::Checkpoint;
 use crate::errors::raise_manager;
 use crate::events::Events;
-use crate::manager::{call, exists_named, json, source};
+use crate::manager::{call, exists_named, json};
 use crate::options;
 use crate::save_handle::SaveHandle;
+use crate::snapshot::{Snapshot, source};
 use crate::state::State;
 use crate::wait;
 
@@ -31,12 +32,14 @@ pub fn save_path(
     metrics: BTreeMap<String, f64>,
     custom_metadata: &str,
     exists: &str,
+    snapshot: &str,
     options: &str,
     events: &Events,
 ) -> PyResult<SaveHandle> {
     let cancel = Arc::new(AtomicBool::new(false));
     let request = SingularRequest {
-        state: source(state, events)?.map_err(|error| raise_manager(py, &error))?,
+        state: source(state, Snapshot::named(snapshot)?, events)?
+            .map_err(|error| raise_manager(py, &error))?,
         path: path.clone(),
         step: 0,
         metrics,

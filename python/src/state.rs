@@ -46,7 +46,8 @@ impl State {
     fn leaves(&self) -> PyResult<Vec<LeafRow>> {
         self.with(|flat| {
             let row = |leaf: &Leaf| match leaf {
-                Leaf::Array(dtype, buffer) => ("array", Some(dtype.name()), Some(buffer.dims())),
+                Leaf::Array { dtype, buffer, .. } => ("array", Some(dtype.name()), Some(buffer.dims())),
+                Leaf::Sharded { dtype, shape, .. } => ("array", Some(dtype.name()), Some(shape.clone())),
                 Leaf::Object(_) => ("object", None, None),
                 Leaf::Alias(of) => ("alias", None, Some(vec![u64::from(*of)])),
             };
@@ -57,7 +58,11 @@ impl State {
     /// Bytes of all arrays, ties counted once.
     #[getter]
     fn nbytes(&self) -> PyResult<usize> {
-        let bytes = |leaf: &Leaf| if let Leaf::Array(_, buffer) = leaf { buffer.nbytes() } else { 0 };
+        let bytes = |leaf: &Leaf| match leaf {
+            Leaf::Array { buffer, .. } => buffer.nbytes(),
+            Leaf::Sharded { shards, .. } => shards.iter().map(|(_, buffer)| buffer.nbytes()).sum(),
+            Leaf::Object(_) | Leaf::Alias(_) => 0,
+        };
         self.with(|flat| flat.leaves.iter().map(bytes).sum())
     }
 }

@@ -10,6 +10,7 @@ use stepwell_core::dtype::Dtype;
 use stepwell_core::limits::MAX_DEPTH;
 use stepwell_core::value::Value;
 
+use crate::arrays;
 use crate::hooks::{Hooks, dtype_named};
 
 /// What a value turned out to be.
@@ -101,7 +102,7 @@ pub fn to_value(hooks: &Hooks, object: &Bound<'_, PyAny>, dicts: bool, depth: u6
     if let Ok(dict) = object.cast_exact::<PyDict>() {
         return if dicts { mapping(hooks, dict, depth) } else { Ok(Plain::Not) };
     }
-    if object.get_type().is(&hooks.ndarray) {
+    if object.get_type().is(&hooks.ndarray) || arrays::is_known(object) {
         return Ok(Plain::Not);
     }
     let description = hooks.describe.bind(object.py()).call1((object,))?;

@@ -12,6 +12,9 @@
 Importing this imports numpy and ml_dtypes, and no framework.
 """
 
+import importlib as _importlib
+from typing import Any as _Any
+
 from . import errors
 from ._core import VERSION as __version__
 from .checkpoint import Array, Branch, Checkpoint, Damage, Metadata, VerifyReport
@@ -56,6 +59,14 @@ from .retention import (
 )
 from .singular import add_metrics, engine_info, metadata, open, restore, save, save_async, verify, watch
 from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
+
+
+def __getattr__(name: str) -> _Any:
+    # The part that needs a framework is imported when it is asked for.
+    if name == "torch":
+        return _importlib.import_module("stepwell.torch")
+    raise AttributeError(f"module 'stepwell' has no attribute {name!r}")
+
 
 __all__ = [
     "AS_STORED",

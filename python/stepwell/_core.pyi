@@ -23,6 +23,7 @@ __all__ = [
     "SaveHandle",
     "State",
     "add_metrics",
+    "array_type",
     "dtype_names",
     "engine_choice",
     "flatten",
@@ -47,6 +48,14 @@ _Path = str | PathLike[str]
 _LeafRow = tuple[str, str | None, list[int] | None, bool]
 
 def dtype_names() -> list[str]: ...
+def array_type(
+    class_: type,
+    library: str,
+    buffer: bool,
+    capsule: Callable[[Any], Any],
+    immutable: bool,
+    whole: tuple[str, type] | None = None,
+) -> None: ...
 def flatten(state: Any) -> State: ...
 def spans(arrays: Sequence[ndarray[Any, Any]]) -> list[tuple[int, int, int]]: ...
 def is_plain(value: Any) -> bool: ...
@@ -56,6 +65,7 @@ def save_path(
     metrics: dict[str, float],
     custom_metadata: str,
     exists: str,
+    snapshot: str,
     options: str,
     events: Events,
 ) -> SaveHandle: ...
@@ -69,7 +79,7 @@ def open_path(
 def list_steps(root: _Path) -> list[int]: ...
 def add_metrics(root: _Path, step: int, values: dict[str, float]) -> None: ...
 def engine_choice(path: _Path, engine: str = "auto") -> tuple[str, bool, int, bool, list[str]]: ...
-def plan_direct(checkpoint: Checkpoint, target: Any, fill: bool) -> Direct | None: ...
+def plan_direct(checkpoint: Checkpoint, target: Any, fill: bool, convert: bool) -> Direct | None: ...
 def match_state(
     checkpoint: Checkpoint,
     rows: Sequence[tuple[Sequence[tuple[str, str | int]], str, str | None, Sequence[int] | None, bool]],
@@ -97,7 +107,7 @@ class Direct:
     def read_fresh(self) -> None: ...
     def read_in_place(self) -> None: ...
     def in_place_paths(self) -> list[str]: ...
-    def build(self, objects: Sequence[Any]) -> Any: ...
+    def build(self, objects: Sequence[Any], convert: Callable[[list[Any]], list[Any]] | None) -> Any: ...
 
 @final
 class SaveHandle:
@@ -131,6 +141,7 @@ class Manager:
         custom_metadata: str,
         force: bool,
         exists: str,
+        snapshot: str,
         answers: dict[str, bool],
         events: Events,
     ) -> SaveHandle: ...

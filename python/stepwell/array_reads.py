@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from . import _core
+from .adapters import Box
 from .allocate import Allocator
 from .convert import cast_into, common_box
 from .errors import StepwellError
@@ -37,6 +38,10 @@ class Job:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     path: str
+    #: The shape of all that is wanted, where this is a part of it.
+    whole: tuple[int, ...]
+    #: Where in the stored array what is wanted begins.
+    offset: tuple[int, ...]
     #: The caller's memory, where it is to be filled.
     target: _Array | None = None
     #: What is returned; made here or the caller's.
@@ -56,12 +61,24 @@ class Job:
         dtype: str,
         stored_shape: Sequence[int],
         shape: Sequence[int],
+        box: Box | None = None,
     ) -> Job:
-        """From what the engine has matched; ``target`` is dropped where it cannot be filled."""
+        """From what the engine has matched; ``target`` is dropped where it cannot be filled. ``box``: the part that is wanted."""
+        offset, extent = ((0,) * len(shape), tuple(shape)) if box is None else box
         wanted = to_dtype(dtype)
         if target is not None and (not target.flags.writeable or native_name(target.dtype) != dtype):
             target = None
-        return cls(stored, to_dtype(stored_dtype), tuple(stored_shape), tuple(shape), wanted, path, target)
+        return cls(
+            stored,
+            to_dtype(stored_dtype),
+            tuple(stored_shape),
+            extent,
+            wanted,
+            path,
+            tuple(shape),
+            offset,
+            target,
+        )
 
     @property
     def exact(self) -> bool:
@@ -77,10 +94,11 @@ class Job:
         )
 
     def box(self) -> tuple[int, ...]:
-        """The part that is read."""
+        """The extent of what is read, from ``offset`` on."""
         if self.stored_shape == self.shape:
             return self.shape
-        return common_box(self.stored_shape, self.shape)
+        there = tuple(max(0, n - first) for n, first in zip(self.stored_shape, self.offset, strict=True))
+        return common_box(there, self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -196,7 +214,7 @@ class ArrayReads:
         requests = [
             (
                 job.stored,
-                [0] * len(box),
+                list(job.offset),
                 list(box),
                 array[tuple(slice(0, n) for n in box)] if box != array.shape else array,
             )
@@ -227,7 +245,16 @@ class ArrayReads:
     def _check_tie(self, one: Job, other: Job) -> None:
         values = []
         for job in (one, other):
-            apart = Job(job.stored, job.stored_dtype, job.stored_shape, job.shape, job.dtype, job.path)
+            apart = Job(
+                job.stored,
+                job.stored_dtype,
+                job.stored_shape,
+                job.shape,
+                job.dtype,
+                job.path,
+                job.whole,
+                job.offset,
+            )
             ArrayReads(self._core, [apart], self._report).read_new()
             values.append(apart.result)
         if values[0].tobytes() != values[1].tobytes():

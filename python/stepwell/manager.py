@@ -105,6 +105,9 @@ class CheckpointManager:
         """Saves ``state`` as ``step`` if the policy says so (``force``: in any case), and returns when the state may be changed again.
 
         ``state`` may be a callable: it runs only if the policy says yes. A save that is refused by the policy is falsy and has a ``reason``.
+        ``snapshot`` says when its arrays are copied: ``"auto"``: before this returns, but for those that nobody can change (JAX), which are held and copied behind;
+        ``"lazy"``: all of them behind (you change them inside :meth:`update_guard` only, or after ``save.wait_captured()``); ``"eager"``: all of them before
+        this returns, so that a donated array needs no second buffer.
         ``exists`` says what happens if the step is there already; with ``"skip"`` and a step that is still being saved, that save comes back.
         With ``read_only=True`` every save is falsy, and one that is forced raises.
         Whatever is wrong with the state raises here, by leaf path, and leaves nothing.
@@ -129,7 +132,7 @@ class CheckpointManager:
                 state = state()
             flat = _core.flatten(state)
             handle = core.save(
-                step, flat, numbers, metadata, force, exists, answers, lifecycle.notifier.events
+                step, flat, numbers, metadata, force, exists, snapshot, answers, lifecycle.notifier.events
             )
             refusal = handle.refusal()
             save = Save(step, None if refusal else handle, refusal)
@@ -165,10 +168,28 @@ class CheckpointManager:
 
     @contextmanager
     def update_guard(self) -> Iterator[None]:
-        """Around the update of the state: waits for what was left to lazy capture. Host memory never is."""
+        """Around the update of the state: waits for what was left to lazy capture."""
+        self._wait_captured()
+        yield
+
+    def attach(self, optimizer: Any) -> Attached:
+        """Has an optimizer of torch (or those of a :class:`stepwell.torch.TrainState`) wait, before each ``step()``, for what was left to lazy capture, as
+        :meth:`update_guard` does. Returns what :meth:`Attached.remove` ends."""
+        from .torch import optimizers_of
+
+        self._open()
+        manager = weakref.ref(self)
+
+        def wait(*_: Any) -> None:
+            held = manager()
+            if held is not None and held._core is not None:
+                held._wait_captured()
+
+        return Attached([one.register_step_pre_hook(wait) for one in optimizers_of(optimizer)])
+
+    def _wait_captured(self) -> None:
         for save in self.pending():
             save.wait_captured()
-        yield
 
     def _answers(self, step: int) -> dict[str, bool]:
         return self._policy.answers(step, self._open().latest_step()) if self._policy._predicates else {}
@@ -344,6 +365,20 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._root}{', closed' if self._core is None else ''}>"
+
+
+@final
+class Attached:
+    """Optimizers that wait for captures."""
+
+    def __init__(self, hooks: list[Any]) -> None:
+        self._hooks = hooks
+
+    def remove(self) -> None:
+        """They no longer wait."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
 
 class _Ending:

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import stateful, template
 from .paths import Component, extend, named
-from .rebuild import Structure
+from .rebuild import Structure, protocol_name
 from .report import RestoreReport
 from .stateful import Protocol
 from .template import Leaf
@@ -43,10 +43,10 @@ class Nested:
             return state  # that of the leaf itself
         kind: Any = self._structure.nodes[node][2]
         if self._leaf.owner is None:
-            return stateful.rebuilt(kind[1], kind[2], state)
+            return stateful.rebuilt(kind[1], protocol_name(kind), state)
         live, path = self._find(node), self._path(node)
         if live is None:
-            made = stateful.rebuilt(kind[1], kind[2], state)
+            made = stateful.rebuilt(kind[1], protocol_name(kind), state)
             if made is not state or not self._fill:
                 return made
             error = self._report.mismatch(

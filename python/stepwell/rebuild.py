@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from . import adapters
 from .paths import Component, extend
 from .registry import is_namedtuple_class, of_name, synthetic_dataclass, synthetic_namedtuple
 from .stateful import rebuilt
@@ -73,6 +74,17 @@ class Structure:
         """Whether a node is a container."""
         return not isinstance(self.nodes[node][2], int)
 
+    def library_of(self, leaf: int) -> str | None:
+        """Whose arrays the innermost object around a leaf had in its state; ``None`` where they were numpy's, or there is no object."""
+        node = self.leaf_nodes[leaf]
+        while True:
+            parent, component, kind = self.nodes[node]
+            if not isinstance(kind, int) and kind[0] == "stateful":
+                return library(kind)
+            if component is None:
+                return None
+            node = parent
+
     def components(self, node: int) -> tuple[Component, ...]:
         """The path of a node, as components."""
         found: list[Component] = []
@@ -135,6 +147,17 @@ def kind_of(kind: ContainerKind) -> str:
     return name
 
 
+def protocol_name(kind: ContainerKind) -> str:
+    """How the state of a stateful object was taken."""
+    name: str = kind[2].partition("/")[0]
+    return name
+
+
+def library(kind: ContainerKind) -> str | None:
+    """Whose arrays the state of a stateful object had, where that is not numpy."""
+    return kind[2].partition("/")[2] or None
+
+
 def make(kind: ContainerKind, children: list[tuple[Any, Any]]) -> Any:
     """A container of a stored kind."""
     name = kind[0]
@@ -155,11 +178,11 @@ def make(kind: ContainerKind, children: list[tuple[Any, Any]]) -> Any:
     if name == "dataclass":
         return _dataclass(kind[1], children)
     if name == "stateful":
-        return rebuilt(kind[1], kind[2], make(kind[3], children))
+        return rebuilt(kind[1], protocol_name(kind), make(kind[3], children))
     registered = of_name(kind[1])
     if registered is not None and registered.unflatten is not None:
         return registered.unflatten(dict(children))
-    return dict(children)
+    return adapters.remake(kind[1], dict(children))
 
 
 def _namedtuple(name: str, children: list[tuple[Any, Any]]) -> Any:

@@ -15,7 +15,7 @@ from .checks import flag, meant, one_of, shown
 from .errors import MisuseError
 from .leaves import storable_name
 from .paths import escape
-from .specs import to_dtype
+from .specs import ArraySpec, to_dtype
 
 #: One glob over rendered leaf paths, or several.
 Globs: TypeAlias = str | Iterable[str] | None
@@ -47,9 +47,12 @@ class RestoreKeywords(TypedDict, total=False):
     cast: str | Mapping[str, Any]
     #: Which changes of shape are allowed.
     resize: Resize | Mapping[str, Resize | None] | None
-    #: For arrays of other frameworks and for several ranks.
+    #: Where arrays of JAX go: a sharding, a tree of them, or a function of path and spec.
     shardings: Any
-    to: Literal["numpy"] | None
+    #: Whose arrays come back where nothing else says so.
+    to: Literal["numpy", "torch", "jax"] | None
+    #: On which device those are; torch's or JAX's.
+    device: Any
     broadcast: bool
     #: Return the report too: ``(state, report)``.
     return_report: bool
@@ -70,17 +73,31 @@ class RestoreOptions:
     cast: Any = "lossless"
     resize: Any = None
     shardings: Any = None
-    to: Literal["numpy"] | None = None
+    to: Literal["numpy", "torch", "jax"] | None = None
+    device: Any = None
     broadcast: bool = False
     return_report: bool = False
 
     def __post_init__(self) -> None:
         if self.like is not None and self.into is not None:
             raise MisuseError("pass like= or into=, not both: into= is a like= that is filled in place")
+        if self.to is not None:
+            one_of(self.to, "to", ("numpy", "torch", "jax"))
+            if self.target is not None:
+                raise MisuseError(
+                    "to= says what comes back where nothing else does; like= and into= say so array by array"
+                )
+            if self.to == "numpy":
+                object.__setattr__(self, "to", None)
+        if self.device is not None and self.to is None:
+            raise MisuseError(
+                'device= goes with to="torch" or to="jax"; arrays of like= and into= say where they are'
+            )
         if self.shardings is not None:
-            raise MisuseError("shardings= belongs to jax arrays; with numpy states leave it out")
-        if self.to is not None and not (isinstance(self.to, str) and self.to == "numpy"):
-            raise MisuseError(f'to= is "numpy" here, not {shown(self.to)}')
+            if self.to != "jax" and self.target is None:
+                raise MisuseError('shardings= goes with to="jax", or with arrays of JAX in like= or into=')
+            if self.device is not None:
+                raise MisuseError("pass shardings= or device=, not both")
         if flag(self.broadcast, "broadcast"):
             raise MisuseError("broadcast=True reads on one rank for the others; this is the only rank")
         flag(self.return_report, "return_report")
@@ -140,6 +157,14 @@ class RestoreOptions:
         if type(target) is dict and all(type(key) is str for key in target):
             return [escape(key) for key, value in target.items() if value is not ...]
         return False
+
+    def placement(self) -> Callable[[str, ArraySpec], Any] | None:
+        """Where an array of JAX goes, by its path and what it is; ``None`` where nothing says so."""
+        if self.shardings is None:
+            return None
+        from .adapters import jax
+
+        return jax.placements(self.shardings)
 
     def plain(self) -> dict[str, Any]:
         """What the engine reads, as plain lists and strings."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from . import _core, lifecycle, template
+from . import _core, adapters, lifecycle, template
 from .array_reads import ArrayReads, Job, telling
 from .leaves import Reviver
 from .rebuild import Structure
 from .report import RestoreReport
 from .restore_options import RestoreOptions
-from .specs import AS_STORED
+from .specs import AS_STORED, ArraySpec
 from .template import Part
 from .wanted import Wanted
 
@@ -30,10 +30,13 @@ class Restore:
         self.core = core
         self.report = RestoreReport()
         self._options = options.plain()
+        self._device = options.device
         self._structure = structure
         #: Leaves that hold the objects that are read.
         self.objects: list[int] = []
-        self._job_of: dict[tuple[int, int], Job] = {}
+        self._job_of: dict[tuple[int, int], list[Job]] = {}
+        self._place = options.placement()
+        self._to = options.to
 
     @property
     def structure(self) -> Structure:
@@ -62,13 +65,36 @@ class Restore:
 
     def prepare(self, part: Part, fill: bool) -> tuple[Wanted, ArrayReads]:
         """Matches, and says what is to be read. Reads nothing."""
-        wanted = Wanted(self.structure, self.report, part)
+        self._placed(part)
+        wanted = Wanted(self.structure, self.report, part, self._to, self._place_all)
         if wanted.specs or wanted.top_level or wanted.whole:
             self._match(wanted)
         return wanted, self._reads(wanted, fill)
 
+    def _placed(self, part: Part) -> None:
+        """Has arrays of JAX go where ``shardings=`` says."""
+        if self._place is None:
+            return
+        for leaf in template.leaves(part):
+            if leaf.target is not None and leaf.target.replace is not None and leaf.spec is not None:
+                where = self._place(leaf.path, leaf.spec)
+                if where is not None:
+                    leaf.target = leaf.target.replace(leaf.target, where)
+
+    def _place_all(self, paths: list[str], arrays: list[Any]) -> Any:
+        if self._place is None:
+            return self._device
+        return [
+            self._place(path, ArraySpec(array.shape, array.dtype))
+            for path, array in zip(paths, arrays, strict=True)
+        ]
+
     def _arrays(self) -> dict[tuple[int, int], Any]:
-        return {key: job.result for key, job in self._job_of.items()}
+        """What was read: an array, or one for each box where boxes were wanted."""
+        return {
+            key: jobs[0].result if len(jobs) == 1 else [job.result for job in jobs]
+            for key, jobs in self._job_of.items()
+        }
 
     def _match(self, wanted: Wanted) -> None:
         given = {
@@ -119,18 +145,21 @@ class Restore:
                 if tensor is None:
                     objects[source] = None
                     continue
-                job = Job.of(source, path, own, *tensor)
-                key: Any = (source, job.dtype, job.shape)
-                if job.target is not None:
-                    key = (*key, id(job.target))
-                self._job_of[number, stored] = jobs.setdefault(key, job)
+                boxes = None if leaf is None or leaf.target is None else leaf.target.boxes
+                for box in [None] if boxes is None else boxes:
+                    stored_dtype, dtype, stored_shape, shape = tensor
+                    job = Job.of(source, path, own, stored_dtype, dtype, stored_shape, shape, box)
+                    key: Any = (source, job.dtype, job.shape, job.offset)
+                    if job.target is not None:
+                        key = (*key, id(job.target))
+                    self._job_of.setdefault((number, stored), []).append(jobs.setdefault(key, job))
         self.objects = list(objects)
         for job in jobs.values():
             self.report.nbytes += job.nbytes
             if not job.exact:
                 self.report.cast.append((job.path, job.stored_dtype.name, job.dtype.name))
-            if job.stored_shape != job.shape:
-                self.report.resized.append((job.path, job.stored_shape, job.shape))
+            if job.stored_shape != job.whole:
+                self.report.resized.append((job.path, job.stored_shape, job.whole))
         kept = (
             [leaf for number in wanted.kept if (leaf := wanted.leaf_of[number]) is not None] if fill else []
         )
@@ -146,25 +175,29 @@ def _when(unix_ns: int) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _direct(core: Any, target: Any, fill: bool) -> tuple[Any] | None:
+def _direct(core: Any, target: Any, fill: bool, convert: Any) -> tuple[Any] | None:
     """The restored value where the target has exactly the stored structure, dtypes and shapes, in plain containers: the usual case, in the
     engine. ``None``: not so, and nothing was read."""
-    plan = _core.plan_direct(core, target, fill)
+    plan = _core.plan_direct(core, target, fill, convert is not None)
     if plan is None:
         return None
     objects = core.objects(plan.objects(), Reviver())
     plan.read_fresh()
     with telling(plan.in_place_paths):
         plan.read_in_place()
-    return (plan.build(objects),)
+    return (plan.build(objects, convert),)
 
 
 def run(core: Any, options: RestoreOptions) -> Any:
     """A whole restore, with its report where that is asked for. Without ``like`` and ``into``: everything, as it is stored."""
     job = Restore(core, options)
     target = AS_STORED if options.target is None else options.target
-    if options.is_exact and not options.return_report:
-        found = _direct(core, target, options.fill)
+    if options.is_exact and options.shardings is None and not options.return_report:
+        convert = None
+        if options.to is not None:
+            to, device = options.to, options.device
+            convert = lambda arrays: adapters.arrays(to, arrays, device)  # noqa: E731
+        found = _direct(core, target, options.fill, convert)
         if found is not None:
             return found[0]
     value = job.run(template.parse(target), options.fill)

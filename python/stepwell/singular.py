@@ -72,10 +72,12 @@ def save_async(
     metrics: Mapping[str, Any] | None = None,
     custom_metadata: Any = None,
     exists: Literal["error", "replace"] = "error",
+    snapshot: Literal["auto", "lazy", "eager"] = "auto",
     options: Options | None = None,
 ) -> Save:
     """Saves ``state`` as a checkpoint at ``path``, and returns when the state may be changed again; the future says when it is committed."""
     one_of(exists, "exists", ("error", "replace"))
+    one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
     options = Options() if options is None else options
     instance(options, Options, "options", "sw.Options(…)")
     numbers = real_numbers(metrics)
@@ -84,7 +86,9 @@ def save_async(
     check_destination(where)
     flat = _core.flatten(state() if is_callable_state(state) else state)
     text = to_json(options, every_steps(1), keep_all(), None, "auto", 1, False, "raise")
-    handle = _core.save_path(where, flat, numbers, metadata, exists, text, lifecycle.notifier.events)
+    handle = _core.save_path(
+        where, flat, numbers, metadata, exists, snapshot, text, lifecycle.notifier.events
+    )
     return keep(handle, where, stall_seconds(options.stall_timeout))
 
 

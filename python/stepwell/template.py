@@ -41,13 +41,33 @@ class Leaf:
     spec: ArraySpec | None = None
     #: The stateful object that a stored subtree goes into.
     owner: tuple[Any, stateful.Protocol] | None = None
+    #: What a framework wants back, and how it is made from what is read.
+    target: adapters.Target | None = None
+    #: Whether it may be missing from the store: the result is then ``...``.
+    optional: bool = False
     #: Set when the value is known.
     result: Any = None
 
     @property
     def array(self) -> np.ndarray[Any, Any] | None:
-        """The caller's own array, where there is one."""
+        """The memory of the caller's own array, where there is one that can be filled."""
+        if self.target is not None:
+            return self.target.memory
         return self.value if isinstance(self.value, np.ndarray) else None
+
+    @property
+    def has_array(self) -> bool:
+        """Whether the caller has an array there, which can stay as it is."""
+        if self.target is not None:
+            return self.target.has_value
+        return not isinstance(self.value, (ArraySpec, type))
+
+
+@dataclass(slots=True)
+class Maybe:
+    """In what an adapter takes apart: wanted where it is stored, and ``...`` where nothing is."""
+
+    value: Any
 
 
 @dataclass(slots=True)
@@ -70,6 +90,7 @@ Part: TypeAlias = Leaf | Branch
 
 def parse(target: Any) -> Part:
     """Takes the caller's structure apart."""
+    adapters.load()
     return _part(target, "", (), ())
 
 
@@ -85,7 +106,7 @@ def as_state(like: Any) -> Any:
     part = parse(like)
     for leaf in leaves(part):
         leaf.result = None if isinstance(leaf.value, (ObjectSpec, type)) else leaf.value
-        if leaf.spec is not None and leaf.array is None:
+        if leaf.spec is not None and not leaf.has_array:
             shape, dtype = leaf.spec.shape, leaf.spec.dtype
             if shape is None or dtype is None:
                 raise MisuseError(
@@ -154,6 +175,11 @@ def _part(value: Any, path: str, components: tuple[Component, ...], above: Above
         return Leaf(path, components, "object", value)
     if isinstance(value, type):
         return _type_leaf(value, path, components)
+    if cls is Maybe:
+        part = _part(value.value, path, components, above)
+        for leaf in leaves(part):
+            leaf.optional = True
+        return part
     if cls is list or cls is tuple:
         if value and is_plain(value):
             return Leaf(path, components, "object", value)
@@ -169,12 +195,19 @@ def _other(value: Any, path: str, components: tuple[Component, ...], above: Abov
     if isinstance(value, Replicated):
         inner = _part(value.value, path, components, _inside(value, path, above))
         return Branch(value, path, components, [(None, inner)], _finish_wrapper)
-    spec = adapters.spec(value)
-    if spec is not None:
-        return Leaf(path, components, "array", value, spec)
+    array = _target(value, path)
+    if array is not None:
+        return Leaf(path, components, "array", value, array.spec, target=array)
     if isinstance(value, np.ndarray):
         return Leaf(path, components, "array", np.asarray(value), ArraySpec(value.shape, value.dtype))
     registered = of_class(type(value))
+    opened = None if registered is not None and registered.flatten else adapters.branch(value)
+    if opened is not None:
+
+        def close(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+            return opened.close(pairs, fill)
+
+        return _branch(value, path, components, above, opened.children, close)
     protocol = None if registered is not None and registered.flatten else stateful.protocol_of(value)
     if protocol is not None:
         return Leaf(path, components, "stored", value, owner=(value, protocol))
@@ -252,13 +285,24 @@ def _keys(items: Any, path: str) -> list[tuple[Component, Any]]:
     return found
 
 
+def _target(value: Any, path: str) -> adapters.Target | None:
+    """What a framework's array wants; a tensor that cannot be restored into is refused by path."""
+    try:
+        return adapters.target(value)
+    except UnsupportedLeaf as error:
+        raise _refused(path, str(error)) from error
+
+
 def _type_leaf(value: type, path: str, components: tuple[Component, ...]) -> Leaf:
     if value is np.ndarray:
         return Leaf(path, components, "array", value, ArraySpec())
+    array = _target(value, path)
+    if array is not None:
+        return Leaf(path, components, "array", value, array.spec, target=array)
     if value in _SCALARS or issubclass(value, (np.generic, enum.Enum)) or value is type(None):
         return Leaf(path, components, "object", value)
     raise MisuseError(
-        f"{named(path)}: a like= takes the types numpy.ndarray, int, float, complex, bool, str, bytes and enums, "
+        f"{named(path)}: a like= takes the types numpy.ndarray, torch.Tensor, jax.Array, int, float, complex, bool, str, bytes and enums, "
         f"not {value.__qualname__}; pass an ArraySpec, an instance, or sw.AS_STORED"
     )
 

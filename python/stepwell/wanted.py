@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import template
+from . import adapters, template
 from .nested import Nested, try_on
 from .paths import Component, named
-from .rebuild import Structure, kind_of
+from .rebuild import Structure, kind_of, protocol_name
 from .report import RestoreReport
 from .specs import AS_STORED, ArraySpec, ObjectSpec, native_name
 from .stateful import name_of
@@ -19,8 +19,18 @@ from .template import Branch, Leaf, Part
 class Wanted:
     """What is asked of the store: the template's leaves, as the engine reads them."""
 
-    def __init__(self, structure: Structure, report: RestoreReport, part: Part) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        report: RestoreReport,
+        part: Part,
+        to: str | None = None,
+        place: Callable[[list[str], list[Any]], Any] = lambda paths, arrays: None,
+    ) -> None:
         self._structure = structure
+        #: The framework whose arrays stored subtrees get, and where those are to be.
+        self._to = to
+        self._place = place
         self._report = report
         #: Components, what is wanted there (kind, dtype, shape), and whether the caller has a value there.
         self.specs: list[tuple[tuple[Component, ...], str, str | None, tuple[int, ...] | None, bool]] = []
@@ -68,6 +78,9 @@ class Wanted:
 
     def _add_leaf(self, leaf: Leaf) -> None:
         structure = self._structure
+        if leaf.optional and structure.find(leaf.components) is None:
+            leaf.result = ...
+            return
         if leaf.what == "skip":
             leaf.result = ...
             self._add(leaf, "skip")
@@ -75,7 +88,7 @@ class Wanted:
         if leaf.what == "array":
             spec = leaf.spec or ArraySpec()
             dtype = None if spec.dtype is None else native_name(spec.dtype)
-            has_value = not isinstance(leaf.value, (ArraySpec, type))
+            has_value = leaf.has_array
             self._number[id(leaf)] = self._add(leaf, "tensor", dtype, spec.shape, has_value)
             return
         if leaf.what == "stored" or type(leaf.value) in (list, tuple, deque):
@@ -131,10 +144,37 @@ class Wanted:
                 stored: objects[source] if tensor is None else arrays[self._number[id(leaf)], stored]
                 for stored, source, tensor in matches
             }
+            self._convert(leaf, [stored for stored, _, tensor in matches if tensor is not None], values)
             self._states[id(leaf)] = self._subtree(leaf, values, fill)
         for leaf in self._leaves:
             if leaf.owner is not None and id(leaf) in self._states:
                 self._try(leaf, self._states[id(leaf)])
+
+    def _convert(self, leaf: Leaf, stored: list[int], values: dict[int, Any]) -> None:
+        """Arrays of a stored subtree as those of the framework that they are to be of: for an object those that its state had when it was saved, else what the
+        caller asked for."""
+        structure = self._structure
+        by_library: dict[str, list[int]] = {}
+        for number in stored:
+            library = structure.library_of(number) if leaf.owner is not None else self._to
+            if library is not None:
+                by_library.setdefault(library, []).append(number)
+        for library, numbers in by_library.items():
+            # Leaves that share an array share it afterwards.
+            unique = list({id(values[number]): values[number] for number in numbers}.values())
+            if leaf.owner is not None:
+                made = adapters.arrays_where_used(library, unique)
+            else:
+                paths = {
+                    id(values[number]): structure.paths[structure.leaf_nodes[number]]
+                    for number in reversed(numbers)
+                }
+                made = adapters.arrays(
+                    library, unique, self._place([paths[id(one)] for one in unique], unique)
+                )
+            array_of = {id(one): array for one, array in zip(unique, made, strict=True)}
+            for number in numbers:
+                values[number] = array_of[id(values[number])]
 
     def _try(self, leaf: Leaf, state: Any) -> None:
         assert leaf.owner is not None
@@ -152,6 +192,7 @@ class Wanted:
                 )
         for nested in self._nested:
             nested.load()
+        made: dict[Any, list[tuple[Leaf, Any]]] = {}
         for leaf in self._leaves:
             if id(leaf) in self._states:
                 state = self._states[id(leaf)]
@@ -165,7 +206,15 @@ class Wanted:
                 leaf.result = leaf.value  # kept
                 continue
             stored, source, tensor = matches[0]
-            leaf.result = _as_type(leaf, objects[source] if tensor is None else arrays[at, stored])
+            value = objects[source] if tensor is None else arrays[at, stored]
+            if leaf.target is None or tensor is None:
+                leaf.result = _as_type(leaf, value)
+            else:
+                made.setdefault(leaf.target.finish, []).append((leaf, value))
+        for finish, found in made.items():
+            targets = [(leaf.target, value) for leaf, value in found if leaf.target is not None]
+            for (leaf, _), result in zip(found, finish(targets, fill), strict=True):
+                leaf.result = result
 
     def _subtree(self, leaf: Leaf, values: dict[int, Any], fill: bool) -> Any:
         """The stored containers around the leaves of a subtree: those below its own path, or where a rename took it from."""
@@ -231,7 +280,9 @@ def _of_owner(structure: Structure, node: int, leaf: Leaf) -> int:
     kinds: list[tuple[int, Any]] = [
         (one, structure.nodes[one][2]) for one in alone if structure.is_container(one)
     ]
-    like = [(one, kind) for one, kind in kinds if kind[0] == "stateful" and kind[2] == protocol.name]
+    like = [
+        (one, kind) for one, kind in kinds if kind[0] == "stateful" and protocol_name(kind) == protocol.name
+    ]
     exactly = [one for one, kind in like if kind[1] == name_of(owner)]
     return next(iter([*exactly, *(one for one, _ in like), node]))
 

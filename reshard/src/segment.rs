@@ -26,6 +26,16 @@ impl Place {
         Self { offset: 0, strides }
     }
 
+    /// Where a box of what lies here is. The box lies in it.
+    #[must_use]
+    pub fn of_box(&self, region: &Region) -> Self {
+        let steps = region.offset.iter().zip(&self.strides);
+        let offset = steps.fold(self.offset, |at, (&n, &stride)| {
+            at.saturating_add_signed(stride.saturating_mul(i64::try_from(n).unwrap_or(i64::MAX)))
+        });
+        Self { offset, strides: self.strides.clone() }
+    }
+
     /// The bytes of the buffer, first and end, that a region of that extent lies in; `None` where they do not fit 64 bits or begin before the buffer.
     pub fn span(&self, extent: &[u64], itemsize: u64) -> Option<(u64, u64)> {
         if extent.contains(&0) {

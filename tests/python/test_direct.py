@@ -78,7 +78,7 @@ def saved(tmp_path: Path) -> Path:
 
 def is_direct(path: Path, target: Any, fill: bool) -> bool:
     with sw.open(path) as checkpoint:
-        return _core.plan_direct(checkpoint._open(), target, fill) is not None
+        return _core.plan_direct(checkpoint._open(), target, fill, False) is not None
 
 
 def filled_with(value: int) -> Any:

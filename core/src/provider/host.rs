@@ -9,20 +9,28 @@ use crate::sys::HostSource;
 /// A leaf in host memory, with whatever keeps that memory alive.
 pub struct HostProvider<O = ()> {
     source: HostSource,
+    lazy: bool,
     _owner: O,
 }
 
 impl HostProvider {
     /// A provider whose memory the maker of `source` keeps alive.
     pub fn new(source: HostSource) -> Self {
-        Self { source, _owner: () }
+        Self { source, lazy: false, _owner: () }
     }
 }
 
 impl<O: Send + Sync> HostProvider<O> {
     /// A provider that holds the owner of its memory, and drops it when the capture is over. `owner` may be dropped on any thread.
     pub fn with_owner(source: HostSource, owner: O) -> Self {
-        Self { source, _owner: owner }
+        Self { source, lazy: false, _owner: owner }
+    }
+
+    /// Says that nobody writes to that memory until the provider is dropped: it may be captured late.
+    #[must_use]
+    pub fn lazy(mut self, lazy: bool) -> Self {
+        self.lazy = lazy;
+        self
     }
 
     /// The array.
@@ -37,6 +45,10 @@ impl<O: Send + Sync> StateProvider for HostProvider<O> {
             self.source.copy(fill.local, fill.from, slot.part(fill.at, fill.len)?)?;
         }
         Ok(Ticket::Done)
+    }
+
+    fn is_lazy(&self) -> bool {
+        self.lazy
     }
 
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {

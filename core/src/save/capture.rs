@@ -1,5 +1,6 @@
 //! Capture: the half of a save that the caller waits for. Windows are taken one by one, in order, by the caller's thread and the pool's helpers; each
-//! is filled into a slot and handed to the flush.
+//! is filled into a slot and handed to the flush. Windows that hold nothing but what [lazy](crate::provider::StateProvider::is_lazy) providers give can be left to another
+//! thread: [`Capture::run_eager`] takes the others, which come first.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -56,19 +57,20 @@ pub struct CaptureStats {
 
 /// The half that copies. Dropping it cancels the save.
 pub struct Capture {
-    /// `None` once it has run.
-    job: Option<Arc<Job>>,
+    /// `None` once it is over.
+    parts: Option<Parts>,
+    /// Windows with something that the caller may change when the call returns, and the others; in order.
+    eager: Vec<u32>,
+    lazy: Vec<u32>,
     link: Arc<Link>,
     progress: Arc<Progress>,
-    slots: usize,
 }
 
 impl Capture {
     pub(super) fn new(parts: Parts) -> Self {
         let (link, progress) = (Arc::clone(&parts.link), Arc::clone(&parts.progress));
-        let slots = parts.windows.list.len();
-        let job = Job { parts, next: AtomicUsize::new(0), error: Mutex::new(None), door: Arc::default() };
-        Self { job: Some(Arc::new(job)), link, progress, slots }
+        let (eager, lazy) = by_haste(&parts.windows);
+        Self { parts: Some(parts), eager, lazy, link, progress }
     }
 
     /// The save's counters.
@@ -78,35 +80,22 @@ impl Capture {
 
     /// Slots that would hold the whole save, so that this never waits for the disk.
     pub fn slots(&self) -> usize {
-        self.slots
+        self.eager.len() + self.lazy.len()
     }
 
-    /// Copies everything, on this thread and on helpers; returns when every byte is in a slot (or in a file already), and the sources may change.
+    /// Whether there is something that is to be copied while the caller waits.
+    pub fn has_eager(&self) -> bool {
+        !self.eager.is_empty()
+    }
+
+    /// Copies everything that is left, on this thread and on helpers; returns when every byte is in a slot (or in a file already), and the sources may change.
     /// [`Error::Cancelled`] if the flush has failed or was dropped, or if [`SaveOptions::cancel`] was set before the last copy; [`Error::Timeout`] if no slot has come back for the stall timeout. When this
     /// returns, whatever the outcome, nothing reads the sources any more. The providers are dropped soon after, on the flush's thread (or here,
     /// if that has ended), and at the latest before `Flush::run` returns.
     pub fn run(mut self) -> Result<CaptureStats> {
         let started = Instant::now();
-        let Some(job) = self.job.take() else {
-            return Err(Error::Misuse("a capture runs once".into()));
-        };
-        let parts = &job.parts;
-        let threads = parts.options.capture_threads.min(parts.windows.list.len());
-        let task: Arc<dyn Task> = Arc::clone(&job) as Arc<dyn Task>;
-        parts.pool.help(threads.saturating_sub(1), &task);
-        drop(task);
-        job.work();
-        job.door.close();
-        let error = job.error.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // All helpers have left, and none comes in any more: this is the only handle.
-        if let Some(Job { parts, .. }) = Arc::into_inner(job) {
-            // Where the flush has ended, this comes back and is dropped here.
-            let _ = parts.sender.send(Message::Over(Box::new(parts.windows)));
-        }
-        self.progress.captured_since(started);
-        if let Some(error) = error.or_else(|| self.link.cancelled()) {
-            return Err(error);
-        }
+        let windows: Vec<u32> = self.eager.drain(..).chain(self.lazy.drain(..)).collect();
+        self.copy(windows)?;
         let stats = self.progress.snapshot();
         Ok(CaptureStats {
             bytes: stats.captured_bytes,
@@ -115,11 +104,65 @@ impl Capture {
             waited_seconds: stats.waited_seconds,
         })
     }
+
+    /// Copies what cannot wait, as [`Capture::run`] does. What is left is for another thread's [`Capture::run`]; `None` where nothing is.
+    pub fn run_eager(mut self) -> Result<Option<Self>> {
+        let windows = std::mem::take(&mut self.eager);
+        if !windows.is_empty() || self.lazy.is_empty() {
+            self.copy(windows)?;
+        }
+        Ok(self.parts.is_some().then_some(self))
+    }
+
+    fn copy(&mut self, windows: Vec<u32>) -> Result<()> {
+        let started = Instant::now();
+        let Some(parts) = self.parts.take() else {
+            return Err(Error::Misuse("a capture runs once".into()));
+        };
+        let threads = parts.options.capture_threads.min(windows.len());
+        let pool = Arc::clone(&parts.pool);
+        let job =
+            Job { parts, windows, next: AtomicUsize::new(0), error: Mutex::new(None), door: Arc::default() };
+        let job = Arc::new(job);
+        let task: Arc<dyn Task> = Arc::clone(&job) as Arc<dyn Task>;
+        pool.help(threads.saturating_sub(1), &task);
+        drop(task);
+        job.work();
+        job.door.close();
+        let error = job.error.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let error = error.or_else(|| self.link.cancelled());
+        // All helpers have left, and none comes in any more: this is the only handle.
+        if let Some(Job { parts, .. }) = Arc::into_inner(job) {
+            if self.lazy.is_empty() || error.is_some() {
+                // Where the flush has ended, this comes back and is dropped here.
+                let _ = parts.sender.send(Message::Over(Box::new(parts.windows)));
+            } else {
+                self.parts = Some(parts);
+            }
+        }
+        self.progress.captured_since(started);
+        error.map_or(Ok(()), Err)
+    }
+}
+
+/// The windows of which something must be copied before the caller goes on, and those that can wait.
+fn by_haste(all: &Windows) -> (Vec<u32>, Vec<u32>) {
+    let every = 0..all.list.len() as u32;
+    if !all.leaves.iter().any(|leaf| leaf.provider.is_lazy()) {
+        return (every.collect(), Vec::new());
+    }
+    every.partition(|&window| {
+        let parts = all.list.get(window as usize).and_then(|window| all.parts.get(window.parts.clone()));
+        parts.into_iter().flatten().any(|part| {
+            let leaf = chunk_fill(all, part).and_then(|(leaf, _)| all.leaves.get(leaf as usize));
+            leaf.is_some_and(|leaf| !leaf.provider.is_lazy())
+        })
+    })
 }
 
 impl Drop for Capture {
     fn drop(&mut self) {
-        if self.job.is_some() {
+        if self.parts.is_some() {
             self.link.stop("the capture was dropped before it was complete");
         }
     }
@@ -128,7 +171,9 @@ impl Drop for Capture {
 /// What the capturing threads share.
 struct Job {
     parts: Parts,
-    /// The next window that nobody has taken.
+    /// What is to be copied.
+    windows: Vec<u32>,
+    /// The next of these that nobody has taken.
     next: AtomicUsize,
     /// The first failure.
     error: Mutex<Option<Error>>,
@@ -176,11 +221,12 @@ impl Worker<'_> {
     fn work(&mut self) -> Result<()> {
         let parts = &self.job.parts;
         loop {
-            let window = self.job.next.fetch_add(1, Ordering::Relaxed);
-            if window >= parts.windows.list.len() {
+            let next = self.job.next.fetch_add(1, Ordering::Relaxed);
+            let Some(&window) = self.job.windows.get(next) else {
                 // Asked after this: what was captured whole may be committed already, and is not called cancelled.
                 break;
-            }
+            };
+            let window = window as usize;
             if let Some(error) = parts.link.unwanted() {
                 return Err(error);
             }

@@ -3,6 +3,7 @@
 mod content;
 mod devices;
 mod failures;
+mod lazy;
 mod refusals;
 
 use std::path::Path;

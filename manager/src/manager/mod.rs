@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `open` | opens a root as its writer or as a reader; closes it |
 //! | `saving` | `save`: checks, capture on the caller's thread, hand-over to the persister |
+//! | `capturer` | the one thread that captures what saves have left for later |
 //! | `persister` | the one thread that writes and commits, first in, first out; retention after each commit |
 //! | `trail` | what was saved and restored, in order |
 //! | `queries` | what is there: steps, metrics, metadata, plans |
@@ -31,10 +32,11 @@ use crate::options::Options;
 use crate::retire::Deleter;
 use crate::root::RootInfo;
 use crate::save::Save;
-use crate::save::job::Job;
+use crate::save::job::{Job, Rest};
 use crate::state::StateSource;
 use crate::step_name::StepName;
 
+mod capturer;
 mod changes;
 mod open;
 mod persister;
@@ -131,8 +133,10 @@ struct State {
     /// The save counter of the session.
     counter: u64,
     queue: VecDeque<Job>,
-    /// A save is between waiting for its place and the end of its capture.
+    /// A save is being captured, by its caller or by the capturer.
     capturing: bool,
+    /// What is left of captures whose callers have gone on, in the order of their saves.
+    rests: VecDeque<Rest>,
     /// Every save that is not over, oldest first.
     pending: Vec<Save>,
     /// Saves that failed, until someone has seen it.
@@ -157,6 +161,7 @@ struct State {
     /// Steps that pending saves are to replace, one for each save. A [`Hold`] waits for those too.
     replacing: Vec<u64>,
     thread: Option<JoinHandle<()>>,
+    capturer: Option<JoinHandle<()>>,
     /// The staging memory, from the first use until nothing is left to save.
     pool: Option<Arc<StagingPool>>,
     lock: Option<Box<dyn Lock>>,

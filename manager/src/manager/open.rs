@@ -304,8 +304,11 @@ impl Inner {
         self.lock().stop = true;
         self.changed.notify_all();
         if drained.is_ok() {
-            let thread = self.lock().thread.take();
-            if let Some(thread) = thread {
+            let threads = {
+                let mut state = self.lock();
+                [state.capturer.take(), state.thread.take()]
+            };
+            for thread in threads.into_iter().flatten() {
                 // It has nothing left to do but to see that.
                 let _ = thread.join();
             }

@@ -53,7 +53,7 @@ impl Manager {
         self.inner.decide(step, force, exists, custom)
     }
 
-    /// Saves a state. Returns when every byte is captured: the caller may change the state then. The commit follows in the background; its outcome
+    /// Saves a state. Returns when every byte is captured that does not come from a lazy provider: the caller may change the state then. The commit follows in the background; its outcome
     /// comes through the handle. A failure of an earlier save that nobody has seen is raised, and nothing is begun.
     pub fn save(&self, request: SaveRequest) -> Result<Save> {
         self.check_before_saving(request.step)?;
@@ -83,8 +83,16 @@ impl Manager {
             session: inner.session.clone(),
         };
         let prepared = job::prepare(&inner.environment, &inner.options, &inner.pool(), order)?;
-        let _turn = inner.wait_for_a_place(request.step, begun, &request.cancel)?;
-        inner.enqueue(request.step, existing, prepared)?.run()
+        let _turn = inner.wait_for_a_place(request.step, begun, &request.cancel, prepared.has_eager())?;
+        let capturing = match inner.enqueue(request.step, existing, prepared)? {
+            Enqueued::Later(save) => return Ok(save),
+            Enqueued::Now(capturing) => capturing,
+        };
+        let (save, rest) = capturing.run()?;
+        if let Some(rest) = rest {
+            inner.capture_later(&mut inner.lock(), rest, true)?;
+        }
+        Ok(save)
     }
 
     /// Raises what [`Manager::save`] would raise about a state, and saves nothing: nothing is captured, and no memory made.
@@ -226,25 +234,33 @@ impl Inner {
         Ok(pending)
     }
 
-    /// Blocks while another save is captured (two at once would starve each other: the later one takes slots that only its flush frees, which stands
-    /// behind the earlier one's), and while `max_pending` saves wait beside the one that is being written; as long as there is progress.
-    fn wait_for_a_place(&self, step: u64, begun: Instant, cancel: &AtomicBool) -> Result<Turn<'_>> {
+    /// Blocks while `max_pending` saves wait beside the one that is being written, and, where there is something to capture `now`, until all earlier saves are captured
+    /// (two at once would starve each other: the later one takes slots that only its flush frees, which stands behind the earlier one's); as long as there
+    /// is progress. The turn is that of who captures now.
+    fn wait_for_a_place(
+        &self,
+        step: u64,
+        begun: Instant,
+        cancel: &AtomicBool,
+        now: bool,
+    ) -> Result<Option<Turn<'_>>> {
+        let captures = |state: &State| state.capturing || !state.rests.is_empty();
         let mut state = self.lock();
         let mut told = false;
         let mut seen = None;
         let mut deadline = deadline_after(self.options.stall_timeout);
-        while state.capturing || state.pending.len() > self.options.max_pending {
+        while (now && captures(&state)) || state.pending.len() > self.options.max_pending {
             if cancel.load(Ordering::Acquire) {
                 let source = stepwell_core::Error::Cancelled("its caller cancelled it".to_owned());
                 return Err(Error::SaveFailed { step, source });
             }
             let first = state.pending.first();
-            let now = first.map(|first| (first.step(), first.bytes_done()));
+            let progress = first.map(|first| (first.step(), first.bytes_done()));
             if !std::mem::replace(&mut told, true) {
                 tracing::info!(step, "this save waits until an earlier one has ended");
             }
-            if now != seen {
-                seen = now;
+            if progress != seen {
+                seen = progress;
                 deadline = deadline_after(self.options.stall_timeout);
             }
             if Instant::now() >= deadline {
@@ -260,11 +276,14 @@ impl Inner {
                 None => self.lock(),
             };
         }
+        if !now {
+            return Ok(None);
+        }
         state.capturing = true;
-        Ok(Turn(self))
+        Ok(Some(Turn(self)))
     }
 
-    fn enqueue(self: &Arc<Self>, step: u64, existing: Existing, prepared: Prepared) -> Result<Capturing> {
+    fn enqueue(self: &Arc<Self>, step: u64, existing: Existing, prepared: Prepared) -> Result<Enqueued> {
         let now = self.environment.clock.monotonic();
         let mut state = self.lock();
         if state.closed {
@@ -283,8 +302,16 @@ impl Inner {
             counter,
             fenced: true,
         };
+        let now_in_part = prepared.has_eager();
         let (job, capturing) = prepared.split(&self.environment, &self.options, place);
         self.start_persister(&mut state)?;
+        let enqueued = if now_in_part {
+            Enqueued::Now(Box::new(capturing))
+        } else {
+            // In the order in which they will be written, so under the same lock.
+            self.capture_later(&mut state, capturing.into_rest(), false)?;
+            Enqueued::Later(job.save.clone())
+        };
         if existing == Existing::Replace {
             // From here on a hold waits.
             state.replacing.push(step);
@@ -296,10 +323,10 @@ impl Inner {
         state.queue.push_back(job);
         drop(state);
         self.changed.notify_all();
-        Ok(capturing)
+        Ok(enqueued)
     }
 
-    fn pool(&self) -> Arc<StagingPool> {
+    pub(super) fn pool(&self) -> Arc<StagingPool> {
         Arc::clone(self.lock().pool.get_or_insert_with(|| self.environment.pool()))
     }
 
@@ -339,6 +366,14 @@ impl State {
             self.replacing.swap_remove(at);
         }
     }
+}
+
+/// A save that is in the persister's queue.
+enum Enqueued {
+    /// To be captured by its caller, at once.
+    Now(Box<Capturing>),
+    /// To be captured by the capturer, all of it.
+    Later(Save),
 }
 
 /// The right to capture; one save of a manager has it at a time.

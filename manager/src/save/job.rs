@@ -81,6 +81,15 @@ pub(crate) struct Capturing {
     stall_timeout: Duration,
     /// Whether its flush stands behind no other one.
     alone: bool,
+    /// Of all tensors as they will be written.
+    bytes: u64,
+}
+
+/// What is left of a capture when the caller goes on: what nobody changes until it is captured.
+pub(crate) struct Rest {
+    save: Save,
+    capture: Capture,
+    bytes: u64,
 }
 
 /// Plans a save, and makes the memory for it. Nothing is written.
@@ -91,8 +100,9 @@ pub(crate) fn prepare(
     order: Order,
 ) -> Result<Prepared> {
     let prepared = plan(environment, options, pool, order)?;
-    // Planning, headers and footers come on top of the tensors.
-    ensure_memory(pool, options, prepared.tensor_bytes)?;
+    // What the caller does not wait for, the memory for it is not made here either: two slots are enough to begin with.
+    let hurry = prepared.has_eager();
+    ensure_memory(pool, options, if hurry { prepared.tensor_bytes } else { 0 })?;
     Ok(prepared)
 }
 
@@ -138,6 +148,11 @@ pub(crate) fn plan(
 }
 
 impl Prepared {
+    /// Whether there is something to capture while the caller waits.
+    pub(crate) fn has_eager(&self) -> bool {
+        self.capture.has_eager()
+    }
+
     /// Names everything, and parts what is written from what is captured.
     pub(crate) fn split(
         self,
@@ -145,7 +160,7 @@ impl Prepared {
         options: &Options,
         place: Place,
     ) -> (Job, Capturing) {
-        let Self { draft, capture, flush, tensor_bytes: _, cancel, begun, session } = self;
+        let Self { draft, capture, flush, tensor_bytes, cancel, begun, session } = self;
         let Place { label, target, existing, counter, fenced } = place;
         let stall_timeout = options.stall_timeout;
         let plan = Plan {
@@ -163,24 +178,35 @@ impl Prepared {
         };
         let save = Save::begun(draft.step, capture.progress(), begun, cancel, stall_timeout);
         save.set_stats(|stats| stats.files = draft.items.len() as u64);
-        let capturing = Capturing { save: save.clone(), capture, stall_timeout, alone: !fenced };
+        let capturing =
+            Capturing { save: save.clone(), capture, stall_timeout, alone: !fenced, bytes: tensor_bytes };
         (Job { save, plan, draft, flush, queued: Instant::now() }, capturing)
     }
 }
 
 impl Capturing {
-    /// Captures on this thread. The job's flush must run, or will.
-    pub(crate) fn run(self) -> Result<Save> {
-        let Self { save, capture, stall_timeout, alone } = self;
-        let Err(error) = capture.run() else {
-            save.set_captured(true);
-            return Ok(save);
+    /// All of it, for another thread.
+    pub(crate) fn into_rest(self) -> Rest {
+        Rest { save: self.save, capture: self.capture, bytes: self.bytes }
+    }
+
+    /// Captures on this thread what the caller may change when this returns. The job's flush must run, or will. What is left is for another thread's
+    /// [`Rest::run`], once every capture that was begun before is over.
+    pub(crate) fn run(self) -> Result<(Save, Option<Rest>)> {
+        let Self { save, capture, stall_timeout, alone, bytes } = self;
+        let error = match capture.run_eager() {
+            Ok(Some(capture)) => return Ok((save.clone(), Some(Rest { save, capture, bytes }))),
+            Ok(None) => {
+                save.set_captured(true);
+                return Ok((save, None));
+            }
+            Err(error) => error,
         };
         save.set_captured(false);
         let cancelled = matches!(error, stepwell_core::Error::Cancelled(_));
         if cancelled && !save.cancel_flag().load(Ordering::Acquire) {
             // The flush failed first; its error is the save's outcome, and told as every failure in the background is.
-            return Ok(save);
+            return Ok((save, None));
         }
         // The caller has the cause, here; the flush that was cancelled by it ends by itself. It is not waited for where it stands behind an earlier
         // save's and the caller wants to go.
@@ -192,6 +218,18 @@ impl Capturing {
             error @ (stepwell_core::Error::Leaf { .. } | stepwell_core::Error::Forked(_)) => error.into(),
             source => Error::SaveFailed { step: save.step(), source },
         })
+    }
+}
+
+impl Rest {
+    /// Captures it, on this thread. How it ended is the save's outcome: a capture that fails cancels its flush, with its reason.
+    pub(crate) fn run(self, pool: &Arc<StagingPool>, options: &Options) {
+        let Self { save, capture, bytes } = self;
+        if let Err(error) = ensure_memory(pool, options, bytes) {
+            // Two slots are there: it takes longer, and is no failed save.
+            tracing::warn!(step = save.step(), %error, "the staging ring stays smaller than wanted: this save takes longer");
+        }
+        save.set_captured(capture.run().is_ok());
     }
 }
 

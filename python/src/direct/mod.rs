@@ -20,11 +20,13 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::{LeafRecord, TensorRecord};
 use stepwell_core::region::Region;
+use stepwell_core::tree::{ContainerKind, Node as TreeNode, NodeKind};
 use stepwell_reshard::read_plan::Request;
 
 use self::build::Build;
 use self::siblings::Siblings;
 use self::walk::Walk;
+use crate::arrays;
 use crate::checkpoint::{Checkpoint, Engined, read_all};
 use crate::flatten::Dtypes;
 use crate::hooks::hooks;
@@ -81,17 +83,21 @@ struct InPlace {
     twin: bool,
 }
 
-/// Matches a target that has exactly the stored structure; `None` where the general way must look. `fill`: arrays of the caller are to be filled.
+/// Matches a target that has exactly the stored structure; `None` where the general way must look. `fill`: arrays of the caller are to be filled; `convert`: what is built
+/// is to have other arrays than numpy's, which those in the state of an object may have to stay.
 #[pyfunction]
 pub fn plan_direct(
     py: Python<'_>,
     checkpoint: &Bound<'_, Checkpoint>,
     target: &Bound<'_, PyAny>,
     fill: bool,
+    convert: bool,
 ) -> PyResult<Option<Direct>> {
     let inner = checkpoint.get().get(py)?;
     let taken = checkpoint.get().taken();
-    if inner.tree().nodes().is_empty() {
+    let is_object =
+        |node: &TreeNode| matches!(node.kind, NodeKind::Container(ContainerKind::Stateful { .. }));
+    if inner.tree().nodes().is_empty() || (convert && inner.tree().nodes().iter().any(is_object)) {
         return Ok(None);
     }
     let work = Work {
@@ -106,7 +112,9 @@ pub fn plan_direct(
         siblings: Siblings::of(inner.tree()),
     };
     let hooks = hooks(py)?;
-    let mut walk = Walk { inner: &inner, hooks, fill, dtypes: Dtypes::default(), taken, work };
+    hooks.load_adapters.call0(py)?;
+    let arrays = arrays::known();
+    let mut walk = Walk { inner: &inner, hooks, fill, dtypes: Dtypes::default(), arrays, taken, work };
     let Some(root) = walk.node(0, target, 0)? else { return Ok(None) };
     walk.work.root = root;
     if !walk.settle_shared() {
@@ -192,9 +200,20 @@ impl Direct {
         Ok(self.lock().named.iter().map(|&leaf| inner.tree().leaf_path(leaf).to_string()).collect())
     }
 
-    /// The caller's structure, or the stored one, with what was read. `objects`: the values of [`Direct::objects`].
-    fn build<'py>(&self, py: Python<'py>, objects: Vec<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
+    /// The caller's structure, or the stored one, with what was read. `objects`: the values of [`Direct::objects`]; `convert`: arrays → what is returned in their place, or
+    /// `None`.
+    fn build<'py>(
+        &self,
+        py: Python<'py>,
+        objects: Vec<Bound<'py, PyAny>>,
+        convert: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let inner = self.checkpoint(py)?;
+        if let Some(convert) = convert {
+            let arrays = std::mem::take(&mut self.lock().arrays);
+            let made: Vec<Py<PyAny>> = convert.call1((arrays,))?.extract()?;
+            self.lock().arrays = made;
+        }
         let mut work = self.lock();
         let build = Build {
             py,

@@ -1,6 +1,7 @@
 //! The walk: target and stored tree side by side, until they differ.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -14,6 +15,7 @@ use stepwell_core::value::Value;
 
 use super::{InPlace, Node, Work, record};
 use crate::ahead::Taken;
+use crate::arrays::ArrayTypes;
 use crate::checkpoint::Engined;
 use crate::flatten::Dtypes;
 use crate::hooks::Hooks;
@@ -25,6 +27,7 @@ pub(super) struct Walk<'a, 'py> {
     pub(super) hooks: &'a Hooks,
     pub(super) fill: bool,
     pub(super) dtypes: Dtypes<'py>,
+    pub(super) arrays: Arc<ArrayTypes>,
     pub(super) taken: Taken,
     pub(super) work: Work,
 }
@@ -47,6 +50,7 @@ impl<'a, 'py> Walk<'a, 'py> {
             return match tensor {
                 Some(tensor) if class.is(&self.hooks.ndarray) => self.array(leaf, source, tensor, target),
                 Some(tensor) if class.is(&self.hooks.array_spec) => self.spec(source, tensor, target),
+                Some(tensor) if self.fill => Ok(self.foreign(leaf, source, tensor, target)),
                 None if class.is(&self.hooks.object_spec) || self.is_plain(target, depth)? => {
                     self.object(source);
                     Ok(Some(Node::Leaf(source)))
@@ -198,11 +202,40 @@ impl<'a, 'py> Walk<'a, 'py> {
             self.fresh(source);
             return Ok(Some(Node::Leaf(source)));
         }
+        Ok(self.own(leaf, source, buffer, target))
+    }
+
+    /// An array of another library, in host memory that may be written.
+    fn foreign(
+        &mut self,
+        leaf: u32,
+        source: u32,
+        tensor: &TensorRecord,
+        target: &Bound<'py, PyAny>,
+    ) -> Option<Node> {
+        let class = target.get_type().as_ptr() as usize;
+        let known = self.arrays.get(&class).filter(|known| !known.immutable)?;
+        let Ok(capsule) = known.capsule.bind(target.py()).call1((target,)) else { return None };
+        let Ok((dtype, buffer)) = HeldBuffer::of_capsule(capsule) else { return None };
+        if dtype != tensor.dtype || buffer.dims() != tensor.shape {
+            return None;
+        }
+        self.own(leaf, source, buffer, target)
+    }
+
+    /// Memory of the caller's that is filled, where no two of its elements are one.
+    fn own(
+        &mut self,
+        leaf: u32,
+        source: u32,
+        buffer: HeldBuffer,
+        target: &Bound<'py, PyAny>,
+    ) -> Option<Node> {
         if buffer.nbytes() > 0 && !buffer.is_injective() {
-            return Ok(None);
+            return None;
         }
         self.work.in_place.push(InPlace { leaf: source, named: leaf, buffer, twin: false });
-        Ok(Some(Node::Own(target.clone().unbind())))
+        Some(Node::Own(target.clone().unbind()))
     }
 
     fn spec(&mut self, source: u32, tensor: &TensorRecord, target: &Bound<'py, PyAny>) -> Found<Node> {

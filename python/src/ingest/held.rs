@@ -1,4 +1,4 @@
-//! A buffer that is held: its memory stays where it is, and allocated, until the value is dropped.
+//! Memory of Python objects that is held: it stays where it is, and allocated, until the value is dropped.
 
 use std::ffi::c_int;
 
@@ -6,13 +6,30 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-/// An exported buffer. Dropping it gives the buffer back, under the GIL.
+use stepwell_core::dtype::Dtype;
+use stepwell_core::region::Dims;
+
+use super::dlpack;
+
+/// Strided memory that somebody exported. Dropping it gives it back, under the GIL.
 pub struct HeldBuffer {
-    // Boxed: an exporter may keep pointers into its own view.
-    view: Box<ffi::Py_buffer>,
+    export: Export,
+    address: *mut u8,
+    itemsize: usize,
+    nbytes: usize,
+    shape: Dims<isize>,
+    /// In bytes.
+    strides: Dims<isize>,
 }
 
-// SAFETY: a Py_buffer is plain data; the exporter's reference count in it is only touched under the GIL (`new`, `drop`).
+/// Who keeps the memory.
+enum Export {
+    // Boxed: an exporter may keep pointers into its own view.
+    Buffer(Box<ffi::Py_buffer>),
+    Capsule(Option<Py<PyAny>>),
+}
+
+// SAFETY: the fields are plain data, and what keeps the memory is only touched under the GIL (`new`, `of_capsule`, `drop`).
 unsafe impl Send for HeldBuffer {}
 // SAFETY: as above; `&HeldBuffer` reads plain fields that nobody changes.
 unsafe impl Sync for HeldBuffer {}
@@ -27,32 +44,59 @@ impl HeldBuffer {
         if answer != 0 {
             return Err(PyErr::take(object.py()).unwrap_or_else(|| PyBufferError::new_err("no buffer")));
         }
-        Ok(Self { view })
+        let dims = |first: *const isize| -> Dims<isize> {
+            let count = usize::try_from(view.ndim).unwrap_or(0);
+            if count == 0 || first.is_null() {
+                return Dims::new(); // numpy exports a 0-d array with null shape and strides
+            }
+            // SAFETY: PyBUF_STRIDES was asked for, so shape and strides hold `ndim` numbers each and live as long as the export.
+            Dims::from_slice(unsafe { std::slice::from_raw_parts(first, count) })
+        };
+        Ok(Self {
+            address: view.buf.cast(),
+            itemsize: view.itemsize.unsigned_abs(),
+            nbytes: view.len.unsigned_abs(),
+            shape: dims(view.shape),
+            strides: dims(view.strides),
+            export: Export::Buffer(view),
+        })
+    }
+
+    /// Takes the tensor of a DLPack capsule, which must lie in host memory, and says what its elements are.
+    pub fn of_capsule(capsule: Bound<'_, PyAny>) -> PyResult<(Dtype, Self)> {
+        let dlpack::Described { address, dtype, shape, strides } = dlpack::describe(&capsule)?;
+        let count = shape.iter().try_fold(1_usize, |n, &m| n.checked_mul(usize::try_from(m).ok()?));
+        let nbytes = count.and_then(|count| count.checked_mul(dtype.size()));
+        let Some(nbytes) = nbytes else {
+            return Err(PyBufferError::new_err("the shape of a DLPack capsule is larger than any memory"));
+        };
+        let export = Export::Capsule(Some(capsule.unbind()));
+        Ok((dtype, Self { export, address, itemsize: dtype.size(), nbytes, shape, strides }))
     }
 
     /// Whether `object` exported it.
     pub fn is_of(&self, object: &Bound<'_, PyAny>) -> bool {
-        self.view.obj == object.as_ptr()
+        matches!(&self.export, Export::Buffer(view) if view.obj == object.as_ptr())
     }
 
     /// Address of the first element.
     pub fn address(&self) -> *mut u8 {
-        self.view.buf.cast()
+        self.address
     }
 
     /// Bytes per element.
     pub fn itemsize(&self) -> usize {
-        self.view.itemsize.unsigned_abs()
+        self.itemsize
     }
 
     /// Bytes of all elements.
     pub fn nbytes(&self) -> usize {
-        self.view.len.unsigned_abs()
+        self.nbytes
     }
 
     /// Elements along each dimension.
     pub fn shape(&self) -> &[isize] {
-        self.dimensions(self.view.shape)
+        &self.shape
     }
 
     /// The same, as the engine counts.
@@ -62,16 +106,7 @@ impl HeldBuffer {
 
     /// Distance in bytes between neighbours along each dimension.
     pub fn strides(&self) -> &[isize] {
-        self.dimensions(self.view.strides)
-    }
-
-    fn dimensions(&self, first: *const isize) -> &[isize] {
-        let count = usize::try_from(self.view.ndim).unwrap_or(0);
-        if count == 0 || first.is_null() {
-            return &[]; // numpy exports a 0-d array with null shape and strides
-        }
-        // SAFETY: PyBUF_STRIDES was asked for, so shape and strides hold `ndim` numbers each and live as long as the export.
-        unsafe { std::slice::from_raw_parts(first, count) }
+        &self.strides
     }
 
     /// Whether no two elements share memory, as far as strides that grow tell (those of a broadcast or a sliding window do not).
@@ -105,9 +140,16 @@ impl HeldBuffer {
 impl Drop for HeldBuffer {
     fn drop(&mut self) {
         // At interpreter shutdown there is nobody left to give it back to.
-        Python::try_attach(|_| {
+        let export = &mut self.export;
+        let given_back = Python::try_attach(|_| match export {
             // SAFETY: `view` was filled by PyObject_GetBuffer and is released exactly once, attached to the interpreter.
-            unsafe { ffi::PyBuffer_Release(&raw mut *self.view) };
+            Export::Buffer(view) => unsafe { ffi::PyBuffer_Release(&raw mut **view) },
+            Export::Capsule(capsule) => drop(capsule.take()),
         });
+        if given_back.is_none()
+            && let Export::Capsule(capsule) = export
+        {
+            std::mem::forget(capsule.take());
+        }
     }
 }

@@ -2,21 +2,18 @@
 
 use std::sync::Arc;
 
+use stepwell_core::Result;
 use stepwell_core::provider::{HostProvider, StateProvider};
 use stepwell_core::sys::{HostSource, HostTarget};
-use stepwell_core::{Error, Result};
 
 use super::HeldBuffer;
 use crate::events::Parcel;
-use crate::flatten::Leaf;
 
-/// A provider over an array leaf of a parcel; it shares the parcel, so that the memory stays for as long as the provider lives.
-pub fn provider_of(parcel: &Arc<Parcel>, leaf: usize) -> Result<Arc<dyn StateProvider>> {
-    let Some(Leaf::Array(_, buffer)) = parcel.flat().and_then(|flat| flat.leaves.get(leaf)) else {
-        return Err(Error::Misuse(format!("leaf {leaf} is no array")));
-    };
+/// A provider over the `buffer` of an array leaf of a parcel; it shares the parcel, so that the memory stays for as long as the provider lives.
+/// `lazy`: nobody writes to that memory meanwhile.
+pub fn provider_of(parcel: &Arc<Parcel>, buffer: &HeldBuffer, lazy: bool) -> Result<Arc<dyn StateProvider>> {
     let source = source_of(buffer)?;
-    Ok(Arc::new(HostProvider::with_owner(source, Arc::clone(parcel))))
+    Ok(Arc::new(HostProvider::with_owner(source, Arc::clone(parcel)).lazy(lazy)))
 }
 
 fn source_of(buffer: &HeldBuffer) -> Result<HostSource> {

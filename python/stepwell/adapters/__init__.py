@@ -1,21 +1,66 @@
 """The seam to frameworks: one module per framework, imported only where the caller has imported the framework.
 
-A framework module offers ``describe(obj) -> Description | None`` (what a value of its own types is),
-``revive(name, parts) -> object`` for the extension names that it owns (``<framework>.…``), and
-``spec(obj) -> ArraySpec | None`` (what an abstract or real array of its own wants). Everything that is not installed or not
-imported costs one dictionary look-up.
+A framework module has
+
+* ``describe(obj)``: what a value of its own types is (see ``leaves.describe``), or ``None``;
+* ``target(obj)``: what an array or abstract array of its own wants back, a :class:`Target`, or ``None``;
+* ``branch(obj)``: a container of its own types as the caller's structure, a :class:`Opened`, or ``None``;
+* ``arrays(values, placement)``: numpy arrays that nobody else has, as arrays of its own;
+* ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named ``<framework>.…``;
+
+and makes the classes of its arrays known to the engine when it is imported. What is not installed or not imported costs one
+dictionary look-up.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
+from ..specs import ArraySpec
+
 #: Framework package → the adapter module that knows it.
-_FRAMEWORKS = {"torch": "stepwell.adapters.torch"}
+_FRAMEWORKS = {"torch": "stepwell.adapters.torch", "jax": "stepwell.adapters.jax"}
+
+#: A part of an array: its first element, and its extent.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """What a place of the caller's wants: an array of a framework."""
+
+    spec: ArraySpec
+    #: All targets that have the same function are finished in one call: pairs of target and value (a numpy array; a list of them, one for each box),
+    #: and whether the caller's own are to be filled → the arrays.
+    finish: Callable[[list[tuple[Target, Any]], bool], list[Any]]
+    #: The caller's own array, or what describes one.
+    value: Any = None
+    #: Its memory, where that can be filled as it is.
+    memory: np.ndarray[Any, Any] | None = None
+    #: Whether ``value`` is an array that can stay as it is.
+    has_value: bool = False
+    #: The parts of it that are wanted; ``None``: all of it.
+    boxes: Sequence[Box] | None = None
+    #: Where it is to be, as the framework says it, and what makes a target of it that is somewhere else.
+    placement: Any = None
+    replace: Callable[[Target, Any], Target] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Opened:
+    """A container of a framework, taken apart: its children by path component, and what puts it together again (children by key, and whether
+    they were filled in place)."""
+
+    children: list[tuple[Any, Any]]
+    close: Callable[[list[tuple[Any, Any]], bool], Any]
 
 
 @cache
@@ -23,17 +68,50 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _loaded() -> list[ModuleType]:
+def load() -> list[ModuleType]:
+    """The adapters of the frameworks that are in use."""
     return [_module(adapter) for package, adapter in _FRAMEWORKS.items() if package in sys.modules]
+
+
+def _first(what: str, *arguments: Any) -> Any:
+    for module in load():
+        found = getattr(module, what)(*arguments)
+        if found is not None:
+            return found
+    return None
 
 
 def describe(obj: Any) -> Any:
     """What an object of a framework that is in use is, or ``None``."""
-    for module in _loaded():
-        found = module.describe(obj)
-        if found is not None:
-            return found
-    return None
+    return _first("describe", obj)
+
+
+def target(obj: Any) -> Target | None:
+    """What an array or abstract array of a framework that is in use wants, or ``None``."""
+    found: Target | None = _first("target", obj)
+    return found
+
+
+def branch(obj: Any) -> Opened | None:
+    """A container of a framework that is in use, or ``None``."""
+    found: Opened | None = _first("branch", obj)
+    return found
+
+
+def is_known(package: str) -> bool:
+    """Whether there is an adapter for a framework."""
+    return package in _FRAMEWORKS
+
+
+def arrays(package: str, values: list[Any], placement: Any = None) -> list[Any]:
+    """Numpy arrays as those of a framework, which is imported for it."""
+    found: list[Any] = _module(_FRAMEWORKS[package]).arrays(values, placement)
+    return found
+
+
+def arrays_where_used(package: str, values: list[Any]) -> list[Any]:
+    """The same, where the framework is in use; else as they are."""
+    return arrays(package, values) if package in _FRAMEWORKS and package in sys.modules else values
 
 
 def revive(name: str, parts: Any) -> Any:
@@ -43,6 +121,15 @@ def revive(name: str, parts: Any) -> Any:
     if adapter is not None and package in sys.modules:
         return _module(adapter).revive(name, parts)
     return StoredExtension(name, parts)
+
+
+def remake(name: str, children: dict[Any, Any]) -> Any:
+    """The container that a framework has named; its children as a dict where the framework is not in use."""
+    package = name.partition(".")[0]
+    adapter = _FRAMEWORKS.get(package)
+    if adapter is not None and package in sys.modules:
+        return _module(adapter).remake(name, children)
+    return children
 
 
 class StoredExtension:
@@ -61,12 +148,3 @@ class StoredExtension:
 
     def __repr__(self) -> str:
         return f"StoredExtension({self.name!r}, {self.parts!r})"
-
-
-def spec(obj: Any) -> Any:
-    """What an array or abstract array of a framework that is in use wants, as an ``ArraySpec``, or ``None``."""
-    for module in _loaded():
-        found = module.spec(obj)
-        if found is not None:
-            return found
-    return None

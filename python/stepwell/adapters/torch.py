@@ -1,25 +1,250 @@
-"""What this package knows of torch's plain values. Imported only where torch is."""
+"""What this package knows of torch: tensors in and out, modules filled in place. Imported only where torch is.
+
+A tensor in host memory is taken hold of by DLPack, without a copy; one on a device is copied to the host before a save returns. Ties (the same non-empty storage, offset, shape
+and strides) are found by the engine. The public classes are in :mod:`stepwell.torch`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch  # type: ignore[import-not-found, unused-ignore]
+import numpy as np
+import torch
+from torch.utils import dlpack
+
+from .. import _core
+from ..specs import ArraySpec, to_dtype
+from . import Opened, Target
+
+
+def _capsule(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor, where that holds its values: a view that conjugates or negates, or stands for zeros, has others there."""
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        raise BufferError("a lazy view")
+    return dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
+
+
+for _class in (torch.Tensor, torch.nn.Parameter):
+    _core.array_type(_class, "torch", False, _capsule, False)
 
 
 def describe(obj: Any) -> Any:
-    """``torch.Size`` and ``torch.dtype``, by name; ``None`` for the rest."""
+    """Tensors that the engine cannot take as they are; ``torch.Size`` and ``torch.dtype``, by name; ``None`` for the rest."""
+    if isinstance(obj, torch.Tensor):
+        return _tensor(obj)
     if isinstance(obj, torch.Size):
         return ("extension", "torch.Size", list(obj))
     if isinstance(obj, torch.dtype):
         return ("extension", "torch.dtype", str(obj).removeprefix("torch."))
+    if isinstance(obj, torch.device):
+        return ("extension", "torch.device", str(obj))
     return None
 
 
+def _tensor(tensor: torch.Tensor) -> Any:
+    if torch.nn.parameter.is_lazy(tensor):
+        return (
+            "refuse",
+            "a parameter of a lazy module that has not seen any input yet; run one batch through the module first",
+        )
+    local = _local(tensor)
+    if local is not None:
+        return ("same", local)
+    why = _why_not(tensor)
+    if why is not None:
+        return ("refuse", why)
+    plain = tensor.detach()
+    if plain.device.type == "cpu":
+        plain = plain.resolve_conj().resolve_neg().clone()
+        key = None
+    else:
+        # What may be shared between leaves is named, so that it is stored once.
+        key = f"{plain.device} {plain.data_ptr()} {plain.dtype} {tuple(plain.shape)} {plain.stride()}"
+        plain = plain.cpu()
+    return ("copied", as_numpy(plain), key if plain.numel() else None, "torch")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor of this process, of one that is distributed over this process alone."""
+    mesh = getattr(tensor, "device_mesh", None)
+    to_local = getattr(tensor, "to_local", None)
+    if mesh is None or to_local is None or mesh.size() != 1:
+        return None
+    local: torch.Tensor = to_local()
+    return local
+
+
+def _why_not(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be stored; ``None`` where it can."""
+    cls = type(tensor)
+    if getattr(tensor, "device_mesh", None) is not None:
+        return (
+            f"a DTensor over {tensor.device_mesh.size()} processes: tensors of several processes are not supported yet; "  # type: ignore[attr-defined]
+            "pass full_tensor() from one of them"
+        )
+    if tensor.is_meta:
+        return "a meta tensor has no data; it belongs into like=, not into a state"
+    if tensor.layout is not torch.strided:
+        return (
+            f"a tensor of layout {tensor.layout} cannot be stored; pass to_dense(), or its indices and values"
+        )
+    if tensor.is_quantized:
+        return "a quantized tensor cannot be stored; pass int_repr(), q_scale() and q_zero_point()"
+    if getattr(tensor, "is_nested", False):
+        return "a nested tensor cannot be stored; pass a list of its tensors"
+    if not _is_plain(cls):
+        return (
+            f"{cls.__module__}.{cls.__qualname__} is a subclass of torch.Tensor with a behaviour of its own and would not come back as what it is; "
+            "pass the plain tensors that it is made of"
+        )
+    if dtype_name(tensor.dtype) is None:
+        return f"tensors of {tensor.dtype} cannot be stored; convert with .to() first"
+    return None
+
+
+def _is_plain(cls: type) -> bool:
+    """Whether a subclass of Tensor is one in name only."""
+    dispatch: Any = getattr(cls, "__torch_dispatch__", None)
+    usual: Any = torch.Tensor.__torch_dispatch__
+    return getattr(dispatch, "__func__", dispatch) is getattr(usual, "__func__", usual)
+
+
+_KNOWN = frozenset(_core.dtype_names())
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """What the format calls a dtype of torch; ``None`` where it has none."""
+    name = str(dtype).removeprefix("torch.")
+    return name if name in _KNOWN else None
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """What torch calls a dtype; ``None`` where it has none."""
+    found = getattr(torch, dtype.name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+#: Dtypes that numpy does not know by itself: they pass as integers of their size.
+_CARRIER = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16), 4: (torch.int32, np.int32)}
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The memory of a tensor on the host, as an array; raises where it cannot be one."""
+    plain = tensor.detach()
+    dtype = to_dtype(str(plain.dtype).removeprefix("torch."))
+    if dtype.kind == "V" or dtype.type.__module__ != "numpy":
+        plain = plain.view(_CARRIER[dtype.itemsize][0])
+        return plain.numpy().view(dtype)
+    return plain.numpy()
+
+
+def from_numpy(array: np.ndarray[Any, Any]) -> Any:
+    """A tensor over the memory of an array; the array itself where torch has no such dtype."""
+    dtype = torch_dtype(array.dtype)
+    if dtype is None:
+        return array
+    if array.dtype.kind == "V" or array.dtype.type.__module__ != "numpy":
+        carrier = _CARRIER[array.dtype.itemsize][1]
+        return torch.from_numpy(array.view(carrier)).view(dtype)
+    return torch.from_numpy(array)
+
+
+def arrays(values: list[Any], placement: Any = None) -> list[Any]:
+    """Arrays as tensors, on the device ``placement`` (default: the host)."""
+    made = [from_numpy(value) for value in values]
+    if placement is None:
+        return made
+    return [one.to(placement) if isinstance(one, torch.Tensor) else one for one in made]
+
+
+def target(obj: Any) -> Target | None:
+    """Tensors: filled where they are, or made anew on their device. Meta tensors and the class itself describe some."""
+    if obj is torch.Tensor:
+        return Target(ArraySpec(), _finish)
+    if not isinstance(obj, torch.Tensor):
+        return None
+    local = _local(obj)
+    tensor = obj if local is None else local
+    name = dtype_name(tensor.dtype)
+    if name is None or (why := None if tensor.is_meta else _why_not(tensor)) is not None:
+        from ..errors import UnsupportedLeaf
+
+        raise UnsupportedLeaf(
+            f"cannot be restored into: {why if name else f'tensors of {tensor.dtype} are not stored'}"
+        )
+    spec = ArraySpec(tuple(tensor.shape), name)
+    if tensor.is_meta:
+        return Target(spec, _finish, obj, placement=None)
+    memory = None
+    if tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
+        memory = as_numpy(tensor)
+    return Target(spec, _finish, obj, memory, has_value=True, placement=tensor.device)
+
+
+def _finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
+    results = []
+    for one, value in found:
+        own = one.value
+        if fill and one.has_value:
+            if value is not one.memory:
+                with torch.no_grad():
+                    (own if (local := _local(own)) is None else local).copy_(from_numpy(value))
+            results.append(own)
+            continue
+        made = from_numpy(value)
+        if one.placement is not None and isinstance(made, torch.Tensor):
+            made = made.to(one.placement)
+        if isinstance(own, torch.nn.Parameter) and isinstance(made, torch.Tensor):
+            made = torch.nn.Parameter(made, requires_grad=own.requires_grad)
+        results.append(made)
+    return results
+
+
+def branch(obj: Any) -> Opened | None:
+    """A module whose tensors can be filled where they are: one whose ``load_state_dict`` would do nothing but copy. A :class:`stepwell.torch.TrainState`."""
+    open_state = getattr(type(obj), "_stepwell_open", None)
+    if open_state is not None:
+        opened: Opened = open_state(obj)
+        return opened
+    if not isinstance(obj, torch.nn.Module) or not only_copies(obj):
+        return None
+    state = obj.state_dict()
+    children = [(("k", str(name)), value) for name, value in state.items()]
+
+    def close(pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+        if fill:
+            return obj
+        return type(state)(pairs)
+
+    return Opened(children, close)
+
+
+def only_copies(module: torch.nn.Module) -> bool:
+    """Whether loading a state into a module copies its tensors and does nothing else: no hooks, no state that is no tensor, no loader of somebody's own."""
+    for one in module.modules():
+        cls = type(one)
+        hooks = (
+            one._state_dict_hooks,
+            one._state_dict_pre_hooks,
+            one._load_state_dict_pre_hooks,
+            one._load_state_dict_post_hooks,
+        )
+        if any(hooks):
+            return False
+        own = (cls.state_dict, cls.load_state_dict, cls._save_to_state_dict, cls._load_from_state_dict)
+        if not all(str(method.__module__).startswith("torch.nn.modules") for method in own):
+            return False
+        if cls.get_extra_state is not torch.nn.Module.get_extra_state:
+            return False
+    return True
+
+
 def revive(name: str, parts: Any) -> Any:
-    """The other way."""
+    """The other way of the plain values."""
     if name == "torch.Size":
         return torch.Size(parts)
+    if name == "torch.device":
+        return torch.device(parts)
     if name == "torch.dtype":
         found = getattr(torch, parts, None)
         if isinstance(found, torch.dtype):
@@ -29,6 +254,6 @@ def revive(name: str, parts: Any) -> Any:
     return StoredExtension(name, parts)
 
 
-def spec(obj: Any) -> Any:
-    """No torch arrays yet."""
-    return None
+def remake(name: str, children: dict[Any, Any]) -> Any:
+    """No containers of its own."""
+    return children

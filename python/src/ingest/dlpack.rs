@@ -1,0 +1,151 @@
+//! DLPack: the memory of a tensor of another library, as its capsule describes it (<https://dmlc.github.io/dlpack/>). The capsule is kept, never consumed: as long as
+//! it lives, so does the tensor's memory, and its own destructor gives it back.
+
+use std::ffi::{CStr, c_void};
+
+use pyo3::exceptions::PyBufferError;
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyCapsuleMethods};
+
+use stepwell_core::dtype::Dtype;
+use stepwell_core::region::Dims;
+
+/// The first version's capsule, and the later ones'.
+const LEGACY: &CStr = c"dltensor";
+const VERSIONED: &CStr = c"dltensor_versioned";
+
+/// The major version whose layout is known here.
+const MAJOR: u32 = 1;
+
+const CPU: i32 = 1;
+
+#[repr(C)]
+struct DLDevice {
+    kind: i32,
+    id: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct DLDataType {
+    code: u8,
+    bits: u8,
+    lanes: u16,
+}
+
+#[repr(C)]
+struct DLTensor {
+    data: *mut c_void,
+    device: DLDevice,
+    ndim: i32,
+    dtype: DLDataType,
+    shape: *const i64,
+    strides: *const i64,
+    byte_offset: u64,
+}
+
+/// What a capsule named [`LEGACY`] points to begins with this.
+#[repr(C)]
+struct DLManagedTensor {
+    tensor: DLTensor,
+}
+
+/// What a capsule named [`VERSIONED`] points to begins with this.
+#[repr(C)]
+struct DLManagedTensorVersioned {
+    major: u32,
+    minor: u32,
+    context: *mut c_void,
+    deleter: *mut c_void,
+    flags: u64,
+    tensor: DLTensor,
+}
+
+/// What a capsule says of a tensor in host memory.
+pub(super) struct Described {
+    pub address: *mut u8,
+    pub dtype: Dtype,
+    pub shape: Dims<isize>,
+    /// In bytes.
+    pub strides: Dims<isize>,
+}
+
+/// Reads a capsule; `BufferError` where it is none, its tensor is on a device, or its elements are of a type that is not stored.
+pub(super) fn describe(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
+    let refuse = |why: &str| Err(PyBufferError::new_err(why.to_owned()));
+    let Ok(capsule) = capsule.cast::<PyCapsule>() else { return refuse("no DLPack capsule") };
+    let tensor: &DLTensor = if let Ok(pointer) = capsule.pointer_checked(Some(LEGACY)) {
+        // SAFETY: a capsule of that name points to a DLManagedTensor, which its producer keeps until the capsule is consumed (renamed) or gone; it is borrowed here for
+        // as long as `capsule`, which nobody else has.
+        &unsafe { pointer.cast::<DLManagedTensor>().as_ref() }.tensor
+    } else if let Ok(pointer) = capsule.pointer_checked(Some(VERSIONED)) {
+        // SAFETY: as above, for the type that this name stands for. Its first field says whether the rest is laid out as it is here; later minor versions only add behind it.
+        let managed = unsafe { pointer.cast::<DLManagedTensorVersioned>().as_ref() };
+        if managed.major != MAJOR {
+            return refuse("a DLPack capsule of a version that is not known");
+        }
+        &managed.tensor
+    } else {
+        return refuse("no DLPack capsule, or one that was consumed");
+    };
+    if tensor.device.kind != CPU {
+        return refuse("a tensor that is not in host memory");
+    }
+    let Some(dtype) = dtype_of(tensor.dtype) else { return refuse("a DLPack type that is not stored") };
+    let Ok(ndim) = usize::try_from(tensor.ndim) else { return refuse("a negative number of dimensions") };
+    let shape = dims(tensor.shape, ndim);
+    let itemsize = dtype.size() as isize;
+    let strides = if tensor.strides.is_null() {
+        // Compact and row-major.
+        let mut strides = Dims::from_elem(itemsize, ndim);
+        for d in (1..ndim).rev() {
+            strides[d - 1] = strides[d] * shape[d].max(1);
+        }
+        strides
+    } else {
+        dims(tensor.strides, ndim).into_iter().map(|stride| stride * itemsize).collect()
+    };
+    // An offset lies in the same allocation, by what the format demands of its producer.
+    let address = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
+    Ok(Described { address, dtype, shape, strides })
+}
+
+fn dims(first: *const i64, count: usize) -> Dims<isize> {
+    if count == 0 || first.is_null() {
+        return Dims::new();
+    }
+    // SAFETY: a producer lays out `ndim` numbers at `shape`, and at `strides` where that is not null, for as long as the tensor.
+    let numbers = unsafe { std::slice::from_raw_parts(first, count) };
+    numbers.iter().map(|&n| n as isize).collect()
+}
+
+fn dtype_of(DLDataType { code, bits, lanes }: DLDataType) -> Option<Dtype> {
+    let name = match (code, bits) {
+        (0, 8) => "int8",
+        (0, 16) => "int16",
+        (0, 32) => "int32",
+        (0, 64) => "int64",
+        (1, 8) => "uint8",
+        (1, 16) => "uint16",
+        (1, 32) => "uint32",
+        (1, 64) => "uint64",
+        (2, 16) => "float16",
+        (2, 32) => "float32",
+        (2, 64) => "float64",
+        (4, 16) => "bfloat16",
+        (5, 32) => "complex32",
+        (5, 64) => "complex64",
+        (5, 128) => "complex128",
+        (6, 8) => "bool",
+        (7, 8) => "float8_e3m4",
+        (8, 8) => "float8_e4m3",
+        (9, 8) => "float8_e4m3b11fnuz",
+        (10, 8) => "float8_e4m3fn",
+        (11, 8) => "float8_e4m3fnuz",
+        (12, 8) => "float8_e5m2",
+        (13, 8) => "float8_e5m2fnuz",
+        (14, 8) => "float8_e8m0fnu",
+        _ => return None,
+    };
+    if lanes == 1 { Dtype::from_name(name) } else { None }
+}

@@ -1,0 +1,68 @@
+//! A flattened state as the engine takes it, and when its arrays are captured.
+
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+use stepwell_manager::{Error, LeafSource, StateSource};
+
+use crate::events::{Events, Parcel};
+use crate::flatten::Leaf;
+use crate::ingest::provider_of;
+use crate::state::State;
+
+/// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last provider is gone.
+pub fn source(state: &State, snapshot: Snapshot, events: &Events) -> PyResult<Result<StateSource, Error>> {
+    let flat = state.take().ok_or_else(|| PyRuntimeError::new_err("this state was handed over before"))?;
+    let parcel = Parcel::new(flat, events.clone());
+    let Some(flat) = parcel.flat() else {
+        return Err(PyRuntimeError::new_err("an empty parcel"));
+    };
+    let leaf = |leaf: &Leaf| -> Result<LeafSource, Error> {
+        Ok(match leaf {
+            Leaf::Array { dtype, buffer, immutable } => {
+                let provider = provider_of(&parcel, buffer, snapshot.is_lazy(*immutable))?;
+                LeafSource::whole(*dtype, buffer.dims(), provider)
+            }
+            Leaf::Sharded { dtype, shape, shards } => {
+                let shards = shards.iter().map(|(region, buffer)| {
+                    Ok((region.clone(), provider_of(&parcel, buffer, snapshot.is_lazy(true))?))
+                });
+                LeafSource::sharded(*dtype, shape.clone(), shards.collect::<Result<_, Error>>()?)
+            }
+            Leaf::Object(value) => LeafSource::Object(value.clone()),
+            Leaf::Alias(of) => LeafSource::Alias(*of),
+        })
+    };
+    let leaves = flat.leaves.iter().map(leaf).collect::<Result<_, Error>>();
+    Ok(leaves.map(|leaves| StateSource { tree: flat.tree.clone(), leaves }))
+}
+
+/// When the arrays of a state are captured.
+#[derive(Clone, Copy)]
+pub enum Snapshot {
+    /// What may change before `save` returns, what never does after it.
+    Auto,
+    /// All of it after `save` has returned: the caller changes nothing before it is captured.
+    Lazy,
+    /// All of it before `save` returns.
+    Eager,
+}
+
+impl Snapshot {
+    pub fn named(name: &str) -> PyResult<Self> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "lazy" => Ok(Self::Lazy),
+            "eager" => Ok(Self::Eager),
+            other => Err(PyValueError::new_err(format!("snapshot={other:?}"))),
+        }
+    }
+
+    fn is_lazy(self, immutable: bool) -> bool {
+        match self {
+            Self::Auto => immutable,
+            Self::Lazy => true,
+            Self::Eager => false,
+        }
+    }
+}

@@ -1,0 +1,312 @@
+"""What this package knows of JAX: arrays in and out, their shardings, and registered pytrees. Imported only where jax is.
+
+An array is never changed, so it is captured after a save has returned: it is held by an export of its buffer, under which a donating call leaves it as it is. (A bare
+pointer would see the values of the next step.) An array over several devices of this process is stored shard by shard, each byte once. A registered
+pytree node is taken apart as JAX does it; what it does not hand out (static fields), and functions, come from the target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _core
+from ..errors import DonatedBuffer, MismatchError, MisuseError
+from ..paths import extend
+from ..specs import AS_STORED, ArraySpec
+from . import Box, Opened, Target
+
+#: The stored name of a typed PRNG key.
+KEY = "jax.random.key"
+
+
+def _capsule() -> Callable[[Any], Any]:
+    """Array → DLPack capsule. The method does the same, and takes ten times as long to find out how."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src.lib import _jax  # type: ignore[attr-defined]
+
+        found: Callable[[Any], Any] = _jax.buffer_to_dlpack_managed_tensor
+        return found
+    return lambda array: array.__dlpack__()
+
+
+with contextlib.suppress(ImportError):
+    # Asking an array for its class would make one, and with it start the backend.
+    from jax._src.array import ArrayImpl
+
+    # The buffer of an array over several devices would be that of its first shard.
+    _core.array_type(
+        ArrayImpl, "jax", True, _capsule(), True, ("sharding", jax.sharding.SingleDeviceSharding)
+    )
+
+
+def _is_key(array: Any) -> bool:
+    """Whether an array, or an abstract one, is of typed PRNG keys."""
+    return bool(jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key))
+
+
+def describe(obj: Any) -> Any:
+    """Arrays that the engine cannot take as they are, and registered pytree nodes; ``None`` for the rest."""
+    if isinstance(obj, jax.core.Tracer):
+        return (
+            "refuse",
+            "a tracer is no array yet: save outside of jit, grad and the like, what they return",
+        )
+    if isinstance(obj, jax.Array):
+        return _array(obj)
+    if isinstance(obj, jax.ShapeDtypeStruct):
+        return ("refuse", "a ShapeDtypeStruct has no data; it belongs into like=, not into a state")
+    opened = _open(obj)
+    if opened is None:
+        return None
+    keys, children, _ = opened
+    return ("custom", _node_name(obj), list(zip(keys, children, strict=True)))
+
+
+def _array(array: Any) -> Any:
+    if array.is_deleted():
+        raise DonatedBuffer(
+            "this array was donated to a computation (donate_argnums) or deleted before the save: its memory has other values by now. "
+            "Save the arrays that the computation returned, or save before it is called"
+        )
+    if _is_key(array):
+        return (
+            "custom",
+            KEY,
+            [("impl", str(jax.random.key_impl(array))), ("data", jax.random.key_data(array))],
+        )
+    if not array.is_fully_addressable:
+        return (
+            "refuse",
+            "an array over the devices of several processes: those cannot save together yet; pass what this process has of it",
+        )
+    # The first replica of each shard: every byte once.
+    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    name = array.dtype.name
+    if shards and _can_be_held(shards[0].data):
+        parts = [(_box(shard.index, array.shape)[0], shard.data) for shard in shards]
+        return ("sharded", name, list(array.shape), parts, "jax")
+    # Packed elements (int4) have no memory that could be shared.
+    return ("copied", np.asarray(array), None, "jax")
+
+
+def _can_be_held(array: Any) -> bool:
+    try:
+        memoryview(array)
+    except (BufferError, TypeError):
+        try:
+            array.__dlpack__()
+        except Exception:
+            return False
+    return True
+
+
+def _box(index: Any, shape: tuple[int, ...]) -> Box:
+    ranges = [one.indices(n) for one, n in zip(index, shape, strict=True)]
+    return tuple(start for start, _, _ in ranges), tuple(max(0, stop - start) for start, stop, _ in ranges)
+
+
+# ---- registered pytree nodes ------------------------------------------------------------------------------------------
+
+
+def _open(obj: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]] | None:
+    """Keys and children of a pytree node of somebody else's, without those that are functions, and what puts it together around other children;
+    ``None`` where it is none. Named tuples are taken apart by their fields, as everywhere."""
+    if isinstance(obj, (dict, list, tuple, type)) or obj is None:
+        return None
+    try:
+        found, structure = jax.tree_util.tree_flatten_with_path(obj, is_leaf=lambda one: one is not obj)
+    except Exception:
+        return None
+    if len(found) == 1 and found[0][1] is obj:
+        return None
+    entries = [(_key(path[0]) if path else "", child) for path, child in found]
+    stored = [number for number, (_, child) in enumerate(entries) if not _is_function(child)]
+    children = [child for _, child in entries]
+
+    def close(values: list[Any]) -> Any:
+        for number, value in zip(stored, values, strict=True):
+            children[number] = value
+        return jax.tree_util.tree_unflatten(structure, children)
+
+    return [entries[n][0] for n in stored], [entries[n][1] for n in stored], close
+
+
+def _is_function(obj: Any) -> bool:
+    return callable(obj) and not isinstance(obj, (jax.Array, type)) and jax.tree_util.all_leaves([obj])
+
+
+def _key(entry: Any) -> Any:
+    """What a pytree key is called: the name of a field, the key of a dict, the place in a sequence."""
+    for name in ("name", "key", "idx"):
+        found = getattr(entry, name, None)
+        if isinstance(found, (str, int)):
+            return found
+    return str(entry)
+
+
+def _node_name(obj: Any) -> str:
+    return f"{type(obj).__module__}.{type(obj).__qualname__}"
+
+
+def branch(obj: Any) -> Opened | None:
+    """A registered pytree node, or a typed PRNG key."""
+    if isinstance(obj, jax.Array) and _is_key(obj):
+        return _key_branch(str(jax.random.key_impl(obj)), jax.random.key_data(obj))
+    if isinstance(obj, jax.ShapeDtypeStruct) and _is_key(obj):
+        return _key_branch(AS_STORED, AS_STORED, obj)
+    if isinstance(obj, (jax.Array, jax.ShapeDtypeStruct)):
+        return None
+    opened = _open(obj)
+    if opened is None:
+        return None
+    keys, children, close = opened
+    parts = [
+        (("i", key) if type(key) is int else ("k", key), child)
+        for key, child in zip(keys, children, strict=True)
+    ]
+    return Opened(parts, lambda pairs, _fill: close([value for _, value in pairs]))
+
+
+def _key_branch(impl: Any, data: Any, wanted: Any = None) -> Opened:
+    def close(pairs: list[tuple[Any, Any]], _fill: bool) -> Any:
+        key = remake(KEY, dict(pairs))
+        if wanted is not None and (key.dtype, key.shape) != (wanted.dtype, wanted.shape):
+            raise MismatchError(
+                f"stored is a PRNG key {key.dtype}{list(key.shape)}, wanted is {wanted.dtype}{list(wanted.shape)}"
+            )
+        return key
+
+    return Opened([(("k", "impl"), impl), (("k", "data"), data)], close)
+
+
+# ---- restoring --------------------------------------------------------------------------------------------------------
+
+
+def target(obj: Any) -> Target | None:
+    """Arrays and ``jax.ShapeDtypeStruct``; the class ``jax.Array`` itself."""
+    if obj is jax.Array:
+        return Target(ArraySpec(), _finish, replace=placed)
+    if isinstance(obj, (jax.Array, jax.ShapeDtypeStruct)) and _is_key(obj):
+        return None  # two leaves: see `branch`
+    if isinstance(obj, jax.Array):
+        if obj.is_deleted():
+            return Target(ArraySpec(obj.shape, obj.dtype.name), _finish, replace=placed)
+        committed = getattr(obj, "committed", getattr(obj, "_committed", True))
+        return placed(
+            Target(ArraySpec(obj.shape, obj.dtype.name), _finish, obj, has_value=True, replace=placed),
+            obj.sharding if committed else None,
+        )
+    if isinstance(obj, jax.ShapeDtypeStruct):
+        return placed(
+            Target(ArraySpec(obj.shape, obj.dtype.name), _finish, obj, replace=placed), obj.sharding
+        )
+    return None
+
+
+def placed(one: Target, sharding: Any) -> Target:
+    """Wants the array there: on a device, or over the devices of a sharding. ``None``: on the default device."""
+    one.placement, one.boxes = sharding, None
+    shape = one.spec.shape
+    if not isinstance(sharding, jax.sharding.Sharding) or shape is None or len(sharding.device_set) == 1:
+        return one
+    if not sharding.is_fully_addressable:
+        raise MisuseError(
+            "a sharding over the devices of several processes: those cannot restore together yet; pass one over the devices of this process"
+        )
+    boxes = {_box(index, shape): None for index in sharding.addressable_devices_indices_map(shape).values()}
+    if len(boxes) > 1:
+        one.boxes = list(boxes)
+    return one
+
+
+def _finish(found: list[tuple[Target, Any]], _fill: bool) -> list[Any]:
+    results: list[Any] = [None] * len(found)
+    whole = [number for number, (one, _) in enumerate(found) if one.boxes is None]
+    made = arrays([found[number][1] for number in whole], [found[number][0].placement for number in whole])
+    for number, array in zip(whole, made, strict=True):
+        results[number] = array
+    for number, (one, values) in enumerate(found):
+        if one.boxes is not None:
+            results[number] = _assembled(one, values)
+    return results
+
+
+def _assembled(one: Target, values: list[Any]) -> Any:
+    """The array whose shards these are."""
+    shape, sharding, boxes = one.spec.shape, one.placement, one.boxes
+    assert shape is not None
+    assert boxes is not None
+    value_of = dict(zip(boxes, values, strict=True))
+    places = sharding.addressable_devices_indices_map(shape)
+    shards = jax.device_put([value_of[_box(index, shape)] for index in places.values()], list(places))
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def arrays(values: list[Any], placement: Any = None) -> list[Any]:
+    """Arrays as JAX has them, in one transfer: on the default device, or at ``placement`` (one for all, or a list). On the CPU they take the memory over, which is theirs alone. What JAX
+    has no dtype for (dates; 64 bits, where they are switched off) stays as it is, or becomes what JAX makes of it."""
+    at = placement if isinstance(placement, list) else [placement] * len(values)
+    results = list(values)
+    fits = [number for number, value in enumerate(values) if value.dtype.kind not in "mMO"]
+    default = [number for number in fits if at[number] is None]
+    elsewhere = [number for number in fits if at[number] is not None]
+    for numbers, made in (
+        (default, jax.device_put([values[number] for number in default])),
+        (
+            elsewhere,
+            jax.device_put([values[number] for number in elsewhere], [at[number] for number in elsewhere]),
+        ),
+    ):
+        for number, array in zip(numbers, made, strict=True):
+            results[number] = array
+    return results
+
+
+def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
+    """What ``shardings=`` says of a leaf path: one sharding or device for all, a function of path and spec, or a tree of shardings, in which one stands
+    for all that is below it."""
+    if shardings is None:
+        return lambda path, spec: None
+    if isinstance(shardings, (jax.sharding.Sharding, jax.Device)):
+        return lambda path, spec: shardings
+    if callable(shardings):
+        asked: Callable[[str, ArraySpec], Any] = shardings
+        return asked
+    there: dict[str, Any] = {}
+    is_place: Callable[[Any], bool] = lambda one: isinstance(one, (jax.sharding.Sharding, jax.Device))  # noqa: E731
+    for keys, one in jax.tree_util.tree_flatten_with_path(shardings, is_leaf=is_place)[0]:
+        if not is_place(one):
+            raise MisuseError(f"shardings= holds shardings and devices of jax, not {type(one).__qualname__}")
+        path = ""
+        for entry in keys:
+            key = _key(entry)
+            path = extend(path, ("i", key) if type(key) is int else ("k", key))
+        there[path] = one
+
+    def look(path: str, spec: ArraySpec) -> Any:
+        matching = [one for one in there if not one or path == one or path.startswith((f"{one}/", f"{one}["))]
+        return there[max(matching, key=len)] if matching else None
+
+    return look
+
+
+def revive(name: str, parts: Any) -> Any:
+    """No plain values of its own."""
+    from . import StoredExtension
+
+    return StoredExtension(name, parts)
+
+
+def remake(name: str, children: dict[Any, Any]) -> Any:
+    """A typed PRNG key; other nodes come back as dicts, since a file names no class that would be imported."""
+    if name == KEY and set(children) == {"impl", "data"}:
+        return jax.random.wrap_key_data(jax.numpy.asarray(children["data"]), impl=str(children["impl"]))
+    return children
+
+
+__all__ = ["arrays", "branch", "describe", "placed", "placements", "remake", "revive", "target"]

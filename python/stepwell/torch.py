@@ -1,0 +1,302 @@
+"""PyTorch: :class:`TrainState`, a training run's model, optimizers and schedulers as one state that no topology shows in.
+
+Importing this imports torch. ``stepwell.torch`` is imported when it is first used (``sw.torch.TrainState``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from .adapters import Opened
+from .adapters import torch as adapter
+from .checks import shown
+from .errors import MisuseError
+from .specs import AS_STORED
+from .template import Maybe
+
+__all__ = ["TrainState"]
+
+#: What wrappers put into the names of parameters: the names are those of the model that was wrapped.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+@final
+class TrainState:
+    """A model, its optimizers and their schedulers, as one entry of a state.
+
+        state = {"train": sw.torch.TrainState(model, optimizer, scheduler), "step": 0}
+
+    ``optimizers`` and ``scheduler`` are one each, or several: by name in a dict, or in a list. What is stored:
+
+    * ``model/<name>``: parameters and persistent buffers;
+    * ``optimizer/state/<parameter's name>/<slot>``: by name, never by number;
+    * ``optimizer/groups``: each group's hyperparameters, with the names of its parameters;
+    * ``scheduler``: what its ``state_dict()`` gives.
+
+    (With several, each has its name or number between: ``optimizer/<name>/state/…``.) Names are those of the model without DDP, FSDP, ``torch.compile`` and activation
+    checkpointing around it. As ``into=``, parameters, buffers and the slots that are there are filled where they are; slots that are not there yet are
+    made with the parameter's device and memory format, without a fake ``step()``; hyperparameters of the checkpoint win; frozen parameters need no
+    slots. A group takes the hyperparameters that its parameters had when they were saved, however they were grouped.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer
+        | Sequence[torch.optim.Optimizer]
+        | Mapping[str, torch.optim.Optimizer]
+        | None = None,
+        scheduler: Any = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise MisuseError(f"TrainState takes a torch.nn.Module, not {shown(model)}")
+        self.model = model
+        #: The optimizers, by name or number; by ``None`` where there is one.
+        self.optimizers: dict[str | int | None, torch.optim.Optimizer] = _by_name(optimizers)
+        self.schedulers: dict[str | int | None, Any] = _by_name(scheduler)
+        for name, optimizer in self.optimizers.items():
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise MisuseError(
+                    f"TrainState takes optimizers of torch.optim, not {shown(optimizer)} ({name!r})"
+                )
+        self._names()
+
+    # ---- what it is made of -------------------------------------------------------------------------------------------
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        """Parameter → its name; of a tied one the first."""
+        names: dict[torch.Tensor, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, plain_name(name))
+        for which, optimizer in self.optimizers.items():
+            for number, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    if parameter not in names:
+                        where = "" if which is None else f" of optimizer {which!r}"
+                        raise MisuseError(
+                            f"group {number}{where} has a parameter of shape {tuple(parameter.shape)} that is none of the model's; "
+                            "give TrainState the model that the optimizer was made for"
+                        )
+        return names
+
+    def _tensors(self) -> dict[str, Any]:
+        return {plain_name(str(name)): value for name, value in self.model.state_dict().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as it is stored. Tensors are those of the run, not copies."""
+        names = self._names()
+        optimizers = {
+            which: {"state": _slots(optimizer, names), "groups": _groups(optimizer, names)}
+            for which, optimizer in self.optimizers.items()
+        }
+        state: dict[str, Any] = {"model": self._tensors()}
+        if optimizers:
+            state["optimizer"] = _joined(optimizers)
+        if self.schedulers:
+            state["scheduler"] = _joined(
+                {which: scheduler.state_dict() for which, scheduler in self.schedulers.items()}
+            )
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes a state that :meth:`state_dict` gave, of this run or another one."""
+        _Model(self.model).load_state_dict(state["model"])
+        self._take(state)
+        for which, scheduler in self.schedulers.items():
+            scheduler.load_state_dict(_one(state["scheduler"], which))
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        names = self._names()
+        for which, optimizer in self.optimizers.items():
+            stored = _one(state["optimizer"], which)
+            _take_groups(optimizer, names, stored["groups"])
+            _take_slots(optimizer, names, stored["state"])
+
+    # ---- a restore into it --------------------------------------------------------------------------------------------
+
+    def _stepwell_open(self) -> Opened:
+        """Taken apart for a restore: what is there is filled; of what is not, whatever is stored is wanted."""
+        names = self._names()
+        model: Any = self._tensors() if adapter.only_copies(self.model) else _Model(self.model)
+        children: list[tuple[Any, Any]] = [(("k", "model"), model)]
+        optimizers: dict[str | int | None, Any] = {}
+        for which, optimizer in self.optimizers.items():
+            slots: dict[str, Any] = {}
+            for parameter, name in names.items():
+                there = optimizer.state.get(parameter)
+                slots[name] = Maybe(dict(there) if there else AS_STORED)
+            owned = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
+            optimizers[which] = {
+                "state": {name: slot for name, slot in slots.items() if name in owned},
+                "groups": AS_STORED,
+            }
+        if optimizers:
+            children.append((("k", "optimizer"), _joined(optimizers)))
+        if self.schedulers:
+            children.append((("k", "scheduler"), _joined(self.schedulers)))
+
+        def close(pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+            state = dict(pairs)
+            if not fill:
+                return state
+            self._take(state)
+            return self
+
+        return Opened(children, close)
+
+
+@final
+class _Model:
+    """A model whose loading does more than copy: its own ``load_state_dict`` is called, with the names that it has."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and extra state, by plain names."""
+        return {plain_name(str(name)): value for name, value in self._model.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hands it to the model."""
+        own = {plain_name(str(name)): name for name in self._model.state_dict()}
+        self._model.load_state_dict({own.get(name, name): value for name, value in state.items()})
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter in the model that wrappers were put around."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
+
+
+def _by_name(given: Any) -> dict[str | int | None, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, (list, tuple)):
+        return dict(enumerate(given))
+    return {None: given}
+
+
+def _joined(by_name: Mapping[str | int | None, Any]) -> Any:
+    return by_name[None] if None in by_name else dict(by_name)
+
+
+def _one(stored: Any, which: str | int | None) -> Any:
+    if which is None:
+        return stored
+    if which not in stored:
+        raise MisuseError(f"{which!r} is not among the stored ones: {list(stored)}")
+    return stored[which]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _slots(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, dict[str, Any]]:
+    return {
+        names[parameter]: dict(optimizer.state[parameter])
+        for parameter in _parameters(optimizer)
+        if optimizer.state.get(parameter)
+    }
+
+
+def _groups(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> list[dict[str, Any]]:
+    return [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _take_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Sequence[Mapping[str, Any]]
+) -> None:
+    """Gives each group the hyperparameters that its parameters had."""
+    group_of = {name: number for number, group in enumerate(stored) for name in group["params"]}
+    for number, group in enumerate(optimizer.param_groups):
+        found = sorted({group_of[names[one]] for one in group["params"] if names[one] in group_of})
+        if not found:
+            continue
+        first = {key: value for key, value in stored[found[0]].items() if key != "params"}
+        for other in found[1:]:
+            differing = [key for key, value in first.items() if not _equal(value, stored[other].get(key))]
+            if differing:
+                raise MisuseError(
+                    f"group {number} has parameters that were saved in groups {found}, which differ in {', '.join(differing)}; "
+                    "group them as they were, or make those hyperparameters equal"
+                )
+        for key, value in first.items():
+            group[key] = _like(group.get(key), value)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return (
+        bool((torch.as_tensor(one) == torch.as_tensor(other)).all())
+        if hasattr(one, "shape")
+        else one == other
+    )
+
+
+def _like(own: Any, value: Any) -> Any:
+    """A stored hyperparameter as the group has it: one that is a tensor (for captured graphs) stays that very tensor."""
+    if isinstance(own, torch.Tensor):
+        with torch.no_grad():
+            own.copy_(torch.as_tensor(_tensor(value)))
+        return own
+    found = _tensor(value)
+    return found.item() if isinstance(found, torch.Tensor) and isinstance(own, (int, float)) else found
+
+
+def _tensor(value: Any) -> Any:
+    """An array as it was read, as a tensor."""
+    if isinstance(value, torch.Tensor) or not hasattr(value, "__array_interface__"):
+        return value
+    return adapter.from_numpy(value)
+
+
+def _take_slots(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Mapping[str, Any]
+) -> None:
+    """Gives each parameter its slots. One that was filled where it is stays; one that was made anew goes where the parameter is."""
+    for parameter in _parameters(optimizer):
+        slots = stored.get(names[parameter], ...)
+        if slots is ...:
+            optimizer.state.pop(parameter, None)
+            continue
+        own = optimizer.state[parameter]
+        for slot, value in slots.items():
+            if own.get(slot) is not value:
+                own[slot] = _placed(slot, _tensor(value), parameter, optimizer)
+
+
+def _placed(slot: str, value: Any, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        # Counters stay on the host, unless the optimizer reads them on the device.
+        group = next(one for one in optimizer.param_groups if any(p is parameter for p in one["params"]))
+        on_device = slot != "step" or group.get("capturable") or group.get("fused")
+        return value.to(parameter.device) if on_device else value
+    made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    if made.device == value.device and made.stride() == value.stride():
+        return value
+    with torch.no_grad():
+        made.copy_(value)
+    return made
+
+
+def optimizers_of(given: Any) -> list[Any]:
+    """The optimizers that are to be guarded: one, or those of a :class:`TrainState`."""
+    found = list(given.optimizers.values()) if isinstance(given, TrainState) else [given]
+    for one in found:
+        if not callable(getattr(one, "register_step_pre_hook", None)):
+            raise MisuseError(
+                f"attach() takes an optimizer of torch.optim or a TrainState, not {shown(one)}: it has no register_step_pre_hook(); "
+                "put update_guard() around what changes the state"
+            )
+    return found

@@ -1,0 +1,342 @@
+"""Arrays of JAX, sharded and not, and the states of its libraries."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import stepwell as sw
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+SHAPE = (48, 36)
+
+
+def mesh(*axes: int) -> Any:
+    devices = np.array(jax.devices()[: int(np.prod(axes))]).reshape(axes)
+    return Mesh(devices, ("x", "y")[: len(axes)])
+
+
+def sharding(axes: tuple[int, ...], *spec: Any) -> Any:
+    return NamedSharding(mesh(*axes), PartitionSpec(*spec))
+
+
+def equal(one: Any, other: Any) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            return a.dtype == b.dtype and same(jax.random.key_data(a), jax.random.key_data(b))
+        a, b = np.asarray(a), np.asarray(b)
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+    if jax.tree.structure(one) != jax.tree.structure(other):
+        return False
+    return all(map(same, jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+def test_there_are_eight_devices() -> None:
+    assert len(jax.devices()) == 8
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "float16", "bfloat16", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bool", "complex64",
+     "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "int4", "uint4"],
+)  # fmt: skip
+def test_every_dtype_comes_back_bit_for_bit(root: Path, dtype: str) -> None:
+    values = jnp.arange(12).reshape(3, 4).astype(dtype)
+    sw.save(root, {"x": values, "scalar": values[0, 1]})
+    back = sw.restore(root, to="jax")
+    assert isinstance(back["x"], jax.Array)
+    assert equal(back, {"x": values, "scalar": values[0, 1]})
+    assert equal(sw.restore(root, like={"x": values, "scalar": jax.ShapeDtypeStruct((), dtype)}), back)
+    assert sw.restore(root)["x"].dtype.name == dtype
+
+
+LAYOUTS = {
+    "one device": (sharding, (1,), ()),
+    "rows over 8": (sharding, (8,), ("x",)),
+    "columns over 2": (sharding, (2,), (None, "x")),
+    "4 by 2": (sharding, (4, 2), ("x", "y")),
+    "2 by 4, turned": (sharding, (2, 4), ("y", "x")),
+    "rows over both": (sharding, (4, 2), (("x", "y"),)),
+    "rows over one axis of two": (sharding, (4, 2), ("y",)),
+    "replicated": (sharding, (8,), ()),
+}
+
+
+@pytest.mark.parametrize(("stored", "wanted"), itertools.product(LAYOUTS, LAYOUTS))
+def test_any_sharding_is_restored_onto_any_other(root: Path, stored: str, wanted: str) -> None:
+    values = jnp.arange(SHAPE[0] * SHAPE[1], dtype=jnp.float32).reshape(SHAPE)
+
+    def layout(name: str) -> Any:
+        make, axes, spec = LAYOUTS[name]
+        return make(axes, *spec)
+
+    sw.save(root, {"w": jax.device_put(values, layout(stored))})
+    with sw.open(root) as checkpoint:
+        assert checkpoint.metadata().nbytes == values.nbytes
+    written = sum(file.stat().st_size for file in root.rglob("*.data"))
+    assert written < values.nbytes + 64 * 1024, "a byte was written twice"
+    like = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=layout(wanted))}
+    back = sw.restore(root, like=like)["w"]
+    assert back.sharding == layout(wanted)
+    assert equal(back, values)
+    live = jax.device_put(jnp.zeros(SHAPE), layout(wanted))
+    assert equal(sw.restore(root, into={"w": live})["w"], values)
+    assert not live.any(), "an array of JAX is never changed"
+
+
+def test_dimensions_that_do_not_divide_are_sharded_as_jax_does_it(root: Path) -> None:
+    values = jnp.arange(40.0).reshape(8, 5)
+    sw.save(root, {"w": jax.device_put(values, sharding((8,), "x"))})
+    for axes in ((1,), (2,), (4,)):
+        like = {"w": jax.ShapeDtypeStruct((8, 5), jnp.float32, sharding=sharding(axes, "x"))}
+        assert equal(sw.restore(root, like=like)["w"], values)
+
+
+def test_only_the_shards_that_are_wanted_are_read(root: Path) -> None:
+    values = jnp.arange(1 << 22, dtype=jnp.float32).reshape(2048, 2048)
+    sw.save(root, {"w": jax.device_put(values, sharding((8,), "x"))})
+    like = {"w": jax.ShapeDtypeStruct((2048, 2048), jnp.float32, sharding=sharding((4, 2), "y", "x"))}
+    with sw.open(root) as checkpoint:
+        plan = checkpoint.plan(like=like)
+    assert plan.nbytes == values.nbytes
+    assert plan.read_bytes <= 1.05 * values.nbytes
+
+
+def test_shardings_may_be_one_for_all_a_tree_or_a_function(root: Path) -> None:
+    state = {"params": {"w": jnp.ones((8, 4)), "b": jnp.zeros(8)}, "step": 3}
+    sw.save(root, state)
+    rows, one = sharding((4,), "x"), jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    for given in (
+        rows,
+        {"params": {"w": rows, "b": rows}},
+        {"params": rows},
+        lambda path, spec: rows if spec.shape else None,
+    ):
+        back = sw.restore(root, to="jax", shardings=given)
+        assert back["params"]["w"].sharding == rows
+        assert back["step"] == 3
+        assert (
+            sw.restore(root, like=jax.tree.map(lambda x: x, state), shardings=given)["params"]["b"].sharding
+            == rows
+        )
+    assert sw.restore(root, to="jax", device=jax.devices()[3])["params"]["b"].sharding == one
+    with pytest.raises(sw.MisuseError, match="shardings"):
+        sw.restore(root, shardings=rows)
+
+
+def test_saving_jax_arrays_does_not_wait_for_the_copy_and_donation_leaves_them_intact(root: Path) -> None:
+    arrays = [jnp.full((1 << 20,), float(number)) for number in range(64)]
+    jax.block_until_ready(arrays)
+    step = jax.jit(lambda xs: [x + 1 for x in xs], donate_argnums=0)
+    with sw.CheckpointManager(root) as mgr:
+        for number in range(3):
+            save = mgr.save(number, {"a": arrays})
+            arrays = step(arrays)
+            jax.block_until_ready(arrays)
+            save.result()
+            back = mgr.restore(number)["a"]
+            assert all((one == index + number).all() for index, one in enumerate(back))
+
+
+def test_with_an_eager_snapshot_everything_is_copied_when_save_returns_and_donation_is_in_place(
+    root: Path,
+) -> None:
+    array = jnp.zeros(1 << 20).block_until_ready()
+    place = array.unsafe_buffer_pointer()
+    with sw.CheckpointManager(root) as mgr:
+        save = mgr.save(0, {"a": array}, snapshot="eager")
+        assert save.captured()
+        save.result()
+        time.sleep(0.5)  # its hold is given back on another thread
+        after = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    assert array.is_deleted()
+    assert after.unsafe_buffer_pointer() == place
+
+
+def test_an_array_that_was_donated_before_is_named(root: Path) -> None:
+    array = jnp.zeros(4)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    with sw.CheckpointManager(root) as mgr:
+        with pytest.raises(sw.DonatedBuffer, match="params/w") as caught:
+            mgr.save(0, {"params": {"w": array}})
+        assert caught.value.leaf == "params/w"
+        assert mgr.all_steps() == []
+
+
+def test_a_tracer_is_refused_with_a_hint(root: Path) -> None:
+    with sw.CheckpointManager(root) as mgr, pytest.raises(sw.UnsupportedLeaf, match="jit"):
+        jax.jit(lambda x: mgr.check({"x": x}))(jnp.zeros(3))
+
+
+def test_lazy_and_eager_leaves_may_be_mixed_and_saves_stay_in_order(root: Path) -> None:
+    options = sw.Options()
+    host = np.zeros(1 << 20, np.float32)
+    with sw.CheckpointManager(root, max_pending=4, options=options) as mgr:
+        saves = []
+        for number in range(6):
+            host[:] = number
+            device = jnp.full((1 << 20,), float(number))
+            state = {"device": device, "host": host} if number % 2 else {"device": device}
+            saves.append(mgr.save(number, state))
+        for save in saves:
+            save.result()
+        assert mgr.all_steps() == list(range(6))
+        for number in range(6):
+            back = mgr.restore(number)
+            assert all((value == number).all() for value in back.values())
+
+
+def test_a_state_larger_than_the_staging_memory_is_captured_late_too(root: Path) -> None:
+    arrays = [jnp.full((1 << 20,), float(number)) for number in range(32)]
+    with sw.CheckpointManager(root, staging_bytes=16 << 20, max_pending=2) as mgr:
+        for number in range(3):
+            mgr.save(number, {"a": arrays, "host": np.full(1 << 20, number, np.float32)})
+        mgr.wait_until_finished()
+        assert (mgr.restore(2)["host"] == 2).all()
+        assert all((one == index).all() for index, one in enumerate(mgr.restore(1)["a"]))
+
+
+def test_what_is_held_is_let_go_after_the_capture(root: Path) -> None:
+    array = jnp.zeros(1 << 20).block_until_ready()
+    place = array.unsafe_buffer_pointer()
+    with sw.CheckpointManager(root) as mgr:
+        mgr.save(0, {"a": array}).result()
+        time.sleep(0.5)
+        gc.collect()
+        after = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+        assert after.unsafe_buffer_pointer() == place
+
+
+def test_typed_and_raw_prng_keys_go_on_where_they_were(root: Path) -> None:
+    state = {
+        "key": jax.random.key(7),
+        "keys": jax.random.split(jax.random.key(1), 3),
+        "rbg": jax.random.key(3, impl="rbg"),
+        "raw": jax.random.PRNGKey(5),
+    }
+    sw.save(root, state)
+    assert equal(sw.restore(root, into=state), state)
+    assert equal(sw.restore(root, to="jax"), state)
+    like = {**state, "key": jax.eval_shape(lambda: jax.random.key(0))}
+    assert equal(sw.restore(root, like=like)["key"], state["key"])
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_optax_states_keep_their_classes(root: Path) -> None:
+    optax = pytest.importorskip("optax")
+    params = {"w": jnp.ones((4, 4)), "b": jnp.zeros(4)}
+    transform = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 100))
+    )
+    opt_state = transform.init(params)
+    _, opt_state = transform.update(jax.tree.map(jnp.ones_like, params), opt_state, params)
+    sw.save(root, {"opt": opt_state, "pair": Pair(jnp.ones(2), 3)})
+    target = {"opt": transform.init(jax.tree.map(jnp.zeros_like, params)), "pair": Pair(jnp.zeros(2), 0)}
+    back = sw.restore(root, into=target)
+    assert equal(back["opt"], opt_state)
+    assert type(back["pair"]) is Pair
+    abstract = jax.eval_shape(transform.init, params)
+    assert equal(sw.restore(root, like={"opt": abstract})["opt"], opt_state)
+
+
+def test_flax_linen_train_states_take_their_functions_from_the_target(root: Path) -> None:
+    nn = pytest.importorskip("flax.linen")
+    optax = pytest.importorskip("optax")
+    from flax.training.train_state import TrainState
+
+    def make(seed: int) -> Any:
+        model = nn.Dense(3)
+        params = model.init(jax.random.key(seed), jnp.ones((1, 2)))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+
+    run = make(0)
+    run = run.apply_gradients(grads=jax.tree.map(jnp.ones_like, run.params))
+    sw.save(root, {"train": run})
+    other = make(9)
+    back = sw.restore(root, into={"train": other})["train"]
+    assert type(back) is TrainState
+    assert back.apply_fn is other.apply_fn
+    assert back.step == 1
+    assert equal((back.params, back.opt_state), (run.params, run.opt_state))
+    assert sw.restore(root)["train"]["params"]["kernel"].shape == (2, 3)
+
+
+def test_flax_nnx_states_and_modules(root: Path) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.linear = nnx.Linear(2, 3, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+            self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(2)])
+
+    run, other = Net(nnx.Rngs(0)), Net(nnx.Rngs(5))
+    sw.save(root, {"state": nnx.state(run)})
+    back = sw.restore(root, into={"state": nnx.state(other)})["state"]
+    nnx.update(other, back)
+    assert equal(nnx.state(other), nnx.state(run))
+
+
+def test_equinox_modules_take_their_functions_from_the_target(root: Path) -> None:
+    eqx = pytest.importorskip("equinox")
+    run, other = (eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(seed)) for seed in (0, 1))
+    sw.save(root, {"model": run})
+    back = sw.restore(root, into={"model": other})["model"]
+    assert type(back) is type(run)
+    x = jnp.ones(2)
+    assert (back(x) == run(x)).all()
+    assert "layers" in sw.restore(root)["model"]
+
+
+def test_a_registered_class_of_the_users_is_taken_apart_as_jax_does_it(root: Path) -> None:
+    @jax.tree_util.register_pytree_node_class
+    class Scaled:
+        def __init__(self, values: Any, scale: str) -> None:
+            self.values, self.scale = values, scale
+
+        def tree_flatten(self) -> Any:
+            return (self.values,), self.scale
+
+        @classmethod
+        def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+            return cls(children[0], aux)
+
+    sw.save(root, {"x": Scaled(jnp.arange(3), "stored")})
+    back = sw.restore(root, into={"x": Scaled(jnp.zeros(3, jnp.int32), "mine")})["x"]
+    assert (back.values == jnp.arange(3)).all()
+    assert back.scale == "mine"
+
+
+def test_torch_numpy_and_jax_read_what_the_others_wrote(root: Path) -> None:
+    torch = pytest.importorskip("torch")
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    writers = {"numpy": values, "torch": torch.from_numpy(values), "jax": jnp.asarray(values)}
+    for name, array in writers.items():
+        path = root / name
+        sw.save(path, {"x": array})
+        assert (sw.restore(path)["x"] == values).all()
+        assert torch.equal(sw.restore(path, to="torch")["x"], writers["torch"])
+        assert (sw.restore(path, to="jax")["x"] == values).all()
+        assert isinstance(sw.restore(path, like={"x": jnp.zeros((3, 4))})["x"], jax.Array)
+
+
+def test_a_restored_array_shares_its_memory_with_nobody(root: Path) -> None:
+    sw.save(root, {"x": jnp.zeros(1 << 16), "y": jnp.ones(1 << 16)})
+    back = sw.restore(root, to="jax")
+    changed = jax.jit(lambda x: x + 5, donate_argnums=0)(back["x"])
+    assert (changed == 5).all()
+    assert (back["y"] == 1).all()
+    assert not sw.restore(root)["x"].any()

@@ -1,0 +1,257 @@
+"""Tensors of torch in a state: what is stored, and what comes back."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+
+torch = pytest.importorskip("torch")
+
+DTYPES = [
+    "float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool", "complex32", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+]  # fmt: skip
+
+
+def bits(tensor: Any) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def random_tensor(dtype: str, *shape: int) -> Any:
+    kind = getattr(torch, dtype)
+    if dtype == "bool":
+        return torch.rand(*shape) > 0.5
+    size = torch.empty((), dtype=kind).element_size()
+    return torch.randint(0, 100, (*shape[:-1], shape[-1] * size), dtype=torch.uint8).view(kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_comes_back_bit_for_bit_fresh_and_in_place(root: Path, dtype: str) -> None:
+    tensor = random_tensor(dtype, 3, 5)
+    sw.save(root, {"x": tensor})
+    fresh = sw.restore(root, to="torch")["x"]
+    assert fresh.dtype is tensor.dtype
+    assert bits(fresh) == bits(tensor)
+    own = torch.zeros((3, 5), dtype=torch.uint8).to(tensor.dtype)
+    place = own.data_ptr()
+    assert sw.restore(root, into={"x": own})["x"] is own
+    assert own.data_ptr() == place
+    assert bits(own) == bits(tensor)
+    array = sw.restore(root)["x"]
+    assert isinstance(array, np.ndarray)
+    assert array.dtype.name == dtype
+
+
+def test_a_tensor_that_is_not_contiguous_is_stored_by_its_values_and_filled_where_it_lies(root: Path) -> None:
+    base = torch.arange(60.0).reshape(3, 4, 5)
+    views = {
+        "transposed": base.permute(2, 0, 1),
+        "strided": base[:, ::2, 1:4],
+        "broadcast": torch.arange(3.0)[:, None].expand(3, 4),
+        "channels_last": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+    }
+    sw.save(root, views)
+    for name, value in sw.restore(root, to="torch").items():
+        assert torch.equal(value, views[name]), name
+    target = {
+        "transposed": torch.zeros(3, 4, 5).permute(2, 0, 1),
+        "strided": torch.zeros(3, 4, 5)[:, ::2, 1:4],
+        "channels_last": torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        "scalar": torch.zeros(()),
+        "empty": torch.zeros(0, 4),
+    }
+    sw.restore(root, into=target)
+    for name, value in target.items():
+        assert torch.equal(value, views[name]), name
+    assert target["channels_last"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_conjugated_and_negated_views_are_stored_as_what_they_show(root: Path) -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    sw.save(root, {"conj": values.conj(), "neg": values.conj().imag})
+    back = sw.restore(root, to="torch")
+    assert torch.equal(back["conj"], values.conj().resolve_conj())
+    assert torch.equal(back["neg"], values.conj().imag.resolve_neg())
+
+
+def test_a_parameter_is_stored_as_a_tensor_and_requires_grad_comes_from_the_target(root: Path) -> None:
+    sw.save(root, {"w": torch.nn.Parameter(torch.arange(4.0))})
+    frozen = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    assert sw.restore(root, into={"w": frozen})["w"] is frozen
+    assert not frozen.requires_grad
+    assert torch.equal(frozen, torch.arange(4.0))
+    live = torch.nn.Parameter(torch.zeros(4))
+    made = sw.restore(root, like={"w": live})["w"]
+    assert made is not live
+    assert made.requires_grad
+    assert torch.equal(live, torch.zeros(4))
+    assert not sw.restore(root, to="torch")["w"].requires_grad
+
+
+def test_tied_tensors_are_stored_once_and_tied_again(root: Path) -> None:
+    shared = torch.randn(64, 64)
+    sw.save(
+        root, {"params": {"embed": shared, "head": shared, "view": shared.view(64, 64), "part": shared[1:]}}
+    )
+    with sw.open(root) as checkpoint:
+        assert checkpoint.metadata().nbytes == shared.nbytes + shared[1:].nbytes
+    back = sw.restore(root, to="torch")["params"]
+    assert back["embed"].data_ptr() == back["head"].data_ptr()
+    target = torch.zeros(64, 64)
+    sw.restore(root, into={"params": {"embed": target, "head": target}}, exclude=["**/view", "**/part"])
+    assert torch.equal(target, shared)
+
+
+def test_a_tied_target_whose_stored_values_differ_is_refused(root: Path) -> None:
+    sw.save(root, {"params": {"a": torch.zeros(4), "b": torch.ones(4)}})
+    target = torch.full((4,), 7.0)
+    with pytest.raises(sw.MismatchError, match="stored values differ"):
+        sw.restore(root, into={"params": {"a": target, "b": target}})
+    assert torch.equal(target, torch.full((4,), 7.0))
+
+
+def test_a_tensor_may_be_changed_when_save_returns(root: Path) -> None:
+    tensor = torch.zeros(1 << 20)
+    with sw.CheckpointManager(root) as mgr:
+        save = mgr.save(0, {"x": tensor})
+        assert save.captured()
+        tensor.fill_(1.0)
+    assert not sw.restore(root)["x"].any()
+
+
+def test_with_a_lazy_snapshot_the_guard_and_an_attached_optimizer_wait_for_the_copy(root: Path) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(8 << 20))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    with sw.CheckpointManager(root) as mgr:
+        attached = mgr.attach(optimizer)
+        for step in range(3):
+            expected = float(-step)
+            save = mgr.save(step, {"w": parameter}, snapshot="lazy")
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            assert save.captured()
+            save.result()
+            stored = mgr.restore(step)["w"]
+            assert (stored == expected).all()
+        mgr.save(3, {"w": parameter}, snapshot="lazy")
+        with mgr.update_guard(), torch.no_grad():
+            parameter.fill_(9.0)
+        mgr.wait_until_finished()
+        assert (mgr.restore(3)["w"] == -3.0).all()
+        attached.remove()
+        assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_what_cannot_be_attached_is_refused_with_what_to_do_instead(root: Path) -> None:
+    with sw.CheckpointManager(root) as mgr, pytest.raises(sw.MisuseError, match="update_guard"):
+        mgr.attach(object())
+
+
+def test_a_tensor_is_let_go_when_it_has_been_captured(root: Path) -> None:
+    tensor = torch.zeros(1000)
+    gone = weakref.ref(tensor)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.save(0, {"x": tensor}).result()
+        del tensor
+        for _ in range(100):
+            gc.collect()
+            if gone() is None:
+                break
+            sw.CheckpointManager.all_steps(mgr)
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: torch.zeros(3, device="meta"), "belongs into like="),
+        (lambda: torch.eye(3).to_sparse(), "to_dense"),
+        (lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8), "int_repr"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "nested|layout"),
+        (lambda: torch.nn.parameter.UninitializedParameter(), "lazy module"),
+        (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8), "bits8"),
+    ],
+)
+def test_a_tensor_that_cannot_be_stored_is_refused_by_path_before_anything_is_written(
+    root: Path, make: Any, hint: str
+) -> None:
+    with sw.CheckpointManager(root) as mgr:
+        with pytest.raises((sw.UnsupportedLeaf, ValueError), match=hint) as caught:
+            mgr.save(0, {"params": {"bad": make()}})
+        assert "params/bad" in str(caught.value) or any(
+            "params/bad" in n for n in getattr(caught.value, "__notes__", [])
+        )
+        assert mgr.all_steps() == []
+    assert not [p for p in root.iterdir() if p.name.startswith(".tmp")]
+
+
+def test_meta_tensors_and_the_class_say_what_is_wanted(root: Path) -> None:
+    sw.save(root, {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(3)})
+    like = {"a": torch.empty(2, 3, device="meta"), "b": torch.Tensor}
+    back = sw.restore(root, like=like)
+    assert torch.equal(back["a"], torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(back["b"], torch.arange(3))
+    with pytest.raises(sw.MismatchError, match=re.escape("(2, 3)")):
+        sw.restore(root, like={"a": torch.empty(3, 3, device="meta")})
+
+
+def test_casts_pads_and_resizes_work_for_tensors_as_for_arrays(root: Path) -> None:
+    sw.save(root, {"w": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)})
+    wide = torch.zeros(2, 3)
+    sw.restore(root, into={"w": wide})
+    assert torch.equal(wide, torch.arange(6.0).reshape(2, 3))
+    with pytest.raises(sw.MismatchError):
+        sw.restore(root, into={"w": torch.zeros(2, 3, dtype=torch.float8_e4m3fn)})
+    padded = torch.full((3, 3), 5.0)
+    sw.restore(root, into={"w": padded}, resize="pad")
+    assert torch.equal(padded[:2], torch.arange(6.0).reshape(2, 3))
+    assert not padded[2].any()
+
+
+def test_numpy_torch_and_back_in_any_combination(root: Path) -> None:
+    kinds = {"numpy": np.arange(12, dtype=np.float32), "torch": torch.arange(12, dtype=torch.float32)}
+    for stored, wanted in itertools.product(kinds, kinds):
+        sw.save(root, {"x": kinds[stored]}, exists="replace")
+        target = kinds[wanted] * 0
+        sw.restore(root, into={"x": target})
+        assert (np.asarray(target) == np.arange(12)).all()
+
+
+def test_size_dtype_and_device_are_values(root: Path) -> None:
+    state = {"size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    sw.save(root, state)
+    back = sw.restore(root)
+    assert back == state
+    assert isinstance(back["size"], torch.Size)
+
+
+def test_to_and_device_are_checked(root: Path) -> None:
+    sw.save(root, {"x": torch.zeros(2)})
+    with pytest.raises(sw.MisuseError, match="torch"):
+        sw.restore(root, to="tensorflow")
+    with pytest.raises(sw.MisuseError, match="device"):
+        sw.restore(root, device="cpu")
+    with pytest.raises(sw.MisuseError, match="to="):
+        sw.restore(root, like={"x": torch.zeros(2)}, to="torch")
+    assert sw.restore(root, to="torch", device="cpu")["x"].device.type == "cpu"
+
+
+def test_a_long_list_of_tensors_is_not_copied_when_it_is_flattened(root: Path) -> None:
+    tensors = [torch.full((1 << 18,), float(number)) for number in range(8)]
+    with sw.CheckpointManager(root) as mgr:
+        mgr.save(0, {"list": tensors, "tuple": tuple(tensors)}).result()
+        back = mgr.restore(0, to="torch")
+    assert all(torch.equal(a, b) for a, b in zip(back["list"], tensors, strict=True))
+    assert [a.data_ptr() for a in back["list"]] == [a.data_ptr() for a in back["tuple"]] or len(
+        back["tuple"]
+    ) == 8

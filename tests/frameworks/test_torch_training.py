@@ -1,0 +1,322 @@
+"""Modules, optimizers and what else a training run with torch has: restored in place, and going on as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, tokens: Any) -> Any:
+        hidden = self.norm(self.conv(self.embed(tokens).transpose(1, 2)))
+        return self.head(hidden.transpose(1, 2))
+
+
+def build(seed: int, **options: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(seed)
+    model = Net()
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest}], lr=1e-2, **options
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    return model, optimizer, scheduler
+
+
+def train(parts: tuple[Any, Any, Any], steps: int, seed: int = 0) -> list[float]:
+    model, optimizer, scheduler = parts
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(0, 16, (4, 6), generator=generator)
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(loss))
+    return losses
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(
+        torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("form", ["objects", "train state"])
+def test_training_goes_on_after_a_restore_as_if_nothing_had_happened(root: Path, form: str) -> None:
+    def state(parts: tuple[Any, Any, Any]) -> dict[str, Any]:
+        model, optimizer, scheduler = parts
+        if form == "train state":
+            return {"train": sw.torch.TrainState(model, optimizer, scheduler)}
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    run = build(0)
+    train(run, 5)
+    sw.save(root, state(run))
+    expected = train(run, 5, seed=1)
+    resumed = build(99)
+    weight = resumed[0].embed.weight
+    place = weight.data_ptr()
+    sw.restore(root, into=state(resumed))
+    assert resumed[0].embed.weight is weight
+    assert weight.data_ptr() == place
+    assert resumed[0].head.weight is weight
+    assert train(resumed, 5, seed=1) == expected
+    assert same(run[0], resumed[0])
+
+
+def test_a_module_is_filled_where_its_tensors_are_and_its_views_see_it(root: Path) -> None:
+    source, target = Net(), Net()
+    sw.save(root, {"model": source})
+    view = target.conv.weight.detach()[0]
+    sw.restore(root, into={"model": target})
+    assert same(source, target)
+    assert torch.equal(view, source.conv.weight[0])
+
+
+def test_a_module_with_hooks_or_extra_state_gets_its_state_through_its_own_loader(root: Path) -> None:
+    class Extra(nn.Linear):
+        version = 1
+
+        def get_extra_state(self) -> Any:
+            return {"version": self.version}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.version = state["version"]
+
+    source, target = nn.Sequential(Extra(2, 2)), nn.Sequential(Extra(2, 2))
+    source[0].version = 7
+    sw.save(root, {"model": source, "train": sw.torch.TrainState(source)})
+    sw.restore(root, into={"model": target})
+    assert target[0].version == 7
+    assert torch.equal(target[0].weight, source[0].weight)
+    target[0].version = 1
+    sw.restore(root, into={"train": sw.torch.TrainState(target)})
+    assert target[0].version == 7
+    hooked, calls = nn.Linear(2, 2), []
+    hooked.register_load_state_dict_post_hook(lambda module, keys: calls.append(1))
+    sw.save(root, {"model": nn.Linear(2, 2)}, exists="replace")
+    sw.restore(root, into={"model": hooked})
+    assert calls
+
+
+def test_slots_are_stored_by_the_name_of_their_parameter_and_ties_once(root: Path) -> None:
+    run = build(0)
+    train(run, 1)
+    sw.save(root, {"train": sw.torch.TrainState(*run)})
+    with sw.open(root) as checkpoint:
+        paths = checkpoint.paths()
+    slots = {path.split("/")[3] for path in paths if path.startswith("train/optimizer/state/")}
+    assert slots == {name for name, _ in run[0].named_parameters()}
+    assert "train/model/head.weight" in paths
+    assert not any("scratch" in path for path in paths)
+    groups = sw.restore(root)["train"]["optimizer"]["groups"]
+    assert groups[0]["params"] == [name for name, p in run[0].named_parameters() if p.ndim > 1]
+    assert groups[0]["weight_decay"] == 0.1
+
+
+def test_parameters_grouped_in_another_way_keep_their_slots_and_hyperparameters(root: Path) -> None:
+    run = build(0)
+    train(run, 2)
+    run[1].param_groups[0]["lr"] = run[1].param_groups[1]["lr"] = 0.5
+    sw.save(root, {"train": sw.torch.TrainState(run[0], run[1])})
+    torch.manual_seed(1)
+    model = Net()
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [p]} for _, p in reversed(named)], lr=1e-9)
+    sw.restore(root, into={"train": sw.torch.TrainState(model, optimizer)})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5] * len(named)
+    own = dict(run[0].named_parameters())
+    for name, parameter in named:
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], run[1].state[own[name]]["exp_avg"])
+    decay = {
+        name: group["weight_decay"]
+        for (name, _), group in zip(reversed(named), optimizer.param_groups, strict=True)
+    }
+    assert decay["conv.weight"] == 0.1
+    assert decay["conv.bias"] == 0.01
+    merged = torch.optim.AdamW(model.parameters())
+    with pytest.raises(sw.MisuseError, match="weight_decay"):
+        sw.restore(root, into={"train": sw.torch.TrainState(model, merged)})
+
+
+def test_frozen_parameters_need_no_slots_and_absent_ones_are_made_without_a_step(root: Path) -> None:
+    run = build(0)
+    run[0].conv.weight.requires_grad_(False)
+    train(run, 2)
+    assert run[0].conv.weight not in run[1].state
+    sw.save(root, {"train": sw.torch.TrainState(*run)})
+    fresh = build(1)
+    fresh[0].conv.weight.requires_grad_(False)
+    calls: list[int] = []
+    fresh[1].register_step_pre_hook(lambda *_: calls.append(1))
+    sw.restore(root, into={"train": sw.torch.TrainState(*fresh)})
+    assert not calls
+    assert fresh[0].conv.weight not in fresh[1].state
+    assert fresh[1].state[fresh[0].conv.bias]["step"] == 2
+
+
+def test_slots_take_the_memory_format_of_their_parameter(root: Path) -> None:
+    def net() -> tuple[Any, Any]:
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optimizer = net()
+    model(torch.randn(1, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    sw.save(root, {"train": sw.torch.TrainState(model, optimizer)})
+    other, fresh = net()
+    sw.restore(root, into={"train": sw.torch.TrainState(other, fresh)})
+    slot = fresh.state[other.weight]["exp_avg"]
+    assert slot.stride() == other.weight.stride()
+    assert torch.equal(slot, optimizer.state[model.weight]["exp_avg"])
+
+
+def test_slots_that_are_there_are_filled_where_they_are(root: Path) -> None:
+    run = build(0)
+    train(run, 2)
+    sw.save(root, {"train": sw.torch.TrainState(*run)})
+    saved = {name: run[1].state[p]["exp_avg"].clone() for name, p in run[0].named_parameters()}
+    places = {name: run[1].state[p]["exp_avg"].data_ptr() for name, p in run[0].named_parameters()}
+    train(run, 2)
+    sw.restore(root, into={"train": sw.torch.TrainState(*run)})
+    for name, parameter in run[0].named_parameters():
+        slot = run[1].state[parameter]["exp_avg"]
+        assert slot.data_ptr() == places[name]
+        assert torch.equal(slot, saved[name])
+
+
+def test_names_are_those_of_the_model_inside_its_wrappers(root: Path) -> None:
+    run = build(0)
+    train(run, 1)
+    wrapped = nn.Sequential()
+    wrapped.module = run[0]
+    sw.save(root, {"train": sw.torch.TrainState(wrapped, run[1])})
+    plain = build(3)
+    sw.restore(root, into={"train": sw.torch.TrainState(plain[0], plain[1])})
+    assert same(plain[0], run[0])
+
+
+def test_several_optimizers_and_schedulers_go_by_their_names(root: Path) -> None:
+    def parts() -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        model = Net()
+        optimizers = {
+            "embed": torch.optim.SGD([model.embed.weight], lr=0.1, momentum=0.9),
+            "body": torch.optim.Adam([p for p in model.parameters() if p is not model.embed.weight]),
+        }
+        return model, optimizers, {n: torch.optim.lr_scheduler.StepLR(o, 1) for n, o in optimizers.items()}
+
+    model, optimizers, schedulers = parts()
+    tokens = torch.arange(12).reshape(2, 6)
+    model(tokens).sum().backward()
+    for name in optimizers:
+        optimizers[name].step()
+        schedulers[name].step()
+    sw.save(root, {"train": sw.torch.TrainState(model, optimizers, schedulers)})
+    other = parts()
+    sw.restore(root, into={"train": sw.torch.TrainState(*other)})
+    assert same(model, other[0])
+    own, new = optimizers["embed"], other[1]["embed"]
+    assert torch.equal(
+        new.state[other[0].embed.weight]["momentum_buffer"], own.state[model.embed.weight]["momentum_buffer"]
+    )
+    assert other[2]["body"].last_epoch == 1
+
+
+def test_an_optimizer_of_another_model_is_refused_at_once() -> None:
+    with pytest.raises(sw.MisuseError, match="none of the model's"):
+        sw.torch.TrainState(Net(), torch.optim.SGD(Net().parameters(), lr=0.1))
+    with pytest.raises(sw.MisuseError, match="takes a torch"):
+        sw.torch.TrainState({"w": torch.zeros(2)})
+
+
+def test_random_generators_scaler_and_averages_go_on_where_they_were(root: Path) -> None:
+    def parts() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {
+            "torch": torch.Generator(),
+            "numpy": np.random.default_rng(1),
+            "python": random.Random(1),
+            "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**7),
+            "ema": torch.optim.swa_utils.AveragedModel(model),
+        }
+
+    run = parts()
+    torch.rand(5, generator=run["torch"])
+    run["scaler"]._init_scale = 2.0**9
+    run["ema"].update_parameters(nn.Linear(2, 2))
+    sw.save(root, run)
+    expected = (torch.rand(3, generator=run["torch"]), run["numpy"].random(3), run["python"].random())
+    back = parts()
+    sw.restore(root, into=back)
+    assert torch.equal(torch.rand(3, generator=back["torch"]), expected[0])
+    assert (back["numpy"].random(3) == expected[1]).all()
+    assert back["python"].random() == expected[2]
+    assert back["ema"].n_averaged == 1
+    assert same(back["ema"], run["ema"])
+
+
+def test_an_object_of_the_users_gets_tensors_where_it_gave_tensors(root: Path) -> None:
+    class Average:
+        def __init__(self) -> None:
+            self.shadow: dict[str, Any] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.shadow = state["shadow"]
+
+    average = Average()
+    average.shadow = {"w": torch.arange(3.0), "b": torch.ones(2, dtype=torch.bfloat16)}
+    sw.save(root, {"ema": average})
+    empty = Average()
+    sw.restore(root, into={"ema": empty})
+    assert torch.equal(empty.shadow["w"], torch.arange(3.0))
+    assert empty.shadow["b"].dtype is torch.bfloat16
+
+
+def test_a_mismatch_lists_every_leaf_of_a_module_before_anything_is_written(root: Path) -> None:
+    sw.save(root, {"model": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))})
+    target = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2), nn.Linear(2, 2))
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.restore(root, into={"model": target})
+    text = str(caught.value)
+    assert "model/0.weight" in text
+    assert "model/2.weight" in text
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+
+
+def test_lora_on_top_of_a_base_keeps_what_the_checkpoint_has_not(root: Path) -> None:
+    sw.save(root, {"model": nn.Linear(4, 4)})
+
+    class Lora(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.lora_a = nn.Parameter(torch.full((2, 4), 3.0))
+
+    model = Lora()
+    sw.restore(root, into={"model": model}, missing={"**lora*": "keep"})
+    assert torch.equal(model.lora_a, torch.full((2, 4), 3.0))
