@@ -9,6 +9,7 @@ use serde::Serialize;
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::format::manifest::Manifest;
 use stepwell_core::limits::MAX_STEP;
+use stepwell_core::sys::{cores, each};
 
 use super::{Inner, Manager};
 use crate::checkpoint::{Checkpoint, Expected};
@@ -24,6 +25,9 @@ const LISTINGS: usize = 64;
 
 /// Keys of a step's metadata that a report names.
 const METADATA_KEYS: usize = 16;
+
+/// Steps that are worth a thread of their own while files are looked at for a report.
+const LOOKED_AT_BY_ONE: usize = 256;
 
 /// Everything that has a step's name, for `ls`.
 #[derive(Clone, Debug, Serialize)]
@@ -189,9 +193,12 @@ impl Manager {
         let listing = self.inner.discovery.list(&*self.inner.root, &self.inner.names)?;
         let later = self.inner.sidecars.all(&*self.inner.root)?;
         let mut out = Vec::new();
-        for found in listing.steps.values() {
-            let damage = damage(&*self.inner.root, &found.name, &found.manifest)?;
-            if damage.is_some() && !stands(&*self.inner.root, found)? {
+        let steps: Vec<&Found> = listing.steps.values().collect();
+        let threads = cores().min(steps.len() / LOOKED_AT_BY_ONE).max(1);
+        let looked = each("stepwell-report", threads, &steps, |found| self.inner.damage_and_standing(found));
+        for (found, looked) in steps.into_iter().zip(looked) {
+            let (damage, stands) = looked?;
+            if !stands {
                 // Retired or replaced since it was listed, which is no damage.
                 continue;
             }
@@ -276,6 +283,13 @@ impl Inner {
         }
         let waited_for = format!("a listing of {} during which no step is taken away", self.path.display());
         Err(Error::Timeout { waited_for, waited: begun.elapsed() })
+    }
+
+    /// What is wrong with a step that was listed, and whether it still stands under its name.
+    fn damage_and_standing(&self, found: &Found) -> stepwell_core::Result<(Option<String>, bool)> {
+        let damage = damage(&*self.root, &found.name, &found.manifest)?;
+        let stands = damage.is_none() || stands(&*self.root, found)?;
+        Ok((damage, stands))
     }
 
     /// Once: it is seen at every save.

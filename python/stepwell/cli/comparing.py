@@ -37,7 +37,7 @@ class Change:
     """A leaf or container that both have, and that is not the same."""
 
     path: str
-    #: What it is, on both sides, where that differs: a container's kind, ``array`` or ``object``.
+    #: What it is, on both sides, where that differs: a container's kind, ``array`` or ``object``; of two objects their types.
     kind: tuple[str, str] | None = None
     dtype: tuple[str, str] | None = None
     shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -95,7 +95,8 @@ def compare(a: Tree, b: Tree, values: bool, tell: Tell) -> Difference:
             elif leaf_a.tied_to is None or leaf_a.tied_to != leaf_b.tied_to:
                 arrays.append(pair)
     for path, one in _objects(a, b, objects):
-        changes[path] = Change(path, objects=one)
+        kinds = (type(one[0]).__name__, type(one[1]).__name__)
+        changes[path] = Change(path, kind=None if kinds[0] == kinds[1] else kinds, objects=one)
     for path, counted in _arrays(a, b, arrays, found, tell):
         changes.setdefault(path, Change(path)).values = counted
     order = {path: number for number, path in enumerate(nodes_a)}

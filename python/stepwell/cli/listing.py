@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -57,7 +58,7 @@ def ls(out: Output, root: str, last: int | None) -> int:
             }
         )
     else:
-        _print(out, path, steps, shown, quarantined, beside)
+        out.lines(_lines(out, path, steps, shown, quarantined, beside))
     return FINE if steps and len(whole) == len(steps) and not quarantined else PROBLEMS
 
 
@@ -94,42 +95,42 @@ def beside_document(beside: Leftovers) -> dict[str, Any]:
     }
 
 
-def _print(
+def _lines(
     out: Output,
     path: str,
     steps: list[dict[str, Any]],
     shown: list[dict[str, Any]],
     quarantined: list[dict[str, Any]],
     beside: Leftovers,
-) -> None:
+) -> Iterator[str]:
     total = size(sum(row["bytes"] for row in steps))
     held = {True: ", held by a writer", False: "", None: ", and nobody can tell whether a writer holds it"}
-    out.line(f"{safe(path)}: {count(len(steps), 'step')}, {total}{held[beside.writer]}")
+    yield f"{safe(path)}: {count(len(steps), 'step')}, {total}{held[beside.writer]}"
     if len(shown) < len(steps):
-        out.line(out.dim(f"  the newest {len(shown)} of {len(steps)}:"))
+        yield out.dim(f"  the newest {len(shown)} of {len(steps)}:")
     table = [_cells(row) for row in shown]
     if table:
         heads = ("step", "committed", "size", "items", "metrics", "metadata")
         lines = columns([heads, *table], "rlrlll")
-        out.line(out.dim("  " + lines[0]))
+        yield out.dim("  " + lines[0])
         for line, row in zip(lines[1:], shown, strict=True):
-            out.line("  " + line)
+            yield "  " + line
             if row["damage"] is not None:
-                out.line("    " + out.bad("damaged: ") + safe(row["damage"]))
+                yield "    " + out.bad("damaged: ") + safe(row["damage"])
     for row in quarantined:
-        out.line(f"  {out.bad('no step:')} {safe(row['name'])}: {safe(row['damage'])}")
+        yield f"  {out.bad('no step:')} {safe(row['name'])}: {safe(row['damage'])}"
     state = {True: "in flight", False: "dead; gc deletes it", None: "nobody can tell whether its owner lives"}
     for one in beside.temporaries:
-        out.line(f"  temporary: {safe(one.name)} ({size(one.nbytes)}, {state[one.live]})")
+        yield f"  temporary: {safe(one.name)} ({size(one.nbytes)}, {state[one.live]})"
     for one in beside.trash:
         read = "a reader has it; gc deletes it later" if one.live else "retired; gc deletes it"
-        out.line(f"  trash: {safe(one.name)} ({size(one.nbytes)}, {read})")
+        yield f"  trash: {safe(one.name)} ({size(one.nbytes)}, {read})"
     for one in beside.aside:
-        out.line(f"  set aside: {safe(one.name)} ({size(one.nbytes)}): it stood where a step was saved")
+        yield f"  set aside: {safe(one.name)} ({size(one.nbytes)}): it stood where a step was saved"
     for branch, of_branch in beside.branches.items():
         names = ", ".join(safe(one.label) for one in of_branch)
         nbytes = size(sum(one.nbytes for one in of_branch))
-        out.line(f"  branch {safe(branch)}: {names} ({nbytes}, kept by a rewind)")
+        yield f"  branch {safe(branch)}: {names} ({nbytes}, kept by a rewind)"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ Part: TypeAlias = tuple[int, Box, np.dtype[Any]]
 def pieces(box: Sequence[tuple[int, int]], itemsize: int, limit: int = PIECE_BYTES) -> Iterator[Box]:
     """A box cut into boxes of at most ``limit`` bytes (or one element), in row-major order: each is a run of the flattened whole."""
     extents = [n for _, n in box]
-    if prod(extents) * itemsize <= limit:
+    if not box or prod(extents) * itemsize <= limit:
         if prod(extents):
             yield tuple(box)
         return

@@ -47,5 +47,5 @@ def rewind(out: Output, root: str, step: int, branch: str | None, dry_run: bool)
         out.line(f"would set aside {count(len(moved), 'step')}: {numbers}")
         return FINE
     out.line(f"step {step} is the newest now; {count(len(moved), 'step')} set aside: {numbers}")
-    out.line(f"kept as .branch-{made}.…: rename one back to its step's name to have it again, or delete them")
+    out.line(f"kept as .branch-{made}.…; nothing but you deletes them")
     return FINE

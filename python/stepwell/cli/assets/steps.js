@@ -54,7 +54,7 @@ function stepCharts(root) {
     g.fillStyle = colour("muted");
     g.textAlign = "center";
     steps.forEach((step, i) => {
-      if (i % every === 0) g.fillText(String(step.step), slot * (i + 0.5), height - 3);
+      if (i % every === 0) g.fillText(String(step.step), Math.max(slot * (i + 0.5), 12), height - 3);
     });
   });
   canvas.addEventListener("mousemove", (event) => {
