@@ -27,8 +27,10 @@ def writer(root: str, retention: Retention | None, what: str) -> Iterator[Checkp
     except NoLocks:
         raise
     except LockedError as error:
+        # What the engine goes on to advise is for a program.
+        held = str(error).split(";", 1)[0]
         error.args = (
-            f"{error}. {what} needs to be the root's only writer: wait for that run to end or stop it, and try again; --dry-run only looks, and works meanwhile",
+            f"{held}: {what} needs to be the only one; wait for that run to end or stop it, and try again (--dry-run only looks, and works meanwhile)",
         )
         raise
     try:
