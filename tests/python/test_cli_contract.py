@@ -15,6 +15,7 @@ import pytest
 import stepwell as sw
 from command_line import document, documented, keys, make_root, process
 from stepwell.cli.group import COMMANDS
+from stepwell.cli.leftovers import is_locked
 
 
 def test_importing_the_package_imports_nothing_of_the_command_line() -> None:
@@ -150,10 +151,14 @@ def test_an_interrupt_ends_a_command_without_a_traceback(root: Path) -> None:
     make_root(root, steps=1)
     fifo = root.parent / "out.npy"
     os.mkfifo(fifo)
-    # Nobody reads the pipe: the command waits in the open of its output.
+    # Nobody reads the pipe: the command waits in the open of its output, with the step leased.
     command = [sys.executable, "-m", "stepwell", "cat", str(root), "params/w", "-o", str(fifo)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        time.sleep(3)
+        deadline = time.monotonic() + 60
+        while not is_locked(str(root / "step_00000000" / ".lease")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1)
         child.send_signal(signal.SIGINT)
         _, told = child.communicate(timeout=60)
         assert child.returncode == 130
