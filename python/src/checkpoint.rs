@@ -9,7 +9,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use stepwell_core::format::index::LeafRecord;
+use stepwell_core::format::index::{ChunkRegion, Extent, LeafRecord};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::VerifyProgress;
 use stepwell_core::region::Region;
@@ -80,6 +80,31 @@ fn leaf_row(inner: &Engined, leaf: usize) -> LeafRow {
             ("tensor", Some(tensor.dtype.name()), Some(tensor.shape.clone()), tied)
         }
         _ => ("object", None, None, tied),
+    }
+}
+
+/// A chunk: `(file, offset, bytes, first element or offsets, elements or extents)`; without a file where it is supplied by a reader.
+type ChunkRow = (Option<u32>, u64, u64, Vec<u64>, Vec<u64>);
+
+/// Of what a leaf is an alias or a view, and its chunks.
+type PlaceRow = (Option<u32>, Vec<ChunkRow>);
+
+fn place_row(record: &LeafRecord) -> PlaceRow {
+    let row = |extent: &Extent, first: Vec<u64>, count: Vec<u64>| {
+        (extent.source.file(), extent.offset, extent.length, first, count)
+    };
+    match record {
+        LeafRecord::Alias { of } => (Some(*of), Vec::new()),
+        LeafRecord::Object(extent) => (None, vec![row(extent, Vec::new(), Vec::new())]),
+        LeafRecord::Tensor(tensor) => {
+            let chunks = tensor.chunks.iter().map(|chunk| match &chunk.region {
+                ChunkRegion::Box(region) => {
+                    row(&chunk.extent, region.offset.to_vec(), region.extent.to_vec())
+                }
+                ChunkRegion::Run { start, len } => row(&chunk.extent, vec![*start], vec![*len]),
+            });
+            (tensor.view.as_ref().map(|view| view.of), chunks.collect())
+        }
     }
 }
 
@@ -154,6 +179,16 @@ impl Checkpoint {
     /// What one leaf is.
     fn leaf(&self, py: Python<'_>, leaf: usize) -> PyResult<LeafRow> {
         Ok(leaf_row(&*self.get(py)?, leaf))
+    }
+
+    /// Where the bytes of each leaf are: the data files, relative to the step, and per leaf the leaf that it is tied to or is a view of, and its chunks:
+    /// `(file, offset, bytes, first element or offsets, elements or extents)`. A chunk that is a run of the flattened array has one number each, that
+    /// of an object none.
+    fn places(&self, py: Python<'_>) -> PyResult<(Vec<String>, Vec<PlaceRow>)> {
+        let inner = self.get(py)?;
+        let index = inner.index();
+        let files = index.files.iter().map(|file| file.name.to_string()).collect();
+        Ok((files, index.leaves.iter().map(place_row).collect()))
     }
 
     /// The values of object leaves.

@@ -306,6 +306,18 @@ impl Manager {
         serde_json::to_string(&plan).map_err(|error| PyRuntimeError::new_err(error.to_string()))
     }
 
+    /// What is known of everything that has a step's name, as JSON.
+    fn report(&self, py: Python<'_>) -> PyResult<String> {
+        let report = self.query(py, Engined::report)?;
+        serde_json::to_string(&report).map_err(|error| PyRuntimeError::new_err(error.to_string()))
+    }
+
+    /// Applies retention now; the steps that went, out of sight and durably. Their files go until the end of `close`.
+    fn apply_retention(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        let inner = Arc::clone(&self.inner);
+        call(py, move || inner.apply_retention())
+    }
+
     fn prepare(&self, py: Python<'_>, nbytes: u64) -> PyResult<()> {
         let inner = Arc::clone(&self.inner);
         call(py, move || inner.prepare(nbytes))

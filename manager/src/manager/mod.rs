@@ -45,7 +45,7 @@ mod saving;
 mod trail;
 
 pub use changes::Hold;
-pub use queries::StepReport;
+pub use queries::{ItemReport, StepReport};
 pub use saving::Decision;
 use trail::Trail;
 

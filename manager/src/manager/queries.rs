@@ -9,6 +9,7 @@ use serde::Serialize;
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::format::manifest::Manifest;
 use stepwell_core::limits::MAX_STEP;
+use stepwell_core::sys::{cores, each};
 
 use super::{Inner, Manager};
 use crate::checkpoint::{Checkpoint, Expected};
@@ -22,6 +23,12 @@ const LOOKING: Duration = Duration::from_secs(5);
 /// How often the newest step is looked for anew because another process has taken a step away meanwhile.
 const LISTINGS: usize = 64;
 
+/// Keys of a step's metadata that a report names.
+const METADATA_KEYS: usize = 16;
+
+/// Steps that are worth a thread of their own while files are looked at for a report.
+const LOOKED_AT_BY_ONE: usize = 256;
+
 /// Everything that has a step's name, for `ls`.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepReport {
@@ -32,15 +39,76 @@ pub struct StepReport {
     /// Bytes of its data files.
     pub bytes: u64,
     /// Its items.
-    pub items: Vec<String>,
+    pub items: Vec<ItemReport>,
     /// Items that were thinned away.
     pub dropped: Vec<String>,
     /// Its metrics, those that came later included.
     pub metrics: BTreeMap<String, String>,
+    /// The first keys of its metadata, where that is an object.
+    pub metadata_keys: Vec<String>,
+    /// When its save began: nanoseconds since 1970.
+    pub started_unix_ns: i64,
     /// When it was committed: nanoseconds since 1970.
     pub committed_unix_ns: i64,
     /// What is wrong with it, if something is.
     pub damage: Option<String>,
+}
+
+/// An item of a step.
+#[derive(Clone, Debug, Serialize)]
+pub struct ItemReport {
+    /// Its name.
+    pub name: String,
+    /// Bytes of its data files: what dropping it would free.
+    pub bytes: u64,
+    /// Number of its leaves.
+    pub leaves: u64,
+}
+
+impl StepReport {
+    fn of(found: &Found, metrics: BTreeMap<String, f64>, damage: Option<String>) -> Self {
+        let manifest = &found.manifest;
+        let metadata = manifest.custom_metadata.as_object();
+        let mut below: BTreeMap<&str, u64> = BTreeMap::new();
+        for file in &manifest.files {
+            let bytes = below.entry(file.path.split('/').next().unwrap_or_default()).or_default();
+            *bytes = bytes.saturating_add(file.length);
+        }
+        let items = manifest.items.iter().map(|item| ItemReport {
+            name: item.name.clone(),
+            bytes: below.get(item.dir.as_str()).copied().unwrap_or_default(),
+            leaves: item.leaves,
+        });
+        Self {
+            step: Some(manifest.step),
+            name: found.name.clone(),
+            bytes: below.values().copied().fold(0, u64::saturating_add),
+            items: items.collect(),
+            dropped: manifest.dropped.iter().map(|tombstone| tombstone.item.clone()).collect(),
+            metrics: metrics.into_iter().map(|(name, value)| (name, value.to_string())).collect(),
+            metadata_keys: metadata
+                .map(|map| map.keys().take(METADATA_KEYS).cloned().collect())
+                .unwrap_or_default(),
+            started_unix_ns: manifest.started_unix_ns,
+            committed_unix_ns: manifest.committed_unix_ns,
+            damage,
+        }
+    }
+
+    fn of_quarantined(Quarantined { name, reason }: Quarantined) -> Self {
+        Self {
+            step: None,
+            name,
+            bytes: 0,
+            items: Vec::new(),
+            dropped: Vec::new(),
+            metrics: BTreeMap::new(),
+            metadata_keys: Vec::new(),
+            started_unix_ns: 0,
+            committed_unix_ns: 0,
+            damage: Some(reason),
+        }
+    }
 }
 
 impl Manager {
@@ -125,31 +193,20 @@ impl Manager {
         let listing = self.inner.discovery.list(&*self.inner.root, &self.inner.names)?;
         let later = self.inner.sidecars.all(&*self.inner.root)?;
         let mut out = Vec::new();
-        for (step, found) in &listing.steps {
-            let manifest = &found.manifest;
-            let mut metrics = manifest.metrics.clone();
-            metrics.extend(later.get(&manifest.attempt).cloned().unwrap_or_default());
-            out.push(StepReport {
-                step: Some(*step),
-                name: found.name.clone(),
-                bytes: manifest.files.iter().map(|file| file.length).fold(0, u64::saturating_add),
-                items: manifest.items.iter().map(|item| item.name.clone()).collect(),
-                dropped: manifest.dropped.iter().map(|tombstone| tombstone.item.clone()).collect(),
-                metrics: metrics.into_iter().map(|(name, value)| (name, value.to_string())).collect(),
-                committed_unix_ns: manifest.committed_unix_ns,
-                damage: damage(&*self.inner.root, &found.name, manifest)?,
-            });
+        let steps: Vec<&Found> = listing.steps.values().collect();
+        let threads = cores().min(steps.len() / LOOKED_AT_BY_ONE).max(1);
+        let looked = each("stepwell-report", threads, &steps, |found| self.inner.damage_and_standing(found));
+        for (found, looked) in steps.into_iter().zip(looked) {
+            let (damage, stands) = looked?;
+            if !stands {
+                // Retired or replaced since it was listed, which is no damage.
+                continue;
+            }
+            let mut metrics = found.manifest.metrics.clone();
+            metrics.extend(later.get(&found.manifest.attempt).cloned().unwrap_or_default());
+            out.push(StepReport::of(found, metrics, damage));
         }
-        out.extend(listing.quarantined.into_iter().map(|quarantined| StepReport {
-            step: None,
-            name: quarantined.name,
-            bytes: 0,
-            items: Vec::new(),
-            dropped: Vec::new(),
-            metrics: BTreeMap::new(),
-            committed_unix_ns: 0,
-            damage: Some(quarantined.reason),
-        }));
+        out.extend(listing.quarantined.into_iter().map(StepReport::of_quarantined));
         Ok(out)
     }
 
@@ -226,6 +283,13 @@ impl Inner {
         }
         let waited_for = format!("a listing of {} during which no step is taken away", self.path.display());
         Err(Error::Timeout { waited_for, waited: begun.elapsed() })
+    }
+
+    /// What is wrong with a step that was listed, and whether it still stands under its name.
+    fn damage_and_standing(&self, found: &Found) -> stepwell_core::Result<(Option<String>, bool)> {
+        let damage = damage(&*self.root, &found.name, &found.manifest)?;
+        let stands = damage.is_none() || stands(&*self.root, found)?;
+        Ok((damage, stands))
     }
 
     /// Once: it is seen at every save.

@@ -1,0 +1,81 @@
+"""The list of commands. Each names the module that it lives in, which is imported when it is called or asked for its help."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+#: Command → its module, and one line for ``stepwell --help``, which imports none of them.
+COMMANDS = {
+    "ls": ("listing", "What a root holds: steps, and what lies beside them."),
+    "show": ("show", "What a checkpoint holds: its tree, or where its bytes lie."),
+    "cat": ("cat", "The value of a leaf, or a slice of it."),
+    "diff": ("diff", "What two checkpoints do not have in common."),
+    "verify": ("verify", "Read every byte and compare every checksum."),
+    "plan": ("plan", "Dry runs: what a restore would read, what prune would do."),
+    "prune": ("prune", "Apply retention to a root, once."),
+    "gc": ("cleanup", "Delete what killed writers and retired steps have left."),
+    "rewind": ("rewind", "Set the steps after one aside, and go on from there."),
+    "report": ("report", "A report in one HTML file, without a server."),
+}
+
+
+class _Commands(click.Group):
+    """Commands that are imported when they are needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"{__package__}.{COMMANDS[cmd_name][0]}")
+        found: click.Command = getattr(module, cmd_name)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and name not in COMMANDS:
+            import difflib
+
+            near = difflib.get_close_matches(name, COMMANDS, 1)
+            meant = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}"
+            ctx.fail(f"there is no command {name!r}{meant}")
+        return super().resolve_command(ctx, args)
+
+
+def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from .._core import VERSION
+
+        click.echo(f"stepwell {VERSION}")
+        ctx.exit()
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="The version."
+)
+def stepwell() -> None:
+    """Look at checkpoints and roots of stepwell, and tidy them up.
+
+    A checkpoint is named by its path, or as ROOT@STEP; a root alone stands for its newest step.
+    Exit codes: 0 fine, 1 found problems (damage, a difference, nothing there), 2 wrong use.
+    """
+
+
+def main() -> None:
+    """Runs the command line of this process."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding does not have is shown escaped; it is no reason to fail.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    stepwell(prog_name="stepwell")

@@ -1,0 +1,34 @@
+"""Progress of long work, with its rate and the time that is left: on standard error, and only where that is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from .output import is_terminal
+
+#: Told how much is done, and how much there is (both in bytes).
+Tell = Callable[[int, int], None]
+
+
+@contextmanager
+def progress(label: str, total: int | None = None) -> Iterator[Tell]:
+    """A bar for the length of the block, gone after it. What it gives is called with the bytes that are done, and all of them."""
+    if not is_terminal(sys.stderr):
+        yield lambda done, whole: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(),
+        bars.TaskProgressColumn(),
+        bars.DownloadColumn(binary_units=True),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done, whole: bar.update(task, completed=done, total=whole)

@@ -1,0 +1,47 @@
+"""The HTML report as one file: markup, style, script and data, and a policy that lets nothing else run.
+
+Data cannot become markup: it stands in an element that is never executed, with ``<``, ``>`` and ``&`` escaped, and the script puts it on the page as text. Should either
+fail, the page's policy runs only the one script whose digest it names.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from importlib import resources
+from string import Template
+from typing import Any
+
+#: Parts of the script, in their order: they share one scope.
+_SCRIPTS = ("base.js", "grid.js", "treemap.js", "files.js", "leaves.js", "steps.js", "main.js")
+
+
+def page(title: str, data: dict[str, Any]) -> str:
+    """The whole page."""
+    style = _asset("page.css")
+    script = '(() => {\n"use strict";\n' + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
+    return Template(_asset("page.html")).substitute(
+        TITLE=html.escape(title),
+        STYLE=style,
+        STYLE_HASH=_digest(style),
+        SCRIPT=script,
+        SCRIPT_HASH=_digest(script),
+        DATA=embedded(data),
+    )
+
+
+def embedded(data: Any) -> str:
+    """JSON that stays inside its element, whatever its texts are."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _asset(name: str) -> str:
+    return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """As a content security policy names what may run."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,189 @@
+"""What scripts may rely on, tried with the real command: standard output, standard error, exit codes, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import command_line
+import pytest
+import stepwell as sw
+from command_line import document, documented, keys, make_root, process
+from stepwell.cli.group import COMMANDS
+from stepwell.cli.leftovers import is_locked
+
+
+def test_importing_the_package_imports_nothing_of_the_command_line() -> None:
+    script = "import sys, stepwell; print([one for one in ('click', 'rich', 'stepwell.cli') if one in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
+
+
+def test_ls_imports_no_module_of_another_command(root: Path) -> None:
+    make_root(root)
+    script = (
+        "import sys\nfrom stepwell.cli.group import stepwell\n"
+        "try: stepwell(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "print([one for one in ('rich', 'stepwell.cli.report', 'stepwell.cli.comparing') if one in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "ls", root], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_help_of_every_command_says_what_it_is_for() -> None:
+    told = process("--help")
+    assert told.returncode == 0
+    for name, (_, line) in COMMANDS.items():
+        assert name in told.stdout
+        assert line.split(":")[0][:30] in told.stdout
+        own = command_line.run(name, "--help")
+        assert own.exit_code == 0
+        assert "--json" in own.stdout
+
+
+def test_a_mistyped_command_is_wrong_use_and_the_near_one_is_named() -> None:
+    done = process("verfy", "x")
+    assert done.returncode == 2
+    assert "did you mean verify?" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_path_that_is_nothing_is_one_sentence_without_a_traceback_and_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for command in ("ls", "show", "verify"):
+        done = process(command, tmp_path / "rnus")
+        assert done.returncode == 1, done
+        assert done.stdout == ""
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert "near it is runs" in done.stderr
+    shown = process("show", tmp_path / "rnus", "--traceback")
+    assert "Traceback" in shown.stderr
+    assert shown.returncode == 1
+
+
+def test_an_error_is_a_document_too_and_nothing_else_is_on_standard_output(tmp_path: Path) -> None:
+    done = process("show", tmp_path / "nothing", "--json")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert found["command"] == "show"
+    assert found["error"]["kind"] == "step_not_found"
+    assert found["error"]["message"] in done.stderr
+
+
+def test_a_checkpoint_where_a_root_is_needed_is_wrong_use(tmp_path: Path) -> None:
+    sw.save(tmp_path / "single", {"a": 1})
+    for arguments in (["ls"], ["gc"], ["prune", "--keep-latest", "1"]):
+        done = process(arguments[0], tmp_path / "single", *arguments[1:])
+        assert done.returncode == 2
+        assert "is no root but a checkpoint itself" in done.stderr
+    assert not (tmp_path / "single" / ".stepwell").exists()
+
+
+def test_a_command_that_writes_makes_no_root_of_a_directory_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for arguments in (["gc"], ["prune", "--keep-latest", "1"], ["rewind", "5"]):
+        done = process(arguments[0], tmp_path / "photos", *arguments[1:])
+        assert done.returncode == 1
+        assert "is no root" in done.stderr
+    assert list((tmp_path / "photos").iterdir()) == []
+
+
+def test_the_document_is_all_of_standard_output(root: Path) -> None:
+    make_root(root)
+    done = process("ls", root, "--json")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["number_of_steps"] == 3
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_nothing_is_coloured_and_no_bar_is_drawn_where_nobody_looks(root: Path) -> None:
+    make_root(root)
+    for arguments in (["ls", root], ["verify", root], ["diff", f"{root}@0", f"{root}@10"]):
+        done = process(*arguments, FORCE_COLOR="1")
+        assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error(root: Path) -> None:
+    make_root(root)
+    command = [sys.executable, "-m", "stepwell", "show", str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()
+        told = child.stderr.read()
+        assert child.wait(60) == 0
+    assert told == b""
+
+
+def test_a_root_that_a_run_holds_is_looked_at_but_not_pruned_or_rewound(root: Path) -> None:
+    make_root(root)
+    script = "import stepwell as sw, sys, time\nm = sw.CheckpointManager(sys.argv[1])\nprint('open', flush=True)\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", script, root], stdout=subprocess.PIPE, text=True) as trainer:
+        try:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "open\n"
+            assert document("ls", root)["writer"] is True
+            assert document("prune", root, "--keep-latest", "1", "--dry-run")["deleted"] == []
+            for arguments in (["prune", "--keep-latest", "1"], ["rewind", "0"], ["gc"]):
+                done = process(arguments[0], root, *arguments[1:])
+                assert done.returncode == 1
+                assert "writer" in done.stderr
+                assert "--dry-run" in done.stderr
+                assert len(done.stderr.strip().splitlines()) == 1
+            assert document("prune", root, "--keep-latest", "1", code=1)["error"]["kind"] == "locked"
+        finally:
+            trainer.kill()
+    assert document("ls", root)["writer"] is False
+    assert [step["step"] for step in document("ls", root)["steps"]] == [0, 10, 20]
+
+
+def test_an_interrupt_ends_a_command_without_a_traceback(root: Path) -> None:
+    make_root(root, steps=1)
+    fifo = root.parent / "out.npy"
+    os.mkfifo(fifo)
+    # Nobody reads the pipe: the command waits in the open of its output, with the step leased.
+    command = [sys.executable, "-m", "stepwell", "cat", str(root), "params/w", "-o", str(fifo)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        deadline = time.monotonic() + 60
+        while not is_locked(str(root / "step_00000000" / ".lease")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1)
+        child.send_signal(signal.SIGINT)
+        _, told = child.communicate(timeout=60)
+        assert child.returncode == 130
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("cat", "plan")])
+def test_a_document_has_the_keys_that_are_documented(command: str, root: Path, tmp_path: Path) -> None:
+    make_root(root)
+    more: dict[str, list[object]] = {
+        "diff": [f"{root}@0"],
+        "prune": ["--keep-latest", 2],
+        "rewind": [10],
+        "report": ["-o", tmp_path / "report.html"],
+    }
+    found = document(command, root, *more.get(command, []), code=None)
+    assert keys(found) == documented(command)
+
+
+def test_documents_of_several_forms_have_the_keys_that_are_documented(root: Path, tmp_path: Path) -> None:
+    make_root(root)
+    array = document("cat", root, "params/w")
+    written = document("cat", root, "params/w", "-o", tmp_path / "w.npy")
+    value = document("cat", root, "lr")
+    assert keys(array) | keys(written) | keys(value) == documented("cat")
+    restore = document("plan", root)
+    retention = document("plan", root, "--keep-latest", 1)
+    assert keys(restore) | keys(retention) == documented("plan")

@@ -1,0 +1,222 @@
+"""Commands that tidy up, and their dry runs: plan, prune, gc, rewind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+from command_line import document, make_root, run, state
+
+UNIQUE = "0123456789abcdef" * 2
+
+
+def steps(root: Path) -> list[int]:
+    """Those that are there."""
+    return [step["step"] for step in document("ls", root, code=None)["steps"]]
+
+
+def decided(found: dict[str, Any]) -> dict[int, str]:
+    """What was decided, by step."""
+    return {row["step"]: row["decision"] for row in found["decisions"]}
+
+
+def test_prune_keeps_what_any_option_says_and_deletes_the_rest(root: Path) -> None:
+    make_root(root, steps=6)
+    sw.add_metrics(root, 10, {"score": 0.9})
+    options = [
+        "--keep-latest",
+        1,
+        "--keep-every",
+        20,
+        "--items",
+        "params",
+        "--keep-best",
+        "score",
+        "--mode",
+        "max",
+    ]
+    planned = document("prune", root, *options, "--dry-run")
+    assert decided(planned) == {0: "thin", 10: "keep", 20: "thin", 30: "delete", 40: "thin", 50: "keep"}
+    assert steps(root) == [0, 10, 20, 30, 40, 50]
+    done = document("prune", root, *options)
+    assert decided(done) == decided(planned)
+    assert done["deleted"] == [30]
+    assert done["thinned"] == [0, 20, 40]
+    assert done["bytes_freed"] == planned["bytes_freed"] > 0
+    assert steps(root) == [0, 10, 20, 40, 50]
+    assert [item["name"] for item in document("ls", root)["steps"][0]["items"]] == ["params"]
+    assert not list(root.glob(".trash-*"))
+    with sw.open(root, 20) as checkpoint:
+        assert np.array_equal(checkpoint["params"]["w"][...], state(20)["params"]["w"])
+
+
+def test_the_plan_of_a_root_is_that_of_prune(root: Path) -> None:
+    make_root(root, steps=4)
+    options = ["--keep-latest", 2, "--keep-step", 0]
+    assert (
+        document("plan", root, *options)["decisions"]
+        == document("prune", root, *options, "--dry-run")["decisions"]
+    )
+    assert "would be: 3 steps kept" in run("plan", root, *options).stdout
+
+
+def test_prune_deletes_by_age(root: Path) -> None:
+    make_root(root)
+    assert document("prune", root, "--keep-newer-than", "1d")["deleted"] == []
+    assert document("prune", root, "--keep-newer-than", "0s")["deleted"] == [0, 10]
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ([], "say what stays"),
+        (["--items", "params"], "--keep-every"),
+        (["--keep-best", "loss"], "--mode"),
+        (["--mode", "min"], "--keep-best"),
+        (["--keep-latest", "-1"], "-1"),
+        (["--keep-every", "0"], "0"),
+        (["--keep-newer-than", "soon"], "is no age"),
+    ],
+)
+def test_options_that_cannot_be_meant_delete_nothing(root: Path, options: list[str], word: str) -> None:
+    make_root(root)
+    result = run("prune", root, *options)
+    assert result.exit_code == 2
+    assert word in result.stderr
+    assert steps(root) == [0, 10, 20]
+
+
+def test_prune_neither_counts_nor_deletes_a_damaged_step(root: Path) -> None:
+    make_root(root)
+    (root / "step_00000010" / "i0" / "00000.data").unlink()
+    found = document("prune", root, "--keep-latest", 1)
+    assert found["damaged"] == [10]
+    assert decided(found) == {0: "delete", 20: "keep"}
+    assert (root / "step_00000010").is_dir()
+
+
+def test_the_files_of_a_step_that_is_read_wait_for_its_reader(root: Path) -> None:
+    make_root(root)
+    with sw.open(root, 0) as checkpoint:
+        found = document("prune", root, "--keep-latest", 1)
+        assert found["deleted"] == [0, 10]
+        assert len(found["waiting_for_readers"]) == 1
+        assert np.array_equal(checkpoint["params"]["w"][...], state(0)["params"]["w"])
+        assert [one["read"] for one in document("ls", root)["trash"]] == [True]
+        kept = document("gc", root)
+        assert len(kept["left"]) == 1
+        assert kept["bytes_freed"] == 0
+    assert document("gc", root)["bytes_freed"] > 0
+    assert not list(root.glob(".trash-*"))
+
+
+def test_a_step_that_is_read_is_not_thinned_and_that_is_said(root: Path) -> None:
+    make_root(root)
+    with sw.open(root, 10):
+        found = document("prune", root, "--keep-every", 10, "--items", "params")
+    assert found["thinned"] == [0]
+    assert found["held"] == [10]
+
+
+def test_gc_deletes_what_dead_writers_left_and_nothing_else(root: Path) -> None:
+    make_root(root, steps=4)
+    with sw.CheckpointManager(root) as manager:
+        manager.rewind(20, "old")
+    dead = [f".tmp-00000040-{UNIQUE}-3", f".trash-00000000-{UNIQUE}"]
+    for name in (*dead, ".trash-of-somebody-else", f".quarantine-step_00000001-{UNIQUE}"):
+        (root / name).mkdir()
+        (root / name / "file").write_bytes(b"x" * 100)
+    planned = document("gc", root, "--dry-run")
+    assert sorted(one["name"] for one in planned["deleted"]) == sorted(dead)
+    assert planned["bytes_freed"] == 200
+    assert all((root / name).exists() for name in dead)
+    found = document("gc", root)
+    assert sorted(one["name"] for one in found["deleted"]) == sorted(dead)
+    assert found["bytes_freed"] == 200
+    assert not any((root / name).exists() for name in dead)
+    assert {one["name"] for one in found["kept"]} == {
+        ".branch-old.step_00000030",
+        f".quarantine-step_00000001-{UNIQUE}",
+    }
+    assert (root / ".trash-of-somebody-else" / "file").exists()
+    assert steps(root) == [0, 10, 20]
+    assert document("gc", root)["bytes_freed"] == 0
+
+
+def test_rewind_sets_the_newer_steps_aside_and_keeps_them(root: Path) -> None:
+    make_root(root)
+    assert document("rewind", root, 0, "--dry-run")["moved"] == [10, 20]
+    assert steps(root) == [0, 10, 20]
+    found = document("rewind", root, 0, "--branch", "old")
+    assert found["moved"] == [10, 20]
+    assert found["branch"] == "old"
+    assert steps(root) == [0]
+    assert (root / ".branch-old.step_00000020" / "manifest.json").is_file()
+    assert document("rewind", root, 0)["moved"] == []
+
+
+def test_rewind_to_what_is_not_there_or_not_whole_moves_nothing(root: Path) -> None:
+    make_root(root)
+    (root / "step_00000010" / "i0" / "00000.data").unlink()
+    for more in ([], ["--dry-run"]):
+        assert document("rewind", root, 5, *more, code=1)["error"]["kind"] == "step_not_found"
+        assert document("rewind", root, 10, *more, code=1)["error"]["kind"] == "corrupt_checkpoint"
+    assert run("rewind", root, 0, "--branch", "a/b").exit_code == 2
+    assert steps(root) == [0, 10, 20]
+
+
+def test_a_plan_says_what_a_restore_would_read(root: Path) -> None:
+    make_root(root)
+    found = document("plan", f"{root}@10", "--include", "params/**", "--cast", "params/w=float64")
+    assert found["fits"]
+    assert found["restore"]["step"] == 10
+    assert [item["name"] for item in found["restore"]["items"]] == ["params"]
+    assert {"path": "params/w", "stored": "float32", "wanted": "float64"} in found["report"]["cast"]
+    assert "optimizer/m" in found["report"]["left_out"]
+
+
+def test_a_plan_against_another_checkpoint_lists_every_difference(root: Path, tmp_path: Path) -> None:
+    make_root(root)
+    sw.save(tmp_path / "other", {"params": {"weight": np.zeros((3, 4), np.float32), "b": np.zeros(5)}})
+    found = document("plan", root, "--like", tmp_path / "other", code=1)
+    assert not found["fits"]
+    assert found["restore"] is None
+    assert [row["path"] for row in found["report"]["missing"]] == ["params/weight"]
+    assert [row["path"] for row in found["report"]["wrong_shape"]] == ["params/b"]
+    options = [
+        "--like",
+        tmp_path / "other",
+        "--rename",
+        "params/w=params/weight",
+        "--unexpected",
+        "ignore",
+        "--resize",
+        "pad",
+    ]
+    found = document("plan", root, *options)
+    assert found["report"]["renamed"] == [{"stored": "params/w", "wanted": "params/weight"}]
+    assert found["report"]["resized"][0]["path"] == "params/b"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--rename", "a=b"],
+        ["--cast", "lossy", "--cast", "params/**=float16"],
+        ["--include", "params/**", "--keep-latest", "1"],
+        ["--cast", "params/**=no_dtype"],
+    ],
+)
+def test_a_plan_that_cannot_be_meant_is_wrong_use(root: Path, options: list[str]) -> None:
+    make_root(root)
+    assert run("plan", root, *options).exit_code == 2
+
+
+def test_a_pattern_that_matches_nothing_is_told_with_a_near_one(root: Path) -> None:
+    make_root(root)
+    result = run("plan", root, "--include", "parms/**")
+    assert result.exit_code == 1
+    assert "near it is `params`" in result.stdout
