@@ -1,5 +1,7 @@
 //! States that nobody changes are captured behind the call; saves stay in order, whoever captures them.
 
+#![expect(clippy::unwrap_used, reason = "tests end by them")]
+
 mod common;
 
 use std::sync::Arc;
