@@ -361,13 +361,14 @@ class _Ending:
         return bool(self._core.is_closed())
 
     def close(self, limit: float | None) -> None:
-        """Closes, and is watched until that is over."""
-        if self.preemption is not None:
-            self.preemption.restore()
+        """Closes, and is watched until that is over. Signals are the program's again only then: one that comes twice, as those of schedulers do, must not
+        take the last save with it."""
         try:
             self._core.close(limit)
         finally:
             if self.is_over():
+                if self.preemption is not None:
+                    self.preemption.restore()
                 lifecycle.forget(self)
 
     def abandoned(self) -> None:
