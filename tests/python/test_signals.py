@@ -1,0 +1,133 @@
+"""Signals from outside: an interrupt wherever the program is, a termination that is listened to, that is not, and that comes twice.
+
+Interrupts of a single call, raised at chosen moments, are in ``test_endings.py``.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from endings import DEADLINE, line_of, started, whole
+
+#: Says when it is about to do something, and does it again and again.
+BUSY = """
+manager = sw.CheckpointManager(sys.argv[1], retention=sw.keep_latest(2))
+state = {"a": np.full(24 << 20, 7, np.uint8)}
+step = manager.next_step()
+manager.save(step, state).result()
+print("ready", flush=True)
+while True:
+    step += 1
+    if sys.argv[2] == "save":
+        manager.save(step, state)
+    elif sys.argv[2] == "result":
+        manager.save(step, state).result()
+    elif sys.argv[2] == "restore":
+        state = manager.restore()
+    elif sys.argv[2] == "restore into":
+        state = manager.restore(into=state)
+    else:
+        manager.save(step, state)
+        manager.close()
+        manager = sw.CheckpointManager(sys.argv[1], retention=sw.keep_latest(2))
+"""
+
+
+@pytest.mark.parametrize("what", ["save", "result", "restore", "restore into", "close"])
+def test_ctrl_c_ends_the_program_wherever_it_is_and_tears_nothing(root: Path, what: str) -> None:
+    for delay in (0.02, 0.09, 0.17, 0.26):
+        with started(root, BUSY, what) as process:
+            assert line_of(process) == "ready"
+            time.sleep(delay)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=DEADLINE)
+        assert process.returncode == -signal.SIGINT, errors
+        assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
+        whole(root, at_least=0)
+
+
+def test_two_ctrl_c_end_a_program_that_is_ending_and_tear_nothing(root: Path) -> None:
+    for delay in (0.0, 0.01, 0.05):
+        with started(root, BUSY, "save") as process:
+            assert line_of(process) == "ready"
+            time.sleep(0.1)
+            for _ in range(3):
+                process.send_signal(signal.SIGINT)
+                time.sleep(delay)
+            process.communicate(timeout=DEADLINE)
+        assert process.returncode != 0
+        whole(root, at_least=0)
+
+
+def test_a_termination_that_nobody_listens_to_ends_at_once_and_costs_what_was_in_flight(root: Path) -> None:
+    with started(root, BUSY, "save") as process:
+        assert line_of(process) == "ready"
+        time.sleep(0.15)
+        begun = time.monotonic()
+        process.terminate()
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, errors) == (-signal.SIGTERM, "")
+    assert time.monotonic() - begun < 10
+    whole(root, at_least=0)
+
+
+PREEMPTED = """
+import threading
+policy = sw.every_steps(1000) | sw.on_preemption()
+def impatient(last):
+    # A scheduler that does not wait for the answer: again while the last save is being written, and the manager closes.
+    time.sleep(0.02)
+    for _ in range(int(sys.argv[2])):
+        if not last.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.write(1, b"again\\n")
+            time.sleep(0.01)
+with sw.CheckpointManager(sys.argv[1], save_policy=policy) as manager:
+    for step in range(1_000_000):
+        save = manager.save(step, lambda: {"a": np.full(96 << 20, 7, np.uint8)})
+        if step == 0:
+            print("in flight" if manager.pending() else "over", flush=True)
+        if manager.reached_preemption(step):
+            os.write(1, b"left at %d\\n" % step)
+            threading.Thread(target=impatient, args=(save,)).start()
+            break
+        time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("again", [0, 1, 3])
+def test_a_termination_that_is_listened_to_saves_once_more_and_ends_in_peace(root: Path, again: int) -> None:
+    with started(root, PREEMPTED, again) as process:
+        first = line_of(process)
+        process.terminate()  # while the first save is being written
+        said, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, errors) == (0, ""), said
+    if first != "in flight" or said.count("again") < again:
+        pytest.skip("a save was over before the signal came: this disk is too fast")
+    left = int(said.split()[2])
+    assert left > 0
+    assert whole(root, at_least=left) == left
+
+
+def test_a_termination_while_it_is_waited_for_a_save_is_answered_at_the_next_step(root: Path) -> None:
+    script = """
+policy = sw.at_steps([0]) | sw.on_preemption()
+manager = sw.CheckpointManager(sys.argv[1], save_policy=policy)
+manager.save(0, {"a": np.full(128 << 20, 7, np.uint8)})
+print("waiting", flush=True)
+manager.wait_until_finished()       # the signal comes here
+assert manager.save(1, {"a": np.full(9, 7, np.uint8)}).result() == 1
+assert manager.reached_preemption(1)
+manager.close()
+os.kill(os.getpid(), signal.SIGTERM)     # closed: the signal is the system's again
+time.sleep(30)
+"""
+    with started(root, script) as process:
+        assert line_of(process) == "waiting"
+        process.terminate()
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, errors) == (-signal.SIGTERM, "")
+    assert whole(root, at_least=1) == 1
