@@ -198,6 +198,16 @@ def class_of(kind: str) -> type[StepwellError] | None:
     return BY_KIND.get(kind) or CORE_KINDS.get(kind)
 
 
+#: What to do, where an errno says it and the system's own words for it do not.
+REMEDIES: dict[int, str] = {
+    _errno.ENOSPC: "the disk is full: free space there, or keep fewer steps (retention=)",
+    _errno.EDQUOT: "your quota there is used up: delete something of yours, or keep fewer steps (retention=)",
+    _errno.EFBIG: "a file must not be that long there: look at `ulimit -f`, and at what the file system allows",
+    _errno.EACCES: "this user may not do that there: change the permissions, or pass another directory",
+    _errno.EROFS: "the file system is mounted read-only: pass another directory, or only read from this one",
+}
+
+
 def from_engine(kind: str, message: str, attributes: dict[str, Any]) -> StepwellError:
     """The exception for an error of the engine. Called by the bindings."""
     cls = class_of(kind) or StepwellError
@@ -208,7 +218,8 @@ def from_engine(kind: str, message: str, attributes: dict[str, Any]) -> Stepwell
         code = code or _errno.EEXIST
     error: StepwellError
     if issubclass(cls, OSError):
-        error = cls(message)
+        remedy = REMEDIES.get(code) if issubclass(cls, (SaveFailed, StorageError)) else None
+        error = cls(message if remedy is None else f"{message}; {remedy}")
         error.errno = code
         error.filename = attributes.get("file")
     else:

@@ -184,7 +184,9 @@ class CheckpointManager:
         """
         checked = RestoreOptions.of(options)
         number = None if step is None else step_number(step)
-        with Checkpoint(self._open().checkpoint(number, checked.expected, checked.to_fill)) as checkpoint:
+        with explaining(self._root):
+            core = self._open().checkpoint(number, checked.expected, checked.to_fill)
+        with Checkpoint(core) as checkpoint:
             answer = restoring.run(checkpoint._open(), checked)
             self._open().restored(checkpoint.step)
             return answer
@@ -198,7 +200,8 @@ class CheckpointManager:
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
         """Opens a step (``None``: the newest) for reading, under a lease."""
-        return Checkpoint(self._open().checkpoint(None if step is None else step_number(step)))
+        with explaining(self._root):
+            return Checkpoint(self._open().checkpoint(None if step is None else step_number(step)))
 
     def metadata(self, step: int | None = None) -> Metadata:
         """What is known of a step without reading an array."""

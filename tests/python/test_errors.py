@@ -42,14 +42,23 @@ def test_the_classes_are_what_their_callers_expect() -> None:
 
 
 def test_an_error_keeps_its_message_and_the_systems_number() -> None:
-    error = errors.from_engine("save_failed", "saving step 3 failed", {"errno": 28, "file": "/x"})
+    error = errors.from_engine("save_failed", "saving step 3 failed", {"errno": 5, "file": "/x"})
     assert isinstance(error, OSError)
     assert (str(error), error.errno, error.filename, error.kind) == (
         "saving step 3 failed",
-        28,
+        5,
         "/x",
         "save_failed",
     )
+
+
+@pytest.mark.parametrize("code", errors.REMEDIES)
+def test_an_error_of_the_disk_says_what_to_do_where_the_system_does_not(code: int) -> None:
+    for kind in ("save_failed", "io"):
+        said = str(errors.from_engine(kind, "it failed", {"errno": code}))
+        assert said == f"it failed; {errors.REMEDIES[code]}"
+    # A step that was not found has its own remedy.
+    assert str(errors.from_engine("step_not_found", "no step 3", {"errno": code})) == "no step 3"
 
 
 def test_every_class_is_public() -> None:
