@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import subprocess
 import sys
@@ -134,6 +135,17 @@ def half_written(root: Path) -> bool:
         for _, _, files in os.walk(root / temporary)
         for name in files
     )
+
+
+@contextlib.contextmanager
+def files_no_longer_than(nbytes: int) -> Iterator[None]:
+    """The disk says no in the middle of a file, as a full one does; this needs no file system of its own."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,16 @@ Each is re-enacted with real processes and real files. The docstring retells the
 from __future__ import annotations
 
 import logging
-import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import stepwell as sw
-from accidents import check, half_written, names, state, training
+from accidents import check, files_no_longer_than, half_written, names, state, training
 
 SMALL = 1 << 16
 ROUNDS = 6
@@ -33,17 +31,6 @@ def several_steps(root: Path, count: int) -> None:
     with sw.CheckpointManager(root) as mgr:
         for step in range(count):
             mgr.save(step, state(step, SMALL))
-
-
-@contextmanager
-def files_no_longer_than(nbytes: int) -> Iterator[None]:
-    """The disk says no in the middle of a file, as a full one does; this needs no file system of its own."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_kempnerforge_102_latest_never_names_a_step_that_is_not_durable(root: Path) -> None:
