@@ -152,7 +152,7 @@ def _nowhere(path: str) -> str:
     while there != os.path.dirname(there) and not os.path.lexists(there):
         there, missing = os.path.dirname(there), os.path.basename(there)
     if not os.path.isdir(there):
-        return f"{there} is a file"
+        return f"{there} is a {'file' if os.path.exists(there) else 'link that leads nowhere'}"
     names = [name for name in os.listdir(there) if not name.startswith(".")]
     near = difflib.get_close_matches(missing, names, 3)
     return f"{there} has no {missing}" + (f" (near it is {', '.join(near)})" if near else "")

@@ -91,6 +91,7 @@ class Training:
             if self.process.poll() is not None:
                 self.listen()
                 return False
+            time.sleep(0.0005)  # the process needs the processor too
         raise AssertionError(f"nothing of it in {DEADLINE:g} s; it said {self.said}")
 
     def kill(self) -> None:
