@@ -414,6 +414,7 @@ class _Preemption:
 
     def __init__(self, signals: tuple[int, ...], manager: weakref.ref[CheckpointManager]) -> None:
         self._manager = manager
+        self._owner = lifecycle.Owner("preemption handler")
         self._before: dict[int, Any] = {}
         if not signals:
             return
@@ -423,7 +424,8 @@ class _Preemption:
             self._before[number] = signal.signal(number, self._announce)
 
     def _announce(self, number: int, frame: Any) -> None:
-        manager = self._manager()
+        # A forked worker has inherited this handler, and is not preempted by it but ended, as if it were not there.
+        manager = self._manager() if self._owner.is_here else None
         core = None if manager is None else manager._core
         if core is not None:
             core.request_preemption()

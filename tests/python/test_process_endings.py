@@ -119,6 +119,29 @@ time.sleep(float(sys.argv[2]))
         whole(root, at_least=0)
 
 
+def test_an_await_that_is_cancelled_leaves_the_save_to_go_on(python: Run, root: Path) -> None:
+    script = """
+import asyncio
+async def wait(save):
+    return await save
+async def main():
+    global manager
+    manager = sw.CheckpointManager(sys.argv[1])
+    save = manager.save(1, {"a": np.full(96 << 20, 7, np.uint8)})
+    try:
+        await asyncio.wait_for(wait(save), 0.001)
+    except TimeoutError:
+        print("cancelled", save.done())
+    another = asyncio.create_task(wait(save))   # the loop is closed while it waits
+    await asyncio.sleep(0)
+asyncio.run(main())
+"""
+    done = python(script, root)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout in ("cancelled False\n", "")
+    assert whole(root, at_least=1) == 1
+
+
 def test_leaving_without_cleaning_up_costs_what_was_in_flight_and_nothing_else(
     python: Run, root: Path
 ) -> None:
@@ -282,7 +305,8 @@ def load(index):
     return np.full(1 << 16, 7, np.uint8) + 0 * index
 def main():
     context = multiprocessing.get_context(sys.argv[2])
-    manager = sw.CheckpointManager(sys.argv[1], retention=sw.keep_latest(2))
+    policy = sw.every_steps(1) | sw.on_preemption()
+    manager = sw.CheckpointManager(sys.argv[1], save_policy=policy, retention=sw.keep_latest(2))
     state = {"a": np.full(8 << 20, 7, np.uint8)}
     manager.save(manager.next_step(), state)
     with context.Pool(2) as pool:          # made while a save is in flight, as a loader's workers are at each epoch

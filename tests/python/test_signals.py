@@ -5,6 +5,7 @@ Interrupts of a single call, raised at chosen moments, are in ``test_endings.py`
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -131,3 +132,75 @@ time.sleep(30)
         _, errors = process.communicate(timeout=DEADLINE)
     assert (process.returncode, errors) == (-signal.SIGTERM, "")
     assert whole(root, at_least=1) == 1
+
+
+def test_a_forked_worker_beside_a_manager_that_listens_is_ended_by_a_termination(root: Path) -> None:
+    # It inherits the handler; a loader that terminates its workers and joins them would wait for ever.
+    script = """
+import multiprocessing
+def work(queue):
+    while True:
+        queue.get()
+policy = sw.every_steps(1) | sw.on_preemption()
+with sw.CheckpointManager(sys.argv[1], save_policy=policy) as manager:
+    manager.save(1, {"a": np.full(32 << 20, 7, np.uint8)})
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    workers = [context.Process(target=work, args=(queue,), daemon=True) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    time.sleep(0.1)
+    for worker in workers:
+        worker.terminate()
+        worker.join(20)
+        print(worker.exitcode)
+        worker.kill()
+    print(manager.reached_preemption(1))
+"""
+    with started(root, script) as process:
+        said, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, errors) == (0, "")
+    assert said.split() == ["-15", "-15", "False"], "the workers end, and the training is not preempted"
+    assert whole(root, at_least=1) == 1
+
+
+def test_a_handler_of_the_programs_own_is_called_in_a_forked_worker_too(root: Path) -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
+with sw.CheckpointManager(sys.argv[1], save_policy=sw.every_steps(1) | sw.on_preemption()) as manager:
+    manager.save(1, {"a": np.full(9, 7, np.uint8)}).result()
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(20)
+        os._exit(0)
+    time.sleep(0.1)
+    os.kill(pid, signal.SIGTERM)
+    print(os.waitpid(pid, 0)[1] >> 8)
+"""
+    with started(root, script) as process:
+        said, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, errors, said) == (0, "", "5\n")
+
+
+def test_ctrl_c_in_a_terminal_reaches_trainer_and_workers_and_ends_them_all(root: Path) -> None:
+    script = """
+import multiprocessing
+def load(index):
+    return index
+os.setpgid(0, 0)
+manager = sw.CheckpointManager(sys.argv[1], save_policy=sw.every_steps(1) | sw.on_preemption())
+manager.save(0, {"a": np.full(1 << 20, 7, np.uint8)}).result()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print("ready", flush=True)
+    for step, _ in enumerate(pool.imap(load, range(1_000_000)), 1):
+        manager.save(step, {"a": np.full(16 << 20, 7, np.uint8)})
+"""
+    with started(root, script) as process:
+        assert line_of(process) == "ready"
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=DEADLINE)
+        with pytest.raises(ProcessLookupError):  # no worker is left, nor anything else of it
+            os.killpg(process.pid, 0)
+    assert process.returncode == -signal.SIGINT, errors
+    whole(root, at_least=0)
