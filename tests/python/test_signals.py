@@ -164,6 +164,31 @@ with sw.CheckpointManager(sys.argv[1], save_policy=policy) as manager:
     assert whole(root, at_least=1) == 1
 
 
+def test_a_forked_child_has_the_handlers_that_were_there_before(root: Path) -> None:
+    # Those of the system too: one of Python's own would run only where the interpreter gets to it, and not in a lock.
+    script = """
+def handlers():
+    with open("/proc/self/status") as status:
+        masks = dict(line.split(":\\t") for line in status if line.startswith("Sig"))
+    bit = 1 << (signal.SIGTERM - 1)
+    return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, *(bool(int(masks[one], 16) & bit) for one in ("SigBlk", "SigCgt"))
+policy = sw.every_steps(1) | sw.on_preemption()
+print(handlers(), flush=True)
+with sw.CheckpointManager(sys.argv[1], save_policy=policy), sw.CheckpointManager(sys.argv[1] + "2", save_policy=policy):
+    if os.fork() == 0:
+        print(handlers(), flush=True)
+        os._exit(0)
+    os.wait()
+    print(handlers())
+print(handlers())
+"""
+    with started(root, script) as process:
+        said, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, errors
+    free, taken = str((True, False, False)), str((False, False, True))
+    assert said.splitlines() == [free, free, taken, free]
+
+
 def test_a_handler_of_the_programs_own_is_called_in_a_forked_worker_too(root: Path) -> None:
     script = """
 signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
@@ -185,15 +210,19 @@ with sw.CheckpointManager(sys.argv[1], save_policy=sw.every_steps(1) | sw.on_pre
 def test_ctrl_c_in_a_terminal_reaches_trainer_and_workers_and_ends_them_all(root: Path) -> None:
     script = """
 import multiprocessing
-def load(index):
-    return index
+def work(queue):
+    while True:
+        queue.get()
 os.setpgid(0, 0)
 manager = sw.CheckpointManager(sys.argv[1], save_policy=sw.every_steps(1) | sw.on_preemption())
 manager.save(0, {"a": np.full(1 << 20, 7, np.uint8)}).result()
-with multiprocessing.get_context("fork").Pool(2) as pool:
-    print("ready", flush=True)
-    for step, _ in enumerate(pool.imap(load, range(1_000_000)), 1):
-        manager.save(step, {"a": np.full(16 << 20, 7, np.uint8)})
+context = multiprocessing.get_context("fork")
+queue = context.Queue()
+for _ in range(2):
+    context.Process(target=work, args=(queue,), daemon=True).start()
+print("ready", flush=True)
+for step in range(1, 1_000_000):
+    manager.save(step, {"a": np.full(16 << 20, 7, np.uint8)})
 """
     with started(root, script) as process:
         assert line_of(process) == "ready"
