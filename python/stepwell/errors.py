@@ -198,6 +198,28 @@ def class_of(kind: str) -> type[StepwellError] | None:
     return BY_KIND.get(kind) or CORE_KINDS.get(kind)
 
 
+#: What to do, where an errno says it and the system's own words for it do not.
+REMEDIES: dict[int, str] = {
+    _errno.ENOSPC: "the disk is full: free space there, or keep fewer steps (retention=)",
+    _errno.EDQUOT: "your quota there is used up: delete something of yours, or keep fewer steps (retention=)",
+    _errno.EFBIG: "a file must not be that long there: look at `ulimit -f`, and at what the file system allows",
+    _errno.EACCES: "this user may not do that there: change the permissions, or pass another directory",
+    _errno.EROFS: "the file system is mounted read-only: pass another directory, or only read from this one",
+}
+#: The same for saves, which make the directories that they need: one that is not there was there before.
+SAVE_REMEDIES: dict[int, str] = {
+    **REMEDIES,
+    _errno.ENOENT: "its directory was removed or moved while it was in use: make a new manager",
+}
+
+
+def _remedy(cls: type[StepwellError], code: int | None) -> str | None:
+    """What to do about an error of that class with that errno; ``None`` where there is nothing to say."""
+    if issubclass(cls, SaveFailed):
+        return SAVE_REMEDIES.get(code or 0)
+    return REMEDIES.get(code or 0) if issubclass(cls, StorageError) else None
+
+
 def from_engine(kind: str, message: str, attributes: dict[str, Any]) -> StepwellError:
     """The exception for an error of the engine. Called by the bindings."""
     cls = class_of(kind) or StepwellError
@@ -208,7 +230,8 @@ def from_engine(kind: str, message: str, attributes: dict[str, Any]) -> Stepwell
         code = code or _errno.EEXIST
     error: StepwellError
     if issubclass(cls, OSError):
-        error = cls(message)
+        remedy = _remedy(cls, code)
+        error = cls(message if remedy is None else f"{message}; {remedy}")
         error.errno = code
         error.filename = attributes.get("file")
     else:

@@ -123,7 +123,9 @@ def _why_not(obj: Any) -> str:
                 f"pass {base.__name__}(...) of it, or sw.register() its type"
             )
     if callable(obj):
-        return f"{name} is code, not data"
+        return (
+            f"{name} is code, not data; leave it out, or store what it was made from (a name, its settings)"
+        )
     return f"{name} cannot be stored; {_HINT}"
 
 

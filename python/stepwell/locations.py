@@ -108,7 +108,9 @@ def explain(path: str, asked_for_step: bool = False) -> str:
         return "it is a single checkpoint: leave step= out" if asked_for_step else ""
     names = sorted(os.listdir(path))
     if _CONTROL in names:
-        return ""
+        return (
+            "" if any(os.path.isfile(os.path.join(path, name, MANIFEST)) for name in names) else _beside(path)
+        )
     found = [name for name in names[:_LOOKED_AT] if _is_root(os.path.join(path, name))]
     single = [name for name in names[:_LOOKED_AT] if os.path.isfile(os.path.join(path, name, MANIFEST))]
     if found or single:
@@ -136,13 +138,21 @@ def _is_root(path: str) -> bool:
     return os.path.isdir(os.path.join(path, _CONTROL))
 
 
+def _beside(path: str) -> str:
+    """A root without a step, as a mistyped name makes one: which other may have been meant."""
+    above, name = os.path.split(path)
+    roots = [one for one in os.listdir(above) if one != name and _is_root(os.path.join(above, one))]
+    near = difflib.get_close_matches(name, roots, 3)
+    return f"nothing was saved in this root yet; near its name are {', '.join(near)}" if near else ""
+
+
 def _nowhere(path: str) -> str:
     """A path that leads nowhere: where it stops to exist, and what is near there."""
     there, missing = os.path.dirname(path), os.path.basename(path)
     while there != os.path.dirname(there) and not os.path.lexists(there):
         there, missing = os.path.dirname(there), os.path.basename(there)
     if not os.path.isdir(there):
-        return f"{there} is a file"
+        return f"{there} is a {'file' if os.path.exists(there) else 'link that leads nowhere'}"
     names = [name for name in os.listdir(there) if not name.startswith(".")]
     near = difflib.get_close_matches(missing, names, 3)
     return f"{there} has no {missing}" + (f" (near it is {', '.join(near)})" if near else "")

@@ -20,6 +20,7 @@ from .options import Options, StepName, to_json
 from .pending import Save
 from .plan import RestorePlan
 from .policies import SavePolicy, every_steps
+from .preemption import Preemption
 from .restore_options import RestoreKeywords, RestoreOptions, spelled_out
 from .retention import Retention, keep_all
 from .stateful import is_callable_state
@@ -87,7 +88,7 @@ class CheckpointManager:
         lifecycle.watch(self._ending)
         # From here on somebody closes it, whatever its user does.
         weakref.finalize(self, self._ending.abandoned).atexit = False
-        self._ending.preemption = _Preemption(self._policy.signals, weakref.ref(self))
+        self._ending.preemption = Preemption(self._policy.signals, weakref.WeakMethod(self._preempt))
 
     # ---- saving -------------------------------------------------------------------------------------------------------
 
@@ -166,6 +167,13 @@ class CheckpointManager:
         """Whether this job is to be preempted: save and leave."""
         return bool(self._open().reached_preemption(step_number(step)))
 
+    def _preempt(self) -> bool:
+        """The job is to be preempted, a signal says; false where the manager is closed and cannot be told."""
+        if self._core is None:
+            return False
+        self._core.request_preemption()
+        return True
+
     @contextmanager
     def update_guard(self) -> Iterator[None]:
         """Around the update of the state: waits for what was left to lazy capture."""
@@ -205,7 +213,9 @@ class CheckpointManager:
         """
         checked = RestoreOptions.of(options)
         number = None if step is None else step_number(step)
-        with Checkpoint(self._open().checkpoint(number, checked.expected, checked.to_fill)) as checkpoint:
+        with explaining(self._root):
+            core = self._open().checkpoint(number, checked.expected, checked.to_fill)
+        with Checkpoint(core) as checkpoint:
             answer = restoring.run(checkpoint._open(), checked)
             self._open().restored(checkpoint.step)
             return answer
@@ -219,7 +229,8 @@ class CheckpointManager:
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
         """Opens a step (``None``: the newest) for reading, under a lease."""
-        return Checkpoint(self._open().checkpoint(None if step is None else step_number(step)))
+        with explaining(self._root):
+            return Checkpoint(self._open().checkpoint(None if step is None else step_number(step)))
 
     def metadata(self, step: int | None = None) -> Metadata:
         """What is known of a step without reading an array."""
@@ -386,7 +397,7 @@ class _Ending:
 
     def __init__(self, core: Any, root: str, owner: lifecycle.Owner, stall: float) -> None:
         self.what = f"the manager of {root}"
-        self.preemption: _Preemption | None = None
+        self.preemption: Preemption | None = None
         self._core = core
         self._owner = owner
         self._stall = stall
@@ -396,13 +407,14 @@ class _Ending:
         return bool(self._core.is_closed())
 
     def close(self, limit: float | None) -> None:
-        """Closes, and is watched until that is over."""
-        if self.preemption is not None:
-            self.preemption.restore()
+        """Closes, and is watched until that is over. Signals are the program's again only then: one that comes twice, as those of schedulers do, must not
+        take the last save with it."""
         try:
             self._core.close(limit)
         finally:
             if self.is_over():
+                if self.preemption is not None:
+                    self.preemption.restore()
                 lifecycle.forget(self)
 
     def abandoned(self) -> None:
@@ -438,46 +450,6 @@ class _Ending:
         except Exception as failure:
             return failure
         return None
-
-
-class _Preemption:
-    """Signals that announce a preemption; handlers that were there still run. Keeps no manager alive."""
-
-    def __init__(self, signals: tuple[int, ...], manager: weakref.ref[CheckpointManager]) -> None:
-        self._manager = manager
-        self._before: dict[int, Any] = {}
-        if not signals:
-            return
-        import signal
-
-        for number in signals:
-            self._before[number] = signal.signal(number, self._announce)
-
-    def _announce(self, number: int, frame: Any) -> None:
-        manager = self._manager()
-        core = None if manager is None else manager._core
-        if core is not None:
-            core.request_preemption()
-        before = self._before.get(number)
-        if callable(before):
-            before(number, frame)
-        elif core is None and before in (0, None):
-            # Nobody is left to be told, and nobody else listens: what the signal does by itself.
-            import signal
-
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    def restore(self) -> None:
-        """Puts the handlers back that were there, where ours still stand. Elsewhere ours goes on calling what was there before it."""
-        if not self._before or threading.current_thread() is not threading.main_thread():
-            return
-        import signal
-
-        for number, before in list(self._before.items()):
-            if signal.getsignal(number) == self._announce:
-                signal.signal(number, before if before is not None else signal.SIG_DFL)
-                del self._before[number]
 
 
 def _check_coordinator(coordinator: Any) -> None:

@@ -1,8 +1,9 @@
-"""Kinds of errors: the engine's names and the package's classes are in step."""
+"""Kinds of errors: the engine's names and the package's classes are in step; and what an error says to do."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,14 +43,38 @@ def test_the_classes_are_what_their_callers_expect() -> None:
 
 
 def test_an_error_keeps_its_message_and_the_systems_number() -> None:
-    error = errors.from_engine("save_failed", "saving step 3 failed", {"errno": 28, "file": "/x"})
+    error = errors.from_engine("save_failed", "saving step 3 failed", {"errno": 5, "file": "/x"})
     assert isinstance(error, OSError)
     assert (str(error), error.errno, error.filename, error.kind) == (
         "saving step 3 failed",
-        28,
+        5,
         "/x",
         "save_failed",
     )
+
+
+@pytest.mark.parametrize("code", errors.REMEDIES)
+def test_an_error_of_the_disk_says_what_to_do_where_the_system_does_not(code: int) -> None:
+    for kind in ("save_failed", "io"):
+        said = str(errors.from_engine(kind, "it failed", {"errno": code}))
+        assert said == f"it failed; {errors.REMEDIES[code]}"
+    # A step that was not found has its own remedy.
+    assert str(errors.from_engine("step_not_found", "no step 3", {"errno": code})) == "no step 3"
+
+
+def test_a_root_that_was_removed_under_its_manager_is_said_to_be_gone(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with sw.CheckpointManager(root) as manager:
+        shutil.rmtree(root)
+        root.mkdir()  # another one, which the manager knows nothing of
+        with pytest.raises(sw.SaveFailed, match="removed or moved while it was in use: make a new manager"):
+            manager.save(0, {"a": 1}).result()
+
+
+def test_a_link_that_leads_nowhere_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "disk").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(OSError, match=r"disk is a link that leads nowhere"):
+        sw.CheckpointManager(tmp_path / "disk" / "run")
 
 
 def test_every_class_is_public() -> None:
