@@ -9,63 +9,92 @@
             state = update(state)
             mgr.save(step, state, metrics={"loss": loss})
 
-Importing this imports numpy and ml_dtypes, and no framework.
+Importing this imports no framework; each part of the package is imported when it is first used.
 """
 
 import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from . import errors
+from . import lifecycle as _lifecycle  # noqa: F401  (its hooks run after those of whoever imports this)
 from ._core import VERSION as __version__
-from .checkpoint import Array, Branch, Checkpoint, Damage, Metadata, VerifyReport
-from .errors import (
-    ClosedError,
-    CoordinationTimeout,
-    CorruptCheckpoint,
-    DonatedBuffer,
-    DurabilityUncertain,
-    ForkedProcess,
-    FormatError,
-    LockedError,
-    MismatchError,
-    MisuseError,
-    NotAStep,
-    RankFailed,
-    ReadOnlyError,
-    SaveFailed,
-    StepExists,
-    StepGone,
-    StepNotFound,
-    StepOrder,
-    StepwellError,
-    StorageError,
-    UnsupportedLeaf,
-)
-from .manager import CheckpointManager
-from .options import Options, StepName
-from .pending import Save, SaveStats
-from .plan import ItemPlan, RestorePlan
-from .policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
-from .registry import StoredEnum, register
-from .report import RestoreReport
-from .retention import (
-    Retention,
-    keep_all,
-    keep_best,
-    keep_every,
-    keep_latest,
-    keep_newer_than,
-    keep_steps,
-)
-from .singular import add_metrics, engine_info, metadata, open, restore, save, save_async, verify, watch
-from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
+
+if _TYPE_CHECKING:
+    from .checkpoint import Array, Branch, Checkpoint, Damage, Metadata, VerifyReport
+    from .errors import (
+        ClosedError,
+        CoordinationTimeout,
+        CorruptCheckpoint,
+        DonatedBuffer,
+        DurabilityUncertain,
+        ForkedProcess,
+        FormatError,
+        LockedError,
+        MismatchError,
+        MisuseError,
+        NotAStep,
+        RankFailed,
+        ReadOnlyError,
+        SaveFailed,
+        StepExists,
+        StepGone,
+        StepNotFound,
+        StepOrder,
+        StepwellError,
+        StorageError,
+        UnsupportedLeaf,
+    )
+    from .manager import CheckpointManager
+    from .options import Options, StepName
+    from .pending import Save, SaveStats
+    from .plan import ItemPlan, RestorePlan
+    from .policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
+    from .registry import StoredEnum, register
+    from .report import RestoreReport
+    from .retention import (
+        Retention,
+        keep_all,
+        keep_best,
+        keep_every,
+        keep_latest,
+        keep_newer_than,
+        keep_steps,
+    )
+    from .singular import add_metrics, engine_info, metadata, open, restore, save, save_async, verify, watch
+    from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
+
+#: Where the names of this package are: each module is imported when a name of it is first asked for, so that importing the package costs nearly nothing.
+_MODULES = {
+    "checkpoint": "Array Branch Checkpoint Damage Metadata VerifyReport",
+    "errors": "ClosedError CoordinationTimeout CorruptCheckpoint DonatedBuffer DurabilityUncertain ForkedProcess FormatError LockedError MismatchError MisuseError NotAStep RankFailed ReadOnlyError SaveFailed StepExists StepGone StepNotFound StepOrder StepwellError StorageError UnsupportedLeaf",
+    "manager": "CheckpointManager",
+    "options": "Options StepName",
+    "pending": "Save SaveStats",
+    "plan": "ItemPlan RestorePlan",
+    "policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
+    "registry": "StoredEnum register",
+    "report": "RestoreReport",
+    "retention": "Retention keep_all keep_best keep_every keep_latest keep_newer_than keep_steps",
+    "singular": "add_metrics engine_info metadata open restore save save_async verify watch",
+    "specs": "AS_STORED ArraySpec ObjectSpec PerRank Replicated",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> _Any:
-    # The part that needs a framework is imported when it is asked for.
     if name == "torch":
         return _importlib.import_module("stepwell.torch")
-    raise AttributeError(f"module 'stepwell' has no attribute {name!r}")
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'stepwell' has no attribute {name!r}")
+    found = getattr(_importlib.import_module(f"stepwell.{module}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF, "torch"})
 
 
 __all__ = [

@@ -1,0 +1,58 @@
+"""What importing the package costs, and brings."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stepwell as sw
+
+
+def run(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+    ).stdout
+
+
+def test_importing_the_package_imports_no_framework_and_no_command_line() -> None:
+    modules = set(run("import sys, stepwell; print(*sys.modules)").split())
+    assert not modules & {"torch", "jax", "click", "rich", "asyncio"}
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    for name in sw.__all__:
+        assert getattr(sw, name) is not None
+    assert set(sw.__all__) <= set(dir(sw))
+    with pytest.raises(AttributeError, match="no attribute 'restor'"):
+        sw.restor  # noqa: B018
+
+
+def test_a_name_means_the_same_before_and_after_everything_is_imported() -> None:
+    code = "import stepwell as sw; first = {n: getattr(sw, n) for n in reversed(sw.__all__)}; print(all(getattr(sw, n) is first[n] for n in sw.__all__))"
+    assert run(code).strip() == "True"
+
+
+def test_the_import_costs_at_most_30_milliseconds_beyond_numpy_and_ml_dtypes() -> None:
+    def seconds(code: str) -> float:
+        """CPU time of the child: other work on the machine does not count."""
+        times = []
+        for _ in range(7):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            run(code)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return statistics.median(times)
+
+    alone = seconds("import numpy, ml_dtypes")
+    extra = seconds("import numpy, ml_dtypes, stepwell") - alone
+    print(f"import stepwell: {1000 * extra:.0f} ms beyond numpy and ml_dtypes ({1000 * alone:.0f} ms)")
+    # Memory that is being given back to a host makes any process slower: then both are.
+    assert extra < max(0.030, 0.30 * alone)
+
+
+def test_the_types_are_known_to_type_checkers() -> None:
+    assert (Path(sw.__file__).parent / "py.typed").exists()
