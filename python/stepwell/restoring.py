@@ -175,16 +175,21 @@ def _when(unix_ns: int) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _direct(core: Any, target: Any, fill: bool, convert: Any) -> tuple[Any] | None:
+def _direct(core: Any, target: Any, options: RestoreOptions) -> tuple[Any] | None:
     """The restored value where the target has exactly the stored structure, dtypes and shapes, in plain containers: the usual case, in the
     engine. ``None``: not so, and nothing was read."""
-    plan = _core.plan_direct(core, target, fill, convert is not None)
+    to, device = options.to, options.device
+    plan = _core.plan_direct(core, target, options.fill, to is not None)
     if plan is None:
         return None
     objects = core.objects(plan.objects(), Reviver())
     plan.read_fresh()
     with telling(plan.in_place_paths):
         plan.read_in_place()
+
+    def convert(arrays: list[Any], targets: list[Any]) -> list[Any]:
+        return adapters.like(arrays, targets) if to is None else adapters.arrays(to, arrays, device)
+
     return (plan.build(objects, convert),)
 
 
@@ -193,11 +198,7 @@ def run(core: Any, options: RestoreOptions) -> Any:
     job = Restore(core, options)
     target = AS_STORED if options.target is None else options.target
     if options.is_exact and options.shardings is None and not options.return_report:
-        convert = None
-        if options.to is not None:
-            to, device = options.to, options.device
-            convert = lambda arrays: adapters.arrays(to, arrays, device)  # noqa: E731
-        found = _direct(core, target, options.fill, convert)
+        found = _direct(core, target, options)
         if found is not None:
             return found[0]
     value = job.run(template.parse(target), options.fill)

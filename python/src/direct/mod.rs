@@ -40,6 +40,8 @@ pub struct Direct {
     checkpoint: Py<Checkpoint>,
     /// Whether the caller's containers are filled, not made anew.
     fill: bool,
+    /// Whether all arrays that are made are to be others than numpy's.
+    convert: bool,
     work: Mutex<Work>,
 }
 
@@ -50,6 +52,8 @@ struct Work {
     /// Leaves that hold the tensors that get new memory, and where in it.
     fresh: Vec<(u32, Place)>,
     slabs: Slabs,
+    /// What some of them are to be made into, by their number: arrays of another library, like these.
+    like: HashMap<usize, Py<PyAny>>,
     /// The arrays over them, once there are any; as long as they are being filled nobody else has them.
     arrays: Vec<Py<PyAny>>,
     /// Tensors that are read into the caller's memory.
@@ -105,6 +109,7 @@ pub fn plan_direct(
         objects: Vec::new(),
         fresh: Vec::new(),
         slabs: Slabs::default(),
+        like: HashMap::new(),
         arrays: Vec::new(),
         in_place: Vec::new(),
         named: Vec::new(),
@@ -121,7 +126,7 @@ pub fn plan_direct(
         return Ok(None);
     }
     let work = Mutex::new(walk.work);
-    Ok(Some(Direct { checkpoint: checkpoint.clone().unbind(), fill, work }))
+    Ok(Some(Direct { checkpoint: checkpoint.clone().unbind(), fill, convert, work }))
 }
 
 fn record(inner: &Engined, leaf: u32) -> (u32, Option<&TensorRecord>) {
@@ -200,20 +205,26 @@ impl Direct {
         Ok(self.lock().named.iter().map(|&leaf| inner.tree().leaf_path(leaf).to_string()).collect())
     }
 
-    /// The caller's structure, or the stored one, with what was read. `objects`: the values of [`Direct::objects`]; `convert`: arrays → what is returned in their place, or
-    /// `None`.
+    /// The caller's structure, or the stored one, with what was read. `objects`: the values of [`Direct::objects`]; `convert`: arrays, and the targets that they are to be
+    /// like (`None` for most) → what is returned in their place.
     fn build<'py>(
         &self,
         py: Python<'py>,
         objects: Vec<Bound<'py, PyAny>>,
-        convert: Option<Bound<'py, PyAny>>,
+        convert: Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let inner = self.checkpoint(py)?;
-        if let Some(convert) = convert {
-            let arrays = std::mem::take(&mut self.lock().arrays);
-            let made: Vec<Py<PyAny>> = convert.call1((arrays,))?.extract()?;
-            self.lock().arrays = made;
-        }
+        let (arrays, mut like) = {
+            let mut work = self.lock();
+            (std::mem::take(&mut work.arrays), std::mem::take(&mut work.like))
+        };
+        let arrays = if self.convert || !like.is_empty() {
+            let targets: Vec<Option<Py<PyAny>>> = (0..arrays.len()).map(|at| like.remove(&at)).collect();
+            convert.call1((arrays, targets))?.extract()?
+        } else {
+            arrays
+        };
+        self.lock().arrays = arrays;
         let mut work = self.lock();
         let build = Build {
             py,

@@ -50,7 +50,7 @@ impl<'a, 'py> Walk<'a, 'py> {
             return match tensor {
                 Some(tensor) if class.is(&self.hooks.ndarray) => self.array(leaf, source, tensor, target),
                 Some(tensor) if class.is(&self.hooks.array_spec) => self.spec(source, tensor, target),
-                Some(tensor) if self.fill => Ok(self.foreign(leaf, source, tensor, target)),
+                Some(tensor) => self.foreign(leaf, source, tensor, target),
                 None if class.is(&self.hooks.object_spec) || self.is_plain(target, depth)? => {
                     self.object(source);
                     Ok(Some(Node::Leaf(source)))
@@ -205,22 +205,44 @@ impl<'a, 'py> Walk<'a, 'py> {
         Ok(self.own(leaf, source, buffer, target))
     }
 
-    /// An array of another library, in host memory that may be written.
+    /// An array of another library: filled where it may be, otherwise what is made anew is to be one like it.
     fn foreign(
         &mut self,
         leaf: u32,
         source: u32,
         tensor: &TensorRecord,
         target: &Bound<'py, PyAny>,
-    ) -> Option<Node> {
-        let class = target.get_type().as_ptr() as usize;
-        let known = self.arrays.get(&class).filter(|known| !known.immutable)?;
-        let Ok(capsule) = known.capsule.bind(target.py()).call1((target,)) else { return None };
-        let Ok((dtype, buffer)) = HeldBuffer::of_capsule(capsule) else { return None };
-        if dtype != tensor.dtype || buffer.dims() != tensor.shape {
-            return None;
+    ) -> Found<Node> {
+        let arrays = Arc::clone(&self.arrays);
+        let Some(known) = arrays.get(&(target.get_type().as_ptr() as usize)) else { return Ok(None) };
+        if known.immutable && known.is_whole(target) {
+            return self.like(source, tensor, target);
         }
-        self.own(leaf, source, buffer, target)
+        if known.immutable || !self.fill {
+            return Ok(None);
+        }
+        let Ok(capsule) = known.capsule.bind(target.py()).call1((target,)) else { return Ok(None) };
+        let Ok((dtype, buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
+        if dtype != tensor.dtype || buffer.dims() != tensor.shape {
+            return Ok(None);
+        }
+        Ok(self.own(leaf, source, buffer, target))
+    }
+
+    /// An array that nobody can change, of the same dtype and shape.
+    fn like(&mut self, source: u32, tensor: &TensorRecord, target: &Bound<'py, PyAny>) -> Found<Node> {
+        let shape: Vec<u64> = target.getattr(intern!(target.py(), "shape"))?.extract()?;
+        if self.dtypes.of(self.hooks, target)? != Some(tensor.dtype) || shape != tensor.shape {
+            return Ok(None);
+        }
+        let known = self.work.number_of.contains_key(&source);
+        self.fresh(source);
+        let Some(&number) = self.work.number_of.get(&source) else { return Ok(None) };
+        if known && !self.work.like.contains_key(&number) {
+            return Ok(None); // tied to one that is to be an array of numpy
+        }
+        self.work.like.entry(number).or_insert_with(|| target.clone().unbind());
+        Ok(Some(Node::Leaf(source)))
     }
 
     /// Memory of the caller's that is filled, where no two of its elements are one.

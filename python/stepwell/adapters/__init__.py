@@ -114,6 +114,22 @@ def arrays_where_used(package: str, values: list[Any]) -> list[Any]:
     return arrays(package, values) if package in _FRAMEWORKS and package in sys.modules else values
 
 
+def like(values: list[Any], targets: list[Any]) -> list[Any]:
+    """Numpy arrays, those with a target as arrays of its framework, where it is."""
+    results = list(values)
+    pending = [number for number, one in enumerate(targets) if one is not None]
+    for module in load():
+        mine = [
+            (number, found) for number in pending if (found := module.target(targets[number])) is not None
+        ]
+        made = mine[0][1].finish([(found, values[number]) for number, found in mine], False) if mine else []
+        for (number, _), array in zip(mine, made, strict=True):
+            results[number] = array
+        taken = {number for number, _ in mine}
+        pending = [number for number in pending if number not in taken]
+    return results
+
+
 def revive(name: str, parts: Any) -> Any:
     """The object for an extension that a framework owns; a description of it where the framework is not in use."""
     package = name.partition(".")[0]

@@ -253,6 +253,7 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
     at = placement if isinstance(placement, list) else [placement] * len(values)
     results = list(values)
     fits = [number for number, value in enumerate(values) if value.dtype.kind not in "mMO"]
+    fits = _put_quickly(values, at, results, fits)
     default = [number for number in fits if at[number] is None]
     elsewhere = [number for number in fits if at[number] is not None]
     for numbers, made in (
@@ -265,6 +266,48 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
         for number, array in zip(numbers, made, strict=True):
             results[number] = array
     return results
+
+
+def _put_quickly(values: list[Any], at: list[Any], results: list[Any], numbers: list[int]) -> list[int]:
+    """Does what ``jax.device_put`` does, by the call that it ends in, for arrays that go to one device as they are: that takes 5 µs for each, and ``device_put`` 35.
+    Gives the numbers of those that are left: all of them where this version of JAX has no such call."""
+    try:
+        from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+        put = xla_client.batched_device_put
+    except (ImportError, AttributeError):
+        return numbers
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if default is not None and not isinstance(default, jax.Device):
+        return numbers
+    place_of: dict[Any, tuple[Any, Any]] = {}
+    known: dict[Any, Any] = {}
+    left: list[int] = []
+    for number in numbers:
+        value, where = values[number], at[number]
+        if where not in place_of:
+            place_of[where] = _one_device(where, default)
+        sharding, device = place_of[where]
+        kind = (value.dtype, value.shape)
+        if kind not in known:
+            fits = jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype and value.dtype.isnative
+            known[kind] = jax.core.ShapedArray(value.shape, value.dtype) if fits else None
+        if device is None or known[kind] is None or not value.flags.c_contiguous:
+            left.append(number)
+            continue
+        results[number] = put(known[kind], sharding, [value], [device], where is not None)
+    return left
+
+
+def _one_device(where: Any, default: Any) -> tuple[Any, Any]:
+    """The sharding and the device of a place that is one device; no device where it is more."""
+    if where is None:
+        where = default or jax.local_devices()[0]
+    if isinstance(where, jax.Device):
+        return jax.sharding.SingleDeviceSharding(where), where
+    if isinstance(where, jax.sharding.SingleDeviceSharding):
+        return where, next(iter(where.device_set))
+    return None, None
 
 
 def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
