@@ -60,7 +60,7 @@ test-rust: | tools ## the Rust tests
 .PHONY: test-interleavings
 test-interleavings: | tools ## staging and saves, whatever thread goes first (SCHEDULES=10000 of each test)
 	STEPWELL_SCHEDULES=$(SCHEDULES) cargo test --quiet -p stepwell-core --features interleavings,test-support --test interleavings
-	STEPWELL_SCHEDULES=$(SCHEDULES) cargo test --quiet -p stepwell-manager --features interleavings --lib interleavings
+	STEPWELL_SCHEDULES=$(SCHEDULES) cargo test --quiet -p stepwell-manager --features interleavings --lib interleaving_tests
 
 SCHEDULES ?= 10000
 SECONDS ?= 60

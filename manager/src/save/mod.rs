@@ -16,7 +16,7 @@
 
 mod handle;
 #[cfg(all(test, feature = "interleavings"))]
-mod interleavings;
+mod interleaving_tests;
 pub(crate) mod job;
 pub(crate) mod persist;
 
