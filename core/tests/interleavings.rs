@@ -122,7 +122,12 @@ fn whoever_waits_hears_that_it_is_cancelled_and_leaves_its_turn_to_the_next() {
         let first = {
             let (pool, cancelled) = (Arc::clone(&pool), Arc::clone(&cancelled));
             thread::spawn(move || {
-                let ask = || cancelled.load(Ordering::SeqCst).then(|| Error::Cancelled("enough".into()));
+                let ask = || {
+                    let cancelled = cancelled.load(Ordering::SeqCst);
+                    // Between the question and the sleep: what is called out now must not be lost.
+                    thread::yield_now();
+                    cancelled.then(|| Error::Cancelled("enough".into()))
+                };
                 pool.acquire(LONG, Duration::MAX, ask).map(drop).is_err()
             })
         };
@@ -317,6 +322,29 @@ fn a_disk_that_fails_ends_both_halves_and_tells_why() {
 #[test]
 fn a_caller_that_wants_a_save_no_more_ends_it_or_comes_too_late() {
     every_interleaving(|| save(Trouble::Cancel));
+}
+
+#[test]
+fn a_capture_hears_that_it_is_over_while_others_hold_all_slots() {
+    every_interleaving(|| {
+        let pool = StagingPool::of_slots(2, SLOT).unwrap();
+        let others = (acquire(&pool).unwrap(), acquire(&pool).unwrap());
+        let (alive, captured) = (Arc::new(AtomicBool::new(true)), Arc::default());
+        let leaves = vec![leaf(Watched { value: 1, alive, captured, fails: false })];
+        let options = SaveOptions {
+            block_bytes: 4096,
+            file_ids: vec![1],
+            stall_timeout: LONG,
+            ..SaveOptions::default()
+        };
+        let (capture, flush) = prepare(vec![item(leaves)], &pool, options).unwrap();
+        let leaving = thread::spawn(move || drop(flush));
+        let error = capture.run().unwrap_err();
+        assert!(matches!(error, Error::Cancelled(_)), "{error}");
+        join([leaving]);
+        drop(others);
+        assert_eq!(pool.free_slots(), 2);
+    });
 }
 
 #[test]
