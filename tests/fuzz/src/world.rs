@@ -99,9 +99,12 @@ pub fn plant(disk: &SimDisk, files: &BTreeMap<String, Arc<Vec<u8>>>) -> bool {
     disk.plant(STEP, &directory(files.iter().map(|(path, bytes)| (path.as_str(), bytes)).collect())).is_ok()
 }
 
-fn directory(files: Vec<(&str, &Arc<Vec<u8>>)>) -> Arc<Node> {
+/// A path and what stands there.
+type File<'a> = (&'a str, &'a Arc<Vec<u8>>);
+
+fn directory(files: Vec<File<'_>>) -> Arc<Node> {
     let mut entries: BTreeMap<&str, Arc<Node>> = BTreeMap::new();
-    let mut below: BTreeMap<&str, Vec<(&str, &Arc<Vec<u8>>)>> = BTreeMap::new();
+    let mut below: BTreeMap<&str, Vec<File<'_>>> = BTreeMap::new();
     for (path, bytes) in files {
         match path.split_once('/') {
             Some((dir, rest)) => below.entry(dir).or_default().push((rest, bytes)),
