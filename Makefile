@@ -42,11 +42,12 @@ demo: build ## train, save, kill -9 in the middle of a save, resume, compare
 	$(BIN)/python tests/demo/kill_and_resume.py
 
 .PHONY: test
-test: lint test-rust test-python ## everything that must hold before a change lands
+test: lint test-rust test-interleavings test-python fuzz ## everything that must hold before a change lands
 
 .PHONY: lint
 lint: $(VENV)/.tools ## formatting and lints
 	cargo fmt --all --check
+	cargo fmt --manifest-path tests/fuzz/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	$(BIN)/ruff check --config python/pyproject.toml python tests docs
 	$(BIN)/ruff format --check --config python/pyproject.toml python tests docs
@@ -54,6 +55,27 @@ lint: $(VENV)/.tools ## formatting and lints
 .PHONY: test-rust
 test-rust: | tools ## the Rust tests
 	cargo test --workspace --quiet
+
+# Locks and threads are a scheduler's here: what is built so is used for nothing else.
+.PHONY: test-interleavings
+test-interleavings: | tools ## staging and saves, whatever thread goes first (SCHEDULES=10000 of each test)
+	STEPWELL_SCHEDULES=$(SCHEDULES) cargo test --quiet -p stepwell-core --features interleavings,test-support --test interleavings
+	STEPWELL_SCHEDULES=$(SCHEDULES) cargo test --quiet -p stepwell-manager --features interleavings --lib interleaving_tests
+
+SCHEDULES ?= 10000
+SECONDS ?= 60
+
+.PHONY: fuzz
+fuzz: | tools ## every reader of bytes against made-up ones (SECONDS=60 for each target)
+	tests/fuzz/run.sh $(SECONDS)
+
+.PHONY: test-address
+test-address: | tools ## the engine's own tests under AddressSanitizer
+	tests/sanitizers/run.sh address
+
+.PHONY: test-miri
+test-miri: | tools ## what copies and shares memory, under Miri
+	tests/sanitizers/run.sh miri
 
 .PHONY: test-python
 test-python: build ## the Python tests
@@ -67,6 +89,12 @@ test-long: build ## hours: longer sweeps of the same proofs, and the licences of
 	STEPWELL_LONG=1 cargo test --workspace --release
 	STEPWELL_LONG=1 $(BIN)/python -m pytest tests/python
 	STEPWELL_LONG=1 $(BIN)/python -m pytest tests/frameworks
+	$(MAKE) test-interleavings SCHEDULES=1000000
+	$(MAKE) test-address
+	$(MAKE) test-miri
+	$(MAKE) fuzz SECONDS=1800
+	cargo clippy --quiet -p stepwell-core -p stepwell-manager --features stepwell-core/interleavings,stepwell-core/test-support,stepwell-manager/interleavings --all-targets -- -D warnings
+	cargo clippy --quiet --manifest-path tests/fuzz/Cargo.toml -- -D warnings
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
 	cargo deny check
 

@@ -16,6 +16,7 @@
 //! | [`save`] | the pipeline that writes data files |
 //! | [`load`] | the pipeline that reads them: restore, verification |
 //! | [`read_plan`] | what a restore reads and where it puts it |
+//! | [`sync`] | locks and channels, under names that tests of interleavings change |
 //! | [`sys`] | the only unsafe code |
 
 pub mod copy;
@@ -32,6 +33,7 @@ pub mod read_plan;
 pub mod region;
 pub mod save;
 pub mod staging;
+pub mod sync;
 pub mod sys;
 pub mod tree;
 pub mod value;

@@ -5,11 +5,9 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
-
-use crossbeam_channel::Sender;
 
 use super::SaveOptions;
 use super::link::Link;
@@ -19,6 +17,7 @@ use crate::deadline::deadline_after;
 use crate::format::index::Index;
 use crate::provider::{Fill, Ticket};
 use crate::staging::{Door, Filled, Filling, Free, Full, Pending, Slot, StagingPool, Task, Waited};
+use crate::sync::{AtomicUsize, Mutex, Sender};
 use crate::{Error, Result};
 
 /// What goes from the capture to the flush.

@@ -5,8 +5,6 @@ mod writer;
 
 use std::sync::Arc;
 
-use crossbeam_channel::Receiver;
-
 use super::capture::Message;
 use super::link::Link;
 use super::plan::PlannedItem;
@@ -17,6 +15,7 @@ use crate::Result;
 use crate::format::index::Index;
 use crate::io::{Dir, Disk};
 use crate::staging::StagingPool;
+use crate::sync::Receiver;
 
 /// What [`Flush::new`] is made of.
 pub(super) struct Parts {

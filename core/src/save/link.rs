@@ -1,23 +1,24 @@
 //! What ties the two halves of a save together: whichever ends early tells the other, with its reason.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError, atomic};
 use std::time::Duration;
 
 use crate::Error;
 use crate::staging::StagingPool;
+use crate::sync::{AtomicBool, Mutex};
 
 /// Shared by [`super::Capture`] and [`super::Flush`].
 pub(super) struct Link {
     stopped: AtomicBool,
     cause: Mutex<Option<String>>,
     /// Set by whoever called for the save, when it is wanted no more.
-    unwanted: Option<Arc<AtomicBool>>,
+    unwanted: Option<Arc<atomic::AtomicBool>>,
     pool: Arc<StagingPool>,
 }
 
 impl Link {
-    pub(super) fn new(pool: Arc<StagingPool>, unwanted: Option<Arc<AtomicBool>>) -> Self {
+    pub(super) fn new(pool: Arc<StagingPool>, unwanted: Option<Arc<atomic::AtomicBool>>) -> Self {
         Self { stopped: AtomicBool::new(false), cause: Mutex::new(None), unwanted, pool }
     }
 

@@ -60,7 +60,7 @@ pub fn prepare(
     progress.total(planned.iter().map(|item| item.data_bytes).sum());
     let link = Arc::new(Link::new(Arc::clone(pool), options.cancel.clone()));
     let indexes = Arc::new(indexes);
-    let (sender, receiver) = crossbeam_channel::unbounded();
+    let (sender, receiver) = crate::sync::unbounded();
     let flush = Flush::new(flush::Parts {
         items: planned,
         windows: windows.list.clone(),

@@ -3,12 +3,10 @@
 //! A helper holds its task only between being let in and leaving; the owner of the task closes the door and waits until all have
 //! left. So a task that was given out, and the memory that it reads, is never touched after its owner has returned.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
-use std::thread::JoinHandle;
+use std::sync::{Arc, PoisonError, Weak};
 
-use crossbeam_channel::Sender;
-
-use crate::sys::{self, Birth};
+use crate::sync::{self, Condvar, JoinHandle, Mutex, Receiver, Sender};
+use crate::sys::Birth;
 
 /// Work that several threads do together. `work` is called by each and returns when nothing is left to start.
 pub(crate) trait Task: Send + Sync {
@@ -66,7 +64,7 @@ pub(super) struct Helpers {
 
 #[derive(Default)]
 struct Threads {
-    jobs: Option<(Sender<Job>, crossbeam_channel::Receiver<Job>)>,
+    jobs: Option<(Sender<Job>, Receiver<Job>)>,
     handles: Vec<JoinHandle<()>>,
     /// When the first thread was made: a forked child has none of them.
     birth: Option<Birth>,
@@ -84,12 +82,12 @@ impl Helpers {
         let count = count.min(MAX_HELPERS);
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         threads.birth.get_or_insert_with(Birth::now);
-        let (sender, receiver) = threads.jobs.get_or_insert_with(crossbeam_channel::unbounded::<Job>).clone();
+        let (sender, receiver) = threads.jobs.get_or_insert_with(sync::unbounded::<Job>).clone();
         while threads.handles.len() < count {
             let receiver = receiver.clone();
             let name = format!("stepwell-copy-{}", threads.handles.len());
-            let made = sys::spawn(&name, move || {
-                for (door, task) in receiver {
+            let made = sync::spawn(&name, move || {
+                while let Ok((door, task)) = receiver.recv() {
                     let Some(_inside) = door.enter() else { continue };
                     // The owner keeps the task until we have left, so this is never the last handle.
                     if let Some(task) = task.upgrade() {

@@ -6,12 +6,13 @@
 //! its flushes run first in, first out.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::fence::Fence;
 use super::helpers::{Helpers, Task};
 use super::slot::{Free, Lease, Slot};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::sys::{Birth, Buffer, Mapping};
 use crate::{Error, Result};
 
@@ -26,7 +27,7 @@ const SEGMENT_BYTES: usize = 256 << 20;
 const MIN_SLOTS: usize = 2;
 
 /// The process's pool, for as long as somebody holds it, and the process that made it.
-static SHARED: Mutex<Option<(Birth, Weak<StagingPool>)>> = Mutex::new(None);
+static SHARED: std::sync::Mutex<Option<(Birth, Weak<StagingPool>)>> = std::sync::Mutex::new(None);
 
 /// See the module documentation.
 pub struct StagingPool {

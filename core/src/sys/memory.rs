@@ -32,6 +32,9 @@ unsafe impl Send for Mapping {}
 // SAFETY: as above; `&Mapping` gives no access to the bytes.
 unsafe impl Sync for Mapping {}
 
+/// The kernel gives memory as it is touched. (Miri, under which the tests of this memory run too, knows neither this nor advice.)
+const LAZILY: libc::c_int = if cfg!(miri) { 0 } else { libc::MAP_NORESERVE };
+
 /// Anonymous memory, none of it present yet.
 fn map(len: usize) -> Result<NonNull<u8>> {
     // SAFETY: an anonymous private mapping at an address of the kernel's choice touches no existing memory.
@@ -40,7 +43,7 @@ fn map(len: usize) -> Result<NonNull<u8>> {
             std::ptr::null_mut(),
             len,
             libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | LAZILY,
             -1,
             0,
         )
@@ -69,7 +72,8 @@ impl Mapping {
         let skip = base.as_ptr().align_offset(HUGE_PAGE);
         // SAFETY: `skip` is less than HUGE_PAGE, by which the mapping is longer than `len`.
         let address = unsafe { base.add(skip) };
-        for advice in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK] {
+        let advice = [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK];
+        for advice in advice.into_iter().filter(|_| !cfg!(miri)) {
             // SAFETY: the range lies in the mapping just made. Advice that the kernel refuses costs speed only.
             let _ = unsafe { libc::madvise(address.as_ptr().cast(), len, advice) };
         }

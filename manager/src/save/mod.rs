@@ -15,6 +15,8 @@
 //! checkpoint ([`crate::singular`]).
 
 mod handle;
+#[cfg(all(test, feature = "interleavings"))]
+mod interleaving_tests;
 pub(crate) mod job;
 pub(crate) mod persist;
 

@@ -225,8 +225,8 @@ impl Manifest {
         }
         check_features(&envelope.required_features).map_err(format)?;
         let mut manifest: Self = serde_json::from_slice(body).map_err(|error| format(error.to_string()))?;
-        // The envelope's, written by `encode`.
-        manifest.others.remove("format");
+        // The envelope's, written by `encode`. The rest keeps its order: `remove` would put the last key in the place of this one.
+        manifest.others.shift_remove("format");
         check::check(&manifest)?.map_err(format)?;
         Ok(manifest)
     }

@@ -182,6 +182,17 @@ fn unknown_keys_are_ignored_and_kept_wherever_they_stand() {
     assert_eq!(without, sample());
 }
 
+/// A thinning writes the manifest anew: what it does not know is not to move about by that.
+#[test]
+fn unknown_keys_keep_their_order_when_a_manifest_is_written_anew() {
+    let more = "\"first\": 1, \"second\": 2, \"third\": 3, \"world_size\"";
+    let read = edited(|text| text.replace("\"world_size\"", more)).unwrap();
+    let names: Vec<&String> = read.others.keys().collect();
+    assert_eq!(names, ["first", "second", "third"]);
+    let written = read.encode().unwrap();
+    assert_eq!(decode(&written).unwrap().encode().unwrap(), written);
+}
+
 #[test]
 fn unknown_features_and_versions_are_refused_by_name() {
     refused_with(

@@ -4,14 +4,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{RecvTimeoutError, TryRecvError};
-
 use super::Parts;
 use crate::format::{block, footer};
 use crate::io::{Completion, Dir, Disk, File, Queue, Transfer, with_room};
 use crate::save::capture::Message;
 use crate::save::windows::Windows;
 use crate::staging::{Filled, Flushing, Full, Slot, Written};
+use crate::sync::{RecvTimeoutError, TryRecvError};
 use crate::sys::Buffer;
 use crate::{Error, Result};
 

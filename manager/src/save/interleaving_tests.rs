@@ -1,0 +1,254 @@
+//! A save's handle and a whole save, under schedulers that let any thread go on at any operation on a lock or a condition. No wait ends by a timeout here (see
+//! `stepwell_core::sync`): whoever is not woken is a deadlock, and is reported with the schedule that led to it.
+
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests end by them")]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use stepwell_core::dtype::Dtype;
+use stepwell_core::io::Disk;
+use stepwell_core::io::simulated::{Action, Fault, Kind, SimDisk};
+use stepwell_core::leaf_path::Component;
+use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::save::Progress;
+use stepwell_core::staging::{Filling, Slot, StagingPool};
+use stepwell_core::sync::shuttle::{self, thread};
+use stepwell_core::tree::{ContainerKind, Tree};
+
+use super::job::{self, Order, Place};
+use super::{Outcome, Save, persist};
+use crate::commit::Existing;
+use crate::coordination::SingleProcess;
+use crate::environment::Environment;
+use crate::error::Error;
+use crate::options::Options;
+use crate::retire::Deleter;
+use crate::state::{LeafSource, StateSource};
+
+const SLOT: usize = 64 << 10;
+const LONG: Duration = Duration::from_secs(3600);
+/// What the disk answers: EIO.
+const EIO: i32 = 5;
+
+/// Half of the schedules at random, half of them by few changes of priority, which finds bugs of few steps more surely.
+fn every_interleaving(test: impl Fn() + Send + Sync + Copy + 'static) {
+    let schedules = std::env::var("STEPWELL_SCHEDULES").map_or(10_000, |number| number.parse().unwrap());
+    shuttle::check_random(test, schedules / 2);
+    shuttle::check_pct(test, schedules - schedules / 2, 3);
+}
+
+fn join(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
+    for thread in threads {
+        thread.join().unwrap();
+    }
+}
+
+fn handle() -> Save {
+    Save::begun(7, Arc::new(Progress::default()), Instant::now(), Arc::default(), LONG)
+}
+
+fn failed() -> Outcome {
+    Outcome::NotCommitted(Arc::new(Error::Invalid("it failed".to_owned())))
+}
+
+#[test]
+fn whoever_waits_for_a_save_hears_the_one_outcome_and_each_callback_is_called_once() {
+    every_interleaving(|| {
+        let save = handle();
+        let called = Arc::new(AtomicUsize::new(0));
+        let waiting: Vec<_> = [None, Some(LONG)]
+            .map(|timeout| {
+                let save = save.clone();
+                thread::spawn(move || {
+                    save.wait_captured(timeout).unwrap();
+                    save.wait(timeout).unwrap().unwrap().is_committed()
+                })
+            })
+            .into();
+        let listening = {
+            let (save, called) = (save.clone(), Arc::clone(&called));
+            thread::spawn(move || {
+                save.on_done(Box::new(move |_| {
+                    called.fetch_add(1, Ordering::SeqCst);
+                }));
+            })
+        };
+        let ending: Vec<_> = [Outcome::Committed, failed()]
+            .map(|outcome| {
+                let save = save.clone();
+                thread::spawn(move || {
+                    save.set_captured(outcome.is_committed());
+                    let callbacks = save.settle(outcome);
+                    save.call(callbacks);
+                })
+            })
+            .into();
+        let heard: Vec<bool> = waiting.into_iter().map(|thread| thread.join().unwrap()).collect();
+        join(ending);
+        join([listening]);
+        let ended = save.outcome().unwrap().is_committed();
+        assert!(heard.iter().all(|&heard| heard == ended), "one outcome for all");
+        assert_eq!(called.load(Ordering::SeqCst), 1);
+    });
+}
+
+#[test]
+fn a_failure_that_nobody_waited_for_is_told_exactly_once() {
+    every_interleaving(|| {
+        let save = handle();
+        let asking: Vec<_> = (0..2)
+            .map(|_| {
+                let save = save.clone();
+                thread::spawn(move || usize::from(save.take_unseen().is_some()))
+            })
+            .collect();
+        save.settle(failed());
+        let told: usize = asking.into_iter().map(|thread| thread.join().unwrap()).sum();
+        let left = usize::from(save.take_unseen().is_some());
+        assert_eq!(told + left, 1);
+        assert!(!save.is_unseen());
+    });
+}
+
+/// What goes wrong.
+#[derive(Clone, Copy, PartialEq)]
+enum Trouble {
+    Nothing,
+    Source,
+    Disk,
+    Cancel,
+}
+
+struct Bytes {
+    breaks: bool,
+    returned: Arc<AtomicBool>,
+}
+
+impl StateProvider for Bytes {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+        for fill in fills {
+            assert!(!self.returned.load(Ordering::SeqCst), "a source was read after save() had returned");
+            thread::yield_now();
+            slot.part(fill.at, fill.len)?.fill(7);
+        }
+        if self.breaks {
+            return Err(stepwell_core::Error::Misuse("it broke".to_owned()));
+        }
+        Ok(Ticket::Done)
+    }
+}
+
+fn state(breaks: bool, returned: &Arc<AtomicBool>) -> StateSource {
+    let mut tree = Tree::new();
+    let root = tree.push_container(None, None, ContainerKind::List);
+    let leaves = (0..3_u32).map(|number| {
+        tree.push_leaf(Some(root), Some(Component::Index(number)));
+        let provider = Bytes { breaks: breaks && number == 1, returned: Arc::clone(returned) };
+        LeafSource::whole(Dtype::Uint8, vec![SLOT as u64 - 4096], Arc::new(provider))
+    });
+    let leaves = leaves.collect();
+    StateSource { tree, leaves }
+}
+
+/// A save as [`crate::singular::save`] makes it: a thread that writes and commits, this one that captures, and one that waits and listens.
+fn save(trouble: Trouble) {
+    let disk = SimDisk::new();
+    let root = disk.create_dir_all(Path::new("/")).unwrap();
+    if trouble == Trouble::Disk {
+        disk.inject(Fault::on(Kind::Write, Action::Fail(EIO)).at(".data"));
+    }
+    let pool = StagingPool::of_slots(2, SLOT).unwrap();
+    let environment = Environment {
+        staging: Some(Arc::clone(&pool)),
+        coordinator: Arc::new(SingleProcess),
+        ..Environment::single_process(Arc::new(disk.clone()))
+    };
+    let options = Options {
+        block_bytes: 4096,
+        capture_threads: Some(2),
+        staging_bytes: Some(2 * SLOT as u64),
+        stall_timeout: Duration::from_secs(1_000_000),
+        ..Options::default()
+    };
+    let (returned, cancel) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let order = Order {
+        root: PathBuf::from("/step"),
+        step: 7,
+        state: state(trouble == Trouble::Source, &returned),
+        metrics: BTreeMap::new(),
+        custom_metadata: serde_json::Value::Null,
+        cancel: Arc::clone(&cancel),
+        begun: Instant::now(),
+        session: "0".repeat(32),
+    };
+    let prepared = job::plan(&environment, &options, &pool, order).unwrap();
+    let place = Place {
+        label: "path".to_owned(),
+        target: "step".to_owned(),
+        existing: Existing::Refuse,
+        counter: 0,
+        fenced: false,
+    };
+    let (job, capturing) = prepared.split(&environment, &options, place);
+    let save = job.save.clone();
+    let called = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&called);
+    save.on_done(Box::new(move |_| {
+        count.fetch_add(1, Ordering::SeqCst);
+    }));
+    let persister = thread::spawn(move || {
+        let deleter =
+            Arc::new(Deleter::new(Arc::clone(&root), Arc::clone(&environment.clock), Duration::ZERO));
+        let (save, ended) = persist::run(job, &root, &environment, &deleter);
+        let callbacks = save.settle(ended.outcome);
+        save.call(callbacks);
+    });
+    let canceller = (trouble == Trouble::Cancel).then(|| {
+        let (save, pool) = (save.clone(), Arc::clone(&pool));
+        thread::spawn(move || {
+            save.cancel();
+            // The product asks every 20 ms; here nobody asks unless he is woken.
+            pool.wake();
+        })
+    });
+    let captured = capturing.run();
+    returned.store(true, Ordering::SeqCst);
+    let outcome = save.wait(Some(LONG)).unwrap().unwrap();
+    join([persister]);
+    join(canceller);
+    let stands = disk.image().get("/step/manifest.json").is_some();
+    assert_eq!(outcome.is_committed(), stands, "the outcome says what stands on the disk: {outcome:?}");
+    match (&captured, trouble) {
+        (Ok(_), Trouble::Nothing | Trouble::Cancel) => assert!(stands, "{outcome:?}"),
+        (Ok(_), Trouble::Disk) | (Err(_), Trouble::Source | Trouble::Cancel) => assert!(!stands),
+        (Ok(_), Trouble::Source) => panic!("a state that was not captured was taken for captured"),
+        (Err(error), Trouble::Nothing | Trouble::Disk) => panic!("the call that captures failed: {error}"),
+    }
+    assert_eq!(called.load(Ordering::SeqCst), 1, "called back once");
+    assert!(!save.is_unseen(), "whoever waited has seen it");
+    assert_eq!(pool.free_slots(), 2, "every slot comes back");
+}
+
+#[test]
+fn a_save_is_committed_whatever_thread_goes_first() {
+    every_interleaving(|| save(Trouble::Nothing));
+}
+
+#[test]
+fn a_source_that_fails_leaves_nothing_whatever_thread_goes_first() {
+    every_interleaving(|| save(Trouble::Source));
+}
+
+#[test]
+fn a_disk_that_fails_leaves_nothing_whatever_thread_goes_first() {
+    every_interleaving(|| save(Trouble::Disk));
+}
+
+#[test]
+fn a_save_that_is_cancelled_is_committed_or_leaves_nothing() {
+    every_interleaving(|| save(Trouble::Cancel));
+}

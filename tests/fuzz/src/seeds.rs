@@ -1,0 +1,141 @@
+//! Where the fuzzers begin: real checkpoints, made by the engine, cut into what each target takes. `cargo run --bin seeds` writes them.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use stepwell_core::dtype::Dtype;
+use stepwell_core::format::object;
+use stepwell_core::io::simulated::SimDisk;
+use stepwell_core::leaf_path::Component;
+use stepwell_core::tree::{ContainerKind, Tree};
+use stepwell_core::value::Value;
+
+use crate::tree::{Expected, State, pattern};
+use crate::{step, world};
+
+/// A small state that has a little of everything: two items and loose leaves, several blocks, a tie, objects.
+pub fn state() -> State {
+    let key = |name: &str| Some(Component::Key(name.into()));
+    let mut tree = Tree::new();
+    let root = tree.push_container(None, None, ContainerKind::Dict);
+    let params = tree.push_container(Some(root), key("params"), ContainerKind::Dict);
+    tree.push_leaf(Some(params), key("w"));
+    tree.push_leaf(Some(params), key("tied"));
+    tree.push_leaf(Some(params), key("b"));
+    tree.push_leaf(Some(root), key("updates"));
+    let kind = ContainerKind::Stateful {
+        type_name: "optim.Adam".into(),
+        protocol: "state_dict".into(),
+        inner: Box::new(ContainerKind::OrderedDict),
+    };
+    let optimizer = tree.push_container(Some(root), key("optimizer"), kind);
+    let layers = tree.push_container(Some(optimizer), key("layers"), ContainerKind::List);
+    tree.push_leaf(Some(layers), Some(Component::Index(0)));
+    tree.push_leaf(Some(layers), Some(Component::Index(1)));
+    let point = ContainerKind::NamedTuple { type_name: "run.Point".into() };
+    let point = tree.push_container(Some(optimizer), Some(Component::Int(-3)), point);
+    tree.push_leaf(Some(point), Some(Component::Field("x".into())));
+    let tensor = |dtype: Dtype, shape: &[u64], seed| {
+        let bytes = shape.iter().product::<u64>() as usize * dtype.size();
+        Expected::Tensor(dtype, shape.to_vec(), pattern(seed, bytes))
+    };
+    let leaves = vec![
+        tensor(Dtype::Float32, &[20, 30], 1),
+        Expected::Tie(0),
+        tensor(Dtype::Int8, &[3], 2),
+        Expected::Object(Value::Int(12)),
+        tensor(Dtype::Bfloat16, &[7, 5, 64], 3),
+        tensor(Dtype::Float64, &[], 4),
+        Expected::Object(Value::List(vec![
+            Value::Str("é".into()),
+            Value::Set(vec![Value::Int(1), Value::None]),
+            Value::Dict(vec![(Value::Float(0.5), Value::Bytes(vec![0, 255]))]),
+            Value::NumpyScalar(Dtype::Uint16, vec![1, 2]),
+            Value::BigInt(vec![0, 0, 0, 0, 0, 0, 0, 0, 1]),
+            Value::Extension("datetime.date".into(), Box::new(Value::Tuple(vec![Value::Complex(1.0, -0.0)]))),
+        ])),
+    ];
+    State { tree, leaves }
+}
+
+/// Writes the seeds of every target below `corpus`; gives how many.
+pub fn write(corpus: &Path) -> std::io::Result<usize> {
+    let mut written = 0;
+    let mut put = |target: &str, bytes: &[u8]| {
+        let dir = corpus.join(target);
+        std::fs::create_dir_all(&dir)?;
+        // Named by what it is, as libFuzzer names what it finds: twice the same is once there.
+        let name = format!("seed-{:08x}-{}", crate::seal::crc32c(bytes), bytes.len());
+        written += 1;
+        std::fs::write(dir.join(name), bytes)
+    };
+    let flagged = |flag: u8, bytes: &[u8]| [&[flag], bytes].concat();
+    for (block, chunk) in [(4096, 4096), (16384, 1 << 20)] {
+        let disk = SimDisk::new();
+        world::save(&disk, state().source(), &world::options(block, chunk)).expect("a sound state is saved");
+        let files = world::files(&disk);
+        for (name, bytes) in &files {
+            let target = match name.as_str() {
+                "manifest.json" => "manifest",
+                ".lease" => continue,
+                name if name.ends_with("/index") => "index",
+                _ => "footer",
+            };
+            put(target, &flagged(1, bytes))?;
+            if target == "index" {
+                put("message", &flagged(1, &vote(bytes)))?;
+            }
+        }
+        put("step", &whole_step(&files))?;
+    }
+    let golden = golden();
+    put("step", &whole_step(&golden))?;
+    put("index", &flagged(1, &golden["i0/index"]))?;
+    put("manifest", &flagged(1, &golden["manifest.json"]))?;
+    for leaf in state().leaves {
+        if let Expected::Object(value) = leaf {
+            put("object", &flagged(0, &object::encode(&value).expect("a sound object")))?;
+        }
+    }
+    put("object", &flagged(1, &pattern(5, 200)))?;
+    for seed in 0..6 {
+        put("state", &pattern(seed, 100 << seed))?;
+        put("damage", &pattern(seed, 8 << seed))?;
+        put("glob", &pattern(seed, 16 << seed))?;
+    }
+    put("glob", b"params/{w,b}**/layers[*]/x?*/\\*opt/layers[0]/w{1}")?;
+    for text in [r#"{"verdict":"committed"}"#, r#"{"Committed":{}}"#] {
+        put("message", &flagged(0, text.as_bytes()))?;
+    }
+    Ok(written)
+}
+
+/// The vote of a rank that wrote one item.
+fn vote(index: &[u8]) -> Vec<u8> {
+    let session = "0".repeat(32);
+    let head = format!(
+        r#"{{"attempt":{{"session":"{session}","counter":1}},"failure":null,"parts":[{{"dir":"i0","index_bytes":{},"tensor_bytes":7}}]}}"#,
+        index.len()
+    );
+    [&(head.len() as u64).to_le_bytes(), head.as_bytes(), index].concat()
+}
+
+/// The step of version 1 that is kept for ever: it has what nothing writes yet.
+fn golden() -> BTreeMap<String, Arc<Vec<u8>>> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../core/tests/fixtures/golden_v1");
+    ["manifest.json", "i0/index", "i0/00000.data"]
+        .map(|name| (name.to_owned(), Arc::new(std::fs::read(dir.join(name)).expect("the golden files"))))
+        .into()
+}
+
+fn whole_step(files: &BTreeMap<String, Arc<Vec<u8>>>) -> Vec<u8> {
+    let with = |end: &str| {
+        files
+            .iter()
+            .filter(|(name, _)| name.ends_with(end))
+            .map(|(_, bytes)| bytes.as_slice())
+            .collect::<Vec<&[u8]>>()
+    };
+    step::bundle(step::SEALED, &[with("manifest.json"), with("/index"), with(".data")].concat())
+}
