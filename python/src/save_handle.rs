@@ -116,6 +116,16 @@ impl SaveHandle {
         })
     }
 
+    /// How it ended, and why not well: `("committed", None)`, `("failed", text)`, `("uncertain", text)`; `("pending", None)` before. Looking is not seeing.
+    fn outcome(&self) -> (&'static str, Option<String>) {
+        match self.save.outcome() {
+            None => ("pending", None),
+            Some(Outcome::Committed) => ("committed", None),
+            Some(Outcome::NotCommitted(error)) => ("failed", Some(error.to_string())),
+            Some(Outcome::DurabilityUncertain(error)) => ("uncertain", Some(error.to_string())),
+        }
+    }
+
     /// A number that grows as long as the save gets on.
     fn progress(&self) -> u64 {
         let stats = self.save.stats().pipeline;
@@ -127,11 +137,15 @@ impl SaveHandle {
         let stats = self.save.stats();
         let out = PyDict::new(py);
         out.set_item("nbytes", stats.pipeline.total_bytes)?;
+        out.set_item("captured_bytes", stats.pipeline.captured_bytes)?;
+        out.set_item("written_bytes", stats.pipeline.written_bytes)?;
         out.set_item("files", stats.files)?;
         out.set_item("plan_seconds", stats.pipeline.plan_seconds)?;
         out.set_item("capture_seconds", stats.pipeline.capture_seconds)?;
         out.set_item("queued_seconds", stats.queued_seconds)?;
         out.set_item("write_seconds", stats.pipeline.write_seconds)?;
+        out.set_item("checksum_seconds", stats.pipeline.checksum_seconds)?;
+        out.set_item("staging_seconds", stats.pipeline.waited_seconds)?;
         out.set_item("sync_seconds", stats.pipeline.sync_seconds)?;
         out.set_item("commit_seconds", stats.commit_seconds)?;
         out.set_item("total_seconds", stats.total_seconds)?;

@@ -45,6 +45,7 @@ if _TYPE_CHECKING:
         StorageError,
         UnsupportedLeaf,
     )
+    from .events import JsonLines
     from .manager import CheckpointManager
     from .options import Options, StepName
     from .pending import Save, SaveStats
@@ -68,6 +69,7 @@ if _TYPE_CHECKING:
 _MODULES = {
     "checkpoint": "Array Branch Checkpoint Damage Metadata VerifyReport",
     "errors": "ClosedError CoordinationTimeout CorruptCheckpoint DonatedBuffer DurabilityUncertain ForkedProcess FormatError LockedError MismatchError MisuseError NotAStep RankFailed ReadOnlyError SaveFailed StepExists StepGone StepNotFound StepOrder StepwellError StorageError UnsupportedLeaf",
+    "events": "JsonLines",
     "manager": "CheckpointManager",
     "options": "Options StepName",
     "pending": "Save SaveStats",
@@ -113,6 +115,7 @@ __all__ = [
     "ForkedProcess",
     "FormatError",
     "ItemPlan",
+    "JsonLines",
     "LockedError",
     "Metadata",
     "MismatchError",

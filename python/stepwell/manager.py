@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +14,19 @@ from typing import Any, Literal, Unpack, final
 
 from . import _core, lifecycle, restoring, template
 from .checkpoint import Checkpoint, Metadata
-from .checks import flag, instance, metadata_json, one_of, real_numbers, step_number, text
+from .checks import (
+    check_coordinator,
+    flag,
+    instance,
+    metadata_json,
+    one_of,
+    real_numbers,
+    shown,
+    step_number,
+    text,
+)
 from .errors import ClosedError, MisuseError, StalledError
+from .events import OnEvent, tell_restore, tell_save
 from .locations import absolute, check_root, explaining
 from .options import Options, StepName, to_json
 from .pending import Save
@@ -49,6 +61,7 @@ class CheckpointManager:
         coordinator: Any = "auto",
         read_only: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
+        on_event: OnEvent | None = None,
         options: Options | None = None,
     ) -> None:
         self._core: Any = None
@@ -63,7 +76,10 @@ class CheckpointManager:
         instance(options, Options, "options", "sw.Options(…)")
         if step_name is not None:
             instance(step_name, StepName, "step_name", "sw.StepName(…)")
-        _check_coordinator(coordinator)
+        check_coordinator(coordinator, "uses the manager")
+        if on_event is not None and not callable(on_event):
+            raise MisuseError(f"on_event is a function of one dict, not {shown(on_event)}")
+        self._on_event = on_event
         if self._policy.signals and threading.current_thread() is not threading.main_thread():
             raise MisuseError(
                 "on_preemption() listens to signals: make the manager on the main thread, or pass signals=()"
@@ -114,6 +130,7 @@ class CheckpointManager:
         Whatever is wrong with the state raises here, by leaf path, and leaves nothing.
         """
         core = self._open()
+        begun = time.perf_counter()
         step = step_number(step)
         one_of(exists, "exists", ("error", "skip", "replace"))
         one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
@@ -140,7 +157,9 @@ class CheckpointManager:
             self._saves = [one for one in self._saves if not one.done()]
             if save:
                 self._saves.append(save)
-            return save
+        if save and self._on_event is not None:
+            tell_save(self._on_event, self._root, save, time.perf_counter() - begun)
+        return save
 
     def _tell_read_only(self) -> None:
         """Says once that this manager saves nothing: a training that goes on like that would not be missed before it is needed."""
@@ -213,12 +232,18 @@ class CheckpointManager:
         """
         checked = RestoreOptions.of(options)
         number = None if step is None else step_number(step)
+        begun = time.perf_counter()
         with explaining(self._root):
             core = self._open().checkpoint(number, checked.expected, checked.to_fill)
         with Checkpoint(core) as checkpoint:
+            opened = time.perf_counter()
             answer = restoring.run(checkpoint._open(), checked)
-            self._open().restored(checkpoint.step)
-            return answer
+            found = checkpoint.step
+            self._open().restored(found)
+        if self._on_event is not None:
+            seconds = time.perf_counter() - begun
+            tell_restore(self._on_event, self._root, found, seconds, opened - begun)
+        return answer
 
     @spelled_out
     def plan(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> RestorePlan:
@@ -450,17 +475,3 @@ class _Ending:
         except Exception as failure:
             return failure
         return None
-
-
-def _check_coordinator(coordinator: Any) -> None:
-    if coordinator is None:
-        return
-    if not isinstance(coordinator, str) or coordinator != "auto":
-        raise MisuseError(f'coordinator is "auto" or None with one process, not {coordinator!r}')
-    for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        size = os.environ.get(name, "")
-        if size.isdigit() and int(size) > 1:
-            raise MisuseError(
-                f"{name}={size} says that this is one of {size} processes, and no coordinator is known; "
-                "pass coordinator=None if only this one uses the manager"
-            )

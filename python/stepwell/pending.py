@@ -15,16 +15,27 @@ from .timeouts import seconds
 @final
 @dataclass(frozen=True, slots=True)
 class SaveStats:
-    """What a save did, so far. Seconds per phase, bytes."""
+    """What a save did, so far: bytes, and seconds per phase. Phases overlap; what is not over is 0."""
 
+    #: Bytes that its data files will have, and how many of them are copied and written by now.
     nbytes: int
+    captured_bytes: int
+    written_bytes: int
     files: int
+    #: Checking the state and giving every chunk its place.
     plan_seconds: float
+    #: Copying the state; of all threads together, how long they waited for staging memory.
     capture_seconds: float
+    staging_seconds: float
+    #: Behind earlier saves.
     queued_seconds: float
+    #: From the first write to the last; checksums are a part of it.
     write_seconds: float
+    checksum_seconds: float
+    #: fsync of the data files; then indexes, manifest, directories and the rename.
     sync_seconds: float
     commit_seconds: float
+    #: From the call to the outcome; 0 before.
     total_seconds: float
 
 

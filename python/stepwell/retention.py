@@ -47,12 +47,20 @@ def keep_latest(n: int) -> Retention:
     return Retention({"policy": "keep_latest", "n": whole(n, "the n of keep_latest", 0, MAX_STEP)})
 
 
-def keep_every(steps: int, items: Iterable[str] | None = None) -> Retention:
-    """Steps that are divisible by ``steps`` stay; with ``items`` (globs over item names) only those items of them: the rest is thinned away."""
-    rule: dict[str, Any] = {
-        "policy": "keep_every",
-        "steps": whole(steps, "the steps of keep_every", 1, MAX_STEP),
-    }
+def keep_every(
+    steps: int | None = None, items: Iterable[str] | None = None, *, seconds: float | None = None
+) -> Retention:
+    """Steps that are divisible by ``steps`` stay; with ``seconds`` the oldest step and each that was committed at least so long after the one that was kept
+    before it. With ``items`` (globs over item names) only those items of them: the rest is thinned away."""
+    if (steps is None) is (seconds is None):
+        raise MisuseError("keep_every takes steps= or seconds=, one of them")
+    rule: dict[str, Any]
+    if seconds is None:
+        rule = {"policy": "keep_every", "steps": whole(steps, "the steps of keep_every", 1, MAX_STEP)}
+    else:
+        rule = {"policy": "keep_every_seconds", "seconds": length(seconds, "keep_every")}
+        if rule["seconds"] <= 0:
+            raise MisuseError(f"keep_every(seconds={seconds}) is no interval; pass more than 0")
     if items is not None:
         if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
             raise MisuseError(f'items takes a list of globs, such as items=["params"], not {shown(items)}')

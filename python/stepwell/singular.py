@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack
 
 from . import _core, lifecycle, restoring, verifying, watching
 from .checkpoint import Checkpoint, Metadata, VerifyReport
-from .checks import instance, metadata_json, one_of, real_numbers, step_number
+from .checks import check_coordinator, instance, metadata_json, one_of, real_numbers, step_number
 from .errors import StalledError
 from .locations import Path, absolute, check_destination, check_watched, explaining
 from .options import ENGINES, Options, to_json
@@ -73,9 +73,11 @@ def save_async(
     custom_metadata: Any = None,
     exists: Literal["error", "replace"] = "error",
     snapshot: Literal["auto", "lazy", "eager"] = "auto",
+    coordinator: Any = "auto",
     options: Options | None = None,
 ) -> Save:
     """Saves ``state`` as a checkpoint at ``path``, and returns when the state may be changed again; the future says when it is committed."""
+    check_coordinator(coordinator, "saves to this path")
     one_of(exists, "exists", ("error", "replace"))
     one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
     options = Options() if options is None else options
@@ -99,11 +101,18 @@ def save(
     metrics: Mapping[str, Any] | None = None,
     custom_metadata: Any = None,
     exists: Literal["error", "replace"] = "error",
+    coordinator: Any = "auto",
     options: Options | None = None,
 ) -> None:
     """Saves ``state`` as a checkpoint at ``path``; it survives a power cut when this returns."""
     save_async(
-        path, state, metrics=metrics, custom_metadata=custom_metadata, exists=exists, options=options
+        path,
+        state,
+        metrics=metrics,
+        custom_metadata=custom_metadata,
+        exists=exists,
+        coordinator=coordinator,
+        options=options,
     ).result()
 
 

@@ -51,6 +51,14 @@ pub enum Retention {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         items: Option<Vec<String>>,
     },
+    /// The oldest step, and each that was committed at least so many seconds after the one that this rule kept before it; of them only `items`, as above.
+    KeepEverySeconds {
+        /// The interval in seconds.
+        seconds: f64,
+        /// Globs over item names; `None`: the whole step.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        items: Option<Vec<String>>,
+    },
     /// The best `n` by a metric. NaN is worst; of equals the later is better.
     KeepBest {
         /// How many.
@@ -170,7 +178,13 @@ impl Retention {
             Self::KeepEvery { steps: 0, .. } => {
                 Err(Error::Invalid("keep_every(steps=0) names no step; pass at least 1".to_owned()))
             }
-            Self::KeepEvery { items: Some(globs), .. } => {
+            Self::KeepEverySeconds { seconds, .. } if !(seconds.is_finite() && *seconds > 0.0) => {
+                Err(Error::Invalid(format!(
+                    "keep_every(seconds={seconds}) is no interval; pass a finite number of seconds, more than 0"
+                )))
+            }
+            Self::KeepEvery { items: Some(globs), .. }
+            | Self::KeepEverySeconds { items: Some(globs), .. } => {
                 if globs.is_empty() {
                     return Err(Error::Invalid(
                         "keep_every(items=[]) would keep steps without anything in them; leave items out to keep them whole"
@@ -231,28 +245,12 @@ impl Retention {
                 }
             }
             Self::KeepEvery { steps, items } => {
-                let matcher = items.as_deref().map(matcher).transpose()?;
-                for candidate in sorted.iter().filter(|c| c.step.checked_rem(*steps) == Some(0)) {
-                    let rule = match items {
-                        None => format!("keep_every(steps={steps})"),
-                        Some(globs) => format!("keep_every(steps={steps}, items={globs:?})"),
-                    };
-                    let Some(globs) = &matcher else {
-                        keep(votes, candidate.step, Items::All, rule);
-                        continue;
-                    };
-                    let kept: BTreeSet<String> =
-                        candidate.items.iter().filter(|item| globs.is_match(item)).cloned().collect();
-                    if kept.is_empty() {
-                        // A rule that says "keep a part" never means "delete it all": more likely the glob is mistyped, or the state's items have other names.
-                        let have = candidate.items.join(", ");
-                        let reason =
-                            format!("{rule}: none of its items ({have}) matches, so it is kept whole");
-                        keep(votes, candidate.step, Items::All, reason);
-                    } else {
-                        keep(votes, candidate.step, Items::Only(kept), rule);
-                    }
-                }
+                let of = sorted.iter().filter(|c| c.step.checked_rem(*steps) == Some(0));
+                keep_items(votes, of.copied(), items.as_deref(), &format!("steps={steps}"))?;
+            }
+            Self::KeepEverySeconds { seconds, items } => {
+                let of = apart(sorted, *seconds);
+                keep_items(votes, of.into_iter(), items.as_deref(), &format!("seconds={seconds}"))?;
             }
             Self::KeepBest { n, metric, mode } => {
                 for candidate in rank::ranked(sorted, metric, *mode).into_iter().take(count(*n)) {
@@ -287,6 +285,53 @@ impl Retention {
         }
         Ok(())
     }
+}
+
+/// The oldest step, and each that was committed at least so many seconds after the one that was taken before it. What is taken stays taken when the others
+/// are gone.
+fn apart<'a>(sorted: &[&'a Candidate], seconds: f64) -> Vec<&'a Candidate> {
+    let mut taken: Vec<&Candidate> = Vec::new();
+    for &candidate in sorted {
+        #[expect(clippy::cast_precision_loss, reason = "a microsecond more or less is no interval")]
+        let is_due = taken.last().is_none_or(|last| {
+            candidate.committed_unix_ns.saturating_sub(last.committed_unix_ns) as f64 / 1e9 >= seconds
+        });
+        if is_due {
+            taken.push(candidate);
+        }
+    }
+    taken
+}
+
+/// Keeps steps whole, or the items of them that a glob matches.
+fn keep_items<'a>(
+    votes: &mut BTreeMap<u64, Vec<Vote>>,
+    steps: impl Iterator<Item = &'a Candidate>,
+    items: Option<&[String]>,
+    interval: &str,
+) -> Result<()> {
+    let matcher = items.map(matcher).transpose()?;
+    for candidate in steps {
+        let rule = match items {
+            None => format!("keep_every({interval})"),
+            Some(globs) => format!("keep_every({interval}, items={globs:?})"),
+        };
+        let Some(globs) = &matcher else {
+            keep(votes, candidate.step, Items::All, rule);
+            continue;
+        };
+        let kept: BTreeSet<String> =
+            candidate.items.iter().filter(|item| globs.is_match(item)).cloned().collect();
+        if kept.is_empty() {
+            // A rule that says "keep a part" never means "delete it all": more likely the glob is mistyped, or the state's items have other names.
+            let have = candidate.items.join(", ");
+            let reason = format!("{rule}: none of its items ({have}) matches, so it is kept whole");
+            keep(votes, candidate.step, Items::All, reason);
+        } else {
+            keep(votes, candidate.step, Items::Only(kept), rule);
+        }
+    }
+    Ok(())
 }
 
 fn keep(votes: &mut BTreeMap<u64, Vec<Vote>>, step: u64, items: Items, reason: String) {

@@ -73,6 +73,25 @@ fn the_newest_is_never_evicted_by_a_metric() {
 }
 
 #[test]
+fn an_interval_of_time_is_counted_from_what_it_kept_before_and_stays_so() {
+    let hours = |hour: u64| i64::try_from(hour).unwrap() * 3600 * 1_000_000_000;
+    let rule = Retention::KeepEverySeconds { seconds: 5.0 * 3600.0, items: None };
+    let mut there: Vec<Candidate> = Vec::new();
+    // One step an hour; after each the rule is applied.
+    for step in 0..=19 {
+        let mut all = steps([step]);
+        all[0].committed_unix_ns = hours(step);
+        there.append(&mut all);
+        let kept = kept(&rule, &there);
+        there.retain(|candidate| kept.contains(&candidate.step));
+    }
+    let left: Vec<u64> = there.iter().map(|candidate| candidate.step).collect();
+    assert_eq!(left, [0, 5, 10, 15, 19]);
+    assert!(Retention::KeepEverySeconds { seconds: 0.0, items: None }.check().is_err());
+    assert!(Retention::KeepEverySeconds { seconds: f64::NAN, items: None }.check().is_err());
+}
+
+#[test]
 fn thinning_keeps_the_named_items_of_old_steps_and_all_of_the_new() {
     let retention = Retention::keep_latest(1) | Retention::keep_every_items(10, ["params"]);
     let plan = retention.plan(&steps([0, 5, 10, 20]), 0).unwrap();
