@@ -93,6 +93,21 @@ def test_any_sharding_is_restored_onto_any_other(root: Path, stored: str, wanted
     assert not live.any(), "an array of JAX is never changed"
 
 
+def test_shards_that_cannot_be_held_are_copied(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepwell.adapters import jax as adapter
+
+    values = jnp.arange(16, dtype=jnp.int4).reshape(8, 2)
+    sw.save(root / "packed", {"w": jax.device_put(values, sharding((4,), "x"))})
+    assert equal(sw.restore(root / "packed", to="jax")["w"], values)
+    # As where the devices are no processors of this host.
+    monkeypatch.setattr(adapter, "_can_be_held", lambda array: False)
+    floats = jnp.arange(32.0).reshape(8, 4)
+    with sw.CheckpointManager(root / "device") as mgr:
+        save = mgr.save(0, {"w": jax.device_put(floats, sharding((4,), "x"))})
+        save.result()
+        assert equal(mgr.restore(to="jax")["w"], floats)
+
+
 def test_dimensions_that_do_not_divide_are_sharded_as_jax_does_it(root: Path) -> None:
     values = jnp.arange(40.0).reshape(8, 5)
     sw.save(root, {"w": jax.device_put(values, sharding((8,), "x"))})

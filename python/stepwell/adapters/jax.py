@@ -87,14 +87,20 @@ def _array(array: Any) -> Any:
     # The first replica of each shard: every byte once.
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     name = array.dtype.name
-    if shards and _can_be_held(shards[0].data):
-        parts = [(_box(shard.index, array.shape)[0], shard.data) for shard in shards]
+    # What cannot be held is copied: what lies on a device, and packed elements (int4), which have no memory that could be shared.
+    held = bool(shards) and _can_be_held(shards[0].data)
+    if held or len(shards) > 1:
+        parts = [
+            (_box(shard.index, array.shape)[0], shard.data if held else np.asarray(shard.data))
+            for shard in shards
+        ]
         return ("sharded", name, list(array.shape), parts, "jax")
-    # Packed elements (int4) have no memory that could be shared.
     return ("copied", np.asarray(array), None, "jax")
 
 
 def _can_be_held(array: Any) -> bool:
+    if any(device.platform != "cpu" for device in array.devices()):
+        return False
     try:
         memoryview(array)
     except (BufferError, TypeError):
