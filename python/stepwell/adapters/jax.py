@@ -354,7 +354,9 @@ def revive(name: str, parts: Any) -> Any:
 def remake(name: str, children: dict[Any, Any]) -> Any:
     """A typed PRNG key; other nodes come back as dicts, since a file names no class that would be imported."""
     if name == KEY and set(children) == {"impl", "data"}:
-        return jax.random.wrap_key_data(jax.numpy.asarray(children["data"]), impl=str(children["impl"]))
+        return jax.random.wrap_key_data(
+            jax.numpy.asarray(np.asarray(children["data"])), impl=str(children["impl"])
+        )
     return children
 
 
