@@ -10,7 +10,7 @@ from lab import Lab, output, unmount
 
 #: How each file system is made, and the smallest size at which it can be.
 KINDS = {
-    "ext4": ("64M", ["mkfs.ext4", "-q", "-F"]),
+    "ext4": ("64M", ["mkfs.ext4", "-q", "-F", "-m", "0"]),
     "xfs": ("320M", ["mkfs.xfs", "-q", "-f"]),
     "btrfs": ("128M", ["mkfs.btrfs", "-q", "-f"]),
 }

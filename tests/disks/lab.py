@@ -56,8 +56,15 @@ def run(
     stdin: str | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float = PATIENCE,
+    before: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; one that has not ended by its deadline is killed, and raises."""
+    """Runs a command to its end; one that has not ended by its deadline is killed, and raises. ``before`` is done in the process, before the command begins."""
+
+    def prepare() -> None:
+        die_with_parent()
+        if before is not None:
+            before()
+
     return subprocess.run(
         [str(word) for word in command],
         input=stdin,
@@ -68,7 +75,7 @@ def run(
         timeout=timeout,
         check=False,
         env={**os.environ, "PATH": PATH, **(env or {})},
-        preexec_fn=die_with_parent,
+        preexec_fn=prepare,
     )
 
 

@@ -6,6 +6,7 @@ The check is itself checked: a writer that forgets some of its fsyncs must be no
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,14 +18,17 @@ from conftest import need, need_nothing_of
 from lab import CHRONICLER, LONG, Lab
 from verdicts import Tally, judge_image
 
-OPERATIONS = 60 if LONG else 12
+OPERATIONS = 40 if LONG else 12
 #: Prefixes, and choices of writes, that are looked at between two flushes.
 BETWEEN, CHOSEN = (4, 6) if LONG else (1, 1)
 #: How many states a mutant may take to be noticed.
 MOST_FOR_MUTANTS = 400
+MOST = 1500
 
 
-def recorded(lab: Lab, kind: str, **variables: object) -> tuple[Log, Path, str]:
+def recorded(
+    lab: Lab, kind: str, memory: str = "256M", patience: float = 300, **variables: object
+) -> tuple[Log, Path, str]:
     """Runs a writer on a logged disk: the log, the disk as it was before, and the journal."""
     disk = images.make(lab.at / "disk.img", kind)
     before = images.copy(disk, lab.at / "before.img")
@@ -34,7 +38,9 @@ def recorded(lab: Lab, kind: str, **variables: object) -> tuple[Log, Path, str]:
     with log.open("r+b") as file:
         file.truncate(2 << 30)
     variables = {"WRITER": "chronicler", "CHRONICLER": CHRONICLER, "SEED": 7, **variables}
-    journal = uml.Guest(lab, "log_writes.sh", [disk, log], KIND=kind, **variables).finish(300)
+    journal = uml.Guest(lab, "log_writes.sh", [disk, log], memory=memory, KIND=kind, **variables).finish(
+        patience
+    )
     return Log(log), before, journal
 
 
@@ -57,9 +63,12 @@ def judged(lab: Lab, kind: str, options: str = "", until_unsound: bool = False) 
     log, before, journal = recorded(lab, kind, OPTIONS=f"operations={OPERATIONS},{options}".strip(","))
     lines = journal.splitlines(keepends=True)
     assert "error" not in journal.replace("error none", ""), journal
-    states = log.states(BETWEEN, CHOSEN, seed=11)
+    everything = log.states(BETWEEN, CHOSEN, seed=11)
     if until_unsound:
-        states = states[:MOST_FOR_MUTANTS]
+        states = everything[:MOST_FOR_MUTANTS]
+    else:
+        drawn = sorted(random.Random(13).sample(range(len(everything)), min(MOST, len(everything))))
+        states = [everything[number] for number in drawn]
     tally = Tally()
     for state, image in images_of(lab, log, before, states):
         said = "".join(lines[: state.lines])
@@ -67,7 +76,7 @@ def judged(lab: Lab, kind: str, options: str = "", until_unsound: bool = False) 
         if until_unsound and tally.unsound:
             break
     print(
-        f"\n{kind} {options}: {journal.count('committed ')} acknowledged saves, a log of {log.last - log.first} entries; {tally}"
+        f"\n{kind} {options}: {journal.count('committed ')} acknowledged saves, a log of {log.last - log.first} entries; of {len(everything)} states {tally}"
     )
     return tally
 

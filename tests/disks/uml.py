@@ -31,7 +31,15 @@ def missing(*modules: str) -> str | None:
 class Guest:
     """A running kernel. ``script`` is its init, of ``guests/``; ``variables`` are in its environment."""
 
-    def __init__(self, lab: Lab, script: str, disks: list[Path], name: str = "guest", **variables: object):
+    def __init__(
+        self,
+        lab: Lab,
+        script: str,
+        disks: list[Path],
+        name: str = "guest",
+        memory: str = "256M",
+        **variables: object,
+    ):
         self.name = name
         self.serial = lab.at / f"{name}.serial"
         self.console = lab.at / f"{name}.console"
@@ -41,7 +49,7 @@ class Guest:
         environment = [f"{key}={value}" for key, value in variables.items()]
         # In a namespace of process ids of its own: whatever ends the first of them ends all, the guest's processes too.
         command = [
-            "unshare", "--pid", "--fork", "--kill-child=KILL", KERNEL, "mem=256M", "rootfstype=hostfs", "rootflags=/", "ro", "quiet", "con=null", "ssl=null",
+            "unshare", "--pid", "--fork", "--kill-child=KILL", KERNEL, f"mem={memory}", "rootfstype=hostfs", "rootflags=/", "ro", "quiet", "con=null", "ssl=null",
             "con0=null,fd:2", "ssl0=null,fd:1", f"init={GUESTS / script}", *ubd, *environment,
         ]  # fmt: skip
         # The kernel keeps its memory in a file there.

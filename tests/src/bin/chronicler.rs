@@ -4,15 +4,20 @@
 //! [`stepwell_tests::real::history`]. `device` is a `log-writes` target that gets a mark for each line.
 //!
 //! `chronicler judge ROOT` reads the journals of all processes that lived there from standard input, and says `sound STEPS SET_ASIDE` or `unsound WHY`.
+//!
+//! `chronicler repeat ROOT` makes saves that give the same bytes on every run, and says `engine NAME direct=… registered=…`, then `saved` or `error KIND ERRNO WORDS`.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
-use stepwell_tests::real::aftermath;
+use stepwell_core::io::{Engine, open_disk};
+use stepwell_manager::Error;
 use stepwell_tests::real::history::{History, Journal};
+use stepwell_tests::real::{aftermath, repeatable};
 
-const USAGE: &str = "usage: chronicler live ROOT NAME SEED [operations=N] [forget=files|directories|root] [device=NAME] | chronicler judge ROOT";
+const USAGE: &str = "usage: chronicler live ROOT NAME SEED [operations=N] [forget=files|directories|root] [device=NAME] | chronicler judge ROOT | chronicler repeat ROOT";
 
 fn live(arguments: &[String]) -> Result<(), String> {
     let [root, name, seed, options @ ..] = arguments else { return Err(USAGE.to_owned()) };
@@ -44,12 +49,33 @@ fn judge(root: &str) -> Result<bool, String> {
     }
 }
 
+fn repeat(root: &str) {
+    let root = Path::new(root);
+    let opened = open_disk(root, Engine::Auto).map_err(|error| Arc::new(Error::from(error)));
+    let saved = opened.and_then(|disk| {
+        let choice = disk.choice();
+        println!("engine {} direct={} registered={}", choice.engine, choice.direct, choice.registered);
+        repeatable::save(root, disk, &repeatable::options())
+    });
+    match saved {
+        Ok(()) => println!("saved"),
+        Err(error) => {
+            let errno = error.errno().map_or_else(|| "none".to_owned(), |errno| errno.to_string());
+            println!("error {} {errno} {}", error.kind(), error.to_string().replace('\n', " "));
+        }
+    }
+}
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let done = match words[..] {
         ["live", ..] => live(&arguments[1..]).map(|()| true),
         ["judge", root] => judge(root),
+        ["repeat", root] => {
+            repeat(root);
+            Ok(true)
+        }
         _ => Err(USAGE.to_owned()),
     };
     match done {

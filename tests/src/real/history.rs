@@ -100,14 +100,12 @@ pub struct History {
     journal: Journal,
     /// Steps that were said to be there, and not to be gone.
     known: BTreeSet<u64>,
-    /// Of those, the ones that are not listed any more.
-    away: BTreeSet<u64>,
 }
 
 impl History {
     /// A history that has not begun. `name` tells the attempts of this process from those of others.
     pub fn new(root: PathBuf, name: String, seed: u64, forgets: Option<Forgets>, journal: Journal) -> Self {
-        Self { root, name, seed, forgets, journal, known: BTreeSet::new(), away: BTreeSet::new() }
+        Self { root, name, seed, forgets, journal, known: BTreeSet::new() }
     }
 
     /// Opens the root, does so many things (`None`: until the power goes), and closes it. What fails is written down and gone on from; an `Err` is one of the test.
@@ -163,15 +161,7 @@ impl History {
     }
 
     fn act(&mut self, manager: &Manager, number: u64) -> Result<(), String> {
-        let steps: Vec<u64> = self.seen(manager)?.into_keys().collect();
-        // Retention has taken them, once another was there; that other one may be the next that it takes.
-        let (here, away): (BTreeSet<u64>, BTreeSet<u64>) =
-            self.known.iter().copied().partition(|step| steps.contains(step));
-        self.known = here;
-        for step in away {
-            self.away.insert(step);
-            self.journal.say(&format!("may go {step}"))?;
-        }
+        let steps: Vec<u64> = self.note_away(manager)?.into_iter().collect();
         let kind = self.drawn(number, 0, 20);
         let Some((&newest, older)) = steps.split_last() else { return self.save(manager, number, 1, 1) };
         match kind {
@@ -300,22 +290,22 @@ impl History {
         }
     }
 
-    /// Waits for retention and writes down what it took: a step may be away *once* another is there, and that other one may be taken away next.
+    /// Writes down what retention has taken, and gives the steps that are listed. A step may be away *once* another is there, and that other one may be the next to go.
+    ///
+    /// It *may* be away, no more: retention whose fsync has failed has deleted nothing, and a power cut may bring such a step back, whole.
+    fn note_away(&mut self, manager: &Manager) -> Result<BTreeSet<u64>, String> {
+        let steps: BTreeSet<u64> = self.seen(manager)?.into_keys().collect();
+        let away: Vec<u64> = self.known.difference(&steps).copied().collect();
+        self.known.retain(|step| steps.contains(step));
+        away.into_iter().try_for_each(|step| self.journal.say(&format!("may go {step}")))?;
+        Ok(steps)
+    }
+
+    /// Waits for retention: what is asked for next takes steps away too.
     fn settle(&mut self, manager: &Manager) -> Result<(), String> {
-        let applied = manager.apply_retention();
-        let there = self.seen(manager)?;
-        let verb = match applied {
-            Ok(_) => "gone",
-            Err(error) => {
-                self.journal.failed("retention", &error)?;
-                "may go"
-            }
-        };
-        let away = std::mem::take(&mut self.away);
-        for &step in away.union(&self.known).filter(|step| !there.contains_key(step)) {
-            self.journal.say(&format!("{verb} {step}"))?;
+        if let Err(error) = manager.apply_retention() {
+            self.journal.failed("retention", &error)?;
         }
-        self.known.retain(|step| there.contains_key(step));
-        Ok(())
+        self.note_away(manager).map(drop)
     }
 }
