@@ -42,7 +42,7 @@ demo: build ## train, save, kill -9 in the middle of a save, resume, compare
 	$(BIN)/python tests/demo/kill_and_resume.py
 
 .PHONY: test
-test: lint test-rust test-python ## everything that must hold before a change lands
+test: lint test-rust test-python test-disks ## everything that must hold before a change lands
 
 .PHONY: lint
 lint: $(VENV)/.tools ## formatting and lints
@@ -61,10 +61,17 @@ test-python: build ## the Python tests
 	$(BIN)/python -m mypy.stubtest stepwell._core --mypy-config-file python/pyproject.toml
 	$(BIN)/python -m pytest -rs tests/python
 
+.PHONY: test-disks
+test-disks: $(VENV)/.tools ## power cuts, crash states and full disks on real file systems (about 4 minutes; what is missing here is said)
+	cargo build --release --quiet -p stepwell-tests --bins
+	$(BIN)/python -m pytest -rs tests/disks
+
 .PHONY: test-long
 test-long: build ## hours: longer sweeps of the same proofs, and the licences of all dependencies
 	STEPWELL_LONG=1 cargo test --workspace --release
 	STEPWELL_LONG=1 $(BIN)/python -m pytest tests/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/disks/requirements.txt
+	STEPWELL_LONG=1 $(MAKE) test-disks
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
 	cargo deny check
 
