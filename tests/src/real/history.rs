@@ -133,7 +133,13 @@ impl History {
         if let Some((id, epoch)) = opened(&self.root) {
             self.journal.say(&format!("opened {id} {epoch}"))?;
         }
-        for (step, tag) in self.seen(manager)? {
+        let seen = self.seen(manager)?;
+        // What is not there below them was taken away by a process that had no time to say so; that it was no loss has been judged before this one began.
+        let newest = seen.keys().next_back().copied().unwrap_or(0);
+        for step in (1..newest).filter(|step| !seen.contains_key(step)) {
+            self.journal.say(&format!("may go {step}"))?;
+        }
+        for (step, tag) in seen {
             self.known.insert(step);
             self.journal.say(&format!("seen {step} {tag}"))?;
         }
