@@ -16,12 +16,12 @@ KINDS = {
 }
 
 
-def make(image: Path, kind: str, size: str | None = None) -> Path:
+def make(image: Path, kind: str, size: str | None = None, *options: str) -> Path:
     """A new file system in a sparse file."""
     smallest, command = KINDS[kind]
     image.unlink(missing_ok=True)
     output("truncate", "-s", size or smallest, image)
-    output(*command, image)
+    output(*command, *options, image)
     return image
 
 

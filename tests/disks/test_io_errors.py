@@ -33,7 +33,7 @@ def test_a_disk_that_fails_loses_no_committed_step_and_the_failure_is_told(
 ) -> None:
     need_nothing_of(faulty.missing())
     tally, failures, reached, recovered = Tally(), list[Failure](), 0, 0
-    template = images.make(lab.at / "template.img", "ext4")
+    template = images.make(lab.at / "template.img", "ext4", None, "-b", "4096")
     with images.mounted(lab, template, "ext4") as at:
         before = live(at / "run", 1, 3, name="before")
         assert not before.failures
@@ -41,7 +41,7 @@ def test_a_disk_that_fails_loses_no_committed_step_and_the_failure_is_told(
     drawn = random.Random(f"{engine} {order}")
     for number in sorted(drawn.sample(range(1, most), min(CASES, most - 1))):
         disk = faulty.FaultyDisk(lab, images.copy(template, lab.at / "disk.img"))
-        at = lab.mount(disk.device, "failing", "ext4")
+        at = disk.mount()
         disk.order(f"{order} {number}")
         lived = live(at / "run", number, OPERATIONS, engine=engine)
         disk.order("well")
@@ -54,7 +54,7 @@ def test_a_disk_that_fails_loses_no_committed_step_and_the_failure_is_told(
             failures += lived.failures
             told = lived.journal.find("\nerror save")
             recovered += told >= 0 and "\ncommitted " in lived.journal[told:]
-        at = lab.mount(disk.device, "failing", "ext4")
+        at = disk.mount()
         tally.add(where, judge(at / "run", before.journal + lived.journal, engine))
         unmount(at)
         disk.close()
