@@ -43,7 +43,7 @@ def test_how_many_states_lose_a_step_that_orbax_calls_finished(lab: Lab, kind: s
         pytest.skip("STEPWELL_LONG=1 runs it")
     if importlib.util.find_spec("orbax") is None:
         pytest.skip("orbax-checkpoint is not installed")
-    check_ready(kind)
+    check_ready(lab, kind)
     log, before, journal = recorded(
         lab, kind, WRITER="orbax", PYTHON=sys.executable, STEPS=STEPS, memory="1500M", patience=500
     )

@@ -48,7 +48,7 @@ def test_after_a_power_cut_every_committed_step_is_there_and_every_listed_one_is
     lab: Lab, kind: str
 ) -> None:
     need(f"mkfs.{kind}")
-    need_nothing_of(uml.missing())
+    need_nothing_of(uml.unusable(lab))
     tally, acknowledged = cuts(lab, kind, CUTS)
     print(f"\n{kind}: {CUTS} power cuts, {acknowledged} acknowledged saves: {tally}")
     tally.assert_sound()
@@ -57,7 +57,7 @@ def test_after_a_power_cut_every_committed_step_is_there_and_every_listed_one_is
 
 def test_power_cuts_notice_a_writer_that_forgets_to_sync_its_files(lab: Lab) -> None:
     need("mkfs.ext4")
-    need_nothing_of(uml.missing())
+    need_nothing_of(uml.unusable(lab))
     tally, acknowledged = cuts(lab, "ext4", FORGETFUL_CUTS, "forget=files")
     print(f"\next4, no fsync of files: {acknowledged} acknowledged saves: {tally}")
     assert tally.unsound, "no cut noticed it: these cuts prove nothing"

@@ -18,8 +18,28 @@ KERNEL = "linux.uml"
 MODULES = Path("/usr/lib/uml/modules")
 
 
+#: What a first guest has shown, once for all tests.
+_tried: list[str | None] = []
+
+
+def unusable(lab: Lab, *modules: str) -> str | None:
+    """Why there can be no guest here: something is not installed, or a guest that does nothing does not come to its end."""
+    reason = missing(*modules)
+    if reason is not None:
+        return reason
+    if not _tried:
+        guest = Guest(lab, "hello.sh", [], name="hello")
+        try:
+            guest.finish(60)
+            _tried.append(None)
+        except (RuntimeError, TimeoutError) as failure:
+            guest.cut()
+            _tried.append(f"user-mode Linux does not run here: {' '.join(str(failure).split())}")
+    return _tried[0]
+
+
 def missing(*modules: str) -> str | None:
-    """Why there can be no guest here."""
+    """What is not installed."""
     if which(KERNEL) is None:
         return f"{KERNEL} is not installed (on Debian: apt install user-mode-linux)"
     for module in modules:
