@@ -42,7 +42,7 @@ demo: build ## train, save, kill -9 in the middle of a save, resume, compare
 	$(BIN)/python tests/demo/kill_and_resume.py
 
 .PHONY: test
-test: lint test-rust test-interleavings test-python fuzz ## everything that must hold before a change lands
+test: lint test-rust test-interleavings test-python test-disks fuzz ## everything that must hold before a change lands
 
 .PHONY: lint
 lint: $(VENV)/.tools ## formatting and lints
@@ -84,6 +84,11 @@ test-python: build ## the Python tests
 	$(BIN)/python -m pytest -rs tests/python
 	$(BIN)/python -m pytest -rs tests/frameworks
 
+.PHONY: test-disks
+test-disks: $(VENV)/.tools ## power cuts, crash states and full disks on real file systems (about 4 minutes; what is missing here is said)
+	cargo build --release --quiet -p stepwell-tests --bins
+	$(BIN)/python -m pytest -rs tests/disks
+
 .PHONY: test-long
 test-long: build ## hours: longer sweeps of the same proofs, and the licences of all dependencies
 	STEPWELL_LONG=1 cargo test --workspace --release
@@ -95,6 +100,8 @@ test-long: build ## hours: longer sweeps of the same proofs, and the licences of
 	$(MAKE) fuzz SECONDS=1800
 	cargo clippy --quiet -p stepwell-core -p stepwell-manager --features stepwell-core/interleavings,stepwell-core/test-support,stepwell-manager/interleavings --all-targets -- -D warnings
 	cargo clippy --quiet --manifest-path tests/fuzz/Cargo.toml -- -D warnings
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/disks/requirements.txt
+	STEPWELL_LONG=1 $(MAKE) test-disks
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
 	cargo deny check
 

@@ -97,14 +97,20 @@ pub fn remove(
         }
         Err(error) => return Err(error),
     };
-    let _lock = match dir.try_lock(LEASE, LockKind::Exclusive, false) {
+    let lock = match dir.try_lock(LEASE, LockKind::Exclusive, false) {
         Ok(Some(lock)) => Some(lock),
         Ok(None) => return Ok(Removed::Held),
         Err(error) if error.is_without_locks() && !unprotected => return Ok(Removed::Unprotected),
         Err(error) if error.is_not_found() || error.is_without_locks() => None,
         Err(error) => return Err(error),
     };
-    Ok(if delete(root, name, go_on, 0)? { Removed::Gone } else { Removed::Stopped })
+    let mut deleted = delete(root, name, go_on, 0);
+    if deleted.as_ref().is_err_and(stepwell_core::Error::is_occupied) {
+        // A network file system keeps a file that is open under another name, and this is the lock's: it goes when the lock is let go.
+        drop(lock);
+        deleted = delete(root, name, go_on, 0);
+    }
+    Ok(if deleted? { Removed::Gone } else { Removed::Stopped })
 }
 
 /// Trash.

@@ -4,64 +4,15 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
-use stepwell_core::io::simulated::{SimDisk, mix};
+use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::io::{Dir, Disk, Engine, EntryKind, open_disk};
-use stepwell_manager::coordination::SingleProcess;
-use stepwell_manager::{Clock, Environment, Exists, Manager, Options, Outcome, Retention, Rng, SaveRequest};
-use stepwell_tests::real::look;
-use stepwell_tests::real::states;
+use stepwell_manager::Options;
+use stepwell_tests::real::{look, repeatable};
 
-/// Wall-clock time stands still; deadlines are real.
-struct Stopped(Instant);
-
-impl Clock for Stopped {
-    fn unix_ns(&self) -> i64 {
-        1_700_000_000_000_000_000
-    }
-
-    fn monotonic(&self) -> Duration {
-        self.0.elapsed()
-    }
-}
-
-/// The same ids on every run.
-#[derive(Default)]
-struct Counted(AtomicU64);
-
-impl Rng for Counted {
-    fn next_u128(&self) -> u128 {
-        let drawn = self.0.fetch_add(1, Ordering::SeqCst);
-        (u128::from(mix(drawn, 1)) << 64) | u128::from(mix(drawn, 2))
-    }
-}
-
-fn environment(disk: Arc<dyn Disk>) -> Environment {
-    Environment {
-        disk,
-        clock: Arc::new(Stopped(Instant::now())),
-        rng: Arc::new(Counted::default()),
-        coordinator: Arc::new(SingleProcess),
-        staging: None,
-    }
-}
-
-/// Three steps with metrics, one of them replaced, under retention; then everything that stands in the root, but for the writer's own epoch (it names the process).
+/// Everything that stands in the root after three steps with metrics, the last one replaced, but for the writer's own epoch (it names the process).
 fn saved(root: &Path, disk: &Arc<dyn Disk>, options: &Options) -> BTreeMap<String, Vec<u8>> {
-    let manager = Manager::open(root, options.clone(), environment(Arc::clone(disk))).unwrap();
-    for (step, exists) in [(1, Exists::Error), (2, Exists::Error), (2, Exists::Replace), (3, Exists::Error)] {
-        let metrics =
-            BTreeMap::from([("loss".to_owned(), f64::from(step as u32)), ("worst".to_owned(), f64::NAN)]);
-        let custom_metadata = serde_json::json!({"tokens": step});
-        let request =
-            SaveRequest { metrics, custom_metadata, exists, ..SaveRequest::new(step, states::state(step)) };
-        let outcome = manager.save(request).unwrap().wait(Some(Duration::from_secs(60))).unwrap();
-        assert!(matches!(outcome, Some(Outcome::Committed)), "{outcome:?}");
-    }
-    assert_eq!(manager.all_steps().unwrap(), [2, 3]);
-    manager.close(None).unwrap();
+    repeatable::save(root, Arc::clone(disk), options).unwrap();
     let mut out = BTreeMap::new();
     collect(&disk.open_dir(root).unwrap(), "", &mut out);
     out.remove(".stepwell/epoch").unwrap();
@@ -83,7 +34,7 @@ fn collect(dir: &Arc<dyn Dir>, prefix: &str, out: &mut BTreeMap<String, Vec<u8>>
 
 #[test]
 fn every_engine_writes_the_same_bytes() {
-    let small = Options { retention: Retention::KeepLatest { n: 2 }, ..look::options() };
+    let small = repeatable::options();
     let large =
         Options { block_bytes: 256 << 10, chunk_bytes: 8 << 20, min_row_bytes: 4096, ..small.clone() };
     for options in [small, large] {

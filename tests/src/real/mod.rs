@@ -8,9 +8,17 @@
 //! | `layout` | which bytes of which file are what |
 //! | `trials` | what processes save that are killed or fed errors, and what must hold afterwards |
 //! | `tracing` | running such a process under strace |
+//! | `repeatable` | saves that give the same bytes on every run |
+//! | `history` | a process that saves, replaces, rewinds and deletes until the power goes, and writes down what it was told |
+//! | `aftermath` | what must hold of its root afterwards |
+//! | `forgetful` | a disk that forgets some fsyncs: what the checks must notice |
 
+pub mod aftermath;
+pub mod forgetful;
+pub mod history;
 pub mod layout;
 pub mod look;
+pub mod repeatable;
 pub mod states;
 pub mod tracing;
 pub mod trials;

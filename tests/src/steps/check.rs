@@ -1,13 +1,13 @@
 //! Holds a crash state against what was promised.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::time::Duration;
 
 use stepwell_core::io::simulated::{Image, Node, SimDisk, content_hash, mix};
 use stepwell_manager::{Checkpoint, Manager, Options};
 
-use super::promises::{MayGo, Promise, Promises};
+use super::promises::Promises;
 use super::run::opened;
 use super::{ROOT, states, world};
 use crate::crash::Marks;
@@ -102,18 +102,12 @@ impl Checker {
     fn view(&mut self, disk: &SimDisk, manager: &Manager, promises: &Promises) -> Result<(), String> {
         let image = disk.image();
         let steps = manager.all_steps().map_err(words("listing"))?;
-        let mut seen = BTreeMap::new();
+        let mut seen = BTreeSet::new();
         for &step in &steps {
             let name = manager.step_name().format(step);
             let facts = self.facts(disk, &image, &name).map_err(|message| format!("I1: {message}"))?;
             let promise = promises.steps.get(&step).cloned().unwrap_or_default();
-            if !promise.may.contains(&facts.tag) {
-                return Err(format!(
-                    "I4, I10: step {step} is attempt {}, none of {:?}",
-                    facts.tag, promise.may
-                ));
-            }
-            whole_or_thinned(step, &facts, &promise)?;
+            promise.allows(step, &facts.tag, &facts.items)?;
             if !promise.metrics.is_empty() {
                 let metrics = manager.metrics(step).map_err(words("metrics"))?;
                 for (name, value) in &promise.metrics {
@@ -122,18 +116,9 @@ impl Checker {
                     }
                 }
             }
-            seen.insert(step, facts);
+            seen.insert(step);
         }
-        for (step, promise) in promises.steps.iter().filter(|(_, promise)| promise.must) {
-            let taken = promise.may_go.iter().any(|may_go| match may_go {
-                MayGo::Now => true,
-                MayGo::Once(other) => seen.contains_key(other),
-                MayGo::After(other) => !seen.contains_key(other),
-            });
-            if !seen.contains_key(step) && !taken {
-                return Err(format!("I2, I3, I5: committed step {step} is lost; there are {steps:?}"));
-            }
-        }
+        promises.nothing_is_lost(&seen)?;
         if let Some((id, epoch)) = &promises.opened {
             let found = opened(disk);
             if !found.as_ref().is_some_and(|(found, now)| found == id && now >= epoch) {
@@ -184,15 +169,6 @@ fn seed_for(image: &Image) -> u64 {
     let root = image.get(ROOT).and_then(|root| root.entries()).unwrap_or_default();
     let leftovers = root.iter().map(|(name, _)| name).filter(|name| name.starts_with(".t"));
     leftovers.fold(1, |seed, name| mix(seed, content_hash(name.as_bytes()))) | 1 << 40
-}
-
-fn whole_or_thinned(step: u64, facts: &Facts, promise: &Promise) -> Result<(), String> {
-    let whole = states::ITEMS.iter().all(|item| facts.items.contains(*item));
-    let thinned = facts.items.iter().eq(["params"]);
-    if (whole && !promise.thinned) || (thinned && promise.may_thin) {
-        return Ok(());
-    }
-    Err(format!("I5: step {step} has the items {:?}", facts.items))
 }
 
 /// What has a step's name and is none is somebody's: it stands under that name, or under the one that it was set aside with.

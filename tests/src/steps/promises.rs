@@ -21,6 +21,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::states;
 use crate::crash::Marks;
 
 /// What may and must be found of one step.
@@ -38,6 +39,21 @@ pub struct Promise {
     pub thinned: bool,
     /// Metrics that must be there as long as it is.
     pub metrics: BTreeMap<String, String>,
+}
+
+impl Promise {
+    /// Whether what stands there as `step` is an attempt that may be seen, whole or thinned as it may be.
+    pub fn allows(&self, step: u64, tag: &str, items: &BTreeSet<String>) -> Result<(), String> {
+        if !self.may.contains(tag) {
+            return Err(format!("I4, I10: step {step} is attempt {tag}, none of {:?}", self.may));
+        }
+        let whole = states::ITEMS.iter().all(|item| items.contains(*item));
+        let thinned = items.iter().eq(["params"]);
+        if (whole && !self.thinned) || (thinned && self.may_thin) {
+            return Ok(());
+        }
+        Err(format!("I5: step {step} has the items {items:?}"))
+    }
 }
 
 /// When a step may be away.
@@ -73,6 +89,21 @@ impl Promises {
             promises.add(&words).ok_or_else(|| format!("a mark that means nothing: {mark}"))?;
         }
         Ok(promises)
+    }
+
+    /// Whether of what must be there something is missing, where these steps are seen.
+    pub fn nothing_is_lost(&self, seen: &BTreeSet<u64>) -> Result<(), String> {
+        for (step, promise) in self.steps.iter().filter(|(_, promise)| promise.must) {
+            let taken = promise.may_go.iter().any(|may_go| match may_go {
+                MayGo::Now => true,
+                MayGo::Once(other) => seen.contains(other),
+                MayGo::After(other) => !seen.contains(other),
+            });
+            if !seen.contains(step) && !taken {
+                return Err(format!("I2, I3, I5: committed step {step} is lost; there are {seen:?}"));
+            }
+        }
+        Ok(())
     }
 
     fn add(&mut self, words: &[&str]) -> Option<()> {
