@@ -19,32 +19,32 @@ from typing import Any as _Any
 from . import errors
 from . import lifecycle as _lifecycle  # noqa: F401  (its hooks run after those of whoever imports this)
 from ._core import VERSION as __version__
+from .errors import (
+    ClosedError,
+    CoordinationTimeout,
+    CorruptCheckpoint,
+    DonatedBuffer,
+    DurabilityUncertain,
+    ForkedProcess,
+    FormatError,
+    LockedError,
+    MismatchError,
+    MisuseError,
+    NotAStep,
+    RankFailed,
+    ReadOnlyError,
+    SaveFailed,
+    StepExists,
+    StepGone,
+    StepNotFound,
+    StepOrder,
+    StepwellError,
+    StorageError,
+    UnsupportedLeaf,
+)
 
 if _TYPE_CHECKING:
     from .checkpoint import Array, Branch, Checkpoint, Damage, Metadata, VerifyReport
-    from .errors import (
-        ClosedError,
-        CoordinationTimeout,
-        CorruptCheckpoint,
-        DonatedBuffer,
-        DurabilityUncertain,
-        ForkedProcess,
-        FormatError,
-        LockedError,
-        MismatchError,
-        MisuseError,
-        NotAStep,
-        RankFailed,
-        ReadOnlyError,
-        SaveFailed,
-        StepExists,
-        StepGone,
-        StepNotFound,
-        StepOrder,
-        StepwellError,
-        StorageError,
-        UnsupportedLeaf,
-    )
     from .events import JsonLines
     from .manager import CheckpointManager
     from .options import Options, StepName
@@ -65,10 +65,9 @@ if _TYPE_CHECKING:
     from .singular import add_metrics, engine_info, metadata, open, restore, save, save_async, verify, watch
     from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
 
-#: Where the names of this package are: each module is imported when a name of it is first asked for, so that importing the package costs nearly nothing.
+#: Where the other names of this package are: each module is imported when a name of it is first asked for, so that importing the package costs nearly nothing.
 _MODULES = {
     "checkpoint": "Array Branch Checkpoint Damage Metadata VerifyReport",
-    "errors": "ClosedError CoordinationTimeout CorruptCheckpoint DonatedBuffer DurabilityUncertain ForkedProcess FormatError LockedError MismatchError MisuseError NotAStep RankFailed ReadOnlyError SaveFailed StepExists StepGone StepNotFound StepOrder StepwellError StorageError UnsupportedLeaf",
     "events": "JsonLines",
     "manager": "CheckpointManager",
     "options": "Options StepName",

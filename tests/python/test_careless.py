@@ -337,7 +337,7 @@ def test_metrics_that_are_none_are_refused(root: Path, metrics: Any) -> None:
         {"cast": "lossles"}, {"cast": 3}, {"cast": {"params/*": "flot16"}}, {"cast": {"params/*": "U3"}}, {"cast": {"params/*": None}}, {"cast": {3: "lossy"}},
         {"missing": 1}, {"missing": {"a": 1}}, {"missing": np.zeros(2)}, {"missing": ["keep"]}, {"unexpected": {"a": "ignor"}}, {"resize": 5},
         {"include": 3}, {"include": b"a"}, {"include": np.zeros(2)}, {"exclude": [None]}, {"like": {}, "rename": "x"},
-        {"like": {}, "rename": [("a",)]}, {"like": {}, "rename": {"a": 3}}, {"to": "torch"}, {"broadcast": "yes"}, {"return_report": "no"}, {"shardings": 3},
+        {"like": {}, "rename": [("a",)]}, {"like": {}, "rename": {"a": 3}}, {"to": "tensorflow"}, {"broadcast": "yes"}, {"return_report": "no"}, {"shardings": 3},
     ],
 )  # fmt: skip
 def test_keywords_of_a_restore_are_checked(path: Path, wrong: dict[str, Any]) -> None:

@@ -236,6 +236,7 @@ def test_what_may_not_be_written_is_said_with_its_path_and_older_steps_stay(
     script = """
 import logging
 root = sys.argv[1] + "/run"
+everything = [getattr(sw, name) for name in sw.__all__], sw.restore, sw.save(root + "-before", {"a": 1})
 if os.geteuid() == 0:
     os.chown(sys.argv[1], 65534, 65534)
     os.setegid(65534)
