@@ -150,9 +150,19 @@ fn only_the_commit_renames() {
         let renames = ["os.rename", "os.replace", "os.link", "shutil", ".rename("]
             .iter()
             .any(|word| code.contains(word));
-        assert!(!renames, "{place} renames: {code}");
+        // A report goes to a file of the user's, whole.
+        let may = place.starts_with("python/stepwell/cli/report.py:");
+        assert!(!renames || may, "{place} renames: {code}");
     }
 }
+
+/// What of the package opens files that are no checkpoint's: what its user asked to be written, and the locks that the command line looks at.
+const OTHER_FILES: [&str; 4] = [
+    "python/stepwell/events.py:",
+    "python/stepwell/cli/cat.py:",
+    "python/stepwell/cli/command.py:",
+    "python/stepwell/cli/leftovers.py:",
+];
 
 /// The ways to a file that there are beside [`stepwell_core::io`].
 const WAYS_TO_A_FILE: [&str; 9] = [
@@ -204,7 +214,7 @@ fn nothing_outside_core_io_opens_a_data_file() {
         let calls_open = code.match_indices("open(").any(|(at, _)| {
             let before = code[..at].chars().next_back().unwrap_or(' ');
             // Its own `open` gives a checkpoint.
-            let own = place.starts_with("python/stepwell/singular.py");
+            let own = place.starts_with("python/stepwell/singular.py") || code.contains("def open(");
             !own && !before.is_alphanumeric() && !matches!(before, '_' | '.')
         });
         let others = [
@@ -218,7 +228,8 @@ fn nothing_outside_core_io_opens_a_data_file() {
             "write_bytes(",
         ];
         let opens = calls_open || others.iter().any(|word| code.contains(word) && !code.contains("def "));
-        assert!(!opens, "{place} opens a file: {code}");
+        let may = OTHER_FILES.iter().any(|other| place.starts_with(other));
+        assert!(!opens || may, "{place} opens a file: {code}");
     }
 }
 
