@@ -145,7 +145,7 @@ class TrainState:
             self._take(state)
             return self
 
-        return Opened(children, close)
+        return Opened(children, close, adapter.unfillable(self._tensors()))
 
 
 @final
