@@ -14,7 +14,7 @@ from typing import Any, Literal, Unpack, final
 from . import _core, lifecycle, restoring, template
 from .checkpoint import Checkpoint, Metadata
 from .checks import flag, instance, metadata_json, one_of, real_numbers, step_number, text
-from .errors import ClosedError, MisuseError, StalledError
+from .errors import ClosedError, MisuseError, StalledError, StepNotFound
 from .locations import absolute, check_root, explaining
 from .options import Options, StepName, to_json
 from .pending import Save
@@ -253,7 +253,7 @@ class CheckpointManager:
         """
         checked = RestoreOptions.of(options)
         number = None if step is None else step_number(step)
-        with explaining(self._root):
+        with explaining(self._root), self._explaining_pending():
             core = self._open().checkpoint(number, checked.expected, checked.to_fill)
         with Checkpoint(core) as checkpoint:
             answer = restoring.run(checkpoint._open(), checked)
@@ -269,8 +269,20 @@ class CheckpointManager:
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
         """Opens a step (``None``: the newest) for reading, under a lease."""
-        with explaining(self._root):
+        with explaining(self._root), self._explaining_pending():
             return Checkpoint(self._open().checkpoint(None if step is None else step_number(step)))
+
+    @contextmanager
+    def _explaining_pending(self) -> Iterator[None]:
+        """Says what is being saved, where a step was not found: that is the usual reason right after a save."""
+        pending = [save.step for save in self.pending()]
+        try:
+            yield
+        except StepNotFound as error:
+            if pending:
+                steps = ", ".join(map(str, pending))
+                error.args = (f"{error}; still being saved: {steps}: wait_until_finished() first",)
+            raise
 
     def metadata(self, step: int | None = None) -> Metadata:
         """What is known of a step without reading an array."""

@@ -15,21 +15,15 @@ from .timeouts import seconds
 @final
 @dataclass(frozen=True, slots=True)
 class SaveStats:
-    """What a save did, so far. What has not happened yet is 0."""
+    """What a save did, so far. Seconds per phase, bytes."""
 
-    #: Bytes of arrays and objects in data files, and how many files those are.
     nbytes: int
     files: int
-    #: Seconds in which the state was looked at, and its place in the files chosen.
     plan_seconds: float
-    #: Seconds in which the state was copied into staging memory.
     capture_seconds: float
-    #: Seconds in which it waited for the save before it.
     queued_seconds: float
-    #: Seconds in which data was written, and then made durable.
     write_seconds: float
     sync_seconds: float
-    #: Seconds from there to the commit, and in all.
     commit_seconds: float
     total_seconds: float
 
