@@ -63,9 +63,9 @@ html_theme_options: dict[str, Any] = {
 def _docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Sections of docstrings (Args, Returns, Raises) as Sphinx has them, and the kind of each error, which is no docstring's business to repeat.
 
-    The comments of attributes are prose: as an extension, napoleon would take what stands before a colon for a type.
+    The comments of attributes and data are prose: as an extension, napoleon would take what stands before a colon for a type.
     """
-    if what != "attribute":
+    if what not in ("attribute", "data"):
         lines[:] = GoogleDocstring(lines, Config(), app, what, name, obj, options).lines()
     if what == "exception" and issubclass(obj, stepwell.StepwellError):
         lines += ["", f"``kind``: ``{obj.kind}``"]
