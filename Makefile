@@ -37,12 +37,33 @@ $(VENV)/.stepwell: $(RUST_SOURCES) python/pyproject.toml $(VENV)/.tools
 .PHONY: build
 build: $(VENV)/.stepwell ## build the Python package into .venv
 
+# Warnings are errors, also those of links between pages; links to other sites are not followed.
+.PHONY: docs
+docs: build $(VENV)/.docs-tools ## build the documentation site into target/site
+	$(BIN)/python -m sphinx -W --keep-going -q -n -j auto -d target/site-cache docs target/site
+
+$(VENV)/.docs-tools: docs/requirements.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
+# Tried where there is nothing but the wheel: no Rust, no sources, no variables of ours.
+.PHONY: wheel
+wheel: $(VENV)/.tools | tools ## build a release wheel into target/wheels, and install it into a clean environment
+	rm -rf target/wheels target/wheel-check
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin build --release --strip --quiet --out target/wheels --manifest-path python/Cargo.toml
+	$(PYTHON) -m venv target/wheel-check
+	target/wheel-check/bin/python -m pip install --quiet --disable-pip-version-check target/wheels/stepwell-*.whl
+	cd target/wheel-check && env -i PATH=/usr/bin:/bin bin/python -c 'import stepwell as sw; sw.save("try", {"x": 1}); assert sw.restore("try") == {"x": 1}; print("it works:", sw.__file__)'
+	env -i PATH=/usr/bin:/bin target/wheel-check/bin/stepwell verify target/wheel-check/try
+	rm -rf target/wheel-check
+	@ls target/wheels/*.whl
+
 .PHONY: demo
 demo: build ## train, save, kill -9 in the middle of a save, resume, compare
 	$(BIN)/python tests/demo/kill_and_resume.py
 
 .PHONY: test
-test: lint test-rust test-interleavings test-python test-disks fuzz ## everything that must hold before a change lands
+test: lint test-rust test-interleavings test-python docs test-disks fuzz ## everything that must hold before a change lands
 
 .PHONY: lint
 lint: $(VENV)/.tools ## formatting and lints

@@ -32,17 +32,25 @@ Key: TypeAlias = str | int
 class Metadata:
     """What is known of a step without reading an array."""
 
+    #: Its number.
     step: int
     #: The structure, with :class:`ArraySpec` and :class:`ObjectSpec` as leaves.
     tree: Any
     #: Names of the items: what can be restored and dropped alone.
     items: tuple[str, ...]
+    #: Metrics by name.
     metrics: dict[str, float]
+    #: The JSON that was saved with it.
     custom_metadata: Any
+    #: When its save began, in UTC.
     started: datetime.datetime
+    #: When it was committed, in UTC.
     committed: datetime.datetime
+    #: How many processes wrote it.
     world_size: int
+    #: The version of the file format.
     format_version: int
+    #: What wrote it, with its version.
     writer: str
     #: Bytes of all arrays.
     nbytes: int
@@ -55,9 +63,13 @@ class Metadata:
 class Damage:
     """Stored bytes that are not what was written."""
 
+    #: The file, relative to the step.
     file: str
+    #: The block of it, where it is one.
     block: int | None
+    #: Rendered paths of the leaves that lie there.
     leaves: tuple[str, ...]
+    #: What is wrong, in words.
     what: str
 
 
@@ -66,8 +78,10 @@ class Damage:
 class VerifyReport:
     """What a verification found."""
 
+    #: Files and bytes that were read.
     files: int
     nbytes: int
+    #: What does not hold; empty where all does.
     damages: tuple[Damage, ...]
     #: The directory that was looked at.
     path: str = ""
@@ -354,7 +368,7 @@ class Checkpoint:
 
     @spelled_out
     def restore(self, **options: Unpack[RestoreKeywords]) -> Any:
-        """Restores; see ``CheckpointManager.restore``."""
+        """Restores; see :meth:`CheckpointManager.restore`."""
         return restoring.run(self._open(), RestoreOptions.of(options))
 
     @spelled_out

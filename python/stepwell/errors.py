@@ -30,57 +30,63 @@ class StepwellError(Exception):
 
 
 class StepExists(StepwellError, FileExistsError):
-    """The step is there already; ``exists="skip"`` or ``"replace"`` say what to do then."""
+    """The step is there already, or a checkpoint at that path: pass ``exists="replace"``, or ``exists="skip"`` for a final save that may repeat."""
 
     kind = "step_exists"
 
 
 class StepNotFound(StepwellError, FileNotFoundError):
-    """There is no such committed step, or no checkpoint at that path."""
+    """There is no such committed step, or no checkpoint at that path. The message says what is there, and what to pass instead."""
 
     kind = "step_not_found"
 
 
 class StepGone(StepwellError):
-    """The step was there and was removed while it was read."""
+    """The step was there and was removed while it was read, which can be where there are no leases: restore a newer one, or give readers longer
+    (``Options.grace``)."""
 
     kind = "step_gone"
 
 
 class StepOrder(StepwellError, ValueError):
-    """The step is below the newest one; ``rewind`` is the way back."""
+    """The step is below the newest one: save a higher one, or go back with :meth:`CheckpointManager.rewind`, which keeps what it sets aside."""
 
     kind = "step_order"
 
 
 class CorruptCheckpoint(StepwellError):
-    """Stored bytes are not the bytes that were written. ``leaf``, ``file`` and ``block`` say where."""
+    """Stored bytes are not the bytes that were written. ``leaf``, ``file`` and ``block`` say where. ``sw.verify`` lists all damage; restore another step, or set
+    this one aside with :meth:`CheckpointManager.rewind`."""
 
     kind = "corrupt_checkpoint"
     block: int | None = None
 
 
 class MismatchError(StepwellError, ValueError):
-    """What is wanted and what is stored do not fit. ``report`` lists every difference."""
+    """What is wanted and what is stored do not fit. ``report`` lists every difference, and nothing was written: change what is wanted, or allow the difference
+    with ``missing``, ``unexpected``, ``rename``, ``cast`` or ``resize``."""
 
     kind = "mismatch"
     report: Any = None
 
 
 class UnsupportedLeaf(StepwellError, TypeError):
-    """A value in the state cannot be stored. ``leaf`` says which."""
+    """A value in the state cannot be stored, or what is wanted cannot be restored into. ``leaf`` says which; the message says what to pass in its place. ``check``
+    says it at the start of a run."""
 
     kind = "unsupported_leaf"
 
 
 class SaveFailed(StepwellError, OSError):
-    """A save was not committed. ``errno`` is the system's own where there was one."""
+    """A save was not committed. ``errno`` is the system's own where there was one. Older steps are untouched, and nothing of it is left; the next save starts
+    afresh."""
 
     kind = "save_failed"
 
 
 class DurabilityUncertain(StepwellError, OSError):
-    """The step was renamed into place, but the last fsync failed: it may not survive a power cut."""
+    """The step was renamed into place, but the last fsync failed: it may not survive a power cut. Look at the disk, and save the same number again: that settles
+    it."""
 
     kind = "durability_uncertain"
 
@@ -99,67 +105,67 @@ class CoordinationTimeout(StepwellError, TimeoutError):
 
 
 class StalledError(StepwellError, TimeoutError):
-    """Nothing happened for too long; the message says what was waited for."""
+    """Nothing happened for too long (``Options.stall_timeout``); the message says what was waited for. Nothing was given up: call again to wait on."""
 
     kind = "timeout"
 
 
 class LockedError(StepwellError):
-    """Another live process writes to this root."""
+    """Another live process writes to this root: stop it, or open with ``read_only=True``. Or a step that is to go is held or read: end that first."""
 
     kind = "locked"
 
 
 class DonatedBuffer(StepwellError):
-    """An array was donated to a computation before it was captured."""
+    """An array of JAX was donated to a computation before it was captured: save what the computation returned."""
 
     kind = "donated_buffer"
 
 
 class ForkedProcess(StepwellError):
-    """A handle was used in a forked child; it belongs to the parent process."""
+    """A handle was used in a forked child; it belongs to the parent process: open it in the process that uses it."""
 
     kind = "forked_process"
 
 
 class FormatError(StepwellError):
-    """A file is not of a form that this version reads."""
+    """A file is not of a form that this version reads: damaged, somebody else's, or written by a newer version."""
 
     kind = "format"
 
 
 class NotAStep(FormatError):
-    """A directory that has a step's name and is none, or is one under a wrong name."""
+    """A directory that has a step's name and is none, or is one under a wrong name. The message says what it lacks."""
 
     kind = "not_a_step"
 
 
 class NoLocks(LockedError):
-    """The file system has no locks, so that a second writer cannot be noticed in time."""
+    """The file system has no locks, so that a second writer cannot be noticed in time: pass ``Options(take_over=True)`` if there is no other."""
 
     kind = "no_locks"
 
 
 class ClosedError(StepwellError, ValueError):
-    """The manager or checkpoint was closed."""
+    """The manager or checkpoint was closed: make a new one."""
 
     kind = "closed"
 
 
 class ReadOnlyError(StepwellError, PermissionError):
-    """A manager that was opened with ``read_only=True`` was asked to write."""
+    """A manager that was opened with ``read_only=True`` was asked to write: open one without it."""
 
     kind = "read_only"
 
 
 class StorageError(StepwellError, OSError):
-    """A file operation failed. ``errno`` and ``filename`` are the system's."""
+    """A file operation failed. ``errno`` and ``filename`` are the system's; the message says what to do where that is known."""
 
     kind = "io"
 
 
 class MisuseError(StepwellError, ValueError):
-    """A call that cannot work, whatever is on disk."""
+    """A call that cannot work, whatever is on disk: a mistyped word, number or path. The message says what it may be; nothing was written."""
 
     kind = "invalid"
 

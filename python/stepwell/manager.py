@@ -25,7 +25,7 @@ from .checks import (
     step_number,
     text,
 )
-from .errors import ClosedError, MisuseError, StalledError
+from .errors import ClosedError, MisuseError, StalledError, StepNotFound
 from .events import OnEvent, tell_restore, tell_save
 from .locations import absolute, check_root, explaining
 from .options import Options, StepName, to_json
@@ -47,6 +47,25 @@ class CheckpointManager:
 
     Defaults: every call of :meth:`save` saves, nothing is deleted. As a context manager it closes at the end of the block, which waits for
     pending saves.
+
+    Args:
+        root: the directory of the run; made where it is missing, unless ``Options(create=False)``.
+        save_policy: which calls of :meth:`save` write: :func:`every_steps` and the like.
+        retention: which steps stay: :func:`keep_latest` and the like.
+        step_name: how the directories of steps are named; default: what the root has, else ``step_00000000``.
+        staging_bytes: the memory that saves pass through, in bytes. ``"auto"``: as much as the state takes, and at most a quarter of what is free.
+        max_pending: how many saves may wait beside the one that is being written; one more :meth:`save` waits for the oldest.
+        coordinator: ``"auto"``, or ``None``: this process alone uses the manager, though it is one of several.
+        read_only: write nothing. :meth:`save` then does nothing, and says so.
+        on_save_error: ``"raise"``: a save that failed in the background is raised by the next call, and makes the process end with an error if nobody
+            looked; ``"warn"``: it is logged.
+        on_event: called with a dict for each save and restore that is over, with its phases: a function, or :class:`JsonLines`. See :mod:`stepwell.events`.
+        options: what few need.
+
+    Raises:
+        LockedError: another live process writes to this root.
+        StorageError: the root cannot be made or opened.
+        MisuseError: an argument cannot be meant like that; or this is one of several processes, which cannot save together yet.
     """
 
     def __init__(
@@ -121,13 +140,29 @@ class CheckpointManager:
     ) -> Save:
         """Saves ``state`` as ``step`` if the policy says so (``force``: in any case), and returns when the state may be changed again.
 
-        ``state`` may be a callable: it runs only if the policy says yes. A save that is refused by the policy is falsy and has a ``reason``.
-        ``snapshot`` says when its arrays are copied: ``"auto"``: before this returns, but for those that nobody can change (JAX), which are held and copied behind;
-        ``"lazy"``: all of them behind (you change them inside :meth:`update_guard` only, or after ``save.wait_captured()``); ``"eager"``: all of them before
-        this returns, so that a donated array needs no second buffer.
-        ``exists`` says what happens if the step is there already; with ``"skip"`` and a step that is still being saved, that save comes back.
-        With ``read_only=True`` every save is falsy, and one that is forced raises.
-        Whatever is wrong with the state raises here, by leaf path, and leaves nothing.
+        Whatever is wrong with the state raises here, by leaf path, and leaves nothing. What goes wrong later is raised by the result.
+
+        Args:
+            step: its number, from 0 on, and not below the newest one.
+            state: the state, or a callable that gives it, which runs only if the policy says yes.
+            metrics: real numbers by name, which retention ranks by.
+            custom_metadata: JSON that belongs to the step.
+            force: skip the policy (and nothing else).
+            exists: what happens if the step is there already: ``"error"``; ``"skip"`` (a step that is still being saved: that save comes back); ``"replace"``
+                (the new one is written first).
+            snapshot: when arrays are copied. ``"auto"``: before this returns, but for those that nobody can change (JAX), which are held and copied behind;
+                ``"lazy"``: all of them behind (you change them inside :meth:`update_guard` only, or after ``save.wait_captured()``); ``"eager"``: all of them
+                before this returns, so that a donated array needs no second buffer.
+
+        Returns:
+            A future of the save. One that the policy refused is falsy and has a ``reason``; so is every one of a manager with ``read_only=True``.
+
+        Raises:
+            UnsupportedLeaf: a value of the state cannot be stored.
+            StepExists: the step is there already.
+            StepOrder: the step is below the newest one.
+            DonatedBuffer: an array of JAX is no more what it was.
+            SaveFailed: a save before this one failed, and nobody had asked. This one was not begun; the next one is.
         """
         core = self._open()
         begun = time.perf_counter()
@@ -183,7 +218,7 @@ class CheckpointManager:
         return bool(self._open().should_save(number, self._answers(number)))
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether this job is to be preempted: save and leave."""
+        """Whether this job is to be preempted, so that the loop should leave: a signal came before the policy was asked about ``step``, which is saved then."""
         return bool(self._open().reached_preemption(step_number(step)))
 
     def _preempt(self) -> bool:
@@ -195,13 +230,13 @@ class CheckpointManager:
 
     @contextmanager
     def update_guard(self) -> Iterator[None]:
-        """Around the update of the state: waits for what was left to lazy capture."""
+        """Around the update of the state: waits for what was left to lazy capture (``snapshot="lazy"``). Costs nothing where nothing was."""
         self._wait_captured()
         yield
 
     def attach(self, optimizer: Any) -> Attached:
         """Has an optimizer of torch (or those of a :class:`stepwell.torch.TrainState`) wait, before each ``step()``, for what was left to lazy capture, as
-        :meth:`update_guard` does. Returns what :meth:`Attached.remove` ends."""
+        :meth:`update_guard` does. Returns what :meth:`stepwell.manager.Attached.remove` ends."""
         from .torch import optimizers_of
 
         self._open()
@@ -228,12 +263,18 @@ class CheckpointManager:
         """Restores a step (``None``: the newest committed one).
 
         ``like`` says what is wanted and is never changed; ``into`` is filled where it can be and returned with new values where not; neither: everything, as
-        it is stored. All differences are reported at once, before anything is written. Never returns memory that was not filled.
+        it is stored. All differences are reported at once, before anything is written. Never returns memory that was not filled. The keywords are those of
+        :class:`~stepwell.restore_options.RestoreKeywords`.
+
+        Raises:
+            StepNotFound: there is no such committed step, or none at all.
+            MismatchError: what is wanted is not what is stored; nothing was written.
+            CorruptCheckpoint: a stored block is not what was written; ``overwritten`` lists what ``into`` had got by then.
         """
         checked = RestoreOptions.of(options)
         number = None if step is None else step_number(step)
         begun = time.perf_counter()
-        with explaining(self._root):
+        with explaining(self._root), self._explaining_pending():
             core = self._open().checkpoint(number, checked.expected, checked.to_fill)
         with Checkpoint(core) as checkpoint:
             opened = time.perf_counter()
@@ -254,8 +295,20 @@ class CheckpointManager:
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
         """Opens a step (``None``: the newest) for reading, under a lease."""
-        with explaining(self._root):
+        with explaining(self._root), self._explaining_pending():
             return Checkpoint(self._open().checkpoint(None if step is None else step_number(step)))
+
+    @contextmanager
+    def _explaining_pending(self) -> Iterator[None]:
+        """Says what is being saved, where a step was not found: that is the usual reason right after a save."""
+        pending = [save.step for save in self.pending()]
+        try:
+            yield
+        except StepNotFound as error:
+            if pending:
+                steps = ", ".join(map(str, pending))
+                error.args = (f"{error}; still being saved: {steps}: wait_until_finished() first",)
+            raise
 
     def metadata(self, step: int | None = None) -> Metadata:
         """What is known of a step without reading an array."""
@@ -317,12 +370,12 @@ class CheckpointManager:
 
     @property
     def root_metadata(self) -> Any:
-        """The JSON that belongs to the root."""
+        """The JSON that belongs to the root (``Options.root_metadata`` of its first writer), or ``None``."""
         text: str | None = self._open().root_metadata()
         return None if text is None else json.loads(text)
 
     def delete(self, step: int) -> None:
-        """Deletes a step."""
+        """Deletes a step. Raises :class:`LockedError` as long as somebody holds or reads it."""
         self._open().delete(step_number(step))
 
     @contextmanager

@@ -43,8 +43,9 @@ class ItemPlan:
 class RestorePlan:
     """What a restore would do. ``str()`` of it is for people."""
 
-    #: The checkpoint, and its step.
+    #: The checkpoint's directory.
     path: str
+    #: Its step.
     step: int
     #: By name, those that are read.
     items: dict[str, ItemPlan]

@@ -28,33 +28,35 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class RestoreKeywords(TypedDict, total=False):
-    """What a caller may say about a restore."""
+    """What a caller may say about a restore. All of it is given by keyword."""
 
-    #: What is wanted: a structure of arrays, specs, types, values; never changed.
+    #: What is wanted: a structure of arrays, specs, types, values; never changed. Top-level entries that it has not are not read.
     like: Any
-    #: The same, filled where it can be.
+    #: The same, filled where it can be; what cannot be changed in place is new in what is returned.
     into: Any
-    #: Stored leaves that are looked at, and that are not.
+    #: Stored leaves that are looked at, by glob over rendered paths; default: all.
     include: Globs
+    #: Stored leaves that are not, though ``include`` has them.
     exclude: Globs
-    #: Stored paths (or branches) to wanted ones.
+    #: Stored paths (or branches) to wanted ones: ``{"old/*": "new/*"}``; each wildcard stands for what it matched.
     rename: Mapping[str, str] | Iterable[tuple[str, str]] | None
-    #: What happens to a wanted leaf that is not stored.
+    #: What happens to a wanted leaf that is not stored: ``"error"``, or ``"keep"`` (the caller's own array stays); also by glob.
     missing: Missing | Mapping[str, Missing]
-    #: What happens to a stored leaf inside a wanted top-level entry that is not wanted.
+    #: What happens to a stored leaf inside a wanted top-level entry that is not wanted; also by glob.
     unexpected: Unexpected | Mapping[str, Unexpected]
-    #: Which changes of dtype are allowed: ``"exact"``, ``"lossless"``, ``"lossy"``, or a dtype or one of these by glob.
+    #: Which changes of dtype are allowed: ``"exact"`` (none), ``"lossless"`` (the default: widening within a kind), ``"lossy"``; or ``{glob: one of these or a dtype}``.
     cast: str | Mapping[str, Any]
-    #: Which changes of shape are allowed.
+    #: Which changes of shape are allowed: ``"pad"`` with zeros, ``"truncate"``, or ``"both"``; also by glob.
     resize: Resize | Mapping[str, Resize | None] | None
-    #: Where arrays of JAX go: a sharding, a tree of them, or a function of path and spec.
+    #: Where arrays of JAX go: one sharding or device for all, a tree of them (one stands for all below it), or a function of path and :class:`~stepwell.ArraySpec`.
     shardings: Any
-    #: Whose arrays come back where nothing else says so.
+    #: Whose arrays come back where no ``like`` or ``into`` says so; default: those of numpy.
     to: Literal["numpy", "torch", "jax"] | None
-    #: On which device those are; torch's or JAX's.
+    #: On which device those of ``to`` are; torch's or JAX's.
     device: Any
+    #: For many ranks; refused.
     broadcast: bool
-    #: Return the report too: ``(state, report)``.
+    #: Return the :class:`~stepwell.RestoreReport` too: ``(state, report)``.
     return_report: bool
 
 

@@ -65,6 +65,8 @@ class Restore:
 
     def prepare(self, part: Part, fill: bool) -> tuple[Wanted, ArrayReads]:
         """Matches, and says what is to be read. Reads nothing."""
+        if fill:
+            template.check_fillable(part)
         self._placed(part)
         wanted = Wanted(self.structure, self.report, part, self._to, self._place_all)
         if wanted.specs or wanted.top_level or wanted.whole:

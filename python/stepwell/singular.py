@@ -104,7 +104,8 @@ def save(
     coordinator: Any = "auto",
     options: Options | None = None,
 ) -> None:
-    """Saves ``state`` as a checkpoint at ``path``; it survives a power cut when this returns."""
+    """Saves ``state`` as a checkpoint at ``path``; it survives a power cut when this returns. ``exists="replace"`` writes the new one first, and then swaps the two.
+    A path where a run has its steps is refused."""
     save_async(
         path,
         state,
@@ -117,7 +118,8 @@ def save(
 
 
 def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkpoint:
-    """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or ``step``) of a root."""
+    """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or ``step``) of a root. No array is read before it is asked for;
+    until it is closed, no retention removes its files."""
     return _open(path, step, engine)
 
 
@@ -133,7 +135,7 @@ def _open(
 
 @spelled_out
 def restore(path: Path, *, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
-    """Restores the checkpoint at ``path`` (a root: its newest step); see ``CheckpointManager.restore``."""
+    """Restores the checkpoint at ``path`` (a root: its newest step); see :meth:`CheckpointManager.restore`."""
     checked = RestoreOptions.of(options)
     with _open(path, step, "auto", checked.expected, checked.to_fill) as checkpoint:
         return restoring.run(checkpoint._open(), checked)
@@ -141,7 +143,7 @@ def restore(path: Path, *, step: int | None = None, **options: Unpack[RestoreKey
 
 def metadata(path: Path, step: int | None = None) -> Metadata:
     """What is known of the checkpoint at ``path`` without reading an array: what was saved with it. Metrics that were added later are a root's:
-    ``CheckpointManager.metadata``."""
+    :meth:`CheckpointManager.metadata`."""
     with open(path, step) as checkpoint:
         return checkpoint.metadata()
 

@@ -57,8 +57,8 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
 class ArraySpec:
     """Shape and dtype of an array, without its data.
 
-    ``shape`` or ``dtype`` may be ``None``: as stored. ``layout`` says which part of the logical tensor is wanted and
-    how it lies in memory; ``None`` is all of it, in C order.
+    ``shape`` (elements along each dimension) or ``dtype`` (of numpy, ``ml_dtypes``, or the name of one) may be ``None``: as stored. ``layout`` says which part of
+    the logical tensor is wanted and how it lies in memory; ``None`` is all of it, in C order, and nothing else is supported yet.
     """
 
     shape: tuple[int, ...] | None
@@ -89,7 +89,7 @@ class ArraySpec:
 
 @final
 class _AsStored:
-    """See :data:`AS_STORED`."""
+    """In a ``like``: whatever is stored at this place (a leaf or a whole subtree), as it is stored."""
 
     __slots__ = ()
 
@@ -107,7 +107,7 @@ AS_STORED: Final = _AsStored()
 @final
 @dataclass(frozen=True, slots=True)
 class ObjectSpec:
-    """In a metadata tree: a leaf that is an object (a number, a string, a list of them, ...), not an array."""
+    """In the tree of :class:`Metadata`: a leaf that is an object (a number, a string, a list of them, ...), not an array."""
 
 
 @final

@@ -79,6 +79,8 @@ class Branch:
     components: tuple[Component, ...]
     children: list[tuple[Any, Part]]
     finish: Callable[[Branch, list[tuple[Any, Any]], bool], Any]
+    #: Why it cannot be filled, where it cannot.
+    unfillable: str | None = None
 
     def pairs(self, fill: bool) -> list[tuple[Any, Any]]:
         """Keys and finished values."""
@@ -135,6 +137,13 @@ def branches(part: Part) -> Iterator[Branch]:
         if isinstance(one, Branch):
             yield one
             pending.extend(child for _, child in reversed(one.children))
+
+
+def check_fillable(part: Part) -> None:
+    """Raises where something of the caller's cannot be filled, before anything is read."""
+    for branch in branches(part):
+        if branch.unfillable is not None:
+            raise _refused(branch.path, f"cannot be restored into: {branch.unfillable}")
 
 
 def enum_classes(part: Part) -> dict[str, type]:
@@ -207,7 +216,9 @@ def _other(value: Any, path: str, components: tuple[Component, ...], above: Abov
         def close(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
             return opened.close(pairs, fill)
 
-        return _branch(value, path, components, above, opened.children, close)
+        branch = _branch(value, path, components, above, opened.children, close)
+        branch.unfillable = opened.unfillable
+        return branch
     protocol = None if registered is not None and registered.flatten else stateful.protocol_of(value)
     if protocol is not None:
         return Leaf(path, components, "stored", value, owner=(value, protocol))

@@ -25,7 +25,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 @final
 class TrainState:
-    """A model, its optimizers and their schedulers, as one entry of a state.
+    """A model, its optimizers and their schedulers, as one entry of a state::
 
         state = {"train": sw.torch.TrainState(model, optimizer, scheduler), "step": 0}
 
@@ -37,7 +37,9 @@ class TrainState:
     * ``scheduler``: what its ``state_dict()`` gives.
 
     (With several, each has its name or number between: ``optimizer/<name>/state/…``.) Names are those of the model without DDP, FSDP, ``torch.compile`` and activation
-    checkpointing around it. As ``into=``, parameters, buffers and the slots that are there are filled where they are; slots that are not there yet are
+    checkpointing around it.
+
+    As ``into=``, parameters, buffers and the slots that are there are filled where they are; slots that are not there yet are
     made with the parameter's device and memory format, without a fake ``step()``; hyperparameters of the checkpoint win; frozen parameters need no
     slots. A group takes the hyperparameters that its parameters had when they were saved, however they were grouped.
     """
@@ -145,7 +147,7 @@ class TrainState:
             self._take(state)
             return self
 
-        return Opened(children, close)
+        return Opened(children, close, adapter.unfillable(self._tensors()))
 
 
 @final

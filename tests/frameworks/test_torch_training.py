@@ -320,3 +320,22 @@ def test_lora_on_top_of_a_base_keeps_what_the_checkpoint_has_not(root: Path) -> 
     model = Lora()
     sw.restore(root, into={"model": model}, missing={"**lora*": "keep"})
     assert torch.equal(model.lora_a, torch.full((2, 4), 3.0))
+
+
+@pytest.mark.parametrize("form", ["module", "train state"])
+def test_a_module_without_memory_is_refused_as_into_and_says_what_is_wanted_as_like(
+    root: Path, form: str
+) -> None:
+    source = nn.Linear(2, 3)
+    wrap = sw.torch.TrainState if form == "train state" else lambda module: module
+    sw.save(root, {"model": wrap(source)})
+    with torch.device("meta"):
+        target = nn.Linear(2, 3)
+    with pytest.raises(sw.UnsupportedLeaf, match=r"`model`.*meta tensor.*to_empty"):
+        sw.restore(root, into={"model": wrap(target)})
+    found = sw.restore(root, like={"model": wrap(target)})["model"]
+    found = found["model"] if form == "train state" else found
+    assert torch.equal(found["weight"], source.weight)
+    target.to_empty(device="cpu")
+    sw.restore(root, into={"model": wrap(target)})
+    assert same(source, target)

@@ -1,33 +1,97 @@
-"""The Python examples of the documentation run as they stand there, in order, each file in an empty directory."""
+"""The examples of the documentation run as they stand there; its links lead somewhere; its first program survives what the page says that it does."""
 
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import numpy as np
+import pages
 import pytest
+import stepwell as sw
+from command_line import DOCUMENT
 
-PROJECT = Path(__file__).resolve().parents[2]
-FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PAGES = [PROJECT / "README.md", PROJECT / "docs" / "guide.md"]
+#: Pages with examples for people who look for one: none of them may lose its last one.
+WITH_EXAMPLES = {"README.md", "docs/index.md", "docs/start.md"} | {
+    f"docs/guide/{name}.md"
+    for name in (
+        "evaluators", "jax", "memory", "moving", "preemption", "pytorch", "restoring", "retention", "saving", "states",
+    )
+}  # fmt: skip
+DEADLINE = 120.0
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_examples_of_the_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    examples = FENCE.findall(page.read_text())
-    assert examples, f"{page} has no examples"
-    names: dict[str, object] = {"__name__": "__main__"}
-    for number, example in enumerate(examples, 1):
-        exec(compile(example, f"{page.name}, example {number}", "exec"), names)
+def test_the_pages_that_explain_by_examples_have_some() -> None:
+    assert {pages.name(page) for page in pages.PAGES if pages.examples(page)} >= WITH_EXAMPLES
 
 
 @pytest.mark.parametrize(
     "page",
-    sorted([PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *PROJECT.glob("docs/**/*.md")]),
-    ids=lambda p: p.name,
+    [
+        page
+        for page in pages.PAGES
+        if page != DOCUMENT and pages.examples(page) and not pages.needs_framework(page)
+    ],
+    ids=pages.name,
+)
+def test_the_examples_of_the_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pages.run_page(page, tmp_path)
+
+
+def program(folder: Path) -> list[str]:
+    """The first program of the first page, as its reader saves it."""
+    folder.mkdir()
+    text = next(
+        text for kind, text in pages.examples(pages.PROJECT / "docs" / "start.md") if kind == "python"
+    )
+    (folder / "train.py").write_text(text)
+    return [sys.executable, "train.py"]
+
+
+def test_the_program_of_the_first_page_is_killed_and_ends_with_the_bits_of_an_undisturbed_run(
+    tmp_path: Path,
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run(program(whole), cwd=whole, timeout=DEADLINE, check=True)
+    command = program(killed)
+    with subprocess.Popen(command, cwd=killed) as process:
+        end = time.monotonic() + DEADLINE
+        while not (killed / "runs/start/step_00000010").exists():
+            assert process.poll() is None, "it was over before it was killed"
+            assert time.monotonic() < end
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    again = subprocess.run(
+        command, cwd=killed, timeout=DEADLINE, check=True, capture_output=True, text=True
+    ).stdout
+    assert re.fullmatch(r"going on after step [1-5]?[05]\n", again)
+    for one in (whole, killed):
+        assert sw.verify(one / "runs/start").ok
+    first, second = (sw.restore(one / "runs/start")["params"]["w"] for one in (whole, killed))
+    assert np.array_equal(first, second)
+
+
+def slug(heading: str) -> str:
+    """What a heading is called in a link, as forges and the site have it."""
+    return re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading).lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize(
+    "page", [*pages.PAGES, pages.PROJECT / "CONTRIBUTING.md", pages.PROJECT / "CHANGELOG.md"], ids=pages.name
 )
 def test_the_links_of_the_page_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target, _, anchor in re.findall(r"\]\(([^)#]*)(#([^)]*))?\)", text):
+        if target.startswith("http"):
+            continue
+        found = page.parent / target if target else page
+        assert found.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{page.name} links to {target}#{anchor}"

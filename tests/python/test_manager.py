@@ -278,6 +278,21 @@ def test_saves_commit_in_order_and_pending_ones_are_not_listed(root: Path) -> No
         assert manager.all_steps() == [0, 1, 2, 3]
 
 
+def test_a_restore_of_a_step_that_is_still_being_saved_says_to_wait_for_it(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"a": np.zeros(1 << 23)})
+        for step in (None, 0):
+            with pytest.raises(sw.StepNotFound, match=r"still being saved: 0: wait_until_finished\(\) first"):
+                manager.restore(step)
+        with pytest.raises(sw.StepNotFound, match="still being saved: 0"):
+            manager.metadata(0)
+        manager.wait_until_finished()
+        assert not manager.restore()["a"].any()
+        with pytest.raises(sw.StepNotFound) as caught:
+            manager.restore(1)
+        assert "still being saved" not in str(caught.value)
+
+
 def fail_in_the_background(manager: sw.CheckpointManager) -> sw.Save:
     """A save that cannot be written: its root is gone. Nobody has seen its failure yet."""
     shutil.rmtree(manager.root)

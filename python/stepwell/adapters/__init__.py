@@ -61,6 +61,8 @@ class Opened:
 
     children: list[tuple[Any, Any]]
     close: Callable[[list[tuple[Any, Any]], bool], Any]
+    #: Why it cannot be filled, where it cannot; it still says what is wanted.
+    unfillable: str | None = None
 
 
 @cache

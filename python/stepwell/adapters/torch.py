@@ -6,6 +6,7 @@ and strides) are found by the engine. The public classes are in :mod:`stepwell.t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -216,7 +217,18 @@ def branch(obj: Any) -> Opened | None:
             return obj
         return type(state)(pairs)
 
-    return Opened(children, close)
+    return Opened(children, close, unfillable(state))
+
+
+def unfillable(tensors: Mapping[str, Any]) -> str | None:
+    """Why these tensors of a module cannot be filled. Another tensor in their place would be none of the module's, and the optimizer would not know it."""
+    meta = [name for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]
+    if not meta:
+        return None
+    return (
+        f"`{meta[0]}` is a meta tensor (as {len(meta)} of {len(tensors)} are) and has no memory that could be filled; "
+        'call to_empty(device="cpu") on the module before, or pass it as like=, which gives new tensors'
+    )
 
 
 def only_copies(module: torch.nn.Module) -> bool:
