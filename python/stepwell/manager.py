@@ -59,7 +59,7 @@ class CheckpointManager:
         read_only: write nothing. :meth:`save` then does nothing, and says so.
         on_save_error: ``"raise"``: a save that failed in the background is raised by the next call, and makes the process end with an error if nobody
             looked; ``"warn"``: it is logged.
-        on_event: called with a dict for each save and restore that is over, with its phases: a function, or :class:`JsonLines`. See :mod:`stepwell.events`.
+        on_event: called with a dict for each save and restore that is over, with its phases: a function, or :class:`stepwell.JsonLines`. See :mod:`stepwell.events`.
         options: what few need.
 
     Raises:
