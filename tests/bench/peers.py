@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ PLANS = {
         warm=False,
         fewer={"Orbax": 1, "Orbax, zarr3": 0, "Orbax, no compression": 1, "torchsnapshot async": 1},
     ),
+    "large4": Plan(2, saves=2, retention=False),
     "llama60m": Plan(1),
 }
 
@@ -160,7 +162,9 @@ def bench(workload: str, plan: Plan, people: list[str], base: Path) -> Result:
             for left in base.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             settle()
+            begin = time.monotonic()
             found = run_one(who, workload, plan, base, spare, verify=number == 1)
+            took = time.monotonic() - begin
             if isinstance(found, str):
                 result.failures.append(f"round {number}: {found}")
                 print(f"  {result.failures[-1]}", file=sys.stderr, flush=True)
@@ -176,7 +180,7 @@ def bench(workload: str, plan: Plan, people: list[str], base: Path) -> Result:
                 other.setdefault(f"cpu: {what}", []).append(spent)
             durable = ", ".join(f"{value:.2f}" for value in found["seconds"]["durable"])
             print(
-                f"  round {number}: {who}: durable {durable}; fresh, cold {found['seconds']['fresh, cold'][0]:.2f}",
+                f"  round {number}: {who}: durable {durable}; fresh, cold {found['seconds']['fresh, cold'][0]:.2f} ({took:.0f} s in all)",
                 flush=True,
             )
     spare.release()

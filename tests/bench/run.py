@@ -1,8 +1,8 @@
 """Measure saving and restoring against the raw disk and the peers, all in one run, paired and interleaved.
 
-    make bench                                  # everything, about 25 minutes
-    make bench ARGS="--quick"                   # 1 GiB, three rounds
-    make bench ARGS="--workloads small20k --rounds 15"
+    make bench-disk                             # everything, about 30 minutes
+    make bench-disk ARGS="--quick"              # 1 GiB, three rounds
+    make bench-disk ARGS="--workloads small20k --rounds 15"
 
 Every contestant does every operation in every round, in shuffled order; ratios are taken within a round, and the table shows their median
 (and, in parentheses, the quartiles). Restores are compared bit for bit in the first round, which is not timed.
