@@ -80,8 +80,8 @@ class Plan:
 
 
 PLANS = {
-    "llama1g": Plan(3),
-    "llama3g": Plan(2, saves=2),
+    "llama1g": Plan(3, fewer={"torchsnapshot async": 1}),
+    "llama3g": Plan(2, saves=2, fewer={"torchsnapshot async": 1, "Orbax, zarr3": 1}),
     "small20k": Plan(
         2,
         saves=2,
