@@ -127,9 +127,23 @@ test-long: build ## hours: longer sweeps of the same proofs, and the licences of
 	cargo deny check
 
 .PHONY: bench
-bench: build ## measure against the raw disk and the peers (about 30 minutes; ARGS="--quick" for a look)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/bench/requirements.txt
+bench: bench-disk bench-peers ## measure against the raw disk and the peers (about 70 minutes; ARGS="--quick" for a look)
+
+.PHONY: bench-disk
+bench-disk: build bench-tools ## numpy arrays against the raw disk and safetensors (about 30 minutes)
 	$(BIN)/python tests/bench/run.py $(ARGS)
+
+.PHONY: bench-peers
+bench-peers: build bench-tools ## tensors and JAX arrays against Orbax, DCP, torch.save, safetensors, torchsnapshot (about 40 minutes)
+	$(BIN)/python tests/bench/peers.py $(ARGS)
+
+.PHONY: bench-scale
+bench-scale: build bench-tools ## what must stay small: many leaves, many steps, saves of JAX arrays, the import (about 10 minutes)
+	$(BIN)/python tests/bench/scale.py $(ARGS)
+
+.PHONY: bench-tools
+bench-tools: build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/bench/requirements.txt
 
 .PHONY: clean
 clean: ## remove what was built

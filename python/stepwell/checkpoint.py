@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, Unpack, final
 
 import numpy as np
 
-from . import lifecycle, plan, restoring
+from . import collecting, lifecycle, plan, restoring
 from .allocate import Allocator
 from .checks import shown
 from .errors import ClosedError, MisuseError
@@ -338,16 +338,27 @@ class Checkpoint:
 
     def metadata(self) -> Metadata:
         """What is known without reading an array."""
+        with collecting.paused():
+            return self._metadata()
+
+    def _metadata(self) -> Metadata:
         core = self._open()
         structure = self._tree()
         specs: list[Any] = []
         nbytes = 0
-        for kind, dtype, shape, tied in core.leaves():
+        # Leaves that are alike share a description, which nobody can change.
+        alike: dict[tuple[str, tuple[int, ...]], tuple[ArraySpec, int]] = {}
+        for kind, dtype, sizes, tied in core.leaves():
             if kind == "object":
                 specs.append(ObjectSpec())
             else:
-                spec = ArraySpec(tuple(shape), dtype)
-                nbytes += 0 if tied else (spec.nbytes or 0)
+                shape = tuple(sizes)
+                found = alike.get((dtype, shape))
+                if found is None:
+                    spec = ArraySpec(shape, dtype)
+                    found = alike[dtype, shape] = (spec, spec.nbytes or 0)
+                spec, size = found
+                nbytes += 0 if tied else size
                 specs.append(spec)
         manifest = self.manifest
         metrics = {str(name): float(value) for name, value in core.metrics().items()}

@@ -8,10 +8,9 @@ import json
 import math
 import operator
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from ._core import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_NAME_BYTES, MAX_STEP
 from .errors import MisuseError
@@ -23,9 +22,15 @@ def shown(value: Any) -> str:
     return f"{type(value).__qualname__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
+def _is_truth(value: Any) -> bool:
+    """Whether a value is a truth value, of Python's or of numpy's. Whoever has one of numpy's has imported it; for the others it costs more than all of a short command."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_))
+
+
 def flag(value: Any, name: str) -> bool:
     """A truth value. Others have one too, but ``"no"`` is true, and whoever passes it means something else."""
-    if isinstance(value, (bool, np.bool_)):
+    if _is_truth(value):
         return bool(value)
     raise MisuseError(f"{name} is True or False, not {shown(value)}")
 
@@ -33,7 +38,7 @@ def flag(value: Any, name: str) -> bool:
 def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
     """An integer, in bounds."""
     bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+    if _is_truth(value) or not hasattr(value, "__index__"):
         raise MisuseError(f"{name} is an integer, {bounds}, not {shown(value)}")
     try:
         number = operator.index(value)

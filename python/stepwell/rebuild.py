@@ -24,20 +24,29 @@ BARE_STATE = "stepwell.state"
 class Structure:
     """A stored tree, with its paths at hand."""
 
-    __slots__ = ("children", "leaf_nodes", "nodes", "paths")
+    __slots__ = ("_paths", "children", "leaf_nodes", "nodes")
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = nodes
         self.children: list[list[int]] = [[] for _ in nodes]
-        self.paths: list[str] = [""] * len(nodes)
+        self._paths: list[str] | None = None
         leaves: list[tuple[int, int]] = []
         for number, (parent, component, kind) in enumerate(nodes):
             if component is not None:
                 self.children[parent].append(number)
-                self.paths[number] = extend(self.paths[parent], component)
             if isinstance(kind, int):
                 leaves.append((kind, number))
         self.leaf_nodes = [number for _, number in sorted(leaves)]
+
+    @property
+    def paths(self) -> list[str]:
+        """The rendered path of each node. Rendered when somebody asks: of many leaves, that is a good part of what looking at a checkpoint costs."""
+        if self._paths is None:
+            self._paths = paths = [""] * len(self.nodes)
+            for number, (parent, component, _) in enumerate(self.nodes):
+                if component is not None:
+                    paths[number] = extend(paths[parent], component)
+        return self._paths
 
     def find(self, components: Sequence[Component]) -> int | None:
         """The node at a path; keys and fields of the same name are the same place."""

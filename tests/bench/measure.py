@@ -85,6 +85,11 @@ def _status(key: str) -> int:
     return 0
 
 
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return _status("VmRSS")
+
+
 def measured(call: Callable[[], Any]) -> Timing:
     """Wall time, CPU time of the whole process, and how far its memory rose above where it was."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak

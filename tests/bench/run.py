@@ -1,8 +1,8 @@
 """Measure saving and restoring against the raw disk and the peers, all in one run, paired and interleaved.
 
-    make bench                                  # everything, about 25 minutes
-    make bench ARGS="--quick"                   # 1 GiB, three rounds
-    make bench ARGS="--workloads small20k --rounds 15"
+    make bench-disk                             # everything, about 30 minutes
+    make bench-disk ARGS="--quick"              # 1 GiB, three rounds
+    make bench-disk ARGS="--workloads small20k --rounds 15"
 
 Every contestant does every operation in every round, in shuffled order; ratios are taken within a round, and the table shows their median
 (and, in parentheses, the quartiles). Restores are compared bit for bit in the first round, which is not timed.
@@ -32,7 +32,8 @@ import contestants as c
 import numpy as np
 import stepwell as sw
 from measure import Spare, drop_caches, footprint, measured, settle, warm_cache
-from workloads import GIB, WORKLOADS, State, differences, empty_like, flat, nbytes
+from tables import spread, table, verdict
+from workloads import GIB, MEASURED, WORKLOADS, State, differences, empty_like, flat, nbytes
 
 RESTORES = ("into, cold", "fresh, cold", "weights, cold", "into, warm", "fresh, warm")
 Samples = dict[str, dict[str, list[float]]]
@@ -199,13 +200,7 @@ def bench(workload: str, rounds: int, base: Path, rng: np.random.Generator) -> d
 def ratio(samples: Samples, who: str, column: str, against: str, against_column: str | None = None) -> str:
     """Median and quartiles of the ratios within rounds."""
     mine, theirs = samples[who][column], samples[against][against_column or column]
-    ratios = sorted(a / b for a, b in zip(mine, theirs, strict=True) if b > 0)
-    if not ratios:
-        return ""
-    if len(ratios) < 3:
-        return f"{statistics.median(ratios):.2f}"
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+    return spread([a / b for a, b in zip(mine, theirs, strict=True) if b > 0])
 
 
 TARGETS = [
@@ -219,16 +214,6 @@ TARGETS = [
     ("restore into given memory, warm / safetensors", "stepwell", "into, warm", "safetensors", "into, warm", lambda w: 1.1),
     ("restore into fresh memory, warm / safetensors", "stepwell", "fresh, warm", "safetensors", "fresh, warm", lambda w: 1.1),
 ]  # fmt: skip
-
-
-def table(rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
 
 
 def show(result: dict[str, Any]) -> str:
@@ -266,10 +251,8 @@ def show(result: dict[str, Any]) -> str:
     for what, who, column, against, against_column, bound in TARGETS:
         limit = bound(result["workload"])
         text = ratio(samples, who, column, against, against_column)
-        verdict = (
-            "" if limit is None or not text else ("reached" if float(text.split()[0]) <= limit else "MISSED")
-        )
-        ratios.append([what, text, "" if limit is None else f"{limit}", verdict])
+        figure = float(text.split()[0]) if text else None
+        ratios.append([what, text, "" if limit is None else f"{limit}", verdict(figure, limit)])
     title = f"### {result['workload']}: {result['bytes'] / GIB:.2f} GiB, weights {100 * result['weights']:.0f} %, {result['rounds']} rounds"
     return "\n\n".join([title, table(rows), table(ratios), table(memory)])
 
@@ -278,7 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=MEASURED)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="llama1g, three rounds")
     parser.add_argument(

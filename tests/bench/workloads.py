@@ -50,6 +50,11 @@ def llama3g(rng: np.random.Generator) -> State:
     return _train_state(_llama(hidden=1024, inner=2816, layers=13), rng)
 
 
+def llama60m(rng: np.random.Generator) -> State:
+    """The same on a small scale: for trying the bench itself, its figures say nothing."""
+    return _train_state(_llama(hidden=128, inner=352, layers=2), rng)
+
+
 def small20k(rng: np.random.Generator) -> State:
     """20 000 leaves of 1 to 64 KiB, log-uniform; half of them are the weights."""
     sizes = np.exp(rng.uniform(np.log(256), np.log(16_384), 20_000)).astype(int)
@@ -69,7 +74,15 @@ def large4(rng: np.random.Generator) -> State:
     return {"params": {"a": leaf(), "b": leaf()}, "optimizer": {"a": leaf(), "b": leaf()}}
 
 
-WORKLOADS = {"llama1g": llama1g, "llama3g": llama3g, "small20k": small20k, "large4": large4}
+WORKLOADS = {
+    "llama1g": llama1g,
+    "llama3g": llama3g,
+    "small20k": small20k,
+    "large4": large4,
+    "llama60m": llama60m,
+}
+#: What is measured where nothing is chosen.
+MEASURED = ["llama1g", "llama3g", "small20k", "large4"]
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import threading
@@ -414,3 +415,18 @@ def test_what_is_no_step_is_not_verified_in_its_place(tmp_path: Path) -> None:
     assert sw.verify(tmp_path / "run").step == 1
     with pytest.raises(sw.StepNotFound):
         sw.verify(tmp_path / "run", 7)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_looking_at_a_checkpoint_leaves_the_collector_of_python_as_it_was(
+    tmp_path: Path, is_on: bool
+) -> None:
+    sw.save(tmp_path / "one", {"params": {"w": np.zeros(3, np.float32), "v": np.zeros(3, np.float32)}})
+    was_on = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        tree = sw.metadata(tmp_path / "one").tree
+        assert gc.isenabled() is is_on
+        assert tree["params"]["w"] == sw.ArraySpec((3,), np.float32)
+    finally:
+        (gc.enable if was_on else gc.disable)()

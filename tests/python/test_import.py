@@ -23,6 +23,24 @@ def test_importing_the_package_imports_no_framework_and_no_command_line() -> Non
     assert not modules & {"torch", "jax", "click", "rich", "asyncio"}
 
 
+def test_a_command_line_that_lists_steps_imports_no_numpy(tmp_path: Path) -> None:
+    with sw.CheckpointManager(tmp_path) as manager:
+        manager.save(0, {"updates": 3})
+    code = f"""
+import sys
+from stepwell.cli import main
+sys.argv = ["stepwell", "ls", {str(tmp_path)!r}]
+try:
+    main()
+except SystemExit as end:
+    print(end.code, *sorted({{name.partition(".")[0] for name in sys.modules}}))
+"""
+    listed, modules = run(code).strip().rsplit("\n", 1)
+    assert "1 step" in listed
+    assert modules.split()[0] == "0"
+    assert "numpy" not in modules.split()
+
+
 def test_every_public_name_is_there_and_listed() -> None:
     for name in sw.__all__:
         assert getattr(sw, name) is not None

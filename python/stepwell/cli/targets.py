@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import click
 
 from .. import _core, locations
-from ..checkpoint import Checkpoint
 from ..checks import step_number
 from ..errors import MisuseError, StepNotFound
 from ..options import reader_json
-from ..singular import open as open_checkpoint
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
 
 
 @final
@@ -32,6 +33,9 @@ class Target:
 
     def open(self) -> Checkpoint:
         """Opens it for reading, under a lease."""
+        # With it comes numpy, which commands that only look at a root do without.
+        from ..singular import open as open_checkpoint
+
         return open_checkpoint(self.path, self.step)
 
 

@@ -1,0 +1,34 @@
+"""How figures are shown: tables, ratios within rounds, and whether a target is reached."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+
+def table(rows: list[list[str]]) -> str:
+    """A table in Markdown; the first row is its head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and quartiles; the median alone where there are fewer than three."""
+    if not values:
+        return ""
+    if len(values) < 3:
+        return f"{statistics.median(values):.2f}"
+    low, middle, high = statistics.quantiles(sorted(values), n=4)
+    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+
+
+def verdict(measured: float | None, limit: float | None) -> str:
+    """Whether a figure is at most its target, as it is shown: to two places."""
+    if measured is None or limit is None:
+        return ""
+    return "reached" if round(measured, 2) <= limit else "MISSED"
