@@ -12,7 +12,9 @@ from typing import Any
 
 from . import _core, adapters, lifecycle, template
 from .array_reads import ArrayReads, Job, telling
+from .errors import MismatchError
 from .leaves import Reviver
+from .paths import named
 from .rebuild import Structure
 from .report import RestoreReport
 from .restore_options import RestoreOptions
@@ -80,8 +82,15 @@ class Restore:
         for leaf in template.leaves(part):
             if leaf.target is not None and leaf.target.replace is not None and leaf.spec is not None:
                 where = self._place(leaf.path, leaf.spec)
-                if where is not None:
+                if where is None:
+                    continue
+                try:
                     leaf.target = leaf.target.replace(leaf.target, where)
+                except ValueError as failure:
+                    # What the framework says does not name the leaf.
+                    error = MismatchError(f"{named(leaf.path)}: shardings= does not fit it: {failure}")
+                    error.leaf = leaf.path
+                    raise error from failure
 
     def _place_all(self, paths: list[str], arrays: list[Any]) -> Any:
         if self._place is None:

@@ -146,6 +146,9 @@ def test_shardings_may_be_one_for_all_a_tree_or_a_function(root: Path) -> None:
     assert sw.restore(root, to="jax", device=jax.devices()[3])["params"]["b"].sharding == one
     with pytest.raises(sw.MisuseError, match="shardings"):
         sw.restore(root, shardings=rows)
+    with pytest.raises(sw.MismatchError, match="params/w") as caught:
+        sw.restore(root, like={"params": {"w": jnp.ones((8, 4))}}, shardings=sharding((8,), None, "x"))
+    assert caught.value.leaf == "params/w"
 
 
 def test_saving_jax_arrays_does_not_wait_for_the_copy_and_donation_leaves_them_intact(root: Path) -> None:
