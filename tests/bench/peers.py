@@ -156,7 +156,9 @@ def run_one(
     finally:
         spare.hold()
     if done.returncode != 0 or not answer.exists():
-        return f"{who}: exit status {done.returncode}: {' | '.join(done.stderr.strip().splitlines()[-3:])}"
+        print(done.stderr[-4000:], file=sys.stderr)
+        lines = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
+        return f"{who}: exit status {done.returncode}{': ' + lines[-1] if lines else ''}"
     found: dict[str, Any] = json.loads(answer.read_text())
     return found
 
