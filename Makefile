@@ -127,14 +127,14 @@ test-long: build ## hours: longer sweeps of the same proofs, and the licences of
 	cargo deny check
 
 .PHONY: bench
-bench: bench-disk bench-peers ## measure against the raw disk and the peers (about 70 minutes; ARGS="--quick" for a look)
+bench: bench-disk bench-peers ## measure against the raw disk and the peers (about 80 minutes; ARGS="--quick" for a look)
 
 .PHONY: bench-disk
 bench-disk: build bench-tools ## numpy arrays against the raw disk and safetensors (about 30 minutes)
 	$(BIN)/python tests/bench/run.py $(ARGS)
 
 .PHONY: bench-peers
-bench-peers: build bench-tools ## tensors and JAX arrays against Orbax, DCP, torch.save, safetensors, torchsnapshot (about 40 minutes)
+bench-peers: build bench-tools ## tensors and JAX arrays against Orbax, DCP, torch.save, safetensors, torchsnapshot (about 50 minutes)
 	$(BIN)/python tests/bench/peers.py $(ARGS)
 
 .PHONY: bench-scale

@@ -12,14 +12,20 @@
 //! one, whose name it has not reached. So a listing counts only where nothing speaks against it, or where the next one finds the same: a reader never sees fewer steps
 //! than there always were.
 //!
-//! Manifests are cached by the identity of their file and by when it changed, so that a repeated listing costs one `stat` per step and reads nothing.
+//! Manifests are cached by the identity of their file and by when it changed, so that a repeated [`Discovery::list`] costs one `stat` per step and reads nothing.
+//! The writer of a root is nearly always the only one who changes it. Its [`Discovery::look`] goes by what it notes of its own changes ([`stepwell_core::io::noting`]), and where the
+//! directory shows that somebody else has changed it, by the names and inode numbers there: what a save costs does not grow with the steps that are there. What is
+//! changed inside a step by hand is found when that step is chosen ([`Discovery::is_as_listed`]), and bit by bit by retention.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use stepwell_core::format::manifest::Manifest;
+use stepwell_core::io::noting::Notes;
 use stepwell_core::io::{Dir, EntryKind, Stat};
 use stepwell_core::limits::MAX_MANIFEST_BYTES;
+use stepwell_core::sys::{cores, each};
 
 use crate::directory_layout::MANIFEST;
 use crate::error::Result;
@@ -27,6 +33,12 @@ use crate::step_name::StepName;
 
 /// How often a root is listed for one answer, at most: as long as others take steps away while that is done.
 const PASSES: usize = 32;
+
+/// Manifests that are worth a thread of their own.
+const READ_BY_ONE: usize = 256;
+
+/// How long a writer goes by its notes alone, at most, before it reads the directory again where that delays nobody.
+const FRESH: Duration = Duration::from_secs(10);
 
 /// A step that a listing found.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,60 +70,216 @@ pub struct Listing {
 /// Lists roots, and remembers manifests. See the module documentation.
 #[derive(Debug, Default)]
 pub struct Discovery {
-    cache: Mutex<HashMap<String, (Stat, Arc<Manifest>)>>,
+    /// A writer's: what it has changed itself.
+    notes: Option<Arc<Notes>>,
+    cache: Mutex<Cache>,
+}
+
+#[derive(Debug, Default)]
+struct Cache {
+    /// Everything that was read as a step, by its directory's name.
+    known: HashMap<String, Known>,
+    /// What the last pass found.
+    listing: Arc<Listing>,
+}
+
+#[derive(Clone, Debug)]
+struct Known {
+    /// The inode number of the directory, as its entry in the root has it.
+    entry: u64,
+    /// The manifest's file.
+    stat: Stat,
+    manifest: Arc<Manifest>,
+}
+
+/// What one reading of a root's directory found.
+struct Pass {
+    listing: Arc<Listing>,
+    /// Something was gone before it could be looked at.
+    vanished: bool,
+    /// Something is missing that the pass before it knew.
+    lost: bool,
+    /// Something is there that the pass before it did not know.
+    new: bool,
 }
 
 impl Discovery {
-    /// Forgets everything.
-    pub fn forget(&self) {
-        self.cache.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    /// For the writer of a root, who knows what it changes there.
+    pub fn of_writer(notes: Arc<Notes>) -> Self {
+        Self { notes: Some(notes), cache: Mutex::default() }
     }
 
-    /// What the root holds now.
-    pub fn list(&self, root: &dyn Dir, names: &StepName) -> Result<Listing> {
-        let mut known: BTreeSet<String> =
-            self.cache.lock().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect();
+    fn lock(&self) -> MutexGuard<'_, Cache> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Forgets everything.
+    pub fn forget(&self) {
+        *self.lock() = Cache::default();
+        if let Some(notes) = &self.notes {
+            notes.forget();
+        }
+    }
+
+    /// What stands under this name is looked at anew: its manifest is another one.
+    pub fn touch(&self, name: &str) {
+        self.lock().remove(name);
+        if let Some(notes) = &self.notes {
+            notes.touch(name);
+        }
+    }
+
+    /// What the root holds now, every manifest looked at.
+    pub fn list(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
+        self.agree(root, names, false)
+    }
+
+    /// [`Discovery::list`], in which a writer takes for granted what nobody else changes. See the module documentation.
+    pub fn look(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
+        let Some(notes) = &self.notes else { return self.list(root, names) };
+        match notes.since_listed(root.changed()?) {
+            Some((touched, at)) => {
+                let listing = self.look_at(root, names, &touched)?;
+                notes.looked_at(at);
+                Ok(listing)
+            }
+            None => self.agree(root, names, true),
+        }
+    }
+
+    /// Lists the whole directory where that was not done for a while: a writer's, who has time.
+    pub fn refresh(&self, root: &dyn Dir, names: &StepName) -> Result<()> {
+        match &self.notes {
+            Some(notes) if notes.is_older_than(FRESH) => self.agree(root, names, true).map(drop),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the manifest of a step is the file that was listed. Where it is not, the next listing reads it anew.
+    pub fn is_as_listed(&self, root: &dyn Dir, found: &Found) -> stepwell_core::Result<bool> {
+        let listed = match self.lock().known.get(&found.name) {
+            Some(known) if Arc::ptr_eq(&known.manifest, &found.manifest) => known.stat,
+            _ => return Ok(false),
+        };
+        let is = match root.stat(&format!("{}/{MANIFEST}", found.name)) {
+            Ok(stat) => stat == Some(listed),
+            Err(error) if error.is_gone() || is_no_step(&error) => false,
+            Err(error) => return Err(error),
+        };
+        if !is {
+            self.touch(&found.name);
+        }
+        Ok(is)
+    }
+
+    /// Lists until nothing speaks against what was found.
+    fn agree(&self, root: &dyn Dir, names: &StepName, by_entries: bool) -> Result<Arc<Listing>> {
         let mut passes = 0;
         loop {
             passes += 1;
-            let changed = root.changed()?;
-            let (listing, vanished) = self.pass(root, names)?;
+            let begun = self.notes.as_ref().map(|notes| notes.now());
+            let shows = root.changed()?;
+            let Pass { listing, vanished, lost, new } = self.pass(root, names, by_entries)?;
             // The clock of a file system ticks slowly: that a directory shows no change says little of the last milliseconds, and what is missing says more.
-            let still = root.changed()? == changed;
-            let found: BTreeSet<String> = listing.steps.values().map(|found| found.name.clone()).collect();
-            let whole = !vanished && known.is_subset(&found);
-            let again = passes > 1 && whole && known == found;
-            let sure = if found.is_empty() { again && still } else { again || (whole && still) };
+            let still = root.changed()? == shows;
+            let whole = !vanished && !lost;
+            let again = passes > 1 && whole && !new;
+            let sure = if listing.steps.is_empty() { again && still } else { again || (whole && still) };
+            if sure
+                && still
+                && let (Some(notes), Some(begun)) = (&self.notes, begun)
+            {
+                notes.listed(begun, shows);
+            }
             if sure || passes == PASSES {
                 return Ok(listing);
             }
-            known = found;
         }
     }
 
-    /// What one reading of the directory finds, and whether something was gone before it could be looked at.
-    fn pass(&self, root: &dyn Dir, names: &StepName) -> Result<(Listing, bool)> {
-        let mut listing = Listing::default();
-        let mut seen = HashMap::new();
-        let mut vanished = false;
-        for entry in root.entries()? {
-            let Some(step) = names.parse(&entry.name) else { continue };
-            if entry.kind != EntryKind::Dir {
-                let reason = "it is no directory".to_owned();
-                listing.quarantined.push(Quarantined { name: entry.name, reason });
-                continue;
-            }
-            match self.read(root, &entry.name, step)? {
-                Read::Step(stat, manifest) => {
-                    seen.insert(entry.name.clone(), (stat, manifest.clone()));
-                    add(&mut listing, names, step, Found { name: entry.name, manifest });
+    /// Looks at what stands under these names, and at nothing else.
+    fn look_at(&self, root: &dyn Dir, names: &StepName, touched: &[String]) -> Result<Arc<Listing>> {
+        let mut read = Vec::new();
+        let mut quarantined = Vec::new();
+        for name in touched {
+            let Some(step) = names.parse(name) else { continue };
+            let Some(stat) = root.stat(name)? else { continue };
+            match self.look_into(root, name, step, stat.kind)? {
+                Read::Step(manifest_stat, manifest) => {
+                    read.push((name.clone(), Known { entry: stat.id.1, stat: manifest_stat, manifest }));
                 }
-                Read::NoStep(reason) => listing.quarantined.push(Quarantined { name: entry.name, reason }),
+                Read::NoStep(reason) => quarantined.push(Quarantined { name: name.clone(), reason }),
+                Read::Gone => {}
+            }
+        }
+        let mut cache = self.lock();
+        for name in touched {
+            cache.remove(name);
+        }
+        quarantined.extend(cache.listing.quarantined.iter().cloned());
+        quarantined.sort_by(|a, b| a.name.cmp(&b.name));
+        cache.remember(names, read, quarantined);
+        Ok(Arc::clone(&cache.listing))
+    }
+
+    fn look_into(&self, root: &dyn Dir, name: &str, step: u64, kind: EntryKind) -> Result<Read> {
+        match kind {
+            EntryKind::Dir => self.read(root, name, step),
+            _ => Ok(Read::NoStep("it is no directory".to_owned())),
+        }
+    }
+
+    fn pass(&self, root: &dyn Dir, names: &StepName, by_entries: bool) -> Result<Pass> {
+        let entries = root.unsorted_entries()?;
+        // No lock is held while the disk is asked.
+        let (others, mut lost) = {
+            let cache = self.lock();
+            let mut there = 0;
+            let mut others = Vec::new();
+            for entry in &entries {
+                let known = cache.known.get(&entry.name);
+                there += usize::from(known.is_some());
+                let is_same = |known: &Known| known.entry == entry.inode && entry.kind == EntryKind::Dir;
+                if by_entries && known.is_some_and(is_same) {
+                    continue;
+                }
+                if let Some(step) = names.parse(&entry.name) {
+                    others.push((entry, step));
+                }
+            }
+            (others, there < cache.known.len())
+        };
+        let mut read = Vec::with_capacity(others.len());
+        let mut quarantined = Vec::new();
+        let mut vanished = false;
+        let threads = cores().min(others.len() / READ_BY_ONE).max(1);
+        let answers = each("stepwell-list", threads, &others, |&(entry, step)| {
+            self.look_into(root, &entry.name, step, entry.kind)
+        });
+        for (answer, (entry, _)) in answers.into_iter().zip(&others) {
+            let name = entry.name.clone();
+            match answer? {
+                Read::Step(stat, manifest) => read.push((name, Known { entry: entry.inode, stat, manifest })),
+                Read::NoStep(reason) => quarantined.push(Quarantined { name, reason }),
                 Read::Gone => vanished = true,
             }
         }
-        *self.cache.lock().unwrap_or_else(PoisonError::into_inner) = seen;
-        Ok((listing, vanished))
+        quarantined.sort_by(|a, b| a.name.cmp(&b.name));
+        let mut cache = self.lock();
+        let known = read.iter().filter(|(name, _)| cache.known.contains_key(name)).count();
+        let new = known < read.len();
+        if !by_entries {
+            lost |= known < cache.known.len();
+            cache.known.clear();
+        } else if lost {
+            let there: HashSet<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
+            cache.known.retain(|name, _| there.contains(name.as_str()));
+        }
+        for one in &quarantined {
+            lost |= cache.known.remove(&one.name).is_some();
+        }
+        cache.remember(names, read, quarantined);
+        Ok(Pass { listing: Arc::clone(&cache.listing), vanished, lost, new })
     }
 
     fn read(&self, root: &dyn Dir, name: &str, step: u64) -> Result<Read> {
@@ -127,10 +295,10 @@ impl Discovery {
             Err(error) if is_no_step(&error) => return Ok(Read::NoStep(error.to_string())),
             Err(error) => return Err(error.into()),
         };
-        if let Some((cached, manifest)) = self.cache.lock().unwrap_or_else(PoisonError::into_inner).get(name)
-            && *cached == stat
+        if let Some(known) = self.lock().known.get(name)
+            && known.stat == stat
         {
-            return Ok(Read::Step(stat, manifest.clone()));
+            return Ok(Read::Step(stat, Arc::clone(&known.manifest)));
         }
         match read_manifest(root, name) {
             Ok(manifest) if manifest.step != step => Ok(Read::NoStep(format!(
@@ -141,6 +309,57 @@ impl Discovery {
             Err(error) if error.is_gone() => Ok(Read::Gone),
             Err(error) if is_no_step(&error) => Ok(Read::NoStep(error.to_string())),
             Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl Cache {
+    /// Nothing is known of this name any more.
+    fn remove(&mut self, name: &str) {
+        if self.listing.quarantined.iter().any(|one| one.name == name) {
+            Arc::make_mut(&mut self.listing).quarantined.retain(|one| one.name != name);
+        }
+        let Some(known) = self.known.remove(name) else { return };
+        let step = known.manifest.step;
+        if self.listing.steps.get(&step).is_some_and(|found| found.name == name) {
+            Arc::make_mut(&mut self.listing).steps.remove(&step);
+        }
+    }
+
+    /// Takes up what a pass has read: everything that is `known` beside it stands as it stood.
+    fn remember(&mut self, names: &StepName, read: Vec<(String, Known)>, quarantined: Vec<Quarantined>) {
+        let is_odd = !quarantined.is_empty() || !self.listing.quarantined.is_empty();
+        let mut added = Vec::new();
+        for (name, known) in read {
+            let step = known.manifest.step;
+            let manifest = Arc::clone(&known.manifest);
+            let is_listed = self
+                .listing
+                .steps
+                .get(&step)
+                .is_some_and(|found| found.name == name && Arc::ptr_eq(&found.manifest, &manifest));
+            if !is_listed {
+                added.push(Found { name: name.clone(), manifest });
+            }
+            self.known.insert(name, known);
+        }
+        let is_free = |found: &Found| !self.listing.steps.contains_key(&found.manifest.step);
+        if !is_odd && added.iter().all(is_free) && self.listing.steps.len() + added.len() == self.known.len()
+        {
+            // Nothing but new steps, most often one: the others are not copied.
+            if !added.is_empty() {
+                let steps = &mut Arc::make_mut(&mut self.listing).steps;
+                steps.extend(added.into_iter().map(|found| (found.manifest.step, found)));
+            }
+            return;
+        }
+        let mut listing = Listing { quarantined, ..Listing::default() };
+        for (name, known) in &self.known {
+            let found = Found { name: name.clone(), manifest: Arc::clone(&known.manifest) };
+            add(&mut listing, names, known.manifest.step, found);
+        }
+        if *self.listing != listing {
+            self.listing = Arc::new(listing);
         }
     }
 }

@@ -103,7 +103,7 @@ pub enum Error {
         seconds: f64,
     },
     /// Another live writer has the root.
-    #[error("{} has another live writer{}; close it, or open this root with read_only=True", root.display(), owned_by(owner.as_deref()))]
+    #[error("{} has another live writer{}; close it, or open this root to read only (read_only=True)", root.display(), owned_by(owner.as_deref()))]
     Locked {
         /// The root.
         root: PathBuf,

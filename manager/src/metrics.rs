@@ -97,61 +97,67 @@ fn limit(what: &str, found: u64, limit: u64) -> stepwell_core::Result<()> {
     Ok(())
 }
 
-/// Reads sidecars, and remembers them.
+/// The metrics that came later, by attempt.
+pub type Later = HashMap<Attempt, BTreeMap<String, f64>>;
+
+/// Reads sidecars, and remembers them: what is there already costs a name's look.
 #[derive(Debug, Default)]
 pub struct Sidecars {
-    read: Mutex<HashMap<String, Arc<Sidecar>>>,
+    read: Mutex<Read>,
+}
+
+#[derive(Debug, Default)]
+struct Read {
+    /// The files that were looked at, those among them that are no sidecars too.
+    files: HashSet<String>,
+    /// The sidecars of each attempt, by time and name.
+    sidecars: HashMap<Attempt, Vec<(i64, String, Sidecar)>>,
+    later: Arc<Later>,
 }
 
 impl Sidecars {
-    /// The metrics that came later, by attempt. A disk that does not answer ends it: without a metric the best step would look like one that has none, and
+    /// The metrics that came later. A disk that does not answer ends it: without a metric the best step would look like one that has none, and
     /// retention would take it.
-    pub fn all(&self, root: &dyn Dir) -> Result<HashMap<Attempt, BTreeMap<String, f64>>> {
+    pub fn all(&self, root: &dyn Dir) -> Result<Arc<Later>> {
         let dir = match root.open_dir(&control(METRICS)) {
             Ok(dir) => dir,
-            Err(error) if error.is_not_found() => return Ok(HashMap::new()),
+            Err(error) if error.is_not_found() => return Ok(Arc::default()),
             Err(error) => return Err(error.into()),
         };
+        let entries = dir.unsorted_entries()?;
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut still = HashMap::new();
-        let mut by_attempt: HashMap<Attempt, Vec<(i64, String, Arc<Sidecar>)>> = HashMap::new();
-        for entry in dir.entries()? {
-            let Some(attempt) = attempt_of(&entry.name) else { continue };
-            let sidecar = match read.get(&entry.name) {
-                Some(sidecar) => Arc::clone(sidecar),
-                None => match parse(&*dir, &entry.name) {
-                    Ok(sidecar) => Arc::new(sidecar),
-                    // Removed with its step, between the listing and now.
-                    Err(error) if error.is_gone() && dir.stat(&entry.name)?.is_none() => continue,
-                    Err(error) if is_no_step(&error) => {
-                        tracing::warn!(file = %entry.name, %error, "what is no sidecar of metrics is left out");
-                        continue;
-                    }
-                    Err(error) => return Err(error.into()),
-                },
-            };
-            still.insert(entry.name.clone(), Arc::clone(&sidecar));
-            by_attempt.entry(attempt).or_default().push((sidecar.unix_ns, entry.name, sidecar));
+        let known = entries.iter().filter(|entry| read.files.contains(&entry.name)).count();
+        if known < read.files.len() {
+            read.forget_all_but(&entries.iter().map(|entry| entry.name.as_str()).collect());
         }
-        *read = still;
-        let mut out = HashMap::new();
-        for (attempt, mut sidecars) in by_attempt {
-            sidecars.sort_by(|a, b| (a.0, &a.1).cmp(&(b.0, &b.1)));
-            let mut metrics = BTreeMap::new();
-            for (_, _, sidecar) in sidecars {
-                metrics.extend(sidecar.metrics.iter().map(|(name, &value)| (name.clone(), f64::from(value))));
+        for entry in entries {
+            if read.files.contains(&entry.name) {
+                continue;
             }
-            out.insert(attempt, metrics);
+            let Some(attempt) = attempt_of(&entry.name) else { continue };
+            match parse(&*dir, &entry.name) {
+                Ok(sidecar) => read.add(attempt, &entry.name, sidecar),
+                // Removed with its step, between the listing and now.
+                Err(error) if error.is_gone() && dir.stat(&entry.name)?.is_none() => continue,
+                Err(error) if is_no_step(&error) => {
+                    tracing::warn!(file = %entry.name, %error, "what is no sidecar of metrics is left out");
+                }
+                Err(error) => return Err(error.into()),
+            }
+            read.files.insert(entry.name);
         }
-        Ok(out)
+        Ok(Arc::clone(&read.later))
     }
 
-    /// Removes the sidecars of a step that was deleted. Failing to is no error: they say nothing of any step that is there.
-    pub fn remove(&self, root: &dyn Dir, attempt: &Attempt) {
+    /// Removes the sidecars of steps that were deleted. Failing to is no error: they say nothing of any step that is there.
+    pub fn remove(&self, root: &dyn Dir, attempts: &[Attempt]) {
+        if attempts.is_empty() {
+            return;
+        }
         let removed = (|| -> stepwell_core::Result<()> {
             let dir = root.open_dir(&control(METRICS))?;
-            for entry in dir.entries()? {
-                if attempt_of(&entry.name).as_ref() == Some(attempt) {
+            for entry in dir.unsorted_entries()? {
+                if attempt_of(&entry.name).is_some_and(|attempt| attempts.contains(&attempt)) {
                     dir.remove_file(&entry.name)?;
                 }
             }
@@ -161,6 +167,32 @@ impl Sidecars {
             tracing::debug!(%error, "the metrics of a deleted step stay");
         }
     }
+}
+
+impl Read {
+    fn add(&mut self, attempt: Attempt, name: &str, sidecar: Sidecar) {
+        let sidecars = self.sidecars.entry(attempt.clone()).or_default();
+        sidecars.push((sidecar.unix_ns, name.to_owned(), sidecar));
+        sidecars.sort_by(|a, b| (a.0, &a.1).cmp(&(b.0, &b.1)));
+        let metrics = merged(sidecars);
+        Arc::make_mut(&mut self.later).insert(attempt, metrics);
+    }
+
+    fn forget_all_but(&mut self, there: &HashSet<&str>) {
+        self.files.retain(|name| there.contains(name.as_str()));
+        self.sidecars.retain(|_, sidecars| {
+            sidecars.retain(|(_, name, _)| there.contains(name.as_str()));
+            !sidecars.is_empty()
+        });
+        let later = self.sidecars.iter().map(|(attempt, sidecars)| (attempt.clone(), merged(sidecars)));
+        self.later = Arc::new(later.collect());
+    }
+}
+
+/// Of several values for one name the last written wins.
+fn merged(sidecars: &[(i64, String, Sidecar)]) -> BTreeMap<String, f64> {
+    let values = sidecars.iter().flat_map(|(_, _, sidecar)| &sidecar.metrics);
+    values.map(|(name, &value)| (name.clone(), f64::from(value))).collect()
 }
 
 /// Removes, at a writer's open, the sidecars of attempts that are nowhere in the root any more (deleted by hand, or retired by a writer that died before it came to

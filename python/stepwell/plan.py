@@ -85,13 +85,13 @@ class RestorePlan:
     def __str__(self) -> str:
         report = self.report
         lines = [
-            f"restore of step {self.step} from {self.path}: {len(report.restored)} leaves, {_size(self.nbytes)}",
-            f"  reads {_size(self.read_bytes)}: {self.blocks} blocks in {self.reads} reads of {len(self.files)} files",
+            f"restore of step {self.step} from {self.path}: {_count(len(report.restored), 'leaf', 'leaves')}, {_size(self.nbytes)}",
+            f"  reads {_size(self.read_bytes)}: {_reads(self.blocks, self.reads, len(self.files))}",
         ]
         for item in self.items.values():
             lines.append(
-                f"  item {item.name}: {item.leaves} leaves, {_size(item.nbytes)}; "
-                f"{item.blocks} blocks in {item.reads} reads of {len(item.files)} files"
+                f"  item {item.name}: {_count(item.leaves, 'leaf', 'leaves')}, {_size(item.nbytes)}; "
+                f"{_reads(item.blocks, item.reads, len(item.files))}"
             )
         listed: Sequence[tuple[str, Sequence[str]]] = (
             ("cast", [f"{path} {stored} → {dtype}" for path, stored, dtype in report.cast]),
@@ -105,6 +105,14 @@ class RestorePlan:
                 rest = f", … and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
                 lines.append(f"  {what} ({len(leaves)}): {', '.join(leaves[:_SHOWN])}{rest}")
         return "\n".join(lines)
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
+
+
+def _reads(blocks: int, reads: int, files: int) -> str:
+    return f"{_count(blocks, 'block', 'blocks')} in {_count(reads, 'read', 'reads')} of {_count(files, 'file', 'files')}"
 
 
 def plan(core: Any, options: RestoreOptions, items: Sequence[dict[str, Any]]) -> RestorePlan:

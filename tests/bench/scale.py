@@ -132,9 +132,10 @@ def listing(report: Report, root: Path) -> None:
             [sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, timeout=60, env=ENVIRONMENT
         )
 
-    run("-m", "stepwell", "ls", str(root))()
+    script = str(Path(sys.executable).with_name("stepwell"))
+    run(script, "ls", str(root))()
     report.add("an interpreter that does nothing", seconds_of(run("-c", "pass"), 7))
-    report.add(f"stepwell ls of {LISTED} steps", seconds_of(run("-m", "stepwell", "ls", str(root)), 7), 200)
+    report.add(f"stepwell ls of {LISTED} steps", seconds_of(run(script, "ls", str(root)), 11), 200)
 
 
 def grow(root: Path, steps: int) -> None:
@@ -235,7 +236,8 @@ def arrays_of_jax(report: Report, base: Path, quick: bool) -> None:
             "yes" if donated["intact"] else "no", "yes", donated["intact"],
         )  # fmt: skip
         report.add(f"{name}: a donating step alone", donated["alone"])
-        report.add(f"{name}: the first such step after save", [donated["beside"][0]])
+        report.add(f"{name}: the same step into new memory, without a save", [donated["new_memory"]])
+        report.add(f"{name}: the first donating step after save", [donated["beside"][0]])
         extra = sum(one - alone for one in donated["beside"])
         report.add(f"{name}: extra time of the {len(donated['beside'])} steps after save", [max(0.0, extra)])
 

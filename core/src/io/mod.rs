@@ -8,6 +8,7 @@
 //! entry of a directory after a [`Dir::sync`]. Nothing here syncs on its own, but for [`Disk::create_dir_all`] and [`Dir::write_file`], which say so.
 
 pub mod conformance;
+pub mod noting;
 mod posix;
 mod probe;
 mod room;
@@ -64,6 +65,8 @@ pub struct Entry {
     pub name: String,
     /// What it is.
     pub kind: EntryKind,
+    /// Its inode number, as the directory has it: where that is another, something else has the name.
+    pub inode: u64,
 }
 
 /// What is known of a file or directory without opening it.
@@ -140,8 +143,15 @@ pub trait Dir: Send + Sync {
     /// Makes one directory (mode 0777 less the umask) and opens it; EEXIST if there is one. Not durable before this directory's [`Dir::sync`].
     fn create_dir(&self, name: &str) -> Result<Arc<dyn Dir>>;
 
-    /// All entries but `.` and `..`, sorted by name.
-    fn entries(&self) -> Result<Vec<Entry>>;
+    /// All entries but `.` and `..`, in no order.
+    fn unsorted_entries(&self) -> Result<Vec<Entry>>;
+
+    /// [`Dir::unsorted_entries`], sorted by name.
+    fn entries(&self) -> Result<Vec<Entry>> {
+        let mut entries = self.unsorted_entries()?;
+        entries.sort_unstable();
+        Ok(entries)
+    }
 
     /// What stands under a name; `None` if nothing does. Does not follow symlinks.
     fn stat(&self, name: &str) -> Result<Option<Stat>>;

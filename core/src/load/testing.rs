@@ -106,7 +106,7 @@ impl Dir for MemoryDisk {
     fn create_dir(&self, _: &str) -> Result<Arc<dyn Dir>> {
         unsupported()
     }
-    fn entries(&self) -> Result<Vec<Entry>> {
+    fn unsorted_entries(&self) -> Result<Vec<Entry>> {
         unsupported()
     }
     fn stat(&self, _: &str) -> Result<Option<Stat>> {

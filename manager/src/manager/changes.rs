@@ -177,7 +177,8 @@ impl Manager {
             }
         };
         inner.drain(None)?;
-        let steps = inner.list()?;
+        let listing = inner.list()?;
+        let steps = &listing.steps;
         let target = steps.get(&step).ok_or_else(|| inner.not_found(Some(step)))?;
         // Before the newer ones are out of sight: what nobody could restore does not become the latest.
         if let Some(damage) = damage(&*inner.root, &target.name, &target.manifest)? {
@@ -229,7 +230,7 @@ impl Manager {
         let label = directory_layout::label(step);
         let trash = directory_layout::trash(&label, inner.environment.rng.next_u128());
         inner.retire_unheld(step, &found.name, &trash)?;
-        inner.sidecars.remove(&*inner.root, &found.manifest.attempt);
+        inner.sidecars.remove(&*inner.root, std::slice::from_ref(&found.manifest.attempt));
         inner.deleter.enqueue([trash]);
         Ok(())
     }
@@ -259,6 +260,7 @@ impl Manager {
     pub fn apply_retention(&self) -> Result<Vec<u64>> {
         self.inner.check_writable("apply retention")?;
         self.inner.drain(None)?;
+        self.inner.look_into_all();
         self.inner.apply_retention()
     }
 

@@ -5,7 +5,8 @@
 //! | `open` | opens a root as its writer or as a reader; closes it |
 //! | `saving` | `save`: checks, capture on the caller's thread, hand-over to the persister |
 //! | `capturer` | the one thread that captures what saves have left for later |
-//! | `persister` | the one thread that writes and commits, first in, first out; retention after each commit |
+//! | `persister` | the one thread that writes and commits, first in, first out |
+//! | `retaining` | retention, after each commit |
 //! | `trail` | what was saved and restored, in order |
 //! | `queries` | what is there: steps, metrics, metadata, plans |
 //! | `changes` | rewind, delete, hold, prune |
@@ -41,11 +42,13 @@ mod changes;
 mod open;
 mod persister;
 mod queries;
+mod retaining;
 mod saving;
 mod trail;
 
 pub use changes::Hold;
 pub use queries::{ItemReport, StepReport};
+use retaining::Inspection;
 pub use saving::Decision;
 use trail::Trail;
 
@@ -111,6 +114,7 @@ struct Inner {
     session: String,
     discovery: Discovery,
     sidecars: Sidecars,
+    inspection: Inspection,
     deleter: Arc<Deleter>,
     birth: Birth,
     state: Mutex<State>,

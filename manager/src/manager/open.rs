@@ -6,8 +6,10 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::io::Dir;
+use stepwell_core::io::noting::{Notes, Noting};
 use stepwell_core::sys::Birth;
 
+use super::retaining::Inspection;
 use super::{Inner, Manager, State};
 use crate::beat::{self, Heart};
 use crate::coordination::LEADER;
@@ -36,18 +38,17 @@ impl Manager {
         let session =
             String::from_utf8(session).map_err(|_| Error::Invalid("the session is no text".to_owned()))?;
         let directory = root::open(&environment, path, options.create && !options.read_only)?;
-        let discovery = Discovery::default();
+        let is_writer = leads && !options.read_only;
+        let notes = Arc::new(Notes::default());
+        let (discovery, directory): (_, Arc<dyn Dir>) = if is_writer {
+            (Discovery::of_writer(Arc::clone(&notes)), Arc::new(Noting::new(directory, notes)))
+        } else {
+            (Discovery::default(), directory)
+        };
         let deleter =
             Arc::new(Deleter::new(Arc::clone(&directory), Arc::clone(&environment.clock), options.grace));
         let mut state = State::default();
-        let (names, info) = if options.read_only || !leads {
-            let info = root::read_info(&*directory)?;
-            let names = names(options.step_name.clone(), info.as_ref());
-            if let Some(info) = &info {
-                check_names(&*directory, &discovery, &names, &info.step_name)?;
-            }
-            (names, info)
-        } else {
+        let (names, info) = if is_writer {
             let opening = Opening {
                 root: &directory,
                 session: &session,
@@ -65,6 +66,13 @@ impl Manager {
                     return Err(error);
                 }
             }
+        } else {
+            let info = root::read_info(&*directory)?;
+            let names = names(options.step_name.clone(), info.as_ref());
+            if let Some(info) = &info {
+                check_names(&*directory, &discovery, &names, &info.step_name)?;
+            }
+            (names, info)
         };
         Ok(Self {
             inner: Arc::new(Inner {
@@ -77,6 +85,7 @@ impl Manager {
                 session,
                 discovery,
                 sidecars: Sidecars::default(),
+                inspection: Inspection::default(),
                 deleter,
                 birth: Birth::now(),
                 state: Mutex::new(state),
@@ -224,13 +233,13 @@ fn check_names(root: &dyn Dir, discovery: &Discovery, names: &StepName, recorded
     if names == recorded {
         return Ok(());
     }
-    let there = discovery.list(root, recorded)?.steps;
-    match there.into_values().find(|found| names.parse(&found.name).is_none()) {
+    let there = discovery.list(root, recorded)?;
+    match there.steps.values().find(|found| names.parse(&found.name).is_none()) {
         Some(found) => Err(Error::OtherStepName {
             root: root.path().to_owned(),
             recorded: Box::new(recorded.clone()),
             wanted: Box::new(names.clone()),
-            example: found.name,
+            example: found.name.clone(),
         }),
         None => Ok(()),
     }

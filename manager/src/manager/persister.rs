@@ -1,17 +1,12 @@
-//! The persister: one thread per manager that writes and commits, first in, first out, and applies retention after each commit.
+//! The persister: one thread per manager that writes and commits, first in, first out, and has retention applied after each commit.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::Inner;
 use crate::commit::Existing;
-use crate::commit::aside::{self, Thinned};
-use crate::directory_layout;
-use crate::discovery::Found;
 use crate::error::{Error, Result};
 use crate::guard::guarded;
-use crate::recovery;
 use crate::save::Outcome;
 use crate::save::persist::{self, Ended};
 
@@ -65,6 +60,7 @@ impl Inner {
             Outcome::Committed => {
                 self.lock().uncertain.remove(&step);
                 self.deleter.enqueue(replaced);
+                self.discovery.refresh(&*self.root, &self.names)?;
                 self.apply_retention()?;
             }
             Outcome::DurabilityUncertain(_) => {
@@ -73,68 +69,5 @@ impl Inner {
             Outcome::NotCommitted(_) => {}
         }
         Ok(())
-    }
-
-    /// Retires what no rule keeps, and thins what is kept in part. Called after a newer step is committed, never before.
-    pub(super) fn apply_retention(&self) -> Result<Vec<u64>> {
-        if self.options.retention == crate::retention::Retention::KeepAll {
-            return Ok(Vec::new());
-        }
-        let (plan, found) = self.retention_plan()?;
-        self.check_fence()?;
-        // What was held since the plan was made stays.
-        let retiring = self.retiring(plan.deleted());
-        let mut victims: Vec<u64> = plan.deleted().filter(|&step| retiring.may_go(step)).collect();
-        let mut renames = Vec::with_capacity(victims.len());
-        let mut attempts = Vec::with_capacity(victims.len());
-        for step in &victims {
-            if let Some(found) = found.get(step) {
-                let label = directory_layout::label(*step);
-                let trash = directory_layout::trash(&label, self.environment.rng.next_u128());
-                renames.push((found.name.clone(), trash));
-                attempts.push(found.manifest.attempt.clone());
-            }
-        }
-        let retired = aside::retire_all(&*self.root, &renames);
-        drop(retiring);
-        // Also where it was cut short: what is out of sight, and durably so, is deleted.
-        let deletable = retired.deletable();
-        for attempt in attempts.iter().take(deletable) {
-            self.sidecars.remove(&*self.root, attempt);
-        }
-        victims.truncate(retired.renamed);
-        self.deleter.enqueue(renames.into_iter().take(deletable).map(|(_, trash)| trash));
-        if let Some(error) = retired.error {
-            return Err(error.into());
-        }
-        for (step, keep) in plan.thinned() {
-            let Some(found) = found.get(&step) else { continue };
-            match aside::thin(&*self.root, &found.name, keep, self.environment.clock.unix_ns())? {
-                Thinned::Dropped(items) => tracing::info!(step, ?items, "thinned"),
-                Thinned::Later(items) => {
-                    tracing::info!(step, ?items, "thinned; the files go after the grace period");
-                }
-                Thinned::Held => tracing::info!(step, "not thinned now: it is being read"),
-                Thinned::Nothing => {}
-            }
-        }
-        self.finish_thinnings(&found);
-        Ok(victims)
-    }
-
-    /// Where there are no locks, a thinning leaves its files for the grace period: those whose time has come are deleted.
-    fn finish_thinnings(&self, found: &BTreeMap<u64, Found>) {
-        if self.lock().lock.is_some() {
-            return;
-        }
-        for (step, found) in found.iter().filter(|(_, found)| !found.manifest.dropped.is_empty()) {
-            let finished = self.root.open_dir(&found.name).and_then(|dir| {
-                let now = self.environment.clock.unix_ns();
-                recovery::finish_thinning(&dir, found, now, self.options.grace)
-            });
-            if let Err(error) = finished {
-                tracing::debug!(step, %error, "what was thinned away stays for now");
-            }
-        }
     }
 }

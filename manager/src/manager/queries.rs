@@ -13,15 +13,15 @@ use stepwell_core::sys::{cores, each};
 
 use super::{Inner, Manager};
 use crate::checkpoint::{Checkpoint, Expected};
-use crate::discovery::{Found, Quarantined, damage, stands};
+use crate::discovery::{Found, Listing, Quarantined, damage, stands};
 use crate::error::{Error, Result};
-use crate::retention::{self, Candidate, Mode, Plan};
+use crate::retention::{self, Mode, Plan};
 
 /// How long a newest step is looked for that is not gone before it is opened: another process would have to retire one after the other all that time.
 const LOOKING: Duration = Duration::from_secs(5);
 
 /// How often the newest step is looked for anew because another process has taken a step away meanwhile.
-const LISTINGS: usize = 64;
+pub(super) const LISTINGS: usize = 64;
 
 /// Keys of a step's metadata that a report names.
 const METADATA_KEYS: usize = 16;
@@ -121,7 +121,7 @@ impl Manager {
     /// All committed steps, in order.
     pub fn all_steps(&self) -> Result<Vec<u64>> {
         self.inner.check_usable()?;
-        Ok(self.inner.list()?.into_keys().collect())
+        Ok(self.inner.list()?.steps.keys().copied().collect())
     }
 
     /// Steps that are being saved, in the order in which they will commit.
@@ -133,7 +133,7 @@ impl Manager {
     /// What has a step's name and is none, with the reason.
     pub fn quarantined(&self) -> Result<Vec<Quarantined>> {
         self.inner.check_usable()?;
-        Ok(self.inner.discovery.list(&*self.inner.root, &self.inner.names)?.quarantined)
+        Ok(self.inner.discovery.list(&*self.inner.root, &self.inner.names)?.quarantined.clone())
     }
 
     /// The best step by a metric (the one that retention names, if none is given). Steps without it do not count; `None` where none has it.
@@ -145,7 +145,9 @@ impl Manager {
                     .to_owned(),
             ));
         };
-        let candidates = self.inner.candidates(&self.inner.list()?)?;
+        let listing = self.inner.list()?;
+        let later = self.inner.sidecars.all(&*self.inner.root)?;
+        let candidates = self.inner.candidates(listing.steps.values(), &later);
         Ok(retention::best(&candidates, metric, mode).map(|candidate| candidate.step))
     }
 
@@ -184,7 +186,7 @@ impl Manager {
     /// What retention would do now, and why.
     pub fn plan_retention(&self) -> Result<Plan> {
         self.inner.check_usable()?;
-        Ok(self.inner.retention_plan()?.0)
+        self.inner.retention_plan()
     }
 
     /// Everything that has a step's name, with what is known of it.
@@ -206,7 +208,7 @@ impl Manager {
             metrics.extend(later.get(&found.manifest.attempt).cloned().unwrap_or_default());
             out.push(StepReport::of(found, metrics, damage));
         }
-        out.extend(listing.quarantined.into_iter().map(StepReport::of_quarantined));
+        out.extend(listing.quarantined.iter().cloned().map(StepReport::of_quarantined));
         Ok(out)
     }
 
@@ -239,24 +241,31 @@ impl Manager {
 }
 
 impl Inner {
-    /// All committed steps that this manager counts.
-    pub(super) fn list(&self) -> Result<BTreeMap<u64, Found>> {
-        let listing = self.discovery.list(&*self.root, &self.names)?;
-        let mut steps = listing.steps;
+    /// All committed steps that this manager counts, every manifest looked at.
+    pub(super) fn list(&self) -> Result<Arc<Listing>> {
+        Ok(self.counted(self.discovery.list(&*self.root, &self.names)?))
+    }
+
+    /// The same, as far as the root's directory shows it: what is chosen is looked at by itself.
+    pub(super) fn look(&self) -> Result<Arc<Listing>> {
+        Ok(self.counted(self.discovery.look(&*self.root, &self.names)?))
+    }
+
+    fn counted(&self, mut listing: Arc<Listing>) -> Arc<Listing> {
         let mut state = self.lock();
         // A reader may look at a copy that is still being made.
-        let told = if self.options.read_only { Vec::new() } else { listing.quarantined };
+        let told = if self.options.read_only { [].as_slice() } else { &listing.quarantined };
         for Quarantined { name, reason } in told {
             if state.told_damaged.insert(format!("{name} {reason}")) {
                 tracing::warn!(%name, %reason, "has a step's name and is none; it is passed over, and set aside where a step of that number is saved");
             }
         }
-        state.populated |= !steps.is_empty();
-        for step in &state.uncertain {
-            steps.remove(step);
+        state.populated |= !listing.steps.is_empty();
+        if !state.uncertain.is_empty() {
+            let steps = &mut Arc::make_mut(&mut listing).steps;
+            steps.retain(|step, _| !state.uncertain.contains(step));
         }
-        drop(state);
-        Ok(steps)
+        listing
     }
 
     /// The newest whole step.
@@ -268,21 +277,28 @@ impl Inner {
     pub(super) fn newest_from(&self, first: u64) -> Result<Option<Found>> {
         let begun = Instant::now();
         'listing: for _ in 0..LISTINGS {
-            for found in self.list()?.split_off(&first).into_values().rev() {
+            for found in self.look()?.steps.range(first..).rev().map(|(_, found)| found) {
+                if !self.discovery.is_as_listed(&*self.root, found)? {
+                    continue 'listing;
+                }
                 let Some(damage) = damage(&*self.root, &found.name, &found.manifest)? else {
-                    return Ok(Some(found));
+                    return Ok(Some(found.clone()));
                 };
-                if !stands(&*self.root, &found)? {
+                if !stands(&*self.root, found)? {
                     // Retired or replaced between the listing and now.
                     self.discovery.forget();
                     continue 'listing;
                 }
-                self.tell_damaged(&found, &damage);
+                self.tell_damaged(found, &damage);
             }
             return Ok(None);
         }
+        Err(self.restless(begun))
+    }
+
+    pub(super) fn restless(&self, begun: Instant) -> Error {
         let waited_for = format!("a listing of {} during which no step is taken away", self.path.display());
-        Err(Error::Timeout { waited_for, waited: begun.elapsed() })
+        Error::Timeout { waited_for, waited: begun.elapsed() }
     }
 
     /// What is wrong with a step that was listed, and whether it still stands under its name.
@@ -293,7 +309,7 @@ impl Inner {
     }
 
     /// Once: it is seen at every save.
-    fn tell_damaged(&self, found: &Found, damage: &str) {
+    pub(super) fn tell_damaged(&self, found: &Found, damage: &str) {
         let known = format!("{:?} {damage}", found.manifest.attempt);
         if self.lock().told_damaged.insert(known) {
             let step = found.manifest.step;
@@ -303,7 +319,15 @@ impl Inner {
 
     /// A committed step by its number.
     pub(super) fn committed(&self, step: u64) -> Result<Option<Found>> {
-        Ok(self.list()?.remove(&step))
+        let begun = Instant::now();
+        for _ in 0..LISTINGS {
+            let listing = self.look()?;
+            let Some(found) = listing.steps.get(&step) else { return Ok(None) };
+            if self.discovery.is_as_listed(&*self.root, found)? {
+                return Ok(Some(found.clone()));
+            }
+        }
+        Err(self.restless(begun))
     }
 
     /// A committed step by its number, or the newest.
@@ -345,39 +369,5 @@ impl Inner {
     pub(super) fn latest_pending(&self) -> Option<u64> {
         let state = self.lock();
         state.pending.iter().filter(|save| !save.has_failed()).map(crate::save::Save::step).max()
-    }
-
-    pub(super) fn candidates(&self, steps: &BTreeMap<u64, Found>) -> Result<Vec<Candidate>> {
-        let later = self.sidecars.all(&*self.root)?;
-        let held = self.lock().held.clone();
-        Ok(steps
-            .iter()
-            .map(|(&step, found)| {
-                let manifest = &found.manifest;
-                let mut metrics = manifest.metrics.clone();
-                metrics.extend(later.get(&manifest.attempt).cloned().unwrap_or_default());
-                Candidate {
-                    step,
-                    committed_unix_ns: manifest.committed_unix_ns,
-                    metrics,
-                    items: manifest.items.iter().map(|item| item.name.clone()).collect(),
-                    held: held.contains_key(&step),
-                }
-            })
-            .collect())
-    }
-
-    /// What retention would do, over whole steps only: a damaged one neither counts nor goes.
-    pub(super) fn retention_plan(&self) -> Result<(Plan, BTreeMap<u64, Found>)> {
-        let mut steps = BTreeMap::new();
-        for (step, found) in self.list()? {
-            match damage(&*self.root, &found.name, &found.manifest)? {
-                None => drop(steps.insert(step, found)),
-                Some(damage) => self.tell_damaged(&found, &damage),
-            }
-        }
-        let candidates = self.candidates(&steps)?;
-        let plan = self.options.retention.plan(&candidates, self.environment.clock.unix_ns())?;
-        Ok((plan, steps))
     }
 }

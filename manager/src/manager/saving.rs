@@ -184,10 +184,11 @@ impl Inner {
         }
         // After it, a step that was uncertain is there, or is to be replaced: whichever of the two a power cut leaves, it is a whole one.
         let uncertain = pending.is_none() && self.settle_uncertain(step);
-        let steps = self.list()?;
+        let listing = self.look()?;
+        let steps = &listing.steps;
         // What has lost files is no step any more: a good one may take its number, and the commit sets the rest aside.
         let there = pending.is_some()
-            || match steps.get(&step) {
+            || match if steps.contains_key(&step) { self.committed(step)? } else { None } {
                 Some(found) => damage(&*self.root, &found.name, &found.manifest)?.is_none(),
                 None => false,
             };
@@ -196,15 +197,15 @@ impl Inner {
             return Ok(Decision::Refuse(Refusal::Exists));
         }
         if there && exists == Exists::Error {
-            let latest = self.latest_above(step, &steps)?;
-            let rewind_to = if latest.is_some() { self.newest_below(step, &steps)? } else { None };
+            let latest = self.latest_above(step, steps)?;
+            let rewind_to = if latest.is_some() { self.newest_below(step, steps)? } else { None };
             return Err(Error::StepExists { step, root: self.path.clone(), latest, rewind_to });
         }
         if there && exists == Exists::Replace {
             self.lock().may_be_replaced(step)?;
         }
-        if let Some(latest) = self.latest_above(step, &steps)? {
-            return Err(Error::StepOrder { step, latest, rewind_to: self.newest_below(step, &steps)? });
+        if let Some(latest) = self.latest_above(step, steps)? {
+            return Err(Error::StepOrder { step, latest, rewind_to: self.newest_below(step, steps)? });
         }
         // Asked for even where nothing is there now: a pending save of this step may stand there by then.
         Ok(if exists == Exists::Replace || uncertain { Decision::Replace } else { Decision::Save })
@@ -406,7 +407,7 @@ impl Facts for Asked<'_> {
                 return Ok(false);
             }
         }
-        Ok(self.inner.list()?.is_empty())
+        Ok(self.inner.look()?.steps.is_empty())
     }
 
     fn seconds_since_save(&self) -> Result<Option<f64>> {

@@ -2,23 +2,23 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn steps(steps: impl IntoIterator<Item = u64>) -> Vec<Candidate> {
-    let items = vec!["params".to_owned(), "optimizer".to_owned(), ".".to_owned()];
+fn steps(steps: impl IntoIterator<Item = u64>) -> Vec<Candidate<'static>> {
+    let items = Names::Given(vec!["params", "optimizer", "."]);
     steps.into_iter().map(|step| Candidate { step, items: items.clone(), ..Candidate::default() }).collect()
 }
 
-fn scored(values: &[(u64, f64)]) -> Vec<Candidate> {
+fn scored(values: &[(u64, f64)]) -> Vec<Candidate<'static>> {
     values
         .iter()
         .map(|&(step, loss)| Candidate {
             step,
-            metrics: BTreeMap::from([("loss".to_owned(), loss)]),
+            metrics: Cow::Owned(BTreeMap::from([("loss".to_owned(), loss)])),
             ..Candidate::default()
         })
         .collect()
 }
 
-fn kept(retention: &Retention, steps: &[Candidate]) -> Vec<u64> {
+fn kept(retention: &Retention, steps: &[Candidate<'_>]) -> Vec<u64> {
     retention.plan(steps, 0).unwrap().kept().collect()
 }
 
@@ -76,7 +76,7 @@ fn the_newest_is_never_evicted_by_a_metric() {
 fn an_interval_of_time_is_counted_from_what_it_kept_before_and_stays_so() {
     let hours = |hour: u64| i64::try_from(hour).unwrap() * 3600 * 1_000_000_000;
     let rule = Retention::KeepEverySeconds { seconds: 5.0 * 3600.0, items: None };
-    let mut there: Vec<Candidate> = Vec::new();
+    let mut there: Vec<Candidate<'_>> = Vec::new();
     // One step an hour; after each the rule is applied.
     for step in 0..=19 {
         let mut all = steps([step]);
@@ -111,7 +111,7 @@ fn a_step_that_one_rule_keeps_whole_is_not_thinned_by_another() {
 #[test]
 fn a_step_with_nothing_left_to_thin_is_left_alone() {
     let mut all = steps([0, 20]);
-    all[0].items = vec!["params".to_owned()];
+    all[0].items = Names::Given(vec!["params"]);
     let plan = Retention::keep_every_items(10, ["params"]).plan(&all, 0).unwrap();
     assert_eq!((plan.thinned().count(), plan.deleted().count()), (0, 0));
 }
@@ -180,7 +180,7 @@ proptest! {
     ) {
         let mut all = steps(numbers.iter().copied());
         for (candidate, loss) in all.iter_mut().zip(losses) {
-            candidate.metrics.insert("loss".to_owned(), loss);
+            candidate.metrics.to_mut().insert("loss".to_owned(), loss);
         }
         let parts = [
             Retention::keep_latest(n), Retention::keep_every(every), Retention::keep_best(n, "loss", Mode::Max),
@@ -190,5 +190,23 @@ proptest! {
         prop_assert_eq!(kept(&whole, &all), union.into_iter().collect::<Vec<_>>());
         prop_assert!(kept(&whole, &all).len() >= all.len().min(n.max(1) as usize));
         prop_assert!(kept(&whole, &all).contains(numbers.last().unwrap()));
+    }
+
+    #[test]
+    fn what_is_done_is_what_the_plan_explains(
+        numbers in proptest::collection::btree_set(0_u64..50, 1..20),
+        n in 0_u64..5, every in 1_u64..7, losses in proptest::collection::vec(-1.0..1.0_f64, 20),
+    ) {
+        let mut all = steps(numbers);
+        for (candidate, loss) in all.iter_mut().zip(losses).skip(3) {
+            candidate.metrics.to_mut().insert("loss".to_owned(), loss);
+        }
+        let retention = Retention::keep_latest(n)
+            | Retention::keep_every_items(every, ["params"])
+            | Retention::keep_best(n, "loss", Mode::Max);
+        let plan = retention.plan(&all, 0).unwrap();
+        let changes = retention.changes(&all, 0).unwrap();
+        prop_assert_eq!(changes.deleted, plan.deleted().collect::<Vec<_>>());
+        prop_assert_eq!(changes.thinned, plan.thinned().map(|(step, items)| (step, items.clone())).collect::<Vec<_>>());
     }
 }

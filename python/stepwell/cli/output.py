@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import time
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import IO, Any, final
@@ -135,7 +136,7 @@ def iso(unix_ns: int) -> str:
 
 def local(unix_ns: int) -> str:
     """A time of a manifest, for people: theirs."""
-    return moment(unix_ns).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ns // 1_000_000_000))
 
 
 def width(text: str) -> int:
@@ -149,15 +150,15 @@ def width(text: str) -> int:
 
 def columns(rows: Sequence[Sequence[str]], align: str) -> list[str]:
     """Rows as aligned lines. ``align`` has ``l`` or ``r`` per column; the last column, to the left, is not padded."""
-    widths = [max((width(row[i]) for row in rows), default=0) for i in range(len(align))]
-    lines = []
-    for row in rows:
-        cells = []
-        for i, (cell, side) in enumerate(zip(row, align, strict=True)):
-            room = " " * (widths[i] - width(cell))
-            if side == "r":
-                cells.append(room + cell)
-            else:
-                cells.append(cell if i == len(align) - 1 else cell + room)
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    aligned = []
+    for i, side in enumerate(align):
+        cells = [row[i] for row in rows]
+        if side == "l" and i == len(align) - 1:
+            aligned.append(cells)
+            continue
+        widths = [width(cell) for cell in cells]
+        widest = max(widths, default=0)
+        rooms = [" " * (widest - one) for one in widths]
+        pairs = zip(rooms, cells, strict=True)
+        aligned.append([room + cell if side == "r" else cell + room for room, cell in pairs])
+    return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]

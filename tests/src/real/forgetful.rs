@@ -110,8 +110,8 @@ impl Dir for ForgetfulDir {
         Ok(self.mind.dir(self.inner.create_dir(name)?))
     }
 
-    fn entries(&self) -> Result<Vec<Entry>> {
-        self.inner.entries()
+    fn unsorted_entries(&self) -> Result<Vec<Entry>> {
+        self.inner.unsorted_entries()
     }
 
     fn stat(&self, name: &str) -> Result<Option<Stat>> {

@@ -132,8 +132,10 @@ fn entries_are_sorted(scene: &Scene<'_>) {
         let (dir, file) = (format!("d{i:02}"), format!("f{i:02}"));
         scene.dir.create_dir(&dir).unwrap();
         scene.dir.write_file(&file, b"").unwrap();
-        expected.push(Entry { name: dir, kind: EntryKind::Dir });
-        expected.push(Entry { name: file, kind: EntryKind::File });
+        for (name, kind) in [(dir, EntryKind::Dir), (file, EntryKind::File)] {
+            let inode = scene.dir.stat(&name).unwrap().unwrap().id.1;
+            expected.push(Entry { name, kind, inode });
+        }
     }
     expected.sort();
     assert_eq!(scene.dir.entries().unwrap(), expected);

@@ -115,7 +115,7 @@ impl Dir for PosixDir {
         opened
     }
 
-    fn entries(&self) -> Result<Vec<Entry>> {
+    fn unsorted_entries(&self) -> Result<Vec<Entry>> {
         let fd = self.fd()?;
         let mut entries = Vec::new();
         for entry in rustix::fs::Dir::read_from(fd).map_err(self.failed("list", ""))? {
@@ -133,9 +133,9 @@ impl Dir for PosixDir {
                 },
                 kind => kind,
             };
-            entries.push(Entry { name: raw.to_string_lossy().into_owned(), kind: kind_of(kind) });
+            let name = raw.to_string_lossy().into_owned();
+            entries.push(Entry { name, kind: kind_of(kind), inode: entry.ino() });
         }
-        entries.sort_unstable();
         Ok(entries)
     }
 

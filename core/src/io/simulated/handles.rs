@@ -94,7 +94,7 @@ impl Dir for SimDir {
         })
     }
 
-    fn entries(&self) -> Result<Vec<Entry>> {
+    fn unsorted_entries(&self) -> Result<Vec<Entry>> {
         // From the last name to the first, and not in one step: what takes a name behind the place that it has reached is not seen.
         let reached = |world: &mut World| Ok(world.entries(self.0.ino)?.keys().next_back().cloned());
         self.context().perform_amid(Kind::Entries, "list", &self.0.path, reached, |world, reached| {
@@ -102,7 +102,7 @@ impl Dir for SimDir {
             Ok(entries
                 .iter()
                 .filter(|(name, _)| reached.as_ref().is_some_and(|reached| *name <= reached))
-                .map(|(name, &ino)| Entry { name: name.to_string(), kind: world.kind_of(ino) })
+                .map(|(name, &ino)| Entry { name: name.to_string(), kind: world.kind_of(ino), inode: ino })
                 .collect())
         })
     }

@@ -1,0 +1,226 @@
+//! Retention, applied: after each commit, and when it is asked for.
+//!
+//! Only steps that are whole are counted: a damaged one neither counts nor goes. Few steps are looked into after each commit. Of many, those that were not looked into
+//! yet, and [`LOOKED_INTO`] others in turn: so what a save costs does not grow with what is there, and damage is found all the same.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use stepwell_core::format::manifest::{Attempt, Manifest};
+
+use super::Inner;
+use super::queries::LISTINGS;
+use crate::commit::aside::{self, Thinned};
+use crate::directory_layout;
+use crate::discovery::{Found, Listing, damage};
+use crate::error::Result;
+use crate::metrics::Later;
+use crate::recovery;
+use crate::retention::{Candidate, Names, Plan, Retention};
+
+/// Steps that are looked into again after each commit.
+const LOOKED_INTO: usize = 64;
+
+/// Which steps were found whole.
+#[derive(Debug, Default)]
+pub(super) struct Inspection(Mutex<Inspected>);
+
+#[derive(Debug, Default)]
+struct Inspected {
+    /// By number, with the manifest that was current then.
+    whole: BTreeMap<u64, Arc<Manifest>>,
+    /// From which step on they are looked into again.
+    next: u64,
+}
+
+impl Inspected {
+    /// The steps of a listing that are to be looked into now, and the one that comes after them.
+    fn due(&self, listing: &Listing) -> (Vec<Found>, u64) {
+        let mut turn = listing.steps.range(self.next..).chain(listing.steps.range(..self.next));
+        let again: BTreeSet<u64> = turn.by_ref().take(LOOKED_INTO).map(|(&step, _)| step).collect();
+        let next = turn.next().map_or(0, |(&step, _)| step);
+        // Both are in the order of their numbers, and are gone through side by side: of many steps a look at each costs.
+        let mut whole = self.whole.iter().peekable();
+        let mut due = Vec::new();
+        for (step, found) in &listing.steps {
+            while whole.next_if(|(known, _)| *known < step).is_some() {}
+            let is_known = |(known, manifest): &(&u64, &Arc<Manifest>)| {
+                *known == step && Arc::ptr_eq(manifest, &found.manifest)
+            };
+            if again.contains(step) || !whole.peek().is_some_and(is_known) {
+                due.push(found.clone());
+            }
+        }
+        (due, next)
+    }
+}
+
+/// The steps that count.
+struct Counted {
+    listing: Arc<Listing>,
+    damaged: BTreeSet<u64>,
+}
+
+impl Counted {
+    fn steps(&self) -> impl Iterator<Item = &Found> {
+        let is_whole = |step: &u64| self.damaged.is_empty() || !self.damaged.contains(step);
+        self.listing.steps.iter().filter(move |(step, _)| is_whole(step)).map(|(_, found)| found)
+    }
+
+    fn get(&self, step: u64) -> Option<&Found> {
+        self.listing.steps.get(&step)
+    }
+}
+
+impl Inner {
+    /// What retention would do with what is there, every step looked into.
+    pub(super) fn retention_plan(&self) -> Result<Plan> {
+        self.look_into_all();
+        let counted = self.whole_steps()?;
+        let later = self.sidecars.all(&*self.root)?;
+        let candidates = self.candidates(counted.steps(), &later);
+        self.options.retention.plan(&candidates, self.environment.clock.unix_ns())
+    }
+
+    /// Whatever was found whole is looked into again.
+    pub(super) fn look_into_all(&self) {
+        *self.inspection.0.lock().unwrap_or_else(PoisonError::into_inner) = Inspected::default();
+    }
+
+    /// All committed steps, and which of them are damaged.
+    fn whole_steps(&self) -> Result<Counted> {
+        let begun = Instant::now();
+        let mut inspected = self.inspection.0.lock().unwrap_or_else(PoisonError::into_inner);
+        'listing: for _ in 0..LISTINGS {
+            let listing = self.look()?;
+            let (due, next) = inspected.due(&listing);
+            let mut damaged = BTreeSet::new();
+            for found in due {
+                if !self.discovery.is_as_listed(&*self.root, &found)? {
+                    continue 'listing;
+                }
+                let step = found.manifest.step;
+                if let Some(damage) = damage(&*self.root, &found.name, &found.manifest)? {
+                    inspected.whole.remove(&step);
+                    damaged.insert(step);
+                    self.tell_damaged(&found, &damage);
+                } else {
+                    inspected.whole.insert(step, found.manifest);
+                }
+            }
+            inspected.next = next;
+            if inspected.whole.len() > listing.steps.len() {
+                inspected.whole.retain(|step, _| listing.steps.contains_key(step));
+            }
+            return Ok(Counted { listing, damaged });
+        }
+        Err(self.restless(begun))
+    }
+
+    /// Committed steps as retention sees them.
+    pub(super) fn candidates<'a>(
+        &self,
+        steps: impl Iterator<Item = &'a Found>,
+        later: &Later,
+    ) -> Vec<Candidate<'a>> {
+        let held = self.lock().held.clone();
+        let candidate = |found: &'a Found| {
+            let manifest = &*found.manifest;
+            let mut metrics = Cow::Borrowed(&manifest.metrics);
+            if !later.is_empty()
+                && let Some(later) = later.get(&manifest.attempt)
+            {
+                metrics.to_mut().extend(later.iter().map(|(name, &value)| (name.clone(), value)));
+            }
+            Candidate {
+                step: manifest.step,
+                committed_unix_ns: manifest.committed_unix_ns,
+                metrics,
+                items: Names::Of(&manifest.items),
+                held: !held.is_empty() && held.contains_key(&manifest.step),
+            }
+        };
+        steps.map(candidate).collect()
+    }
+
+    /// Retires what no rule keeps, and thins what is kept in part. Called after a newer step is committed, never before.
+    pub(super) fn apply_retention(&self) -> Result<Vec<u64>> {
+        if self.options.retention == Retention::KeepAll {
+            return Ok(Vec::new());
+        }
+        let counted = self.whole_steps()?;
+        let later = self.sidecars.all(&*self.root)?;
+        let candidates = self.candidates(counted.steps(), &later);
+        let changes = self.options.retention.changes(&candidates, self.environment.clock.unix_ns())?;
+        drop(candidates);
+        self.check_fence()?;
+        let victims = self.retire(&counted, &changes.deleted)?;
+        for (step, keep) in &changes.thinned {
+            let Some(found) = counted.get(*step) else { continue };
+            let thinned = aside::thin(&*self.root, &found.name, keep, self.environment.clock.unix_ns())?;
+            if let Thinned::Dropped(_) | Thinned::Later(_) = thinned {
+                self.discovery.touch(&found.name);
+            }
+            match thinned {
+                Thinned::Dropped(items) => tracing::info!(step, ?items, "thinned"),
+                Thinned::Later(items) => {
+                    tracing::info!(step, ?items, "thinned; the files go after the grace period");
+                }
+                Thinned::Held => tracing::info!(step, "not thinned now: it is being read"),
+                Thinned::Nothing => {}
+            }
+        }
+        self.finish_thinnings(&counted);
+        Ok(victims)
+    }
+
+    /// Takes steps out of sight, and gives those that went.
+    fn retire(&self, counted: &Counted, steps: &[u64]) -> Result<Vec<u64>> {
+        // What was held since the plan was made stays.
+        let retiring = self.retiring(steps.iter().copied());
+        let found = steps.iter().filter(|&&step| retiring.may_go(step)).filter_map(|&step| counted.get(step));
+        let found: Vec<&Found> = found.collect();
+        let trash = |found: &&Found| {
+            let label = directory_layout::label(found.manifest.step);
+            directory_layout::trash(&label, self.environment.rng.next_u128())
+        };
+        let renames: Vec<(String, String)> =
+            found.iter().map(|found| (found.name.clone(), trash(found))).collect();
+        let retired = aside::retire_all(&*self.root, &renames);
+        drop(retiring);
+        let mut inspected = self.inspection.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for found in found.iter().take(retired.renamed) {
+            inspected.whole.remove(&found.manifest.step);
+        }
+        drop(inspected);
+        // Also where it was cut short: what is out of sight, and durably so, is deleted.
+        let deletable = retired.deletable();
+        let attempts: Vec<Attempt> =
+            found.iter().take(deletable).map(|found| found.manifest.attempt.clone()).collect();
+        self.sidecars.remove(&*self.root, &attempts);
+        self.deleter.enqueue(renames.into_iter().take(deletable).map(|(_, trash)| trash));
+        match retired.error {
+            Some(error) => Err(error.into()),
+            None => Ok(found.iter().take(retired.renamed).map(|found| found.manifest.step).collect()),
+        }
+    }
+
+    /// Where there are no locks, a thinning leaves its files for the grace period: those whose time has come are deleted.
+    fn finish_thinnings(&self, counted: &Counted) {
+        if self.lock().lock.is_some() {
+            return;
+        }
+        for found in counted.steps().filter(|found| !found.manifest.dropped.is_empty()) {
+            let finished = self.root.open_dir(&found.name).and_then(|dir| {
+                let now = self.environment.clock.unix_ns();
+                recovery::finish_thinning(&dir, found, now, self.options.grace)
+            });
+            if let Err(error) = finished {
+                let step = found.manifest.step;
+                tracing::debug!(step, %error, "what was thinned away stays for now");
+            }
+        }
+    }
+}
