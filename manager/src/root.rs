@@ -10,7 +10,7 @@ use stepwell_core::io::{Dir, Lock, LockKind};
 use stepwell_core::limits::MAX_METADATA_BYTES;
 
 use crate::commit::aside::replace_file;
-use crate::directory_layout::{CONTROL, EPOCH, LOCK, METRICS, ROOT_JSON, control};
+use crate::directory_layout::{CONTROL, EPOCH, LOCK, MANIFEST, METRICS, ROOT_JSON, control};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::step_name::StepName;
@@ -51,6 +51,32 @@ pub struct Epoch {
     pub session: String,
     /// Who it is, for people.
     pub owner: String,
+}
+
+/// What stands at a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// No directory.
+    Nothing,
+    /// A directory with a manifest: a checkpoint, whole or not.
+    Checkpoint,
+    /// A directory that says that it is a root.
+    Root,
+    /// Some other directory; it may be the copy of a root that has lost what says so.
+    Directory,
+}
+
+/// What stands at a path. A disk that does not answer is an error: whoever takes it for nothing begins anew where there is everything.
+pub fn standing(environment: &Environment, path: &Path) -> Result<Standing> {
+    let directory = match environment.disk.open_dir(path) {
+        Ok(directory) => directory,
+        Err(error) if error.is_not_found() || error.is_no_directory() => return Ok(Standing::Nothing),
+        Err(error) => return Err(error.into()),
+    };
+    if directory.stat(MANIFEST)?.is_some() {
+        return Ok(Standing::Checkpoint);
+    }
+    Ok(if directory.stat(CONTROL)?.is_some() { Standing::Root } else { Standing::Directory })
 }
 
 /// `root.json`; `None` where there is none (a root that was copied step by step, or a foreign directory).

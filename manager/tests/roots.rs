@@ -13,6 +13,7 @@ use common::*;
 use stepwell_core::format::manifest::{Manifest, Others};
 use stepwell_core::io::simulated::{Action, Fault, Kind, Node};
 use stepwell_core::load::LoadOptions;
+use stepwell_manager::root::{self, Standing};
 use stepwell_manager::{Checkpoint, Error, Mode, Options, Retention, SaveRequest, StepName};
 
 #[test]
@@ -557,4 +558,24 @@ fn a_checkpoint_is_read_by_the_options_of_its_manager() {
     let path = Path::new("/run/step_00000001");
     let alone = Checkpoint::open(path, &world.environment()).unwrap();
     assert_eq!(*alone.load_options(), LoadOptions { stall_timeout: minutes, ..ours });
+}
+
+#[test]
+fn a_disk_that_does_not_answer_is_no_place_with_nothing_there() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    manager.close(Some(LONG)).unwrap();
+    let environment = world.environment();
+    let at = |path: &str| root::standing(&environment, Path::new(path));
+    assert_eq!(at("/nowhere").unwrap(), Standing::Nothing);
+    assert_eq!(at(ROOT).unwrap(), Standing::Root);
+    assert_eq!(at("/run/step_00000001").unwrap(), Standing::Checkpoint);
+    assert_eq!(at("/run/step_00000001/i0").unwrap(), Standing::Directory);
+    assert_eq!(at("/run/step_00000001/manifest.json").unwrap(), Standing::Nothing);
+    for kind in [Kind::OpenDir, Kind::Stat] {
+        world.disk.inject(Fault::on(kind, Action::Fail(5)));
+        assert!(at(ROOT).is_err(), "{kind:?}");
+        world.disk.clear_faults();
+    }
 }

@@ -4,7 +4,7 @@
 //! never touch Python for it. What is below INFO is not looked at, and spans are not followed: an event that matters says its step itself.
 
 use std::fmt::{self, Write};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{RwLock, TryLockError};
 
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
@@ -17,15 +17,16 @@ use crate::events::Events;
 pub type Line = (u8, String, String);
 
 /// Where lines go: the queue of the process that has that number. A forked child must not push into its parent's.
-static SINK: Mutex<Option<(u32, Events)>> = Mutex::new(None);
+/// Neither side waits for it: in a forked child, a thread that is not there may have it.
+static SINK: RwLock<Option<(u32, Events)>> = RwLock::new(None);
 
 /// Makes this process's lines go to a queue.
 pub fn listen(events: &Events) {
     // In a forked child another thread of the parent may have held this when it forked: then the child stays silent.
-    let mut sink = match SINK.try_lock() {
+    let mut sink = match SINK.try_write() {
         Ok(sink) => sink,
-        Err(std::sync::TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-        Err(std::sync::TryLockError::WouldBlock) => return,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => return,
     };
     *sink = Some((std::process::id(), events.clone()));
 }
@@ -64,7 +65,11 @@ impl Subscriber for Lines {
         };
         let mut text = Text::default();
         event.record(&mut text);
-        let sink = SINK.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let sink = match SINK.try_read() {
+            Ok(sink) => sink.clone(),
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner().clone(),
+            Err(TryLockError::WouldBlock) => return,
+        };
         if let Some((process, events)) = sink
             && process == std::process::id()
         {

@@ -146,10 +146,7 @@ impl Manager {
     ) -> PyResult<(Option<String>, Option<SaveHandle>)> {
         let exists = exists_named(exists)?;
         self.check_before_saving(py, step)?;
-        let inner = Arc::clone(&self.inner);
-        let decision = py
-            .detach(move || inner.decide(step, force, exists, &answers))
-            .map_err(|error| raise_manager(py, &error))?;
+        let decision = self.query(py, move |inner| inner.decide(step, force, exists, &answers))?;
         Ok(match decision {
             Decision::Refuse(refusal) => (Some(refusal.to_string()), None),
             Decision::Pending(save) => (None, Some(SaveHandle::new(save))),
@@ -200,6 +197,15 @@ impl Manager {
         .map_err(|error| raise_manager(py, &error))?;
         self.remember(&save);
         Ok(SaveHandle::new(save))
+    }
+
+    /// Waits until nothing is left to be captured behind a call: for whoever is about to change the state. Raises when nothing has happened for the stall timeout.
+    fn wait_captured(&self, py: Python<'_>) -> PyResult<()> {
+        let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
+        let waiting: Vec<Save> =
+            saves.iter().filter(|save| !save.is_done() && !save.captured()).cloned().collect();
+        drop(saves);
+        waiting.into_iter().try_for_each(|save| SaveHandle::new(save).wait_captured(py, None).map(drop))
     }
 
     /// Raises what `save` would raise about a flattened state.
@@ -455,14 +461,19 @@ impl Manager {
         saves.first().map(|first| format!("{pending} save(s), the oldest of step {}", first.step()))
     }
 
-    /// A call that reads directories and small files.
-    fn query<T: Send>(
+    /// A call that reads directories and small files: a disk that does not answer must not take Ctrl-C with it, nor be waited for without an end.
+    fn query<T: Send + 'static>(
         &self,
         py: Python<'_>,
-        ask: impl FnOnce(&Engined) -> Result<T, Error> + Send,
+        ask: impl FnOnce(&Engined) -> Result<T, Error> + Send + 'static,
     ) -> PyResult<T> {
         let inner = Arc::clone(&self.inner);
-        py.detach(move || ask(&inner)).map_err(|error| raise_manager(py, &error))
+        let answer = wait::on_thread_within(py, self.stall_timeout, move || ask(&inner))?;
+        let stalled = || {
+            let waited_for = format!("{} to be read", self.inner.path().display());
+            Error::Timeout { waited_for, waited: self.stall_timeout }
+        };
+        answer.unwrap_or_else(|| Err(stalled())).map_err(|error| raise_manager(py, &error))
     }
 }
 

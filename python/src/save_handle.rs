@@ -71,7 +71,7 @@ impl SaveHandle {
 
     /// Whether it is captured, within the timeout. Without one: raises when nothing has happened for the stall timeout.
     #[pyo3(signature = (timeout = None))]
-    fn wait_captured(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+    pub fn wait_captured(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let captured =
             self.wait(py, timeout, "the capture", |save, slice| save.wait_captured(Some(slice)).ok())?;
         Ok(captured.is_some())

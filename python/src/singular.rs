@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use pyo3::prelude::*;
 
 use stepwell_core::io::{Engine, Purpose};
+use stepwell_manager::root::Standing;
 use stepwell_manager::singular::{self, SingularRequest};
 use stepwell_manager::{Environment, Error, Manager as Engined, Options, metrics, root};
 
@@ -83,12 +84,16 @@ pub fn open_path(
     let ahead = Ahead::expected(ahead);
     ahead::open(py, to_fill, move || {
         let gone = || Error::StepNotFound { step, root: path.clone(), latest: None };
-        if !path.is_dir() {
-            return Err(gone());
-        }
         let environment = options::environment(&path, engine, Purpose::Read)?;
-        let is_root = !path.join(stepwell_manager::directory_layout::MANIFEST).exists()
-            && (step.is_some() || has_steps(&path, &environment));
+        let is_root = match root::standing(&environment, &path)? {
+            Standing::Nothing => return Err(gone()),
+            Standing::Checkpoint => false,
+            Standing::Root => true,
+            // A copy may have lost what says that it is one.
+            Standing::Directory => {
+                step.is_some() || !reader(&path, environment.clone())?.all_steps()?.is_empty()
+            }
+        };
         if !is_root {
             let opened = stepwell_manager::Checkpoint::open_for(&path, &environment, &ahead)?;
             return if step.is_none_or(|step| step == opened.step()) { Ok(opened) } else { Err(gone()) };
@@ -101,22 +106,15 @@ fn reader(path: &Path, environment: Environment) -> Result<Engined, Error> {
     Engined::open(path, Options { read_only: true, create: false, ..Options::default() }, environment)
 }
 
-/// Whether a directory is a root: it says so, or it holds a step (a copy may have lost `.stepwell`).
-fn has_steps(path: &Path, environment: &Environment) -> bool {
-    path.join(stepwell_manager::directory_layout::CONTROL).is_dir()
-        || reader(path, environment.clone())
-            .and_then(|root| root.all_steps())
-            .is_ok_and(|steps| !steps.is_empty())
-}
-
 /// The committed steps of a root, for one who only looks.
 #[pyfunction]
 pub fn list_steps(py: Python<'_>, root: PathBuf) -> PyResult<Vec<u64>> {
     call(py, move || {
-        if !root.is_dir() {
-            return Ok(Vec::new());
+        let environment = options::environment(&root, Engine::Auto, Purpose::Read)?;
+        match root::standing(&environment, &root)? {
+            Standing::Nothing => Ok(Vec::new()),
+            _ => reader(&root, environment)?.all_steps(),
         }
-        reader(&root, options::environment(&root, Engine::Auto, Purpose::Read)?)?.all_steps()
     })
 }
 
@@ -124,10 +122,10 @@ pub fn list_steps(py: Python<'_>, root: PathBuf) -> PyResult<Vec<u64>> {
 #[pyfunction]
 pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<String, f64>) -> PyResult<()> {
     call(py, move || {
-        if !root.is_dir() {
+        let environment = options::environment(&root, Engine::Auto, Purpose::Write)?;
+        if root::standing(&environment, &root)? == Standing::Nothing {
             return Err(Error::StepNotFound { step: Some(step), root, latest: None });
         }
-        let environment = options::environment(&root, Engine::Auto, Purpose::Write)?;
         let manifest = reader(&root, environment.clone())?.manifest(Some(step))?;
         let directory = root::open(&environment, &root, false)?;
         metrics::add(&*directory, &manifest.attempt, step, &values, &environment)

@@ -69,6 +69,19 @@ pub fn on_thread<T: Send + 'static>(
     on_thread_while(py, work, || ())
 }
 
+/// [`on_thread`], for work that may not come back: `None` after that long. The work goes on by itself then.
+pub fn on_thread_within<T: Send + 'static>(
+    py: Python<'_>,
+    limit: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> PyResult<Option<T>> {
+    let mut receive = start(work)?;
+    match wait_within(py, Some(limit), &mut receive)? {
+        Some(answer) => answer.map(Some).ok_or_else(no_answer),
+        None => Ok(None),
+    }
+}
+
 /// [`on_thread`], with something to do here before waiting.
 pub fn on_thread_while<T: Send + 'static>(
     py: Python<'_>,
@@ -177,13 +190,21 @@ pub fn until_dropped(py: Python<'_>, receive: &mut Receiver<()>) -> PyResult<()>
 
 /// What comes, in whatever time; `None` if nothing can come any more.
 fn wait_for<T: Send>(py: Python<'_>, receive: &mut Receiver<T>) -> PyResult<Option<T>> {
-    let answer = poll(py, None, |slice| {
+    wait_within(py, None, receive).map(Option::flatten)
+}
+
+/// [`wait_for`] with a limit; `None` where that has passed.
+fn wait_within<T: Send>(
+    py: Python<'_>,
+    limit: Option<Duration>,
+    receive: &mut Receiver<T>,
+) -> PyResult<Option<Option<T>>> {
+    poll(py, limit, |slice| {
         let receive = &mut *receive; // exclusive, since a receiver cannot be shared between threads
         match receive.recv_timeout(slice) {
             Ok(answer) => Some(Some(answer)),
             Err(RecvTimeoutError::Timeout) => None,
             Err(RecvTimeoutError::Disconnected) => Some(None),
         }
-    })?;
-    Ok(answer.flatten())
+    })
 }

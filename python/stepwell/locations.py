@@ -6,12 +6,13 @@ import contextlib
 import difflib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from .checks import shown
-from .errors import FormatError, MisuseError, NotAStep, StepNotFound, StorageError
+from .errors import FormatError, MisuseError, NotAStep, StepNotFound, StorageError, from_engine
 
 Path: TypeAlias = str | os.PathLike[str]
 
@@ -34,6 +35,17 @@ def absolute(path: Any, what: str = "the path") -> str:
     if "\0" in given:
         raise MisuseError(f"{what} holds a null byte: {given!r:.80}")
     return os.path.abspath(os.path.expanduser(given))
+
+
+def is_directory(path: str) -> bool:
+    """Whether a directory is there. A disk that does not answer is an error, and no "nothing there": see :class:`~stepwell.errors.StorageError`."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        message = f"stat of {path} failed: {error.strerror}"
+        raise from_engine("io", message, {"errno": error.errno, "file": path}) from error
 
 
 def check_root(root: str) -> None:

@@ -250,8 +250,9 @@ class CheckpointManager:
         return Attached([one.register_step_pre_hook(wait) for one in optimizers_of(optimizer)])
 
     def _wait_captured(self) -> None:
-        for save in self.pending():
-            save.wait_captured()
+        # The engine knows all of them: an interrupt can end a call of save() when the engine has begun it and nothing here has heard of it yet.
+        if self._core is not None:
+            self._core.wait_captured()
 
     def _answers(self, step: int) -> dict[str, bool]:
         return self._policy.answers(step, self._open().latest_step()) if self._policy._predicates else {}
@@ -273,6 +274,9 @@ class CheckpointManager:
         """
         checked = RestoreOptions.of(options)
         number = None if step is None else step_number(step)
+        if checked.fill:
+            # It may be the state that is being captured.
+            self._wait_captured()
         begun = time.perf_counter()
         with explaining(self._root), self._explaining_pending():
             core = self._open().checkpoint(number, checked.expected, checked.to_fill)
@@ -375,7 +379,8 @@ class CheckpointManager:
         return None if text is None else json.loads(text)
 
     def delete(self, step: int) -> None:
-        """Deletes a step. Raises :class:`LockedError` as long as somebody holds or reads it."""
+        """Deletes a step, also the newest or the only one: who names a step means it. (Retention never takes the newest; :meth:`rewind` sets steps aside and keeps
+        them.) Raises :class:`LockedError` as long as somebody holds or reads it."""
         self._open().delete(step_number(step))
 
     @contextmanager

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from . import _core
 from .checkpoint import Checkpoint, Damage, VerifyReport
 from .errors import CorruptCheckpoint, StepGone, StepNotFound, StepwellError, StorageError
-from .locations import MANIFEST
+from .locations import MANIFEST, is_directory
 from .options import reader_json
 
 Progress: TypeAlias = Callable[[int, int], Any] | None
@@ -27,7 +27,7 @@ def verify(
     path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress
 ) -> VerifyReport:
     """The report of one checkpoint, or of a step of a root. ``opened`` opens one by path and step."""
-    if not os.path.isdir(path) or os.path.isfile(os.path.join(path, MANIFEST)):
+    if not is_directory(path) or os.path.isfile(os.path.join(path, MANIFEST)):
         return _one(path, step, opened, progress)
     for _ in range(_ATTEMPTS - 1):
         try:

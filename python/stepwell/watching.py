@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from . import _core, lifecycle
 from .checkpoint import Checkpoint
 from .errors import CorruptCheckpoint, FormatError, StepGone, StepNotFound
-from .locations import MANIFEST
+from .locations import MANIFEST, is_directory
 from .options import reader_json
 from .timeouts import NO_DEADLINE
 
@@ -114,7 +114,7 @@ class _Steps:
     def _there(self) -> list[int]:
         """All steps of the root, also of one that is made, or made anew, while it is watched."""
         if self._reader is None:
-            if not os.path.isdir(self._root):
+            if not is_directory(self._root):
                 return []
             self._reader = _core.Manager(self._root, reader_json())
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 from pathlib import Path
@@ -82,3 +83,17 @@ def test_every_class_is_public() -> None:
     for name in ("StepExists", "StepNotFound", "StepGone", "CorruptCheckpoint", "MismatchError", "UnsupportedLeaf", "SaveFailed",
                  "DurabilityUncertain", "RankFailed", "CoordinationTimeout", "LockedError", "DonatedBuffer", "ForkedProcess", "FormatError"):  # fmt: skip
         assert name in public
+
+
+def test_what_cannot_be_looked_at_is_not_called_nothing_there(tmp_path: Path) -> None:
+    # A link that leads to itself: the system says ELOOP, as it says EACCES or EIO of other places.
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for call in (sw.restore, sw.open, sw.metadata, sw.verify):
+        with pytest.raises(sw.StorageError) as caught:
+            call(loop / "run")
+        assert caught.value.errno == errno.ELOOP, call
+    with pytest.raises(sw.StorageError):
+        sw.add_metrics(loop / "run", 0, {"loss": 1.0})
+    with pytest.raises(sw.StorageError):
+        list(sw.watch(loop / "run", timeout=0))

@@ -165,7 +165,7 @@ const OTHER_FILES: [&str; 4] = [
 ];
 
 /// The ways to a file that there are beside [`stepwell_core::io`].
-const WAYS_TO_A_FILE: [&str; 9] = [
+const WAYS_TO_A_FILE: [&str; 12] = [
     "std::fs",
     "fs::File",
     "File::open(",
@@ -175,6 +175,9 @@ const WAYS_TO_A_FILE: [&str; 9] = [
     "libc::open",
     "libc::creat",
     "openat",
+    ".is_dir()",
+    ".is_file()",
+    ".exists()",
 ];
 
 #[test]

@@ -27,7 +27,20 @@ const SEGMENT_BYTES: usize = 256 << 20;
 const MIN_SLOTS: usize = 2;
 
 /// The process's pool, for as long as somebody holds it, and the process that made it.
-static SHARED: std::sync::Mutex<Option<(Birth, Weak<StagingPool>)>> = std::sync::Mutex::new(None);
+type OfProcess = Option<(Birth, Weak<StagingPool>)>;
+static SHARED: std::sync::Mutex<OfProcess> = std::sync::Mutex::new(None);
+
+/// `None` where it is not to be had: in a forked child, a thread that is not there may have it for ever. Everybody else has it for microseconds.
+fn shared_by_all() -> Option<std::sync::MutexGuard<'static, OfProcess>> {
+    for _ in 0..100 {
+        match SHARED.try_lock() {
+            Ok(shared) => return Some(shared),
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
+    None
+}
 
 /// See the module documentation.
 pub struct StagingPool {
@@ -47,7 +60,7 @@ pub struct Waited(pub Option<Duration>);
 impl StagingPool {
     /// The pool of this process, made (with no memory yet: see [`StagingPool::ensure`]) where nobody holds one.
     pub fn shared() -> Arc<Self> {
-        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(mut shared) = shared_by_all() else { return Arc::new(Self::empty(DEFAULT_SLOT_BYTES)) };
         // A forked child sees the parent's pool here, and must not touch it, not even its counts.
         let here = shared.as_ref().filter(|(birth, _)| birth.is_here());
         if let Some(pool) = here.and_then(|(_, pool)| pool.upgrade()) {

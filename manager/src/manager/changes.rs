@@ -220,8 +220,8 @@ impl Manager {
         Ok((branch, moved))
     }
 
-    /// Deletes a step: out of sight at once and durably, its files in the background. The newest one is deleted too if it is asked for by name.
-    /// One that is held or being read, by this process or another, is not: [`Error::Held`].
+    /// Deletes a step: out of sight at once and durably, its files in the background. The newest one is deleted too if it is asked for by name
+    /// (decision 011). One that is held or being read, by this process or another, is not: [`Error::Held`].
     pub fn delete(&self, step: u64) -> Result<()> {
         let inner = &self.inner;
         inner.check_writable("delete a step")?;

@@ -139,6 +139,8 @@ struct State {
     queue: VecDeque<Job>,
     /// A save is being captured, by its caller or by the capturer.
     capturing: bool,
+    /// Its turn to be captured has come, and it is not in the queue yet: no other may come before it there.
+    claimed: bool,
     /// What is left of captures whose callers have gone on, in the order of their saves.
     rests: VecDeque<Rest>,
     /// Every save that is not over, oldest first.

@@ -250,7 +250,11 @@ impl Inner {
         let mut told = false;
         let mut seen = None;
         let mut deadline = deadline_after(self.options.stall_timeout);
-        while (now && captures(&state)) || state.pending.len() > self.options.max_pending {
+        // What is captured now is written first: it may need all of the memory, which only its own writes free.
+        while (now && captures(&state))
+            || (!now && state.claimed)
+            || state.pending.len() > self.options.max_pending
+        {
             if cancel.load(Ordering::Acquire) {
                 let source = stepwell_core::Error::Cancelled("its caller cancelled it".to_owned());
                 return Err(Error::SaveFailed { step, source });
@@ -281,6 +285,7 @@ impl Inner {
             return Ok(None);
         }
         state.capturing = true;
+        state.claimed = true;
         Ok(Some(Turn(self)))
     }
 
@@ -322,6 +327,9 @@ impl Inner {
         state.trail.saving(&job.save);
         state.pending.push(job.save.clone());
         state.queue.push_back(job);
+        if now_in_part {
+            state.claimed = false;
+        }
         drop(state);
         self.changed.notify_all();
         Ok(enqueued)
@@ -382,7 +390,10 @@ struct Turn<'a>(&'a Inner);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.0.lock().capturing = false;
+        let mut state = self.0.lock();
+        state.capturing = false;
+        state.claimed = false;
+        drop(state);
         self.0.changed.notify_all();
     }
 }
