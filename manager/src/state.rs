@@ -4,7 +4,7 @@
 //! [`MAX_SPLIT_ITEMS`] such entries, or that is no string-keyed mapping, is one item. Grouping never alters leaf paths. Ties are shared within an item; a
 //! tie between two items is stored in both, so that each can be restored alone.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use stepwell_core::dtype::Dtype;
@@ -111,7 +111,7 @@ fn check(state: &StateSource) -> Result<()> {
             state.leaves.len()
         )));
     }
-    let mut seen = BTreeSet::new();
+    let mut seen = HashSet::with_capacity(state.tree.nodes().len());
     for node in state.tree.nodes() {
         if let Some(component) = &node.component
             && !seen.insert((node.parent, component))

@@ -17,10 +17,13 @@ use crate::limits::{
     MAX_NODES, MAX_OBJECT_BYTES, MAX_TYPE_NAME_BYTES,
 };
 use crate::region::volume;
+use crate::sys::both;
 use crate::tree::{ContainerKind, NodeKind, Tree};
 
 /// First byte that a chunk or object may have in a data file.
 const FIRST_BYTE: u64 = 4096;
+/// Leaves that are worth a thread of their own.
+const WORTH_A_THREAD: usize = 8192;
 /// What a stateful container's inner kind counts towards [`MAX_TYPE_NAME_BYTES`]: a page stores a kind once, memory once per container.
 pub(super) const STATEFUL_BYTES: u64 = 64;
 
@@ -72,7 +75,13 @@ pub(crate) fn check(index: &Index, bounds: Bounds) -> Checked {
     if !matches!(bounds, Bounds::Footer { .. }) {
         check_files(&index.files)?;
     }
-    check_tree(&index.tree)?;
+    let apart = index.leaves.len() >= WORTH_A_THREAD;
+    let (tree, leaves) =
+        both("stepwell-check", apart, || check_tree(&index.tree), || check_leaves(index, bounds));
+    tree.and(leaves)
+}
+
+fn check_leaves(index: &Index, bounds: Bounds) -> Checked {
     let at_leaf = |leaf: usize, what| Fault::Node(index.tree.leaf_node(leaf as u32).unwrap_or(0), what);
     for (number, leaf) in index.leaves.iter().enumerate() {
         let outcome = match leaf {

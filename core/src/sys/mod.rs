@@ -27,5 +27,5 @@ pub use lock::HeldLock;
 pub use machine::{available_memory, host_name, random, total_memory};
 pub use memory::{Buffer, Mapping, can_map};
 pub(crate) use scatter::{Scatter, Window};
-pub use thread::{cores, each, spawn};
+pub use thread::{both, cores, each, spawn};
 pub use uring::{Flight, Ring, leaked_bytes};

@@ -25,6 +25,25 @@ fn spawn_scoped<'scope>(
     })
 }
 
+/// Does two things, on this thread and, where `apart` says so, on another one.
+pub fn both<A: Send, B: Send>(
+    name: &str,
+    apart: bool,
+    first: impl Fn() -> A + Sync,
+    second: impl Fn() -> B + Sync,
+) -> (A, B) {
+    enum Done<A, B> {
+        First(A),
+        Second(B),
+    }
+    let work = |&is_first: &bool| if is_first { Done::First(first()) } else { Done::Second(second()) };
+    let mut done = each(name, if apart { 2 } else { 1 }, &[true, false], work).into_iter();
+    match (done.next(), done.next()) {
+        (Some(Done::First(a)), Some(Done::Second(b))) => (a, b),
+        _ => (first(), second()),
+    }
+}
+
 /// Does the same to every item, on this thread and at most `threads - 1` others. Answers stand in the order of the items.
 pub fn each<I: Sync, T: Send>(
     name: &str,

@@ -34,6 +34,7 @@ use super::limit;
 use super::page::{PageRef, open};
 use crate::error::{Error, Result};
 use crate::limits::MAX_PAGES;
+use crate::sys::{both, cores, each};
 use crate::tree::Tree;
 
 /// An index file.
@@ -93,7 +94,7 @@ pub fn decode(bytes: &[u8], file: &Path) -> Result<Index> {
     let cut = || Error::corrupt(file, "its pages are cut");
     let pages =
         root.pages.iter().map(|page| page.slice(bytes, 0).map(|bytes| (*page, bytes)).ok_or_else(cut));
-    let index = decode_pages(pages.collect::<Result<Vec<_>>>()?, root.files, Bounds::Item, file)?;
+    let index = decode_pages(&pages.collect::<Result<Vec<_>>>()?, root.files, Bounds::Item, file)?;
     if index.tree.nodes().len() as u64 != header.nodes || root::leaf_hashes(&index.tree) != root.leaf_hashes {
         return Err(Error::corrupt(file, "its root table does not list the leaves that its pages hold"));
     }
@@ -115,8 +116,11 @@ pub struct Part {
 pub fn decode_part(root: &Root, page: &PageRef, bytes: &[u8], file: &Path) -> Result<Part> {
     let payload = open(page, bytes, file)?;
     let mut assembler = read::Assembler::part();
-    assembler.add(payload, page.count).map_err(|what| in_page(page, &what, file))?;
-    let index = Index { tree: assembler.tree, leaves: assembler.leaves, files: root.files.clone() };
+    let mut leaves = Vec::new();
+    read::access(payload, page.count)
+        .and_then(|archived| assembler.add(archived).and_then(|()| read::leaves(archived, &mut leaves)))
+        .map_err(|what| in_page(page, &what, file))?;
+    let index = Index { tree: assembler.tree, leaves, files: root.files.clone() };
     check(&index, Bounds::Part { leaves: root.leaf_hashes.len() as u64 })
         .map_err(|fault| on_read(&index, fault, file))?;
     Ok(Part { first_leaf: page.first, tree: index.tree, leaves: index.leaves })
@@ -145,17 +149,31 @@ fn pages(index: &Index, bounds: Bounds, paging: Paging) -> Result<Vec<(Vec<u8>, 
 
 /// An index from all of its pages, in order.
 pub(super) fn decode_pages(
-    pages: Vec<(PageRef, &[u8])>,
+    pages: &[(PageRef, &[u8])],
     files: Vec<FileRecord>,
     bounds: Bounds,
     file: &Path,
 ) -> Result<Index> {
-    let mut assembler = read::Assembler::default();
-    for (page, bytes) in pages {
-        let payload = open(&page, bytes, file)?;
-        assembler.add(payload, page.count).map_err(|what| in_page(&page, &what, file))?;
-    }
-    let index = Index { tree: assembler.tree, leaves: assembler.leaves, files };
+    let apart = pages.len() > 1;
+    let archived = each("stepwell-index", if apart { cores() } else { 1 }, pages, |(page, bytes)| {
+        let payload = open(page, bytes, file)?;
+        read::access(payload, page.count).map_err(|what| in_page(page, &what, file))
+    });
+    let archived = archived.into_iter().collect::<Result<Vec<_>>>()?;
+    let in_pages = |read: &mut dyn FnMut(&page::ArchivedIndexPageV1) -> Result<(), String>| {
+        let mut both = pages.iter().zip(&archived);
+        both.try_for_each(|((page, _), archived)| read(archived).map_err(|what| in_page(page, &what, file)))
+    };
+    let tree = || {
+        let mut assembler = read::Assembler::default();
+        in_pages(&mut |page| assembler.add(page)).map(|()| assembler.tree)
+    };
+    let leaves = || {
+        let mut leaves = Vec::new();
+        in_pages(&mut |page| read::leaves(page, &mut leaves)).map(|()| leaves)
+    };
+    let (tree, leaves) = both("stepwell-index", apart, tree, leaves);
+    let index = Index { tree: tree?, leaves: leaves?, files };
     check(&index, bounds).map_err(|fault| on_read(&index, fault, file))?;
     Ok(index)
 }

@@ -16,11 +16,39 @@ use crate::limits::{MAX_DEPTH, MAX_NODES, MAX_TYPE_NAME_BYTES};
 use crate::region::Region;
 use crate::tree::{ContainerKind, NodeKind, Tree};
 
-/// Puts pages together, in order.
+/// The payload of a page whose front says that it holds `count` leaves.
+pub(super) fn access(payload: &[u8], count: u64) -> Read<&ArchivedIndexPageV1> {
+    let page = rkyv::access::<ArchivedIndexPageV1, BoxedError>(payload)
+        .map_err(|error| format!("it is not well formed: {error}"))?;
+    if page.leaf_tag.len() as u64 != count {
+        return Err(format!("it holds {} leaves, its front says {count}", page.leaf_tag.len()));
+    }
+    Ok(page)
+}
+
+/// Adds the records of a page's leaves to those of the pages before it.
+pub(super) fn leaves(page: &ArchivedIndexPageV1, out: &mut Vec<LeafRecord>) -> Read<()> {
+    let mut extents = Extents::new(page);
+    let mut tensors = Tensors::new(page);
+    let mut aliases = Column::new(&page.alias_of, "alias_of");
+    out.reserve(page.leaf_tag.len());
+    for &tag in page.leaf_tag.iter() {
+        out.push(match tag {
+            tag::TENSOR => LeafRecord::Tensor(tensors.next(&mut extents)?),
+            tag::OBJECT => LeafRecord::Object(extents.next()?),
+            tag::ALIAS => LeafRecord::Alias { of: aliases.next()? },
+            other => return Err(format!("a leaf is of the unknown sort {other}")),
+        });
+    }
+    aliases.end()?;
+    tensors.end()?;
+    extents.end()
+}
+
+/// Puts the trees of pages together, in order.
 #[derive(Default)]
 pub(super) struct Assembler {
     pub tree: Tree,
-    pub leaves: Vec<LeafRecord>,
     /// A single page is read, without those before it.
     is_part: bool,
     type_name_bytes: u64,
@@ -32,18 +60,8 @@ impl Assembler {
         Self { is_part: true, ..Self::default() }
     }
 
-    /// Adds the payload of a page whose front says that it holds `count` leaves.
-    pub(super) fn add(&mut self, payload: &[u8], count: u64) -> Read<()> {
-        let page = rkyv::access::<ArchivedIndexPageV1, BoxedError>(payload)
-            .map_err(|error| format!("it is not well formed: {error}"))?;
-        if page.leaf_tag.len() as u64 != count {
-            return Err(format!("it holds {} leaves, its front says {count}", page.leaf_tag.len()));
-        }
-        self.nodes(page)?;
-        self.leaves(page)
-    }
-
-    fn nodes(&mut self, page: &ArchivedIndexPageV1) -> Read<()> {
+    /// Adds the nodes of a page.
+    pub(super) fn add(&mut self, page: &ArchivedIndexPageV1) -> Read<()> {
         let kinds = kinds(page)?;
         let mut parents = Column::new(&page.node_parent, "node_parent");
         let mut tags = Column::new(&page.node_tag, "node_tag");
@@ -62,6 +80,7 @@ impl Assembler {
             return Err(format!("there are more than {MAX_NODES} nodes"));
         }
         let open = self.open_chain();
+        self.tree.reserve(parents.len(), page.leaf_tag.len());
         let mut leaves = 0_usize;
         for local in 0..parents.len() as u32 {
             let parent = parents.next()?;
@@ -142,24 +161,6 @@ impl Assembler {
         }
         chain.reverse();
         chain
-    }
-
-    fn leaves(&mut self, page: &ArchivedIndexPageV1) -> Read<()> {
-        let mut extents = Extents::new(page);
-        let mut tensors = Tensors::new(page);
-        let mut aliases = Column::new(&page.alias_of, "alias_of");
-        self.leaves.reserve(page.leaf_tag.len());
-        for &tag in page.leaf_tag.iter() {
-            self.leaves.push(match tag {
-                tag::TENSOR => LeafRecord::Tensor(tensors.next(&mut extents)?),
-                tag::OBJECT => LeafRecord::Object(extents.next()?),
-                tag::ALIAS => LeafRecord::Alias { of: aliases.next()? },
-                other => return Err(format!("a leaf is of the unknown sort {other}")),
-            });
-        }
-        aliases.end()?;
-        tensors.end()?;
-        extents.end()
     }
 }
 
