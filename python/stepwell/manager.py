@@ -26,7 +26,7 @@ from .checks import (
     text,
 )
 from .errors import ClosedError, MisuseError, StalledError, StepNotFound
-from .events import OnEvent, tell_restore, tell_save
+from .events import OnEvent, tell_save, telling_restore
 from .locations import absolute, check_root, explaining
 from .options import Options, StepName, to_json
 from .pending import Save
@@ -275,17 +275,13 @@ class CheckpointManager:
         """
         checked = RestoreOptions.of(options)
         number = None if step is None else step_number(step)
-        begun = time.perf_counter()
-        with explaining(self._root), self._explaining_pending():
-            core = self._open().checkpoint(number, checked.expected, checked.to_fill)
-        with Checkpoint(core) as checkpoint:
-            opened = time.perf_counter()
-            answer = restoring.run(checkpoint._open(), checked)
-            found = checkpoint.step
-            self._open().restored(found)
-        if self._on_event is not None:
-            seconds = time.perf_counter() - begun
-            tell_restore(self._on_event, self._root, found, seconds, opened - begun)
+        with telling_restore(self._on_event, self._root, number) as told:
+            with explaining(self._root), self._explaining_pending():
+                core = self._open().checkpoint(number, checked.expected, checked.to_fill)
+            with Checkpoint(core) as checkpoint:
+                told.opened(checkpoint.step)
+                answer = restoring.run(checkpoint._open(), checked)
+                self._open().restored(checkpoint.step)
         return answer
 
     @spelled_out

@@ -188,8 +188,9 @@ def test_a_hold_is_let_go_when_its_block_raises(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(1, state(1)).result()
         manager.save(2, state(2)).result()
-        with pytest.raises(ZeroDivisionError), manager.hold(1) as held:
-            assert repr(held) == "<Hold of step 1>"
+        held = manager.hold(1)
+        assert repr(held) == "<Hold of step 1>"
+        with pytest.raises(ZeroDivisionError), held:
             raise ZeroDivisionError
         manager.delete(1)
 
