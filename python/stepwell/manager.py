@@ -238,7 +238,7 @@ class CheckpointManager:
 
     def attach(self, optimizer: Any) -> Attached:
         """Has an optimizer of torch (or those of a :class:`stepwell.torch.TrainState`) wait, before each ``step()``, for what was left to lazy capture, as
-        :meth:`update_guard` does. Returns what :meth:`stepwell.manager.Attached.remove` ends."""
+        :meth:`update_guard` does. Returns what :meth:`stepwell.manager.Attached.remove` ends. Optimizers that step inside ``backward()`` are refused."""
         from .torch import optimizers_of
 
         self._open()

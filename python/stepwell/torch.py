@@ -328,4 +328,20 @@ def optimizers_of(given: Any) -> list[Any]:
                 f"attach() takes an optimizer of torch.optim or a TrainState, not {shown(one)}: it has no register_step_pre_hook(); "
                 "put update_guard() around what changes the state"
             )
+    _refuse_steps_in_backward(given, found)
     return found
+
+
+def _refuse_steps_in_backward(given: Any, optimizers: Sequence[Any]) -> None:
+    """Raises where a hook of a parameter runs as soon as its gradient is there: an optimizer that steps in it changes the state before any ``step()`` that waits."""
+    names = given._names() if isinstance(given, TrainState) else {}
+    parameters = dict.fromkeys([*names, *(one for optimizer in optimizers for one in _parameters(optimizer))])
+    for parameter in parameters:
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(
+            parameter, "_in_backward_optimizers"
+        ):
+            which = names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+            raise MisuseError(
+                f"attach() cannot wait for an optimizer that steps inside backward(): {which} has a hook that runs there (register_post_accumulate_grad_hook); "
+                "put `with mgr.update_guard():` around backward() instead, or remove the hook before attach() if it changes nothing"
+            )

@@ -157,6 +157,31 @@ def test_what_cannot_be_attached_is_refused_with_what_to_do_instead(root: Path) 
         mgr.attach(object())
 
 
+@pytest.mark.parametrize("form", ["optimizer", "train state"])
+@pytest.mark.parametrize("how", ["hook", "torch's own"])
+def test_an_optimizer_that_steps_inside_backward_is_refused_with_what_to_do_instead(
+    root: Path, form: str, how: str
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = optimizer if form == "optimizer" else sw.torch.TrainState(model, optimizer)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.attach(given).remove()
+        if how == "hook":
+            handle = model.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        else:
+            from torch.distributed.optim import _apply_optimizer_in_backward
+
+            _apply_optimizer_in_backward(torch.optim.SGD, [model.bias], {"lr": 1.0})
+        with pytest.raises(sw.MisuseError, match=r"update_guard\(\):` around backward") as caught:
+            mgr.attach(given)
+        assert ("bias" if form == "train state" else "(2,)") in str(caught.value)
+        assert not optimizer._optimizer_step_pre_hooks
+        if how == "hook":
+            handle.remove()
+            mgr.attach(given).remove()
+
+
 def test_a_tensor_is_let_go_when_it_has_been_captured(root: Path) -> None:
     tensor = torch.zeros(1000)
     gone = weakref.ref(tensor)
