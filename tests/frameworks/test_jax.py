@@ -156,9 +156,11 @@ def test_saving_jax_arrays_does_not_wait_for_the_copy_and_donation_leaves_them_i
     arrays = [jnp.full((1 << 20,), float(number)) for number in range(64)]
     jax.block_until_ready(arrays)
     step = jax.jit(lambda xs: [x + 1 for x in xs], donate_argnums=0)
-    with sw.CheckpointManager(root) as mgr:
+    # Memory for a small part of them only, so that the copy cannot be over as soon as `save` returns.
+    with sw.CheckpointManager(root, staging_bytes=16 << 20) as mgr:
         for number in range(3):
             save = mgr.save(number, {"a": arrays})
+            assert not save.captured(), "save waited for the copy"
             arrays = step(arrays)
             jax.block_until_ready(arrays)
             save.result()

@@ -130,24 +130,31 @@ def test_a_tensor_may_be_changed_when_save_returns(root: Path) -> None:
 
 
 def test_with_a_lazy_snapshot_the_guard_and_an_attached_optimizer_wait_for_the_copy(root: Path) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(8 << 20))
+    parameter = torch.nn.Parameter(torch.zeros(32 << 20))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    with sw.CheckpointManager(root) as mgr:
+    # Memory for a small part of it only, so that the copy cannot be over as soon as `save` returns.
+    with sw.CheckpointManager(root, staging_bytes=16 << 20) as mgr:
         attached = mgr.attach(optimizer)
+        waited: list[bool] = []
+        after_it = optimizer.register_step_pre_hook(lambda *_: waited.append(save.captured()))
+        parameter.grad = torch.ones_like(parameter)
         for step in range(3):
             expected = float(-step)
             save = mgr.save(step, {"w": parameter}, snapshot="lazy")
-            parameter.grad = torch.ones_like(parameter)
+            assert not save.captured()
             optimizer.step()
-            assert save.captured()
+            assert waited == [True] * (step + 1)
             save.result()
             stored = mgr.restore(step)["w"]
             assert (stored == expected).all()
-        mgr.save(3, {"w": parameter}, snapshot="lazy")
+        save = mgr.save(3, {"w": parameter}, snapshot="lazy")
+        assert not save.captured()
         with mgr.update_guard(), torch.no_grad():
+            assert save.captured()
             parameter.fill_(9.0)
         mgr.wait_until_finished()
         assert (mgr.restore(3)["w"] == -3.0).all()
+        after_it.remove()
         attached.remove()
         assert not optimizer._optimizer_step_pre_hooks
 
