@@ -39,13 +39,16 @@ fn assert_filled(manager: &Manager, step: u64, len: usize) {
 #[test]
 fn a_save_of_what_nobody_changes_returns_before_it_is_captured() {
     let world = World::default();
-    let manager = world.open(options());
+    // More than the slots take, so that the capture cannot be over before something is written.
+    let manager = world.open(Options { staging_bytes: Some(16 << 20), ..options() });
     let hold = world.hold_writes();
-    let save = manager.save(SaveRequest::new(7, held(&vec![7; 100 << 10]))).unwrap();
+    let save = manager.save(SaveRequest::new(7, held(&vec![7; 40 << 20]))).unwrap();
+    assert!(!save.captured(), "the call waited for the capture");
     hold.store(false, std::sync::atomic::Ordering::SeqCst);
     save.wait_captured(Some(LONG)).unwrap();
+    assert!(save.captured());
     committed(&save);
-    assert_filled(&manager, 7, 100 << 10);
+    assert_filled(&manager, 7, 40 << 20);
 }
 
 #[test]

@@ -103,7 +103,7 @@ impl Events {
     }
 }
 
-/// A flattened state on its way through the engine. Whoever drops the last share of it, on whatever thread, only hands it to the notifier.
+/// A flattened state on its way through the engine. Whoever drops the last share of it, on whatever thread, only hands it to the notifier; [`Loan::give_back`] needs none.
 pub struct Parcel {
     flat: Option<Box<Flat>>,
     events: Events,
@@ -118,6 +118,29 @@ impl Parcel {
     /// The state.
     pub fn flat(&self) -> Option<&Flat> {
         self.flat.as_deref()
+    }
+}
+
+/// A parcel that is given back by the thread that called for the capture, when that is over, though the engine's providers are still there.
+pub struct Loan(Mutex<Option<Arc<Parcel>>>);
+
+impl Loan {
+    /// Holds a parcel.
+    pub fn new(parcel: &Arc<Parcel>) -> Arc<Self> {
+        Arc::new(Self(Mutex::new(Some(Arc::clone(parcel)))))
+    }
+
+    /// A share of the parcel, for as long as its memory is read; `None` once it was given back.
+    pub fn share(&self) -> Option<Arc<Parcel>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Gives the buffers back here and now, where nobody has another share.
+    pub fn give_back(&self, _: Python<'_>) {
+        let parcel = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(mut parcel) = parcel.and_then(Arc::into_inner) {
+            drop(parcel.flat.take()); // attached here, so the buffers go back at once
+        }
     }
 }
 

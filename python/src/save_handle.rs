@@ -116,13 +116,16 @@ impl SaveHandle {
         })
     }
 
-    /// How it ended, and why not well: `("committed", None)`, `("failed", text)`, `("uncertain", text)`; `("pending", None)` before. Looking is not seeing.
-    fn outcome(&self) -> (&'static str, Option<String>) {
+    /// How it ended, and why not well (text and kind): `("committed", None, None)`, `("failed", text, kind)`, `("uncertain", text, kind)`; `("pending", None, None)` before.
+    /// Looking is not seeing.
+    fn outcome(&self) -> (&'static str, Option<String>, Option<&'static str>) {
         match self.save.outcome() {
-            None => ("pending", None),
-            Some(Outcome::Committed) => ("committed", None),
-            Some(Outcome::NotCommitted(error)) => ("failed", Some(error.to_string())),
-            Some(Outcome::DurabilityUncertain(error)) => ("uncertain", Some(error.to_string())),
+            None => ("pending", None, None),
+            Some(Outcome::Committed) => ("committed", None, None),
+            Some(Outcome::NotCommitted(error)) => ("failed", Some(error.to_string()), Some(error.kind())),
+            Some(Outcome::DurabilityUncertain(error)) => {
+                ("uncertain", Some(error.to_string()), Some(error.kind()))
+            }
         }
     }
 

@@ -1,32 +1,41 @@
 //! A flattened state as the engine takes it, and when its arrays are captured.
 
+use std::sync::Arc;
+
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
+use stepwell_core::provider::StateProvider;
 use stepwell_manager::{Error, LeafSource, StateSource};
 
-use crate::events::{Events, Parcel};
+use crate::events::{Events, Loan, Parcel};
 use crate::flatten::Leaf;
-use crate::ingest::provider_of;
+use crate::ingest::{HeldBuffer, provider_of, returnable_provider_of};
 use crate::state::State;
 
-/// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last provider is gone.
+/// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last provider is gone; where all of it is captured before `save` returns,
+/// until `state` is, which is then at the latest.
 pub fn source(state: &State, snapshot: Snapshot, events: &Events) -> PyResult<Result<StateSource, Error>> {
     let flat = state.take().ok_or_else(|| PyRuntimeError::new_err("this state was handed over before"))?;
     let parcel = Parcel::new(flat, events.clone());
     let Some(flat) = parcel.flat() else {
         return Err(PyRuntimeError::new_err("an empty parcel"));
     };
+    let loan = matches!(snapshot, Snapshot::Eager).then(|| Loan::new(&parcel));
+    let provider = |buffer: &HeldBuffer, immutable: bool| -> Result<Arc<dyn StateProvider>, Error> {
+        Ok(match &loan {
+            Some(loan) => returnable_provider_of(loan, buffer)?,
+            None => provider_of(&parcel, buffer, snapshot.is_lazy(immutable))?,
+        })
+    };
     let leaf = |leaf: &Leaf| -> Result<LeafSource, Error> {
         Ok(match leaf {
             Leaf::Array { dtype, buffer, immutable } => {
-                let provider = provider_of(&parcel, buffer, snapshot.is_lazy(*immutable))?;
-                LeafSource::whole(*dtype, buffer.dims(), provider)
+                LeafSource::whole(*dtype, buffer.dims(), provider(buffer, *immutable)?)
             }
             Leaf::Sharded { dtype, shape, shards } => {
-                let shards = shards.iter().map(|(region, buffer)| {
-                    Ok((region.clone(), provider_of(&parcel, buffer, snapshot.is_lazy(true))?))
-                });
+                let shards =
+                    shards.iter().map(|(region, buffer)| Ok((region.clone(), provider(buffer, true)?)));
                 LeafSource::sharded(*dtype, shape.clone(), shards.collect::<Result<_, Error>>()?)
             }
             Leaf::Object(value) => LeafSource::Object(value.clone()),
@@ -34,7 +43,11 @@ pub fn source(state: &State, snapshot: Snapshot, events: &Events) -> PyResult<Re
         })
     };
     let leaves = flat.leaves.iter().map(leaf).collect::<Result<_, Error>>();
-    Ok(leaves.map(|leaves| StateSource { tree: flat.tree.clone(), leaves }))
+    let tree = flat.tree.clone();
+    if let Some(loan) = loan {
+        state.give_back_at_its_end(loan);
+    }
+    Ok(leaves.map(|leaves| StateSource { tree, leaves }))
 }
 
 /// When the arrays of a state are captured.

@@ -1,10 +1,11 @@
 //! A flattened state, held between the walk and the capture.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
+use crate::events::Loan;
 use crate::flatten::{Flat, Leaf};
 use crate::ingest::HeldBuffer;
 
@@ -15,6 +16,8 @@ type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct State {
     flat: Mutex<Option<Flat>>,
+    /// What became of it, where that is to be given back when this is dropped.
+    loan: Mutex<Option<Arc<Loan>>>,
 }
 
 impl State {
@@ -23,9 +26,23 @@ impl State {
         self.flat.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
+    /// Has the arrays that were handed over given back when this is dropped: `save` has returned then, and all of them are captured.
+    pub fn give_back_at_its_end(&self, loan: Arc<Loan>) {
+        *self.loan.lock().unwrap_or_else(PoisonError::into_inner) = Some(loan);
+    }
+
     fn with<T>(&self, look: impl FnOnce(&Flat) -> T) -> PyResult<T> {
         let flat = self.flat.lock().unwrap_or_else(PoisonError::into_inner);
         flat.as_ref().map(look).ok_or_else(|| PyRuntimeError::new_err("this state was handed over to a save"))
+    }
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        if let Some(loan) = self.loan.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            // Where there is no interpreter any more there is nobody left to give it back to.
+            Python::try_attach(|py| loan.give_back(py));
+        }
     }
 }
 
@@ -70,7 +87,7 @@ impl State {
 /// Flattens a state; `UnsupportedLeaf` names what cannot be stored.
 #[pyfunction]
 pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<State> {
-    Ok(State { flat: Mutex::new(Some(crate::flatten::flatten(state)?)) })
+    Ok(State { flat: Mutex::new(Some(crate::flatten::flatten(state)?)), loan: Mutex::default() })
 }
 
 /// Where arrays lie: the addresses of the first element, of the lowest byte, and of the byte after the highest.

@@ -77,8 +77,9 @@ pub fn on_thread_within<T: Send + 'static>(
 ) -> PyResult<Option<T>> {
     let mut receive = start(work)?;
     match wait_within(py, Some(limit), &mut receive)? {
-        Some(answer) => answer.map(Some).ok_or_else(no_answer),
-        None => Ok(None),
+        Ok(answer) => Ok(Some(answer)),
+        Err(RecvTimeoutError::Timeout) => Ok(None),
+        Err(RecvTimeoutError::Disconnected) => Err(no_answer()),
     }
 }
 
@@ -190,21 +191,21 @@ pub fn until_dropped(py: Python<'_>, receive: &mut Receiver<()>) -> PyResult<()>
 
 /// What comes, in whatever time; `None` if nothing can come any more.
 fn wait_for<T: Send>(py: Python<'_>, receive: &mut Receiver<T>) -> PyResult<Option<T>> {
-    wait_within(py, None, receive).map(Option::flatten)
+    Ok(wait_within(py, None, receive)?.ok())
 }
 
-/// [`wait_for`] with a limit; `None` where that has passed.
+/// What comes within the limit.
 fn wait_within<T: Send>(
     py: Python<'_>,
     limit: Option<Duration>,
     receive: &mut Receiver<T>,
-) -> PyResult<Option<Option<T>>> {
-    poll(py, limit, |slice| {
+) -> PyResult<Result<T, RecvTimeoutError>> {
+    let answer = poll(py, limit, |slice| {
         let receive = &mut *receive; // exclusive, since a receiver cannot be shared between threads
         match receive.recv_timeout(slice) {
-            Ok(answer) => Some(Some(answer)),
             Err(RecvTimeoutError::Timeout) => None,
-            Err(RecvTimeoutError::Disconnected) => Some(None),
+            answer => Some(answer),
         }
-    })
+    })?;
+    Ok(answer.unwrap_or(Err(RecvTimeoutError::Timeout)))
 }

@@ -2,9 +2,10 @@
 
 Pass ``on_event=`` to the manager: any function of one dict, or :class:`JsonLines`. Every event has ``event``, ``root``, ``step`` and ``time`` (UTC, ISO 8601);
 
-* ``"save"``: ``outcome`` (``"committed"``, ``"failed"``, ``"uncertain"``) and ``error`` (its text, or ``None``), ``blocked_seconds`` (how long the call took), and all
-  of :class:`~stepwell.SaveStats`;
-* ``"restore"``: ``seconds``, of which ``open_seconds`` before anything was matched.
+* ``"save"``: ``outcome`` (``"committed"``, ``"failed"``, ``"uncertain"``), ``error`` and ``error_kind`` (the text of its error, and the error's ``kind``; or ``None``),
+  ``blocked_seconds`` (how long the call took), and all of :class:`~stepwell.SaveStats`;
+* ``"restore"``: ``outcome`` (``"restored"``, ``"failed"``), ``error`` and ``error_kind`` (of another library's exception: the name of its class), ``seconds``, of which
+  ``open_seconds`` before anything was matched (``None`` where it failed before that). ``step`` is ``None`` where the newest one was asked for and none was found.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import datetime
 import json
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
 from . import lifecycle
+from .errors import StepwellError, class_of
 from .pending import Save
 
 Event: TypeAlias = dict[str, Any]
@@ -44,7 +48,7 @@ class JsonLines:
         return f"JsonLines({self._path!r})"
 
 
-def _tell(on_event: OnEvent, event: str, root: str, step: int, more: Event) -> None:
+def _tell(on_event: OnEvent, event: str, root: str, step: int | None, more: Event) -> None:
     moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     try:
         on_event({"event": event, "root": root, "step": step, "time": moment, **more})
@@ -57,15 +61,49 @@ def tell_save(on_event: OnEvent, root: str, save: Save, blocked: float) -> None:
     """Tells of a save, once it is over."""
 
     def over(save: Save) -> None:
-        outcome, error = save._handle.outcome()
+        outcome, error, engine_kind = save._handle.outcome()
+        kind = None if engine_kind is None else (class_of(engine_kind) or StepwellError).kind
         stats = save.stats
         assert stats is not None
-        found = {"outcome": outcome, "error": error, "blocked_seconds": blocked}
+        found = {"outcome": outcome, "error": error, "error_kind": kind, "blocked_seconds": blocked}
         _tell(on_event, "save", root, save.step, {**found, **dataclasses.asdict(stats)})
 
     save.add_done_callback(over)
 
 
-def tell_restore(on_event: OnEvent, root: str, step: int, seconds: float, opening: float) -> None:
-    """Tells of a restore."""
-    _tell(on_event, "restore", root, step, {"seconds": seconds, "open_seconds": opening})
+class Restoring:
+    """A restore that is to be told of."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+        self._begun = time.perf_counter()
+        self._opened: float | None = None
+
+    def opened(self, step: int) -> None:
+        """The checkpoint is open."""
+        self.step = step
+        self._opened = time.perf_counter()
+
+    def _told(self, failure: BaseException | None) -> Event:
+        kind = None if failure is None else getattr(failure, "kind", type(failure).__name__)
+        return {
+            "outcome": "restored" if failure is None else "failed",
+            "error": None if failure is None else str(failure),
+            "error_kind": kind,
+            "seconds": time.perf_counter() - self._begun,
+            "open_seconds": None if self._opened is None else self._opened - self._begun,
+        }
+
+
+@contextmanager
+def telling_restore(on_event: OnEvent | None, root: str, step: int | None) -> Iterator[Restoring]:
+    """Around a restore: tells of it when it is over, however it ended."""
+    restoring = Restoring(step)
+    try:
+        yield restoring
+    except BaseException as failure:
+        if on_event is not None:
+            _tell(on_event, "restore", root, restoring.step, restoring._told(failure))
+        raise
+    if on_event is not None:
+        _tell(on_event, "restore", root, restoring.step, restoring._told(None))

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Unpack, final
@@ -26,7 +26,7 @@ from .checks import (
     text,
 )
 from .errors import ClosedError, MisuseError, StalledError, StepNotFound
-from .events import OnEvent, tell_restore, tell_save
+from .events import OnEvent, tell_save, telling_restore
 from .locations import absolute, check_root, explaining
 from .options import Options, StepName, to_json
 from .pending import Save
@@ -87,6 +87,8 @@ class CheckpointManager:
         self._owner = lifecycle.Owner("manager")
         self._lock = threading.RLock()
         self._saves: list[Save] = []
+        #: The engine's part of each :class:`Hold`, without which it would end with the object that :meth:`hold` returned.
+        self._held: set[Any] = set()
         self._policy = every_steps(1) if save_policy is None else save_policy
         instance(self._policy, SavePolicy, "save_policy", "sw.every_steps() and the like")
         rules = keep_all() if retention is None else retention
@@ -236,7 +238,7 @@ class CheckpointManager:
 
     def attach(self, optimizer: Any) -> Attached:
         """Has an optimizer of torch (or those of a :class:`stepwell.torch.TrainState`) wait, before each ``step()``, for what was left to lazy capture, as
-        :meth:`update_guard` does. Returns what :meth:`stepwell.manager.Attached.remove` ends."""
+        :meth:`update_guard` does. Returns what :meth:`stepwell.manager.Attached.remove` ends. Optimizers that step inside ``backward()`` are refused."""
         from .torch import optimizers_of
 
         self._open()
@@ -277,17 +279,13 @@ class CheckpointManager:
         if checked.fill:
             # It may be the state that is being captured.
             self._wait_captured()
-        begun = time.perf_counter()
-        with explaining(self._root), self._explaining_pending():
-            core = self._open().checkpoint(number, checked.expected, checked.to_fill)
-        with Checkpoint(core) as checkpoint:
-            opened = time.perf_counter()
-            answer = restoring.run(checkpoint._open(), checked)
-            found = checkpoint.step
-            self._open().restored(found)
-        if self._on_event is not None:
-            seconds = time.perf_counter() - begun
-            tell_restore(self._on_event, self._root, found, seconds, opened - begun)
+        with telling_restore(self._on_event, self._root, number) as told:
+            with explaining(self._root), self._explaining_pending():
+                core = self._open().checkpoint(number, checked.expected, checked.to_fill)
+            with Checkpoint(core) as checkpoint:
+                told.opened(checkpoint.step)
+                answer = restoring.run(checkpoint._open(), checked)
+                self._open().restored(checkpoint.step)
         return answer
 
     @spelled_out
@@ -363,10 +361,11 @@ class CheckpointManager:
         self._open()
         return [save for save in self._saves if not save.done()]
 
-    def rewind(self, step: int, branch: str | None = None) -> list[int]:
-        """Goes back to ``step``: newer steps are moved to a kept branch (``.branch-<name>.…``). Returns them."""
-        moved: tuple[str, list[int]] = self._open().rewind(step_number(step), branch)
-        return moved[1]
+    def rewind(self, step: int, branch: str | None = None) -> Rewound:
+        """Goes back to ``step``: newer steps are moved to a kept branch (``.branch-<name>.…``), whose name is drawn where none is given. Returns those steps, newest
+        first, and the branch's name: :class:`stepwell.manager.Rewound`."""
+        name, moved = self._open().rewind(step_number(step), branch)
+        return Rewound(moved, name if moved else None)
 
     def quarantined(self) -> dict[str, str]:
         """Directories that have a step's name and are none, and why. They are never chosen and never deleted."""
@@ -383,14 +382,15 @@ class CheckpointManager:
         them.) Raises :class:`LockedError` as long as somebody holds or reads it."""
         self._open().delete(step_number(step))
 
-    @contextmanager
-    def hold(self, step: int) -> Iterator[None]:
-        """Keeps a step from being removed for the length of the block."""
-        held = self._open().hold(step_number(step))
-        try:
-            yield
-        finally:
-            held.close()
+    def hold(self, step: int) -> Hold:
+        """Keeps a step from being removed, replaced or rewound, from this call on: for the length of a ``with`` block, or until :meth:`Hold.close
+        <stepwell.manager.Hold.close>`; at the latest until the manager is closed.
+
+        Raises:
+            StepNotFound: there is no such committed step.
+        """
+        number = step_number(step)
+        return Hold(number, self._open().hold(number), self._held)
 
     def plan_retention(self) -> dict[int, dict[str, Any]]:
         """What retention would do now: per step what stays, what goes, and why."""
@@ -435,6 +435,9 @@ class CheckpointManager:
         finally:
             if self._ending.is_over():
                 self._core = None
+                for held in list(self._held):
+                    held.close()
+                self._held.clear()
 
     def _open(self) -> Any:
         self._owner.check()
@@ -459,6 +462,45 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._root}{', closed' if self._core is None else ''}>"
+
+
+@final
+class Hold:
+    """A step that nobody removes, replaces or rewinds: from the call of :meth:`stepwell.CheckpointManager.hold` on, until :meth:`close`, the end of the ``with`` block, or
+    the end of the manager."""
+
+    def __init__(self, step: int, held: Any, all_held: set[Any]) -> None:
+        #: Which step.
+        self.step = step
+        self._held = held
+        self._all_held = all_held
+        all_held.add(held)
+
+    def close(self) -> None:
+        """Lets the step go. Closing twice is fine."""
+        self._all_held.discard(self._held)
+        self._held.close()
+
+    def __enter__(self) -> Hold:
+        if self._held not in self._all_held:
+            raise ClosedError(f"step {self.step} is no longer held; call hold({self.step}) again")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Hold of step {self.step}{'' if self._held in self._all_held else ', closed'}>"
+
+
+@final
+class Rewound(list[int]):
+    """The steps that a rewind moved, newest first."""
+
+    def __init__(self, moved: Iterable[int], branch: str | None) -> None:
+        super().__init__(moved)
+        #: The name of the branch that they are kept in, ``.branch-<name>.…``; ``None`` where nothing was moved.
+        self.branch = branch
 
 
 @final

@@ -40,8 +40,8 @@ class TrainState:
     checkpointing around it.
 
     As ``into=``, parameters, buffers and the slots that are there are filled where they are; slots that are not there yet are
-    made with the parameter's device and memory format, without a fake ``step()``; hyperparameters of the checkpoint win; frozen parameters need no
-    slots. A group takes the hyperparameters that its parameters had when they were saved, however they were grouped.
+    made with the parameter's device and memory format, without a fake ``step()``; slots that were not there when it was saved are removed; hyperparameters
+    of the checkpoint win; frozen parameters need no slots. A group takes the hyperparameters that its parameters had when they were saved, however they were grouped.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class TrainState:
             slots: dict[str, Any] = {}
             for parameter, name in names.items():
                 there = optimizer.state.get(parameter)
-                slots[name] = Maybe(dict(there) if there else AS_STORED)
+                slots[name] = Maybe(_wanted(there) if there else AS_STORED)
             owned = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
             optimizers[which] = {
                 "state": {name: slot for name, slot in slots.items() if name in owned},
@@ -142,6 +142,9 @@ class TrainState:
 
         def close(pairs: list[tuple[Any, Any]], fill: bool) -> Any:
             state = dict(pairs)
+            for which in self.optimizers:
+                stored = _one(state["optimizer"], which)
+                stored["state"] = _only_stored(stored["state"])
             if not fill:
                 return state
             self._take(state)
@@ -261,22 +264,46 @@ def _tensor(value: Any) -> Any:
     return adapter.from_numpy(value)
 
 
+def _wanted(slots: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What is wanted for slots that are there: tensors and numbers go where they are. Containers (a history that grows) are as long as they were then."""
+    return {
+        slot: AS_STORED if value is None or isinstance(value, (Mapping, list, tuple)) else value
+        for slot, value in slots.items()
+    }
+
+
+def _only_stored(slots_of: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+    """Parameter's name → its slots, without what was not stored."""
+    stored = {
+        name: {slot: value for slot, value in slots.items() if value is not ...}
+        for name, slots in slots_of.items()
+        if slots is not ...
+    }
+    return {name: slots for name, slots in stored.items() if slots}
+
+
 def _take_slots(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Mapping[str, Any]
 ) -> None:
-    """Gives each parameter its slots. One that was filled where it is stays; one that was made anew goes where the parameter is."""
+    """Gives each parameter the slots that are stored, and no others. One that was filled where it is stays; one that was made anew goes where the parameter is."""
     for parameter in _parameters(optimizer):
-        slots = stored.get(names[parameter], ...)
-        if slots is ...:
+        slots = stored.get(names[parameter])
+        if not slots:
             optimizer.state.pop(parameter, None)
             continue
         own = optimizer.state[parameter]
+        for slot in [slot for slot in own if slot not in slots]:
+            del own[slot]
         for slot, value in slots.items():
-            if own.get(slot) is not value:
+            if own.get(slot, ...) is not value:
                 own[slot] = _placed(slot, _tensor(value), parameter, optimizer)
 
 
 def _placed(slot: str, value: Any, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    if isinstance(value, dict):
+        return {key: _placed(slot, _tensor(one), parameter, optimizer) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_placed(slot, _tensor(one), parameter, optimizer) for one in value)
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != parameter.shape:
@@ -301,4 +328,20 @@ def optimizers_of(given: Any) -> list[Any]:
                 f"attach() takes an optimizer of torch.optim or a TrainState, not {shown(one)}: it has no register_step_pre_hook(); "
                 "put update_guard() around what changes the state"
             )
+    _refuse_steps_in_backward(given, found)
     return found
+
+
+def _refuse_steps_in_backward(given: Any, optimizers: Sequence[Any]) -> None:
+    """Raises where a hook of a parameter runs as soon as its gradient is there: an optimizer that steps in it changes the state before any ``step()`` that waits."""
+    names = given._names() if isinstance(given, TrainState) else {}
+    parameters = dict.fromkeys([*names, *(one for optimizer in optimizers for one in _parameters(optimizer))])
+    for parameter in parameters:
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(
+            parameter, "_in_backward_optimizers"
+        ):
+            which = names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+            raise MisuseError(
+                f"attach() cannot wait for an optimizer that steps inside backward(): {which} has a hook that runs there (register_post_accumulate_grad_hook); "
+                "put `with mgr.update_guard():` around backward() instead, or remove the hook before attach() if it changes nothing"
+            )

@@ -227,6 +227,7 @@ def arrays_of_jax(report: Report, base: Path, quick: bool) -> None:
     for name, found in json.loads(answer.read_text()).items():
         report.add(f"save of JAX arrays: {name}", found["blocked"], 120 if "20 000" in name else 10)
         report.add(f"save of JAX arrays: {name}, the first after prepare", [found["first"]])
+        report.add(f"{name}: a DLPack capsule of each, and nothing else", found["dlpack"])
         donated = found.get("donated")
         if donated is None:
             continue

@@ -83,6 +83,7 @@ def saves(state: State, root: Path, rounds: int) -> dict[str, Any]:
     """Seconds that `save` took, each of arrays that are new."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     blocked: list[float] = []
+    capsules: list[float] = []
     with sw.CheckpointManager(root, staging_bytes=size + (64 << 20), retention=sw.keep_latest(1)) as manager:
         manager.prepare(state)
         for step in range(rounds + 1):
@@ -91,7 +92,9 @@ def saves(state: State, root: Path, rounds: int) -> dict[str, Any]:
             seconds, save = timed(lambda step=step, state=state: manager.save(step, state))
             save.result(600)
             blocked.append(seconds)
-    return {"first": blocked[0], "blocked": blocked[1:]}
+            leaves = jax.tree.leaves(owned(state))
+            capsules.append(timed(lambda leaves=leaves: [leaf.__dlpack__() for leaf in leaves])[0])
+    return {"first": blocked[0], "blocked": blocked[1:], "dlpack": capsules[1:]}
 
 
 def donated(state: State, root: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import time
@@ -155,9 +156,11 @@ def test_saving_jax_arrays_does_not_wait_for_the_copy_and_donation_leaves_them_i
     arrays = [jnp.full((1 << 20,), float(number)) for number in range(64)]
     jax.block_until_ready(arrays)
     step = jax.jit(lambda xs: [x + 1 for x in xs], donate_argnums=0)
-    with sw.CheckpointManager(root) as mgr:
+    # Memory for a small part of them only, so that the copy cannot be over as soon as `save` returns.
+    with sw.CheckpointManager(root, staging_bytes=16 << 20) as mgr:
         for number in range(3):
             save = mgr.save(number, {"a": arrays})
+            assert not save.captured(), "save waited for the copy"
             arrays = step(arrays)
             jax.block_until_ready(arrays)
             save.result()
@@ -165,19 +168,32 @@ def test_saving_jax_arrays_does_not_wait_for_the_copy_and_donation_leaves_them_i
             assert all((one == index + number).all() for index, one in enumerate(back))
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("how", ["manager", "path"])
 def test_with_an_eager_snapshot_everything_is_copied_when_save_returns_and_donation_is_in_place(
-    root: Path,
+    root: Path, how: str, devices: int
 ) -> None:
-    array = jnp.zeros(1 << 20).block_until_ready()
-    place = array.unsafe_buffer_pointer()
-    with sw.CheckpointManager(root) as mgr:
-        save = mgr.save(0, {"a": array}, snapshot="eager")
+    array = jax.device_put(jnp.zeros(1 << 23), sharding((devices,), "x")).block_until_ready()
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    # It is compiled before, so that nothing but the call itself is between the save and the donation.
+    add(jax.device_put(jnp.ones(1 << 23), array.sharding)).block_until_ready()
+
+    def places(array: Any) -> list[int]:
+        return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+    before = places(array)
+    with contextlib.ExitStack() as stack:
+        if how == "manager":
+            mgr = stack.enter_context(sw.CheckpointManager(root))
+            save = mgr.save(0, {"a": array}, snapshot="eager")
+        else:
+            save = sw.save_async(root, {"a": array}, snapshot="eager")
+        after = add(array)
         assert save.captured()
+        assert array.is_deleted()
+        assert places(after.block_until_ready()) == before
         save.result()
-        time.sleep(0.5)  # its hold is given back on another thread
-        after = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
-    assert array.is_deleted()
-    assert after.unsafe_buffer_pointer() == place
+    assert not sw.restore(root)["a"].any()
 
 
 def test_an_array_that_was_donated_before_is_named(root: Path) -> None:

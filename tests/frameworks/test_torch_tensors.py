@@ -130,24 +130,31 @@ def test_a_tensor_may_be_changed_when_save_returns(root: Path) -> None:
 
 
 def test_with_a_lazy_snapshot_the_guard_and_an_attached_optimizer_wait_for_the_copy(root: Path) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(8 << 20))
+    parameter = torch.nn.Parameter(torch.zeros(32 << 20))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    with sw.CheckpointManager(root) as mgr:
+    # Memory for a small part of it only, so that the copy cannot be over as soon as `save` returns.
+    with sw.CheckpointManager(root, staging_bytes=16 << 20) as mgr:
         attached = mgr.attach(optimizer)
+        waited: list[bool] = []
+        after_it = optimizer.register_step_pre_hook(lambda *_: waited.append(save.captured()))
+        parameter.grad = torch.ones_like(parameter)
         for step in range(3):
             expected = float(-step)
             save = mgr.save(step, {"w": parameter}, snapshot="lazy")
-            parameter.grad = torch.ones_like(parameter)
+            assert not save.captured()
             optimizer.step()
-            assert save.captured()
+            assert waited == [True] * (step + 1)
             save.result()
             stored = mgr.restore(step)["w"]
             assert (stored == expected).all()
-        mgr.save(3, {"w": parameter}, snapshot="lazy")
+        save = mgr.save(3, {"w": parameter}, snapshot="lazy")
+        assert not save.captured()
         with mgr.update_guard(), torch.no_grad():
+            assert save.captured()
             parameter.fill_(9.0)
         mgr.wait_until_finished()
         assert (mgr.restore(3)["w"] == -3.0).all()
+        after_it.remove()
         attached.remove()
         assert not optimizer._optimizer_step_pre_hooks
 
@@ -155,6 +162,31 @@ def test_with_a_lazy_snapshot_the_guard_and_an_attached_optimizer_wait_for_the_c
 def test_what_cannot_be_attached_is_refused_with_what_to_do_instead(root: Path) -> None:
     with sw.CheckpointManager(root) as mgr, pytest.raises(sw.MisuseError, match="update_guard"):
         mgr.attach(object())
+
+
+@pytest.mark.parametrize("form", ["optimizer", "train state"])
+@pytest.mark.parametrize("how", ["hook", "torch's own"])
+def test_an_optimizer_that_steps_inside_backward_is_refused_with_what_to_do_instead(
+    root: Path, form: str, how: str
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = optimizer if form == "optimizer" else sw.torch.TrainState(model, optimizer)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.attach(given).remove()
+        if how == "hook":
+            handle = model.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        else:
+            from torch.distributed.optim import _apply_optimizer_in_backward
+
+            _apply_optimizer_in_backward(torch.optim.SGD, [model.bias], {"lr": 1.0})
+        with pytest.raises(sw.MisuseError, match=r"update_guard\(\):` around backward") as caught:
+            mgr.attach(given)
+        assert ("bias" if form == "train state" else "(2,)") in str(caught.value)
+        assert not optimizer._optimizer_step_pre_hooks
+        if how == "hook":
+            handle.remove()
+            mgr.attach(given).remove()
 
 
 def test_a_tensor_is_let_go_when_it_has_been_captured(root: Path) -> None:

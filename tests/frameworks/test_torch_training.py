@@ -207,6 +207,134 @@ def test_slots_that_are_there_are_filled_where_they_are(root: Path) -> None:
         assert torch.equal(slot, saved[name])
 
 
+OPTIMIZERS = {
+    "Adam": lambda params: torch.optim.Adam(params, lr=1e-2),
+    "Adam with amsgrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
+    "SGD with momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "Adafactor": lambda params: torch.optim.Adafactor(params),
+}
+
+
+def with_optimizer(make: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = make(model.parameters())
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+
+def slots_of(parts: tuple[Any, Any, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {slot: value.clone() for slot, value in parts[1].state[parameter].items()}
+        for name, parameter in parts[0].named_parameters()
+        if parts[1].state.get(parameter)
+    }
+
+
+def same_slots(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].keys() == other[name].keys()
+        and all(torch.equal(value, other[name][slot]) for slot, value in one[name].items())
+        for name in one
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_live_optimizer_goes_back_to_before_its_first_step_and_trains_as_if_it_had_not_diverged(
+    root: Path, name: str
+) -> None:
+    straight = with_optimizer(OPTIMIZERS[name])
+    expected = train(straight, 5)
+    run = with_optimizer(OPTIMIZERS[name])
+    state = {"train": sw.torch.TrainState(*run)}
+    with sw.CheckpointManager(root) as mgr:
+        mgr.save(0, state).result()
+        train(run, 3, seed=7)
+        assert slots_of(run)
+        mgr.restore(0, into=state)
+    assert slots_of(run) == {}
+    assert train(run, 5) == expected
+    assert same(run[0], straight[0])
+    assert same_slots(slots_of(run), slots_of(straight))
+
+
+def test_slots_that_an_option_added_after_the_save_are_gone_after_a_restore(root: Path) -> None:
+    straight = with_optimizer(OPTIMIZERS["Adam"])
+    train(straight, 2)
+    expected = train(straight, 3, seed=1)
+    run = with_optimizer(OPTIMIZERS["Adam"])
+    train(run, 2)
+    state = {"train": sw.torch.TrainState(*run)}
+    sw.save(root, state)
+    saved = slots_of(run)
+    for parameter, slots in run[1].state.items():
+        slots["max_exp_avg_sq"] = torch.zeros_like(parameter)
+    run[1].param_groups[0]["amsgrad"] = True
+    train(run, 2, seed=7)
+    sw.restore(root, into=state)
+    assert same_slots(slots_of(run), saved)
+    assert run[1].param_groups[0]["amsgrad"] is False
+    assert train(run, 3, seed=1) == expected
+
+
+def test_a_parameter_that_was_frozen_when_it_was_saved_has_no_slots_after_a_restore(root: Path) -> None:
+    run = with_optimizer(OPTIMIZERS["Adam"])
+    frozen = run[0].conv.weight
+    frozen.requires_grad_(False)
+    train(run, 2)
+    state = {"train": sw.torch.TrainState(*run)}
+    sw.save(root, state)
+    saved = slots_of(run)
+    expected = train(run, 2, seed=1)
+    frozen.requires_grad_(True)
+    train(run, 2, seed=7)
+    assert run[1].state[frozen]
+    sw.restore(root, into=state)
+    assert frozen not in run[1].state
+    assert same_slots(slots_of(run), saved)
+    frozen.requires_grad_(False)
+    frozen.grad = None
+    assert train(run, 2, seed=1) == expected
+
+
+@pytest.mark.parametrize("target", ["the live optimizer", "a fresh optimizer"])
+def test_histories_of_tensors_in_slots_are_as_long_as_they_were(root: Path, target: str) -> None:
+    def build() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        return model, torch.optim.LBFGS(model.parameters(), max_iter=1, history_size=4)
+
+    def steps(model: Any, optimizer: Any, count: int) -> list[float]:
+        def loss() -> Any:
+            optimizer.zero_grad()
+            found = model(torch.ones(4, 3)).pow(2).sum()
+            found.backward()
+            return found
+
+        return [float(optimizer.step(loss)) for _ in range(count)]
+
+    run = build()
+    steps(*run, 3)
+    sw.save(root, {"train": sw.torch.TrainState(*run)})
+    history = [one.clone() for one in run[1].state[run[0].weight]["old_dirs"]]
+    expected = steps(*run, 2)
+    if target == "a fresh optimizer":
+        run = build()
+    sw.restore(root, into={"train": sw.torch.TrainState(*run)})
+    restored = run[1].state[run[0].weight]["old_dirs"]
+    assert len(restored) == len(history)
+    assert all(map(torch.equal, restored, history))
+    assert steps(*run, 2) == expected
+
+
+def test_a_train_state_as_like_gives_the_slots_that_are_stored_and_nothing_else(root: Path) -> None:
+    run = with_optimizer(OPTIMIZERS["Adam"])
+    state = {"train": sw.torch.TrainState(*run)}
+    sw.save(root, state)
+    train(run, 1)
+    assert sw.restore(root, like=state)["train"]["optimizer"]["state"] == {}
+    assert slots_of(run)
+
+
 def test_names_are_those_of_the_model_inside_its_wrappers(root: Path) -> None:
     run = build(0)
     train(run, 1)

@@ -38,12 +38,13 @@ def test_each_save_and_restore_is_one_line_of_json_with_its_phases(tmp_path: Pat
     for event in saves:
         assert event["root"] == str(root)
         assert event["outcome"] == "committed"
-        assert event["error"] is None
+        assert event["error"] is event["error_kind"] is None
         assert event["written_bytes"] >= event["captured_bytes"] >= STATE["params"]["w"].nbytes
         assert event["blocked_seconds"] > 0
         assert 0 < event["commit_seconds"] <= event["total_seconds"]
     (restore,) = [event for event in events if event["event"] == "restore"]
     assert restore["step"] == 2
+    assert (restore["outcome"], restore["error"], restore["error_kind"]) == ("restored", None, None)
     assert 0 < restore["open_seconds"] < restore["seconds"]
 
 
@@ -56,9 +57,32 @@ def test_the_root_is_gone_the_save_fails_and_both_the_event_and_the_error_say_so
     wait_for(lambda: events)
     assert events[0]["outcome"] == "failed"
     assert events[0]["error"]
-    with pytest.raises(sw.StepwellError):
+    with pytest.raises(sw.StepwellError) as caught:
         save.result()
+    assert events[0]["error_kind"] == caught.value.kind
     mgr.close()
+
+
+def test_a_restore_that_fails_is_told_with_the_kind_of_its_error(tmp_path: Path) -> None:
+    events: list[Any] = []
+    with sw.CheckpointManager(tmp_path / "run", on_event=events.append) as mgr:
+        with pytest.raises(sw.StepNotFound):
+            mgr.restore()
+        mgr.save(3, STATE).result()
+        wait_for(lambda: len(events) == 2)
+        with pytest.raises(sw.MismatchError) as caught:
+            mgr.restore(like={"params": {"other": np.zeros(3)}})
+        (tmp_path / "run" / "step_00000003" / "i0" / "00000.data").write_bytes(b"")
+        with pytest.raises(sw.StepwellError):
+            mgr.restore(3)
+    nothing, mismatch, damaged = (event for event in events if event["event"] == "restore")
+    assert (nothing["outcome"], nothing["step"], nothing["error_kind"]) == ("failed", None, "step_not_found")
+    assert nothing["open_seconds"] is None
+    assert (mismatch["outcome"], mismatch["step"], mismatch["error_kind"]) == ("failed", 3, "mismatch")
+    assert mismatch["error"] == str(caught.value)
+    assert 0 < mismatch["open_seconds"] < mismatch["seconds"]
+    assert (damaged["outcome"], damaged["step"], damaged["error_kind"]) == ("failed", 3, "corrupt_checkpoint")
+    assert all(json.dumps(event) for event in events)
 
 
 def test_a_function_that_raises_is_logged_and_ends_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -242,21 +243,29 @@ print(before == after, before, after)
 def test_a_callback_that_raises_is_printed_and_harms_nobody(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import threading
-
+    callers: list[str] = []
     called = threading.Event()
 
     def bad(_: Any) -> None:
+        callers.append(threading.current_thread().name)
         raise RuntimeError("from a callback")
 
     with sw.CheckpointManager(root) as manager:
-        save = manager.save(0, {"a": np.zeros(1 << 22)})
-        save.add_done_callback(bad) if not save.done() else None
+        for step in range(50):
+            save = manager.save(step, {"a": np.zeros(1 << 22)})
+            # Of a save that is over already it is called here, and raises here.
+            with contextlib.suppress(RuntimeError):
+                save.add_done_callback(bad)
+                break
         save.result()
-        following = manager.save(1, {"a": np.zeros(1 << 22)})
+        following = manager.save(step + 1, {"a": np.zeros(1 << 22)})
         following.add_done_callback(lambda _: called.set())
         following.result()
         assert called.wait(60)
+    assert callers[-1] == "stepwell-notifier"
+    printed = capsys.readouterr().err
+    assert printed.count("exception in a callback") == 1
+    assert "RuntimeError: from a callback" in printed
 
 
 def test_threads_of_the_engine_leave_signals_to_the_program(tmp_path: Path) -> None:

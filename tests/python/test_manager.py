@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import os
@@ -151,6 +152,49 @@ def test_a_step_that_is_held_is_not_rewound(root: Path) -> None:
         assert manager.all_steps() == [1]
 
 
+def test_a_hold_begins_with_the_call_and_lasts_until_it_is_closed(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step)).result()
+        with pytest.raises(sw.StepNotFound):
+            manager.hold(7)
+        held = manager.hold(3)
+        assert held.step == 3
+        with pytest.raises(sw.LockedError):
+            manager.delete(3)
+        held.close()
+        held.close()
+        manager.delete(3)
+        with pytest.raises(sw.ClosedError, match="hold"), held:
+            pass
+        assert manager.all_steps() == [1, 2]
+
+
+def test_a_hold_that_nobody_kept_lasts_until_the_manager_is_closed(root: Path) -> None:
+    manager = sw.CheckpointManager(root)
+    for step in (1, 2):
+        manager.save(step, state(step)).result()
+    manager.hold(1)
+    gc.collect()
+    with pytest.raises(sw.LockedError):
+        manager.delete(1)
+    manager.close()
+    with sw.CheckpointManager(root) as other:
+        other.delete(1)
+        assert other.all_steps() == [2]
+
+
+def test_a_hold_is_let_go_when_its_block_raises(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(1, state(1)).result()
+        manager.save(2, state(2)).result()
+        held = manager.hold(1)
+        assert repr(held) == "<Hold of step 1>"
+        with pytest.raises(ZeroDivisionError), held:
+            raise ZeroDivisionError
+        manager.delete(1)
+
+
 def test_a_signal_announces_a_preemption(root: Path) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
@@ -229,6 +273,19 @@ def test_rewinding_moves_newer_steps_aside(root: Path) -> None:
         assert manager.next_step() == 2
         manager.save(2, state(20)).result()
         assert same(manager.restore(2), state(20))
+
+
+def test_a_rewind_says_which_steps_it_moved_and_under_what_name_they_are_kept(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        for step in range(3):
+            manager.save(step, state(step)).result()
+        moved = manager.rewind(1)
+        assert moved == [2]
+        assert (root / f".branch-{moved.branch}.step_00000002" / "manifest.json").is_file()
+        assert manager.rewind(0, branch="old").branch == "old"
+        nothing = manager.rewind(0)
+        assert nothing == []
+        assert nothing.branch is None
 
 
 def test_the_state_may_change_as_soon_as_save_returns(root: Path) -> None:

@@ -259,11 +259,16 @@ impl Inner {
                 let source = stepwell_core::Error::Cancelled("its caller cancelled it".to_owned());
                 return Err(Error::SaveFailed { step, source });
             }
+            if !std::mem::replace(&mut told, true) {
+                let waits = "this save waits for an earlier one: the disk is slower than the saves come (max_pending)";
+                if std::mem::replace(&mut state.told_waiting, true) {
+                    tracing::info!(step, "{waits}");
+                } else {
+                    tracing::warn!(step, "{waits}");
+                }
+            }
             let first = state.pending.first();
             let progress = first.map(|first| (first.step(), first.bytes_done()));
-            if !std::mem::replace(&mut told, true) {
-                tracing::info!(step, "this save waits until an earlier one has ended");
-            }
             if progress != seen {
                 seen = progress;
                 deadline = deadline_after(self.options.stall_timeout);

@@ -94,16 +94,19 @@ pub(super) fn describe(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
     let Some(dtype) = dtype_of(tensor.dtype) else { return refuse("a DLPack type that is not stored") };
     let Ok(ndim) = usize::try_from(tensor.ndim) else { return refuse("a negative number of dimensions") };
     let shape = dims(tensor.shape, ndim);
+    if shape.len() != ndim {
+        return refuse("a DLPack tensor without a shape");
+    }
     let itemsize = dtype.size() as isize;
     let strides = if tensor.strides.is_null() {
         // Compact and row-major.
         let mut strides = Dims::from_elem(itemsize, ndim);
         for d in (1..ndim).rev() {
-            strides[d - 1] = strides[d] * shape[d].max(1);
+            strides[d - 1] = strides[d].saturating_mul(shape[d].max(1));
         }
         strides
     } else {
-        dims(tensor.strides, ndim).into_iter().map(|stride| stride * itemsize).collect()
+        dims(tensor.strides, ndim).into_iter().map(|stride| stride.saturating_mul(itemsize)).collect()
     };
     // An offset lies in the same allocation, by what the format demands of its producer.
     let address = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);

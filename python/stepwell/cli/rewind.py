@@ -37,7 +37,8 @@ def rewind(out: Output, root: str, step: int, branch: str | None, dry_run: bool)
         made = branch
     else:
         with writer(path, None, "rewind") as manager:
-            made, moved = manager._open().rewind(step, branch)
+            rewound = manager.rewind(step, branch)
+        made, moved = rewound.branch, list(rewound)
     out.document({"root": path, "dry_run": dry_run, "step": step, "branch": made, "moved": sorted(moved)})
     if not moved:
         out.line(f"step {step} is the newest already; nothing was moved")
