@@ -56,6 +56,14 @@ pub struct Quarantined {
     pub name: String,
     /// What does not hold.
     pub reason: String,
+    /// Whether it has a manifest, which does not hold then.
+    pub has_manifest: bool,
+}
+
+impl Quarantined {
+    fn without_manifest(name: String) -> Self {
+        Self { name, reason: format!("it has no {MANIFEST}"), has_manifest: false }
+    }
 }
 
 /// What a listing found.
@@ -208,7 +216,11 @@ impl Discovery {
                 Read::Step(manifest_stat, manifest) => {
                     read.push((name.clone(), Known { entry: stat.id.1, stat: manifest_stat, manifest }));
                 }
-                Read::NoStep(reason) => quarantined.push(Quarantined { name: name.clone(), reason }),
+                Read::NoStep(reason) => {
+                    let has_manifest = stat.kind == EntryKind::Dir;
+                    quarantined.push(Quarantined { name: name.clone(), reason, has_manifest });
+                }
+                Read::NoManifest => quarantined.push(Quarantined::without_manifest(name.clone())),
                 Read::Gone => {}
             }
         }
@@ -260,7 +272,14 @@ impl Discovery {
             let name = entry.name.clone();
             match answer? {
                 Read::Step(stat, manifest) => read.push((name, Known { entry: entry.inode, stat, manifest })),
-                Read::NoStep(reason) => quarantined.push(Quarantined { name, reason }),
+                Read::NoStep(reason) => {
+                    quarantined.push(Quarantined {
+                        name,
+                        reason,
+                        has_manifest: entry.kind == EntryKind::Dir,
+                    });
+                }
+                Read::NoManifest => quarantined.push(Quarantined::without_manifest(name)),
                 Read::Gone => vanished = true,
             }
         }
@@ -289,7 +308,7 @@ impl Discovery {
             Ok(None) => {
                 // Retired between the listing and now, or never a step.
                 let gone = root.stat(name)?.is_none();
-                return Ok(if gone { Read::Gone } else { Read::NoStep(format!("it has no {MANIFEST}")) });
+                return Ok(if gone { Read::Gone } else { Read::NoManifest });
             }
             Err(error) if error.is_gone() => return Ok(Read::Gone),
             Err(error) if is_no_step(&error) => return Ok(Read::NoStep(error.to_string())),
@@ -373,6 +392,7 @@ pub(crate) fn is_no_step(error: &stepwell_core::Error) -> bool {
 enum Read {
     Step(Stat, Arc<Manifest>),
     NoStep(String),
+    NoManifest,
     Gone,
 }
 
@@ -384,7 +404,7 @@ fn add(listing: &mut Listing, names: &StepName, step: u64, found: Found) {
     // Two patterns are read, and both have this number: the one that is written wins, whatever the order of the listing.
     let (kept, dropped) = if names.is_primary(&found.name) { (found, other) } else { (other, found) };
     let reason = format!("{} is the same step under another name", kept.name);
-    listing.quarantined.push(Quarantined { name: dropped.name, reason });
+    listing.quarantined.push(Quarantined { name: dropped.name, reason, has_manifest: true });
     listing.steps.insert(step, kept);
 }
 

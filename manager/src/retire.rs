@@ -49,8 +49,11 @@ fn delete(
             return Ok(false);
         }
         if entry.kind == EntryKind::Dir {
-            if !delete(&*dir, &entry.name, go_on, depth + 1)? {
-                return Ok(false);
+            match delete(&*dir, &entry.name, go_on, depth + 1) {
+                Ok(true) => {}
+                // Another process deletes the same.
+                Err(error) if error.is_not_found() => {}
+                stopped => return stopped,
             }
         } else {
             ignore_missing(dir.remove_file(&entry.name))?;
@@ -110,7 +113,12 @@ pub fn remove(
         drop(lock);
         deleted = delete(root, name, go_on, 0);
     }
-    Ok(if deleted? { Removed::Gone } else { Removed::Stopped })
+    match deleted {
+        Ok(false) => Ok(Removed::Stopped),
+        Err(error) if !error.is_not_found() => Err(error),
+        // Also where another process has deleted it meanwhile.
+        _ => Ok(Removed::Gone),
+    }
 }
 
 /// Trash.

@@ -89,7 +89,12 @@ pub fn read_info(root: &dyn Dir) -> Result<Option<RootInfo>> {
     };
     let file = root.path().join(name);
     let info: RootInfo = serde_json::from_slice(&bytes)
-        .map_err(|error| stepwell_core::Error::Format { file: file.clone(), what: error.to_string() })?;
+        .map_err(|error| {
+            let what = format!(
+                "{error}. The steps do not need it: where they have the default names (step_00000001), delete this file; else pass step_name= once it is deleted"
+            );
+            stepwell_core::Error::Format { file: file.clone(), what }
+        })?;
     if info.format_version != FORMAT_VERSION {
         let what = format!("root format {}; this version reads {FORMAT_VERSION}", info.format_version);
         return Err(stepwell_core::Error::Format { file, what }.into());

@@ -59,7 +59,7 @@ def check_root(root: str) -> None:
     if inside := _inside(root):
         raise MisuseError(f"{root} cannot be a root: {inside}")
     if os.path.lexists(root) and not os.path.isdir(root):
-        raise MisuseError(f"{root} cannot be a root: it is a file; pass the directory of the run")
+        raise MisuseError(f"{root} cannot be a root: it is {_no_directory(root)}; pass the directory of the run")
 
 
 def check_destination(path: str) -> None:
@@ -77,7 +77,7 @@ def check_destination(path: str) -> None:
     if inside := _inside(path):
         raise MisuseError(f"{path} cannot be a checkpoint: {inside}")
     if os.path.lexists(path) and not os.path.isfile(os.path.join(path, MANIFEST)):
-        kind = "a directory" if os.path.isdir(path) else "a file"
+        kind = "a directory" if os.path.isdir(path) else _no_directory(path)
         raise MisuseError(
             f"{path} is {kind} that is no checkpoint, and is not replaced by one; pass a path that is free"
         )
@@ -115,7 +115,7 @@ def explain(path: str, asked_for_step: bool = False) -> str:
     if not os.path.lexists(path):
         return _nowhere(path)
     if not os.path.isdir(path):
-        return "it is a file, and a checkpoint is a directory"
+        return f"it is {_no_directory(path)}, and a checkpoint is a directory"
     if os.path.isfile(os.path.join(path, MANIFEST)):
         return "it is a single checkpoint: leave step= out" if asked_for_step else ""
     names = sorted(os.listdir(path))
@@ -146,6 +146,11 @@ def _inside(path: str) -> str:
     return ""
 
 
+def _no_directory(path: str) -> str:
+    """What is there and is no directory."""
+    return "a file" if os.path.exists(path) else "a link that leads nowhere"
+
+
 def _is_root(path: str) -> bool:
     return os.path.isdir(os.path.join(path, _CONTROL))
 
@@ -164,7 +169,7 @@ def _nowhere(path: str) -> str:
     while there != os.path.dirname(there) and not os.path.lexists(there):
         there, missing = os.path.dirname(there), os.path.basename(there)
     if not os.path.isdir(there):
-        return f"{there} is a {'file' if os.path.exists(there) else 'link that leads nowhere'}"
+        return f"{there} is {_no_directory(there)}"
     names = [name for name in os.listdir(there) if not name.startswith(".")]
     near = difflib.get_close_matches(missing, names, 3)
     return f"{there} has no {missing}" + (f" (near it is {', '.join(near)})" if near else "")

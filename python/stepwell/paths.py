@@ -20,6 +20,15 @@ def escape(name: str) -> str:
     return _SPECIAL.sub(lambda match: "\\" + match.group(), name)
 
 
+def printable(text: str) -> str:
+    """Text from a file, fit for a terminal: control and formatting characters are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text
+    )
+
+
 def named(path: str) -> str:
     """A leaf in a message, by its rendered path; that of a state which is one leaf is empty."""
     return f"leaf `{path}`" if path else "the whole state"

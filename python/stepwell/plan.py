@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, final
 
 from . import template
-from .paths import render
+from .paths import printable, render
 from .report import RestoreReport
 from .restore_options import RestoreOptions
 from .restoring import Restore
@@ -104,7 +104,7 @@ class RestorePlan:
             if leaves:
                 rest = f", … and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
                 lines.append(f"  {what} ({len(leaves)}): {', '.join(leaves[:_SHOWN])}{rest}")
-        return "\n".join(lines)
+        return "\n".join(printable(line) for line in lines)
 
 
 def _count(number: int, one: str, several: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,47 @@ def test_what_cannot_be_looked_at_is_not_called_nothing_there(tmp_path: Path) ->
         sw.add_metrics(loop / "run", 0, {"loss": 1.0})
     with pytest.raises(sw.StorageError):
         list(sw.watch(loop / "run", timeout=0))
+
+
+def test_a_link_that_leads_nowhere_is_not_called_a_file(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(sw.MisuseError, match="a link that leads nowhere"):
+        sw.CheckpointManager(link)
+    with pytest.raises(sw.MisuseError, match="a link that leads nowhere"):
+        sw.save(link, {"x": 1})
+    with pytest.raises(sw.StepNotFound, match="a link that leads nowhere"):
+        sw.restore(link)
+
+
+def test_a_damaged_step_that_is_asked_for_says_so_and_is_told_where_an_older_one_is_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run"
+    with sw.CheckpointManager(root) as manager:
+        for step in range(3):
+            manager.save(step, {"x": step}).result()
+    manifest = root / "step_00000002" / "manifest.json"
+    content = bytearray(manifest.read_bytes())
+    content[len(content) // 2] ^= 1
+    manifest.write_bytes(content)
+    for call in (sw.restore, sw.open, sw.metadata):
+        with pytest.raises(sw.CorruptCheckpoint):
+            call(root, step=2)
+        caplog.clear()
+        call(root)
+        deadline = time.monotonic() + 30
+        while "step_00000002" not in caplog.text:  # it is told on another thread
+            assert time.monotonic() < deadline, call
+            time.sleep(0.01)
+    with sw.CheckpointManager(root, read_only=True) as reader:
+        assert reader.latest_step() == 1
+        with pytest.raises(sw.CorruptCheckpoint):
+            reader.restore(2)
+
+
+def test_a_name_that_breaks_lines_does_not_break_those_of_a_plan(tmp_path: Path) -> None:
+    sw.save(tmp_path / "x", {"a\nrestore of step 9": 1, "b\x1b[31m": 2})
+    with sw.open(tmp_path / "x") as checkpoint:
+        text = str(checkpoint.plan())
+    assert "\x1b" not in text and not any(line.startswith("restore of step 9") for line in text.splitlines())

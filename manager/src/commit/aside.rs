@@ -79,8 +79,12 @@ pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_c
     }
     match lock {
         Ok(Some(_lock)) => {
-            parent.rename(name, trash, Rename::NoReplace)?;
-            Ok(true)
+            match parent.rename(name, trash, Rename::NoReplace) {
+                Ok(()) => Ok(true),
+                // Its owner has just finished it, and what was locked stands under its own name.
+                Err(error) if error.is_not_found() => Ok(false),
+                Err(error) => Err(error),
+            }
         }
         Ok(None) => Ok(false),
         Err(error) if error.is_gone() => Ok(false),

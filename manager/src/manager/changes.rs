@@ -187,6 +187,14 @@ impl Manager {
             );
             return Err(stepwell_core::Error::corrupt(inner.path.join(&target.name), what).into());
         }
+        if !target.manifest.dropped.is_empty() {
+            let gone: Vec<&str> = target.manifest.dropped.iter().map(|one| one.item.as_str()).collect();
+            tracing::warn!(
+                step,
+                ?gone,
+                "a rewind to a step that was thinned: a run that goes on from it has these items no more"
+            );
+        }
         // Steps that may not be durable are newer or none of ours; they go too, so that "latest" is what was asked for.
         let uncertain: Vec<u64> = inner.lock().uncertain.range(step + 1..).rev().copied().collect();
         let newer: BTreeSet<u64> =

@@ -11,9 +11,9 @@ use stepwell_core::format::manifest::Manifest;
 use stepwell_core::limits::MAX_STEP;
 use stepwell_core::sys::{cores, each};
 
-use super::{Inner, Manager};
+use super::{Inner, Manager, State};
 use crate::checkpoint::{Checkpoint, Expected};
-use crate::discovery::{Found, Listing, Quarantined, damage, stands};
+use crate::discovery::{Found, Listing, Quarantined, damage, is_no_step, read_manifest, stands};
 use crate::error::{Error, Result};
 use crate::retention::{self, Mode, Plan};
 
@@ -95,7 +95,7 @@ impl StepReport {
         }
     }
 
-    fn of_quarantined(Quarantined { name, reason }: Quarantined) -> Self {
+    fn of_quarantined(Quarantined { name, reason, .. }: Quarantined) -> Self {
         Self {
             step: None,
             name,
@@ -255,10 +255,8 @@ impl Inner {
         let mut state = self.lock();
         // A reader may look at a copy that is still being made.
         let told = if self.options.read_only { [].as_slice() } else { &listing.quarantined };
-        for Quarantined { name, reason } in told {
-            if state.told_damaged.insert(format!("{name} {reason}")) {
-                tracing::warn!(%name, %reason, "has a step's name and is none; it is passed over, and set aside where a step of that number is saved");
-            }
+        for quarantined in told {
+            state.tell_quarantined(quarantined);
         }
         state.populated |= !listing.steps.is_empty();
         if !state.uncertain.is_empty() {
@@ -277,7 +275,9 @@ impl Inner {
     pub(super) fn newest_from(&self, first: u64) -> Result<Option<Found>> {
         let begun = Instant::now();
         'listing: for _ in 0..LISTINGS {
-            for found in self.look()?.steps.range(first..).rev().map(|(_, found)| found) {
+            let listing = self.look()?;
+            self.tell_passed_over(&listing);
+            for found in listing.steps.range(first..).rev().map(|(_, found)| found) {
                 if !self.discovery.is_as_listed(&*self.root, found)? {
                     continue 'listing;
                 }
@@ -294,6 +294,22 @@ impl Inner {
             return Ok(None);
         }
         Err(self.restless(begun))
+    }
+
+    /// Says what has the name of a step that is newer than all steps, and is none: whoever gets an older one for the newest must not think that it is. What has no manifest
+    /// (yet) may be a copy under way.
+    fn tell_passed_over(&self, listing: &Listing) {
+        if listing.quarantined.is_empty() {
+            return;
+        }
+        let newest = listing.steps.keys().next_back();
+        let mut state = self.lock();
+        for quarantined in &listing.quarantined {
+            let is_newer = self.names.parse(&quarantined.name).is_some_and(|step| Some(&step) > newest);
+            if is_newer && quarantined.has_manifest {
+                state.tell_quarantined(quarantined);
+            }
+        }
     }
 
     pub(super) fn restless(&self, begun: Instant) -> Error {
@@ -361,6 +377,14 @@ impl Inner {
     }
 
     pub(super) fn not_found(&self, step: Option<u64>) -> Error {
+        // What has its name and is damaged says so itself.
+        let names = step.map(|step| self.names.names(step)).unwrap_or_default();
+        for name in names {
+            match read_manifest(&*self.root, &name) {
+                Err(error) if is_no_step(&error) => return error.into(),
+                _ => {}
+            }
+        }
         let latest = self.newest().ok().flatten().map(|found| found.manifest.step);
         Error::StepNotFound { step, root: self.path.clone(), latest }
     }
@@ -369,5 +393,14 @@ impl Inner {
     pub(super) fn latest_pending(&self) -> Option<u64> {
         let state = self.lock();
         state.pending.iter().filter(|save| !save.has_failed()).map(crate::save::Save::step).max()
+    }
+}
+
+impl State {
+    /// Once.
+    fn tell_quarantined(&mut self, Quarantined { name, reason, .. }: &Quarantined) {
+        if self.told_damaged.insert(format!("{name} {reason}")) {
+            tracing::warn!(%name, %reason, "has a step's name and is none; it is passed over, and set aside where a step of that number is saved");
+        }
     }
 }

@@ -17,6 +17,8 @@ from typing import IO, Any, final
 
 import click
 
+from ..paths import printable
+
 #: Nothing is wrong.
 FINE = 0
 #: Something was found: damage, a difference, nothing where something should be.
@@ -86,13 +88,8 @@ class Output:
 
 
 def safe(text: object) -> str:
-    """Text from a file, fit for a terminal: control and formatting characters are escaped."""
-    given = str(text)
-    if given.isprintable():
-        return given
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in given
-    )
+    """Text from a file, fit for a terminal."""
+    return printable(str(text))
 
 
 def size(nbytes: int) -> str:
