@@ -132,8 +132,6 @@ struct State {
     ended: bool,
     /// The persister is to end once the queue is empty.
     stop: bool,
-    /// A warning has told that a save waited for an earlier one.
-    told_waiting: bool,
     /// Damage that a warning has told of: the attempt, and what does not hold.
     told_damaged: BTreeSet<String>,
     /// The save counter of the session.

@@ -260,12 +260,7 @@ impl Inner {
                 return Err(Error::SaveFailed { step, source });
             }
             if !std::mem::replace(&mut told, true) {
-                let waits = "this save waits for an earlier one: the disk is slower than the saves come (max_pending)";
-                if std::mem::replace(&mut state.told_waiting, true) {
-                    tracing::info!(step, "{waits}");
-                } else {
-                    tracing::warn!(step, "{waits}");
-                }
+                tracing::info!(step, "this save waits until an earlier one has ended");
             }
             let first = state.pending.first();
             let progress = first.map(|first| (first.step(), first.bytes_done()));
