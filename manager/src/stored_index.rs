@@ -10,7 +10,7 @@ use stepwell_core::format::index::{FileRecord, Index, LeafRecord};
 use stepwell_core::format::index_v1;
 use stepwell_core::format::manifest::{FileEntry, Manifest};
 use stepwell_core::io::Dir;
-use stepwell_core::sys::{cores, each};
+use stepwell_core::sys::{both, cores, each};
 use stepwell_core::tree::{Node, NodeKind};
 
 use crate::directory_layout::MANIFEST;
@@ -45,7 +45,10 @@ pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest, between: &(dyn Fn() + Syn
             );
         }
         between();
-        let mut index = index_v1::decode(&bytes, &file)?;
+        let opened = index_v1::Opened::new(&bytes, &file)?;
+        let apart = item.index.length >= WORTH_A_THREAD && large < cores();
+        let (tree, leaves) = both("stepwell-index", apart, || opened.tree(), || opened.leaves());
+        let mut index = opened.join(tree?, leaves?)?;
         check_claims(&index, &file)?;
         for record in &mut index.files {
             let path = format!("{}/{}", item.dir, record.name);

@@ -17,13 +17,10 @@ use crate::limits::{
     MAX_NODES, MAX_OBJECT_BYTES, MAX_TYPE_NAME_BYTES,
 };
 use crate::region::volume;
-use crate::sys::both;
 use crate::tree::{ContainerKind, NodeKind, Tree};
 
 /// First byte that a chunk or object may have in a data file.
 const FIRST_BYTE: u64 = 4096;
-/// Leaves that are worth a thread of their own.
-const WORTH_A_THREAD: usize = 8192;
 /// What a stateful container's inner kind counts towards [`MAX_TYPE_NAME_BYTES`]: a page stores a kind once, memory once per container.
 pub(super) const STATEFUL_BYTES: u64 = 64;
 
@@ -63,7 +60,12 @@ impl From<Error> for Fault {
 type Checked<T = ()> = Result<T, Fault>;
 
 pub(crate) fn check(index: &Index, bounds: Bounds) -> Checked {
-    limit("the number of nodes", index.tree.nodes().len() as u64, MAX_NODES)?;
+    check_tree(&index.tree)?;
+    check_rest(index, bounds)
+}
+
+/// What [`check`] looks at beside the tree by itself.
+pub(crate) fn check_rest(index: &Index, bounds: Bounds) -> Checked {
     limit("the number of leaves", index.leaves.len() as u64, MAX_LEAVES)?;
     if index.tree.leaf_count() != index.leaves.len() {
         return Err(Fault::Whole(format!(
@@ -75,10 +77,7 @@ pub(crate) fn check(index: &Index, bounds: Bounds) -> Checked {
     if !matches!(bounds, Bounds::Footer { .. }) {
         check_files(&index.files)?;
     }
-    let apart = index.leaves.len() >= WORTH_A_THREAD;
-    let (tree, leaves) =
-        both("stepwell-check", apart, || check_tree(&index.tree), || check_leaves(index, bounds));
-    tree.and(leaves)
+    check_leaves(index, bounds)
 }
 
 fn check_leaves(index: &Index, bounds: Bounds) -> Checked {
@@ -113,7 +112,9 @@ fn check_files(files: &[FileRecord]) -> Checked {
     Ok(())
 }
 
-fn check_tree(tree: &Tree) -> Checked {
+/// What [`check`] looks at in the tree by itself.
+pub(crate) fn check_tree(tree: &Tree) -> Checked {
+    limit("the number of nodes", tree.nodes().len() as u64, MAX_NODES)?;
     let mut open: Vec<Open<'_>> = Vec::new();
     let mut type_names = 0;
     for (number, node) in tree.nodes().iter().enumerate() {

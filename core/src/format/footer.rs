@@ -123,7 +123,7 @@ pub fn decode_index(trailer: &Trailer, footer: &[u8], name: &str, file: &Path) -
         trailer_crc: trailer.crc,
     };
     let bounds = index_v1::Bounds::Footer { footer_offset: trailer.footer_offset };
-    index_v1::decode_pages(&pages.collect::<Result<Vec<_>>>()?, vec![record], bounds, file)
+    index_v1::decode_pages(pages.collect::<Result<Vec<_>>>()?, vec![record], bounds, file)
 }
 
 /// Rebuilds the index of an item from what its data files say of themselves ([`decode_index`]), in the order given. See [`merge::merge`].

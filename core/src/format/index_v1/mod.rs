@@ -27,14 +27,13 @@ pub use self::root::{INDEX_HEADER_BYTES, IndexHeader, Root, path_hash};
 pub use self::spelling::{ComponentSpelling, KindSpelling};
 use self::write::Paging;
 pub(crate) use super::check::Bounds;
-use super::check::{Fault, check};
+use super::check::{Fault, check, check_rest, check_tree};
 use super::checksum::crc32c;
 use super::index::{FileRecord, Index, LeafRecord};
 use super::limit;
 use super::page::{PageRef, open};
 use crate::error::{Error, Result};
 use crate::limits::MAX_PAGES;
-use crate::sys::{both, cores, each};
 use crate::tree::Tree;
 
 /// An index file.
@@ -83,22 +82,94 @@ fn encode_paged(index: &Index, paging: Paging) -> Result<IndexFile> {
 /// Reads and checks a whole index file; `file` is for messages. Everything that [`super::check`] lists holds of the result; that chunks
 /// tile their tensors is not checked here.
 pub fn decode(bytes: &[u8], file: &Path) -> Result<Index> {
-    let header = IndexHeader::decode(bytes, file)?;
-    if header.file_length != bytes.len() as u64 {
-        return Err(Error::corrupt(
-            file,
-            format!("it has {} bytes, its header says {}", bytes.len(), header.file_length),
-        ));
+    let opened = Opened::new(bytes, file)?;
+    opened.join(opened.tree()?, opened.leaves()?)
+}
+
+/// An index file whose checksums hold. Its tree and the records of its leaves are read apart, each as large as the other: whoever has two threads reads both at once.
+pub struct Opened<'a> {
+    file: &'a Path,
+    header: IndexHeader,
+    root: Root,
+    pages: Pages<'a>,
+}
+
+impl<'a> Opened<'a> {
+    /// Compares all checksums; what the pages say is not looked at yet.
+    pub fn new(bytes: &'a [u8], file: &'a Path) -> Result<Self> {
+        let header = IndexHeader::decode(bytes, file)?;
+        if header.file_length != bytes.len() as u64 {
+            return Err(Error::corrupt(
+                file,
+                format!("it has {} bytes, its header says {}", bytes.len(), header.file_length),
+            ));
+        }
+        let root = Root::decode(&header, bytes, file)?;
+        let cut = || Error::corrupt(file, "its pages are cut");
+        let pages =
+            root.pages.iter().map(|page| page.slice(bytes, 0).map(|bytes| (*page, bytes)).ok_or_else(cut));
+        let pages = Pages::open(pages.collect::<Result<Vec<_>>>()?, file)?;
+        Ok(Self { file, header, root, pages })
     }
-    let root = Root::decode(&header, bytes, file)?;
-    let cut = || Error::corrupt(file, "its pages are cut");
-    let pages =
-        root.pages.iter().map(|page| page.slice(bytes, 0).map(|bytes| (*page, bytes)).ok_or_else(cut));
-    let index = decode_pages(&pages.collect::<Result<Vec<_>>>()?, root.files, Bounds::Item, file)?;
-    if index.tree.nodes().len() as u64 != header.nodes || root::leaf_hashes(&index.tree) != root.leaf_hashes {
-        return Err(Error::corrupt(file, "its root table does not list the leaves that its pages hold"));
+
+    /// The structure, checked.
+    pub fn tree(&self) -> Result<Tree> {
+        let tree = self.pages.tree()?;
+        if let Err(fault) = check_tree(&tree) {
+            return Err(on_read(&tree, fault, self.file));
+        }
+        if tree.nodes().len() as u64 != self.header.nodes || root::leaf_hashes(&tree) != self.root.leaf_hashes
+        {
+            let what = "its root table does not list the leaves that its pages hold";
+            return Err(Error::corrupt(self.file, what));
+        }
+        Ok(tree)
     }
-    Ok(index)
+
+    /// The records of all leaves, in order, not checked yet.
+    pub fn leaves(&self) -> Result<Vec<LeafRecord>> {
+        self.pages.leaves()
+    }
+
+    /// The index of this tree and these leaves, which are checked.
+    pub fn join(&self, tree: Tree, leaves: Vec<LeafRecord>) -> Result<Index> {
+        let index = Index { tree, leaves, files: self.root.files.clone() };
+        check_rest(&index, Bounds::Item).map_err(|fault| on_read(&index.tree, fault, self.file))?;
+        Ok(index)
+    }
+}
+
+/// The pages of an index, in order, their checksums compared.
+struct Pages<'a> {
+    file: &'a Path,
+    pages: Vec<(PageRef, &'a page::ArchivedIndexPageV1)>,
+}
+
+impl<'a> Pages<'a> {
+    fn open(pages: Vec<(PageRef, &'a [u8])>, file: &'a Path) -> Result<Self> {
+        let archived = pages.into_iter().map(|(page, bytes)| {
+            let payload = open(&page, bytes, file)?;
+            let archived = read::access(payload, page.count).map_err(|what| in_page(&page, &what, file))?;
+            Ok((page, archived))
+        });
+        Ok(Self { file, pages: archived.collect::<Result<Vec<_>>>()? })
+    }
+
+    fn tree(&self) -> Result<Tree> {
+        let mut assembler = read::Assembler::default();
+        for (page, archived) in &self.pages {
+            assembler.add(archived).map_err(|what| in_page(page, &what, self.file))?;
+        }
+        Ok(assembler.tree)
+    }
+
+    fn leaves(&self) -> Result<Vec<LeafRecord>> {
+        let mut leaves = Vec::new();
+        for (page, archived) in &self.pages {
+            read::leaves(archived, &mut leaves).map_err(|what| in_page(page, &what, self.file))?;
+        }
+        Ok(leaves)
+    }
 }
 
 /// The leaves of one page of an index file.
@@ -122,7 +193,7 @@ pub fn decode_part(root: &Root, page: &PageRef, bytes: &[u8], file: &Path) -> Re
         .map_err(|what| in_page(page, &what, file))?;
     let index = Index { tree: assembler.tree, leaves, files: root.files.clone() };
     check(&index, Bounds::Part { leaves: root.leaf_hashes.len() as u64 })
-        .map_err(|fault| on_read(&index, fault, file))?;
+        .map_err(|fault| on_read(&index.tree, fault, file))?;
     Ok(Part { first_leaf: page.first, tree: index.tree, leaves: index.leaves })
 }
 
@@ -149,32 +220,14 @@ fn pages(index: &Index, bounds: Bounds, paging: Paging) -> Result<Vec<(Vec<u8>, 
 
 /// An index from all of its pages, in order.
 pub(super) fn decode_pages(
-    pages: &[(PageRef, &[u8])],
+    pages: Vec<(PageRef, &[u8])>,
     files: Vec<FileRecord>,
     bounds: Bounds,
     file: &Path,
 ) -> Result<Index> {
-    let apart = pages.len() > 1;
-    let archived = each("stepwell-index", if apart { cores() } else { 1 }, pages, |(page, bytes)| {
-        let payload = open(page, bytes, file)?;
-        read::access(payload, page.count).map_err(|what| in_page(page, &what, file))
-    });
-    let archived = archived.into_iter().collect::<Result<Vec<_>>>()?;
-    let in_pages = |read: &mut dyn FnMut(&page::ArchivedIndexPageV1) -> Result<(), String>| {
-        let mut both = pages.iter().zip(&archived);
-        both.try_for_each(|((page, _), archived)| read(archived).map_err(|what| in_page(page, &what, file)))
-    };
-    let tree = || {
-        let mut assembler = read::Assembler::default();
-        in_pages(&mut |page| assembler.add(page)).map(|()| assembler.tree)
-    };
-    let leaves = || {
-        let mut leaves = Vec::new();
-        in_pages(&mut |page| read::leaves(page, &mut leaves)).map(|()| leaves)
-    };
-    let (tree, leaves) = both("stepwell-index", apart, tree, leaves);
-    let index = Index { tree: tree?, leaves: leaves?, files };
-    check(&index, bounds).map_err(|fault| on_read(&index, fault, file))?;
+    let pages = Pages::open(pages, file)?;
+    let index = Index { tree: pages.tree()?, leaves: pages.leaves()?, files };
+    check(&index, bounds).map_err(|fault| on_read(&index.tree, fault, file))?;
     Ok(index)
 }
 
@@ -182,12 +235,12 @@ fn in_page(page: &PageRef, what: &str, file: &Path) -> Error {
     Error::corrupt(file, format!("the index page at offset {} makes no sense: {what}", page.offset))
 }
 
-fn on_read(index: &Index, fault: Fault, file: &Path) -> Error {
+fn on_read(tree: &Tree, fault: Fault, file: &Path) -> Error {
     match fault {
         Fault::Limit(error) => error,
         Fault::Node(node, what) => Error::Corrupt {
             file: file.to_owned(),
-            leaf: Some(index.tree.path(node).to_string()),
+            leaf: Some(tree.path(node).to_string()),
             block: None,
             what: format!("the index makes no sense: {what}"),
         },

@@ -323,7 +323,7 @@ proptest! {
 
 fn unpaged(pages: &[(Vec<u8>, PageRef)], files: Vec<FileRecord>) -> Result<Index> {
     let pages = pages.iter().map(|(bytes, page)| (*page, &bytes[..])).collect::<Vec<_>>();
-    decode_pages(&pages, files, Bounds::Item, Path::new("i0/index"))
+    decode_pages(pages, files, Bounds::Item, Path::new("i0/index"))
 }
 
 /// A small index with one of everything.
