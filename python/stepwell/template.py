@@ -45,6 +45,8 @@ class Leaf:
     target: adapters.Target | None = None
     #: Whether it may be missing from the store: the result is then ``...``.
     optional: bool = False
+    #: Why what is stored does not fit, where it does not: asked before anything of the caller's is changed.
+    check: Callable[[Any], str | None] | None = None
     #: Set when the value is known.
     result: Any = None
 
@@ -68,6 +70,13 @@ class Maybe:
     """In what an adapter takes apart: wanted where it is stored, and ``...`` where nothing is."""
 
     value: Any
+
+
+@dataclass(slots=True)
+class Checked:
+    """In what an adapter takes apart: whatever is stored there, of which ``check`` says why it does not fit (``None``: it does)."""
+
+    check: Callable[[Any], str | None]
 
 
 @dataclass(slots=True)
@@ -189,6 +198,8 @@ def _part(value: Any, path: str, components: tuple[Component, ...], above: Above
         for leaf in leaves(part):
             leaf.optional = True
         return part
+    if cls is Checked:
+        return Leaf(path, components, "stored", AS_STORED, check=value.check)
     if cls is list or cls is tuple:
         if value and is_plain(value):
             return Leaf(path, components, "object", value)

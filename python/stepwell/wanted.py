@@ -147,7 +147,7 @@ class Wanted:
             self._convert(leaf, [stored for stored, _, tensor in matches if tensor is not None], values)
             self._states[id(leaf)] = self._subtree(leaf, values, fill)
         for leaf in self._leaves:
-            if leaf.owner is not None and id(leaf) in self._states:
+            if id(leaf) in self._states:
                 self._try(leaf, self._states[id(leaf)])
 
     def _convert(self, leaf: Leaf, stored: list[int], values: dict[int, Any]) -> None:
@@ -177,9 +177,14 @@ class Wanted:
                 values[number] = array_of[id(values[number])]
 
     def _try(self, leaf: Leaf, state: Any) -> None:
-        assert leaf.owner is not None
-        owner, protocol = leaf.owner
-        try_on(self._report, leaf.path, owner, protocol, state)
+        if leaf.owner is not None:
+            owner, protocol = leaf.owner
+            try_on(self._report, leaf.path, owner, protocol, state)
+        why = None if leaf.check is None else leaf.check(state)
+        if why is not None:
+            error = self._report.mismatch(f"{named(leaf.path)}: {why}")
+            error.leaf = leaf.path
+            raise error
 
     def fill_results(
         self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
