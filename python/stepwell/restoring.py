@@ -62,8 +62,9 @@ class Restore:
         reads.read_new()
         wanted.try_states(self._arrays(), objects, fill)
         reads.fill()
-        wanted.fill_results(self._arrays(), objects, fill)
-        return template.finish(part, fill)
+        with telling(lambda: [*reads.filled(), *wanted.given]):
+            wanted.fill_results(self._arrays(), objects, fill)
+            return template.finish(part, fill)
 
     def prepare(self, part: Part, fill: bool) -> tuple[Wanted, ArrayReads]:
         """Matches, and says what is to be read. Reads nothing."""

@@ -167,6 +167,8 @@ class TrainState:
 class _Model:
     """A model whose loading does more than copy: its own ``load_state_dict`` is called, with the names that it has."""
 
+    _takes_tensors = True
+
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 

@@ -609,3 +609,37 @@ def test_every_optimizer_of_torch_takes_its_own_state_fresh_and_live(root: Path,
         for mine, theirs in zip(one.state.values(), other.state.values(), strict=True):
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[slot], theirs[slot]) for slot in mine)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+def test_objects_of_torch_get_tensors_where_plain_dicts_are_stored(root: Path, make: Any) -> None:
+    stored = stepped(make)
+    model, optimizer = stored.model, stored.optimizers[None]
+    hooked = nn.Linear(4, 4)
+    hooked.register_load_state_dict_post_hook(lambda *_: None)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "hooked": hooked.state_dict()}
+    sw.save(root, state)
+    taken = fresh(make)
+    other, by_torch = nn.Linear(4, 4), fresh(make).optimizers[None]
+    other.register_load_state_dict_post_hook(lambda *_: None)
+    sw.restore(root, into={"model": taken.model, "optim": taken.optimizers[None], "hooked": other})
+    by_torch.load_state_dict(optimizer.state_dict())
+    assert same(taken.model, model)
+    assert same(other, hooked)
+    for mine, theirs in zip(taken.optimizers[None].state.values(), by_torch.state.values(), strict=True):
+        assert all(torch.equal(mine[slot], theirs[slot]) for slot in theirs)
+    found = sw.restore(root, like={"optim": taken.optimizers[None]})["optim"]
+    assert all(torch.is_tensor(one) for slots in found["state"].values() for one in slots.values())
+
+
+def test_a_loader_that_raises_is_named_with_what_was_filled_before(root: Path) -> None:
+    stored = stepped(torch.optim.AdamW)
+    sw.save(root, {"model": stored.model, "optim": stored.optimizers[None]})
+    model = nn.Linear(4, 4)
+    one, two = model.parameters()
+    optimizer = torch.optim.AdamW([{"params": [one]}, {"params": [two]}])
+    with pytest.raises(sw.LoadFailed, match=r"`optim`.*AdamW.*parameter groups") as caught:
+        sw.restore(root, into={"model": model, "optim": optimizer})
+    assert caught.value.leaf == "optim"
+    assert caught.value.overwritten == ("model/weight", "model/bias", "optim")
+    assert isinstance(caught.value.__cause__, ValueError)

@@ -5,6 +5,7 @@ A framework module has
 * ``describe(obj)``: what a value of its own types is (see ``leaves.describe``), or ``None``;
 * ``target(obj)``: what an array or abstract array of its own wants back, a :class:`Target`, or ``None``;
 * ``branch(obj)``: a container of its own types as the caller's structure, a :class:`Opened`, or ``None``;
+* ``owns(obj)``: whether an object with a state of its own is one of its own, so that it takes its arrays and no others;
 * ``arrays(values, placement)``: numpy arrays that nobody else has, as arrays of its own;
 * ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named ``<framework>.…``;
 
@@ -98,6 +99,11 @@ def branch(obj: Any) -> Opened | None:
     """A container of a framework that is in use, or ``None``."""
     found: Opened | None = _first("branch", obj)
     return found
+
+
+def library_of(obj: Any) -> str | None:
+    """The framework whose arrays an object with a state of its own takes; ``None`` where it may be any."""
+    return next((module.__name__.rpartition(".")[2] for module in load() if module.owns(obj)), None)
 
 
 def is_known(package: str) -> bool:

@@ -159,6 +159,11 @@ def _node_name(obj: Any) -> str:
     return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
+def owns(obj: Any) -> bool:
+    """None is: states of JAX are trees."""
+    return False
+
+
 def branch(obj: Any) -> Opened | None:
     """A registered pytree node, or a typed PRNG key."""
     if isinstance(obj, jax.Array) and _is_key(obj):
@@ -360,4 +365,4 @@ def remake(name: str, children: dict[Any, Any]) -> Any:
     return children
 
 
-__all__ = ["arrays", "branch", "describe", "placed", "placements", "remake", "revive", "target"]
+__all__ = ["arrays", "branch", "describe", "owns", "placed", "placements", "remake", "revive", "target"]
