@@ -189,7 +189,7 @@ def _when(unix_ns: int) -> str:
 
 def _direct(core: Any, target: Any, options: RestoreOptions) -> tuple[Any] | None:
     """The restored value where the target has exactly the stored structure, dtypes and shapes, in plain containers: the usual case, in the
-    engine. ``None``: not so, and nothing was read."""
+    engine. ``None``: not so."""
     to, device = options.to, options.device
     plan = _core.plan_direct(core, target, options.fill, to is not None)
     if plan is None:
@@ -202,7 +202,10 @@ def _direct(core: Any, target: Any, options: RestoreOptions) -> tuple[Any] | Non
     def convert(arrays: list[Any], targets: list[Any]) -> list[Any]:
         return adapters.like(arrays, targets) if to is None else adapters.arrays(to, arrays, device)
 
-    return (plan.build(objects, convert),)
+    try:
+        return (plan.build(objects, convert),)
+    except adapters.DoesNotFit:
+        return None  # what goes leaf by leaf says which
 
 
 def run(core: Any, options: RestoreOptions) -> Any:

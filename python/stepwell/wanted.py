@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import adapters, template
+from .errors import MismatchError
 from .nested import Nested, try_on
 from .paths import Component, named
 from .rebuild import Structure, kind_of, library, protocol_name
@@ -164,14 +165,19 @@ class Wanted:
         for name, numbers in by_library.items():
             # Leaves that share an array share it afterwards.
             unique = list({id(values[number]): values[number] for number in numbers}.values())
-            if leaf.owner is not None:
-                made = adapters.arrays_where_used(name, unique)
-            else:
-                paths = {
-                    id(values[number]): structure.paths[structure.leaf_nodes[number]]
-                    for number in reversed(numbers)
-                }
-                made = adapters.arrays(name, unique, self._place([paths[id(one)] for one in unique], unique))
+            paths = {
+                id(values[number]): structure.paths[structure.leaf_nodes[number]]
+                for number in reversed(numbers)
+            }
+            try:
+                if leaf.owner is not None:
+                    made = adapters.arrays_where_used(name, unique)
+                else:
+                    made = adapters.arrays(
+                        name, unique, self._place([paths[id(one)] for one in unique], unique)
+                    )
+            except adapters.DoesNotFit as failure:
+                raise _does_not_fit(paths[id(unique[failure.number])], failure) from None
             array_of = {id(one): array for one, array in zip(unique, made, strict=True)}
             for number in numbers:
                 values[number] = array_of[id(values[number])]
@@ -229,7 +235,11 @@ class Wanted:
                 made.setdefault(leaf.target.finish, []).append((leaf, value))
         for finish, found in made.items():
             targets = [(leaf.target, value) for leaf, value in found if leaf.target is not None]
-            for (leaf, _), result in zip(found, finish(targets, fill), strict=True):
+            try:
+                results = finish(targets, fill)
+            except adapters.DoesNotFit as failure:
+                raise _does_not_fit(found[failure.number][0].path, failure) from None
+            for (leaf, _), result in zip(found, results, strict=True):
                 leaf.result = result
 
     def _give(self, leaf: Leaf, state: Any, fill: bool) -> Any:
@@ -262,6 +272,12 @@ class Wanted:
         nested = Nested(self._structure, self._report, leaf, node, fill)
         self._nested.append(nested)
         return self._structure.build(node, value, wanted, nested.revive)
+
+
+def _does_not_fit(path: str, why: Exception) -> MismatchError:
+    error = MismatchError(f"{named(path)}: {why}")
+    error.leaf = path
+    return error
 
 
 def _nothing(_: int) -> Any:

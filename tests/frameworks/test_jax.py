@@ -374,3 +374,44 @@ def test_a_restored_array_shares_its_memory_with_nobody(root: Path) -> None:
     assert (changed == 5).all()
     assert (back["y"] == 1).all()
     assert not sw.restore(root)["x"].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fits", "beyond"),
+    [
+        ("int64", [-(2**31), 2**31 - 1], 2**31),
+        ("int64", [0], -(2**40)),
+        ("uint64", [2**32 - 1], 2**32),
+        ("float64", [1e38, -1e38, np.nan, np.inf, 1e-300], 1e300),
+        ("float64", [0.5], -1e39),
+        ("complex128", [1e38 + 1j], 1e39j),
+    ],
+)
+def test_values_of_64_bits_that_jax_has_no_room_for_are_refused_by_leaf(
+    root: Path, dtype: str, fits: list[Any], beyond: Any
+) -> None:
+    good, bad = np.array(fits, dtype), np.array([*fits, beyond], dtype)
+    sw.save(root / "good", {"a": {"x": good, "one": good[0], "none": good[:0]}})
+    back = sw.restore(root / "good", to="jax")["a"]
+    assert isinstance(back["x"], jax.Array)
+    assert back["x"].dtype == jax.dtypes.canonicalize_dtype(dtype)
+    assert np.array_equal(np.asarray(back["x"]), good.astype(back["x"].dtype), equal_nan=True)
+    sw.save(root / "bad", {"a": {"ok": good, "x": bad}, "b": np.ones(2)})
+    rows = sharding((1,), "x")
+    for asked in (
+        {"to": "jax"},
+        {"to": "jax", "include": "a/**"},
+        {"to": "jax", "shardings": rows},
+        {"like": {"a": {"x": jax.Array, "ok": jax.Array}}},
+    ):
+        with pytest.raises(sw.MismatchError, match=r"a/x.*jax_enable_x64.*numpy") as caught:
+            sw.restore(root / "bad", **asked)
+        assert caught.value.leaf == "a/x"
+    assert np.array_equal(sw.restore(root / "bad", to="numpy")["a"]["x"], bad, equal_nan=True)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        back = sw.restore(root / "bad", to="jax")["a"]["x"]
+        assert back.dtype == dtype
+        assert np.array_equal(np.asarray(back), bad, equal_nan=True)
+    finally:
+        jax.config.update("jax_enable_x64", False)

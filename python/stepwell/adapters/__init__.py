@@ -66,6 +66,14 @@ class Opened:
     unfillable: str | None = None
 
 
+class DoesNotFit(Exception):
+    """The array of that number among those that were to become a framework's has values that its dtype there has not."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
+
+
 @cache
 def _module(name: str) -> ModuleType:
     return importlib.import_module(name)

@@ -18,7 +18,7 @@ from .. import _core
 from ..errors import DonatedBuffer, MismatchError, MisuseError
 from ..paths import extend
 from ..specs import AS_STORED, ArraySpec
-from . import Box, Opened, Target
+from . import Box, DoesNotFit, Opened, Target
 
 #: The stored name of a typed PRNG key.
 KEY = "jax.random.key"
@@ -238,7 +238,12 @@ def placed(one: Target, sharding: Any) -> Target:
 def _finish(found: list[tuple[Target, Any]], _fill: bool) -> list[Any]:
     results: list[Any] = [None] * len(found)
     whole = [number for number, (one, _) in enumerate(found) if one.boxes is None]
-    made = arrays([found[number][1] for number in whole], [found[number][0].placement for number in whole])
+    try:
+        made = arrays(
+            [found[number][1] for number in whole], [found[number][0].placement for number in whole]
+        )
+    except DoesNotFit as failure:
+        raise DoesNotFit(whole[failure.number], str(failure)) from None
     for number, array in zip(whole, made, strict=True):
         results[number] = array
     for number, (one, values) in enumerate(found):
@@ -260,10 +265,12 @@ def _assembled(one: Target, values: list[Any]) -> Any:
 
 def arrays(values: list[Any], placement: Any = None) -> list[Any]:
     """Arrays as JAX has them, in one transfer: on the default device, or at ``placement`` (one for all, or a list). On the CPU they take the memory over, which is theirs alone. What JAX
-    has no dtype for (dates; 64 bits, where they are switched off) stays as it is, or becomes what JAX makes of it."""
+    has no dtype for (dates) stays as it is; 64 bits become 32, where JAX has no more and the values fit."""
     at = placement if isinstance(placement, list) else [placement] * len(values)
     results = list(values)
     fits = [number for number, value in enumerate(values) if value.dtype.kind not in "mMO"]
+    for number in fits:
+        _check_narrowed(number, values[number])
     fits = _put_quickly(values, at, results, fits)
     default = [number for number in fits if at[number] is None]
     elsewhere = [number for number in fits if at[number] is not None]
@@ -277,6 +284,33 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
         for number, array in zip(numbers, made, strict=True):
             results[number] = array
     return results
+
+
+def _check_narrowed(number: int, value: np.ndarray[Any, Any]) -> None:
+    """Raises where JAX, with 64 bits switched off, would make other numbers of these. No copy is made of an array that fits."""
+    if value.dtype.itemsize < 8 or value.size == 0 or value.dtype.kind not in "iufc":
+        return
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    if dtype == value.dtype:
+        return
+    for part in (value.real, value.imag) if value.dtype.kind == "c" else (value,):
+        if part.dtype.kind in "iu":
+            least, greatest = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+            ends = [int(part.min()), int(part.max())]
+            wrong = [one for one in ends if not least <= one <= greatest]
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                found = [np.fmin.reduce(part, axis=None), np.fmax.reduce(part, axis=None)]
+                narrow = np.float32
+                if not all(map(np.isfinite, found)) or any(np.isinf(narrow(one)) for one in found):
+                    found = list(part[np.isfinite(part) & np.isinf(part.astype(narrow))])
+                wrong = [one for one in found if np.isfinite(one) and np.isinf(narrow(one))]
+        if wrong:
+            raise DoesNotFit(
+                number,
+                f"{wrong[0]} does not fit {dtype}, which is what JAX makes of {value.dtype}; "
+                'switch jax_enable_x64 on, or restore it as an array of numpy (to="numpy")',
+            )
 
 
 def _put_quickly(values: list[Any], at: list[Any], results: list[Any], numbers: list[int]) -> list[int]:
