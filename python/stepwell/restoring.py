@@ -8,6 +8,7 @@ everything has been read. What a failure in the last step may have overwritten i
 from __future__ import annotations
 
 import datetime
+import difflib
 from typing import Any
 
 from . import _core, adapters, lifecycle, template
@@ -23,6 +24,7 @@ from .template import Part
 from .wanted import Wanted
 
 _WARNING = 30
+_SHOWN = 8
 
 
 class Restore:
@@ -70,11 +72,37 @@ class Restore:
         """Matches, and says what is to be read. Reads nothing."""
         if fill:
             template.check_fillable(part)
+        self._check_places(part)
         self._placed(part)
         wanted = Wanted(self.structure, self.report, part, self._to, self._place_all)
         if wanted.specs or wanted.top_level or wanted.whole:
             self._match(wanted)
         return wanted, self._reads(wanted, fill)
+
+    def _check_places(self, part: Part) -> None:
+        """Raises where a tree of shardings names what is neither stored nor wanted."""
+        asked: list[str] = getattr(self._place, "paths", [])
+        if not asked:
+            return
+        structure, wanted = self.structure, list(template.leaves(part))
+        known = {*structure.paths, *(one.path for one in (*template.branches(part), *wanted))}
+        wrong = [path for path in asked if path not in known]
+        if wrong:
+            # A sequence of plain values is one leaf here, and several to jax.tree.map.
+            rows = zip(structure.leaf_paths(), self.core.leaves(), strict=True)
+            plain = {path for path, (_, dtype, *_) in rows if dtype is None}
+            plain |= {leaf.path for leaf in wanted if leaf.what == "object"}
+            wrong = [path for path in wrong if not any(path.startswith(f"{one}[") for one in plain)]
+        if wrong:
+            lines = [f"shardings= names {len(wrong)} path(s) that are neither stored nor wanted:"]
+            for path in wrong[:_SHOWN]:
+                near = difflib.get_close_matches(path, known, 3)
+                lines.append(f"  {path}" + (f" (near it are {', '.join(near)})" if near else ""))
+            if len(wrong) > _SHOWN:
+                lines.append(f"  … and {len(wrong) - _SHOWN} more")
+            error = MismatchError("\n".join(lines))
+            error.leaf = wrong[0]
+            raise error
 
     def _placed(self, part: Part) -> None:
         """Has arrays of JAX go where ``shardings=`` says."""

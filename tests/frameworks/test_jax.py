@@ -415,3 +415,34 @@ def test_values_of_64_bits_that_jax_has_no_room_for_are_refused_by_leaf(
         assert np.array_equal(np.asarray(back), bad, equal_nan=True)
     finally:
         jax.config.update("jax_enable_x64", False)
+
+
+def test_a_tree_of_shardings_names_what_is_stored_or_wanted(root: Path) -> None:
+    state = {"params": {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, "opt": (jnp.ones(8), [1, 2]), "step": 3}
+    sw.save(root, state)
+    rows = sharding((8,), "x")
+    for wrong, named, near in (
+        ({"parms": rows}, "parms", "params"),
+        ({"params": {"W": rows, "b": rows}}, "params/W", "params/w"),
+        ({"params": {"w": {"deep": rows}}}, "params/w/deep", "params/w"),
+        ([rows], "[0]", ""),
+        ({"params": [rows]}, "params[0]", "params"),
+        ({"opt": {"m": rows}}, "opt/m", "opt"),
+    ):
+        for asked in ({"to": "jax"}, {"like": state}, {"into": jax.tree.map(jnp.zeros_like, state)}):
+            with pytest.raises(sw.MismatchError, match="shardings=") as caught:
+                sw.restore(root, shardings=wrong, **asked)
+            assert caught.value.leaf == named
+            assert f"  {named}" in str(caught.value)
+            assert near in str(caught.value).partition("near")[2]
+    for right in (jax.tree.map(lambda _: rows, state), {"params": None}, {"params": {}, "opt": (rows, None)}):
+        sw.restore(root, to="jax", shardings=right)
+    like = {"weights": {"w": jnp.zeros((8, 8))}}
+    renamed = sw.restore(
+        root,
+        like=like,
+        rename={"params/*": "weights/*"},
+        exclude="params/b",
+        shardings={"weights": rows},
+    )
+    assert renamed["weights"]["w"].sharding == rows

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import _core
 from ..errors import DonatedBuffer, MismatchError, MisuseError
-from ..paths import extend
+from ..paths import extend, starts_with
 from ..specs import AS_STORED, ArraySpec
 from . import Box, DoesNotFit, Opened, Target
 
@@ -355,6 +355,19 @@ def _one_device(where: Any, default: Any) -> tuple[Any, Any]:
     return None, None
 
 
+class _Tree:
+    """A tree of shardings, by rendered path: one stands for all that is below it."""
+
+    def __init__(self, places: dict[str, Any]) -> None:
+        self._places = places
+        #: The paths that it names.
+        self.paths = list(places)
+
+    def __call__(self, path: str, spec: ArraySpec) -> Any:
+        matching = [one for one in self._places if starts_with(path, one)]
+        return self._places[max(matching, key=len)] if matching else None
+
+
 def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
     """What ``shardings=`` says of a leaf path: one sharding or device for all, a function of path and spec, or a tree of shardings, in which one stands
     for all that is below it."""
@@ -375,12 +388,7 @@ def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
             key = _key(entry)
             path = extend(path, ("i", key) if type(key) is int else ("k", key))
         there[path] = one
-
-    def look(path: str, spec: ArraySpec) -> Any:
-        matching = [one for one in there if not one or path == one or path.startswith((f"{one}/", f"{one}["))]
-        return there[max(matching, key=len)] if matching else None
-
-    return look
+    return _Tree(there)
 
 
 def revive(name: str, parts: Any) -> Any:
