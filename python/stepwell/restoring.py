@@ -20,7 +20,7 @@ from .rebuild import Structure
 from .report import RestoreReport
 from .restore_options import RestoreOptions
 from .specs import AS_STORED, ArraySpec
-from .template import Part
+from .template import Part, naming
 from .wanted import Wanted
 
 _WARNING = 30
@@ -74,6 +74,7 @@ class Restore:
             template.check_fillable(part)
         self._check_places(part)
         self._placed(part)
+        self._check_first(part)
         wanted = Wanted(self.structure, self.report, part, self._to, self._place_all)
         if wanted.specs or wanted.top_level or wanted.whole:
             self._match(wanted)
@@ -104,6 +105,22 @@ class Restore:
             error.leaf = wrong[0]
             raise error
 
+    def _check_first(self, part: Part) -> None:
+        """Raises where a stored value says that what lies beside it is of another kind, whose differences would only mislead."""
+        for branch in template.branches(part):
+            if branch.first is None:
+                continue
+            component, check = branch.first
+            node = self.structure.find((*branch.components, component))
+            if node is None or self.structure.is_container(node):
+                continue
+            leaf = self.structure.nodes[node][2]
+            why = check(self.core.objects([leaf], Reviver())[0])
+            if why is not None:
+                error = MismatchError(f"{named(branch.path)}: {why}")
+                error.leaf = branch.path
+                raise error
+
     def _placed(self, part: Part) -> None:
         """Has arrays of JAX go where ``shardings=`` says."""
         if self._place is None:
@@ -113,21 +130,20 @@ class Restore:
                 where = self._place(leaf.path, leaf.spec)
                 if where is None:
                     continue
-                try:
+                with naming(leaf.path, "shardings= does not fit it"):
                     leaf.target = leaf.target.replace(leaf.target, where)
-                except ValueError as failure:
-                    # What the framework says does not name the leaf.
-                    error = MismatchError(f"{named(leaf.path)}: shardings= does not fit it: {failure}")
-                    error.leaf = leaf.path
-                    raise error from failure
 
     def _place_all(self, paths: list[str], arrays: list[Any]) -> Any:
         if self._place is None:
             return self._device
-        return [
+        found = [
             self._place(path, ArraySpec(array.shape, array.dtype))
             for path, array in zip(paths, arrays, strict=True)
         ]
+        for path, array, where in zip(paths, arrays, found, strict=True):
+            with naming(path, "shardings= does not fit it"):
+                adapters.check_fits("jax", where, array.shape)
+        return found
 
     def _arrays(self) -> dict[tuple[int, int], Any]:
         """What was read: an array, or one for each box where boxes were wanted."""

@@ -446,3 +446,44 @@ def test_a_tree_of_shardings_names_what_is_stored_or_wanted(root: Path) -> None:
         shardings={"weights": rows},
     )
     assert renamed["weights"]["w"].sharding == rows
+
+
+def test_a_key_of_another_implementation_is_named_before_shapes_are_compared(root: Path) -> None:
+    for stored, wanted in (("rbg", "unsafe_rbg"), ("threefry2x32", "rbg"), ("rbg", "threefry2x32")):
+        sw.save(root, {"k": jax.random.key(1, impl=stored), "w": np.ones(2)}, exists="replace")
+        target = jax.random.key(2, impl=wanted)
+        abstract = jax.eval_shape(lambda wanted=wanted: jax.random.key(2, impl=wanted))
+        weights = np.zeros(2)
+        for asked in (
+            {"into": target},
+            {"into": target, "resize": "pad"},
+            {"like": target},
+            {"like": abstract},
+        ):
+            way, key = next(iter(asked.items()))
+            with pytest.raises(sw.MismatchError, match=f"'{stored}'.*'{wanted}'") as caught:
+                sw.restore(root, **{**asked, way: {"k": key, "w": weights}})
+            assert caught.value.leaf == "k"
+            assert "pad" not in str(caught.value)
+        assert not weights.any()
+        with pytest.raises(sw.MismatchError, match=f"'{stored}'.*'{wanted}'"):
+            sw.restore(root, like={"key": target}, rename={"k/*": "key/*"}, exclude="w", resize="both")
+        same = jax.random.key(9, impl=stored)
+        assert equal(sw.restore(root, into={"k": same})["k"], jax.random.key(1, impl=stored))
+
+
+def test_a_sharding_that_does_not_fit_is_refused_by_leaf_however_it_is_given(root: Path) -> None:
+    sw.save(root, {"a": {"x": jnp.ones((8, 8))}})
+    abstract = NamedSharding(jax.sharding.AbstractMesh((8,), ("z",)), PartitionSpec("z"))
+    for wrong, said in ((abstract, "AbstractMesh"), (sharding((3,), "x"), "3 times")):
+        for asked in (
+            {"like": {"a": {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=wrong)}}},
+            {"like": {"a": {"x": jnp.ones((8, 8))}}, "shardings": wrong},
+            {"like": {"a": {"x": jax.Array}}, "shardings": wrong},
+            {"to": "jax", "shardings": wrong},
+            {"to": "jax", "shardings": {"a": wrong}},
+        ):
+            with pytest.raises(sw.MismatchError, match=said) as caught:
+                sw.restore(root, **asked)
+            assert caught.value.leaf == "a/x"
+            assert "a/x" in str(caught.value)

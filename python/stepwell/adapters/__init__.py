@@ -64,6 +64,8 @@ class Opened:
     close: Callable[[list[tuple[Any, Any]], bool], Any]
     #: Why it cannot be filled, where it cannot; it still says what is wanted.
     unfillable: str | None = None
+    #: The child that is looked at before anything else, and why a stored value of it does not fit (``None``: it does).
+    first: tuple[Any, Callable[[Any], str | None]] | None = None
 
 
 class DoesNotFit(Exception):
@@ -117,6 +119,11 @@ def library_of(obj: Any) -> str | None:
 def is_known(package: str) -> bool:
     """Whether there is an adapter for a framework."""
     return package in _FRAMEWORKS
+
+
+def check_fits(package: str, placement: Any, shape: tuple[int, ...]) -> None:
+    """Raises a ``ValueError`` where no array of that shape can be at that place of a framework."""
+    _module(_FRAMEWORKS[package]).check_fits(placement, shape)
 
 
 def arrays(package: str, values: list[Any], placement: Any = None) -> list[Any]:

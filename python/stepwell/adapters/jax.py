@@ -167,7 +167,7 @@ def owns(obj: Any) -> bool:
 def branch(obj: Any) -> Opened | None:
     """A registered pytree node, or a typed PRNG key."""
     if isinstance(obj, jax.Array) and _is_key(obj):
-        return _key_branch(str(jax.random.key_impl(obj)), jax.random.key_data(obj))
+        return _key_branch(str(jax.random.key_impl(obj)), jax.random.key_data(obj), obj)
     if isinstance(obj, jax.ShapeDtypeStruct) and _is_key(obj):
         return _key_branch(AS_STORED, AS_STORED, obj)
     if isinstance(obj, (jax.Array, jax.ShapeDtypeStruct)):
@@ -183,16 +183,30 @@ def branch(obj: Any) -> Opened | None:
     return Opened(parts, lambda pairs, _fill: close([value for _, value in pairs]))
 
 
-def _key_branch(impl: Any, data: Any, wanted: Any = None) -> Opened:
+def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
+    # An abstract key has its implementation in its dtype alone.
+    own = impl if isinstance(impl, str) else getattr(getattr(wanted.dtype, "_impl", None), "name", None)
+
+    def check(stored: Any) -> str | None:
+        if own is None or stored == own:
+            return None
+        return (
+            f"stored is a PRNG key of the implementation {stored!r}, wanted is one of {own!r}, and no key of one is one of the other; "
+            f"make the target with jax.random.key(seed, impl={stored!r})"
+        )
+
     def close(pairs: list[tuple[Any, Any]], _fill: bool) -> Any:
-        key = remake(KEY, dict(pairs))
-        if wanted is not None and (key.dtype, key.shape) != (wanted.dtype, wanted.shape):
+        parts = dict(pairs)
+        why = check(str(parts["impl"]))
+        key = None if why else remake(KEY, parts)
+        if why or (key.dtype, key.shape) != (wanted.dtype, wanted.shape):
             raise MismatchError(
-                f"stored is a PRNG key {key.dtype}{list(key.shape)}, wanted is {wanted.dtype}{list(wanted.shape)}"
+                why
+                or f"stored is a PRNG key {key.dtype}{list(key.shape)}, wanted is {wanted.dtype}{list(wanted.shape)}"
             )
         return key
 
-    return Opened([(("k", "impl"), impl), (("k", "data"), data)], close)
+    return Opened([(("k", "impl"), impl), (("k", "data"), data)], close, first=(("k", "impl"), check))
 
 
 # ---- restoring --------------------------------------------------------------------------------------------------------
@@ -223,6 +237,7 @@ def placed(one: Target, sharding: Any) -> Target:
     """Wants the array there: on a device, or over the devices of a sharding. ``None``: on the default device."""
     one.placement, one.boxes = sharding, None
     shape = one.spec.shape
+    check_fits(sharding, shape)
     if not isinstance(sharding, jax.sharding.Sharding) or shape is None or len(sharding.device_set) == 1:
         return one
     if not sharding.is_fully_addressable:
@@ -235,9 +250,30 @@ def placed(one: Target, sharding: Any) -> Target:
     return one
 
 
+_ABSTRACT: Any = getattr(jax.sharding, "AbstractMesh", ())
+
+
+def check_fits(sharding: Any, shape: tuple[int, ...] | None) -> None:
+    """Raises a ``ValueError`` where no array of that shape can be there."""
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return
+    if isinstance(getattr(sharding, "mesh", None), _ABSTRACT):
+        raise ValueError(
+            "a sharding over an AbstractMesh has no devices where an array could be; pass one over a Mesh"
+        )
+    if shape is not None:
+        sharding.shard_shape(shape)
+
+
 def _finish(found: list[tuple[Target, Any]], _fill: bool) -> list[Any]:
     results: list[Any] = [None] * len(found)
     whole = [number for number, (one, _) in enumerate(found) if one.boxes is None]
+    for number in whole:
+        one, value = found[number]
+        try:
+            check_fits(one.placement, value.shape if one.spec.shape is None else None)
+        except ValueError as failure:
+            raise DoesNotFit(number, f"its sharding does not fit it: {failure}") from failure
     try:
         made = arrays(
             [found[number][1] for number in whole], [found[number][0].placement for number in whole]
@@ -407,4 +443,15 @@ def remake(name: str, children: dict[Any, Any]) -> Any:
     return children
 
 
-__all__ = ["arrays", "branch", "describe", "owns", "placed", "placements", "remake", "revive", "target"]
+__all__ = [
+    "arrays",
+    "branch",
+    "check_fits",
+    "describe",
+    "owns",
+    "placed",
+    "placements",
+    "remake",
+    "revive",
+    "target",
+]
