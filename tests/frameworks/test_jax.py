@@ -324,6 +324,28 @@ def test_flax_nnx_states_and_modules(root: Path) -> None:
     assert equal(nnx.state(other), nnx.state(run))
 
 
+def test_an_nnx_module_that_could_not_be_filled_is_refused_and_comes_back_anew_as_like(root: Path) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    optax = pytest.importorskip("optax")
+    run, other = (nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    sw.save(root, {"net": run})
+    before = np.asarray(other.kernel[...])
+    for target in (
+        {"net": other},
+        {"net": {"inner": [nnx.Optimizer(other, optax.adam(1e-3), wrt=nnx.Param)]}},
+    ):
+        with pytest.raises(sw.UnsupportedLeaf, match=r"nnx\.state.*nnx\.update") as caught:
+            sw.restore(root, into=target)
+        assert str(caught.value.leaf).startswith("net")
+    assert (np.asarray(other.kernel[...]) == before).all()
+    made = sw.restore(root, like={"net": other})["net"]
+    assert type(made) is nnx.Linear
+    assert equal(nnx.state(made), nnx.state(run))
+    # What was saved as a module goes into a live one by way of a new one.
+    nnx.update(other, nnx.state(made))
+    assert equal(nnx.state(other), nnx.state(run))
+
+
 def test_equinox_modules_take_their_functions_from_the_target(root: Path) -> None:
     eqx = pytest.importorskip("equinox")
     run, other = (eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(seed)) for seed in (0, 1))

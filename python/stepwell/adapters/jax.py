@@ -8,6 +8,7 @@ pytree node is taken apart as JAX does it; what it does not hand out (static fie
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -180,7 +181,22 @@ def branch(obj: Any) -> Opened | None:
         (("i", key) if type(key) is int else ("k", key), child)
         for key, child in zip(keys, children, strict=True)
     ]
-    return Opened(parts, lambda pairs, _fill: close([value for _, value in pairs]))
+    return Opened(
+        parts, lambda pairs, _fill: close([value for _, value in pairs]), unfillable=_why_unfillable(obj)
+    )
+
+
+def _why_unfillable(obj: Any) -> str | None:
+    """Why an object cannot be filled, where somebody would go on with it: those of Flax NNX change in place, by functions of Flax alone."""
+    nnx = sys.modules.get("flax.nnx")
+    classes = tuple(filter(None, (getattr(nnx, name, None) for name in ("Module", "Pytree", "Optimizer"))))
+    if not isinstance(obj, classes):
+        return None
+    name = type(obj).__name__
+    return (
+        f"{name} is an object of Flax NNX, and a new one would be returned while this one stays as it is; save nnx.state(…) of it, restore into "
+        f"nnx.state(…), and hand what is returned to nnx.update(…). Where the {name} itself is stored, pass it as like=, which gives a new one"
+    )
 
 
 def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
