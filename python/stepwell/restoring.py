@@ -86,7 +86,11 @@ class Restore:
         if not asked:
             return
         structure, wanted = self.structure, list(template.leaves(part))
-        known = {*structure.paths, *(one.path for one in (*template.branches(part), *wanted))}
+        known = {
+            *structure.paths,
+            *(one.path for one in template.branches(part)),
+            *(one.path for one in wanted),
+        }
         wrong = [path for path in asked if path not in known]
         if wrong:
             # A sequence of plain values is one leaf here, and several to jax.tree.map.

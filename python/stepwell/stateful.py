@@ -135,12 +135,12 @@ def give(path: str, owner: Any, protocol: Protocol, state: Any) -> None:
         error.leaf = error.leaf or path
         raise
     except Exception as failure:
-        error = LoadFailed(
+        failed = LoadFailed(
             f"{named(path)}: this {type(owner).__qualname__} did not take what is stored ({type(failure).__name__}: {failure}); "
             "restore into one like the one that was saved, or leave it out"
         )
-        error.leaf = path
-        raise error from failure
+        failed.leaf = path
+        raise failed from failure
 
 
 def protocol_of(obj: Any) -> Protocol | None:

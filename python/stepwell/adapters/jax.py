@@ -214,7 +214,7 @@ def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
     def close(pairs: list[tuple[Any, Any]], _fill: bool) -> Any:
         parts = dict(pairs)
         why = check(str(parts["impl"]))
-        key = None if why else remake(KEY, parts)
+        key: Any = None if why else remake(KEY, parts)
         if why or (key.dtype, key.shape) != (wanted.dtype, wanted.shape):
             raise MismatchError(
                 why
