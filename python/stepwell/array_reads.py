@@ -210,6 +210,10 @@ class ArrayReads:
             if job.target is not None:
                 job.result = job.target
 
+    def filled(self) -> list[str]:
+        """Paths of the caller's arrays that are read into."""
+        return [job.path for job in self.jobs if job.target is not None]
+
     def _read(self, jobs: list[tuple[Job, _Array]]) -> None:
         requests = [
             (

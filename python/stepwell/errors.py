@@ -116,6 +116,13 @@ class LockedError(StepwellError):
     kind = "locked"
 
 
+class LoadFailed(StepwellError):
+    """An object's own ``load_state_dict`` or ``set_state`` raised when it was given what is stored; what it raised is the cause. ``leaf`` says which object,
+    ``overwritten`` what of the caller's had been filled by then: go on with none of it."""
+
+    kind = "load_failed"
+
+
 class DonatedBuffer(StepwellError):
     """An array of JAX was donated to a computation before it was captured: save what the computation returned."""
 

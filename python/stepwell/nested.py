@@ -62,16 +62,11 @@ class Nested:
             return owner
         return state if protocol.make is None else protocol.make(owner, state)
 
-    def load(self) -> None:
-        """Gives the caller's objects their states."""
+    def load(self, given: list[str]) -> None:
+        """Gives the caller's objects their states; ``given`` gets their paths."""
         for path, owner, protocol, state in self._loads:
-            try:
-                protocol.set(owner, state)
-            except Exception as failure:
-                failure.add_note(
-                    f"while the stored state of {named(path)} was given to this {type(owner).__qualname__}"
-                )
-                raise
+            given.append(path)
+            stateful.give(path, owner, protocol, state)
 
     def _path(self, node: int) -> str:
         """What a stored node is called where the caller wants it."""

@@ -83,13 +83,13 @@ class Structure:
         """Whether a node is a container."""
         return not isinstance(self.nodes[node][2], int)
 
-    def library_of(self, leaf: int) -> str | None:
-        """Whose arrays the innermost object around a leaf had in its state; ``None`` where they were numpy's, or there is no object."""
+    def object_of(self, leaf: int) -> int | None:
+        """The node of the innermost stateful object around a leaf."""
         node = self.leaf_nodes[leaf]
         while True:
             parent, component, kind = self.nodes[node]
             if not isinstance(kind, int) and kind[0] == "stateful":
-                return library(kind)
+                return node
             if component is None:
                 return None
             node = parent

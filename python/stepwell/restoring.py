@@ -8,6 +8,7 @@ everything has been read. What a failure in the last step may have overwritten i
 from __future__ import annotations
 
 import datetime
+import difflib
 from typing import Any
 
 from . import _core, adapters, lifecycle, template
@@ -19,10 +20,11 @@ from .rebuild import Structure
 from .report import RestoreReport
 from .restore_options import RestoreOptions
 from .specs import AS_STORED, ArraySpec
-from .template import Part
+from .template import Part, naming
 from .wanted import Wanted
 
 _WARNING = 30
+_SHOWN = 8
 
 
 class Restore:
@@ -62,18 +64,66 @@ class Restore:
         reads.read_new()
         wanted.try_states(self._arrays(), objects, fill)
         reads.fill()
-        wanted.fill_results(self._arrays(), objects, fill)
-        return template.finish(part, fill)
+        with telling(lambda: [*reads.filled(), *wanted.given]):
+            wanted.fill_results(self._arrays(), objects, fill)
+            return template.finish(part, fill)
 
     def prepare(self, part: Part, fill: bool) -> tuple[Wanted, ArrayReads]:
         """Matches, and says what is to be read. Reads nothing."""
         if fill:
             template.check_fillable(part)
+        self._check_places(part)
         self._placed(part)
+        self._check_first(part)
         wanted = Wanted(self.structure, self.report, part, self._to, self._place_all)
         if wanted.specs or wanted.top_level or wanted.whole:
             self._match(wanted)
         return wanted, self._reads(wanted, fill)
+
+    def _check_places(self, part: Part) -> None:
+        """Raises where a tree of shardings names what is neither stored nor wanted."""
+        asked: list[str] = getattr(self._place, "paths", [])
+        if not asked:
+            return
+        structure, wanted = self.structure, list(template.leaves(part))
+        known = {
+            *structure.paths,
+            *(one.path for one in template.branches(part)),
+            *(one.path for one in wanted),
+        }
+        wrong = [path for path in asked if path not in known]
+        if wrong:
+            # A sequence of plain values is one leaf here, and several to jax.tree.map.
+            rows = zip(structure.leaf_paths(), self.core.leaves(), strict=True)
+            plain = {path for path, (_, dtype, *_) in rows if dtype is None}
+            plain |= {leaf.path for leaf in wanted if leaf.what == "object"}
+            wrong = [path for path in wrong if not any(path.startswith(f"{one}[") for one in plain)]
+        if wrong:
+            lines = [f"shardings= names {len(wrong)} path(s) that are neither stored nor wanted:"]
+            for path in wrong[:_SHOWN]:
+                near = difflib.get_close_matches(path, known, 3)
+                lines.append(f"  {path}" + (f" (near it are {', '.join(near)})" if near else ""))
+            if len(wrong) > _SHOWN:
+                lines.append(f"  … and {len(wrong) - _SHOWN} more")
+            error = MismatchError("\n".join(lines))
+            error.leaf = wrong[0]
+            raise error
+
+    def _check_first(self, part: Part) -> None:
+        """Raises where a stored value says that what lies beside it is of another kind, whose differences would only mislead."""
+        for branch in template.branches(part):
+            if branch.first is None:
+                continue
+            component, check = branch.first
+            node = self.structure.find((*branch.components, component))
+            if node is None or self.structure.is_container(node):
+                continue
+            leaf = self.structure.nodes[node][2]
+            why = check(self.core.objects([leaf], Reviver())[0])
+            if why is not None:
+                error = MismatchError(f"{named(branch.path)}: {why}")
+                error.leaf = branch.path
+                raise error
 
     def _placed(self, part: Part) -> None:
         """Has arrays of JAX go where ``shardings=`` says."""
@@ -84,21 +134,20 @@ class Restore:
                 where = self._place(leaf.path, leaf.spec)
                 if where is None:
                     continue
-                try:
+                with naming(leaf.path, "shardings= does not fit it"):
                     leaf.target = leaf.target.replace(leaf.target, where)
-                except ValueError as failure:
-                    # What the framework says does not name the leaf.
-                    error = MismatchError(f"{named(leaf.path)}: shardings= does not fit it: {failure}")
-                    error.leaf = leaf.path
-                    raise error from failure
 
     def _place_all(self, paths: list[str], arrays: list[Any]) -> Any:
         if self._place is None:
             return self._device
-        return [
+        found = [
             self._place(path, ArraySpec(array.shape, array.dtype))
             for path, array in zip(paths, arrays, strict=True)
         ]
+        for path, array, where in zip(paths, arrays, found, strict=True):
+            with naming(path, "shardings= does not fit it"):
+                adapters.check_fits("jax", where, array.shape)
+        return found
 
     def _arrays(self) -> dict[tuple[int, int], Any]:
         """What was read: an array, or one for each box where boxes were wanted."""
@@ -188,7 +237,7 @@ def _when(unix_ns: int) -> str:
 
 def _direct(core: Any, target: Any, options: RestoreOptions) -> tuple[Any] | None:
     """The restored value where the target has exactly the stored structure, dtypes and shapes, in plain containers: the usual case, in the
-    engine. ``None``: not so, and nothing was read."""
+    engine. ``None``: not so."""
     to, device = options.to, options.device
     plan = _core.plan_direct(core, target, options.fill, to is not None)
     if plan is None:
@@ -201,7 +250,10 @@ def _direct(core: Any, target: Any, options: RestoreOptions) -> tuple[Any] | Non
     def convert(arrays: list[Any], targets: list[Any]) -> list[Any]:
         return adapters.like(arrays, targets) if to is None else adapters.arrays(to, arrays, device)
 
-    return (plan.build(objects, convert),)
+    try:
+        return (plan.build(objects, convert),)
+    except adapters.DoesNotFit:
+        return None  # what goes leaf by leaf says which
 
 
 def run(core: Any, options: RestoreOptions) -> Any:

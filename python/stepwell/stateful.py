@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from .errors import LoadFailed, StepwellError
+from .paths import named
 from .registry import type_name
 
 
@@ -123,6 +125,22 @@ def rebuilt(type_name: str, protocol: str, state: Any) -> Any:
         return known.make(None, state)
     except Exception:
         return state
+
+
+def give(path: str, owner: Any, protocol: Protocol, state: Any) -> None:
+    """Gives an object of the caller's its state."""
+    try:
+        protocol.set(owner, state)
+    except StepwellError as error:
+        error.leaf = error.leaf or path
+        raise
+    except Exception as failure:
+        failed = LoadFailed(
+            f"{named(path)}: this {type(owner).__qualname__} did not take what is stored ({type(failure).__name__}: {failure}); "
+            "restore into one like the one that was saved, or leave it out"
+        )
+        failed.leaf = path
+        raise failed from failure
 
 
 def protocol_of(obj: Any) -> Protocol | None:

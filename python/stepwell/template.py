@@ -12,6 +12,7 @@ import dataclasses
 import enum
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from . import adapters, stateful
 from ._core import MAX_DEPTH
-from .errors import MisuseError, UnsupportedLeaf
+from .errors import MismatchError, MisuseError, StepwellError, UnsupportedLeaf
 from .leaves import describe
 from .paths import Component, extend, named
 from .registry import is_namedtuple_class, of_class, stored_name
@@ -45,6 +46,8 @@ class Leaf:
     target: adapters.Target | None = None
     #: Whether it may be missing from the store: the result is then ``...``.
     optional: bool = False
+    #: Why what is stored does not fit, where it does not: asked before anything of the caller's is changed.
+    check: Callable[[Any], str | None] | None = None
     #: Set when the value is known.
     result: Any = None
 
@@ -71,6 +74,13 @@ class Maybe:
 
 
 @dataclass(slots=True)
+class Checked:
+    """In what an adapter takes apart: whatever is stored there, of which ``check`` says why it does not fit (``None``: it does)."""
+
+    check: Callable[[Any], str | None]
+
+
+@dataclass(slots=True)
 class Branch:
     """A container of the caller's structure."""
 
@@ -81,6 +91,8 @@ class Branch:
     finish: Callable[[Branch, list[tuple[Any, Any]], bool], Any]
     #: Why it cannot be filled, where it cannot.
     unfillable: str | None = None
+    #: The child that is looked at before the rest is matched, and why a stored value of it does not fit.
+    first: tuple[Component, Callable[[Any], str | None]] | None = None
 
     def pairs(self, fill: bool) -> list[tuple[Any, Any]]:
         """Keys and finished values."""
@@ -189,6 +201,8 @@ def _part(value: Any, path: str, components: tuple[Component, ...], above: Above
         for leaf in leaves(part):
             leaf.optional = True
         return part
+    if cls is Checked:
+        return Leaf(path, components, "stored", AS_STORED, check=value.check)
     if cls is list or cls is tuple:
         if value and is_plain(value):
             return Leaf(path, components, "object", value)
@@ -217,7 +231,7 @@ def _other(value: Any, path: str, components: tuple[Component, ...], above: Abov
             return opened.close(pairs, fill)
 
         branch = _branch(value, path, components, above, opened.children, close)
-        branch.unfillable = opened.unfillable
+        branch.unfillable, branch.first = opened.unfillable, opened.first
         return branch
     protocol = None if registered is not None and registered.flatten else stateful.protocol_of(value)
     if protocol is not None:
@@ -299,9 +313,24 @@ def _keys(items: Any, path: str) -> list[tuple[Component, Any]]:
 def _target(value: Any, path: str) -> adapters.Target | None:
     """What a framework's array wants; a tensor that cannot be restored into is refused by path."""
     try:
-        return adapters.target(value)
+        with naming(path, "its sharding does not fit it"):
+            return adapters.target(value)
     except UnsupportedLeaf as error:
         raise _refused(path, str(error)) from error
+
+
+@contextmanager
+def naming(path: str, what: str) -> Iterator[None]:
+    """Has what a framework says of a place name the leaf."""
+    try:
+        yield
+    except StepwellError as error:
+        error.leaf = error.leaf or path
+        raise
+    except ValueError as failure:
+        wrong = MismatchError(f"{named(path)}: {what}: {failure}")
+        wrong.leaf = path
+        raise wrong from failure
 
 
 def _type_leaf(value: type, path: str, components: tuple[Component, ...]) -> Leaf:

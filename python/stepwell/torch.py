@@ -6,6 +6,7 @@ Importing this imports torch. ``stepwell.torch`` is imported when it is first us
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -15,7 +16,7 @@ from .adapters import torch as adapter
 from .checks import shown
 from .errors import MisuseError
 from .specs import AS_STORED
-from .template import Maybe
+from .template import Checked, Maybe
 
 __all__ = ["TrainState"]
 
@@ -105,6 +106,13 @@ class TrainState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes a state that :meth:`state_dict` gave, of this run or another one."""
+        names = self._names()
+        for which, optimizer in self.optimizers.items():
+            stored = _one(state["optimizer"], which)
+            wrong = [_wrong_groups(optimizer, names, stored["groups"])]
+            wrong += [_wrong_slots(optimizer, slots) for slots in stored["state"].values()]
+            for why in filter(None, wrong):
+                raise MisuseError(why)
         _Model(self.model).load_state_dict(state["model"])
         self._take(state)
         for which, scheduler in self.schedulers.items():
@@ -116,6 +124,8 @@ class TrainState:
             stored = _one(state["optimizer"], which)
             _take_groups(optimizer, names, stored["groups"])
             _take_slots(optimizer, names, stored["state"])
+            # As torch does it: what a class holds to whatever is stored (AdamW, that its decay is decoupled), and what older versions stored in another way.
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     # ---- a restore into it --------------------------------------------------------------------------------------------
 
@@ -129,11 +139,11 @@ class TrainState:
             slots: dict[str, Any] = {}
             for parameter, name in names.items():
                 there = optimizer.state.get(parameter)
-                slots[name] = Maybe(_wanted(there) if there else AS_STORED)
+                slots[name] = Maybe(_wanted(there) if there else Checked(partial(_wrong_slots, optimizer)))
             owned = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
             optimizers[which] = {
                 "state": {name: slot for name, slot in slots.items() if name in owned},
-                "groups": AS_STORED,
+                "groups": Checked(partial(_wrong_groups, optimizer, names)),
             }
         if optimizers:
             children.append((("k", "optimizer"), _joined(optimizers)))
@@ -156,6 +166,8 @@ class TrainState:
 @final
 class _Model:
     """A model whose loading does more than copy: its own ``load_state_dict`` is called, with the names that it has."""
+
+    _takes_tensors = True
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -218,16 +230,15 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str])
     ]
 
 
-def _take_groups(
+def _stored_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Sequence[Mapping[str, Any]]
-) -> None:
-    """Gives each group the hyperparameters that its parameters had."""
+) -> list[dict[str, Any]]:
+    """For each group the hyperparameters that its parameters had; none where none of them was stored."""
     group_of = {name: number for number, group in enumerate(stored) for name in group["params"]}
+    taken: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
         found = sorted({group_of[names[one]] for one in group["params"] if names[one] in group_of})
-        if not found:
-            continue
-        first = {key: value for key, value in stored[found[0]].items() if key != "params"}
+        first = {key: value for key, value in stored[found[0]].items() if key != "params"} if found else {}
         for other in found[1:]:
             differing = [key for key, value in first.items() if not _equal(value, stored[other].get(key))]
             if differing:
@@ -235,8 +246,87 @@ def _take_groups(
                     f"group {number} has parameters that were saved in groups {found}, which differ in {', '.join(differing)}; "
                     "group them as they were, or make those hyperparameters equal"
                 )
-        for key, value in first.items():
+        taken.append(first)
+    return taken
+
+
+def _take_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Sequence[Mapping[str, Any]]
+) -> None:
+    """Gives each group the hyperparameters that its parameters had."""
+    for group, taken in zip(optimizer.param_groups, _stored_groups(optimizer, names, stored), strict=True):
+        for key, value in taken.items():
             group[key] = _like(group.get(key), value)
+
+
+#: What schedulers and torch itself put into groups beside the optimizer's hyperparameters.
+_BESIDE = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
+)
+
+#: The slots of torch's own optimizers: those that every parameter has that was stepped, and those that an option adds.
+_SLOTS: dict[str, tuple[set[str], set[str]]] = {
+    "Adadelta": ({"step", "square_avg", "acc_delta"}, set()),
+    "Adagrad": ({"step", "sum"}, set()),
+    "Adam": ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
+    "AdamW": ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
+    "Adamax": ({"step", "exp_avg", "exp_inf"}, set()),
+    "ASGD": ({"step", "eta", "mu", "ax"}, set()),
+    "NAdam": ({"step", "mu_product", "exp_avg", "exp_avg_sq"}, set()),
+    "RAdam": ({"step", "exp_avg", "exp_avg_sq"}, set()),
+    "RMSprop": ({"step", "square_avg"}, {"momentum_buffer", "grad_avg"}),
+    "Rprop": ({"step", "prev", "step_size"}, set()),
+    "SGD": (set(), {"momentum_buffer"}),
+    "SparseAdam": ({"step", "exp_avg", "exp_avg_sq"}, set()),
+}
+_KNOWN_SLOTS = set[str]().union(*(always | some for always, some in _SLOTS.values()))
+
+_OTHER_KIND = (
+    "restore into an optimizer of the kind that was saved; to take the model alone, "
+    'restore into TrainState(model) with unexpected="ignore"'
+)
+
+
+def _wrong_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Why stored groups are not those of such an optimizer. A hyperparameter that is not stored keeps its value, as one that a newer torch has added; one
+    that is stored and not known here is nothing to torch as long as it is off."""
+    for number, (group, taken) in enumerate(
+        zip(optimizer.param_groups, _stored_groups(optimizer, names, stored), strict=True)
+    ):
+        own = {*group, *optimizer.defaults}
+        strange = [
+            key
+            for key, value in taken.items()
+            if key not in own and key not in _BESIDE and value is not None and value is not False
+        ]
+        if strange:
+            lacking = [key for key in optimizer.defaults if key not in taken]
+            without = f" and without {', '.join(lacking)}" if lacking else ""
+            return (
+                f"group {number} was saved with {', '.join(strange)}{without}, which is not what the groups of this {type(optimizer).__name__} have; "
+                f"{_OTHER_KIND}. What is none of the optimizer's own has to be in the group before"
+            )
+    return None
+
+
+def _wrong_slots(optimizer: torch.optim.Optimizer, stored: Any) -> str | None:
+    """Why stored slots are not those of such an optimizer, where that is one of torch's own."""
+    cls = type(optimizer)
+    if cls.__name__ not in _SLOTS or getattr(torch.optim, cls.__name__, None) is not cls:
+        return None
+    if not isinstance(stored, Mapping) or not stored:
+        return None
+    always, some = _SLOTS[cls.__name__]
+    strange = [slot for slot in stored if slot in _KNOWN_SLOTS and slot not in always | some]
+    lacking = sorted(slot for slot in always if slot not in stored)
+    if not strange and not lacking:
+        return None
+    return (
+        f"stored are the slots {', '.join(map(str, stored))}, and {cls.__name__} has {', '.join(sorted(always | some))}; "
+        f"{_OTHER_KIND}"
+    )
 
 
 def _equal(one: Any, other: Any) -> bool:

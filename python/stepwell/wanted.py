@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import adapters, template
+from .errors import MismatchError
 from .nested import Nested, try_on
 from .paths import Component, named
-from .rebuild import Structure, kind_of, protocol_name
+from .rebuild import Structure, kind_of, library, protocol_name
 from .report import RestoreReport
 from .specs import AS_STORED, ArraySpec, ObjectSpec, native_name
-from .stateful import name_of
+from .stateful import give, name_of
 from .template import Branch, Leaf, Part
 
 
@@ -40,6 +41,8 @@ class Wanted:
         self.matches: dict[int, list[tuple[int, int, Any]]] = {}
         #: Wanted numbers of the leaves that keep the caller's value.
         self.kept: list[int] = []
+        #: Paths of the caller's objects that were given their states.
+        self.given: list[str] = []
         #: What subtrees of the store became, by the leaf that wants them.
         self._states: dict[int, Any] = {}
         #: Stateful objects inside the states of others.
@@ -147,7 +150,7 @@ class Wanted:
             self._convert(leaf, [stored for stored, _, tensor in matches if tensor is not None], values)
             self._states[id(leaf)] = self._subtree(leaf, values, fill)
         for leaf in self._leaves:
-            if leaf.owner is not None and id(leaf) in self._states:
+            if id(leaf) in self._states:
                 self._try(leaf, self._states[id(leaf)])
 
     def _convert(self, leaf: Leaf, stored: list[int], values: dict[int, Any]) -> None:
@@ -156,30 +159,49 @@ class Wanted:
         structure = self._structure
         by_library: dict[str, list[int]] = {}
         for number in stored:
-            library = structure.library_of(number) if leaf.owner is not None else self._to
-            if library is not None:
-                by_library.setdefault(library, []).append(number)
-        for library, numbers in by_library.items():
+            name = self._library_of(leaf, number)
+            if name is not None:
+                by_library.setdefault(name, []).append(number)
+        for name, numbers in by_library.items():
             # Leaves that share an array share it afterwards.
             unique = list({id(values[number]): values[number] for number in numbers}.values())
-            if leaf.owner is not None:
-                made = adapters.arrays_where_used(library, unique)
-            else:
-                paths = {
-                    id(values[number]): structure.paths[structure.leaf_nodes[number]]
-                    for number in reversed(numbers)
-                }
-                made = adapters.arrays(
-                    library, unique, self._place([paths[id(one)] for one in unique], unique)
-                )
+            paths = {
+                id(values[number]): structure.paths[structure.leaf_nodes[number]]
+                for number in reversed(numbers)
+            }
+            try:
+                if leaf.owner is not None:
+                    made = adapters.arrays_where_used(name, unique)
+                else:
+                    made = adapters.arrays(
+                        name, unique, self._place([paths[id(one)] for one in unique], unique)
+                    )
+            except adapters.DoesNotFit as failure:
+                raise _does_not_fit(paths[id(unique[failure.number])], failure) from None
             array_of = {id(one): array for one, array in zip(unique, made, strict=True)}
             for number in numbers:
                 values[number] = array_of[id(values[number])]
 
+    def _library_of(self, leaf: Leaf, stored: int) -> str | None:
+        """Whose array a stored one becomes. Where no object was saved, or one of another class, an object of a framework takes those of its own."""
+        if leaf.owner is None:
+            return self._to
+        structure, owner = self._structure, leaf.owner[0]
+        node = structure.object_of(stored)
+        kind: Any = None if node is None else structure.nodes[node][2]
+        found = None if kind is None else library(kind)
+        is_own = node is not None and (node != structure.find(leaf.components) or kind[1] == name_of(owner))
+        return found if found is not None or is_own else adapters.library_of(owner)
+
     def _try(self, leaf: Leaf, state: Any) -> None:
-        assert leaf.owner is not None
-        owner, protocol = leaf.owner
-        try_on(self._report, leaf.path, owner, protocol, state)
+        if leaf.owner is not None:
+            owner, protocol = leaf.owner
+            try_on(self._report, leaf.path, owner, protocol, state)
+        why = None if leaf.check is None else leaf.check(state)
+        if why is not None:
+            error = self._report.mismatch(f"{named(leaf.path)}: {why}")
+            error.leaf = leaf.path
+            raise error
 
     def fill_results(
         self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
@@ -191,12 +213,12 @@ class Wanted:
                     objects[source] if tensor is None else arrays[number, stored]
                 )
         for nested in self._nested:
-            nested.load()
+            nested.load(self.given)
         made: dict[Any, list[tuple[Leaf, Any]]] = {}
         for leaf in self._leaves:
             if id(leaf) in self._states:
                 state = self._states[id(leaf)]
-                leaf.result = state if leaf.owner is None else _give(leaf, state, fill)
+                leaf.result = state if leaf.owner is None else self._give(leaf, state, fill)
                 continue
             at = self._number.get(id(leaf))
             if at is None:
@@ -213,8 +235,22 @@ class Wanted:
                 made.setdefault(leaf.target.finish, []).append((leaf, value))
         for finish, found in made.items():
             targets = [(leaf.target, value) for leaf, value in found if leaf.target is not None]
-            for (leaf, _), result in zip(found, finish(targets, fill), strict=True):
+            try:
+                results = finish(targets, fill)
+            except adapters.DoesNotFit as failure:
+                raise _does_not_fit(found[failure.number][0].path, failure) from None
+            for (leaf, _), result in zip(found, results, strict=True):
                 leaf.result = result
+
+    def _give(self, leaf: Leaf, state: Any, fill: bool) -> Any:
+        """A stored state → the stateful object that it belongs to."""
+        assert leaf.owner is not None
+        owner, protocol = leaf.owner
+        if not fill:
+            return state if protocol.make is None else protocol.make(owner, state)
+        self.given.append(leaf.path)
+        give(leaf.path, owner, protocol, state)
+        return owner
 
     def _subtree(self, leaf: Leaf, values: dict[int, Any], fill: bool) -> Any:
         """The stored containers around the leaves of a subtree: those below its own path, or where a rename took it from."""
@@ -238,20 +274,10 @@ class Wanted:
         return self._structure.build(node, value, wanted, nested.revive)
 
 
-def _give(leaf: Leaf, state: Any, fill: bool) -> Any:
-    """A stored state → the stateful object that it belongs to."""
-    assert leaf.owner is not None
-    owner, protocol = leaf.owner
-    try:
-        if fill:
-            protocol.set(owner, state)
-            return owner
-        return state if protocol.make is None else protocol.make(owner, state)
-    except Exception as failure:
-        failure.add_note(
-            f"while the stored state of {named(leaf.path)} was given to this {type(owner).__qualname__}"
-        )
-        raise
+def _does_not_fit(path: str, why: Exception) -> MismatchError:
+    error = MismatchError(f"{named(path)}: {why}")
+    error.leaf = path
+    return error
 
 
 def _nothing(_: int) -> Any:

@@ -324,6 +324,28 @@ def test_flax_nnx_states_and_modules(root: Path) -> None:
     assert equal(nnx.state(other), nnx.state(run))
 
 
+def test_an_nnx_module_that_could_not_be_filled_is_refused_and_comes_back_anew_as_like(root: Path) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    optax = pytest.importorskip("optax")
+    run, other = (nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    sw.save(root, {"net": run})
+    before = np.asarray(other.kernel[...])
+    for target in (
+        {"net": other},
+        {"net": {"inner": [nnx.Optimizer(other, optax.adam(1e-3), wrt=nnx.Param)]}},
+    ):
+        with pytest.raises(sw.UnsupportedLeaf, match=r"nnx\.state.*nnx\.update") as caught:
+            sw.restore(root, into=target)
+        assert str(caught.value.leaf).startswith("net")
+    assert (np.asarray(other.kernel[...]) == before).all()
+    made = sw.restore(root, like={"net": other})["net"]
+    assert type(made) is nnx.Linear
+    assert equal(nnx.state(made), nnx.state(run))
+    # What was saved as a module goes into a live one by way of a new one.
+    nnx.update(other, nnx.state(made))
+    assert equal(nnx.state(other), nnx.state(run))
+
+
 def test_equinox_modules_take_their_functions_from_the_target(root: Path) -> None:
     eqx = pytest.importorskip("equinox")
     run, other = (eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(seed)) for seed in (0, 1))
@@ -374,3 +396,116 @@ def test_a_restored_array_shares_its_memory_with_nobody(root: Path) -> None:
     assert (changed == 5).all()
     assert (back["y"] == 1).all()
     assert not sw.restore(root)["x"].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fits", "beyond"),
+    [
+        ("int64", [-(2**31), 2**31 - 1], 2**31),
+        ("int64", [0], -(2**40)),
+        ("uint64", [2**32 - 1], 2**32),
+        ("float64", [1e38, -1e38, np.nan, np.inf, 1e-300], 1e300),
+        ("float64", [0.5], -1e39),
+        ("complex128", [1e38 + 1j], 1e39j),
+    ],
+)
+def test_values_of_64_bits_that_jax_has_no_room_for_are_refused_by_leaf(
+    root: Path, dtype: str, fits: list[Any], beyond: Any
+) -> None:
+    good, bad = np.array(fits, dtype), np.array([*fits, beyond], dtype)
+    sw.save(root / "good", {"a": {"x": good, "one": good[0], "none": good[:0]}})
+    back = sw.restore(root / "good", to="jax")["a"]
+    assert isinstance(back["x"], jax.Array)
+    assert back["x"].dtype == jax.dtypes.canonicalize_dtype(dtype)
+    assert np.array_equal(np.asarray(back["x"]), good.astype(back["x"].dtype), equal_nan=True)
+    sw.save(root / "bad", {"a": {"ok": good, "x": bad}, "b": np.ones(2)})
+    rows = sharding((1,), "x")
+    for asked in (
+        {"to": "jax"},
+        {"to": "jax", "include": "a/**"},
+        {"to": "jax", "shardings": rows},
+        {"like": {"a": {"x": jax.Array, "ok": jax.Array}}},
+    ):
+        with pytest.raises(sw.MismatchError, match=r"a/x.*jax_enable_x64.*numpy") as caught:
+            sw.restore(root / "bad", **asked)
+        assert caught.value.leaf == "a/x"
+    assert np.array_equal(sw.restore(root / "bad", to="numpy")["a"]["x"], bad, equal_nan=True)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        back = sw.restore(root / "bad", to="jax")["a"]["x"]
+        assert back.dtype == dtype
+        assert np.array_equal(np.asarray(back), bad, equal_nan=True)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def test_a_tree_of_shardings_names_what_is_stored_or_wanted(root: Path) -> None:
+    state = {"params": {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, "opt": (jnp.ones(8), [1, 2]), "step": 3}
+    sw.save(root, state)
+    rows = sharding((8,), "x")
+    for wrong, named, near in (
+        ({"parms": rows}, "parms", "params"),
+        ({"params": {"W": rows, "b": rows}}, "params/W", "params/w"),
+        ({"params": {"w": {"deep": rows}}}, "params/w/deep", "params/w"),
+        ([rows], "[0]", ""),
+        ({"params": [rows]}, "params[0]", "params"),
+        ({"opt": {"m": rows}}, "opt/m", "opt"),
+    ):
+        for asked in ({"to": "jax"}, {"like": state}, {"into": jax.tree.map(jnp.zeros_like, state)}):
+            with pytest.raises(sw.MismatchError, match="shardings=") as caught:
+                sw.restore(root, shardings=wrong, **asked)
+            assert caught.value.leaf == named
+            assert f"  {named}" in str(caught.value)
+            assert near in str(caught.value).partition("near")[2]
+    for right in (jax.tree.map(lambda _: rows, state), {"params": None}, {"params": {}, "opt": (rows, None)}):
+        sw.restore(root, to="jax", shardings=right)
+    like = {"weights": {"w": jnp.zeros((8, 8))}}
+    renamed = sw.restore(
+        root,
+        like=like,
+        rename={"params/*": "weights/*"},
+        exclude="params/b",
+        shardings={"weights": rows},
+    )
+    assert renamed["weights"]["w"].sharding == rows
+
+
+def test_a_key_of_another_implementation_is_named_before_shapes_are_compared(root: Path) -> None:
+    for stored, wanted in (("rbg", "unsafe_rbg"), ("threefry2x32", "rbg"), ("rbg", "threefry2x32")):
+        sw.save(root, {"k": jax.random.key(1, impl=stored), "w": np.ones(2)}, exists="replace")
+        target = jax.random.key(2, impl=wanted)
+        abstract = jax.eval_shape(lambda wanted=wanted: jax.random.key(2, impl=wanted))
+        weights = np.zeros(2)
+        for asked in (
+            {"into": target},
+            {"into": target, "resize": "pad"},
+            {"like": target},
+            {"like": abstract},
+        ):
+            way, key = next(iter(asked.items()))
+            with pytest.raises(sw.MismatchError, match=f"'{stored}'.*'{wanted}'") as caught:
+                sw.restore(root, **{**asked, way: {"k": key, "w": weights}})
+            assert caught.value.leaf == "k"
+            assert "pad" not in str(caught.value)
+        assert not weights.any()
+        with pytest.raises(sw.MismatchError, match=f"'{stored}'.*'{wanted}'"):
+            sw.restore(root, like={"key": target}, rename={"k/*": "key/*"}, exclude="w", resize="both")
+        same = jax.random.key(9, impl=stored)
+        assert equal(sw.restore(root, into={"k": same})["k"], jax.random.key(1, impl=stored))
+
+
+def test_a_sharding_that_does_not_fit_is_refused_by_leaf_however_it_is_given(root: Path) -> None:
+    sw.save(root, {"a": {"x": jnp.ones((8, 8))}})
+    abstract = NamedSharding(jax.sharding.AbstractMesh((8,), ("z",)), PartitionSpec("z"))
+    for wrong, said in ((abstract, "AbstractMesh"), (sharding((3,), "x"), "3 times")):
+        for asked in (
+            {"like": {"a": {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=wrong)}}},
+            {"like": {"a": {"x": jnp.ones((8, 8))}}, "shardings": wrong},
+            {"like": {"a": {"x": jax.Array}}, "shardings": wrong},
+            {"to": "jax", "shardings": wrong},
+            {"to": "jax", "shardings": {"a": wrong}},
+        ):
+            with pytest.raises(sw.MismatchError, match=said) as caught:
+                sw.restore(root, **asked)
+            assert caught.value.leaf == "a/x"
+            assert "a/x" in str(caught.value)

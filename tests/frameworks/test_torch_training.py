@@ -467,3 +467,179 @@ def test_a_module_without_memory_is_refused_as_into_and_says_what_is_wanted_as_l
     target.to_empty(device="cpu")
     sw.restore(root, into={"model": wrap(target)})
     assert same(source, target)
+
+
+def stepped(make: Any, seed: int = 0) -> Any:
+    """A small model with an optimizer that has made a step, as a state."""
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 4)
+    optimizer = make(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return sw.torch.TrainState(model, optimizer)
+
+
+def fresh(make: Any, seed: int = 1) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 4)
+    return sw.torch.TrainState(model, make(model.parameters()))
+
+
+def adam(parameters: Any) -> Any:
+    return torch.optim.Adam(parameters, lr=1e-3, weight_decay=0.1)
+
+
+def test_what_the_class_of_an_optimizer_holds_to_holds_after_a_restore_as_in_torch(root: Path) -> None:
+    stored = stepped(adam)
+    sw.save(root, {"train": stored})
+    taken = fresh(torch.optim.AdamW)
+    sw.restore(root, into={"train": taken})
+    other = fresh(torch.optim.AdamW)
+    other.optimizers[None].load_state_dict(stored.optimizers[None].state_dict())
+    group, by_torch = (one.optimizers[None].param_groups[0] for one in (taken, other))
+    assert {k: v for k, v in group.items() if k != "params"} == {
+        k: v for k, v in by_torch.items() if k != "params"
+    }
+    assert group["decoupled_weight_decay"] is True
+    assert group["weight_decay"] == 0.1
+    again = fresh(adam)
+    sw.restore(root, into={"train": again})
+    assert (
+        again.optimizers[None].state_dict()["param_groups"]
+        == (stored.optimizers[None].state_dict()["param_groups"])
+    )
+
+
+def test_steps_that_an_older_torch_kept_as_numbers_become_tensors(root: Path) -> None:
+    state = stepped(adam).state_dict()
+    for slots in state["optimizer"]["state"].values():
+        slots["step"] = 1.0
+    for group in state["optimizer"]["groups"]:
+        for key in ("fused", "decoupled_weight_decay", "differentiable", "capturable", "foreach", "maximize"):
+            del group[key]
+    sw.save(root, {"train": state})
+    taken = fresh(adam)
+    sw.restore(root, into={"train": taken})
+    model, optimizer = taken.model, taken.optimizers[None]
+    assert all(
+        float(slots["step"]) == 1 and torch.is_tensor(slots["step"]) for slots in optimizer.state.values()
+    )
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+OTHER_KINDS: dict[str, tuple[Any, Any, str]] = {
+    "Adam into SGD": (adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum_buffer|betas"),
+    "Adam into RMSprop": (adam, lambda p: torch.optim.RMSprop(p, lr=0.1), "square_avg|betas"),
+    "Adamax into Adam": (torch.optim.Adamax, adam, "exp_inf"),
+    "SGD into Adam": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), adam, "momentum"),
+    "SGD without slots into Adam": (lambda p: torch.optim.SGD(p, lr=0.1), adam, "momentum"),
+    "SGD into LBFGS": (
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.LBFGS(list(p)),
+        "max_iter",
+    ),
+}
+
+
+@pytest.mark.parametrize("kinds", OTHER_KINDS)
+@pytest.mark.parametrize("through", ["restore", "load_state_dict"])
+def test_an_optimizer_of_another_kind_is_refused_before_anything_is_written(
+    root: Path, kinds: str, through: str
+) -> None:
+    stored, wanted, named = OTHER_KINDS[kinds]
+    state = stepped(stored)
+    sw.save(root, {"train": state})
+    taken = fresh(wanted)
+    model, optimizer = taken.model, taken.optimizers[None]
+    before = model.weight.detach().clone()
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    if through == "restore":
+        with pytest.raises(sw.MismatchError, match=named) as caught:
+            sw.restore(root, into={"train": taken})
+        assert str(caught.value.leaf).startswith("train/optimizer/")
+    else:
+        with pytest.raises(sw.MisuseError, match=named) as caught:
+            taken.load_state_dict(state.state_dict())
+    assert "TrainState(model)" in str(caught.value)
+    assert torch.equal(model.weight, before)
+    assert not optimizer.state
+    assert groups == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    alone = sw.torch.TrainState(model)
+    sw.restore(root, into={"train": alone}, unexpected="ignore")
+    assert torch.equal(model.weight, state.model.weight)
+
+
+def test_what_schedulers_put_into_groups_needs_no_scheduler_in_the_target(root: Path) -> None:
+    state = stepped(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    torch.optim.lr_scheduler.OneCycleLR(state.optimizers[None], 1.0, total_steps=10)
+    sw.save(root, {"train": state})
+    taken = fresh(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    sw.restore(root, into={"train": taken})
+    assert taken.optimizers[None].param_groups[0]["max_lr"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        "Adafactor",
+    ],
+)
+def test_every_optimizer_of_torch_takes_its_own_state_fresh_and_live(root: Path, name: str) -> None:
+    def make(parameters: Any) -> Any:
+        return getattr(torch.optim, name)(parameters, lr=0.01)
+
+    stored = stepped(make)
+    sw.save(root, {"train": stored})
+    for taken in (fresh(make), stepped(make, 1)):
+        sw.restore(root, into={"train": taken})
+        assert same(taken.model, stored.model)
+        one, other = (state.optimizers[None] for state in (taken, stored))
+        for mine, theirs in zip(one.state.values(), other.state.values(), strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[slot], theirs[slot]) for slot in mine)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+def test_objects_of_torch_get_tensors_where_plain_dicts_are_stored(root: Path, make: Any) -> None:
+    stored = stepped(make)
+    model, optimizer = stored.model, stored.optimizers[None]
+    hooked = nn.Linear(4, 4)
+    hooked.register_load_state_dict_post_hook(lambda *_: None)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "hooked": hooked.state_dict()}
+    sw.save(root, state)
+    taken = fresh(make)
+    other, by_torch = nn.Linear(4, 4), fresh(make).optimizers[None]
+    other.register_load_state_dict_post_hook(lambda *_: None)
+    sw.restore(root, into={"model": taken.model, "optim": taken.optimizers[None], "hooked": other})
+    by_torch.load_state_dict(optimizer.state_dict())
+    assert same(taken.model, model)
+    assert same(other, hooked)
+    for mine, theirs in zip(taken.optimizers[None].state.values(), by_torch.state.values(), strict=True):
+        assert all(torch.equal(mine[slot], theirs[slot]) for slot in theirs)
+    found = sw.restore(root, like={"optim": taken.optimizers[None]})["optim"]
+    assert all(torch.is_tensor(one) for slots in found["state"].values() for one in slots.values())
+
+
+def test_a_loader_that_raises_is_named_with_what_was_filled_before(root: Path) -> None:
+    stored = stepped(torch.optim.AdamW)
+    sw.save(root, {"model": stored.model, "optim": stored.optimizers[None]})
+    model = nn.Linear(4, 4)
+    one, two = model.parameters()
+    optimizer = torch.optim.AdamW([{"params": [one]}, {"params": [two]}])
+    with pytest.raises(sw.LoadFailed, match=r"`optim`.*AdamW.*parameter groups") as caught:
+        sw.restore(root, into={"model": model, "optim": optimizer})
+    assert caught.value.leaf == "optim"
+    assert caught.value.overwritten == ("model/weight", "model/bias", "optim")
+    assert isinstance(caught.value.__cause__, ValueError)

@@ -5,6 +5,7 @@ A framework module has
 * ``describe(obj)``: what a value of its own types is (see ``leaves.describe``), or ``None``;
 * ``target(obj)``: what an array or abstract array of its own wants back, a :class:`Target`, or ``None``;
 * ``branch(obj)``: a container of its own types as the caller's structure, a :class:`Opened`, or ``None``;
+* ``owns(obj)``: whether an object with a state of its own is one of its own, so that it takes its arrays and no others;
 * ``arrays(values, placement)``: numpy arrays that nobody else has, as arrays of its own;
 * ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named ``<framework>.…``;
 
@@ -63,6 +64,16 @@ class Opened:
     close: Callable[[list[tuple[Any, Any]], bool], Any]
     #: Why it cannot be filled, where it cannot; it still says what is wanted.
     unfillable: str | None = None
+    #: The child that is looked at before anything else, and why a stored value of it does not fit (``None``: it does).
+    first: tuple[Any, Callable[[Any], str | None]] | None = None
+
+
+class DoesNotFit(Exception):
+    """The array of that number among those that were to become a framework's has values that its dtype there has not."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
 
 
 @cache
@@ -100,9 +111,19 @@ def branch(obj: Any) -> Opened | None:
     return found
 
 
+def library_of(obj: Any) -> str | None:
+    """The framework whose arrays an object with a state of its own takes; ``None`` where it may be any."""
+    return next((module.__name__.rpartition(".")[2] for module in load() if module.owns(obj)), None)
+
+
 def is_known(package: str) -> bool:
     """Whether there is an adapter for a framework."""
     return package in _FRAMEWORKS
+
+
+def check_fits(package: str, placement: Any, shape: tuple[int, ...]) -> None:
+    """Raises a ``ValueError`` where no array of that shape can be at that place of a framework."""
+    _module(_FRAMEWORKS[package]).check_fits(placement, shape)
 
 
 def arrays(package: str, values: list[Any], placement: Any = None) -> list[Any]:

@@ -8,6 +8,7 @@ pytree node is taken apart as JAX does it; what it does not hand out (static fie
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,9 @@ import numpy as np
 
 from .. import _core
 from ..errors import DonatedBuffer, MismatchError, MisuseError
-from ..paths import extend
+from ..paths import extend, starts_with
 from ..specs import AS_STORED, ArraySpec
-from . import Box, Opened, Target
+from . import Box, DoesNotFit, Opened, Target
 
 #: The stored name of a typed PRNG key.
 KEY = "jax.random.key"
@@ -159,10 +160,15 @@ def _node_name(obj: Any) -> str:
     return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
+def owns(obj: Any) -> bool:
+    """None is: states of JAX are trees."""
+    return False
+
+
 def branch(obj: Any) -> Opened | None:
     """A registered pytree node, or a typed PRNG key."""
     if isinstance(obj, jax.Array) and _is_key(obj):
-        return _key_branch(str(jax.random.key_impl(obj)), jax.random.key_data(obj))
+        return _key_branch(str(jax.random.key_impl(obj)), jax.random.key_data(obj), obj)
     if isinstance(obj, jax.ShapeDtypeStruct) and _is_key(obj):
         return _key_branch(AS_STORED, AS_STORED, obj)
     if isinstance(obj, (jax.Array, jax.ShapeDtypeStruct)):
@@ -175,19 +181,48 @@ def branch(obj: Any) -> Opened | None:
         (("i", key) if type(key) is int else ("k", key), child)
         for key, child in zip(keys, children, strict=True)
     ]
-    return Opened(parts, lambda pairs, _fill: close([value for _, value in pairs]))
+    return Opened(
+        parts, lambda pairs, _fill: close([value for _, value in pairs]), unfillable=_why_unfillable(obj)
+    )
 
 
-def _key_branch(impl: Any, data: Any, wanted: Any = None) -> Opened:
+def _why_unfillable(obj: Any) -> str | None:
+    """Why an object cannot be filled, where somebody would go on with it: those of Flax NNX change in place, by functions of Flax alone."""
+    nnx = sys.modules.get("flax.nnx")
+    classes = tuple(filter(None, (getattr(nnx, name, None) for name in ("Module", "Pytree", "Optimizer"))))
+    if not isinstance(obj, classes):
+        return None
+    name = type(obj).__name__
+    return (
+        f"{name} is an object of Flax NNX, and a new one would be returned while this one stays as it is; save nnx.state(…) of it, restore into "
+        f"nnx.state(…), and hand what is returned to nnx.update(…). Where the {name} itself is stored, pass it as like=, which gives a new one"
+    )
+
+
+def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
+    # An abstract key has its implementation in its dtype alone.
+    own = impl if isinstance(impl, str) else getattr(getattr(wanted.dtype, "_impl", None), "name", None)
+
+    def check(stored: Any) -> str | None:
+        if own is None or stored == own:
+            return None
+        return (
+            f"stored is a PRNG key of the implementation {stored!r}, wanted is one of {own!r}, and no key of one is one of the other; "
+            f"make the target with jax.random.key(seed, impl={stored!r})"
+        )
+
     def close(pairs: list[tuple[Any, Any]], _fill: bool) -> Any:
-        key = remake(KEY, dict(pairs))
-        if wanted is not None and (key.dtype, key.shape) != (wanted.dtype, wanted.shape):
+        parts = dict(pairs)
+        why = check(str(parts["impl"]))
+        key: Any = None if why else remake(KEY, parts)
+        if why or (key.dtype, key.shape) != (wanted.dtype, wanted.shape):
             raise MismatchError(
-                f"stored is a PRNG key {key.dtype}{list(key.shape)}, wanted is {wanted.dtype}{list(wanted.shape)}"
+                why
+                or f"stored is a PRNG key {key.dtype}{list(key.shape)}, wanted is {wanted.dtype}{list(wanted.shape)}"
             )
         return key
 
-    return Opened([(("k", "impl"), impl), (("k", "data"), data)], close)
+    return Opened([(("k", "impl"), impl), (("k", "data"), data)], close, first=(("k", "impl"), check))
 
 
 # ---- restoring --------------------------------------------------------------------------------------------------------
@@ -218,6 +253,7 @@ def placed(one: Target, sharding: Any) -> Target:
     """Wants the array there: on a device, or over the devices of a sharding. ``None``: on the default device."""
     one.placement, one.boxes = sharding, None
     shape = one.spec.shape
+    check_fits(sharding, shape)
     if not isinstance(sharding, jax.sharding.Sharding) or shape is None or len(sharding.device_set) == 1:
         return one
     if not sharding.is_fully_addressable:
@@ -230,10 +266,36 @@ def placed(one: Target, sharding: Any) -> Target:
     return one
 
 
+_ABSTRACT: Any = getattr(jax.sharding, "AbstractMesh", ())
+
+
+def check_fits(sharding: Any, shape: tuple[int, ...] | None) -> None:
+    """Raises a ``ValueError`` where no array of that shape can be there."""
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return
+    if isinstance(getattr(sharding, "mesh", None), _ABSTRACT):
+        raise ValueError(
+            "a sharding over an AbstractMesh has no devices where an array could be; pass one over a Mesh"
+        )
+    if shape is not None:
+        sharding.shard_shape(shape)
+
+
 def _finish(found: list[tuple[Target, Any]], _fill: bool) -> list[Any]:
     results: list[Any] = [None] * len(found)
     whole = [number for number, (one, _) in enumerate(found) if one.boxes is None]
-    made = arrays([found[number][1] for number in whole], [found[number][0].placement for number in whole])
+    for number in whole:
+        one, value = found[number]
+        try:
+            check_fits(one.placement, value.shape if one.spec.shape is None else None)
+        except ValueError as failure:
+            raise DoesNotFit(number, f"its sharding does not fit it: {failure}") from failure
+    try:
+        made = arrays(
+            [found[number][1] for number in whole], [found[number][0].placement for number in whole]
+        )
+    except DoesNotFit as failure:
+        raise DoesNotFit(whole[failure.number], str(failure)) from None
     for number, array in zip(whole, made, strict=True):
         results[number] = array
     for number, (one, values) in enumerate(found):
@@ -255,10 +317,12 @@ def _assembled(one: Target, values: list[Any]) -> Any:
 
 def arrays(values: list[Any], placement: Any = None) -> list[Any]:
     """Arrays as JAX has them, in one transfer: on the default device, or at ``placement`` (one for all, or a list). On the CPU they take the memory over, which is theirs alone. What JAX
-    has no dtype for (dates; 64 bits, where they are switched off) stays as it is, or becomes what JAX makes of it."""
+    has no dtype for (dates) stays as it is; 64 bits become 32, where JAX has no more and the values fit."""
     at = placement if isinstance(placement, list) else [placement] * len(values)
     results = list(values)
     fits = [number for number, value in enumerate(values) if value.dtype.kind not in "mMO"]
+    for number in fits:
+        _check_narrowed(number, values[number])
     fits = _put_quickly(values, at, results, fits)
     default = [number for number in fits if at[number] is None]
     elsewhere = [number for number in fits if at[number] is not None]
@@ -272,6 +336,33 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
         for number, array in zip(numbers, made, strict=True):
             results[number] = array
     return results
+
+
+def _check_narrowed(number: int, value: np.ndarray[Any, Any]) -> None:
+    """Raises where JAX, with 64 bits switched off, would make other numbers of these. No copy is made of an array that fits."""
+    if value.dtype.itemsize < 8 or value.size == 0 or value.dtype.kind not in "iufc":
+        return
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    if dtype == value.dtype:
+        return
+    for part in (value.real, value.imag) if value.dtype.kind == "c" else (value,):
+        if part.dtype.kind in "iu":
+            least, greatest = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+            ends = [int(part.min()), int(part.max())]
+            wrong = [one for one in ends if not least <= one <= greatest]
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                found = [np.fmin.reduce(part, axis=None), np.fmax.reduce(part, axis=None)]
+                narrow = np.float32
+                if not all(map(np.isfinite, found)) or any(np.isinf(narrow(one)) for one in found):
+                    found = list(part[np.isfinite(part) & np.isinf(part.astype(narrow))])
+                wrong = [one for one in found if np.isfinite(one) and np.isinf(narrow(one))]
+        if wrong:
+            raise DoesNotFit(
+                number,
+                f"{wrong[0]} does not fit {dtype}, which is what JAX makes of {value.dtype}; "
+                'switch jax_enable_x64 on, or restore it as an array of numpy (to="numpy")',
+            )
 
 
 def _put_quickly(values: list[Any], at: list[Any], results: list[Any], numbers: list[int]) -> list[int]:
@@ -316,6 +407,19 @@ def _one_device(where: Any, default: Any) -> tuple[Any, Any]:
     return None, None
 
 
+class _Tree:
+    """A tree of shardings, by rendered path: one stands for all that is below it."""
+
+    def __init__(self, places: dict[str, Any]) -> None:
+        self._places = places
+        #: The paths that it names.
+        self.paths = list(places)
+
+    def __call__(self, path: str, spec: ArraySpec) -> Any:
+        matching = [one for one in self._places if starts_with(path, one)]
+        return self._places[max(matching, key=len)] if matching else None
+
+
 def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
     """What ``shardings=`` says of a leaf path: one sharding or device for all, a function of path and spec, or a tree of shardings, in which one stands
     for all that is below it."""
@@ -336,12 +440,7 @@ def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
             key = _key(entry)
             path = extend(path, ("i", key) if type(key) is int else ("k", key))
         there[path] = one
-
-    def look(path: str, spec: ArraySpec) -> Any:
-        matching = [one for one in there if not one or path == one or path.startswith((f"{one}/", f"{one}["))]
-        return there[max(matching, key=len)] if matching else None
-
-    return look
+    return _Tree(there)
 
 
 def revive(name: str, parts: Any) -> Any:
@@ -360,4 +459,15 @@ def remake(name: str, children: dict[Any, Any]) -> Any:
     return children
 
 
-__all__ = ["arrays", "branch", "describe", "placed", "placements", "remake", "revive", "target"]
+__all__ = [
+    "arrays",
+    "branch",
+    "check_fits",
+    "describe",
+    "owns",
+    "placed",
+    "placements",
+    "remake",
+    "revive",
+    "target",
+]

@@ -201,6 +201,21 @@ def _finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
     return results
 
 
+_OWN = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+    torch.amp.GradScaler,
+    torch.Generator,
+)
+
+
+def owns(obj: Any) -> bool:
+    """Whether an object takes tensors when it is loaded."""
+    return isinstance(obj, _OWN) or getattr(type(obj), "_takes_tensors", False)
+
+
 def branch(obj: Any) -> Opened | None:
     """A module whose tensors can be filled where they are: one whose ``load_state_dict`` would do nothing but copy. A :class:`stepwell.torch.TrainState`."""
     open_state = getattr(type(obj), "_stepwell_open", None)
