@@ -59,7 +59,9 @@ def check_root(root: str) -> None:
     if inside := _inside(root):
         raise MisuseError(f"{root} cannot be a root: {inside}")
     if os.path.lexists(root) and not os.path.isdir(root):
-        raise MisuseError(f"{root} cannot be a root: it is {_no_directory(root)}; pass the directory of the run")
+        raise MisuseError(
+            f"{root} cannot be a root: it is {_no_directory(root)}; pass the directory of the run"
+        )
 
 
 def check_destination(path: str) -> None:
