@@ -114,7 +114,7 @@ def donated(state: State, root: Path) -> dict[str, Any]:
 
     _, runs = steps(runs)  # compiles
     alone, runs = steps(runs)
-    spare = Spare(2 * size)
+    spare = Spare(4 * size)
     jax.block_until_ready(step_into_new_memory(runs))  # compiles
     spare.hold()
     spare.release()
