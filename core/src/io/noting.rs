@@ -72,10 +72,7 @@ impl Notes {
 
     /// A name stands for something else, though the directory does not show it.
     pub fn touch(&self, name: &str) {
-        let mut state = self.lock();
-        state.clock += 1;
-        let now = state.clock;
-        state.touched.insert(name.to_owned(), now);
+        self.lock().touch(&[name]);
     }
 
     /// From here on nobody knows, until the directory is listed.

@@ -166,7 +166,7 @@ impl Plan {
     }
 }
 
-/// What a plan changes, without a word on why: for many steps, most of which stay, it is made in a tenth of the time.
+/// What a plan changes, without a word on why: of many steps most stay, and a text for each would be most of the work.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
     /// The steps that go, oldest first.
