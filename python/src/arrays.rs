@@ -1,4 +1,4 @@
-//! Arrays of other libraries: which classes are arrays, and how their memory is taken hold of. The package's adapters say so (`array_type`); nothing here knows a framework.
+//! Arrays of other libraries: which classes are arrays, and how their memory is taken hold of. The package's adapters say so (`array_type`, `abstract_type`); nothing here knows a framework.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,7 +9,7 @@ use pyo3::types::PyType;
 /// A class whose instances are arrays.
 pub struct ArrayType {
     /// Kept, so that its address stays its own.
-    class: Py<PyType>,
+    _class: Py<PyType>,
     /// What the library is called.
     pub library: Arc<str>,
     /// Whether its instances export a buffer, and have a numpy dtype.
@@ -18,41 +18,89 @@ pub struct ArrayType {
     pub capsule: Py<PyAny>,
     /// Whether its instances never change.
     pub immutable: bool,
-    /// An attribute, and what class its value is of where all of an array is in one piece of memory; others are described by the package.
-    whole: Option<(String, Py<PyType>)>,
+    /// Which of them are in one piece of memory; others are described by the package.
+    whole: Option<Whole>,
 }
 
 impl ArrayType {
     /// Whether all of that array is in one piece of memory.
     pub fn is_whole(&self, array: &Bound<'_, PyAny>) -> bool {
-        self.whole.as_ref().is_none_or(|(attribute, class)| {
-            array.getattr(attribute.as_str()).is_ok_and(|value| value.get_type().is(class))
-        })
+        self.whole.as_ref().is_none_or(|whole| whole.holds(array))
     }
 }
 
-/// By address of the class.
-pub type ArrayTypes = HashMap<usize, ArrayType>;
-
-static KNOWN: Mutex<Option<Arc<ArrayTypes>>> = Mutex::new(None);
-
-/// Those that are known now.
-pub fn known() -> Arc<ArrayTypes> {
-    let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    known.clone().unwrap_or_default()
+/// A class whose instances say what array is wanted, and where; they have no values.
+pub struct AbstractType {
+    /// Kept, so that its address stays its own.
+    _class: Py<PyType>,
+    whole: Whole,
 }
 
-/// Whether an object is of such a class.
+impl AbstractType {
+    /// Whether all of that array is to be in one piece of memory.
+    pub fn is_whole(&self, wanted: &Bound<'_, PyAny>) -> bool {
+        self.whole.holds(wanted)
+    }
+}
+
+/// An attribute, and of which classes its value is where all of an array is in one piece of memory.
+struct Whole {
+    attribute: String,
+    classes: Vec<Py<PyType>>,
+}
+
+impl Whole {
+    fn holds(&self, array: &Bound<'_, PyAny>) -> bool {
+        let value = array.getattr(self.attribute.as_str());
+        value.is_ok_and(|value| self.classes.iter().any(|class| value.get_type().is(class)))
+    }
+}
+
+/// The classes that are known, by their address.
+#[derive(Clone, Default)]
+pub struct Known {
+    arrays: HashMap<usize, Arc<ArrayType>>,
+    abstracts: HashMap<usize, Arc<AbstractType>>,
+}
+
+impl Known {
+    /// What is known of the class of an array.
+    pub fn array(&self, object: &Bound<'_, PyAny>) -> Option<&Arc<ArrayType>> {
+        self.arrays.get(&address(object))
+    }
+
+    /// What is known of the class of an abstract array.
+    pub fn abstract_array(&self, object: &Bound<'_, PyAny>) -> Option<&Arc<AbstractType>> {
+        self.abstracts.get(&address(object))
+    }
+}
+
+fn address(object: &Bound<'_, PyAny>) -> usize {
+    object.get_type().as_ptr() as usize
+}
+
+static KNOWN: Mutex<Option<Arc<Known>>> = Mutex::new(None);
+
+/// Those that are known now.
+pub fn known() -> Arc<Known> {
+    KNOWN.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
+}
+
+/// Whether an object is of a class of arrays.
 pub fn is_known(object: &Bound<'_, PyAny>) -> bool {
     let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    known.as_ref().is_some_and(|known| known.contains_key(&(object.get_type().as_ptr() as usize)))
+    known.as_ref().is_some_and(|known| known.array(object).is_some())
+}
+
+fn add(change: impl FnOnce(&mut Known)) {
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    change(Arc::make_mut(known.get_or_insert_default()));
 }
 
 /// Makes a class of arrays known. Subclasses are not meant: they may be something else. An array whose memory cannot be had like this is described by the package.
 #[pyfunction]
 #[pyo3(signature = (class_, library, buffer, capsule, immutable, whole = None))]
 pub fn array_type(
-    py: Python<'_>,
     class_: Bound<'_, PyType>,
     library: &str,
     buffer: bool,
@@ -60,20 +108,18 @@ pub fn array_type(
     immutable: bool,
     whole: Option<(String, Bound<'_, PyType>)>,
 ) {
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    let copy = |one: &ArrayType| ArrayType {
-        class: one.class.clone_ref(py),
-        library: Arc::clone(&one.library),
-        buffer: one.buffer,
-        capsule: one.capsule.clone_ref(py),
-        immutable: one.immutable,
-        whole: one.whole.as_ref().map(|(attribute, class)| (attribute.clone(), class.clone_ref(py))),
-    };
-    let mut types: ArrayTypes =
-        known.iter().flat_map(|known| known.iter().map(|(&at, one)| (at, copy(one)))).collect();
     let at = class_.as_ptr() as usize;
     let library = Arc::from(library);
-    let whole = whole.map(|(attribute, class)| (attribute, class.unbind()));
-    types.insert(at, ArrayType { class: class_.unbind(), library, buffer, capsule, immutable, whole });
-    *known = Some(Arc::new(types));
+    let whole = whole.map(|(attribute, class)| Whole { attribute, classes: vec![class.unbind()] });
+    let found = ArrayType { _class: class_.unbind(), library, buffer, capsule, immutable, whole };
+    add(|known| drop(known.arrays.insert(at, Arc::new(found))));
+}
+
+/// Makes a class known whose instances have the dtype and the shape of an array that is wanted, in one piece of memory where that attribute has a value of one of these classes.
+#[pyfunction]
+pub fn abstract_type(class_: Bound<'_, PyType>, attribute: String, classes: Vec<Bound<'_, PyType>>) {
+    let at = class_.as_ptr() as usize;
+    let whole = Whole { attribute, classes: classes.into_iter().map(Bound::unbind).collect() };
+    let found = AbstractType { _class: class_.unbind(), whole };
+    add(|known| drop(known.abstracts.insert(at, Arc::new(found))));
 }

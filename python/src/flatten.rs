@@ -19,7 +19,7 @@ use stepwell_core::region::Region;
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_core::value::Value;
 
-use crate::arrays::{self, ArrayType, ArrayTypes};
+use crate::arrays::{self, ArrayType, Known};
 use crate::hooks::{Hooks, dtype_named, hooks, unsupported};
 use crate::ingest::HeldBuffer;
 use crate::values::{Plain, TOO_DEEP, described, exact_scalar, to_value};
@@ -88,7 +88,7 @@ impl<'py> Dtypes<'py> {
 
 struct Walk<'h, 'py> {
     hooks: &'h Hooks,
-    arrays: Arc<ArrayTypes>,
+    arrays: Arc<Known>,
     /// Whose arrays were met in the stateful object that is being walked.
     library: Option<Arc<str>>,
     flat: Flat,
@@ -412,7 +412,7 @@ impl<'py> Walk<'_, 'py> {
     /// The memory of an array of a class that was made known; `None` where it is none, or cannot be had like this.
     fn hold(&mut self, object: &Bound<'py, PyAny>) -> PyResult<Option<(Dtype, HeldBuffer, bool)>> {
         let arrays = Arc::clone(&self.arrays);
-        let known = arrays.get(&(object.get_type().as_ptr() as usize));
+        let known = arrays.array(object);
         let Some(known) = known.filter(|known| known.is_whole(object)) else { return Ok(None) };
         self.hold_as(known, object)
     }
@@ -511,7 +511,7 @@ impl<'py> Walk<'_, 'py> {
         for shard in answer.get_item(3)?.try_iter()? {
             let shard = shard?;
             let array = shard.get_item(1)?;
-            let known = arrays.get(&(array.get_type().as_ptr() as usize));
+            let known = arrays.array(&array);
             let held = known.map(|known| self.hold_as(known, &array)).transpose()?.flatten();
             let held = match held {
                 Some((held, buffer, _)) if held == dtype => buffer,

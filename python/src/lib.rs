@@ -43,7 +43,7 @@ mod _core {
     use stepwell_core::limits;
 
     #[pymodule_export]
-    use crate::arrays::array_type;
+    use crate::arrays::{abstract_type, array_type};
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]

@@ -22,6 +22,7 @@ __all__ = [
     "Manager",
     "SaveHandle",
     "State",
+    "abstract_type",
     "add_metrics",
     "array_type",
     "dtype_names",
@@ -50,6 +51,7 @@ _ChunkRow = tuple[int | None, int, int, list[int], list[int]]
 _PlaceRow = tuple[int | None, list[_ChunkRow]]
 
 def dtype_names() -> list[str]: ...
+def abstract_type(class_: type, attribute: str, classes: Sequence[type]) -> None: ...
 def array_type(
     class_: type,
     library: str,

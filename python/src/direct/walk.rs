@@ -15,7 +15,7 @@ use stepwell_core::value::Value;
 
 use super::{InPlace, Node, Work, record};
 use crate::ahead::Taken;
-use crate::arrays::ArrayTypes;
+use crate::arrays::Known;
 use crate::checkpoint::Engined;
 use crate::flatten::Dtypes;
 use crate::hooks::Hooks;
@@ -27,7 +27,7 @@ pub(super) struct Walk<'a, 'py> {
     pub(super) hooks: &'a Hooks,
     pub(super) fill: bool,
     pub(super) dtypes: Dtypes<'py>,
-    pub(super) arrays: Arc<ArrayTypes>,
+    pub(super) arrays: Arc<Known>,
     pub(super) taken: Taken,
     pub(super) work: Work,
 }
@@ -214,7 +214,10 @@ impl<'a, 'py> Walk<'a, 'py> {
         target: &Bound<'py, PyAny>,
     ) -> Found<Node> {
         let arrays = Arc::clone(&self.arrays);
-        let Some(known) = arrays.get(&(target.get_type().as_ptr() as usize)) else { return Ok(None) };
+        if arrays.abstract_array(target).is_some_and(|known| known.is_whole(target)) {
+            return self.like(source, tensor, target);
+        }
+        let Some(known) = arrays.array(target) else { return Ok(None) };
         if known.immutable && known.is_whole(target) {
             return self.like(source, tensor, target);
         }
@@ -229,7 +232,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         Ok(self.own(leaf, source, buffer, target))
     }
 
-    /// An array that nobody can change, of the same dtype and shape.
+    /// An array that nobody can change, or an abstract one, of the same dtype and shape.
     fn like(&mut self, source: u32, tensor: &TensorRecord, target: &Bound<'py, PyAny>) -> Found<Node> {
         let shape: Vec<u64> = target.getattr(intern!(target.py(), "shape"))?.extract()?;
         if self.dtypes.of(self.hooks, target)? != Some(tensor.dtype) || shape != tensor.shape {
@@ -238,8 +241,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         let known = self.work.number_of.contains_key(&source);
         self.fresh(source);
         let Some(&number) = self.work.number_of.get(&source) else { return Ok(None) };
-        if known && !self.work.like.contains_key(&number) {
-            return Ok(None); // tied to one that is to be an array of numpy
+        if known && !self.work.like.get(&number).is_some_and(|one| one.is(target)) {
+            return Ok(None); // tied to one that is to be an array of numpy, or may be to be somewhere else
         }
         self.work.like.entry(number).or_insert_with(|| target.clone().unbind());
         Ok(Some(Node::Leaf(source)))

@@ -7,6 +7,8 @@ A framework module has
 * ``branch(obj)``: a container of its own types as the caller's structure, a :class:`Opened`, or ``None``;
 * ``owns(obj)``: whether an object with a state of its own is one of its own, so that it takes its arrays and no others;
 * ``arrays(values, placement)``: numpy arrays that nobody else has, as arrays of its own;
+* ``like(values, targets)``: the same, each where a target is that is an array of a class that never changes, or an abstract array; ``None`` for a target that is not its own
+  (only where it makes such classes known);
 * ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named ``<framework>.…``;
 
 and makes the classes of its arrays known to the engine when it is imported. What is not installed or not imported costs one
@@ -140,16 +142,11 @@ def arrays_where_used(package: str, values: list[Any]) -> list[Any]:
 def like(values: list[Any], targets: list[Any]) -> list[Any]:
     """Numpy arrays, those with a target as arrays of its framework, where it is."""
     results = list(values)
-    pending = [number for number, one in enumerate(targets) if one is not None]
     for module in load():
-        mine = [
-            (number, found) for number in pending if (found := module.target(targets[number])) is not None
-        ]
-        made = mine[0][1].finish([(found, values[number]) for number, found in mine], False) if mine else []
-        for (number, _), array in zip(mine, made, strict=True):
-            results[number] = array
-        taken = {number for number, _ in mine}
-        pending = [number for number in pending if number not in taken]
+        if hasattr(module, "like"):
+            for number, array in enumerate(module.like(values, targets)):
+                if array is not None:
+                    results[number] = array
     return results
 
 

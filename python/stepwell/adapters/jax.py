@@ -45,6 +45,9 @@ with contextlib.suppress(ImportError):
     )
 
 
+_core.abstract_type(jax.ShapeDtypeStruct, "sharding", (jax.sharding.SingleDeviceSharding, type(None)))
+
+
 def _is_key(array: Any) -> bool:
     """Whether an array, or an abstract one, is of typed PRNG keys."""
     return bool(jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key))
@@ -237,16 +240,37 @@ def target(obj: Any) -> Target | None:
     if isinstance(obj, jax.Array):
         if obj.is_deleted():
             return Target(ArraySpec(obj.shape, obj.dtype.name), _finish, replace=placed)
-        committed = getattr(obj, "committed", getattr(obj, "_committed", True))
         return placed(
             Target(ArraySpec(obj.shape, obj.dtype.name), _finish, obj, has_value=True, replace=placed),
-            obj.sharding if committed else None,
+            _place_of(obj),
         )
     if isinstance(obj, jax.ShapeDtypeStruct):
         return placed(
             Target(ArraySpec(obj.shape, obj.dtype.name), _finish, obj, replace=placed), obj.sharding
         )
     return None
+
+
+def _place_of(wanted: Any) -> Any:
+    """Where an array, or an abstract one, is; ``None``: wherever the default is."""
+    if isinstance(wanted, jax.ShapeDtypeStruct):
+        return wanted.sharding
+    if wanted.is_deleted():
+        return None
+    committed = getattr(wanted, "committed", getattr(wanted, "_committed", True))
+    return wanted.sharding if committed else None
+
+
+def like(values: list[Any], targets: list[Any]) -> list[Any]:
+    """Arrays in one piece, each where its target is; ``None`` where there is no target of JAX."""
+    mine = [
+        number for number, one in enumerate(targets) if isinstance(one, (jax.Array, jax.ShapeDtypeStruct))
+    ]
+    made = arrays([values[number] for number in mine], [_place_of(targets[number]) for number in mine])
+    results: list[Any] = [None] * len(values)
+    for number, array in zip(mine, made, strict=True):
+        results[number] = array
+    return results
 
 
 def placed(one: Target, sharding: Any) -> Target:
@@ -320,10 +344,17 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
     has no dtype for (dates) stays as it is; 64 bits become 32, where JAX has no more and the values fit."""
     at = placement if isinstance(placement, list) else [placement] * len(values)
     results = list(values)
-    fits = [number for number, value in enumerate(values) if value.dtype.kind not in "mMO"]
+    # Dtype → that of JAX; None where it has none. Asked once for each dtype, since there may be many thousand arrays.
+    becomes: dict[np.dtype[Any], Any] = {
+        dtype: None if dtype.kind in "mMO" else jax.dtypes.canonicalize_dtype(dtype)
+        for dtype in {value.dtype for value in values}
+    }
+    fits = [number for number, value in enumerate(values) if becomes[value.dtype] is not None]
     for number in fits:
-        _check_narrowed(number, values[number])
-    fits = _put_quickly(values, at, results, fits)
+        dtype = becomes[values[number].dtype]
+        if dtype != values[number].dtype:
+            _check_narrowed(number, values[number], dtype)
+    fits = _put_quickly(values, at, results, fits, becomes)
     default = [number for number in fits if at[number] is None]
     elsewhere = [number for number in fits if at[number] is not None]
     for numbers, made in (
@@ -338,12 +369,9 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
     return results
 
 
-def _check_narrowed(number: int, value: np.ndarray[Any, Any]) -> None:
+def _check_narrowed(number: int, value: np.ndarray[Any, Any], dtype: Any) -> None:
     """Raises where JAX, with 64 bits switched off, would make other numbers of these. No copy is made of an array that fits."""
     if value.dtype.itemsize < 8 or value.size == 0 or value.dtype.kind not in "iufc":
-        return
-    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
-    if dtype == value.dtype:
         return
     for part in (value.real, value.imag) if value.dtype.kind == "c" else (value,):
         if part.dtype.kind in "iu":
@@ -365,7 +393,9 @@ def _check_narrowed(number: int, value: np.ndarray[Any, Any]) -> None:
             )
 
 
-def _put_quickly(values: list[Any], at: list[Any], results: list[Any], numbers: list[int]) -> list[int]:
+def _put_quickly(
+    values: list[Any], at: list[Any], results: list[Any], numbers: list[int], becomes: dict[Any, Any]
+) -> list[int]:
     """Does what ``jax.device_put`` does, by the call that it ends in, for arrays that go to one device as they are: that takes 5 µs for each, and ``device_put`` 35.
     Gives the numbers of those that are left: all of them where this version of JAX has no such call."""
     try:
@@ -377,22 +407,25 @@ def _put_quickly(values: list[Any], at: list[Any], results: list[Any], numbers: 
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if default is not None and not isinstance(default, jax.Device):
         return numbers
-    place_of: dict[Any, tuple[Any, Any]] = {}
+    # By identity: a sharding takes longer to compare than to look at.
+    place_of: dict[int, tuple[Any, Any]] = {}
     known: dict[Any, Any] = {}
+    as_they_are = {dtype for dtype, there in becomes.items() if there == dtype and dtype.isnative}
     left: list[int] = []
     for number in numbers:
         value, where = values[number], at[number]
-        if where not in place_of:
-            place_of[where] = _one_device(where, default)
-        sharding, device = place_of[where]
-        kind = (value.dtype, value.shape)
-        if kind not in known:
-            fits = jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype and value.dtype.isnative
-            known[kind] = jax.core.ShapedArray(value.shape, value.dtype) if fits else None
-        if device is None or known[kind] is None or not value.flags.c_contiguous:
+        place = place_of.get(id(where))
+        if place is None:
+            place = place_of[id(where)] = _one_device(where, default)
+        sharding, device = place
+        dtype, shape = value.dtype, value.shape
+        if device is None or dtype not in as_they_are or not value.flags.c_contiguous:
             left.append(number)
             continue
-        results[number] = put(known[kind], sharding, [value], [device], where is not None)
+        kind = known.get((dtype, shape))
+        if kind is None:
+            kind = known[dtype, shape] = jax.core.ShapedArray(shape, dtype)
+        results[number] = put(kind, sharding, [value], [device], where is not None)
     return left
 
 
@@ -464,6 +497,7 @@ __all__ = [
     "branch",
     "check_fits",
     "describe",
+    "like",
     "owns",
     "placed",
     "placements",
