@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::*;
-use stepwell_core::io::Engine;
 use stepwell_core::io::simulated::{Kind, Moment};
+use stepwell_core::io::{Disk, Engine};
 use stepwell_manager::{Environment, Manager, Options, Retention};
 
 fn reading() -> Options {
@@ -102,6 +102,35 @@ fn the_metrics_of_an_open_step_are_told_when_it_was_retired_meanwhile() {
     commit(&writer, 2);
     assert_eq!(reader.metrics(1).unwrap_err().kind(), "step_not_found");
     assert_eq!(reader.metrics_of(open.manifest()).unwrap().get("loss"), Some(&0.5));
+}
+
+#[test]
+fn what_somebody_else_deletes_at_the_same_time_is_deleted_to_the_end() {
+    for kind in [Kind::RemoveFile, Kind::RemoveDir] {
+        let world = World::default();
+        let writer = world.open(keeping(Retention::keep_latest(1)));
+        commit(&writer, 1);
+        let other = world.disk.process();
+        let raced = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&raced);
+        world.disk.set_hook(Some(Arc::new(move |now, operation| {
+            let ours = operation.process == 0 && operation.kind == kind && now == Moment::Before;
+            if !ours || !operation.path.to_string_lossy().contains(".trash-") {
+                return;
+            }
+            let above = other.open_dir(operation.path.parent().unwrap()).unwrap();
+            let name = operation.path.file_name().unwrap().to_str().unwrap();
+            let removed =
+                if kind == Kind::RemoveFile { above.remove_file(name) } else { above.remove_dir(name) };
+            removed.unwrap();
+            count.fetch_add(1, Ordering::SeqCst);
+        })));
+        commit(&writer, 2);
+        assert!(writer.wait_for_deletions(LONG).unwrap());
+        world.disk.set_hook(None);
+        assert!(raced.load(Ordering::SeqCst) > 2, "{kind:?}: nobody came first");
+        assert_eq!(world.names(), ["step_00000002"], "{kind:?}");
+    }
 }
 
 #[test]

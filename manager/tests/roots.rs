@@ -579,3 +579,22 @@ fn a_disk_that_does_not_answer_is_no_place_with_nothing_there() {
         world.disk.clear_faults();
     }
 }
+
+#[test]
+fn a_root_json_that_is_damaged_is_named_with_what_to_do() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    manager.close(Some(LONG)).unwrap();
+    world.disk.corrupt("/run/.stepwell/root.json", |bytes| bytes.truncate(20));
+    for read_only in [false, true] {
+        let error = world.try_open(Options { read_only, ..options() }).err().unwrap();
+        assert_eq!(error.kind(), "format");
+        let text = error.to_string();
+        assert!(text.contains("/run/.stepwell/root.json") && text.contains("delete this file"), "{text}");
+    }
+    // What it says to do.
+    let process = world.disk.process();
+    process.open_dir(Path::new("/run/.stepwell")).unwrap().remove_file("root.json").unwrap();
+    assert_eq!(world.open(options()).all_steps().unwrap(), [1]);
+}

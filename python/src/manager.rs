@@ -240,7 +240,7 @@ impl Manager {
     }
 
     fn pending(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        self.query(py, Engined::pending)
+        py.detach(|| self.inner.pending()).map_err(|error| raise_manager(py, &error))
     }
 
     fn reload(&self, py: Python<'_>) -> PyResult<()> {

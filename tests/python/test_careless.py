@@ -77,6 +77,21 @@ def test_a_pattern_that_only_allows_something_need_not_be_used_and_is_told_where
     assert list(sw.restore(path, unexpected={"head/**": "ignore"})) == ["params", "optimizer", "step"]
 
 
+def test_a_rewind_to_a_step_that_was_thinned_warns_of_what_is_gone(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    retention = sw.keep_latest(1) | sw.keep_every(1, items=["params"])
+    with sw.CheckpointManager(root, retention=retention) as manager:
+        for step in (1, 2):
+            manager.save(step, STATE).result()
+        manager.wait_until_finished()
+        manager.rewind(1)
+    # The manager's end has handed over what was to be logged.
+    told = [record.getMessage() for record in caplog.records if "was thinned" in record.getMessage()]
+    assert len(told) == 1
+    assert "optimizer" in told[0]
+
+
 def test_what_was_thinned_away_is_said_to_have_been(root: Path) -> None:
     retention = sw.keep_latest(1) | sw.keep_every(2, items=["params"])
     with sw.CheckpointManager(root, retention=retention) as manager:

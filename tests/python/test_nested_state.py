@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import stepwell as sw
 from conftest import same
+from stepwell import _core
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "language_model.py"
 
@@ -219,3 +220,34 @@ def test_the_batches_of_the_example_go_on_over_the_end_of_an_epoch(
     expected = [batches.next() for _ in range(20)]
     resumed = sw.restore(tmp_path / "c", into={"batches": example.Batches(text, 4, 10, seed=2)})["batches"]
     assert same([resumed.next() for _ in range(20)], expected)
+
+
+def test_a_dlpack_capsule_that_names_dimensions_and_no_shape_is_not_believed(tmp_path: Path) -> None:
+    import ctypes
+
+    class DLTensor(ctypes.Structure):
+        _fields_ = (
+            ("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32),
+            ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+            ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64),
+        )  # fmt: skip
+
+    values = np.arange(6, dtype=np.float32)
+    shape = (ctypes.c_int64 * 2)(2, 3)
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+    class Foreign:
+        def __init__(self, with_shape: bool) -> None:
+            self.tensor = DLTensor(
+                values.ctypes.data, (1, 0), 2, 2, 32, 1, shape if with_shape else None, None, 0
+            )
+
+    _core.array_type(
+        Foreign, "foreign", False, lambda one: make(ctypes.addressof(one.tensor), b"dltensor", None), False
+    )
+    sw.save(tmp_path / "good", {"a": Foreign(True)})
+    assert same(sw.restore(tmp_path / "good"), {"a": values.reshape(2, 3)})
+    with pytest.raises(sw.UnsupportedLeaf, match="`a`"):
+        sw.save(tmp_path / "bad", {"a": Foreign(False)})
+    assert not (tmp_path / "bad").exists()

@@ -147,3 +147,39 @@ stalled(checkpoint.restore)
 """
     (line,) = outlast(disk, script, "pread64,preadv,preadv2")
     check(line, "read")
+
+
+#: What a look into a root asks of the disk.
+LOOKS = "getdents64,statx,fstat,newfstatat"
+
+
+def test_a_question_ends_when_the_disk_does_not_answer(disk: Path) -> None:
+    script = """
+manager = sw.CheckpointManager(where, options=options)
+manager.save(7, state).result()
+attached()
+stalled(manager.all_steps)
+"""
+    (line,) = outlast(disk, script, LOOKS)
+    check(line, "to be read")
+
+
+def test_ctrl_c_ends_a_question_that_the_disk_does_not_answer(disk: Path) -> None:
+    script = """
+import signal, threading
+manager = sw.CheckpointManager(where, options=sw.Options(stall_timeout=20, engine="threads"))
+manager.save(7, state).result()
+interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+attached()
+interrupt.start()
+begun = time.monotonic()
+try:
+    print("returned", manager.all_steps())
+except KeyboardInterrupt:
+    print("interrupted", f"{time.monotonic() - begun:.1f}")
+"""
+    (line,) = outlast(disk, script, LOOKS)
+    what, seconds = line.split()
+    assert what == "interrupted", line
+    assert 0.4 <= float(seconds) < 10
