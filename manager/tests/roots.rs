@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use common::*;
 use stepwell_core::format::manifest::{Manifest, Others};
+use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::{Action, Fault, Kind, Node};
 use stepwell_core::load::LoadOptions;
 use stepwell_manager::root::{self, Standing};
