@@ -13,7 +13,7 @@
 //! | [`state`] [`options`] [`environment`] | what goes in |
 //! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: which steps are saved, which stay, how things are called |
 //! | [`commit`] | the commit machine and every rename |
-//! | [`beat`] [`discovery`] [`lease`] [`recovery`] [`retire`] [`metrics`] [`root`] | what is found, held, mended, deleted, added |
+//! | [`beat`] [`discovery`] [`lease`] [`recovery`] [`retire`] [`spares`] [`metrics`] [`root`] | what is found, held, mended, deleted, added |
 //! | [`coordination`] | how ranks agree |
 #![forbid(unsafe_code)]
 
@@ -37,6 +37,7 @@ pub mod root;
 pub mod save;
 pub mod save_policy;
 pub mod singular;
+pub mod spares;
 pub mod state;
 pub mod step_name;
 mod stored_index;

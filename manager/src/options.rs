@@ -33,6 +33,8 @@ pub struct Options {
     pub silence: Duration,
     /// How long the files of a retired step stay where there are no locks: nobody knows there who still reads them.
     pub grace: Duration,
+    /// Files of so many bytes of the last retired step are written over by the next save; `None`: all are deleted.
+    pub overwrite_from_bytes: Option<u64>,
     /// What a failure in the background that nobody has seen does.
     pub on_save_error: OnSaveError,
     /// Bytes of a chunk, about.
@@ -83,6 +85,7 @@ impl Default for Options {
             take_over: false,
             silence: Duration::from_secs(60),
             grace: Duration::from_secs(30 * 60),
+            overwrite_from_bytes: Some(8 << 20),
             on_save_error: OnSaveError::default(),
             chunk_bytes: 8 << 20,
             min_row_bytes: 4096,

@@ -16,6 +16,7 @@ use stepwell_core::sys::spawn;
 use crate::directory_layout::LEASE;
 use crate::environment::Clock;
 use crate::guard::guarded;
+use crate::spares::Spares;
 
 /// Between two tries of a step that readers hold.
 const RETRY: Duration = Duration::from_millis(500);
@@ -176,14 +177,42 @@ impl Shared {
 /// The background deleter of one root. Its thread starts with the first thing to delete.
 pub struct Deleter {
     shared: Arc<Shared>,
+    spares: Spares,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Deleter {
     /// A deleter with nothing to do. Where there are no locks it leaves trash alone for the time of `grace`.
     pub fn new(root: Arc<dyn Dir>, clock: Arc<dyn Clock>, grace: Duration) -> Self {
+        Self::with_spares(root, clock, grace, None)
+    }
+
+    /// The same, which keeps files of so many bytes of the last retired step to be written over.
+    pub fn with_spares(
+        root: Arc<dyn Dir>,
+        clock: Arc<dyn Clock>,
+        grace: Duration,
+        from_bytes: Option<u64>,
+    ) -> Self {
+        let spares = Spares::new(Arc::clone(&root), from_bytes);
         let shared = Shared { root, clock, grace, queue: Mutex::default(), changed: Condvar::new() };
-        Self { shared: Arc::new(shared), thread: Mutex::new(None) }
+        Self { shared: Arc::new(shared), spares, thread: Mutex::new(None) }
+    }
+
+    /// What the next save may write over.
+    pub fn spares(&self) -> &Spares {
+        &self.spares
+    }
+
+    /// Takes over retired steps, oldest first, whose renames are durable: the last is kept to be written over, where it is worth that.
+    pub fn retire(&self, mut names: Vec<String>) {
+        let last = names.pop().and_then(|last| self.spares.keep(last));
+        self.enqueue(names.into_iter().chain(last));
+    }
+
+    /// Deletes also what was kept to be written over.
+    pub fn give_up_spares(&self) {
+        self.enqueue(self.spares.give_up());
     }
 
     /// Takes over trash whose rename is durable.
@@ -212,6 +241,7 @@ impl Deleter {
 
     /// Has all deleted at full speed, now, because the disk is full, and waits for that; `false` by the deadline. What readers hold stays.
     pub fn empty_now(&self, timeout: Duration) -> bool {
+        self.give_up_spares();
         // Never on this thread: an unlink that the kernel does not return from would hold up the save for ever.
         self.drain(timeout)
     }
@@ -245,6 +275,7 @@ impl Deleter {
     /// Tries once more what readers held, then ends the thread; what is left is the next writer's. `false`: the thread did not end in time, and may be waited for again.
     pub fn stop(&self, timeout: Duration) -> bool {
         let deadline = deadline_after(timeout);
+        self.give_up_spares();
         {
             let mut queue = self.shared.lock();
             self.shared.retry(&mut queue);

@@ -25,6 +25,7 @@ struct Written {
     take_over: bool,
     silence: f64,
     grace: f64,
+    overwrite_from_bytes: Option<u64>,
     on_save_error: Told,
     chunk_bytes: u64,
     min_row_bytes: u64,
@@ -60,6 +61,7 @@ pub fn parse(py: Python<'_>, text: &str) -> PyResult<(Options, Engine)> {
         take_over: written.take_over,
         silence: seconds(py, "silence", written.silence)?,
         grace: seconds(py, "grace", written.grace)?,
+        overwrite_from_bytes: written.overwrite_from_bytes,
         on_save_error: match written.on_save_error {
             Told::Raise => OnSaveError::Raise,
             Told::Warn => OnSaveError::Warn,

@@ -60,6 +60,9 @@ class Options:
     silence: float = 60.0
     #: How long the files of a retired step stay where there are no locks: nobody knows there who still reads them.
     grace: float = 1800.0
+    #: Files of so many bytes of the last retired step are written over by the next save, which costs half of what new ones do; until then they take room on the disk.
+    #: ``None``: all are deleted at once.
+    overwrite_from_bytes: int | None = 8 << 20
     #: About so much in one chunk: what a resharded read cannot avoid to read.
     chunk_bytes: int = 8 << 20
     #: Chunks are cut along inner axes only where rows stay at least so long.
@@ -82,6 +85,8 @@ class Options:
         flag(self.take_over, "take_over")
         finite_seconds(self.silence, "silence")
         finite_seconds(self.grace, "grace")
+        if self.overwrite_from_bytes is not None:
+            whole(self.overwrite_from_bytes, "overwrite_from_bytes", 1, _MOST)
         whole(self.chunk_bytes, "chunk_bytes", 1, _MOST)
         whole(self.min_row_bytes, "min_row_bytes", 0, _MOST)
         whole(self.block_bytes, "block_bytes", 1, _MOST)
@@ -124,6 +129,7 @@ def to_json(
             "take_over": options.take_over,
             "silence": finite_seconds(options.silence, "silence"),
             "grace": finite_seconds(options.grace, "grace"),
+            "overwrite_from_bytes": options.overwrite_from_bytes,
             "chunk_bytes": options.chunk_bytes,
             "min_row_bytes": options.min_row_bytes,
             "block_bytes": options.block_bytes,

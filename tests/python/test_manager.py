@@ -420,6 +420,32 @@ def test_retention_keeps_and_explains(root: Path) -> None:
         assert all(decision["reasons"] for decision in plan.values())
 
 
+def test_large_files_of_a_retired_step_are_written_over_unless_told_otherwise(root: Path) -> None:
+    def large(step: int) -> dict[str, Any]:
+        return {"w": np.full(9 << 20, step, np.uint8)}
+
+    def kept(overwrite: int | None) -> bool:
+        """Whether large files of a retired step wait for the next save."""
+        path = root / str(overwrite)
+        options = sw.Options(overwrite_from_bytes=overwrite)
+        with sw.CheckpointManager(path, retention=sw.keep_latest(1), options=options) as manager:
+            for step in range(5):
+                manager.save(step, large(step)).result()
+                assert same(manager.restore(step), large(step))
+            deadline = time.monotonic() + (0.5 if overwrite == 8 << 20 else 5)
+            while (waits := any(path.glob(".trash-*/*/*.data"))) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        assert [one.name for one in path.iterdir() if one.name != ".stepwell"] == ["step_00000004"]
+        return waits
+
+    assert kept(8 << 20)
+    assert not kept(16 << 20)
+    assert not kept(None)
+    for wrong in (0, -1, 1.5, "8"):
+        with pytest.raises(sw.errors.MisuseError, match="overwrite_from_bytes"):
+            sw.Options(overwrite_from_bytes=wrong)  # type: ignore[arg-type]
+
+
 def test_old_steps_may_be_thinned(root: Path) -> None:
     keep = sw.keep_latest(1) | sw.keep_every(steps=1, items=["params"])
     with sw.CheckpointManager(root, retention=keep) as manager:

@@ -29,7 +29,7 @@ use crate::Result;
 use crate::sys::{Buffer, Mapping};
 
 pub use probe::{Engine, open_disk};
-pub use room::with_room;
+pub use room::{NoRoom, Room, with_room};
 pub use shared::{Purpose, shared_disk};
 
 /// Which engine serves a directory, and why: what a capability probe found.
@@ -166,6 +166,12 @@ pub trait Dir: Send + Sync {
     /// Makes a file for writing (`O_EXCL`), for direct I/O where this engine does that. `len_hint` is preallocated where the file system can
     /// (so that a full disk shows early: ENOSPC, EDQUOT); surplus is cut with [`File::set_len`].
     fn create_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>>;
+
+    /// Gives a file below another name below, and opens it for writing over what it holds, for direct I/O where this engine does that; `len_hint` as of
+    /// [`Dir::create_file`]. `None` where it is not known to be nobody else's: it has another name as well, or somebody may have it open. Neither name's directory is synced.
+    fn take_over(&self, _from: &str, _to: &str, _len_hint: u64) -> Result<Option<Arc<dyn File>>> {
+        Ok(None)
+    }
 
     /// Opens a file for reading, for direct I/O where this engine does that.
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>>;

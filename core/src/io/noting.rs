@@ -169,6 +169,10 @@ impl Dir for Noting {
         self.change(&[name], || self.dir.create_file(name, len_hint))
     }
 
+    fn take_over(&self, from: &str, to: &str, len_hint: u64) -> Result<Option<Arc<dyn File>>> {
+        self.change(&[from, to], || self.dir.take_over(from, to, len_hint))
+    }
+
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
         self.dir.open_file(name)
     }

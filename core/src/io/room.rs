@@ -1,6 +1,30 @@
 //! A second chance on a full disk.
 
+use std::sync::Arc;
+
+use super::File;
 use crate::Result;
+
+/// What helps a save to make its files.
+pub trait Room {
+    /// The disk is full: makes room, and gives whether there may be some now.
+    fn make(&mut self) -> bool;
+
+    /// A file that is no longer needed where it was, to be written over: it stands under that path below the step's directory now, with so many bytes preallocated at
+    /// least. `None`: there is none, and a new one is to be made.
+    fn take_over(&mut self, _path: &str, _len_hint: u64) -> Option<Arc<dyn File>> {
+        None
+    }
+}
+
+/// No help.
+pub struct NoRoom;
+
+impl Room for NoRoom {
+    fn make(&mut self) -> bool {
+        false
+    }
+}
 
 /// Makes something on a disk. Where that is full, `make_room` is asked (it says whether there may be room now), and it is made once more. For the *making* of
 /// directories and files, and for nothing else: a write or a sync that failed is never tried again.

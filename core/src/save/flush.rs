@@ -13,7 +13,7 @@ use super::windows::Window;
 use super::{SaveOptions, WrittenItem};
 use crate::Result;
 use crate::format::index::Index;
-use crate::io::{Dir, Disk};
+use crate::io::{Dir, Disk, NoRoom, Room};
 use crate::staging::StagingPool;
 use crate::sync::Receiver;
 
@@ -48,17 +48,17 @@ impl Flush {
     /// Writes the data files below `step_dir`, and returns when each is complete and synced. What makes them findable (the directories, the indexes, the
     /// manifest) is the caller's. [`Error::Cancelled`] if the capture has failed or was dropped.
     pub fn run(self, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<WrittenItem>> {
-        self.run_with_room(disk, step_dir, &mut || false)
+        self.run_with_room(disk, step_dir, &mut NoRoom)
     }
 
-    /// [`Flush::run`] where there is something that makes room on a full disk, as [`with_room`](crate::io::with_room) says.
+    /// [`Flush::run`] where there is something that helps to make files.
     pub fn run_with_room(
         mut self,
         disk: &dyn Disk,
         step_dir: &Arc<dyn Dir>,
-        make_room: &mut dyn FnMut() -> bool,
+        room: &mut dyn Room,
     ) -> Result<Vec<WrittenItem>> {
-        let written = writer::write(&self.parts, disk, step_dir, make_room);
+        let written = writer::write(&self.parts, disk, step_dir, room);
         self.over = true;
         match written {
             Ok(files) => {

@@ -1,6 +1,7 @@
 //! The only unsafe code of this crate. Each file exports a safe type that makes misuse untypeable.
 #![expect(unsafe_code, reason = "mapped memory and raw system calls; every block says why it is sound")]
 
+mod alone;
 mod control_group;
 mod copy;
 mod descriptor;
@@ -18,6 +19,7 @@ pub mod testing;
 mod thread;
 mod uring;
 
+pub use alone::while_alone;
 pub use descriptor::Descriptor;
 pub use file::{cached_bytes, write_out};
 pub use fork::{Birth, generation};

@@ -272,7 +272,7 @@ impl Manager {
         self.inner.apply_retention()
     }
 
-    /// Waits until what was retired is deleted, but for what readers hold. `false` by the deadline.
+    /// Waits until what was retired is deleted, but for what readers hold, and what the next save is to write over. `false` by the deadline.
     pub fn wait_for_deletions(&self, timeout: std::time::Duration) -> Result<bool> {
         self.inner.check_usable()?;
         Ok(self.inner.deleter.drain(timeout))

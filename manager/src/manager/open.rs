@@ -45,8 +45,12 @@ impl Manager {
         } else {
             (Discovery::default(), directory)
         };
-        let deleter =
-            Arc::new(Deleter::new(Arc::clone(&directory), Arc::clone(&environment.clock), options.grace));
+        let deleter = Arc::new(Deleter::with_spares(
+            Arc::clone(&directory),
+            Arc::clone(&environment.clock),
+            options.grace,
+            options.overwrite_from_bytes,
+        ));
         let mut state = State::default();
         let (names, info) = if is_writer {
             let opening = Opening {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use stepwell_core::io::Dir;
+use stepwell_core::io::{Dir, File, Room};
 use stepwell_core::save::Flush;
 
 use super::job::Job;
@@ -53,8 +53,9 @@ fn commit(job: Job, root: &Arc<dyn Dir>, environment: &Environment, deleter: &Ar
     save.set_stats(|stats| stats.queued_seconds = queued.elapsed().as_secs_f64());
     let session = plan.attempt.session.clone();
     let round = format!("{session}-{}", plan.attempt.counter);
+    let temporary = plan.temporary.clone();
     let mut machine = Machine::new(plan, draft);
-    let mut world = SaveWorld { root, environment, deleter, flush: Some(flush), session, round };
+    let mut world = SaveWorld { root, environment, deleter, temporary, flush: Some(flush), session, round };
     let result = commit::run(&mut machine, root, &*environment.clock, &mut world);
     let files = save.stats().files;
     save.set_stats(|stats| {
@@ -88,6 +89,8 @@ struct SaveWorld<'a> {
     root: &'a Arc<dyn Dir>,
     environment: &'a Environment,
     deleter: &'a Arc<Deleter>,
+    /// Its directory while it is written.
+    temporary: String,
     flush: Option<Flush>,
     session: String,
     round: String,
@@ -99,6 +102,24 @@ impl SaveWorld<'_> {
     }
 }
 
+/// Room from what is retired.
+struct SaveRoom<'a> {
+    deleter: &'a Deleter,
+    temporary: &'a str,
+}
+
+impl Room for SaveRoom<'_> {
+    fn make(&mut self) -> bool {
+        self.deleter.empty_now(MAKING_ROOM);
+        // Also where that was not all in time: some of it may be gone.
+        true
+    }
+
+    fn take_over(&mut self, path: &str, len_hint: u64) -> Option<Arc<dyn File>> {
+        self.deleter.spares().take(path, &format!("{}/{path}", self.temporary), len_hint)
+    }
+}
+
 impl World for SaveWorld<'_> {
     fn write_data(&mut self, temporary: &Arc<dyn Dir>) -> stepwell_core::Result<Vec<ItemPart>> {
         let flush = self
@@ -106,7 +127,12 @@ impl World for SaveWorld<'_> {
             .take()
             .ok_or_else(|| stepwell_core::Error::Misuse("the data was written already".to_owned()))?;
         let disk = Arc::clone(&self.environment.disk);
-        let written = flush.run_with_room(&*disk, temporary, &mut || self.make_room())?;
+        let mut room = SaveRoom { deleter: self.deleter, temporary: &self.temporary };
+        let written = flush.run_with_room(&*disk, temporary, &mut room);
+        // What this save has not taken, the next one would not take either.
+        self.deleter.give_up_spares();
+        let written = written?;
+        self.deleter.spares().sync()?;
         Ok(written
             .into_iter()
             .map(|item| ItemPart { dir: item.dir, index: item.index, tensor_bytes: item.tensor_bytes })
@@ -114,9 +140,7 @@ impl World for SaveWorld<'_> {
     }
 
     fn make_room(&mut self) -> bool {
-        self.deleter.empty_now(MAKING_ROOM);
-        // Also where that was not all in time: some of it may be gone.
-        true
+        SaveRoom { deleter: self.deleter, temporary: &self.temporary }.make()
     }
 
     fn usurper(&mut self) -> stepwell_core::Result<Option<String>> {

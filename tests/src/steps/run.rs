@@ -29,6 +29,8 @@ pub struct Run {
 pub fn options() -> Options {
     Options {
         block_bytes: 4096,
+        // Whatever a save could write over, it does.
+        overwrite_from_bytes: Some(1),
         capture_threads: Some(1),
         queue_depth: Some(2),
         staging_bytes: Some(1),

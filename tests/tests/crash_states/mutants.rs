@@ -36,7 +36,7 @@ pub(super) const TRASH_AFTER_COMMIT: Explained = Explained {
     reason: "here this is the sync after the old step became trash: the commit's own came before, and is caught",
 };
 pub(super) const FIRST_DELETION: Explained = Explained {
-    pattern: "swap [mark \"committed *\" | unlink */.trash-*]",
+    pattern: "swap [mark \"* | unlink */.trash-*]",
     reason: "trash is durably out of sight before anybody is told anything",
 };
 pub(super) const LEFTOVER_RENAME: Explained = Explained {
@@ -82,6 +82,47 @@ fn of_retention() {
         run.mark("gone 1");
     });
     mutants_are_caught(&run, &[ANY_ORDER, TRASH_AFTER_COMMIT, FIRST_DELETION]);
+}
+
+#[test]
+fn of_a_save_over_a_retired_step() {
+    let run = Run::with_steps([1]).unwrap();
+    let manager = run.open(keeping(Retention::keep_latest(1))).unwrap();
+    run.save(&manager, 2, "a").unwrap();
+    run.settle(&[2]);
+    run.mark("may go 2 once 3");
+    run.save(&manager, 3, "b").unwrap();
+    run.mark("gone 2");
+    close(&manager).unwrap();
+    assert!(run.disk.log().to_string().contains("/i0/00000.data -> "), "no file was written over");
+    mutants_are_caught(
+        &run,
+        &[
+            ANY_ORDER,
+            TRASH_AFTER_COMMIT,
+            FIRST_DELETION,
+            Explained {
+                pattern: "drop fsync */.trash-*",
+                reason: "it keeps a power cut from leaving one file under two names; here each name has a file of its own after one",
+            },
+            Explained {
+                pattern: "swap [fsync */.trash-* | create */.tmp-*]",
+                reason: "both come before the rename to a step",
+            },
+            Explained {
+                pattern: "swap [unlink */.trash-* | unlink */.trash-*]",
+                reason: "trash goes in any order",
+            },
+            Explained {
+                pattern: "swap [rmdir */.trash-* | unlink */.trash-*]",
+                reason: "trash goes in any order",
+            },
+            Explained {
+                pattern: "drop fsync */.tmp-*/.lease",
+                reason: "it is empty: its name alone counts, which the sync of its directory makes durable",
+            },
+        ],
+    );
 }
 
 #[test]

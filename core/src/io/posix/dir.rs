@@ -1,7 +1,7 @@
 //! An open directory, and what is done to names below it.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use rustix::io::{Errno, retry_on_intr};
 use super::resolve::{in_parent, open_beneath};
 use super::{PosixFile, Settings};
 use crate::io::{Dir, Entry, EntryKind, File, Lock, LockKind, Rename, Stat};
-use crate::sys::{Descriptor, HeldLock};
+use crate::sys::{Descriptor, HeldLock, while_alone};
 use crate::{Error, Result};
 
 /// See the module documentation.
@@ -183,6 +183,32 @@ impl Dir for PosixDir {
             Ok(file) => Ok(Arc::new(file)),
             Err(error) => {
                 self.discard(name);
+                Err(error)
+            }
+        }
+    }
+
+    fn take_over(&self, from: &str, to: &str, len_hint: u64) -> Result<Option<Arc<dyn File>>> {
+        let fd = self.open(from, OFlags::RDWR | OFlags::NONBLOCK)?;
+        let stat = rustix::fs::fstat(&fd).map_err(self.failed("stat", from))?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || stat.st_nlink != 1 {
+            return Ok(None);
+        }
+        // Whoever opens it by its old name comes before the rename, and is seen, or after it, and finds nothing.
+        let Some(renamed) = while_alone(fd.as_fd(), || self.rename(from, to, Rename::NoReplace)) else {
+            return Ok(None);
+        };
+        renamed?;
+        let taken = PosixFile::adopt(fd, self.path.join(to), &self.settings).and_then(|file| {
+            if len_hint > 0 {
+                file.preallocate(len_hint)?;
+            }
+            Ok(file)
+        });
+        match taken {
+            Ok(file) => Ok(Some(Arc::new(file))),
+            Err(error) => {
+                self.discard(to);
                 Err(error)
             }
         }

@@ -144,6 +144,32 @@ impl Dir for SimDir {
         Ok(file)
     }
 
+    fn take_over(&self, from: &str, to: &str, len_hint: u64) -> Result<Option<Arc<dyn File>>> {
+        let path = self.join(to);
+        let taken = self.context().perform(Kind::Rename, "rename", &self.join(from), |world| {
+            let ino = world.find_file(self.0.ino, from)?;
+            if world.is_open(ino) {
+                return Ok(None);
+            }
+            world.rename(self.0.ino, from, to, Rename::NoReplace)?;
+            Ok(Some(SimFile::new(self.context(), world, ino, path.clone(), Access::Write)))
+        })?;
+        let Some(file) = taken else { return Ok(None) };
+        if file.len()? < len_hint {
+            let allocated = self
+                .context()
+                .perform(Kind::Allocate, "allocate", &path, |world| world.set_len(file.0.ino, len_hint));
+            match allocated {
+                Err(error) if error.errno() != Some(libc::EOPNOTSUPP) => {
+                    self.discard(to);
+                    return Err(error);
+                }
+                _ => {}
+            }
+        }
+        Ok(Some(file))
+    }
+
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
         Ok(self.open_as(name, Access::Read)?)
     }

@@ -193,6 +193,10 @@ impl World {
         }
     }
 
+    pub(super) fn is_open(&self, ino: Ino) -> bool {
+        self.handles.contains_key(&ino)
+    }
+
     pub(super) fn open_handles(&self) -> u64 {
         self.handles.values().sum()
     }

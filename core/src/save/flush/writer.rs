@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::Parts;
 use crate::format::{block, footer};
-use crate::io::{Completion, Dir, Disk, File, Queue, Transfer, with_room};
+use crate::io::{Completion, Dir, Disk, File, Queue, Room, Transfer, with_room};
 use crate::save::capture::Message;
 use crate::save::windows::Windows;
 use crate::staging::{Filled, Flushing, Full, Slot, Written};
@@ -31,13 +31,13 @@ pub(super) fn write(
     parts: &Parts,
     disk: &dyn Disk,
     step_dir: &Arc<dyn Dir>,
-    make_room: &mut dyn FnMut() -> bool,
+    room: &mut dyn Room,
 ) -> Result<Vec<FileEnd>> {
     let started = Instant::now();
     if let Err(error) = disk.register(&parts.pool.mappings()) {
         tracing::warn!(%error, "the staging ring is not registered; writes cost a little more");
     }
-    let files = create(parts, step_dir, make_room)?;
+    let files = create(parts, step_dir, room)?;
     let queue = disk.queue(parts.options.queue_depth.max(1))?;
     let mut writer = Writer {
         parts,
@@ -66,29 +66,19 @@ pub(super) fn write(
     ends
 }
 
-fn create(
-    parts: &Parts,
-    step_dir: &Arc<dyn Dir>,
-    make_room: &mut dyn FnMut() -> bool,
-) -> Result<Vec<OpenFile>> {
+fn create(parts: &Parts, step_dir: &Arc<dyn Dir>, room: &mut dyn Room) -> Result<Vec<OpenFile>> {
     let mut files: Vec<OpenFile> = Vec::with_capacity(parts.items.len());
     for item in &parts.items {
-        let dir = match with_room(make_room, || step_dir.create_dir(&item.dir)) {
+        let dir = match with_room(&mut || room.make(), || step_dir.create_dir(&item.dir)) {
             // Another rank's save of the same step has made it.
             Err(error) if error.already_exists() => step_dir.open_dir(&item.dir)?,
             other => other?,
         };
-        let mut again = false;
-        let file = with_room(make_room, || {
-            if std::mem::replace(&mut again, true) {
-                // The first try may have made it before it found no room for it.
-                match dir.remove_file(&item.file_name) {
-                    Err(error) if !error.is_not_found() => return Err(error),
-                    _ => {}
-                }
-            }
-            dir.create_file(&item.file_name, item.data_bytes + item.footer_hint)
-        })?;
+        let len = item.data_bytes + item.footer_hint;
+        let file = match room.take_over(&format!("{}/{}", item.dir, item.file_name), len) {
+            Some(file) => file,
+            None => create_file(&*dir, &item.file_name, len, room)?,
+        };
         let blocks = item.data_bytes.div_ceil(parts.options.block_bytes) as usize;
         files.push(OpenFile { file, crcs: vec![0; blocks], unsummed: 0, footer: None });
     }
@@ -98,6 +88,20 @@ fn create(
         }
     }
     Ok(files)
+}
+
+fn create_file(dir: &dyn Dir, name: &str, len: u64, room: &mut dyn Room) -> Result<Arc<dyn File>> {
+    let mut again = false;
+    with_room(&mut || room.make(), || {
+        if std::mem::replace(&mut again, true) {
+            // The first try may have made it before it found no room for it.
+            match dir.remove_file(name) {
+                Err(error) if !error.is_not_found() => return Err(error),
+                _ => {}
+            }
+        }
+        dir.create_file(name, len)
+    })
 }
 
 /// A data file being written.
