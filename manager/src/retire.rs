@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
+use stepwell_core::format::manifest::FileEntry;
 use stepwell_core::io::{Dir, EntryKind, LockKind};
 use stepwell_core::sys::spawn;
 
@@ -204,9 +205,9 @@ impl Deleter {
         &self.spares
     }
 
-    /// Takes over retired steps, oldest first, whose renames are durable: the last is kept to be written over, where it is worth that.
-    pub fn retire(&self, mut names: Vec<String>) {
-        let last = names.pop().and_then(|last| self.spares.keep(last));
+    /// Takes over retired steps, oldest first, whose renames are durable: the last, which has these files, is kept to be written over, where it is worth that.
+    pub fn retire(&self, mut names: Vec<String>, files: &[FileEntry]) {
+        let last = names.pop().and_then(|last| self.spares.keep(last, files));
         self.enqueue(names.into_iter().chain(last));
     }
 

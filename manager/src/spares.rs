@@ -7,7 +7,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use stepwell_core::io::{Dir, EntryKind, File, Lock, LockKind};
+use stepwell_core::format::manifest::FileEntry;
+use stepwell_core::io::{Dir, File, Lock, LockKind};
 
 use crate::directory_layout::LEASE;
 
@@ -39,9 +40,10 @@ impl Spares {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps trash whose rename is durable, if it has such files and nobody holds it, in place of what was kept before. Gives the trash that is to be deleted instead.
-    pub fn keep(&self, trash: String) -> Option<String> {
-        match self.look(&trash) {
+    /// Keeps trash whose rename is durable, if some of its `files` are worth it and nobody holds it, in place of what was kept before. Gives the trash that is to be
+    /// deleted instead.
+    pub fn keep(&self, trash: String, files: &[FileEntry]) -> Option<String> {
+        match self.look(&trash, files) {
             Ok(Some(kept)) => self.kept().replace(kept).map(|before| before.trash),
             Ok(None) => Some(trash),
             Err(error) => {
@@ -51,21 +53,15 @@ impl Spares {
         }
     }
 
-    fn look(&self, trash: &str) -> stepwell_core::Result<Option<Kept>> {
+    fn look(&self, trash: &str, files: &[FileEntry]) -> stepwell_core::Result<Option<Kept>> {
         let Some(from_bytes) = self.from_bytes else { return Ok(None) };
-        let dir = self.root.open_dir(trash)?;
-        let Some(lock) = dir.try_lock(LEASE, LockKind::Exclusive, false)? else { return Ok(None) };
-        let mut files = Vec::new();
-        for item in dir.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
-            for file in dir.open_dir(&item.name)?.unsorted_entries()? {
-                let path = format!("{}/{}", item.name, file.name);
-                let is_large = |stat: stepwell_core::io::Stat| stat.len >= from_bytes.max(1);
-                if file.kind == EntryKind::File && dir.stat(&path)?.is_some_and(is_large) {
-                    files.push(path);
-                }
-            }
+        let large = files.iter().filter(|file| file.length >= from_bytes);
+        let files: Vec<String> = large.map(|file| file.path.clone()).collect();
+        if files.is_empty() {
+            return Ok(None);
         }
-        Ok((!files.is_empty()).then(|| Kept { trash: trash.to_owned(), _lock: lock, files }))
+        let lock = self.root.open_dir(trash)?.try_lock(LEASE, LockKind::Exclusive, false)?;
+        Ok(lock.map(|lock| Kept { trash: trash.to_owned(), _lock: lock, files }))
     }
 
     /// The file of that path below its step, as `to` below the root, to be written over.

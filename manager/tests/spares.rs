@@ -11,6 +11,7 @@ use std::path::Path;
 use common::*;
 use stepwell_core::io::simulated::{Action, Fault, Kind};
 use stepwell_core::io::{Disk, Engine};
+use stepwell_core::load::LoadOptions;
 use stepwell_manager::{Environment, Manager, Options, Retention, SaveRequest};
 
 const ENOSPC: i32 = 28;
@@ -37,8 +38,10 @@ fn a_save_writes_over_the_files_of_the_step_that_was_retired_before() {
     // One that is larger, and one that is smaller again: what was written before shows nowhere.
     for (step, len) in [(3_u64, 9000), (4, 8), (5, 3000)] {
         committed(&manager.save(SaveRequest::new(step, state_of(&vec![step as u8; len]))).unwrap());
-        let read = read(&manager.checkpoint(Some(step)).unwrap());
-        assert_eq!(read[0].1, vec![step as u8; len]);
+        let checkpoint = manager.checkpoint(Some(step)).unwrap();
+        assert_eq!(read(&checkpoint)[0].1, vec![step as u8; len]);
+        assert!(checkpoint.verify(&LoadOptions::default(), &mut |_| true).unwrap().is_clean());
+        drop(checkpoint);
         let files: Vec<_> = manager.manifest(Some(step)).unwrap().files.clone();
         let root = world.disk.open_dir(Path::new(ROOT)).unwrap();
         for file in files {

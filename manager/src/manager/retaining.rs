@@ -200,7 +200,8 @@ impl Inner {
         let attempts: Vec<Attempt> =
             found.iter().take(deletable).map(|found| found.manifest.attempt.clone()).collect();
         self.sidecars.remove(&*self.root, &attempts);
-        self.deleter.retire(renames.into_iter().take(deletable).map(|(_, trash)| trash).collect());
+        let files = found.iter().take(deletable).last().map_or(&[][..], |last| &last.manifest.files);
+        self.deleter.retire(renames.into_iter().take(deletable).map(|(_, trash)| trash).collect(), files);
         match retired.error {
             Some(error) => Err(error.into()),
             None => Ok(found.iter().take(retired.renamed).map(|found| found.manifest.step).collect()),

@@ -35,6 +35,7 @@ pub fn options() -> Options {
     Options {
         retention: Retention::Any { of: vec![latest, thinned] },
         block_bytes: 4096,
+        overwrite_from_bytes: Some(1),
         capture_threads: Some(1),
         staging_bytes: Some(1 << 20),
         stall_timeout: PATIENCE,

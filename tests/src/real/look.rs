@@ -83,6 +83,7 @@ pub fn options() -> Options {
         block_bytes: BLOCK_BYTES,
         chunk_bytes: 8 << 10,
         min_row_bytes: 64,
+        overwrite_from_bytes: Some(1),
         staging_bytes: Some(16 << 20),
         stall_timeout: Duration::from_secs(60),
         ..Options::default()

@@ -27,7 +27,12 @@ const COLUMNS: u64 = 1024;
 
 /// Little memory, and no patience beyond any machine's.
 pub fn options() -> Options {
-    Options { staging_bytes: Some(1 << 20), stall_timeout: Duration::from_secs(20), ..Options::default() }
+    Options {
+        staging_bytes: Some(1 << 20),
+        stall_timeout: Duration::from_secs(20),
+        overwrite_from_bytes: Some(1),
+        ..Options::default()
+    }
 }
 
 fn bytes(step: u64) -> Vec<u8> {

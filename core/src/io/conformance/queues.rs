@@ -16,6 +16,7 @@ pub(super) const CHECKS: &[(&str, Check)] = &[
     ("preallocated-bytes-are-zeros", preallocated_bytes_are_zeros),
     ("reads-are-short-only-at-the-end", reads_are_short_only_at_the_end),
     ("a-padded-tail-is-cut", a_padded_tail_is_cut),
+    ("a-file-that-nobody-has-is-taken-over", a_file_that_nobody_has_is_taken_over),
     ("read-at-takes-any-offset", read_at_takes_any_offset),
     ("cutting-and-growing-leaves-zeros", cutting_and_growing_leaves_zeros),
     ("a-transfer-touches-its-bytes-only", a_transfer_touches_its_bytes_only),
@@ -134,6 +135,31 @@ fn a_padded_tail_is_cut(scene: &Scene<'_>) {
     assert_eq!(scene.dir.stat("f").unwrap().unwrap().len, 10_000);
     assert_bytes(&scene.dir.read_file("f", 1 << 20).unwrap(), &bytes[..10_000], "small file");
     assert_bytes(&read(queue.as_mut(), Transfer::Read, &file, 0, 3 * BLOCK), &bytes[..10_000], "queue");
+}
+
+fn a_file_that_nobody_has_is_taken_over(scene: &Scene<'_>) {
+    let dir = &scene.dir;
+    drop((dir.create_dir("a").unwrap(), dir.create_dir("b").unwrap()));
+    drop(scene.data_file("a/f", &[1; 3 * BLOCK]));
+    let Some(file) = dir.take_over("a/f", "b/g", 5 * BLOCK as u64).unwrap() else {
+        return; // this file system does not say whether somebody has it open
+    };
+    assert!(dir.stat("a/f").unwrap().is_none());
+    let mut queue = scene.disk.queue(4).unwrap();
+    write(&mut *queue, &file, 0, &[2; BLOCK]);
+    file.set_len(2 * BLOCK as u64).unwrap();
+    file.sync().unwrap();
+    drop((file, queue));
+    let now = [[2; BLOCK], [1; BLOCK]].concat();
+    assert_eq!(dir.read_file("b/g", 1 << 20).unwrap(), now);
+    let open = dir.open_file("b/g").unwrap();
+    assert!(dir.take_over("b/g", "a/f", 0).unwrap().is_none(), "somebody has it open");
+    drop(open);
+    dir.write_file("a/f", b"there").unwrap();
+    assert!(dir.take_over("b/g", "a/f", 0).is_err_and(|error| error.already_exists()));
+    assert!(dir.take_over("a/missing", "a/new", 0).is_err_and(|error| error.is_not_found()));
+    assert_eq!(dir.read_file("b/g", 1 << 20).unwrap(), now);
+    assert_eq!(dir.read_file("a/f", 16).unwrap(), b"there");
 }
 
 fn read_at_takes_any_offset(scene: &Scene<'_>) {
