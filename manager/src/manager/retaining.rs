@@ -200,7 +200,7 @@ impl Inner {
         let attempts: Vec<Attempt> =
             found.iter().take(deletable).map(|found| found.manifest.attempt.clone()).collect();
         self.sidecars.remove(&*self.root, &attempts);
-        let files = found.iter().take(deletable).last().map_or(&[][..], |last| &last.manifest.files);
+        let files = found.iter().take(deletable).next_back().map_or(&[][..], |last| &last.manifest.files);
         self.deleter.retire(renames.into_iter().take(deletable).map(|(_, trash)| trash).collect(), files);
         match retired.error {
             Some(error) => Err(error.into()),
