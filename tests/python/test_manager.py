@@ -420,7 +420,7 @@ def test_retention_keeps_and_explains(root: Path) -> None:
         assert all(decision["reasons"] for decision in plan.values())
 
 
-def test_large_files_of_a_retired_step_are_written_over_unless_told_otherwise(root: Path) -> None:
+def test_large_files_of_a_retired_step_wait_for_the_next_save_unless_told_otherwise(root: Path) -> None:
     def large(step: int) -> dict[str, Any]:
         return {"w": np.full(9 << 20, step, np.uint8)}
 

@@ -1,4 +1,4 @@
-//! A second chance on a full disk.
+//! What helps a save to make its files: room on a full disk, and files to write over.
 
 use std::sync::Arc;
 

@@ -60,6 +60,23 @@ impl PosixDir {
         }
     }
 
+    /// A data file that has just got this name, preallocated; the name goes where that fails.
+    fn to_write(&self, name: &str, fd: OwnedFd, len_hint: u64) -> Result<Arc<dyn File>> {
+        let made = PosixFile::adopt(fd, self.path.join(name), &self.settings).and_then(|file| {
+            if len_hint > 0 {
+                file.preallocate(len_hint)?;
+            }
+            Ok(file)
+        });
+        match made {
+            Ok(file) => Ok(Arc::new(file)),
+            Err(error) => {
+                self.discard(name);
+                Err(error)
+            }
+        }
+    }
+
     fn write_new(&self, name: &str, fd: &OwnedFd, bytes: &[u8]) -> Result<()> {
         let mut rest = bytes;
         while !rest.is_empty() {
@@ -173,19 +190,7 @@ impl Dir for PosixDir {
             Mode::from_raw_mode(0o666),
         )
         .map_err(self.failed("create", name))?;
-        let made = PosixFile::adopt(fd, self.path.join(name), &self.settings).and_then(|file| {
-            if len_hint > 0 {
-                file.preallocate(len_hint)?;
-            }
-            Ok(file)
-        });
-        match made {
-            Ok(file) => Ok(Arc::new(file)),
-            Err(error) => {
-                self.discard(name);
-                Err(error)
-            }
-        }
+        self.to_write(name, fd, len_hint)
     }
 
     fn take_over(&self, from: &str, to: &str, len_hint: u64) -> Result<Option<Arc<dyn File>>> {
@@ -199,19 +204,13 @@ impl Dir for PosixDir {
             return Ok(None);
         };
         renamed?;
-        let taken = PosixFile::adopt(fd, self.path.join(to), &self.settings).and_then(|file| {
-            if len_hint > 0 {
-                file.preallocate(len_hint)?;
-            }
-            Ok(file)
-        });
-        match taken {
-            Ok(file) => Ok(Some(Arc::new(file))),
-            Err(error) => {
-                self.discard(to);
-                Err(error)
-            }
+        // A link that was made since the first look keeps the file.
+        let stat = rustix::fs::fstat(&fd).map_err(self.failed("stat", to))?;
+        if stat.st_nlink != 1 {
+            self.discard(to);
+            return Ok(None);
         }
+        self.to_write(to, fd, len_hint).map(Some)
     }
 
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {

@@ -64,6 +64,20 @@ impl SimDir {
         drop(self.remove_file(name));
     }
 
+    /// Preallocates a file that has just got this name, which goes where that fails.
+    fn allocate(&self, file: &SimFile, name: &str, len: u64) -> Result<()> {
+        let allocated = self
+            .context()
+            .perform(Kind::Allocate, "allocate", &file.0.path, |world| world.set_len(file.0.ino, len));
+        match allocated {
+            Err(error) if error.errno() != Some(libc::EOPNOTSUPP) => {
+                self.discard(name);
+                Err(error)
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn create(&self, name: &str) -> Result<Arc<SimFile>> {
         let path = self.join(name);
         self.context().perform(Kind::CreateFile, "create", &path, |world| {
@@ -130,16 +144,7 @@ impl Dir for SimDir {
     fn create_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>> {
         let file = self.create(name)?;
         if len_hint > 0 {
-            let allocated = self.context().perform(Kind::Allocate, "allocate", &file.0.path, |world| {
-                world.set_len(file.0.ino, len_hint)
-            });
-            match allocated {
-                Err(error) if error.errno() != Some(libc::EOPNOTSUPP) => {
-                    self.discard(name);
-                    return Err(error);
-                }
-                _ => {}
-            }
+            self.allocate(&file, name, len_hint)?;
         }
         Ok(file)
     }
@@ -156,16 +161,7 @@ impl Dir for SimDir {
         })?;
         let Some(file) = taken else { return Ok(None) };
         if file.len()? < len_hint {
-            let allocated = self
-                .context()
-                .perform(Kind::Allocate, "allocate", &path, |world| world.set_len(file.0.ino, len_hint));
-            match allocated {
-                Err(error) if error.errno() != Some(libc::EOPNOTSUPP) => {
-                    self.discard(to);
-                    return Err(error);
-                }
-                _ => {}
-            }
+            self.allocate(&file, to, len_hint)?;
         }
         Ok(Some(file))
     }
