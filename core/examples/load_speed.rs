@@ -145,8 +145,9 @@ fn write_file(path: &Path) -> std::io::Result<Index> {
                     integrity: Integrity::BlockCrc,
                 },
                 codec: Codec::Raw,
-            }],
-            shape,
+            }]
+            .into(),
+            shape: shape.into(),
         }));
         at += len;
     }

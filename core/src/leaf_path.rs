@@ -6,18 +6,19 @@
 //! renders as the empty string.
 
 use std::fmt::{self, Write as _};
+use std::sync::Arc;
 
-/// One step from a container to its child.
+/// One step from a container to its child. Names are shared: the same few stand in every layer of a model, and paths are copied often.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Component {
     /// A string key of a mapping, verbatim (a dotted torch name is one key).
-    Key(Box<str>),
+    Key(Arc<str>),
     /// An integer key of a mapping.
     Int(i64),
     /// A place in a list, tuple or deque.
     Index(u32),
     /// A field of a namedtuple or dataclass, or an attribute.
-    Field(Box<str>),
+    Field(Arc<str>),
 }
 
 impl Component {

@@ -52,7 +52,7 @@ pub enum ContainerKind {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum NodeKind {
     /// A container; its children are the nodes that name it as their parent.
-    Container(ContainerKind),
+    Container(Box<ContainerKind>),
     /// A leaf; leaves are numbered in pre-order.
     Leaf(u32),
 }
@@ -66,6 +66,16 @@ pub struct Node {
     pub component: Option<Component>,
     /// What it is.
     pub kind: NodeKind,
+}
+
+impl Node {
+    /// The kind of container that it is, where it is one.
+    pub fn container(&self) -> Option<&ContainerKind> {
+        match &self.kind {
+            NodeKind::Container(kind) => Some(kind),
+            NodeKind::Leaf(_) => None,
+        }
+    }
 }
 
 /// A state's structure; node 0 is the root. An empty tree has no nodes.
@@ -92,15 +102,15 @@ impl Tree {
         &mut self,
         parent: Option<u32>,
         component: Option<Component>,
-        kind: ContainerKind,
+        kind: impl Into<Box<ContainerKind>>,
     ) -> u32 {
-        self.push(parent, component, NodeKind::Container(kind))
+        self.push(parent, component, NodeKind::Container(kind.into()))
     }
 
     /// Changes what is said of how a stateful object's state was taken. Nothing happens where the node is none.
     pub fn map_protocol(&mut self, node: u32, map: impl FnOnce(&str) -> String) {
-        if let Some(Node { kind: NodeKind::Container(ContainerKind::Stateful { protocol, .. }), .. }) =
-            self.nodes.get_mut(node as usize)
+        if let Some(Node { kind: NodeKind::Container(kind), .. }) = self.nodes.get_mut(node as usize)
+            && let ContainerKind::Stateful { protocol, .. } = &mut **kind
         {
             *protocol = map(protocol).into_boxed_str();
         }

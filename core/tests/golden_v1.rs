@@ -108,10 +108,10 @@ fn own(offset: u64, length: u64) -> Extent {
 fn leaves() -> Vec<LeafRecord> {
     let tensor = |dtype, shape: &[u64], chunks: Vec<ChunkRecord>| TensorRecord {
         dtype,
-        shape: shape.to_vec(),
+        shape: shape.into(),
         view: None,
         rank_key: None,
-        chunks,
+        chunks: chunks.into(),
     };
     let region = Region { offset: vec![0, 0].into(), extent: vec![2, 6].into() };
     let weight = tensor(
@@ -195,14 +195,15 @@ fn index() -> Index {
     };
     index.leaves.push(LeafRecord::Tensor(TensorRecord {
         dtype: Dtype::Float16,
-        shape: vec![24],
+        shape: vec![24].into(),
         view: None,
         rank_key: None,
         chunks: vec![
             chunk(0, Source::Range(1), Integrity::None),
             chunk(8, Source::Range(1), Integrity::Zip(0xDEAD_BEEF)),
             chunk(16, Source::Pulled(5), Integrity::None),
-        ],
+        ]
+        .into(),
     }));
     index
 }

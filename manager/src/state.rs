@@ -196,10 +196,8 @@ fn rendered(component: Option<&Component>) -> String {
 fn is_string_keyed(tree: &Tree) -> bool {
     let root_is_mapping = tree.nodes().first().is_some_and(|root| {
         matches!(
-            root.kind,
-            NodeKind::Container(
-                ContainerKind::Dict | ContainerKind::OrderedDict | ContainerKind::DefaultDict
-            )
+            root.container(),
+            Some(ContainerKind::Dict | ContainerKind::OrderedDict | ContainerKind::DefaultDict)
         )
     });
     root_is_mapping

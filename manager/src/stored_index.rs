@@ -3,6 +3,7 @@
 //! Indexes of some size are read and decoded on several threads: they are what a restore waits for before it can plan.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 
 use stepwell_core::format::checksum::crc32c;
@@ -18,6 +19,7 @@ use crate::error::Result;
 
 /// Indexes of fewer bytes are not worth a thread.
 const WORTH_A_THREAD: u64 = 128 << 10;
+const THREAD: &str = "stepwell-index";
 
 /// One index out of those of the items, each of which is what the manifest says: top-level entries in the order that was saved, files by their paths below the step.
 /// `between` is called for each when it has been read and is about to be decoded, which takes a core.
@@ -25,7 +27,7 @@ pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest, between: &(dyn Fn() + Syn
     let entries: HashMap<&str, &FileEntry> =
         manifest.files.iter().map(|entry| (entry.path.as_str(), entry)).collect();
     let large = manifest.items.iter().filter(|item| item.index.length >= WORTH_A_THREAD).count();
-    let decoded = each("stepwell-index", large.min(cores()), &manifest.items, |item| {
+    let decoded = each(THREAD, large.min(cores()), &manifest.items, |item| {
         let file = dir.path().join(&item.index.path);
         let bytes = match dir.read_file(&item.index.path, item.index.length) {
             Ok(bytes) => bytes,
@@ -39,17 +41,24 @@ pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest, between: &(dyn Fn() + Syn
             }
             Err(error) => return Err(error.into()),
         };
-        if bytes.len() as u64 != item.index.length || crc32c(&bytes) != item.index.crc32c {
+        between();
+        let apart = item.index.length >= WORTH_A_THREAD && large < cores();
+        let (crc, opened) = both(THREAD, apart, || crc32c(&bytes), || index_v1::Opened::new(&bytes, &file));
+        if bytes.len() as u64 != item.index.length || crc != item.index.crc32c {
             return Err(
                 stepwell_core::Error::corrupt(file, "it is not the index that its manifest names").into()
             );
         }
-        between();
-        let opened = index_v1::Opened::new(&bytes, &file)?;
-        let apart = item.index.length >= WORTH_A_THREAD && large < cores();
-        let (tree, leaves) = both("stepwell-index", apart, || opened.tree(), || opened.leaves());
+        let opened = opened?;
+        let (tree, leaves) = both(THREAD, apart, || opened.tree(), || opened.leaves());
         let mut index = opened.join(tree?, leaves?)?;
-        check_claims(&index, &file)?;
+        let check = |leaves: Range<usize>| -> Result<()> {
+            opened.check(&index, leaves.clone())?;
+            check_claims(&index, leaves, &file)
+        };
+        let (half, end) = (index.leaves.len() / 2, index.leaves.len());
+        let (lower, upper) = both(THREAD, apart, || check(0..half), || check(half..end));
+        lower.and(upper)?;
         for record in &mut index.files {
             let path = format!("{}/{}", item.dir, record.name);
             let agrees = entries.get(path.as_str()).is_some_and(|entry| {
@@ -73,8 +82,8 @@ pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest, between: &(dyn Fn() + Syn
 }
 
 /// Readers take memory for a tensor before its chunks are looked at one by one: they must add up to it.
-fn check_claims(index: &Index, file: &Path) -> Result<()> {
-    for (leaf, record) in (0_u32..).zip(&index.leaves) {
+fn check_claims(index: &Index, leaves: Range<usize>, file: &Path) -> Result<()> {
+    for (leaf, record) in leaves.clone().zip(index.leaves.get(leaves).unwrap_or_default()) {
         let LeafRecord::Tensor(tensor) = record else { continue };
         if tensor.view.is_some() {
             continue;
@@ -85,7 +94,7 @@ fn check_claims(index: &Index, file: &Path) -> Result<()> {
         if claimed != Some(stored) {
             return Err(stepwell_core::Error::Corrupt {
                 file: file.to_owned(),
-                leaf: Some(index.tree.leaf_path(leaf).to_string()),
+                leaf: Some(index.tree.leaf_path(leaf as u32).to_string()),
                 block: None,
                 what: format!(
                     "its {stored} bytes are not those of a {} of shape {:?}",

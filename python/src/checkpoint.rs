@@ -77,7 +77,7 @@ fn leaf_row(inner: &Engined, leaf: usize) -> LeafRow {
     };
     match record {
         Some(LeafRecord::Tensor(tensor)) => {
-            ("tensor", Some(tensor.dtype.name()), Some(tensor.shape.clone()), tied)
+            ("tensor", Some(tensor.dtype.name()), Some(tensor.shape.to_vec()), tied)
         }
         _ => ("object", None, None, tied),
     }

@@ -126,7 +126,7 @@ pub fn match_state<'py>(
     let options = options(given, &top_level)?;
     let report = py.detach(|| inner.match_state(&wanted, &options));
     let shape = |stored: usize| match inner.leaves().get(stored).map(|leaf| &leaf.spec) {
-        Some(StoredSpec::Tensor { shape, .. }) => shape.clone(),
+        Some(StoredSpec::Tensor { shape, .. }) => shape.to_vec(),
         _ => Vec::new(),
     };
     rendered(py, &report, shape)

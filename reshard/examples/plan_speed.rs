@@ -24,7 +24,7 @@ fn tensor(shape: &[u64], regions: Vec<Region>, at: &mut u64) -> LeafRecord {
     let chunks = chunks.collect();
     LeafRecord::Tensor(TensorRecord {
         dtype: Dtype::Float32,
-        shape: shape.to_vec(),
+        shape: shape.into(),
         view: None,
         rank_key: None,
         chunks,

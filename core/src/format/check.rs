@@ -4,6 +4,9 @@
 //! All arithmetic is overflow-safe, and nothing is allocated that is not bounded by what is in memory already.
 
 use std::collections::HashSet;
+use std::ops::Range;
+
+use foldhash::fast::RandomState;
 
 use super::index::{
     ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
@@ -65,7 +68,13 @@ pub(crate) fn check(index: &Index, bounds: Bounds) -> Checked {
 }
 
 /// What [`check`] looks at beside the tree by itself.
-pub(crate) fn check_rest(index: &Index, bounds: Bounds) -> Checked {
+fn check_rest(index: &Index, bounds: Bounds) -> Checked {
+    check_counts(index, bounds)?;
+    check_leaves(index, 0..index.leaves.len(), bounds)
+}
+
+/// What [`check`] looks at beside the tree by itself and the leaves one by one.
+pub(crate) fn check_counts(index: &Index, bounds: Bounds) -> Checked {
     limit("the number of leaves", index.leaves.len() as u64, MAX_LEAVES)?;
     if index.tree.leaf_count() != index.leaves.len() {
         return Err(Fault::Whole(format!(
@@ -77,12 +86,13 @@ pub(crate) fn check_rest(index: &Index, bounds: Bounds) -> Checked {
     if !matches!(bounds, Bounds::Footer { .. }) {
         check_files(&index.files)?;
     }
-    check_leaves(index, bounds)
+    Ok(())
 }
 
-fn check_leaves(index: &Index, bounds: Bounds) -> Checked {
+/// What [`check`] looks at in those leaves.
+pub(crate) fn check_leaves(index: &Index, numbers: Range<usize>, bounds: Bounds) -> Checked {
     let at_leaf = |leaf: usize, what| Fault::Node(index.tree.leaf_node(leaf as u32).unwrap_or(0), what);
-    for (number, leaf) in index.leaves.iter().enumerate() {
+    for (number, leaf) in numbers.clone().zip(index.leaves.get(numbers).unwrap_or_default()) {
         let outcome = match leaf {
             LeafRecord::Tensor(tensor) => check_tensor(index, tensor, bounds),
             LeafRecord::Object(extent) => check_object(index, extent, bounds),
@@ -116,6 +126,8 @@ fn check_files(files: &[FileRecord]) -> Checked {
 pub(crate) fn check_tree(tree: &Tree) -> Checked {
     limit("the number of nodes", tree.nodes().len() as u64, MAX_NODES)?;
     let mut open: Vec<Open<'_>> = Vec::new();
+    // Neighbours tend to have as many children.
+    let mut likely = 0;
     let mut type_names = 0;
     for (number, node) in tree.nodes().iter().enumerate() {
         let number = number as u32;
@@ -126,8 +138,8 @@ pub(crate) fn check_tree(tree: &Tree) -> Checked {
             None => return Err(fault("a node other than the root has no name")),
             Some(_) if number == 0 => return Err(fault("the root has a name")),
             Some(component) => {
-                while open.last().is_some_and(|container| container.node != node.parent) {
-                    open.pop();
+                while let Some(closed) = open.pop_if(|container| container.node != node.parent) {
+                    likely = closed.children.len().min(1024);
                 }
                 let Some(container) = open.last_mut() else {
                     return Err(fault("its parent is no container that is open where it stands"));
@@ -140,7 +152,8 @@ pub(crate) fn check_tree(tree: &Tree) -> Checked {
             }
         }
         if let NodeKind::Container(kind) = &node.kind {
-            open.push(Open { node: number, path_bytes, children: HashSet::new() });
+            let children = Siblings::with_capacity_and_hasher(likely, RandomState::default());
+            open.push(Open { node: number, path_bytes, children });
             limit("the nesting of containers", open.len() as u64, MAX_DEPTH)?;
             type_names += check_kind(kind)?;
             limit("the size of all type names in bytes", type_names, MAX_TYPE_NAME_BYTES)?;
@@ -156,8 +169,11 @@ pub(crate) fn check_tree(tree: &Tree) -> Checked {
 struct Open<'a> {
     node: u32,
     path_bytes: u64,
-    children: HashSet<Sibling<'a>>,
+    children: Siblings<'a>,
 }
+
+/// Hashed with a seed of its own, so that no file can choose names that collide.
+type Siblings<'a> = HashSet<Sibling<'a>, RandomState>;
 
 /// What must differ among the children of a container: how they render. A key `a` and a field `a` would be one path.
 #[derive(PartialEq, Eq, Hash)]

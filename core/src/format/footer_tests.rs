@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use proptest::prelude::*;
+use smallvec::smallvec;
 
 use super::footer::{Footer, Trailer, decode_block_crcs, decode_index, encode, pages_of, rebuild_index};
 use super::header::Header;
@@ -37,10 +38,10 @@ fn part(rank: u64, world: u64) -> Index {
     let tensor = |shape: &[u64], offset: &[u64], extent: &[u64], at| {
         LeafRecord::Tensor(TensorRecord {
             dtype: Dtype::Float32,
-            shape: shape.to_vec(),
+            shape: shape.into(),
             view: None,
             rank_key: None,
-            chunks: vec![ChunkRecord {
+            chunks: smallvec![ChunkRecord {
                 region: ChunkRegion::Box(Region {
                     offset: offset.to_vec().into(),
                     extent: extent.to_vec().into(),

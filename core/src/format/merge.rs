@@ -84,7 +84,7 @@ impl Merger {
             }
             let (entry, is_new) = self.entry(node, parent);
             match (&node.kind, self.entries.get(entry).map(|entry| &entry.kind)) {
-                (NodeKind::Container(kind), Some(Ok(known))) if kind == known => {}
+                (NodeKind::Container(kind), Some(Ok(known))) if **kind == *known => {}
                 (NodeKind::Leaf(_), Some(Err(record))) => {
                     if is_new {
                         new_records.insert(*record);
@@ -141,7 +141,7 @@ impl Merger {
             return (0, false);
         }
         let kind = match &node.kind {
-            NodeKind::Container(kind) => Ok(kind.clone()),
+            NodeKind::Container(kind) => Ok((**kind).clone()),
             NodeKind::Leaf(_) => {
                 // A place; `add` puts the record there.
                 self.records.push(LeafRecord::Alias { of: u32::MAX });

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use smallvec::smallvec;
+
 use crate::format::checksum::crc32c;
 use crate::format::footer;
 use crate::format::header::Header;
@@ -18,7 +20,7 @@ use crate::io::{
 };
 use crate::leaf_path::Component;
 use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
-use crate::region::Region;
+use crate::region::{Dims, Region};
 use crate::sys::{Buffer, HostTarget};
 use crate::tree::{ContainerKind, Tree};
 use crate::{Error, Result};
@@ -329,9 +331,9 @@ pub(super) fn extent(file: u32, offset: u64, length: u64) -> Extent {
 
 /// A tensor of `uint8` in one chunk.
 pub(super) fn bytes_tensor(at: Extent) -> LeafRecord {
-    let shape = vec![at.length];
+    let shape: Dims = smallvec![at.length];
     let region = ChunkRegion::Box(Region::whole(&shape));
-    let chunks = vec![ChunkRecord { region, extent: at, codec: Codec::Raw }];
+    let chunks = smallvec![ChunkRecord { region, extent: at, codec: Codec::Raw }];
     LeafRecord::Tensor(TensorRecord {
         dtype: crate::dtype::Dtype::Uint8,
         shape,

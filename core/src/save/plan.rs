@@ -12,7 +12,8 @@ use super::windows::{Chunk, FileCutter, Leaf, Source as PartSource, Windows};
 use super::{ChunkPlan, ItemPlan, LeafPlan, PAGE_ALIGNED_FROM, SMALL_ALIGNMENT, SaveOptions};
 use crate::format::header::Header;
 use crate::format::index::{
-    ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
+    ChunkRecord, ChunkRegion, Chunks, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source,
+    TensorRecord,
 };
 use crate::format::{index_v1, object};
 use crate::io::is_component;
@@ -179,7 +180,7 @@ fn plan_item(
                 let tensor = TensorLeaf { tree: &tree, leaf, itemsize: dtype.size() };
                 tensor.check(&shape, &chunks, &*provider)?;
                 let owner = cutter.leaf(Leaf { provider, item: number, number: leaf })?;
-                let mut stored = Vec::with_capacity(chunks.len());
+                let mut stored = Chunks::with_capacity(chunks.len());
                 for ChunkPlan { region, local } in chunks {
                     let bytes = tensor.bytes(&region)?;
                     let alignment = if bytes >= PAGE_ALIGNED_FROM { PAGE } else { SMALL_ALIGNMENT };
@@ -189,6 +190,7 @@ fn plan_item(
                     stored.push(ChunkRecord { region, extent: extent(offset, bytes), codec: Codec::Raw });
                     tensor_bytes += bytes;
                 }
+                let shape = shape.into();
                 LeafRecord::Tensor(TensorRecord { dtype, shape, view: None, rank_key: None, chunks: stored })
             }
             LeafPlan::Object(value) => {

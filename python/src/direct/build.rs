@@ -74,7 +74,7 @@ impl<'py> Build<'_, 'py> {
             None => return Err(PyRuntimeError::new_err(format!("there is no node {at}"))),
         };
         let children = self.siblings.children(at);
-        match kind {
+        match &**kind {
             ContainerKind::Dict => {
                 let dict = PyDict::new(py);
                 for child in children {

@@ -20,7 +20,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::{LeafRecord, TensorRecord};
 use stepwell_core::region::Region;
-use stepwell_core::tree::{ContainerKind, Node as TreeNode, NodeKind};
+use stepwell_core::tree::{ContainerKind, Node as TreeNode};
 use stepwell_reshard::read_plan::Request;
 
 use self::build::Build;
@@ -99,8 +99,7 @@ pub fn plan_direct(
 ) -> PyResult<Option<Direct>> {
     let inner = checkpoint.get().get(py)?;
     let taken = checkpoint.get().taken();
-    let is_object =
-        |node: &TreeNode| matches!(node.kind, NodeKind::Container(ContainerKind::Stateful { .. }));
+    let is_object = |node: &TreeNode| matches!(node.container(), Some(ContainerKind::Stateful { .. }));
     if inner.tree().nodes().is_empty() || (convert && inner.tree().nodes().iter().any(is_object)) {
         return Ok(None);
     }

@@ -62,8 +62,8 @@ impl<'a, 'py> Walk<'a, 'py> {
             let keys: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)> = dict.iter().collect();
             // At the top, names that the target does not have are not wanted; places of a sequence have no names.
             let sequence = matches!(
-                stored.kind,
-                NodeKind::Container(ContainerKind::List | ContainerKind::Tuple | ContainerKind::Deque { .. })
+                stored.container(),
+                Some(ContainerKind::List | ContainerKind::Tuple | ContainerKind::Deque { .. })
             );
             let Some(places) = self.places(at, &keys, depth == 0 && !sequence) else { return Ok(None) };
             let mut children = Vec::new();
@@ -226,7 +226,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         }
         let Ok(capsule) = known.capsule.bind(target.py()).call1((target,)) else { return Ok(None) };
         let Ok((dtype, buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
-        if dtype != tensor.dtype || buffer.dims() != tensor.shape {
+        if dtype != tensor.dtype || buffer.dims() != tensor.shape.as_slice() {
             return Ok(None);
         }
         Ok(self.own(leaf, source, buffer, target))
@@ -235,7 +235,7 @@ impl<'a, 'py> Walk<'a, 'py> {
     /// An array that nobody can change, or an abstract one, of the same dtype and shape.
     fn like(&mut self, source: u32, tensor: &TensorRecord, target: &Bound<'py, PyAny>) -> Found<Node> {
         let shape: Vec<u64> = target.getattr(intern!(target.py(), "shape"))?.extract()?;
-        if self.dtypes.of(self.hooks, target)? != Some(tensor.dtype) || shape != tensor.shape {
+        if self.dtypes.of(self.hooks, target)? != Some(tensor.dtype) || shape != tensor.shape.as_slice() {
             return Ok(None);
         }
         let known = self.work.number_of.contains_key(&source);

@@ -18,7 +18,7 @@ use std::collections::HashMap;
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::{Index, LeafRecord};
 use stepwell_core::leaf_path::{Component, LeafPath};
-use stepwell_core::region::Region;
+use stepwell_core::region::{Dims, Region};
 
 pub use self::report::{
     Collision, Kept, Missing, MissingLeaf, Report, UnexpectedLeaf, Why, WrongDtype, WrongKind, WrongShape,
@@ -74,7 +74,7 @@ pub enum StoredSpec {
         /// Element type.
         dtype: Dtype,
         /// Global shape.
-        shape: Vec<u64>,
+        shape: Dims,
     },
     /// An object.
     Object,

@@ -148,7 +148,7 @@ impl Matching<'_> {
                 wanted: w,
                 stored: s,
                 path: path(),
-                stored_shape: shape.clone(),
+                stored_shape: shape.to_vec(),
                 wanted_shape: wanted_shape.to_vec(),
             });
         } else if let Ok(to) = cast {
@@ -163,7 +163,7 @@ impl Matching<'_> {
                     dtype: to,
                     lossless: cast::is_lossless(dtype, to),
                     padded: extent != wanted_shape,
-                    truncated: extent != *shape,
+                    truncated: extent != shape.as_slice(),
                     shape: wanted_shape.to_vec(),
                     region: Region { offset: Dims::from_elem(0, extent.len()), extent: extent.into() },
                 }),

@@ -23,7 +23,7 @@ fn want_as(rendered: &str, spec: Spec) -> Wanted {
 }
 
 fn tensor(rendered: &str, dtype: Dtype, shape: &[u64]) -> StoredLeaf {
-    StoredLeaf { path: path(rendered), spec: StoredSpec::Tensor { dtype, shape: shape.to_vec() } }
+    StoredLeaf { path: path(rendered), spec: StoredSpec::Tensor { dtype, shape: shape.into() } }
 }
 
 fn object(rendered: &str) -> StoredLeaf {
@@ -309,7 +309,13 @@ fn stored_leaves_are_those_of_the_index_in_leaf_order() {
     let list = tree.push_container(Some(root), Some(Component::Key("l".into())), ContainerKind::List);
     tree.push_leaf(Some(list), Some(Component::Index(0)));
     tree.push_leaf(Some(root), Some(Component::Key("tied".into())));
-    let record = TensorRecord { dtype: F32, shape: vec![2], view: None, rank_key: None, chunks: Vec::new() };
+    let record = TensorRecord {
+        dtype: F32,
+        shape: vec![2].into(),
+        view: None,
+        rank_key: None,
+        chunks: Vec::new().into(),
+    };
     let leaves = vec![LeafRecord::Tensor(record), LeafRecord::Alias { of: 0 }];
     let stored = stored_leaves(&Index { tree, leaves, files: Vec::new() });
     let alias = StoredLeaf { path: path("tied"), spec: StoredSpec::Alias { of: 0 } };

@@ -212,7 +212,7 @@ pub fn read(checkpoint: &Checkpoint, leaves: &[usize]) -> Result<Vec<Restored>> 
         .iter()
         .map(|&leaf| match &stored[leaf].spec {
             StoredSpec::Tensor { shape, dtype } => {
-                Restored::Tensor(*dtype, shape.clone(), buffers.next().expect("one for each"))
+                Restored::Tensor(*dtype, shape.to_vec(), buffers.next().expect("one for each"))
             }
             StoredSpec::Object => Restored::Object(objects.next().expect("one for each")),
             StoredSpec::Alias { .. } => panic!("a tie of a tie"),

@@ -2,6 +2,8 @@
 
 use rkyv::primitive::{ArchivedI64, ArchivedU32, ArchivedU64};
 
+use crate::region::Dims;
+
 /// What a column that ended too early gets.
 pub(super) type Read<T> = Result<T, String>;
 
@@ -54,6 +56,23 @@ impl<'a, T: Number> Column<'a, T> {
 
     pub(super) fn end(self) -> Read<()> {
         if self.rest.is_empty() { Ok(()) } else { Err(long(self.name)) }
+    }
+}
+
+impl Column<'_, ArchivedU64> {
+    /// The numbers of so many dimensions. An index has several for each leaf: a few are taken at one stroke, and what follows them in the column
+    /// lies behind the length.
+    #[inline]
+    pub(super) fn dims(&mut self, ndim: usize, into: &mut Dims) -> Read<()> {
+        let (taken, rest) = self.rest.split_at_checked(ndim).ok_or_else(|| short(self.name))?;
+        match self.rest.first_chunk::<4>() {
+            Some(four) if ndim <= four.len() => {
+                *into = Dims::from_buf_and_len(four.map(ArchivedU64::to_native), ndim);
+            }
+            _ => into.extend(taken.iter().map(|number| number.to_native())),
+        }
+        self.rest = rest;
+        Ok(())
     }
 }
 

@@ -21,19 +21,20 @@ mod spelling;
 pub(super) mod tests;
 mod write;
 
+use std::ops::Range;
 use std::path::Path;
 
 pub use self::root::{INDEX_HEADER_BYTES, IndexHeader, Root, path_hash};
 pub use self::spelling::{ComponentSpelling, KindSpelling};
 use self::write::Paging;
 pub(crate) use super::check::Bounds;
-use super::check::{Fault, check, check_rest, check_tree};
+use super::check::{Fault, check, check_counts, check_leaves, check_tree};
 use super::checksum::crc32c;
 use super::index::{FileRecord, Index, LeafRecord};
 use super::limit;
 use super::page::{PageRef, open};
 use crate::error::{Error, Result};
-use crate::limits::MAX_PAGES;
+use crate::limits::{MAX_LEAVES, MAX_NODES, MAX_PAGES};
 use crate::tree::Tree;
 
 /// An index file.
@@ -83,10 +84,13 @@ fn encode_paged(index: &Index, paging: Paging) -> Result<IndexFile> {
 /// tile their tensors is not checked here.
 pub fn decode(bytes: &[u8], file: &Path) -> Result<Index> {
     let opened = Opened::new(bytes, file)?;
-    opened.join(opened.tree()?, opened.leaves()?)
+    let index = opened.join(opened.tree()?, opened.leaves()?)?;
+    opened.check(&index, 0..index.leaves.len())?;
+    Ok(index)
 }
 
-/// An index file whose checksums hold. Its tree and the records of its leaves are read apart, each as large as the other: whoever has two threads reads both at once.
+/// An index file whose checksums hold. Its tree and the records of its leaves are read apart, and leaves are checked by ranges: whoever has
+/// two threads does two things at once.
 pub struct Opened<'a> {
     file: &'a Path,
     header: IndexHeader,
@@ -131,11 +135,16 @@ impl<'a> Opened<'a> {
         self.pages.leaves()
     }
 
-    /// The index of this tree and these leaves, which are checked.
+    /// The index of this tree and these leaves. Each leaf must pass [`Self::check`] before it is used.
     pub fn join(&self, tree: Tree, leaves: Vec<LeafRecord>) -> Result<Index> {
         let index = Index { tree, leaves, files: self.root.files.clone() };
-        check_rest(&index, Bounds::Item).map_err(|fault| on_read(&index.tree, fault, self.file))?;
+        check_counts(&index, Bounds::Item).map_err(|fault| on_read(&index.tree, fault, self.file))?;
         Ok(index)
+    }
+
+    /// Checks some leaves of what [`Self::join`] gave.
+    pub fn check(&self, index: &Index, leaves: Range<usize>) -> Result<()> {
+        check_leaves(index, leaves, Bounds::Item).map_err(|fault| on_read(&index.tree, fault, self.file))
     }
 }
 
@@ -155,8 +164,14 @@ impl<'a> Pages<'a> {
         Ok(Self { file, pages: archived.collect::<Result<Vec<_>>>()? })
     }
 
+    /// What there is room for at once: memory that grows is copied each time.
+    fn leaf_count(&self) -> usize {
+        self.pages.iter().map(|(_, page)| page.leaf_tag.len()).sum::<usize>().min(MAX_LEAVES as usize)
+    }
+
     fn tree(&self) -> Result<Tree> {
-        let mut assembler = read::Assembler::default();
+        let nodes = self.pages.iter().map(|(_, page)| page.node_parent.len()).sum::<usize>();
+        let mut assembler = read::Assembler::with_room(nodes.min(MAX_NODES as usize), self.leaf_count());
         for (page, archived) in &self.pages {
             assembler.add(archived).map_err(|what| in_page(page, &what, self.file))?;
         }
@@ -164,7 +179,7 @@ impl<'a> Pages<'a> {
     }
 
     fn leaves(&self) -> Result<Vec<LeafRecord>> {
-        let mut leaves = Vec::new();
+        let mut leaves = Vec::with_capacity(self.leaf_count());
         for (page, archived) in &self.pages {
             read::leaves(archived, &mut leaves).map_err(|what| in_page(page, &what, self.file))?;
         }

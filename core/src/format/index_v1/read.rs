@@ -1,6 +1,10 @@
 //! Pages become an index. What is checked here is what must hold for the columns to be read at all; what the index says is checked
 //! afterwards, in [`crate::format::check`].
 
+use std::hash::BuildHasher;
+use std::sync::Arc;
+
+use foldhash::fast::RandomState;
 use rkyv::primitive::{ArchivedU32, ArchivedU64};
 use rkyv::rancor::BoxedError;
 
@@ -9,11 +13,11 @@ use super::page::{ArchivedIndexPageV1, tag};
 use crate::dtype::Dtype;
 use crate::format::check::STATEFUL_BYTES;
 use crate::format::index::{
-    ChunkRecord, ChunkRegion, Codec, Extent, Integrity, LeafRecord, Source, TensorRecord, ViewRecord,
+    ChunkRecord, ChunkRegion, Chunks, Codec, Extent, Integrity, LeafRecord, Source, TensorRecord, ViewRecord,
 };
 use crate::leaf_path::Component;
 use crate::limits::{MAX_DEPTH, MAX_NODES, MAX_TYPE_NAME_BYTES};
-use crate::region::Region;
+use crate::region::{Dims, Region};
 use crate::tree::{ContainerKind, NodeKind, Tree};
 
 /// The payload of a page whose front says that it holds `count` leaves.
@@ -31,14 +35,23 @@ pub(super) fn leaves(page: &ArchivedIndexPageV1, out: &mut Vec<LeafRecord>) -> R
     let mut extents = Extents::new(page);
     let mut tensors = Tensors::new(page);
     let mut aliases = Column::new(&page.alias_of, "alias_of");
-    out.reserve(page.leaf_tag.len());
     for &tag in page.leaf_tag.iter() {
-        out.push(match tag {
-            tag::TENSOR => LeafRecord::Tensor(tensors.next(&mut extents)?),
-            tag::OBJECT => LeafRecord::Object(extents.next()?),
-            tag::ALIAS => LeafRecord::Alias { of: aliases.next()? },
+        match tag {
+            tag::TENSOR => {
+                out.push(LeafRecord::Tensor(TensorRecord {
+                    dtype: tensors.dtype()?,
+                    shape: Dims::new(),
+                    view: None,
+                    rank_key: None,
+                    chunks: Chunks::new(),
+                }));
+                let Some(LeafRecord::Tensor(tensor)) = out.last_mut() else { continue };
+                tensors.fill(tensor, &mut extents)?;
+            }
+            tag::OBJECT => out.push(LeafRecord::Object(extents.next()?)),
+            tag::ALIAS => out.push(LeafRecord::Alias { of: aliases.next()? }),
             other => return Err(format!("a leaf is of the unknown sort {other}")),
-        });
+        }
     }
     aliases.end()?;
     tensors.end()?;
@@ -52,9 +65,17 @@ pub(super) struct Assembler {
     /// A single page is read, without those before it.
     is_part: bool,
     type_name_bytes: u64,
+    names: Names,
 }
 
 impl Assembler {
+    /// For pages that hold about that much.
+    pub(super) fn with_room(nodes: usize, leaves: usize) -> Self {
+        let mut tree = Tree::new();
+        tree.reserve(nodes, leaves);
+        Self { tree, ..Self::default() }
+    }
+
     /// For one page, without those before it.
     pub(super) fn part() -> Self {
         Self { is_part: true, ..Self::default() }
@@ -67,7 +88,7 @@ impl Assembler {
         let mut tags = Column::new(&page.node_tag, "node_tag");
         let mut values = Column::new(&page.node_value, "node_value");
         let mut node_kinds = Column::new(&page.node_kind, "node_kind");
-        let mut names = Texts::new(page.names.as_str(), "names");
+        let mut texts = Texts::new(page.names.as_str(), "names");
         let repeated = page.repeated_nodes.to_native();
         // The first page that is read begins with what it repeats; the following ones repeat what is there.
         let before = self.tree.nodes().len() as u64;
@@ -80,14 +101,13 @@ impl Assembler {
             return Err(format!("there are more than {MAX_NODES} nodes"));
         }
         let open = self.open_chain();
-        self.tree.reserve(parents.len(), page.leaf_tag.len());
         let mut leaves = 0_usize;
         for local in 0..parents.len() as u32 {
             let parent = parents.next()?;
             if parent > local || (parent == local && local > 0) {
                 return Err(format!("node {local} does not stand behind its parent"));
             }
-            let component = component(tags.next()?, values.next()?, &mut names)?;
+            let component = component(tags.next()?, values.next()?, &mut texts, &mut self.names)?;
             let kind = match node_kinds.next()? {
                 0 => None,
                 number => {
@@ -109,7 +129,7 @@ impl Assembler {
                         open.get(local as usize).and_then(|&node| self.tree.nodes().get(node as usize));
                     let same = known.is_some_and(|known| {
                         known.component == component
-                            && matches!((&known.kind, kind), (NodeKind::Container(known), Some(kind)) if known == kind)
+                            && matches!((&known.kind, kind), (NodeKind::Container(known), Some(kind)) if **known == *kind)
                     });
                     if !same {
                         return Err("what it repeats is not what the page before left open".to_owned());
@@ -141,7 +161,7 @@ impl Assembler {
         tags.end()?;
         values.end()?;
         node_kinds.end()?;
-        names.end()
+        texts.end()
     }
 
     /// The containers from the root to the last node, the root first. Cut past the depth that any tree may have.
@@ -164,12 +184,39 @@ impl Assembler {
     }
 }
 
-fn component(tag: u8, value: i64, names: &mut Texts<'_>) -> Read<Option<Component>> {
-    let mut name = || names.take(usize::try_from(value).map_err(|_| "a name has no length")?);
+/// Names that were read not long ago, each in the one place that its hash gives it: those of a layer come again with the next one, and then
+/// cost no memory. A name that is not there, or was driven out, is made anew.
+#[derive(Default)]
+struct Names {
+    recent: Vec<Arc<str>>,
+    hasher: RandomState,
+}
+
+impl Names {
+    const PLACES: usize = 1024;
+
+    fn shared(&mut self, text: &str) -> Arc<str> {
+        if self.recent.is_empty() {
+            self.recent = vec![Arc::from(""); Self::PLACES];
+        }
+        let place = self.hasher.hash_one(text) as usize % Self::PLACES;
+        let Some(recent) = self.recent.get_mut(place) else { return Arc::from(text) };
+        if **recent != *text {
+            *recent = Arc::from(text);
+        }
+        Arc::clone(recent)
+    }
+}
+
+fn component(tag: u8, value: i64, texts: &mut Texts<'_>, names: &mut Names) -> Read<Option<Component>> {
+    let mut name = || -> Read<Arc<str>> {
+        let text = texts.take(usize::try_from(value).map_err(|_| "a name has no length")?)?;
+        Ok(names.shared(text))
+    };
     Ok(Some(match tag {
         tag::ROOT if value == 0 => return Ok(None),
-        tag::KEY => Component::Key(name()?.into()),
-        tag::FIELD => Component::Field(name()?.into()),
+        tag::KEY => Component::Key(name()?),
+        tag::FIELD => Component::Field(name()?),
         tag::INT => Component::Int(value),
         tag::INDEX => Component::Index(u32::try_from(value).map_err(|_| "an index is out of bounds")?),
         _ => return Err(format!("a component is of the unknown sort {tag}")),
@@ -258,6 +305,7 @@ impl<'a> Extents<'a> {
         }
     }
 
+    #[inline]
     fn next(&mut self) -> Read<Extent> {
         let number = self.sources.next()?;
         Ok(Extent {
@@ -325,39 +373,44 @@ impl<'a> Tensors<'a> {
         }
     }
 
-    fn next(&mut self, extents: &mut Extents<'_>) -> Read<TensorRecord> {
+    fn dtype(&mut self) -> Read<Dtype> {
         let code = self.dtypes.next()?;
-        let dtype =
-            Dtype::from_code(code).ok_or_else(|| format!("a tensor is of the unknown dtype {code}"))?;
+        Dtype::from_code(code).ok_or_else(|| format!("a tensor is of the unknown dtype {code}"))
+    }
+
+    /// Fills a record, of which the dtype is known, where it stands: it is large, and moving it costs more than what is in it.
+    fn fill(&mut self, tensor: &mut TensorRecord, extents: &mut Extents<'_>) -> Read<()> {
         let ndim = usize::from(self.ndims.next()?);
-        let shape: Vec<u64> = self.dims.take(ndim)?.collect();
-        let rank_key = match self.rank_key_lengths.next()? {
-            0 => None,
-            length => Some(self.rank_keys.take(length as usize - 1)?.into()),
-        };
-        let view = match self.views.next()? {
-            0 => None,
-            1 => Some(Box::new(self.view()?)),
+        self.dims.dims(ndim, &mut tensor.shape)?;
+        if let Some(length) = self.rank_key_lengths.next()?.checked_sub(1) {
+            tensor.rank_key = Some(self.rank_keys.take(length as usize)?.into());
+        }
+        match self.views.next()? {
+            0 => {}
+            1 => tensor.view = Some(Box::new(self.view()?)),
             other => return Err(format!("a tensor is a view of the unknown sort {other}")),
-        };
+        }
         let count = self.chunk_counts.next()? as usize;
         // A chunk that is not there must not be given room.
-        let mut chunks = Vec::with_capacity(count.min(self.chunk_tags.len()));
+        tensor.chunks.reserve_exact(count.min(self.chunk_tags.len()));
         for _ in 0..count {
-            let region = match self.chunk_tags.next()? {
-                tag::BOX => ChunkRegion::Box(region(&mut self.chunk_regions, ndim)?),
-                tag::RUN => {
-                    ChunkRegion::Run { start: self.chunk_regions.next()?, len: self.chunk_regions.next()? }
-                }
-                other => return Err(format!("a chunk is of the unknown sort {other}")),
-            };
-            let codec = match self.chunk_codecs.next()? {
-                tag::RAW => Codec::Raw,
-                other => return Err(format!("a chunk has the unknown codec {other}")),
-            };
-            chunks.push(ChunkRecord { region, extent: extents.next()?, codec });
+            tensor.chunks.push(ChunkRecord {
+                region: match self.chunk_tags.next()? {
+                    tag::BOX => ChunkRegion::Box(region(&mut self.chunk_regions, ndim)?),
+                    tag::RUN => ChunkRegion::Run {
+                        start: self.chunk_regions.next()?,
+                        len: self.chunk_regions.next()?,
+                    },
+                    other => return Err(format!("a chunk is of the unknown sort {other}")),
+                },
+                extent: extents.next()?,
+                codec: match self.chunk_codecs.next()? {
+                    tag::RAW => Codec::Raw,
+                    other => return Err(format!("a chunk has the unknown codec {other}")),
+                },
+            });
         }
-        Ok(TensorRecord { dtype, shape, view, rank_key, chunks })
+        Ok(())
     }
 
     fn view(&mut self) -> Read<ViewRecord> {
@@ -388,6 +441,10 @@ impl<'a> Tensors<'a> {
 }
 
 /// Offset, then extent, of `ndim` dimensions.
+#[inline]
 fn region(numbers: &mut Column<'_, ArchivedU64>, ndim: usize) -> Read<Region> {
-    Ok(Region { offset: numbers.take(ndim)?.collect(), extent: numbers.take(ndim)?.collect() })
+    let mut region = Region { offset: Dims::new(), extent: Dims::new() };
+    numbers.dims(ndim, &mut region.offset)?;
+    numbers.dims(ndim, &mut region.extent)?;
+    Ok(region)
 }

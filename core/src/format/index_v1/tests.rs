@@ -1,8 +1,10 @@
 use std::collections::HashSet;
 use std::path::Path;
+use std::sync::Arc;
 
 use proptest::prelude::*;
 use proptest::sample::Index as Pick;
+use smallvec::smallvec;
 
 use super::root::leaf_hashes;
 use super::{
@@ -13,8 +15,8 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::format::checksum::crc32c;
 use crate::format::index::{
-    ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
-    ViewRecord,
+    ChunkRecord, ChunkRegion, Chunks, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source,
+    TensorRecord, ViewRecord,
 };
 use crate::format::page::PageRef;
 use crate::leaf_path::{Component, LeafPath};
@@ -167,7 +169,7 @@ pub(crate) fn any_index() -> impl Strategy<Value = Index> {
                         permutation,
                     })),
                     rank_key: None,
-                    chunks: vec![],
+                    chunks: Chunks::new(),
                 })
             } else {
                 LeafRecord::Alias { of }
@@ -200,7 +202,7 @@ fn push(
                         rank_key: rank_key.map(Into::into),
                         view: None,
                         dtype,
-                        shape,
+                        shape: shape.into(),
                     })
                 }
                 Leaf::Object { file, at, length } => {
@@ -219,12 +221,12 @@ fn push(
 }
 
 /// Cuts along the first axis, or as runs.
-fn chunks(shape: &[u64], dtype: Dtype, rows: &[u64], runs: bool, file: u32, at: u64) -> Vec<ChunkRecord> {
+fn chunks(shape: &[u64], dtype: Dtype, rows: &[u64], runs: bool, file: u32, at: u64) -> Chunks {
     let itemsize = dtype.size() as u64;
     let elements: u64 = shape.iter().product();
     let whole = if runs { elements } else { shape.first().copied().unwrap_or(1) };
     let row = if runs || shape.is_empty() { 1 } else { shape[1..].iter().product() };
-    let (mut start, mut chunks) = (0, Vec::new());
+    let (mut start, mut chunks) = (0, Chunks::new());
     for &len in rows.iter().chain([&u64::MAX]) {
         let len = len.min(whole - start);
         let region = if runs {
@@ -338,10 +340,10 @@ pub(crate) fn sample() -> Index {
     let box_ = Region { offset: vec![0, 0].into(), extent: vec![2, 3].into() };
     let tensor = TensorRecord {
         dtype: Dtype::Float32,
-        shape: vec![4, 3],
+        shape: smallvec![4, 3],
         view: None,
         rank_key: Some("dp=1".into()),
-        chunks: vec![
+        chunks: smallvec![
             ChunkRecord { region: ChunkRegion::Box(box_), extent: own(0, 4096, 24), codec: Codec::Raw },
             ChunkRecord {
                 region: ChunkRegion::Run { start: 6, len: 6 },
@@ -448,19 +450,20 @@ fn extents_stay_inside_their_files() {
 
 #[test]
 fn chunks_stay_inside_their_tensor_and_sizes_do_not_overflow() {
-    refused(|index| tensor(index).shape = vec![1, 3], "not inside the shape");
+    refused(|index| tensor(index).shape = smallvec![1, 3], "not inside the shape");
     let mut other = sample();
-    tensor(&mut other).shape = vec![4, 3, 1];
+    tensor(&mut other).shape = smallvec![4, 3, 1];
     assert!(encode(&other).unwrap_err().to_string().contains("not inside the shape"));
-    refused(|index| tensor(index).shape = vec![u64::MAX, 3], "does not fit 64 bits");
-    refused(|index| tensor(index).shape = vec![u64::MAX / 2, 1], "does not fit 64 bits");
+    refused(|index| tensor(index).shape = smallvec![u64::MAX, 3], "does not fit 64 bits");
+    refused(|index| tensor(index).shape = smallvec![u64::MAX / 2, 1], "does not fit 64 bits");
     refused(
         |index| tensor(index).chunks[1].region = ChunkRegion::Run { start: u64::MAX, len: 6 },
         "not inside the shape",
     );
     refused(
         |index| {
-            *tensor(index) = TensorRecord { shape: vec![1; 65], chunks: vec![], ..tensor(index).clone() };
+            *tensor(index) =
+                TensorRecord { shape: smallvec![1; 65], chunks: Chunks::new(), ..tensor(index).clone() };
         },
         "65 dimensions",
     );
@@ -475,10 +478,10 @@ fn ties_and_views_name_leaves_that_hold_bytes() {
         let view = ViewRecord { of, region, permutation: permutation.to_vec() };
         let record = TensorRecord {
             dtype: Dtype::Float32,
-            shape: shape.to_vec(),
+            shape: shape.into(),
             view: Some(Box::new(view)),
             rank_key: None,
-            chunks: vec![],
+            chunks: Chunks::new(),
         };
         move |index: &mut Index| index.leaves[1] = LeafRecord::Tensor(record.clone())
     };
@@ -567,7 +570,7 @@ fn depth_names_and_files_are_limited() {
     let file = deep(128).unwrap();
     assert_eq!(read(&file.bytes).unwrap().tree.nodes().len(), 128);
     assert_eq!(deep(129).unwrap_err().kind(), "limit");
-    let long: Box<str> = "x".repeat(65537).into();
+    let long: Arc<str> = "x".repeat(65537).into();
     refused(
         |index| {
             retree(index, |node, _, component| {
@@ -654,7 +657,7 @@ pub(crate) fn large(leaves: u32) -> Index {
         index.tree.push_leaf(Some(container), Some(name));
         index.leaves.push(LeafRecord::Tensor(TensorRecord {
             dtype: Dtype::Bfloat16,
-            shape: vec![8, 16],
+            shape: smallvec![8, 16],
             view: None,
             rank_key: None,
             chunks: chunks(&[8, 16], Dtype::Bfloat16, &[4], false, leaf % 3, 4096 + 256 * u64::from(leaf)),

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustix::buffer::spare_capacity;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::{Errno, retry_on_intr};
 
@@ -242,28 +243,20 @@ impl Dir for PosixDir {
         bytes.try_reserve_exact(len as usize + 1).map_err(|_| {
             Error::io("read", self.path.join(name), io::Error::from(io::ErrorKind::OutOfMemory))
         })?;
-        bytes.resize(len as usize + 1, 0);
-        let mut done = 0;
-        while let Some(rest) = bytes.get_mut(done..) {
-            if rest.is_empty() {
-                if done as u64 > limit {
-                    return Err(too_long(done as u64));
-                }
-                let more =
-                    (bytes.len() * 2).min(usize::try_from(limit.saturating_add(1)).unwrap_or(usize::MAX));
-                bytes.resize(more, 0);
-                continue;
+        loop {
+            if bytes.len() as u64 > limit {
+                return Err(too_long(bytes.len() as u64));
             }
-            match retry_on_intr(|| rustix::io::read(&fd, &mut *rest)).map_err(self.failed("read", name))? {
-                0 => break,
-                count => done += count,
+            if bytes.len() == bytes.capacity() {
+                bytes.reserve(1);
+            }
+            // Into memory that nobody has filled with zeros first, and never far past the limit.
+            let count = retry_on_intr(|| rustix::io::read(&fd, spare_capacity(&mut bytes)))
+                .map_err(self.failed("read", name))?;
+            if count == 0 {
+                return Ok(bytes);
             }
         }
-        bytes.truncate(done);
-        if done as u64 > limit {
-            return Err(too_long(done as u64));
-        }
-        Ok(bytes)
     }
 
     fn write_file(&self, name: &str, bytes: &[u8]) -> Result<()> {
