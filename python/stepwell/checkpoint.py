@@ -113,13 +113,15 @@ class Branch(Mapping[Key, Any]):
     def __getitem__(self, key: Key) -> Any:
         found = self._children().get(key)
         if found is None:
-            where = self._checkpoint._tree().paths[self._node]
+            where, keys = self._checkpoint._tree().paths[self._node], list(self._children())
             dropped = [item for item, _ in self._checkpoint._open().dropped()] if not where else []
-            raise KeyError(
-                f"{key!r} was dropped from this step by thinning"
-                if key in dropped
-                else f"{key!r} is not in `{where}`; it has {list(self._children())[:20]}"
-            )
+            if key in dropped:
+                raise KeyError(f"{key!r} was dropped from this step by thinning")
+            what = f"{f'`{where}`' if where else 'the state'} has no {key!r}; it has {keys[:20]}"
+            if isinstance(key, str) and "/" in key and key.split("/")[0] in keys:
+                first, second = key.split("/")[:2]
+                what += f"; a path is walked key by key: [{first!r}][{second!r}]"
+            raise KeyError(what)
         return self._checkpoint._at(found)
 
     def __iter__(self) -> Iterator[Key]:
@@ -403,6 +405,7 @@ class Checkpoint:
         self._core = None
 
     def __enter__(self) -> Checkpoint:
+        self._open()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -202,6 +202,8 @@ def _globs(value: Any, name: str) -> list[str] | None:
     if not isinstance(value, (str, Iterable)) or isinstance(value, (bytes, np.ndarray)):
         raise MisuseError(wrong)
     found = [value] if isinstance(value, str) else list(value)
+    if name == "include" and not found:
+        raise MisuseError("include=[] selects nothing; leave it out to restore all of the state")
     if not all(isinstance(one, str) for one in found):
         raise MisuseError(wrong)
     return found

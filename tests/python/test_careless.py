@@ -571,3 +571,24 @@ def test_a_damaged_step_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCapt
         time.sleep(0.01)
     time.sleep(0.2)
     assert sum("damaged step is skipped" in one.getMessage() for one in caplog.records) == 1
+
+
+def test_an_include_that_selects_nothing_is_refused_with_what_to_do(path: Path) -> None:
+    with pytest.raises(sw.errors.MisuseError, match=r"include=\[\] selects nothing; leave it out"):
+        sw.restore(path, include=[])
+    assert sw.restore(path, include=["step"], exclude=[])["step"] == 3
+
+
+def test_a_path_given_as_one_key_is_answered_with_how_it_is_walked(path: Path) -> None:
+    with sw.open(path) as checkpoint:
+        with pytest.raises(KeyError, match=r"the state has no 'params/w'.*\['params'\]\['w'\]"):
+            checkpoint["params/w"]
+        with pytest.raises(KeyError, match=r"`params` has no 'nothing'; it has \['w', 'b', 'layers'\]"):
+            checkpoint["params"]["nothing"]
+
+
+def test_a_checkpoint_that_was_closed_is_entered_by_nobody(path: Path) -> None:
+    checkpoint = sw.open(path)
+    checkpoint.close()
+    with pytest.raises(sw.ClosedError), checkpoint:
+        pass
