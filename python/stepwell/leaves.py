@@ -41,8 +41,10 @@ Description: TypeAlias = (
 _HINT = "convert it, give it state_dict()/load_state_dict(), or sw.register() its type"
 
 
-def storable_name(dtype: np.dtype[Any]) -> str | None:
-    """The name that the format has for a dtype whose arrays are stored as they lie in memory, or ``None``."""
+def storable_name(dtype: Any) -> str | None:
+    """The name that the format has for a dtype whose arrays are stored as they lie in memory, or ``None``: for dtypes that numpy does not know, too."""
+    if not isinstance(dtype, np.dtype):
+        return None
     if not dtype.isnative or dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None:
         return None
     if dtype.kind in "SUT" or (dtype.kind == "V" and dtype.names is None and dtype.type is np.void):

@@ -212,6 +212,8 @@ class Restore:
                     key: Any = (source, job.dtype, job.shape, job.offset)
                     if job.target is not None:
                         key = (*key, id(job.target))
+                    elif leaf is not None and wanted.takes_over(leaf, stored):
+                        key = (*key, "taken over")
                     self._job_of.setdefault((number, stored), []).append(jobs.setdefault(key, job))
         self.objects = list(objects)
         for job in jobs.values():
@@ -247,11 +249,11 @@ def _direct(core: Any, target: Any, options: RestoreOptions) -> tuple[Any] | Non
     with telling(plan.in_place_paths):
         plan.read_in_place()
 
-    def convert(arrays: list[Any], targets: list[Any]) -> list[Any]:
-        return adapters.like(arrays, targets) if to is None else adapters.arrays(to, arrays, device)
+    def convert(arrays: list[Any]) -> list[Any]:
+        return arrays if to is None else adapters.arrays(to, arrays, device)
 
     try:
-        return (plan.build(objects, convert),)
+        return (plan.build(objects, convert, adapters.like),)
     except adapters.DoesNotFit:
         return None  # what goes leaf by leaf says which
 

@@ -182,6 +182,13 @@ class Wanted:
             for number in numbers:
                 values[number] = array_of[id(values[number])]
 
+    def takes_over(self, leaf: Leaf, stored: int) -> bool:
+        """Whether the array that a stored one becomes there takes over the memory into which it is read, so that no other may have it."""
+        if leaf.target is not None:
+            return leaf.target.takes_over
+        name = self._library_of(leaf, stored) if leaf.what == "stored" else None
+        return name is not None and adapters.takes_over(name)
+
     def _library_of(self, leaf: Leaf, stored: int) -> str | None:
         """Whose array a stored one becomes. Where no object was saved, or one of another class, an object of a framework takes those of its own."""
         if leaf.owner is None:

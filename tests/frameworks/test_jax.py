@@ -180,6 +180,154 @@ def test_tied_arrays_that_are_wanted_on_two_devices_are_there(root: Path, abstra
     assert equal(back, {"a": w, "b": w})
 
 
+TIED = {
+    "abstract": lambda: jax.ShapeDtypeStruct((6,), jnp.float32),
+    "jax": lambda: jnp.zeros(6),
+    "numpy": lambda: np.zeros(6, np.float32),
+    "spec": lambda: sw.ArraySpec((6,), "float32"),
+    "as stored": lambda: sw.AS_STORED,
+}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.product(TIED, TIED)))
+@pytest.mark.parametrize("leaf_by_leaf", [False, True], ids=["", "leaf by leaf"])
+def test_tied_leaves_come_back_as_what_each_of_them_is_wanted(
+    root: Path, one: str, other: str, leaf_by_leaf: bool
+) -> None:
+    w = np.arange(6, dtype=np.float32)
+    sw.save(root, {"p": {"a": w, "b": w}})
+    how: dict[str, Any] = {"include": ["**"]} if leaf_by_leaf else {}
+    back = sw.restore(root, like={"p": {"a": TIED[one](), "b": TIED[other]()}}, **how)["p"]
+    for name, wanted in (("a", one), ("b", other)):
+        assert isinstance(back[name], jax.Array if wanted in ("abstract", "jax") else np.ndarray), name
+    for array in back.values():
+        if isinstance(array, np.ndarray):
+            assert np.array_equal(array, w)
+    for array in back.values():
+        if isinstance(array, np.ndarray):
+            array[:] = 7
+    for name, array in back.items():
+        # One of JAX never changes, and so it has no memory that somebody can write to.
+        assert isinstance(array, np.ndarray) or np.array_equal(array, w), name
+    both_of_numpy = all(isinstance(array, np.ndarray) for array in back.values())
+    assert (back["a"] is back["b"]) == both_of_numpy, "tied, as far as numpy can say so"
+
+
+def test_an_array_of_jax_has_no_memory_that_a_filled_tie_is_given(root: Path) -> None:
+    w = np.arange(6, dtype=np.float32)
+    sw.save(root, {"p": {"a": w, "b": w, "c": w}})
+    fixed = np.zeros(6, np.float32)
+    fixed.flags.writeable = False
+    own = np.zeros(6, np.float32)
+    back = sw.restore(root, into={"p": {"a": jnp.zeros(6), "b": own, "c": fixed}})["p"]
+    assert back["b"] is own
+    assert equal(list(back.values()), [jnp.asarray(w), w, w])
+    for name in ("b", "c"):
+        back[name][:] = 7
+    assert equal(back["a"], w)
+
+
+class _Holder:
+    def __init__(self, w: Any) -> None:
+        self.w = w
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": self.w}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.w = state["w"]
+
+
+def test_an_array_of_jax_in_the_state_of_an_object_has_no_memory_that_a_tie_of_numpy_has(root: Path) -> None:
+    w = jnp.arange(6.0)
+    sw.save(root, {"p": {"holder": _Holder(w), "seen": np.asarray(w)}})
+    assert sw.metadata(root).nbytes == w.nbytes, "tied"
+    back = sw.restore(root, like={"p": {"holder": _Holder(w), "seen": sw.ArraySpec()}})["p"]
+    assert isinstance(back["holder"]["w"], jax.Array)
+    back["seen"][:] = 7
+    assert equal(back["holder"]["w"], w)
+
+
+def test_a_subtree_as_stored_is_of_numpy_beside_a_tie_that_is_wanted_of_jax(root: Path) -> None:
+    w, v = np.arange(6, dtype=np.float32), np.ones((2, 2), np.int8)
+    sw.save(root, {"p": {"first": {"w": w, "v": v}, "then": [{"w": w}, v]}})
+    wanted = jax.ShapeDtypeStruct((6,), jnp.float32)
+    for like in (
+        {"first": {"w": wanted, "v": v}, "then": sw.AS_STORED},
+        {"first": sw.AS_STORED, "then": [{"w": wanted}, v]},
+    ):
+        back = sw.restore(root, like={"p": like})["p"]
+        abstract, stored = back["first"]["w"], back["then"][0]["w"]
+        if like["first"] is sw.AS_STORED:
+            abstract, stored = stored, abstract
+        assert isinstance(abstract, jax.Array)
+        assert isinstance(stored, np.ndarray)
+        assert back["first"]["v"] is back["then"][1]
+        assert equal(back["first"]["v"], v)
+
+
+@pytest.mark.parametrize("abstract", [True, False])
+def test_tied_arrays_of_jax_are_matched_in_the_engine_and_each_target_gets_its_own(
+    root: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool
+) -> None:
+    from stepwell.restoring import Restore
+
+    w, v = jnp.arange(6.0), jnp.ones((2, 3), jnp.bfloat16)
+    sw.save(root, {"p": {"a": w, "b": w, "c": w, "d": v, "e": w}, "q": [v, v]})
+    third = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+
+    def wanted(shape: tuple[int, ...], dtype: Any, place: Any = None) -> Any:
+        if abstract:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        return jax.device_put(jnp.zeros(shape, dtype), place)
+
+    one = wanted((6,), jnp.float32)
+    like = {
+        "p": {
+            "a": one,
+            "b": wanted((6,), jnp.float32),
+            "c": wanted((6,), jnp.float32, third),
+            "d": wanted((2, 3), jnp.bfloat16),
+            "e": one,
+        },
+        "q": [wanted((2, 3), jnp.bfloat16), wanted((2, 3), jnp.bfloat16, third)],
+    }
+    by_leaf = sw.restore(root, like=like, include=["**"])
+    monkeypatch.setattr(Restore, "run", lambda *_: pytest.fail("went leaf by leaf"))
+    back = sw.restore(root, like=like)
+    assert equal(back, {"p": {"a": w, "b": w, "c": w, "d": v, "e": w}, "q": [v, v]})
+    assert equal(back, by_leaf)
+    for array, other in zip(jax.tree.leaves(back), jax.tree.leaves(by_leaf), strict=True):
+        assert (array.sharding, array.committed) == (other.sharding, other.committed)
+    assert back["p"]["a"] is back["p"]["e"], "tied in the target, too"
+    assert back["p"]["a"] is not back["p"]["b"]
+    # What is two arrays can be donated as two.
+    step = jax.jit(lambda a, b: (a + 1, b + 2), donate_argnums=(0, 1))
+    assert equal(step(back["p"]["a"], back["p"]["b"]), (w + 1, w + 2))
+    assert equal([back["p"]["c"], back["q"]], [w, [v, v]])
+
+
+def test_a_prng_key_that_is_wanted_of_a_plain_array_is_a_mismatch_with_paths(root: Path) -> None:
+    sw.save(root, {"p": {"key": np.zeros(2, np.uint32)}})
+    for target in (jax.eval_shape(lambda: jax.random.key(0)), jax.random.key(0)):
+        with pytest.raises(sw.MismatchError, match="p/key/impl"):
+            sw.restore(root, like={"p": {"key": target}})
+    # One that is stored as what it is comes back so.
+    key = jax.random.key(1)
+    sw.save(root, {"p": {"key": key}}, exists="replace")
+    assert equal(sw.restore(root, like={"p": {"key": jax.eval_shape(lambda: key)}})["p"]["key"], key)
+
+
+def test_a_shape_with_a_symbol_in_it_is_refused_by_leaf(root: Path) -> None:
+    from jax import export
+
+    (n,) = export.symbolic_shape("n")
+    sw.save(root, {"p": {"w": jnp.ones(3)}})
+    with pytest.raises(sw.MisuseError, match="tuple of integers") as error:
+        sw.restore(root, like={"p": {"w": jax.ShapeDtypeStruct((n,), jnp.float32)}})
+    assert error.value.leaf == "p/w"
+
+
 def test_shardings_may_be_one_for_all_a_tree_or_a_function(root: Path) -> None:
     state = {"params": {"w": jnp.ones((8, 4)), "b": jnp.zeros(8)}, "step": 3}
     sw.save(root, state)

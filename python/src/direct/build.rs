@@ -9,7 +9,7 @@ use pyo3::types::{PyDict, PyList, PyString, PyTuple};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::tree::{ContainerKind, NodeKind};
 
-use super::{Node, Siblings, record};
+use super::{Node, Number, Siblings, record};
 use crate::checkpoint::{Engined, kind_row};
 use crate::hooks::hooks;
 
@@ -18,15 +18,20 @@ pub(super) struct Build<'a, 'py> {
     pub(super) inner: &'a Engined,
     pub(super) fill: bool,
     pub(super) siblings: &'a Siblings,
-    pub(super) number_of: &'a HashMap<u32, usize>,
+    pub(super) number_of: &'a HashMap<u32, Number>,
     pub(super) objects: Vec<Bound<'py, PyAny>>,
     pub(super) arrays: &'a [Py<PyAny>],
+    pub(super) like: &'a [Py<PyAny>],
 }
 
 impl<'py> Build<'_, 'py> {
     pub(super) fn node(&self, node: &Node) -> PyResult<Bound<'py, PyAny>> {
         Ok(match node {
             Node::Leaf(source) => self.leaf(*source)?,
+            Node::Like(at) => match self.like.get(*at) {
+                Some(array) => array.bind(self.py).clone(),
+                None => return Err(PyRuntimeError::new_err(format!("array {at} was not made"))),
+            },
             Node::Stored(at) => self.stored(*at)?,
             Node::Own(array) => array.bind(self.py).clone(),
             Node::Dict(target, children) => {
@@ -57,7 +62,7 @@ impl<'py> Build<'_, 'py> {
     }
 
     fn leaf(&self, source: u32) -> PyResult<Bound<'py, PyAny>> {
-        let number = self.number_of.get(&source).copied();
+        let number = self.number_of.get(&source).map(|number| number.at);
         let found = match record(self.inner, source).1 {
             Some(_) => number.and_then(|number| self.arrays.get(number)).map(|array| array.bind(self.py)),
             None => number.and_then(|number| self.objects.get(number)),

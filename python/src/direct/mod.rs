@@ -5,7 +5,7 @@
 //! decides what is an error. No leaf costs a Python object but the array that is returned; no path is rendered unless a read fails.
 //!
 //! What the two ways have in common: objects are read first, then arrays in new memory, then the caller's own arrays; leaves that are tied in the
-//! store come back as one object; the structure is put together when everything has been read.
+//! store come back as one object, those that are to be of another library as one for each target; the structure is put together when everything has been read.
 
 mod build;
 mod siblings;
@@ -52,8 +52,10 @@ struct Work {
     /// Leaves that hold the tensors that get new memory, and where in it.
     fresh: Vec<(u32, Place)>,
     slabs: Slabs,
-    /// What some of them are to be made into, by their number: arrays of another library, like these.
-    like: HashMap<usize, Py<PyAny>>,
+    /// What is to be made of some of them, by their number: arrays of another library, like these.
+    like: Vec<(usize, Py<PyAny>)>,
+    /// By the leaf that holds a tensor and the address of a target, its place in `like`.
+    like_of: HashMap<(u32, usize), usize>,
     /// The arrays over them, once there are any; as long as they are being filled nobody else has them.
     arrays: Vec<Py<PyAny>>,
     /// Tensors that are read into the caller's memory.
@@ -61,14 +63,32 @@ struct Work {
     /// Of those that are being read, the leaves whose paths are told: the tensors themselves, or what is tied to them.
     named: Vec<u32>,
     /// By leaf, its number in `objects` or `fresh`.
-    number_of: HashMap<u32, usize>,
+    number_of: HashMap<u32, Number>,
     siblings: Siblings,
+}
+
+/// Where the object or the array of a leaf is among those that are read, and what becomes of it.
+#[derive(Clone, Copy)]
+struct Number {
+    at: usize,
+    usage: Use,
+}
+
+/// What becomes of an array in new memory. Not both: it would be one that can be written to, in memory that an array which never changes has taken over.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Use {
+    /// It is returned as it is, like an object.
+    AsItIs,
+    /// Arrays of another library are made of it.
+    Like,
 }
 
 /// What is put together at the end.
 enum Node {
     /// An object or an array in new memory, by the leaf that holds it.
     Leaf(u32),
+    /// An array of another library, by its place in [`Work::like`].
+    Like(usize),
     /// A node of the stored tree, with everything below it.
     Stored(u32),
     /// The caller's own array. Dicts of the caller's that are filled do not list those.
@@ -108,7 +128,8 @@ pub fn plan_direct(
         objects: Vec::new(),
         fresh: Vec::new(),
         slabs: Slabs::default(),
-        like: HashMap::new(),
+        like: Vec::new(),
+        like_of: HashMap::new(),
         arrays: Vec::new(),
         in_place: Vec::new(),
         named: Vec::new(),
@@ -204,25 +225,27 @@ impl Direct {
         Ok(self.lock().named.iter().map(|&leaf| inner.tree().leaf_path(leaf).to_string()).collect())
     }
 
-    /// The caller's structure, or the stored one, with what was read. `objects`: the values of [`Direct::objects`]; `convert`: arrays, and the targets that they are to be
-    /// like (`None` for most) → what is returned in their place.
+    /// The caller's structure, or the stored one, with what was read. `objects`: the values of [`Direct::objects`]; `convert`: arrays → what is returned in their place;
+    /// `like`: arrays, and the targets that those of another library are to be like → these.
     fn build<'py>(
         &self,
         py: Python<'py>,
         objects: Vec<Bound<'py, PyAny>>,
         convert: Bound<'py, PyAny>,
+        like: Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let inner = self.checkpoint(py)?;
-        let (arrays, mut like) = {
+        let (arrays, wanted) = {
             let mut work = self.lock();
             (std::mem::take(&mut work.arrays), std::mem::take(&mut work.like))
         };
-        let arrays = if self.convert || !like.is_empty() {
-            let targets: Vec<Option<Py<PyAny>>> = (0..arrays.len()).map(|at| like.remove(&at)).collect();
-            convert.call1((arrays, targets))?.extract()?
-        } else {
-            arrays
-        };
+        let (values, targets): (Vec<_>, Vec<_>) = wanted
+            .into_iter()
+            .filter_map(|(number, target)| Some((arrays.get(number)?.clone_ref(py), target)))
+            .unzip();
+        let like: Vec<Py<PyAny>> =
+            if values.is_empty() { Vec::new() } else { like.call1((values, targets))?.extract()? };
+        let arrays = if self.convert { convert.call1((arrays,))?.extract()? } else { arrays };
         self.lock().arrays = arrays;
         let mut work = self.lock();
         let build = Build {
@@ -233,6 +256,7 @@ impl Direct {
             number_of: &work.number_of,
             objects,
             arrays: &work.arrays,
+            like: &like,
         };
         let built = build.node(&work.root)?;
         work.root = Node::Stored(0);

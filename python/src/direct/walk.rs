@@ -13,7 +13,7 @@ use stepwell_core::limits::MAX_DEPTH;
 use stepwell_core::tree::{ContainerKind, NodeKind};
 use stepwell_core::value::Value;
 
-use super::{InPlace, Node, Work, record};
+use super::{InPlace, Node, Number, Use, Work, record};
 use crate::ahead::Taken;
 use crate::arrays::Known;
 use crate::checkpoint::Engined;
@@ -42,8 +42,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         let Some(stored) = self.inner.tree().nodes().get(at as usize) else { return Ok(None) };
         let class = target.get_type();
         if target.is(&self.hooks.as_stored) {
-            self.everything(at);
-            return Ok(Some(Node::Stored(at)));
+            return Ok(self.everything(at).map(|()| Node::Stored(at)));
         }
         if let NodeKind::Leaf(leaf) = stored.kind {
             let (source, tensor) = self.record(leaf);
@@ -199,8 +198,7 @@ impl<'a, 'py> Walk<'a, 'py> {
             return Ok(None);
         }
         if !self.fill {
-            self.fresh(source);
-            return Ok(Some(Node::Leaf(source)));
+            return Ok(self.fresh(source, Use::AsItIs).map(|_| Node::Leaf(source)));
         }
         Ok(self.own(leaf, source, buffer, target))
     }
@@ -234,18 +232,20 @@ impl<'a, 'py> Walk<'a, 'py> {
 
     /// An array that nobody can change, or an abstract one, of the same dtype and shape.
     fn like(&mut self, source: u32, tensor: &TensorRecord, target: &Bound<'py, PyAny>) -> Found<Node> {
-        let shape: Vec<u64> = target.getattr(intern!(target.py(), "shape"))?.extract()?;
+        // What a symbol stands for, no file says.
+        let Ok(shape) = target.getattr(intern!(target.py(), "shape"))?.extract::<Vec<u64>>() else {
+            return Ok(None);
+        };
         if self.dtypes.of(self.hooks, target)? != Some(tensor.dtype) || shape != tensor.shape.as_slice() {
             return Ok(None);
         }
-        let known = self.work.number_of.contains_key(&source);
-        self.fresh(source);
-        let Some(&number) = self.work.number_of.get(&source) else { return Ok(None) };
-        if known && !self.work.like.get(&number).is_some_and(|one| one.is(target)) {
-            return Ok(None); // tied to one that is to be an array of numpy, or may be to be somewhere else
-        }
-        self.work.like.entry(number).or_insert_with(|| target.clone().unbind());
-        Ok(Some(Node::Leaf(source)))
+        let Some(number) = self.fresh(source, Use::Like) else { return Ok(None) };
+        let work = &mut self.work;
+        let at = *work.like_of.entry((source, target.as_ptr() as usize)).or_insert_with(|| {
+            work.like.push((number, target.clone().unbind()));
+            work.like.len() - 1
+        });
+        Ok(Some(Node::Like(at)))
     }
 
     /// Memory of the caller's that is filled, where no two of its elements are one.
@@ -283,42 +283,48 @@ impl<'a, 'py> Walk<'a, 'py> {
                 }
             }
         }
-        self.fresh(source);
-        Ok(Some(Node::Leaf(source)))
+        Ok(self.fresh(source, Use::AsItIs).map(|_| Node::Leaf(source)))
     }
 
-    /// Wants a node and everything below it, as it is stored.
-    fn everything(&mut self, at: u32) {
+    /// Wants a node and everything below it, as it is stored; `None` where a tie has another use for one of these.
+    fn everything(&mut self, at: u32) -> Option<()> {
         let mut pending = vec![at];
         while let Some(at) = pending.pop() {
             let kind = self.inner.tree().nodes().get(at as usize).map(|node| &node.kind);
             if let Some(NodeKind::Leaf(leaf)) = kind {
                 let (source, tensor) = self.record(*leaf);
-                if tensor.is_some() { self.fresh(source) } else { self.object(source) }
+                if tensor.is_some() {
+                    self.fresh(source, Use::AsItIs)?;
+                } else {
+                    self.object(source);
+                }
             } else {
                 let before = pending.len();
                 pending.extend(self.work.siblings.children(at));
                 pending.get_mut(before..).unwrap_or_default().reverse();
             }
         }
+        Some(())
     }
 
     fn object(&mut self, source: u32) {
         let work = &mut self.work;
         work.number_of.entry(source).or_insert_with(|| {
             work.objects.push(source);
-            work.objects.len() - 1
+            Number { at: work.objects.len() - 1, usage: Use::AsItIs }
         });
     }
 
-    fn fresh(&mut self, source: u32) {
-        let Some(tensor) = record(self.inner, source).1 else { return };
+    /// The number of an array in new memory; `None` where a leaf that is tied to it has another use for it.
+    fn fresh(&mut self, source: u32, usage: Use) -> Option<usize> {
+        let tensor = record(self.inner, source).1?;
         let work = &mut self.work;
-        work.number_of.entry(source).or_insert_with(|| {
+        let number = work.number_of.entry(source).or_insert_with(|| {
             let place = work.slabs.take(bytes_of(tensor));
             work.fresh.push((source, place));
-            work.fresh.len() - 1
+            Number { at: work.fresh.len() - 1, usage }
         });
+        (number.usage == usage).then_some(number.at)
     }
 
     /// Finds targets that share memory: the same elements from the same stored tensor are read once. Anything else that overlaps is the general way's.

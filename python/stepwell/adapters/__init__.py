@@ -7,6 +7,7 @@ A framework module has
 * ``branch(obj)``: a container of its own types as the caller's structure, a :class:`Opened`, or ``None``;
 * ``owns(obj)``: whether an object with a state of its own is one of its own, so that it takes its arrays and no others;
 * ``arrays(values, placement)``: numpy arrays that nobody else has, as arrays of its own;
+* ``TAKES_OVER``: whether those take over the memory of what they are made of, for good: nobody else may write to it then (not there: no);
 * ``like(values, targets)``: the same, each where a target is that is an array of a class that never changes, or an abstract array; ``None`` for a target that is not its own
   (only where it makes such classes known);
 * ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named ``<framework>.…``;
@@ -50,6 +51,8 @@ class Target:
     memory: np.ndarray[Any, Any] | None = None
     #: Whether ``value`` is an array that can stay as it is.
     has_value: bool = False
+    #: Whether what is made takes over the memory of its value for good: nobody else may write to it then.
+    takes_over: bool = False
     #: The parts of it that are wanted; ``None``: all of it.
     boxes: Sequence[Box] | None = None
     #: Where it is to be, as the framework says it, and what makes a target of it that is somewhere else.
@@ -137,6 +140,12 @@ def arrays(package: str, values: list[Any], placement: Any = None) -> list[Any]:
 def arrays_where_used(package: str, values: list[Any]) -> list[Any]:
     """The same, where the framework is in use; else as they are."""
     return arrays(package, values) if package in _FRAMEWORKS and package in sys.modules else values
+
+
+def takes_over(package: str) -> bool:
+    """Whether arrays of a framework, where it is in use, take over the memory of what they are made of."""
+    used = package in _FRAMEWORKS and package in sys.modules
+    return used and bool(getattr(_module(_FRAMEWORKS[package]), "TAKES_OVER", False))
 
 
 def like(values: list[Any], targets: list[Any]) -> list[Any]:

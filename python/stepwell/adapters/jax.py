@@ -21,6 +21,9 @@ from ..paths import extend, starts_with
 from ..specs import AS_STORED, ArraySpec
 from . import Box, DoesNotFit, Opened, Target
 
+#: An array never changes, and on the CPU it is made without a copy.
+TAKES_OVER = True
+
 #: The stored name of a typed PRNG key.
 KEY = "jax.random.key"
 
@@ -234,21 +237,20 @@ def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
 def target(obj: Any) -> Target | None:
     """Arrays and ``jax.ShapeDtypeStruct``; the class ``jax.Array`` itself."""
     if obj is jax.Array:
-        return Target(ArraySpec(), _finish, replace=placed)
+        return _wants(ArraySpec())
     if isinstance(obj, (jax.Array, jax.ShapeDtypeStruct)) and _is_key(obj):
         return None  # two leaves: see `branch`
     if isinstance(obj, jax.Array):
         if obj.is_deleted():
-            return Target(ArraySpec(obj.shape, obj.dtype.name), _finish, replace=placed)
-        return placed(
-            Target(ArraySpec(obj.shape, obj.dtype.name), _finish, obj, has_value=True, replace=placed),
-            _place_of(obj),
-        )
+            return _wants(ArraySpec(obj.shape, obj.dtype.name))
+        return placed(_wants(ArraySpec(obj.shape, obj.dtype.name), obj, has_value=True), _place_of(obj))
     if isinstance(obj, jax.ShapeDtypeStruct):
-        return placed(
-            Target(ArraySpec(obj.shape, obj.dtype.name), _finish, obj, replace=placed), obj.sharding
-        )
+        return placed(_wants(ArraySpec(obj.shape, obj.dtype.name), obj), obj.sharding)
     return None
+
+
+def _wants(spec: ArraySpec, value: Any = None, has_value: bool = False) -> Target:
+    return Target(spec, _finish, value, has_value=has_value, takes_over=TAKES_OVER, replace=placed)
 
 
 def _place_of(wanted: Any) -> Any:
@@ -493,6 +495,7 @@ def remake(name: str, children: dict[Any, Any]) -> Any:
 
 
 __all__ = [
+    "TAKES_OVER",
     "arrays",
     "branch",
     "check_fits",
