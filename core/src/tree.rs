@@ -1,6 +1,8 @@
 //! The structure of a state: containers and leaves in order, so that what is restored without a target has the types
 //! and the order that were saved. Nodes stand in pre-order; a node knows its parent, so a leaf's path costs nothing until someone asks.
 
+use std::collections::TryReserveError;
+
 use crate::leaf_path::{Component, LeafPath};
 
 /// What kind of container a node is. The type names say what was saved; they never choose what is imported.
@@ -92,9 +94,9 @@ impl Tree {
     }
 
     /// Makes room for that many more nodes, and leaves among them.
-    pub fn reserve(&mut self, nodes: usize, leaves: usize) {
-        self.nodes.reserve(nodes);
-        self.leaf_nodes.reserve(leaves);
+    pub fn try_reserve(&mut self, nodes: usize, leaves: usize) -> Result<(), TryReserveError> {
+        self.nodes.try_reserve_exact(nodes)?;
+        self.leaf_nodes.try_reserve_exact(leaves)
     }
 
     /// Appends a container below `parent` (`None`: the root) and returns its number.

@@ -377,9 +377,8 @@ impl Cache {
             let found = Found { name: name.clone(), manifest: Arc::clone(&known.manifest) };
             add(&mut listing, names, known.manifest.step, found);
         }
-        if *self.listing != listing {
-            self.listing = Arc::new(listing);
-        }
+        // Also where it says the same: manifests are known by their identity, and one that was read anew (its file was linked, or its permissions changed) is another.
+        self.listing = Arc::new(listing);
     }
 }
 

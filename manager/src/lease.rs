@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 
 /// How often a step that is replaced while it is opened is looked up again.
 const TRIES: usize = 8;
-/// Between two looks at a lease that someone holds exclusively (a thinning, which takes milliseconds).
+/// Between two looks at a lease that someone holds exclusively while the step stands: a thinning, which takes milliseconds.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// How often a temporary is made that others take for a dead one's.
@@ -34,7 +34,7 @@ impl Lease {
 /// Opens `parent/name` and leases it. `None`: no such directory.
 pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Option<(Arc<dyn Dir>, Lease)>> {
     let start = Instant::now();
-    for _ in 0..TRIES {
+    'looks: for _ in 0..TRIES {
         let dir = match parent.open_dir(name) {
             Ok(dir) => dir,
             Err(error) if error.is_gone() => return Ok(None),
@@ -44,6 +44,8 @@ pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Optio
         let lock = loop {
             match dir.try_lock(LEASE, LockKind::Shared, false) {
                 Ok(Some(lock)) => break Some(lock),
+                // Retired meanwhile: who has locked it there keeps it for as long as they like.
+                Ok(None) if parent.stat(name)?.map(|stat| stat.id) != Some(dir.id()?) => continue 'looks,
                 Ok(None) if start.elapsed() < patience => std::thread::sleep(PAUSE),
                 Ok(None) => {
                     return Err(Error::Timeout {

@@ -1,15 +1,18 @@
 //! Files of a retired step that the next save writes over: its blocks are there already, and the file system need neither free those nor find others. Where
 //! blocks are discarded when they are freed, that is half of the time of a save.
 //!
-//! The last step that was retired waits in its trash for the next save, its lease locked. A file is taken only if nobody else has it open and it has no other name (a hard
-//! link of a backup). What no save takes goes with its trash: when the next step is retired, when the disk is full, and at the end. A
-//! process that is killed leaves trash as any other, which the next writer deletes.
+//! The last step that was retired waits in its trash for the next save, its lease locked and its data files under names that nobody has ever seen: who was about to open one by its
+//! own name has done so, or finds nothing, long before it is written over. A file is taken only if nobody has it open and it has no other name (a hard link of a backup). What
+//! no save takes goes with its trash: when the next step is retired, when the disk is full, and at the end. A process that is killed leaves trash as any other, which the
+//! next writer deletes.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use stepwell_core::format::manifest::FileEntry;
 use stepwell_core::io::{Dir, File, Lock, LockKind};
 
+use crate::commit::aside::rename_apart;
 use crate::directory_layout::LEASE;
 
 /// The data files of one retired step.
@@ -17,8 +20,14 @@ struct Kept {
     trash: String,
     /// Nobody opens the step for reading any more, and no deleter takes it.
     _lock: Box<dyn Lock>,
-    /// Below the step, by path.
-    files: Vec<String>,
+    files: Vec<Spare>,
+}
+
+struct Spare {
+    /// Below the step.
+    path: String,
+    /// Below the root.
+    name: String,
 }
 
 /// See the module documentation.
@@ -27,8 +36,8 @@ pub struct Spares {
     /// Files of fewer bytes are not worth it; `None`: none is.
     from_bytes: Option<u64>,
     kept: Mutex<Option<Kept>>,
-    /// Directories out of which files were taken, not synced since.
-    left: Mutex<Vec<String>>,
+    /// Directories out of which files were taken, below the root, and not synced since.
+    left: Mutex<BTreeSet<String>>,
 }
 
 impl Spares {
@@ -38,6 +47,10 @@ impl Spares {
 
     fn kept(&self) -> MutexGuard<'_, Option<Kept>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn left(&self) -> MutexGuard<'_, BTreeSet<String>> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Keeps trash whose rename is durable, if some of its `files` are worth it and nobody holds it, in place of what was kept before. Gives the trash that is to be
@@ -56,28 +69,36 @@ impl Spares {
     fn look(&self, trash: &str, files: &[FileEntry]) -> stepwell_core::Result<Option<Kept>> {
         let Some(from_bytes) = self.from_bytes else { return Ok(None) };
         let large = files.iter().filter(|file| file.length >= from_bytes);
-        let files: Vec<String> = large.map(|file| file.path.clone()).collect();
-        if files.is_empty() {
+        let paths: Vec<&str> = large.map(|file| file.path.as_str()).collect();
+        if paths.is_empty() {
             return Ok(None);
         }
-        let lock = self.root.open_dir(trash)?.try_lock(LEASE, LockKind::Exclusive, false)?;
-        Ok(lock.map(|lock| Kept { trash: trash.to_owned(), _lock: lock, files }))
+        let Some(lock) = self.root.open_dir(trash)?.try_lock(LEASE, LockKind::Exclusive, false)? else {
+            return Ok(None);
+        };
+        let names = rename_apart(&*self.root, trash, &paths)?;
+        let files = paths.into_iter().zip(names).map(|(path, name)| Spare { path: path.to_owned(), name });
+        Ok(Some(Kept { trash: trash.to_owned(), _lock: lock, files: files.collect() }))
     }
 
     /// The file of that path below its step, as `to` below the root, to be written over.
     pub fn take(&self, path: &str, to: &str, len_hint: u64) -> Option<Arc<dyn File>> {
-        let mut kept = self.kept();
-        let kept = kept.as_mut()?;
-        let at = kept.files.iter().position(|file| file == path)?;
-        kept.files.swap_remove(at);
-        let from = format!("{}/{path}", kept.trash);
-        let taken = self.root.take_over(&from, to, len_hint);
-        let (item, _) = from.rsplit_once('/')?;
-        self.left.lock().unwrap_or_else(PoisonError::into_inner).push(item.to_owned());
-        taken.unwrap_or_else(|error| {
-            tracing::debug!(from, %error, "it is not written over");
-            // It may stand there all the same.
-            let _ = self.root.remove_file(to);
+        let (name, trash) = {
+            let mut kept = self.kept();
+            let kept = kept.as_mut()?;
+            let at = kept.files.iter().position(|file| file.path == path)?;
+            (kept.files.swap_remove(at).name, kept.trash.clone())
+        };
+        // From its own directory it went to the trash's, and from there it goes now.
+        let own = path.rsplit_once('/').map(|(item, _)| format!("{trash}/{item}"));
+        self.left().extend(own.into_iter().chain([trash]));
+        // With nothing held: a disk that does not answer holds up this save, and nobody else. If the trash is deleted meanwhile, one of the two comes first.
+        self.root.take_over(&name, to, len_hint).unwrap_or_else(|error| {
+            tracing::debug!(name, %error, "it is not written over");
+            if !error.already_exists() {
+                // It may stand there all the same.
+                let _ = self.root.remove_file(to);
+            }
             None
         })
     }
@@ -85,16 +106,23 @@ impl Spares {
     /// Makes durable that what was taken is no longer where it was: before a step is committed that has it, since a power cut might leave it in both places, and whoever
     /// deletes the one would take it from the other.
     pub fn sync(&self) -> stepwell_core::Result<()> {
-        let left = std::mem::take(&mut *self.left.lock().unwrap_or_else(PoisonError::into_inner));
-        for item in left {
-            match self.root.open_dir(&item) {
-                Ok(dir) => dir.sync()?,
-                // Nothing can be left in it.
-                Err(error) if error.is_not_found() => {}
-                Err(error) => return Err(error),
-            }
+        let left = std::mem::take(&mut *self.left());
+        for name in &left {
+            self.sync_dir(name)?;
         }
         Ok(())
+    }
+
+    fn sync_dir(&self, name: &str) -> stepwell_core::Result<()> {
+        match self.root.open_dir(name) {
+            Ok(dir) => dir.sync(),
+            // It was deleted since: that, too, must be durable.
+            Err(error) if error.is_not_found() => match name.rsplit_once('/') {
+                Some((above, _)) => self.sync_dir(above),
+                None => self.root.sync(),
+            },
+            Err(error) => Err(error),
+        }
     }
 
     /// Keeps nothing any more, and gives the trash that is to be deleted.

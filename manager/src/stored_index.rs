@@ -155,7 +155,8 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<Inde
 
     let mut out =
         Index { leaves: Vec::with_capacity(count(&|index| index.leaves.len())), ..Index::default() };
-    out.tree.reserve(count(&|index| index.tree.nodes().len()), out.leaves.capacity());
+    // A help and no more.
+    let _ = out.tree.try_reserve(count(&|index| index.tree.nodes().len()), out.leaves.capacity());
     match indexes.iter().find_map(|index| index.tree.nodes().first()).map(|root| &root.kind) {
         Some(NodeKind::Container(kind)) => {
             out.tree.push_container(None, None, kind.clone());

@@ -4,9 +4,13 @@
 
 mod common;
 
-use std::io::Read;
+use std::collections::BTreeMap;
+use std::io::{Read, Seek};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use common::*;
 use stepwell_core::io::simulated::{Action, Fault, Kind};
@@ -114,9 +118,10 @@ fn on_a_full_disk_what_waits_to_be_written_over_is_deleted_first() {
     commit(&manager, 2);
     assert_eq!(world.names().len(), 2);
     world.disk.inject(Fault::on(Kind::CreateDir, Action::Fail(ENOSPC)));
-    let before = file_of(&world, &world.names()[0]);
+    let root = world.disk.open_dir(Path::new(ROOT)).unwrap();
+    let waits = root.stat(&format!("{}/.spare-0", world.names()[0])).unwrap().unwrap().id;
     commit(&manager, 3);
-    assert_ne!(file_of(&world, "step_00000003"), before);
+    assert_ne!(file_of(&world, "step_00000003"), waits);
     assert_restores(&manager, 3);
 }
 
@@ -192,4 +197,67 @@ fn on_a_real_disk_hard_links_and_open_files_keep_their_bytes() {
         let left = std::fs::read_dir(&root).unwrap().count();
         assert_eq!(left, 2, "the step, and .stepwell");
     }
+}
+
+/// What `tar` and `rsync` do: they open files by the directories that they have open, whatever those are called by now.
+fn copier(root: &Path, stop: &AtomicBool) -> (u64, u64) {
+    let (mut opened, mut changed) = (0, 0);
+    let mut dirs: BTreeMap<PathBuf, std::fs::File> = BTreeMap::new();
+    while !stop.load(Ordering::Relaxed) {
+        for entry in std::fs::read_dir(root).unwrap().flatten() {
+            if entry.file_name().to_string_lossy().starts_with("step_")
+                && let Ok(dir) = std::fs::File::open(entry.path().join("i0"))
+            {
+                dirs.entry(entry.path()).or_insert(dir);
+            }
+        }
+        while dirs.len() > 3 {
+            dirs.pop_first();
+        }
+        for _ in 0..200 {
+            for dir in dirs.values() {
+                let path = format!("/proc/self/fd/{}/00000.data", dir.as_raw_fd());
+                let Ok(mut file) = std::fs::File::open(path) else { continue };
+                opened += 1;
+                // Looked at twice only where another step may be what was opened: that takes time, and the file must be found closed now and then.
+                let at = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
+                if !at.to_string_lossy().contains("/.tmp-") {
+                    continue;
+                }
+                let mut looks = [Vec::new(), Vec::new()];
+                for look in &mut looks {
+                    file.rewind().unwrap();
+                    file.read_to_end(look).unwrap();
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                changed += u64::from(looks[0] != looks[1]);
+            }
+        }
+    }
+    (opened, changed)
+}
+
+#[test]
+fn a_copy_of_a_step_that_is_retired_while_its_file_is_being_opened_gets_no_other_bytes() {
+    let directory = tempfile::tempdir().unwrap();
+    let root = directory.path().join("run");
+    let manager =
+        Manager::open(&root, overwriting(), Environment::real(&root, Engine::Buffered).unwrap()).unwrap();
+    commit(&manager, 1);
+    let stop = AtomicBool::new(false);
+    let (opened, changed) = std::thread::scope(|scope| {
+        let copier = scope.spawn(|| copier(&root, &stop));
+        let start = Instant::now();
+        for step in 2.. {
+            committed(&manager.save(SaveRequest::new(step, state_of(&vec![step as u8; 200_000]))).unwrap());
+            std::thread::sleep(Duration::from_millis(5));
+            if start.elapsed() > Duration::from_secs(5) {
+                break;
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        copier.join().unwrap()
+    });
+    assert!(opened > 100, "{opened}");
+    assert_eq!(changed, 0, "of {opened}");
 }

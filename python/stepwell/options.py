@@ -61,7 +61,7 @@ class Options:
     #: How long the files of a retired step stay where there are no locks: nobody knows there who still reads them.
     grace: float = 1800.0
     #: Files of so many bytes of the last retired step are written over by the next save, which costs half of what new ones do; until then they take room on the disk.
-    #: ``None``: all are deleted at once.
+    #: ``None``: all are deleted at once; for roots that are exported to other machines, and where a disk has no room for one step more than is kept.
     overwrite_from_bytes: int | None = 8 << 20
     #: About so much in one chunk: what a resharded read cannot avoid to read.
     chunk_bytes: int = 8 << 20

@@ -671,6 +671,36 @@ def test_a_tree_of_shardings_names_what_is_stored_or_wanted(root: Path) -> None:
     assert renamed["weights"]["w"].sharding == rows
 
 
+@pytest.mark.parametrize("way", ["abstract", "like", "into", "shardings"])
+def test_prng_keys_come_back_where_they_are_wanted(root: Path, way: str) -> None:
+    state = {"k": jax.random.split(jax.random.key(7), 8), "w": jax.numpy.arange(8.0)}
+    sw.save(root, state)
+    place = sharding((8,), "x")
+    wanted = jax.device_put(state, place)
+    if way == "abstract":
+        found = sw.restore(
+            root,
+            like=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted),
+        )
+    elif way == "shardings":
+        found = sw.restore(root, to="jax", shardings=place)
+    else:
+        found = sw.restore(root, **{way: wanted})
+    assert found["w"].sharding == place
+    assert found["k"].sharding.is_equivalent_to(place, 1)
+    assert (jax.random.key_data(found["k"]) == jax.random.key_data(state["k"])).all()
+
+
+def test_arrays_come_back_into_the_kind_of_memory_that_is_wanted(root: Path) -> None:
+    sw.save(root, {"w": np.arange(8.0, dtype=np.float32)})
+    for kind in [memory.kind for memory in jax.devices()[0].addressable_memories()]:
+        place = sharding((8,), "x").with_memory_kind(kind)
+        like = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=place)}
+        found = sw.restore(root, like=like)["w"]
+        assert found.sharding == place
+        assert (np.asarray(found) == np.arange(8.0)).all()
+
+
 def test_a_key_of_another_implementation_is_named_before_shapes_are_compared(root: Path) -> None:
     for stored, wanted in (("rbg", "unsafe_rbg"), ("threefry2x32", "rbg"), ("rbg", "threefry2x32")):
         sw.save(root, {"k": jax.random.key(1, impl=stored), "w": np.ones(2)}, exists="replace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+# A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that: what tests interrupt must not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -160,7 +160,10 @@ def test_an_interrupt_ends_a_command_without_a_traceback(root: Path) -> None:
             time.sleep(0.05)
         time.sleep(1)
         child.send_signal(signal.SIGINT)
-        _, told = child.communicate(timeout=60)
+        try:
+            _, told = child.communicate(timeout=60)
+        finally:
+            child.kill()
         assert child.returncode == 130
     assert "Traceback" not in told
 

@@ -433,7 +433,7 @@ def test_large_files_of_a_retired_step_wait_for_the_next_save_unless_told_otherw
                 manager.save(step, large(step)).result()
                 assert same(manager.restore(step), large(step))
             deadline = time.monotonic() + (0.5 if overwrite == 8 << 20 else 5)
-            while (waits := any(path.glob(".trash-*/*/*.data"))) and time.monotonic() < deadline:
+            while (waits := any(path.glob(".trash-*/.spare-*"))) and time.monotonic() < deadline:
                 time.sleep(0.1)
         assert [one.name for one in path.iterdir() if one.name != ".stepwell"] == ["step_00000004"]
         return waits
@@ -603,3 +603,27 @@ def test_staging_memory_may_be_small(root: Path) -> None:
         manager.prepare({"a": array})
         manager.save(0, {"a": array}).result()
         assert np.array_equal(manager.restore()["a"], array)
+
+
+@pytest.mark.parametrize("step", [5, 6])
+def test_a_manifest_that_is_linked_or_given_other_permissions_stays_the_same_step(
+    tmp_path: Path, step: int
+) -> None:
+    root = tmp_path / "run"
+    with sw.CheckpointManager(root, retention=sw.keep_latest(2)) as manager:
+        for number in range(7):
+            manager.save(number, {"w": np.full(9, number)}).result(60)
+        assert manager.all_steps() == [5, 6]
+        reader = sw.CheckpointManager(root, read_only=True)
+        assert reader.all_steps() == [5, 6]
+        manifest = root / f"step_{step:08}" / "manifest.json"
+        os.link(manifest, tmp_path / "backup")
+        os.chmod(manifest, 0o640)
+        assert manager.all_steps() == reader.all_steps() == [5, 6]
+        np.testing.assert_array_equal(reader.restore(step)["w"], np.full(9, step))
+        for number in range(7, 10):
+            manager.save(number, {"w": np.full(9, number)}).result(60)
+            assert manager.all_steps() == [number - 1, number]
+        manager.delete(8)
+        assert reader.all_steps() == manager.all_steps() == [9]
+    reader.close()

@@ -92,7 +92,9 @@ pub(crate) fn check_counts(index: &Index, bounds: Bounds) -> Checked {
 /// What [`check`] looks at in those leaves.
 pub(crate) fn check_leaves(index: &Index, numbers: Range<usize>, bounds: Bounds) -> Checked {
     let at_leaf = |leaf: usize, what| Fault::Node(index.tree.leaf_node(leaf as u32).unwrap_or(0), what);
-    for (number, leaf) in numbers.clone().zip(index.leaves.get(numbers).unwrap_or_default()) {
+    let leaves = index.leaves.get(numbers.clone());
+    let leaves = leaves.ok_or_else(|| Fault::Whole(format!("there are no leaves {numbers:?}")))?;
+    for (number, leaf) in numbers.zip(leaves) {
         let outcome = match leaf {
             LeafRecord::Tensor(tensor) => check_tensor(index, tensor, bounds),
             LeafRecord::Object(extent) => check_object(index, extent, bounds),
@@ -172,7 +174,7 @@ struct Open<'a> {
     children: Siblings<'a>,
 }
 
-/// Hashed with a seed of its own, so that no file can choose names that collide.
+/// Hashed with a seed of its own: a file that was made without knowing it finds no names that collide but by chance.
 type Siblings<'a> = HashSet<Sibling<'a>, RandomState>;
 
 /// What must differ among the children of a container: how they render. A key `a` and a field `a` would be one path.

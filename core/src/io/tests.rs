@@ -432,3 +432,38 @@ fn make_a_directory_without_descriptors() {
     assert_eq!(opened.stat("d").unwrap(), None);
     opened.create_dir("d").unwrap();
 }
+
+#[test]
+fn a_file_with_permissions_or_attributes_of_its_own_is_not_written_over() {
+    use rustix::fs::{Mode, XattrFlags};
+
+    let base = tempdir();
+    let disk = open_disk(base.path(), Engine::Buffered).unwrap();
+    let dir = disk.open_dir(base.path()).unwrap();
+    drop((dir.create_dir("a").unwrap(), dir.create_dir("b").unwrap()));
+    let path = base.path().join("a/f");
+    let make = || dir.write_file("a/f", b"before").unwrap();
+    let take = || {
+        let taken = dir.take_over("a/f", "b/f", 0).unwrap().is_some();
+        dir.remove_file(if taken { "b/f" } else { "a/f" }).unwrap();
+        taken
+    };
+    make();
+    if !take() {
+        eprintln!("SKIPPED: this file system does not say whether somebody has a file open");
+        return;
+    }
+    make();
+    rustix::fs::chmod(&path, Mode::from_raw_mode(0o666)).unwrap();
+    let loose = 0o666 == rustix::fs::stat(base.path().join("b")).unwrap().st_mode & 0o666;
+    assert_eq!(take(), loose, "others could write the file of the new step");
+    make();
+    match rustix::fs::setxattr(&path, "user.checksum", b"of before", XattrFlags::CREATE) {
+        Ok(()) => assert!(!take(), "it would speak of other bytes"),
+        Err(error) => eprintln!("SKIPPED: no attributes here: {error}"),
+    }
+    make();
+    if rustix::fs::chown(&path, Some(rustix::fs::Uid::from_raw(12_345)), None).is_ok() {
+        assert!(!take(), "it would be another's");
+    }
+}

@@ -8,11 +8,22 @@ use rustix::fs::fstatfs;
 const LOCAL: [u64; 7] =
     [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0xca45_1a4e, 0x2fc1_2fc1, 0x0102_1994];
 
-/// Does something to a file that nobody else has open, and keeps everybody from opening it meanwhile (who tries waits). `None`: somebody has it open, or nobody
-/// can tell. `fd` is open for reading and writing.
-pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Option<T> {
+/// What became of [`while_alone`].
+#[derive(Debug, PartialEq, Eq)]
+pub enum Alone<T> {
+    /// Nothing was done: somebody has the file open, or nobody can tell.
+    Not,
+    /// It was done, and nobody looked.
+    Throughout(T),
+    /// It was done, and somebody who had found the file before waits to open it, and now does.
+    Interrupted(T),
+}
+
+/// Does something to a file that nobody else has open, and keeps everybody from opening it meanwhile (who tries waits, with the file that its name meant before).
+/// `fd` is open for reading and writing.
+pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
     if !is_local(fd) {
-        return None;
+        return Alone::Not;
     }
     let set = |what: libc::c_int, value: libc::c_int| {
         // SAFETY: both commands take one number and touch no memory of ours.
@@ -20,11 +31,13 @@ pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Option<T> 
     };
     // Who opens it meanwhile has the kernel send a signal, the default one of which would end this process. This one is ignored where nobody listens.
     if !set(F_SETSIG, libc::SIGURG) || !set(libc::F_SETLEASE, libc::F_WRLCK) {
-        return None;
+        return Alone::Not;
     }
     let done = act();
+    // SAFETY: the command takes no argument and touches no memory of ours.
+    let lease = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETLEASE) };
     set(libc::F_SETLEASE, libc::F_UNLCK);
-    Some(done)
+    if lease == libc::F_WRLCK { Alone::Throughout(done) } else { Alone::Interrupted(done) }
 }
 
 fn is_local(fd: BorrowedFd<'_>) -> bool {
@@ -52,13 +65,39 @@ mod tests {
             eprintln!("SKIPPED: the file system of {} is not known to be local", path.display());
             return;
         }
-        assert_eq!(alone(), Some(7));
+        assert_eq!(alone(), Alone::Throughout(7));
         let reader = File::open(&path).unwrap();
-        assert_eq!(alone(), None);
+        assert_eq!(alone(), Alone::Not);
         drop(reader);
         let writer = open();
-        assert_eq!(alone(), None);
+        assert_eq!(alone(), Alone::Not);
         drop(writer);
-        assert_eq!(alone(), Some(7));
+        assert_eq!(alone(), Alone::Throughout(7));
+    }
+
+    #[test]
+    fn who_comes_to_open_it_meanwhile_is_noticed_and_waits() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("f");
+        std::fs::write(&path, "old").unwrap();
+        let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        if !is_local(file.as_fd()) {
+            eprintln!("SKIPPED: the file system of {} is not known to be local", path.display());
+            return;
+        }
+        let (told, tells) = std::sync::mpsc::channel();
+        let mut reader = None;
+        let done = while_alone(file.as_fd(), || {
+            let path = path.clone();
+            reader = Some(std::thread::spawn(move || {
+                let opened = File::open(path);
+                told.send(()).unwrap();
+                opened.and_then(std::io::read_to_string).unwrap()
+            }));
+            // It waits for as long as this lasts.
+            assert!(tells.recv_timeout(std::time::Duration::from_millis(300)).is_err());
+        });
+        assert_eq!(done, Alone::Interrupted(()));
+        assert_eq!(reader.unwrap().join().unwrap(), "old");
     }
 }

@@ -19,7 +19,7 @@ pub mod testing;
 mod thread;
 mod uring;
 
-pub use alone::while_alone;
+pub use alone::{Alone, while_alone};
 pub use descriptor::Descriptor;
 pub use file::{cached_bytes, write_out};
 pub use fork::{Birth, generation};

@@ -94,6 +94,16 @@ pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_c
     }
 }
 
+/// Takes files of trash away from those who open them by their own names: gives each that of a spare, below the root. Nothing is synced: both names are of trash.
+pub fn rename_apart(root: &dyn Dir, trash: &str, files: &[&str]) -> stepwell_core::Result<Vec<String>> {
+    let apart = |(number, file): (usize, &&str)| {
+        let name = format!("{trash}/.spare-{number}");
+        root.rename(&format!("{trash}/{file}"), &name, Rename::NoReplace)?;
+        Ok(name)
+    };
+    files.iter().enumerate().map(apart).collect()
+}
+
 /// Sets a step aside into a branch.
 pub fn set_aside(root: &dyn Dir, name: &str, branch: &str) -> stepwell_core::Result<()> {
     root.rename(name, &directory_layout::branch(branch, name), Rename::NoReplace)?;

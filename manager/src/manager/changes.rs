@@ -245,7 +245,8 @@ impl Manager {
 
     /// Keeps a step from retention and deletion as long as the [`Hold`] lives.
     pub fn hold(&self, step: u64) -> Result<Hold> {
-        self.inner.check_usable()?;
+        // A reader keeps the files of a step, by its lease, and not its place: that is the writer's.
+        self.inner.check_writable("hold a step in its place (sw.open keeps its files until it is closed)")?;
         // Counted before it is leased: in between retention would take it.
         self.inner.keep(step)?;
         match self.checkpoint(Some(step)) {

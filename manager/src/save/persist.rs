@@ -129,10 +129,11 @@ impl World for SaveWorld<'_> {
         let disk = Arc::clone(&self.environment.disk);
         let mut room = SaveRoom { deleter: self.deleter, temporary: &self.temporary };
         let written = flush.run_with_room(&*disk, temporary, &mut room);
-        // What this save has not taken, the next one would not take either.
+        let synced = if written.is_ok() { self.deleter.spares().sync() } else { Ok(()) };
+        // What this save has not taken, the next one would not take either. Not before: a directory that is deleted cannot be synced.
         self.deleter.give_up_spares();
         let written = written?;
-        self.deleter.spares().sync()?;
+        synced?;
         Ok(written
             .into_iter()
             .map(|item| ItemPart { dir: item.dir, index: item.index, tensor_bytes: item.tensor_bytes })

@@ -226,7 +226,8 @@ def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
                 why
                 or f"stored is a PRNG key {key.dtype}{list(key.shape)}, wanted is {wanted.dtype}{list(wanted.shape)}"
             )
-        return key
+        place = _place_of(wanted)
+        return key if place is None or key.sharding == place else jax.device_put(key, place)
 
     return Opened([(("k", "impl"), impl), (("k", "data"), data)], close, first=(("k", "impl"), check))
 
@@ -337,7 +338,9 @@ def _assembled(one: Target, values: list[Any]) -> Any:
     assert boxes is not None
     value_of = dict(zip(boxes, values, strict=True))
     places = sharding.addressable_devices_indices_map(shape)
-    shards = jax.device_put([value_of[_box(index, shape)] for index in places.values()], list(places))
+    kind = sharding.memory_kind
+    at = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in places]
+    shards = jax.device_put([value_of[_box(index, shape)] for index in places.values()], at)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
@@ -488,9 +491,11 @@ def revive(name: str, parts: Any) -> Any:
 def remake(name: str, children: dict[Any, Any]) -> Any:
     """A typed PRNG key; other nodes come back as dicts, since a file names no class that would be imported."""
     if name == KEY and set(children) == {"impl", "data"}:
-        return jax.random.wrap_key_data(
-            jax.numpy.asarray(np.asarray(children["data"])), impl=str(children["impl"])
-        )
+        data = children["data"]
+        if not isinstance(data, jax.Array):
+            data = jax.numpy.asarray(np.asarray(data))
+        # Keys are where their data is.
+        return jax.random.wrap_key_data(data, impl=str(children["impl"]))
     return children
 
 

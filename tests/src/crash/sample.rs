@@ -128,7 +128,7 @@ impl<'a> Builder<'a> {
                         .collect(),
                 )
             }
-            Some(State::File { durable, .. }) if blind => Node::file(Arc::clone(durable)),
+            Some(State::File { durable, .. }) if blind => Node::file_of(ino, Arc::clone(durable)),
             Some(State::File { durable, pending }) => self.file(ino, durable, pending, choices),
             Some(State::Other) | None => Node::other(),
         }
@@ -141,7 +141,7 @@ impl<'a> Builder<'a> {
             for (change, &choice) in pending.iter().zip(chosen).filter(|(_, choice)| **choice > 0) {
                 change.keep(choice, Arc::make_mut(&mut bytes));
             }
-            Node::file(bytes)
+            Node::file_of(ino, bytes)
         });
         Arc::clone(made)
     }

@@ -45,8 +45,8 @@ impl Space {
             return list.clone();
         }
         let list = match model.inodes.get(&ino) {
-            Some(State::File { durable, .. }) if blind => Some(vec![Node::file(Arc::clone(durable))]),
-            Some(State::File { durable, pending }) => files(durable, pending, self.cap),
+            Some(State::File { durable, .. }) if blind => Some(vec![Node::file_of(ino, Arc::clone(durable))]),
+            Some(State::File { durable, pending }) => files(ino, durable, pending, self.cap),
             Some(State::Dir { durable, pending }) => self.dirs(model, durable, pending, blind),
             Some(State::Other) | None => Some(vec![Node::other()]),
         };
@@ -151,8 +151,8 @@ impl Nodes {
 }
 
 /// Every content that a crash may leave of a file.
-fn files(durable: &Arc<Vec<u8>>, pending: &[Change], cap: usize) -> Option<Vec<Arc<Node>>> {
-    let mut now = vec![Node::file(Arc::clone(durable))];
+fn files(ino: Ino, durable: &Arc<Vec<u8>>, pending: &[Change], cap: usize) -> Option<Vec<Arc<Node>>> {
+    let mut now = vec![Node::file_of(ino, Arc::clone(durable))];
     for change in pending {
         let mut next = Nodes::new(cap);
         for node in &now {
@@ -162,7 +162,7 @@ fn files(durable: &Arc<Vec<u8>>, pending: &[Change], cap: usize) -> Option<Vec<A
             for choice in 1..change.choices() {
                 let mut bytes = node.bytes()?.as_ref().clone();
                 change.keep(choice, &mut bytes);
-                next.push(Node::file(Arc::new(bytes)))?;
+                next.push(Node::file_of(ino, Arc::new(bytes)))?;
             }
         }
         now = next.list;

@@ -96,6 +96,29 @@ fn any_operation_of_retention_fails_once() {
     });
 }
 
+/// The second save writes over what the first one retired.
+fn save_over_a_retired_step(run: &Run) {
+    if let Ok(manager) = run.open(keeping(Retention::keep_latest(1))) {
+        for step in [3, 4] {
+            for gone in 1..step {
+                run.mark(&format!("may go {gone} once {step}"));
+            }
+            drop(run.save(&manager, step, "b"));
+        }
+        drop(close(&manager));
+    }
+}
+
+#[test]
+fn any_operation_of_a_save_over_a_retired_step_fails_once() {
+    survives_failures(Action::Fail(EIO), false, save_over_a_retired_step);
+}
+
+#[test]
+fn any_operation_of_a_save_over_a_retired_step_is_done_and_its_answer_lost() {
+    survives_failures(Action::FailAfterwards(EIO), false, save_over_a_retired_step);
+}
+
 #[test]
 fn any_operation_of_a_thinning_fails_once() {
     survives_failures(Action::Fail(EIO), false, |run| {

@@ -80,6 +80,20 @@ fn in_retention() {
 }
 
 #[test]
+fn in_a_save_over_a_retired_step() {
+    survives_kills(false, |run| {
+        if let Ok(manager) = run.open(keeping(Retention::keep_latest(1))) {
+            for step in [3, 4] {
+                for gone in 1..step {
+                    run.mark(&format!("may go {gone} once {step}"));
+                }
+                drop(run.save(&manager, step, "b"));
+            }
+        }
+    });
+}
+
+#[test]
 fn in_retention_of_a_step_with_later_metrics() {
     survives_kills(false, |run| {
         if let Ok(manager) = run.open(keeping(Retention::keep_latest(1))) {

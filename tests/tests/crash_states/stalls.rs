@@ -72,16 +72,17 @@ struct Said {
     manager: Manager,
 }
 
-/// Saves step 3 with the deadlines of `patience`, and closes. Every call ends.
-fn save_and_close(run: &Arc<Run>, patience: Duration) -> Said {
+/// Saves these steps with the deadlines of `patience`, and closes. Every call ends.
+fn save_and_close(run: &Arc<Run>, steps: &'static [u64], patience: Duration) -> Said {
     let (tell, told) = channel();
     let here = Arc::clone(run);
     std::thread::spawn(move || {
         let retention = Retention::keep_latest(1);
         let manager = here.open(Options { stall_timeout: patience, retention, ..options() }).unwrap();
-        here.mark("may go 1 once 3");
-        here.mark("may go 2 once 3");
-        let saved = here.save(&manager, 3, "b");
+        let saved = steps.iter().try_for_each(|&step| {
+            (1..step).for_each(|gone| here.mark(&format!("may go {gone} once {step}")));
+            here.save(&manager, step, "b")
+        });
         let closed = manager.close(Some(patience)).map_err(|error| error.kind().to_owned());
         drop(tell.send(Said { saved, closed, manager }));
     });
@@ -96,8 +97,8 @@ fn prepared(image: &Image, slots: usize, patience: Duration) -> Arc<Run> {
     Arc::new(run)
 }
 
-/// Step 3 is saved under retention, each operation of the engine hanging in turn (without `STEPWELL_LONG` every third one).
-fn survives_hangs(when: Moment, after: After, slots: usize) {
+/// These steps are saved under retention, each operation of the engine hanging in turn (without `STEPWELL_LONG` every third one).
+fn survives_hangs(when: Moment, after: After, slots: usize, steps: &'static [u64]) {
     let image = Run::with_steps([1, 2]).unwrap().disk.image();
     let mut explorer = Explorer::new(quick());
     let mut checker = Checker::new(options());
@@ -107,7 +108,7 @@ fn survives_hangs(when: Moment, after: After, slots: usize) {
     loop {
         let run = prepared(&image, slots, patience);
         let hang = Hang::at(&run.disk, number, when);
-        let said = save_and_close(&run, patience);
+        let said = save_and_close(&run, steps, patience);
         let reached = hang.was_reached();
         if reached {
             hung += 1;
@@ -169,22 +170,27 @@ fn gone(disk: &SimDisk, number: u64) {
 
 #[test]
 fn any_operation_hangs_and_the_process_is_killed() {
-    survives_hangs(Moment::Before, After::Killed, 16);
+    survives_hangs(Moment::Before, After::Killed, 16, &[3]);
 }
 
 #[test]
 fn any_operation_hangs_after_it_was_done_and_the_process_is_killed() {
-    survives_hangs(Moment::After, After::Killed, 16);
+    survives_hangs(Moment::After, After::Killed, 16, &[3]);
 }
 
 #[test]
 fn any_operation_hangs_for_a_while() {
-    survives_hangs(Moment::Before, After::Released, 16);
+    survives_hangs(Moment::Before, After::Released, 16, &[3]);
 }
 
 #[test]
 fn any_operation_hangs_while_the_capture_waits_for_memory() {
-    survives_hangs(Moment::Before, After::Killed, 2);
+    survives_hangs(Moment::Before, After::Killed, 2, &[3]);
+}
+
+#[test]
+fn any_operation_hangs_in_a_save_over_a_retired_step() {
+    survives_hangs(Moment::Before, After::Killed, 16, &[3, 4]);
 }
 
 #[test]

@@ -166,12 +166,18 @@ impl<'a> Pages<'a> {
 
     /// What there is room for at once: memory that grows is copied each time.
     fn leaf_count(&self) -> usize {
-        self.pages.iter().map(|(_, page)| page.leaf_tag.len()).sum::<usize>().min(MAX_LEAVES as usize)
+        self.pages.iter().map(|(_, page)| read::leaf_count(page)).sum::<usize>().min(MAX_LEAVES as usize)
+    }
+
+    fn no_memory(&self) -> Error {
+        Error::io("read", self.file, std::io::ErrorKind::OutOfMemory)
     }
 
     fn tree(&self) -> Result<Tree> {
         let nodes = self.pages.iter().map(|(_, page)| page.node_parent.len()).sum::<usize>();
-        let mut assembler = read::Assembler::with_room(nodes.min(MAX_NODES as usize), self.leaf_count());
+        let mut assembler = read::Assembler::default();
+        let room = assembler.tree.try_reserve(nodes.min(MAX_NODES as usize), self.leaf_count());
+        room.map_err(|_| self.no_memory())?;
         for (page, archived) in &self.pages {
             assembler.add(archived).map_err(|what| in_page(page, &what, self.file))?;
         }
@@ -179,7 +185,8 @@ impl<'a> Pages<'a> {
     }
 
     fn leaves(&self) -> Result<Vec<LeafRecord>> {
-        let mut leaves = Vec::with_capacity(self.leaf_count());
+        let mut leaves = Vec::new();
+        leaves.try_reserve_exact(self.leaf_count()).map_err(|_| self.no_memory())?;
         for (page, archived) in &self.pages {
             read::leaves(archived, &mut leaves).map_err(|what| in_page(page, &what, self.file))?;
         }

@@ -30,6 +30,11 @@ pub(super) fn access(payload: &[u8], count: u64) -> Read<&ArchivedIndexPageV1> {
     Ok(page)
 }
 
+/// How many leaves a page has, and no more than it has something to say of.
+pub(super) fn leaf_count(page: &ArchivedIndexPageV1) -> usize {
+    page.leaf_tag.len().min(page.tensor_dtype.len() + page.extent_tag.len() + page.alias_of.len())
+}
+
 /// Adds the records of a page's leaves to those of the pages before it.
 pub(super) fn leaves(page: &ArchivedIndexPageV1, out: &mut Vec<LeafRecord>) -> Read<()> {
     let mut extents = Extents::new(page);
@@ -45,8 +50,9 @@ pub(super) fn leaves(page: &ArchivedIndexPageV1, out: &mut Vec<LeafRecord>) -> R
                     rank_key: None,
                     chunks: Chunks::new(),
                 }));
-                let Some(LeafRecord::Tensor(tensor)) = out.last_mut() else { continue };
-                tensors.fill(tensor, &mut extents)?;
+                if let Some(LeafRecord::Tensor(tensor)) = out.last_mut() {
+                    tensors.fill(tensor, &mut extents)?;
+                }
             }
             tag::OBJECT => out.push(LeafRecord::Object(extents.next()?)),
             tag::ALIAS => out.push(LeafRecord::Alias { of: aliases.next()? }),
@@ -69,13 +75,6 @@ pub(super) struct Assembler {
 }
 
 impl Assembler {
-    /// For pages that hold about that much.
-    pub(super) fn with_room(nodes: usize, leaves: usize) -> Self {
-        let mut tree = Tree::new();
-        tree.reserve(nodes, leaves);
-        Self { tree, ..Self::default() }
-    }
-
     /// For one page, without those before it.
     pub(super) fn part() -> Self {
         Self { is_part: true, ..Self::default() }

@@ -12,7 +12,7 @@ use rustix::io::{Errno, retry_on_intr};
 use super::resolve::{in_parent, open_beneath};
 use super::{PosixFile, Settings};
 use crate::io::{Dir, Entry, EntryKind, File, Lock, LockKind, Rename, Stat};
-use crate::sys::{Descriptor, HeldLock, while_alone};
+use crate::sys::{Alone, Descriptor, HeldLock, while_alone};
 use crate::{Error, Result};
 
 /// See the module documentation.
@@ -76,6 +76,27 @@ impl PosixDir {
                 Err(error)
             }
         }
+    }
+
+    /// Whether a file has the owner, permissions and attributes that one made as `to` now would have. The directory there has just been made by this process, so it shows them;
+    /// a file with attributes of its own (an access control list, a backup's checksum) is never the same.
+    fn is_as_new(&self, fd: &OwnedFd, stat: &rustix::fs::Stat, to: &str) -> Result<bool> {
+        let above = to.rsplit_once('/').map_or(".", |(above, _)| above);
+        let dir = rustix::fs::statat(self.fd()?, above, AtFlags::SYMLINK_NOFOLLOW)
+            .map_err(self.failed("stat", above))?;
+        if (stat.st_uid, stat.st_gid, stat.st_mode & 0o7777) != (dir.st_uid, dir.st_gid, dir.st_mode & 0o666)
+        {
+            return Ok(false);
+        }
+        let mut names = Vec::with_capacity(256);
+        Ok(match rustix::fs::flistxattr(fd, spare_capacity(&mut names)) {
+            // The label of SELinux is that of the place, which is the same.
+            Ok(_) => {
+                names.split(|&byte| byte == 0).all(|name| name.is_empty() || name == b"security.selinux")
+            }
+            Err(Errno::NOTSUP) => true,
+            Err(_) => false,
+        })
     }
 
     fn write_new(&self, name: &str, fd: &OwnedFd, bytes: &[u8]) -> Result<()> {
@@ -197,17 +218,21 @@ impl Dir for PosixDir {
     fn take_over(&self, from: &str, to: &str, len_hint: u64) -> Result<Option<Arc<dyn File>>> {
         let fd = self.open(from, OFlags::RDWR | OFlags::NONBLOCK)?;
         let stat = rustix::fs::fstat(&fd).map_err(self.failed("stat", from))?;
-        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || stat.st_nlink != 1 {
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile
+            || stat.st_nlink != 1
+            || !self.is_as_new(&fd, &stat, to)?
+        {
             return Ok(None);
         }
-        // Whoever opens it by its old name comes before the rename, and is seen, or after it, and finds nothing.
-        let Some(renamed) = while_alone(fd.as_fd(), || self.rename(from, to, Rename::NoReplace)) else {
-            return Ok(None);
+        let keep = match while_alone(fd.as_fd(), || self.rename(from, to, Rename::NoReplace)) {
+            Alone::Not => return Ok(None),
+            Alone::Throughout(renamed) => renamed.map(|()| true)?,
+            // They found the file by its old name, and have it open now.
+            Alone::Interrupted(renamed) => renamed.map(|()| false)?,
         };
-        renamed?;
         // A link that was made since the first look keeps the file.
         let stat = rustix::fs::fstat(&fd).map_err(self.failed("stat", to))?;
-        if stat.st_nlink != 1 {
+        if !keep || stat.st_nlink != 1 {
             self.discard(to);
             return Ok(None);
         }
@@ -240,15 +265,14 @@ impl Dir for PosixDir {
         // One byte more than there is, so that a file that grows meanwhile is noticed.
         // A sparse file may claim any length: no memory for it is an answer, not the end of the process.
         let mut bytes = Vec::new();
-        bytes.try_reserve_exact(len as usize + 1).map_err(|_| {
-            Error::io("read", self.path.join(name), io::Error::from(io::ErrorKind::OutOfMemory))
-        })?;
+        let no_memory = |_| Error::io("read", self.path.join(name), io::ErrorKind::OutOfMemory);
+        bytes.try_reserve_exact(len as usize + 1).map_err(no_memory)?;
         loop {
             if bytes.len() as u64 > limit {
                 return Err(too_long(bytes.len() as u64));
             }
             if bytes.len() == bytes.capacity() {
-                bytes.reserve(1);
+                bytes.try_reserve(1).map_err(no_memory)?;
             }
             // Into memory that nobody has filled with zeros first, and never far past the limit.
             let count = retry_on_intr(|| rustix::io::read(&fd, spare_capacity(&mut bytes)))

@@ -6,6 +6,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::Ino;
+
 /// One file, directory or something else.
 #[derive(Debug)]
 pub struct Node {
@@ -16,7 +18,7 @@ pub struct Node {
 #[derive(Debug)]
 enum Body {
     Dir(Box<[(Arc<str>, Arc<Node>)]>),
-    File(Arc<Vec<u8>>),
+    File(Arc<Vec<u8>>, Option<Ino>),
     Other,
 }
 
@@ -32,7 +34,17 @@ impl Node {
 
     /// A file.
     pub fn file(bytes: Arc<Vec<u8>>) -> Arc<Self> {
-        Arc::new(Self { hash: mix(0x6669_6c65, content_hash(&bytes)), body: Body::File(bytes) })
+        Self::made_of(None, bytes)
+    }
+
+    /// A file that is that inode. A power cut may leave one under two names, when it was renamed into another directory and that one was synced alone: nodes of one inode are
+    /// planted as one, of which the inode itself knows but one name. The hash is that of the bytes.
+    pub fn file_of(ino: Ino, bytes: Arc<Vec<u8>>) -> Arc<Self> {
+        Self::made_of(Some(ino), bytes)
+    }
+
+    fn made_of(ino: Option<Ino>, bytes: Arc<Vec<u8>>) -> Arc<Self> {
+        Arc::new(Self { hash: mix(0x6669_6c65, content_hash(&bytes)), body: Body::File(bytes, ino) })
     }
 
     /// A symlink, device or socket.
@@ -49,14 +61,22 @@ impl Node {
     pub fn entries(&self) -> Option<&[(Arc<str>, Arc<Node>)]> {
         match &self.body {
             Body::Dir(entries) => Some(entries),
-            Body::File(_) | Body::Other => None,
+            Body::File(..) | Body::Other => None,
         }
     }
 
     /// The bytes, where it is a file.
     pub fn bytes(&self) -> Option<&Arc<Vec<u8>>> {
         match &self.body {
-            Body::File(bytes) => Some(bytes),
+            Body::File(bytes, _) => Some(bytes),
+            Body::Dir(_) | Body::Other => None,
+        }
+    }
+
+    /// The inode that it is, where it is a file of which that is known.
+    pub fn ino(&self) -> Option<Ino> {
+        match self.body {
+            Body::File(_, ino) => ino,
             Body::Dir(_) | Body::Other => None,
         }
     }
@@ -67,7 +87,7 @@ impl Node {
                 writeln!(out, "{:depth$}{name}/", "")?;
                 entries.iter().try_for_each(|(name, node)| node.describe(name, depth + 2, out))
             }
-            Body::File(bytes) => {
+            Body::File(bytes, _) => {
                 let zeros =
                     if !bytes.is_empty() && bytes.iter().all(|&b| b == 0) { ", all zero" } else { "" };
                 writeln!(out, "{:depth$}{name}  {} bytes{zeros} #{:08x}", "", bytes.len(), self.hash >> 32)

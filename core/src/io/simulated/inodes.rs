@@ -1,6 +1,6 @@
 //! The table of inodes: the live state of the simulated file system.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::image::{Image, Node};
@@ -22,27 +22,46 @@ pub enum Inode {
 pub struct Inodes {
     table: BTreeMap<Ino, Inode>,
     next: Ino,
+    /// Files that stand under two names, though they were never linked: what a power cut may leave of a rename.
+    twice: BTreeSet<Ino>,
 }
 
 impl Inodes {
     /// A root directory without entries.
     pub fn empty() -> Self {
-        Self { table: BTreeMap::from([(ROOT, Inode::Dir(BTreeMap::new()))]), next: ROOT + 1 }
+        Self {
+            table: BTreeMap::from([(ROOT, Inode::Dir(BTreeMap::new()))]),
+            next: ROOT + 1,
+            twice: BTreeSet::new(),
+        }
     }
 
     /// The inodes of an image, numbered anew.
     pub fn of(image: &Image) -> Self {
-        let mut inodes = Self { table: BTreeMap::new(), next: ROOT };
+        let mut inodes = Self { table: BTreeMap::new(), next: ROOT, twice: BTreeSet::new() };
         inodes.plant(&image.0);
         inodes
     }
 
     /// Adds a whole tree; gives its inode. It has no name yet.
     pub fn plant(&mut self, node: &Arc<Node>) -> Ino {
+        self.plant_below(node, &mut BTreeMap::new())
+    }
+
+    fn plant_below(&mut self, node: &Arc<Node>, planted: &mut BTreeMap<Ino, Ino>) -> Ino {
+        if let Some(&known) = node.ino().and_then(|ino| planted.get(&ino)) {
+            self.twice.insert(known);
+            return known;
+        }
         let ino = self.next;
         self.next += 1;
+        planted.extend(node.ino().map(|before| (before, ino)));
         let inode = if let Some(entries) = node.entries() {
-            Inode::Dir(entries.iter().map(|(name, child)| (Arc::clone(name), self.plant(child))).collect())
+            let planted = entries
+                .iter()
+                .map(|(name, child)| (Arc::clone(name), self.plant_below(child, planted)))
+                .collect();
+            Inode::Dir(planted)
         } else if let Some(bytes) = node.bytes() {
             Inode::File(Arc::clone(bytes))
         } else {
@@ -62,7 +81,7 @@ impl Inodes {
             Some(Inode::Dir(entries)) => {
                 Node::dir(entries.iter().map(|(name, &child)| (Arc::clone(name), self.node(child))).collect())
             }
-            Some(Inode::File(bytes)) => Node::file(Arc::clone(bytes)),
+            Some(Inode::File(bytes)) => Node::file_of(ino, Arc::clone(bytes)),
             Some(Inode::Other) | None => Node::other(),
         }
     }
@@ -83,6 +102,11 @@ impl Inodes {
     /// An inode by number, to change it.
     pub fn get_mut(&mut self, ino: Ino) -> Option<&mut Inode> {
         self.table.get_mut(&ino)
+    }
+
+    /// Whether the file stands under two names; from now on no longer.
+    pub fn take_twice(&mut self, ino: Ino) -> bool {
+        self.twice.remove(&ino)
     }
 
     /// Forgets an inode.

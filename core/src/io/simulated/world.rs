@@ -363,6 +363,14 @@ impl World {
         let name: Arc<str> = Arc::from(name);
         self.record(Op::Unlink { dir, name: Arc::clone(&name), ino }, ino);
         self.entries_mut(dir)?.remove(&name);
+        if self.inodes.take_twice(ino) {
+            // Its count of names said one: it is freed, whoever else has it.
+            self.record(Op::SetLen { ino, len: 0 }, ino);
+            if let Some(Inode::File(bytes)) = self.inodes.get_mut(ino) {
+                *bytes = Arc::default();
+            }
+            return Ok(());
+        }
         self.reclaim(ino);
         Ok(())
     }
