@@ -9,14 +9,15 @@ use std::io::{Read, Seek};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::*;
-use stepwell_core::io::simulated::{Action, Fault, Kind};
+use stepwell_core::io::simulated::{Action, Fault, Kind, Moment};
 use stepwell_core::io::{Disk, Engine};
 use stepwell_core::load::LoadOptions;
-use stepwell_manager::{Environment, Manager, Options, Retention, SaveRequest};
+use stepwell_manager::{Checkpoint, Environment, Manager, Options, Retention, SaveRequest};
 
 const ENOSPC: i32 = 28;
 
@@ -93,6 +94,39 @@ fn a_step_that_is_being_read_is_not_written_over() {
         assert_restores(&manager, step);
         assert_eq!(read(&reader)[0].1, vec![1; 3000], "after step {step}");
     }
+}
+
+#[test]
+fn a_reader_that_comes_just_as_a_step_is_retired_is_told_at_once_that_it_is_gone() {
+    let world = World::default();
+    let manager = world.open(overwriting());
+    commit(&manager, 1);
+    let other = world.disk.process();
+    let (at_the_lease, retired) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (reached, may) = (Arc::clone(&at_the_lease), Arc::clone(&retired));
+    world.disk.set_hook(Some(Arc::new(move |moment, operation| {
+        if moment == Moment::Before && operation.process == 1 && operation.kind == Kind::Lock {
+            reached.store(true, Ordering::SeqCst);
+            while !may.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    })));
+    let environment = world.environment_of(&other);
+    let reader = std::thread::spawn(move || {
+        let start = Instant::now();
+        let opened = Checkpoint::open(Path::new("/run/step_00000001"), &environment).map(drop);
+        (opened, start.elapsed())
+    });
+    while !at_the_lease.load(Ordering::SeqCst) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // Its lease is locked from now on, until the next save.
+    commit(&manager, 2);
+    assert!(world.names()[0].starts_with(".trash-00000001-"));
+    retired.store(true, Ordering::SeqCst);
+    let (opened, waited) = reader.join().unwrap();
+    assert!(opened.is_err() && waited < Duration::from_secs(30), "{opened:?} after {waited:?}");
 }
 
 #[test]

@@ -316,8 +316,10 @@ NOTES = """Not like for like, read before quoting:
 * Orbax as it is by default compresses (zstd), which gains a tenth on these values; without compression and with zarr3 it is asked by `PyTreeSave`, by default by `StandardSave`.
 * *retaining*: two steps are kept, saves follow each other without a pause. stepwell and Orbax delete themselves; for the others the oldest step is deleted by hand once the new one is durable, and the time of that is
   not counted, what it does to the next save is.
+* Each restore is made three times in a process, twice where three would take more than 4 s; the median counts.
 * *first* is the first save of a process after `prepare`, where the contestant has something like it, and after a round trip of a few KiB.
-* *raw disk*: one pre-faulted buffer in huge pages, O_DIRECT, preallocated, fsync: what the disk can do."""
+* *raw disk*: one pre-faulted buffer in huge pages, O_DIRECT, preallocated, fsync: what the disk can do with new files. stepwell writes over those of the step that was retired last where one was, which takes the disk less, and has a
+  third step on the disk for that."""
 
 
 def show(result: Result) -> str:
