@@ -60,7 +60,7 @@ class Options:
     silence: float = 60.0
     #: How long the files of a retired step stay where there are no locks: nobody knows there who still reads them.
     grace: float = 1800.0
-    #: Files of so many bytes of the last retired step are written over by the next save, which costs half of what new ones do; until then they take room on the disk.
+    #: Files of so many bytes of the last retired step are written over by the next save, which costs the disk less than new ones; until then they take room on the disk.
     #: ``None``: all are deleted at once; for roots that are exported to other machines, and where a disk has no room for one step more than is kept.
     overwrite_from_bytes: int | None = 8 << 20
     #: About so much in one chunk: what a resharded read cannot avoid to read.

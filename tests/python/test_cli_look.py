@@ -307,3 +307,10 @@ def test_ls_of_a_root_says_when_a_step_lost_an_item(root: Path) -> None:
     found = document("ls", root)
     assert sorted(found["steps"][0]["dropped"]) == [".", "optimizer"]
     assert "-optimizer" in run("ls", root).stdout
+
+
+def test_a_leaf_is_found_as_show_draws_it(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"a\x00b": np.arange(3), "plain": 1})
+    drawn = run("show", tmp_path / "c").stdout
+    assert "a\\x00b" in drawn
+    assert "[0, 1, 2]" in run("cat", tmp_path / "c", "a\\x00b").stdout

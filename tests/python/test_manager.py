@@ -627,3 +627,12 @@ def test_a_manifest_that_is_linked_or_given_other_permissions_stays_the_same_ste
         manager.delete(8)
         assert reader.all_steps() == manager.all_steps() == [9]
     reader.close()
+
+
+def test_a_reader_holds_no_step_in_its_place_and_is_told_what_keeps_its_files(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"w": np.zeros(3)}).result()
+        with sw.CheckpointManager(root, read_only=True) as reader:
+            with pytest.raises(sw.errors.StepwellError, match="read_only=True") as refused:
+                reader.hold(0)
+            assert "sw.open keeps its files" in str(refused.value)

@@ -64,11 +64,6 @@ type Checked<T = ()> = Result<T, Fault>;
 
 pub(crate) fn check(index: &Index, bounds: Bounds) -> Checked {
     check_tree(&index.tree)?;
-    check_rest(index, bounds)
-}
-
-/// What [`check`] looks at beside the tree by itself.
-fn check_rest(index: &Index, bounds: Bounds) -> Checked {
     check_counts(index, bounds)?;
     check_leaves(index, 0..index.leaves.len(), bounds)
 }

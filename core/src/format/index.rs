@@ -77,8 +77,7 @@ pub struct TensorRecord {
     pub chunks: Chunks,
 }
 
-/// The chunks of a tensor. One is kept in place: most tensors have no more, and an index of 100 000 leaves is read in half the time without an
-/// allocation for each.
+/// The chunks of a tensor. One is kept in place: most tensors have no more, and an index of many leaves needs no allocation for each.
 pub type Chunks = SmallVec<[ChunkRecord; 1]>;
 
 /// A declared view of another tensor (a part of a fused parameter, a transposed tie). Nothing writes one yet; readers know the field.

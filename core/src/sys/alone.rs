@@ -34,10 +34,15 @@ pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
         return Alone::Not;
     }
     let done = act();
-    // SAFETY: the command takes no argument and touches no memory of ours.
-    let lease = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETLEASE) };
+    let nobody_waits = is_leased(fd);
     set(libc::F_SETLEASE, libc::F_UNLCK);
-    if lease == libc::F_WRLCK { Alone::Throughout(done) } else { Alone::Interrupted(done) }
+    if nobody_waits { Alone::Throughout(done) } else { Alone::Interrupted(done) }
+}
+
+/// Whether a lease is as it was given. From the moment that somebody waits for its end, the kernel shows what it is to become.
+fn is_leased(fd: BorrowedFd<'_>) -> bool {
+    // SAFETY: the command takes no argument and touches no memory of ours.
+    unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }
 }
 
 fn is_local(fd: BorrowedFd<'_>) -> bool {
@@ -51,6 +56,7 @@ const F_SETSIG: libc::c_int = 10;
 mod tests {
     use std::fs::{File, OpenOptions};
     use std::os::fd::AsFd;
+    use std::time::{Duration, Instant};
 
     use super::*;
 
@@ -94,8 +100,13 @@ mod tests {
                 told.send(()).unwrap();
                 opened.and_then(std::io::read_to_string).unwrap()
             }));
+            let until = Instant::now() + Duration::from_secs(60);
+            while is_leased(file.as_fd()) {
+                assert!(Instant::now() < until, "nobody has come");
+                std::thread::sleep(Duration::from_millis(1));
+            }
             // It waits for as long as this lasts.
-            assert!(tells.recv_timeout(std::time::Duration::from_millis(300)).is_err());
+            assert!(tells.recv_timeout(Duration::from_millis(100)).is_err());
         });
         assert_eq!(done, Alone::Interrupted(()));
         assert_eq!(reader.unwrap().join().unwrap(), "old");

@@ -76,11 +76,12 @@ def cat(out: Output, path: Target, leaf: str, everything: bool, output: str | No
 def _find(paths: list[str], given: str) -> tuple[int, tuple[Any, ...] | None]:
     """The node that is meant, and the index. What is a path as it stands is one: ``blocks[0]`` is a block, where there are blocks."""
     nodes = {path: node for node, path in enumerate(paths)}
-    # As `show` draws it, too: control characters are escaped there.
-    nodes = {safe(path): node for path, node in nodes.items()} | nodes
+    match = _SLICED.fullmatch(given)
+    if given not in nodes and not (match and match["leaf"] in nodes):
+        # As `show` draws it: control characters are escaped there.
+        nodes = {safe(path): node for path, node in nodes.items()}
     if given in nodes:
         return nodes[given], None
-    match = _SLICED.fullmatch(given)
     if match and match["leaf"] in nodes:
         return nodes[match["leaf"]], _index(match["index"])
     near = difflib.get_close_matches(match["leaf"] if match else given, list(nodes), 3)
