@@ -4,6 +4,7 @@
 use std::collections::TryReserveError;
 
 use crate::leaf_path::{Component, LeafPath};
+use crate::sys::try_reserve_huge;
 
 /// What kind of container a node is. The type names say what was saved; they never choose what is imported.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -95,7 +96,7 @@ impl Tree {
 
     /// Makes room for that many more nodes, and leaves among them.
     pub fn try_reserve(&mut self, nodes: usize, leaves: usize) -> Result<(), TryReserveError> {
-        self.nodes.try_reserve_exact(nodes)?;
+        try_reserve_huge(&mut self.nodes, nodes)?;
         self.leaf_nodes.try_reserve_exact(leaves)
     }
 

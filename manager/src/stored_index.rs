@@ -11,7 +11,7 @@ use stepwell_core::format::index::{FileRecord, Index, LeafRecord};
 use stepwell_core::format::index_v1;
 use stepwell_core::format::manifest::{FileEntry, Manifest};
 use stepwell_core::io::Dir;
-use stepwell_core::sys::{both, cores, each};
+use stepwell_core::sys::{both, cores, each, try_reserve_huge};
 use stepwell_core::tree::{Node, NodeKind};
 
 use crate::directory_layout::MANIFEST;
@@ -50,7 +50,13 @@ pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest, between: &(dyn Fn() + Syn
             );
         }
         let opened = opened?;
-        let (tree, leaves) = both(THREAD, apart, || opened.tree(), || opened.leaves());
+        let leaves = || {
+            let mut room = Vec::new();
+            // A help and no more: whoever fills it asks again.
+            let _ = try_reserve_huge(&mut room, opened.leaf_count());
+            opened.leaves(room)
+        };
+        let (tree, leaves) = both(THREAD, apart, || opened.tree(), leaves);
         let mut index = opened.join(tree?, leaves?)?;
         let check = |leaves: Range<usize>| -> Result<()> {
             opened.check(&index, leaves.clone())?;

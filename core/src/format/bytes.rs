@@ -69,8 +69,8 @@ pub(crate) fn seal_front(bytes: &mut [u8]) {
     }
 }
 
-/// Checks a front that [`seal_front`] made and returns what its CRC covers. Where the magic is wrong but the rest holds, the magic was
-/// damaged; where neither holds, it is another kind of file.
+/// Checks a front that [`seal_front`] made and returns what its CRC covers. Fronts are only looked for where a manifest says that there is one:
+/// whatever else stands there is damage.
 pub(crate) fn open_front<'a>(
     bytes: &'a [u8],
     magic: [u8; 8],
@@ -85,10 +85,9 @@ pub(crate) fn open_front<'a>(
     match (found == magic.as_slice(), holds) {
         (true, true) => Ok(fields),
         (true, false) => Err(crate::Error::corrupt(file, format!("the checksum of {what} does not hold"))),
-        (false, false) if bytes.iter().any(|&byte| byte != 0) => Err(crate::Error::Format {
-            file: file.to_owned(),
-            what: format!("where {what} of stepwell belongs stand other bytes; it is another kind of file"),
-        }),
+        (false, false) if bytes.iter().any(|&byte| byte != 0) => {
+            Err(crate::Error::corrupt(file, format!("where {what} belongs stand other bytes")))
+        }
         (false, _) => Err(crate::Error::corrupt(file, format!("the first bytes of {what} are damaged"))),
     }
 }

@@ -3,6 +3,7 @@
 //! A [`Mapping`] is cut into [`Buffer`]s, each the only way to reach its window. Buffers keep their mapping alive, so
 //! memory cannot be unmapped while a transfer or a registration uses it.
 
+use std::collections::TryReserveError;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -60,6 +61,22 @@ pub fn can_map(len: usize) -> Result<()> {
     let base = map(len)?;
     // SAFETY: exactly what was just mapped, and nobody has seen.
     let _ = unsafe { libc::munmap(base.as_ptr().cast(), len) };
+    Ok(())
+}
+
+/// Room for `count` more values, in huge pages where it takes some. What is filled once and soon, and is several of them long, takes longer to be
+/// given by the kernel page by page than to be written.
+pub fn try_reserve_huge<T>(values: &mut Vec<T>, count: usize) -> std::result::Result<(), TryReserveError> {
+    values.try_reserve_exact(count)?;
+    let room = values.spare_capacity_mut();
+    let first = room.as_mut_ptr().cast::<u8>();
+    let skip = first.align_offset(HUGE_PAGE);
+    let len = size_of_val(room).saturating_sub(skip) / HUGE_PAGE * HUGE_PAGE;
+    if len > 0 && !cfg!(miri) {
+        // SAFETY: whole pages inside of the room of this vector, which nobody else has. Advice changes where they are kept, never what they hold; one
+        // that the kernel refuses costs speed only.
+        let _ = unsafe { libc::madvise(first.wrapping_add(skip).cast(), len, libc::MADV_HUGEPAGE) };
+    }
     Ok(())
 }
 
@@ -197,6 +214,19 @@ mod tests {
         let error = can_map(1 << 55).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOMEM));
         assert!(error.to_string().contains("36028797018963968 bytes"), "{error}");
+    }
+
+    #[test]
+    fn room_in_huge_pages_keeps_what_was_there_and_is_refused_where_there_is_none() {
+        for bytes in [0, 1, HUGE_PAGE - 1, 5 * HUGE_PAGE + 3] {
+            let mut values = vec![7_u8; 3];
+            try_reserve_huge(&mut values, bytes).unwrap();
+            assert!(values.capacity() >= 3 + bytes);
+            values.resize(3 + bytes, 9);
+            assert!(values.starts_with(&[7; 3]) && values.iter().skip(3).all(|&value| value == 9));
+        }
+        try_reserve_huge(&mut Vec::<u64>::new(), usize::MAX / 8).unwrap_err();
+        try_reserve_huge(&mut Vec::<()>::new(), 1 << 40).unwrap();
     }
 
     #[test]

@@ -27,7 +27,7 @@ pub use host_source::HostSource;
 pub use host_target::HostTarget;
 pub use lock::HeldLock;
 pub use machine::{available_memory, host_name, random, total_memory};
-pub use memory::{Buffer, Mapping, can_map};
+pub use memory::{Buffer, Mapping, can_map, try_reserve_huge};
 pub(crate) use scatter::{Scatter, Window};
 pub use thread::{both, cores, each, spawn};
 pub use uring::{Flight, Ring, leaked_bytes};

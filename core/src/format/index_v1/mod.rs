@@ -84,7 +84,7 @@ fn encode_paged(index: &Index, paging: Paging) -> Result<IndexFile> {
 /// tile their tensors is not checked here.
 pub fn decode(bytes: &[u8], file: &Path) -> Result<Index> {
     let opened = Opened::new(bytes, file)?;
-    let index = opened.join(opened.tree()?, opened.leaves()?)?;
+    let index = opened.join(opened.tree()?, opened.leaves(Vec::new())?)?;
     opened.check(&index, 0..index.leaves.len())?;
     Ok(index)
 }
@@ -130,9 +130,14 @@ impl<'a> Opened<'a> {
         Ok(tree)
     }
 
-    /// The records of all leaves, in order, not checked yet.
-    pub fn leaves(&self) -> Result<Vec<LeafRecord>> {
-        self.pages.leaves()
+    /// How many records of leaves there will be room needed for.
+    pub fn leaf_count(&self) -> usize {
+        self.pages.leaf_count()
+    }
+
+    /// The records of all leaves, in order, not checked yet. `room` is empty: what there is room for in it is not taken anew.
+    pub fn leaves(&self, room: Vec<LeafRecord>) -> Result<Vec<LeafRecord>> {
+        self.pages.leaves(room)
     }
 
     /// The index of this tree and these leaves. Each leaf must pass [`Self::check`] before it is used.
@@ -184,8 +189,8 @@ impl<'a> Pages<'a> {
         Ok(assembler.tree)
     }
 
-    fn leaves(&self) -> Result<Vec<LeafRecord>> {
-        let mut leaves = Vec::new();
+    fn leaves(&self, room: Vec<LeafRecord>) -> Result<Vec<LeafRecord>> {
+        let mut leaves = room;
         leaves.try_reserve_exact(self.leaf_count()).map_err(|_| self.no_memory())?;
         for (page, archived) in &self.pages {
             read::leaves(archived, &mut leaves).map_err(|what| in_page(page, &what, self.file))?;
@@ -248,7 +253,7 @@ pub(super) fn decode_pages(
     file: &Path,
 ) -> Result<Index> {
     let pages = Pages::open(pages, file)?;
-    let index = Index { tree: pages.tree()?, leaves: pages.leaves()?, files };
+    let index = Index { tree: pages.tree()?, leaves: pages.leaves(Vec::new())?, files };
     check(&index, bounds).map_err(|fault| on_read(&index.tree, fault, file))?;
     Ok(index)
 }

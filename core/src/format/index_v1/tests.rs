@@ -396,7 +396,7 @@ fn unknown_versions_and_required_features_are_refused_by_name_and_optional_ones_
     refused(with(12, 2), "version 2");
     refused(with(17, 0b10), "required feature bit 9");
     assert_eq!(with(24, 0xFF).unwrap(), sample());
-    assert_eq!(read(&[7; 4096]).expect_err("it was accepted").kind(), "format", "a foreign file");
+    assert_eq!(read(&[7; 4096]).expect_err("it was accepted").kind(), "corrupt", "other bytes");
 }
 
 /// The sample, spoilt; refused on write with the leaf's name, and on read (written without the check).

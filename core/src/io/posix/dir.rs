@@ -12,7 +12,7 @@ use rustix::io::{Errno, retry_on_intr};
 use super::resolve::{in_parent, open_beneath};
 use super::{PosixFile, Settings};
 use crate::io::{Dir, Entry, EntryKind, File, Lock, LockKind, Rename, Stat};
-use crate::sys::{Alone, Descriptor, HeldLock, while_alone};
+use crate::sys::{Alone, Descriptor, HeldLock, try_reserve_huge, while_alone};
 use crate::{Error, Result};
 
 /// See the module documentation.
@@ -230,13 +230,19 @@ impl Dir for PosixDir {
             // They found the file by its old name, and have it open now.
             Alone::Interrupted(renamed) => renamed.map(|()| false)?,
         };
-        // A link that was made since the first look keeps the file.
-        let stat = rustix::fs::fstat(&fd).map_err(self.failed("stat", to))?;
-        if !keep || stat.st_nlink != 1 {
+        if !keep {
             self.discard(to);
             return Ok(None);
         }
-        self.to_write(to, fd, len_hint).map(Some)
+        let file = self.to_write(to, fd, len_hint)?;
+        // A link that was made since the first look keeps the file. As late as can be: who found the old name makes it yet.
+        let stat = rustix::fs::statat(self.fd()?, to, AtFlags::SYMLINK_NOFOLLOW);
+        if stat.map_err(self.failed("stat", to))?.st_nlink != 1 {
+            drop(file);
+            self.discard(to);
+            return Ok(None);
+        }
+        Ok(Some(file))
     }
 
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
@@ -266,7 +272,7 @@ impl Dir for PosixDir {
         // A sparse file may claim any length: no memory for it is an answer, not the end of the process.
         let mut bytes = Vec::new();
         let no_memory = |_| Error::io("read", self.path.join(name), io::ErrorKind::OutOfMemory);
-        bytes.try_reserve_exact(len as usize + 1).map_err(no_memory)?;
+        try_reserve_huge(&mut bytes, len as usize + 1).map_err(no_memory)?;
         loop {
             if bytes.len() as u64 > limit {
                 return Err(too_long(bytes.len() as u64));
