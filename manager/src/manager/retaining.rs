@@ -5,9 +5,10 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use smallvec::SmallVec;
 use stepwell_core::format::manifest::{Attempt, Manifest};
 
 use super::Inner;
@@ -18,7 +19,7 @@ use crate::discovery::{Found, Listing, damage};
 use crate::error::Result;
 use crate::metrics::Later;
 use crate::recovery;
-use crate::retention::{Candidate, Names, Plan, Retention};
+use crate::retention::{Candidate, Metrics, Names, Plan, Retention};
 
 /// Steps that are looked into again after each commit.
 const LOOKED_INTO: usize = 64;
@@ -29,10 +30,21 @@ pub(super) struct Inspection(Mutex<Inspected>);
 
 #[derive(Debug, Default)]
 struct Inspected {
-    /// By number, with the manifest that was current then.
-    whole: BTreeMap<u64, Arc<Manifest>>,
+    /// By number.
+    whole: BTreeMap<u64, Whole>,
     /// From which step on they are looked into again.
     next: u64,
+}
+
+/// A step that was found whole, and what retention asks of it. It stands here together: the manifests of many steps are far apart in memory, and a look into each of
+/// them would be most of the work after a commit.
+#[derive(Debug)]
+struct Whole {
+    /// As it was then.
+    manifest: Arc<Manifest>,
+    committed_unix_ns: i64,
+    /// Of the metrics that the rules ask for.
+    values: SmallVec<[Option<f64>; 2]>,
 }
 
 impl Inspected {
@@ -46,14 +58,26 @@ impl Inspected {
         let mut due = Vec::new();
         for (step, found) in &listing.steps {
             while whole.next_if(|(known, _)| *known < step).is_some() {}
-            let is_known = |(known, manifest): &(&u64, &Arc<Manifest>)| {
-                *known == step && Arc::ptr_eq(manifest, &found.manifest)
+            let is_known = |(known, whole): &(&u64, &Whole)| {
+                *known == step && Arc::ptr_eq(&whole.manifest, &found.manifest)
             };
             if again.contains(step) || !whole.peek().is_some_and(is_known) {
                 due.push(found.clone());
             }
         }
         (due, next)
+    }
+
+    /// Committed steps as the rules that ask for these metrics see them, where none came after a commit.
+    fn candidates<'a>(&'a self, metrics: &'a [String], held: &BTreeMap<u64, u64>) -> Vec<Candidate<'a>> {
+        let candidate = |(&step, whole): (&u64, &'a Whole)| Candidate {
+            step,
+            committed_unix_ns: whole.committed_unix_ns,
+            metrics: Metrics::Asked { names: metrics, values: &whole.values },
+            items: Names::Of(&whole.manifest),
+            held: !held.is_empty() && held.contains_key(&step),
+        };
+        self.whole.iter().map(candidate).collect()
     }
 }
 
@@ -78,7 +102,7 @@ impl Inner {
     /// What retention would do with what is there, every step looked into.
     pub(super) fn retention_plan(&self) -> Result<Plan> {
         self.look_into_all();
-        let counted = self.whole_steps()?;
+        let counted = self.whole_steps(&mut self.inspected())?;
         let later = self.sidecars.all(&*self.root)?;
         let candidates = self.candidates(counted.steps(), &later);
         self.options.retention.plan(&candidates, self.environment.clock.unix_ns())
@@ -86,13 +110,17 @@ impl Inner {
 
     /// Whatever was found whole is looked into again.
     pub(super) fn look_into_all(&self) {
-        *self.inspection.0.lock().unwrap_or_else(PoisonError::into_inner) = Inspected::default();
+        *self.inspected() = Inspected::default();
     }
 
-    /// All committed steps, and which of them are damaged.
-    fn whole_steps(&self) -> Result<Counted> {
+    fn inspected(&self) -> MutexGuard<'_, Inspected> {
+        self.inspection.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All committed steps, and which of them are damaged. The others are those that were found whole.
+    fn whole_steps(&self, inspected: &mut Inspected) -> Result<Counted> {
         let begun = Instant::now();
-        let mut inspected = self.inspection.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let metrics = self.options.retention.metrics();
         'listing: for _ in 0..LISTINGS {
             let listing = self.look()?;
             let (due, next) = inspected.due(&listing);
@@ -107,11 +135,15 @@ impl Inner {
                     damaged.insert(step);
                     self.tell_damaged(&found, &damage);
                 } else {
-                    inspected.whole.insert(step, found.manifest);
+                    let manifest = found.manifest;
+                    let values = metrics.iter().map(|metric| manifest.metrics.get(metric).copied()).collect();
+                    let committed_unix_ns = manifest.committed_unix_ns;
+                    inspected.whole.insert(step, Whole { manifest, committed_unix_ns, values });
                 }
             }
             inspected.next = next;
-            if inspected.whole.len() > listing.steps.len() {
+            // Each step of the listing is in one of the two: what is more has gone.
+            if inspected.whole.len() + damaged.len() > listing.steps.len() {
                 inspected.whole.retain(|step, _| listing.steps.contains_key(step));
             }
             return Ok(Counted { listing, damaged });
@@ -137,8 +169,8 @@ impl Inner {
             Candidate {
                 step: manifest.step,
                 committed_unix_ns: manifest.committed_unix_ns,
-                metrics,
-                items: Names::Of(&manifest.items),
+                metrics: Metrics::All(metrics),
+                items: Names::Of(manifest),
                 held: !held.is_empty() && held.contains_key(&manifest.step),
             }
         };
@@ -150,11 +182,19 @@ impl Inner {
         if self.options.retention == Retention::KeepAll {
             return Ok(Vec::new());
         }
-        let counted = self.whole_steps()?;
+        let mut inspected = self.inspected();
+        let counted = self.whole_steps(&mut inspected)?;
         let later = self.sidecars.all(&*self.root)?;
-        let candidates = self.candidates(counted.steps(), &later);
-        let changes = self.options.retention.changes(&candidates, self.environment.clock.unix_ns())?;
+        let retention = &self.options.retention;
+        let metrics = retention.metrics();
+        let candidates = if later.is_empty() {
+            inspected.candidates(&metrics, &self.lock().held.clone())
+        } else {
+            self.candidates(counted.steps(), &later)
+        };
+        let changes = retention.changes(&candidates, self.environment.clock.unix_ns())?;
         drop(candidates);
+        drop(inspected);
         self.check_fence()?;
         let victims = self.retire(&counted, &changes.deleted)?;
         for (step, keep) in &changes.thinned {
@@ -190,7 +230,7 @@ impl Inner {
             found.iter().map(|found| (found.name.clone(), trash(found))).collect();
         let retired = aside::retire_all(&*self.root, &renames);
         drop(retiring);
-        let mut inspected = self.inspection.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut inspected = self.inspected();
         for found in found.iter().take(retired.renamed) {
             inspected.whole.remove(&found.manifest.step);
         }

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::BitOr;
 
 use serde::{Deserialize, Serialize};
-use stepwell_core::format::manifest::Item;
+use stepwell_core::format::manifest::Manifest;
 
 use crate::error::{Error, Result};
 
@@ -25,33 +25,64 @@ pub struct Candidate<'a> {
     pub step: u64,
     /// When it was committed: nanoseconds since 1970.
     pub committed_unix_ns: i64,
-    /// Its metrics, those that came after the commit included.
-    pub metrics: Cow<'a, BTreeMap<String, f64>>,
+    /// Its metrics.
+    pub metrics: Metrics<'a>,
     /// The names of its items that are still there.
     pub items: Names<'a>,
     /// Whether this process holds it (`hold`).
     pub held: bool,
 }
 
+/// The metrics of a step. Of many steps, a look into each manifest costs more than all rules.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Metrics<'a> {
+    /// All of them, those that came after the commit included.
+    All(Cow<'a, BTreeMap<String, f64>>),
+    /// Those that the rules ask for ([`Retention::metrics`]), in that order.
+    Asked {
+        /// Their names.
+        names: &'a [String],
+        /// What they are in this step.
+        values: &'a [Option<f64>],
+    },
+}
+
+impl Default for Metrics<'_> {
+    fn default() -> Self {
+        Self::All(Cow::default())
+    }
+}
+
+impl Metrics<'_> {
+    fn get(&self, metric: &str) -> Option<f64> {
+        match self {
+            Self::All(metrics) => metrics.get(metric).copied(),
+            Self::Asked { names, values } => {
+                names.iter().zip(*values).find(|(name, _)| *name == metric).and_then(|(_, value)| *value)
+            }
+        }
+    }
+}
+
 /// The names of a step's items.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Names<'a> {
-    /// Those of its manifest: most rules do not look at them, and of many steps a look costs.
-    Of(&'a [Item]),
+    /// Those of its manifest: most rules do not look at them.
+    Of(&'a Manifest),
     /// These.
     Given(Vec<&'a str>),
 }
 
 impl Default for Names<'_> {
     fn default() -> Self {
-        Self::Of(&[])
+        Self::Given(Vec::new())
     }
 }
 
 impl<'a> Names<'a> {
     fn list(&self) -> Vec<&'a str> {
         match self {
-            Self::Of(items) => items.iter().map(|item| item.name.as_str()).collect(),
+            Self::Of(manifest) => manifest.items.iter().map(|item| item.name.as_str()).collect(),
             Self::Given(names) => names.clone(),
         }
     }
@@ -239,6 +270,20 @@ impl Retention {
             Self::Any { of } => of.iter().find_map(Self::metric),
             _ => None,
         }
+    }
+
+    /// The metrics that its rules ask for, each once.
+    pub fn metrics(&self) -> Vec<String> {
+        fn add(rule: &Retention, names: &mut Vec<String>) {
+            match rule {
+                Retention::KeepBest { metric, .. } if !names.contains(metric) => names.push(metric.clone()),
+                Retention::Any { of } => of.iter().for_each(|part| add(part, names)),
+                _ => {}
+            }
+        }
+        let mut names = Vec::new();
+        add(self, &mut names);
+        names
     }
 
     /// What stays and what goes, and why. `steps` are the committed ones, in any order.

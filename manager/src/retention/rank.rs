@@ -34,7 +34,7 @@ pub(super) fn ranked(
     n: usize,
 ) -> Vec<(usize, Option<f64>)> {
     // Looked up once: a comparison is asked for many times.
-    let values = steps.iter().map(|candidate| candidate.metrics.get(metric).copied());
+    let values = steps.iter().map(|candidate| candidate.metrics.get(metric));
     let mut ranked: Vec<(usize, Option<f64>, u64)> =
         values.zip(steps).enumerate().map(|(at, (value, candidate))| (at, value, candidate.step)).collect();
     let order = |a: &(usize, Option<f64>, u64), b: &(usize, Option<f64>, u64)| {

@@ -10,12 +10,16 @@ fn steps(steps: impl IntoIterator<Item = u64>) -> Vec<Candidate<'static>> {
 fn scored(values: &[(u64, f64)]) -> Vec<Candidate<'static>> {
     values
         .iter()
-        .map(|&(step, loss)| Candidate {
-            step,
-            metrics: Cow::Owned(BTreeMap::from([("loss".to_owned(), loss)])),
-            ..Candidate::default()
+        .map(|&(step, loss)| {
+            let mut candidate = Candidate { step, ..Candidate::default() };
+            with_loss(&mut candidate, loss);
+            candidate
         })
         .collect()
+}
+
+fn with_loss(candidate: &mut Candidate<'_>, loss: f64) {
+    candidate.metrics = Metrics::All(Cow::Owned(BTreeMap::from([("loss".to_owned(), loss)])));
 }
 
 fn kept(retention: &Retention, steps: &[Candidate<'_>]) -> Vec<u64> {
@@ -180,7 +184,7 @@ proptest! {
     ) {
         let mut all = steps(numbers.iter().copied());
         for (candidate, loss) in all.iter_mut().zip(losses) {
-            candidate.metrics.to_mut().insert("loss".to_owned(), loss);
+            with_loss(candidate, loss);
         }
         let parts = [
             Retention::keep_latest(n), Retention::keep_every(every), Retention::keep_best(n, "loss", Mode::Max),
@@ -199,7 +203,7 @@ proptest! {
     ) {
         let mut all = steps(numbers);
         for (candidate, loss) in all.iter_mut().zip(losses).skip(3) {
-            candidate.metrics.to_mut().insert("loss".to_owned(), loss);
+            with_loss(candidate, loss);
         }
         let retention = Retention::keep_latest(n)
             | Retention::keep_every_items(every, ["params"])
@@ -208,5 +212,25 @@ proptest! {
         let changes = retention.changes(&all, 0).unwrap();
         prop_assert_eq!(changes.deleted, plan.deleted().collect::<Vec<_>>());
         prop_assert_eq!(changes.thinned, plan.thinned().map(|(step, items)| (step, items.clone())).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn of_the_metrics_only_those_that_are_asked_for_matter(
+        rows in proptest::collection::vec((proptest::option::of(-1.0..1.0_f64), proptest::option::of(-1.0..1.0_f64)), 1..20),
+        n in 0_u64..5, m in 0_u64..5,
+    ) {
+        let retention = Retention::keep_best(n, "loss", Mode::Min)
+            | (Retention::keep_best(m, "accuracy", Mode::Max) | Retention::keep_best(1, "loss", Mode::Max));
+        let names = retention.metrics();
+        prop_assert_eq!(&names, &["loss", "accuracy"]);
+        let all: Vec<Vec<Option<f64>>> = rows.iter().map(|&(loss, accuracy)| vec![loss, accuracy]).collect();
+        let asked: Vec<Candidate<'_>> = (0..).zip(&all).map(|(step, values)| Candidate {
+            step, metrics: Metrics::Asked { names: &names, values }, ..Candidate::default()
+        }).collect();
+        let full: Vec<Candidate<'_>> = (0..).zip(&all).map(|(step, values)| {
+            let known = names.iter().zip(values).filter_map(|(name, value)| Some((name.clone(), (*value)?)));
+            Candidate { step, metrics: Metrics::All(Cow::Owned(known.collect())), ..Candidate::default() }
+        }).collect();
+        prop_assert_eq!(retention.plan(&asked, 0).unwrap(), retention.plan(&full, 0).unwrap());
     }
 }
