@@ -5,8 +5,10 @@
 mod common;
 
 use std::path::Path;
+use std::sync::{Arc, Mutex};
 
 use common::*;
+use stepwell_core::io::simulated::Moment;
 use stepwell_core::io::{Disk as _, Rename};
 use stepwell_manager::{Manager, Retention};
 
@@ -42,6 +44,30 @@ fn a_save_asks_the_disk_no_more_where_there_are_more_steps() {
     let (some, many) = (calls_of_a_save(80), calls_of_a_save(320));
     // A listing is repeated where the directory changes meanwhile, as the deleter does that works beside it.
     assert!(many <= some + 20, "{some} calls with 80 steps, {many} with 320");
+}
+
+#[test]
+fn the_training_looks_no_name_up_where_a_step_was_retired_before() {
+    let world = World::default();
+    let manager = grown(&world, 3);
+    for step in 3..6 {
+        commit(&manager, step);
+    }
+    manager.wait_until_finished(Some(LONG)).unwrap();
+    assert!(manager.wait_for_deletions(LONG).unwrap());
+    let (training, asked) = (std::thread::current().id(), Arc::new(Mutex::new(Vec::new())));
+    let note = Arc::clone(&asked);
+    world.disk.set_hook(Some(Arc::new(move |moment, operation| {
+        if moment == Moment::Before && std::thread::current().id() == training {
+            note.lock().unwrap().push(operation.path.to_owned());
+        }
+    })));
+    let save = save(&manager, 6);
+    world.disk.set_hook(None);
+    committed(&save);
+    // A look at the root itself waits for nothing; for a name it would wait until a disk that is busy with deleting lets the directory go.
+    let asked = asked.lock().unwrap();
+    assert!(asked.iter().all(|path| path == Path::new(ROOT)), "{asked:?}");
 }
 
 #[test]
