@@ -17,7 +17,7 @@
 //! directory shows that somebody else has changed it, by the names and inode numbers there: what a save costs does not grow with the steps that are there. What is
 //! changed inside a step by hand is found when that step is chosen ([`Discovery::is_as_listed`]), and bit by bit by retention.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -362,8 +362,15 @@ impl Cache {
             }
             self.known.insert(name, known);
         }
-        let is_free = |found: &Found| !self.listing.steps.contains_key(&found.manifest.step);
-        if !is_odd && added.iter().all(is_free) && self.listing.steps.len() + added.len() == self.known.len()
+        // Of two names of one step one is the step's, and the other is quarantined: not here.
+        let mut numbers = BTreeSet::new();
+        let mut is_free = |found: &Found| {
+            let step = found.manifest.step;
+            !self.listing.steps.contains_key(&step) && numbers.insert(step)
+        };
+        if !is_odd
+            && added.iter().all(&mut is_free)
+            && self.listing.steps.len() + added.len() == self.known.len()
         {
             // Nothing but new steps, most often one: the others are not copied.
             if !added.is_empty() {

@@ -408,6 +408,39 @@ fn a_changed_pattern_reads_old_names_and_writes_the_new_one() {
 }
 
 #[test]
+fn of_two_directories_of_one_step_the_first_listing_takes_the_one_that_would_be_written() {
+    // Many, as directories are listed in any order.
+    let steps = 1..9;
+    let (plain, other) = (StepName::new("", 0).unwrap(), StepName::default());
+    let (world, elsewhere) = (World::default(), World::default());
+    let both = plain.also_reading(vec![other]).unwrap();
+    let manager = world.open(Options { step_name: Some(both.clone()), ..options() });
+    let copied = elsewhere.open(options());
+    // Both worlds draw the same numbers: from here on not in step.
+    commit(&copied, 0);
+    for step in steps.clone() {
+        commit(&manager, step);
+        manager.add_metrics(step, &BTreeMap::from([("accuracy".to_owned(), 0.5)])).unwrap();
+        commit(&copied, step);
+    }
+    let attempt =
+        |manager: &stepwell_manager::Manager, step| manager.manifest(Some(step)).unwrap().attempt.clone();
+    let attempts: Vec<_> = steps.clone().map(|step| attempt(&manager, step)).collect();
+    manager.close(Some(LONG)).unwrap();
+    let image = elsewhere.disk.image();
+    for step in steps.clone() {
+        let path = format!("{ROOT}/step_{step:08}");
+        world.disk.plant(&path, image.get(&path).unwrap()).unwrap();
+    }
+    let manager = world.open(Options { step_name: Some(both), ..options() });
+    assert!(manager.all_steps().unwrap().into_iter().eq(steps.clone()));
+    assert_eq!(steps.clone().map(|step| attempt(&manager, step)).collect::<Vec<_>>(), attempts);
+    for step in steps {
+        assert_eq!(manager.metrics(step).unwrap().get("accuracy"), Some(&0.5));
+    }
+}
+
+#[test]
 fn a_pattern_that_does_not_read_the_steps_that_are_there_is_refused_and_nothing_is_changed() {
     let world = World::default();
     let plain = || StepName::new("", 0).unwrap();

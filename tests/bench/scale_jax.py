@@ -138,11 +138,11 @@ def main() -> None:
     found: dict[str, Any] = {}
     try:
         for name, size in (("1 GiB", GIB), ("3 GiB", 3 * GIB))[: 1 if quick else 2]:
-            found[f"300 leaves, {name}"] = saves(even(300, size), base / f"saves-{size}", 5)
+            found[f"300 leaves, {name}"] = saves(even(300, size), base / f"saves-{size}", 9)
             found[f"300 leaves, {name}"]["donated"] = donated(even(300, size), base / f"donated-{size}")
             shutil.rmtree(base / f"saves-{size}")
             shutil.rmtree(base / f"donated-{size}")
-        found["20 000 leaves"] = saves(many(), base / "many", 5)
+        found["20 000 leaves"] = saves(many(), base / "many", 9)
     finally:
         shutil.rmtree(base, ignore_errors=True)
     for name, one in found.items():

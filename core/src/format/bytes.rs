@@ -69,7 +69,7 @@ pub(crate) fn seal_front(bytes: &mut [u8]) {
     }
 }
 
-/// Checks a front that [`seal_front`] made and returns what its CRC covers. Fronts are only looked for where a manifest says that there is one:
+/// Checks a front that [`seal_front`] made and returns what its CRC covers. Fronts are only looked for where a record of ours says that there is one:
 /// whatever else stands there is damage.
 pub(crate) fn open_front<'a>(
     bytes: &'a [u8],

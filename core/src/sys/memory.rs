@@ -64,8 +64,8 @@ pub fn can_map(len: usize) -> Result<()> {
     Ok(())
 }
 
-/// Room for `count` more values, in huge pages where it takes some. What is filled once and soon, and is several of them long, takes longer to be
-/// given by the kernel page by page than to be written.
+/// Room for `count` more values, in huge pages as far as whole ones fit. What is filled once and soon takes longer to be given by the kernel page by page than to be
+/// written.
 pub fn try_reserve_huge<T>(values: &mut Vec<T>, count: usize) -> std::result::Result<(), TryReserveError> {
     values.try_reserve_exact(count)?;
     let room = values.spare_capacity_mut();
@@ -218,12 +218,14 @@ mod tests {
 
     #[test]
     fn room_in_huge_pages_keeps_what_was_there_and_is_refused_where_there_is_none() {
+        let before = HUGE_PAGE + 12_345;
         for bytes in [0, 1, HUGE_PAGE - 1, 5 * HUGE_PAGE + 3] {
-            let mut values = vec![7_u8; 3];
+            let mut values = vec![7_u8; before];
             try_reserve_huge(&mut values, bytes).unwrap();
-            assert!(values.capacity() >= 3 + bytes);
-            values.resize(3 + bytes, 9);
-            assert!(values.starts_with(&[7; 3]) && values.iter().skip(3).all(|&value| value == 9));
+            assert!(values.capacity() >= before + bytes);
+            values.resize(before + bytes, 9);
+            let (old, new) = values.split_at(before);
+            assert!(old.iter().all(|&value| value == 7) && new.iter().all(|&value| value == 9));
         }
         try_reserve_huge(&mut Vec::<u64>::new(), usize::MAX / 8).unwrap_err();
         try_reserve_huge(&mut Vec::<()>::new(), 1 << 40).unwrap();

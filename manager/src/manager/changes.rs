@@ -221,6 +221,7 @@ impl Manager {
             if inner.root.stat(&name)?.is_some() {
                 aside::set_aside(&*inner.root, &name, &branch)?;
             }
+            inner.went(number);
             inner.lock().uncertain.remove(&number);
         }
         drop(retiring);
@@ -238,6 +239,7 @@ impl Manager {
         let label = directory_layout::label(step);
         let trash = directory_layout::trash(&label, inner.environment.rng.next_u128());
         inner.retire_unheld(step, &found.name, &trash)?;
+        inner.went(step);
         inner.sidecars.remove(&*inner.root, std::slice::from_ref(&found.manifest.attempt));
         inner.deleter.enqueue([trash]);
         Ok(())

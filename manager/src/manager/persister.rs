@@ -61,10 +61,7 @@ impl Inner {
                 self.lock().uncertain.remove(&step);
                 self.deleter.enqueue(replaced);
                 self.discovery.refresh(&*self.root, &self.names)?;
-                if !self.apply_retention()?.is_empty() {
-                    // Looked at here, and not by the training in its next save: it would wait there for a disk that is busy with deleting. An error shows then.
-                    let _ = self.discovery.look(&*self.root, &self.names);
-                }
+                self.apply_retention()?;
             }
             Outcome::DurabilityUncertain(_) => {
                 self.lock().uncertain.insert(step);

@@ -58,8 +58,8 @@ impl Inspected {
         let mut due = Vec::new();
         for (step, found) in &listing.steps {
             while whole.next_if(|(known, _)| *known < step).is_some() {}
-            let is_known = |(known, whole): &(&u64, &Whole)| {
-                *known == step && Arc::ptr_eq(&whole.manifest, &found.manifest)
+            let is_known = |(known, then): &(&u64, &Whole)| {
+                *known == step && Arc::ptr_eq(&then.manifest, &found.manifest)
             };
             if again.contains(step) || !whole.peek().is_some_and(is_known) {
                 due.push(found.clone());
@@ -113,6 +113,11 @@ impl Inner {
         *self.inspected() = Inspected::default();
     }
 
+    /// These went by another way than retention.
+    pub(super) fn went(&self, step: u64) {
+        self.inspected().whole.remove(&step);
+    }
+
     fn inspected(&self) -> MutexGuard<'_, Inspected> {
         self.inspection.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -146,7 +151,12 @@ impl Inner {
             if inspected.whole.len() + damaged.len() > listing.steps.len() {
                 inspected.whole.retain(|step, _| listing.steps.contains_key(step));
             }
-            return Ok(Counted { listing, damaged });
+            let counted = Counted { listing, damaged };
+            debug_assert!(
+                inspected.whole.keys().eq(counted.steps().map(|found| &found.manifest.step)),
+                "a step is counted that is not there, or one that is there is not"
+            );
+            return Ok(counted);
         }
         Err(self.restless(begun))
     }
@@ -187,16 +197,19 @@ impl Inner {
         let later = self.sidecars.all(&*self.root)?;
         let retention = &self.options.retention;
         let metrics = retention.metrics();
+        let held = self.lock().held.clone();
+        // Metrics that came after a commit are found by the manifests.
         let candidates = if later.is_empty() {
-            inspected.candidates(&metrics, &self.lock().held.clone())
+            inspected.candidates(&metrics, &held)
         } else {
             self.candidates(counted.steps(), &later)
         };
         let changes = retention.changes(&candidates, self.environment.clock.unix_ns())?;
         drop(candidates);
-        drop(inspected);
         self.check_fence()?;
-        let victims = self.retire(&counted, &changes.deleted)?;
+        // Nobody plans anew before this plan is carried out.
+        let victims = self.retire(&counted, &changes.deleted, &mut inspected)?;
+        drop(inspected);
         for (step, keep) in &changes.thinned {
             let Some(found) = counted.get(*step) else { continue };
             let thinned = aside::thin(&*self.root, &found.name, keep, self.environment.clock.unix_ns())?;
@@ -212,12 +225,21 @@ impl Inner {
                 Thinned::Nothing => {}
             }
         }
+        if !changes.thinned.is_empty() {
+            self.look_ahead();
+        }
         self.finish_thinnings(&counted);
         Ok(victims)
     }
 
+    /// Looks at what was just changed, so that the next save need not: the training would wait in it for a disk that is busy with deleting. An error of it is
+    /// one of the next listing too.
+    fn look_ahead(&self) {
+        let _ = self.discovery.look(&*self.root, &self.names);
+    }
+
     /// Takes steps out of sight, and gives those that went.
-    fn retire(&self, counted: &Counted, steps: &[u64]) -> Result<Vec<u64>> {
+    fn retire(&self, counted: &Counted, steps: &[u64], inspected: &mut Inspected) -> Result<Vec<u64>> {
         // What was held since the plan was made stays.
         let retiring = self.retiring(steps.iter().copied());
         let found = steps.iter().filter(|&&step| retiring.may_go(step)).filter_map(|&step| counted.get(step));
@@ -230,11 +252,12 @@ impl Inner {
             found.iter().map(|found| (found.name.clone(), trash(found))).collect();
         let retired = aside::retire_all(&*self.root, &renames);
         drop(retiring);
-        let mut inspected = self.inspected();
         for found in found.iter().take(retired.renamed) {
             inspected.whole.remove(&found.manifest.step);
         }
-        drop(inspected);
+        if retired.renamed > 0 {
+            self.look_ahead();
+        }
         // Also where it was cut short: what is out of sight, and durably so, is deleted.
         let deletable = retired.deletable();
         let attempts: Vec<Attempt> =

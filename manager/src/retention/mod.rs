@@ -58,6 +58,7 @@ impl Metrics<'_> {
         match self {
             Self::All(metrics) => metrics.get(metric).copied(),
             Self::Asked { names, values } => {
+                debug_assert!(names.iter().any(|name| name == metric), "a rule must name what it asks for");
                 names.iter().zip(*values).find(|(name, _)| *name == metric).and_then(|(_, value)| *value)
             }
         }
@@ -278,7 +279,13 @@ impl Retention {
             match rule {
                 Retention::KeepBest { metric, .. } if !names.contains(metric) => names.push(metric.clone()),
                 Retention::Any { of } => of.iter().for_each(|part| add(part, names)),
-                _ => {}
+                Retention::KeepBest { .. }
+                | Retention::KeepAll
+                | Retention::KeepLatest { .. }
+                | Retention::KeepEvery { .. }
+                | Retention::KeepEverySeconds { .. }
+                | Retention::KeepSteps { .. }
+                | Retention::KeepNewerThan { .. } => {}
             }
         }
         let mut names = Vec::new();

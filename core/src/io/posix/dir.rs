@@ -230,19 +230,25 @@ impl Dir for PosixDir {
             // They found the file by its old name, and have it open now.
             Alone::Interrupted(renamed) => renamed.map(|()| false)?,
         };
-        if !keep {
-            self.discard(to);
-            return Ok(None);
+        // A link that was made since the first look keeps the file: who found the old name makes it yet. So it is looked for again as late as can be.
+        let names = |fd: &OwnedFd| rustix::fs::fstat(fd).map_or(0, |stat| stat.st_nlink);
+        let look = match fd.try_clone() {
+            Ok(look) if keep && names(&fd) == 1 => look,
+            _ => {
+                self.discard(to);
+                return Ok(None);
+            }
+        };
+        let file = self.to_write(to, fd, len_hint);
+        if names(&look) == u64::from(file.is_ok()) {
+            return file.map(Some);
         }
-        let file = self.to_write(to, fd, len_hint)?;
-        // A link that was made since the first look keeps the file. As late as can be: who found the old name makes it yet.
-        let stat = rustix::fs::statat(self.fd()?, to, AtFlags::SYMLINK_NOFOLLOW);
-        if stat.map_err(self.failed("stat", to))?.st_nlink != 1 {
-            drop(file);
+        // It has another name; preallocation may have made it longer.
+        let _ = rustix::fs::ftruncate(&look, u64::try_from(stat.st_size).unwrap_or(0));
+        if file.is_ok() {
             self.discard(to);
-            return Ok(None);
         }
-        Ok(Some(file))
+        file.map(|_| None)
     }
 
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
