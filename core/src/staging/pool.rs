@@ -67,7 +67,10 @@ impl StagingPool {
             return pool;
         }
         let pool = Arc::new(Self::empty(DEFAULT_SLOT_BYTES));
-        std::mem::forget(shared.replace((pool.birth, Arc::downgrade(&pool))));
+        let before = shared.replace((pool.birth, Arc::downgrade(&pool)));
+        if before.as_ref().is_some_and(|(birth, _)| !birth.is_here()) {
+            std::mem::forget(before);
+        }
         pool
     }
 
