@@ -281,17 +281,15 @@ fn a_copy_of_a_step_that_is_retired_while_its_file_is_being_opened_gets_no_other
         Manager::open(&root, overwriting(), Environment::real(&root, Engine::Buffered).unwrap()).unwrap();
     commit(&manager, 1);
     let stop = AtomicBool::new(false);
-    let inode =
-        |step: u64| std::fs::metadata(root.join(format!("step_{step:08}/i0/00000.data"))).unwrap().ino();
-    let (mut before, mut written_over) = ([0, inode(1)], 0);
+    let (mut before, mut written_over) = ([0, inode(&root, 1)], 0);
     let (opened, changed) = std::thread::scope(|scope| {
         let copier = scope.spawn(|| copier(&root, &stop));
         let stopping = Stop(&stop);
         let start = Instant::now();
         for step in 2.. {
             committed(&manager.save(SaveRequest::new(step, state_of(&vec![step as u8; 200_000]))).unwrap());
-            written_over += u64::from(inode(step) == before[0]);
-            before = [before[1], inode(step)];
+            written_over += u64::from(inode(&root, step) == before[0]);
+            before = [before[1], inode(&root, step)];
             std::thread::sleep(Duration::from_millis(5));
             if start.elapsed() > Duration::from_secs(5) {
                 break;
@@ -306,6 +304,11 @@ fn a_copy_of_a_step_that_is_retired_while_its_file_is_being_opened_gets_no_other
     }
     assert!(opened > 100, "{opened}");
     assert_eq!(changed, 0, "of {opened}");
+}
+
+/// Of the step's data file.
+fn inode(root: &Path, step: u64) -> u64 {
+    std::fs::metadata(root.join(format!("step_{step:08}/i0/00000.data"))).unwrap().ino()
 }
 
 /// Says to another thread that the test is over, however it ends.
@@ -355,8 +358,6 @@ fn a_link_that_is_made_while_its_step_is_retired_keeps_the_bytes_of_the_step() {
     let manager =
         Manager::open(&root, overwriting(), Environment::real(&root, Engine::Buffered).unwrap()).unwrap();
     let (stop, linked) = (AtomicBool::new(false), AtomicU64::new(0));
-    let inode =
-        |step: u64| std::fs::metadata(root.join(format!("step_{step:08}/i0/00000.data"))).unwrap().ino();
     let (mut before, mut written_over) = ([0; 2], 0);
     let changed = std::thread::scope(|scope| {
         let linker = scope.spawn(|| linker(&root, &links, &stop, &linked));
@@ -365,8 +366,8 @@ fn a_link_that_is_made_while_its_step_is_retired_keeps_the_bytes_of_the_step() {
         for step in 0.. {
             let bytes = vec![(step % 251) as u8; 200_000];
             committed(&manager.save(SaveRequest::new(step, state_of(&bytes))).unwrap());
-            written_over += u64::from(inode(step) == before[0]);
-            before = [before[1], inode(step)];
+            written_over += u64::from(inode(&root, step) == before[0]);
+            before = [before[1], inode(&root, step)];
             let enough = written_over > 20 && linked.load(Ordering::Relaxed) > 100;
             if enough || start.elapsed() > Duration::from_secs(20) {
                 break;

@@ -113,7 +113,7 @@ impl Inner {
         *self.inspected() = Inspected::default();
     }
 
-    /// These went by another way than retention.
+    /// This step was taken away by another way than retention, and counts no more.
     pub(super) fn went(&self, step: u64) {
         self.inspected().whole.remove(&step);
     }

@@ -239,8 +239,10 @@ impl Dir for PosixDir {
                 return Ok(None);
             }
         };
+        // Where it fails, our name is gone already.
         let file = self.to_write(to, fd, len_hint);
-        if names(&look) == u64::from(file.is_ok()) {
+        let ours = u64::from(file.is_ok());
+        if names(&look) == ours {
             return file.map(Some);
         }
         // It has another name; preallocation may have made it longer.
