@@ -104,6 +104,7 @@ test-python: build ## the Python tests
 	$(BIN)/python -m mypy.stubtest stepwell._core --mypy-config-file python/pyproject.toml
 	$(BIN)/python -m pytest -rs tests/python
 	$(BIN)/python -m pytest -rs tests/frameworks
+	$(BIN)/python -m pytest -rs tests/fake_cuda
 
 .PHONY: test-disks
 test-disks: $(VENV)/.tools ## power cuts, crash states and full disks on real file systems (about 4 minutes; what is missing here is said)
@@ -115,6 +116,7 @@ test-long: build ## hours: longer sweeps of the same proofs, and the licences of
 	STEPWELL_LONG=1 cargo test --workspace --release
 	STEPWELL_LONG=1 $(BIN)/python -m pytest tests/python
 	STEPWELL_LONG=1 $(BIN)/python -m pytest tests/frameworks
+	STEPWELL_LONG=1 $(BIN)/python -m pytest tests/fake_cuda
 	$(MAKE) test-interleavings SCHEDULES=1000000
 	$(MAKE) test-address
 	$(MAKE) test-miri

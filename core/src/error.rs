@@ -70,6 +70,19 @@ pub enum Error {
     /// The other half of this operation ended first; its own error says why.
     #[error("cancelled: {0}")]
     Cancelled(String),
+    /// A device answered a call with an error. Those of a running kernel stay: the process's context on that device is of no use any more.
+    #[error("{device}: {call} failed with {answer}")]
+    Device {
+        /// Its number and name.
+        device: String,
+        /// What was asked of it.
+        call: &'static str,
+        /// Name and number of its answer.
+        answer: String,
+    },
+    /// There is no CUDA device that could be used.
+    #[error("no CUDA device can be used: {0}")]
+    NoDriver(String),
     /// This handle was made before a `fork` and belongs to the parent process.
     #[error(
         "this {0} was made before a fork and belongs to the parent process; open the checkpoint again in the child"
@@ -109,6 +122,8 @@ impl Error {
             Self::Leaf { .. } => "leaf",
             Self::Timeout { .. } => "timeout",
             Self::Cancelled(_) => "cancelled",
+            Self::Device { .. } => "device",
+            Self::NoDriver(_) => "no_driver",
             Self::Forked(_) => "forked",
             Self::Misuse(_) => "misuse",
         }

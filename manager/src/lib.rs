@@ -48,7 +48,7 @@ pub use error::{Error, Result};
 pub use manager::{Decision, Exists, Hold, Manager, SaveRequest};
 pub use options::{OnSaveError, Options};
 pub use retention::{Mode, Retention};
-pub use save::{Outcome, Refusal, Save, Stats};
+pub use save::{Outcome, Refusal, Save, Stats, Streams};
 pub use save_policy::SavePolicy;
 pub use singular::SingularRequest;
 pub use state::{LeafSource, StateSource};

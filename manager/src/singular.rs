@@ -21,9 +21,9 @@ use crate::guard::guarded;
 use crate::manager::Exists;
 use crate::options::Options;
 use crate::retire::Deleter;
-use crate::save::Save;
 use crate::save::job::{self, Order, Place};
 use crate::save::persist;
+use crate::save::{Save, Streams};
 use crate::state::StateSource;
 
 /// What is saved under a path.
@@ -42,6 +42,8 @@ pub struct SingularRequest {
     pub exists: Exists,
     /// As [`crate::SaveRequest::cancel`].
     pub cancel: Arc<AtomicBool>,
+    /// As [`crate::SaveRequest::streams`].
+    pub streams: Streams,
 }
 
 impl SingularRequest {
@@ -55,6 +57,7 @@ impl SingularRequest {
             custom_metadata: serde_json::Value::Null,
             exists: Exists::Error,
             cancel: Arc::default(),
+            streams: Streams::new(),
         }
     }
 }
@@ -94,6 +97,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         metrics: request.metrics,
         custom_metadata: request.custom_metadata,
         cancel: request.cancel,
+        streams: request.streams,
         begun,
         session,
     };

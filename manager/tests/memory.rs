@@ -48,7 +48,7 @@ fn below_a_limit() {
     manager.close(Some(LONG)).unwrap();
     // Where nobody has said how much, less does.
     let manager = open(None);
-    manager.prepare(64 << 30).unwrap();
+    manager.prepare(64 << 30, &[]).unwrap();
     commit(&manager, 1);
     assert_restores(&manager, 1);
     manager.close(Some(LONG)).unwrap();

@@ -16,6 +16,9 @@ pub struct ArrayType {
     pub buffer: bool,
     /// Instance → DLPack capsule, where there is no buffer.
     pub capsule: Py<PyAny>,
+    /// For one on a device: instance, the handle of the stream that it is to be copied on → a capsule of what that stream sees, or `None` where it cannot be held. Without it, the order is that of
+    /// the library's current stream.
+    pub on_device: Option<Py<PyAny>>,
     /// Whether its instances never change.
     pub immutable: bool,
     /// Which of them are in one piece of memory; others are described by the package.
@@ -99,7 +102,7 @@ fn add(change: impl FnOnce(&mut Known)) {
 
 /// Makes a class of arrays known. Subclasses are not meant: they may be something else. An array whose memory cannot be had like this is described by the package.
 #[pyfunction]
-#[pyo3(signature = (class_, library, buffer, capsule, immutable, whole = None))]
+#[pyo3(signature = (class_, library, buffer, capsule, immutable, whole = None, on_device = None))]
 pub fn array_type(
     class_: Bound<'_, PyType>,
     library: &str,
@@ -107,11 +110,12 @@ pub fn array_type(
     capsule: Py<PyAny>,
     immutable: bool,
     whole: Option<(String, Bound<'_, PyType>)>,
+    on_device: Option<Py<PyAny>>,
 ) {
     let at = class_.as_ptr() as usize;
     let library = Arc::from(library);
     let whole = whole.map(|(attribute, class)| Whole { attribute, classes: vec![class.unbind()] });
-    let found = ArrayType { _class: class_.unbind(), library, buffer, capsule, immutable, whole };
+    let found = ArrayType { _class: class_.unbind(), library, buffer, capsule, on_device, immutable, whole };
     add(|known| drop(known.arrays.insert(at, Arc::new(found))));
 }
 

@@ -1,6 +1,6 @@
 //! An open checkpoint, as Python sees it: structure, match, reads into arrays, objects, verification.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,14 +13,17 @@ use stepwell_core::format::index::{ChunkRegion, Extent, LeafRecord};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::VerifyProgress;
 use stepwell_core::region::Region;
+use stepwell_core::sys::driver;
 use stepwell_core::tree::{ContainerKind, NodeKind};
 use stepwell_manager::{Error, ReadFailure};
 use stepwell_reshard::read_plan::Request;
 
 use crate::ahead::Taken;
-use crate::errors::{closed, raise_manager};
+use crate::errors::{closed, raise, raise_manager};
+use crate::hooks::hooks;
 use crate::ingest::{HeldBuffer, target_of};
 use crate::plan;
+use crate::snapshot::streams_of;
 use crate::values::to_python;
 use crate::wait;
 
@@ -313,6 +316,7 @@ pub fn read_all(
     buffers: Vec<HeldBuffer>,
     meanwhile: impl FnOnce() -> PyResult<()>,
 ) -> PyResult<u64> {
+    receive_after(py, &buffers)?;
     let buffers = Arc::new(buffers);
     let stop = Arc::new(AtomicBool::new(false));
     let (planning, mut planned) = channel::<()>();
@@ -320,8 +324,8 @@ pub fn read_all(
         let (inner, buffers, stop) = (Arc::clone(inner), Arc::clone(&buffers), Arc::clone(&stop));
         move || {
             let mut planning = Some(planning);
-            let targets =
-                buffers.iter().map(target_of).collect::<Result<Vec<_>, _>>().map_err(Error::from)?;
+            let targets = buffers.iter().map(|buffer| target_of(buffer, &buffers));
+            let targets = targets.collect::<Result<Vec<_>, _>>().map_err(Error::from)?;
             let mut go_on = |_| {
                 drop(planning.take());
                 !stop.load(Ordering::Relaxed)
@@ -338,6 +342,20 @@ pub fn read_all(
     outcome
         .map(|stats| stats.bytes_read + stats.bytes_cached)
         .map_err(|failure: Box<ReadFailure>| raise_manager(py, &failure.error))
+}
+
+/// Has what is copied to devices come after what the frameworks have put on their current streams.
+fn receive_after(py: Python<'_>, buffers: &[HeldBuffer]) -> PyResult<()> {
+    let devices: BTreeSet<u32> = buffers.iter().filter_map(HeldBuffer::device).collect();
+    if devices.is_empty() {
+        return Ok(());
+    }
+    let streams = hooks(py)?.streams.bind(py).call1((&devices,))?.extract()?;
+    for (device, stream) in streams_of(py, &streams)? {
+        let ordered = driver().and_then(|driver| driver.device(device)?.receive_after(stream));
+        ordered.map_err(|error| raise(py, &error))?;
+    }
+    Ok(())
 }
 
 fn component_row<'py>(py: Python<'py>, component: &Component) -> PyResult<Bound<'py, PyTuple>> {

@@ -21,7 +21,7 @@ use stepwell_core::value::Value;
 
 use crate::arrays::{self, ArrayType, Known};
 use crate::hooks::{Hooks, dtype_named, hooks, unsupported};
-use crate::ingest::HeldBuffer;
+use crate::ingest::{HeldBuffer, device_of};
 use crate::values::{Plain, TOO_DEEP, described, exact_scalar, to_value};
 
 /// A leaf of a flattened state.
@@ -431,7 +431,15 @@ impl<'py> Walk<'_, 'py> {
             return Ok(dtype.map(|dtype| (dtype, buffer, known.immutable)));
         }
         let Ok(capsule) = known.capsule.bind(object.py()).call1((object,)) else { return Ok(None) };
-        let Ok((dtype, buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
+        let Ok((dtype, mut buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
+        // Where there is no driver that could copy it, the package knows another way.
+        let Ok(device) = device_of(&buffer) else { return Ok(None) };
+        if let Some((device, on_device)) = device.zip(known.on_device.as_ref()) {
+            let Ok(stream) = device.copy_stream() else { return Ok(None) };
+            let capsule = on_device.bind(object.py()).call1((object, stream))?;
+            let Ok((_, ordered)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
+            buffer = ordered;
+        }
         self.library = Some(Arc::clone(&known.library));
         Ok(Some((dtype, buffer, known.immutable)))
     }

@@ -14,6 +14,8 @@ pub struct Hooks {
     pub describe: Py<PyAny>,
     /// `stepwell.adapters.load`
     pub load_adapters: Py<PyAny>,
+    /// `stepwell.adapters.streams`
+    pub streams: Py<PyAny>,
     /// `stepwell.errors.StepwellError`
     pub error: Py<PyAny>,
     /// `stepwell.leaves.storable_name`
@@ -39,11 +41,13 @@ static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
 /// The hooks of this interpreter.
 pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
     HOOKS.get_or_try_init(py, || {
+        let adapters = py.import("stepwell.adapters")?;
         let leaves = py.import("stepwell.leaves")?;
         let specs = py.import("stepwell.specs")?;
         let errors = py.import("stepwell.errors")?;
         Ok(Hooks {
-            load_adapters: py.import("stepwell.adapters")?.getattr("load")?.unbind(),
+            load_adapters: adapters.getattr("load")?.unbind(),
+            streams: adapters.getattr("streams")?.unbind(),
             error: errors.getattr("StepwellError")?.unbind(),
             array_spec: specs.getattr("ArraySpec")?.unbind(),
             object_spec: specs.getattr("ObjectSpec")?.unbind(),

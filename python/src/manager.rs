@@ -1,6 +1,6 @@
 //! The manager of one root, as Python sees it. Calls that may wait run on a thread of their own, so that signals are answered.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -15,11 +15,11 @@ use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, S
 
 use crate::ahead::{self, Ahead};
 use crate::checkpoint::Checkpoint;
-use crate::errors::{build, raise_manager};
+use crate::errors::{build, raise, raise_manager};
 use crate::events::Events;
 use crate::options;
 use crate::save_handle::SaveHandle;
-use crate::snapshot::{Snapshot, source};
+use crate::snapshot::{OnDevices, Snapshot, source, streams_of};
 use crate::state::State;
 use crate::wait::{self, Patience};
 
@@ -171,15 +171,19 @@ impl Manager {
         force: bool,
         exists: &str,
         snapshot: &str,
+        streams: HashMap<u32, u64>,
+        attached: HashSet<usize>,
         answers: BTreeMap<String, bool>,
         events: &Events,
     ) -> PyResult<SaveHandle> {
         self.check_before_saving(py, step)?;
         let cancel = Arc::new(AtomicBool::new(false));
+        let devices = OnDevices::new(py, &streams, attached)?;
         let request = SaveRequest {
             step,
-            state: source(state, Snapshot::named(snapshot)?, events)?
+            state: source(state, Snapshot::named(snapshot)?, &devices, events)?
                 .map_err(|error| raise_manager(py, &error))?,
+            streams: devices.streams,
             metrics,
             custom_metadata: json(custom_metadata)?,
             force,
@@ -208,9 +212,42 @@ impl Manager {
         waiting.into_iter().try_for_each(|save| SaveHandle::new(save).wait_captured(py, None).map(drop))
     }
 
+    /// The numbers of the devices from which something is still to be captured behind a call.
+    fn devices_in_flight(&self) -> Vec<u32> {
+        let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
+        let devices: BTreeSet<u32> = saves.iter().flat_map(Save::devices).collect();
+        devices.into_iter().collect()
+    }
+
+    /// Before the state changes on these streams: makes them wait, each on its device, for what is still to be captured behind a call. This thread waits only for copies that
+    /// could not be started yet, for what lies in host memory, and for devices of which no stream is named.
+    fn guard(&self, py: Python<'_>, streams: HashMap<u32, u64>) -> PyResult<()> {
+        let waiting: Vec<Save> = {
+            let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
+            saves.iter().filter(|save| !save.captured()).cloned().collect()
+        };
+        if waiting.is_empty() {
+            return Ok(());
+        }
+        let streams = streams_of(py, &streams)?;
+        for save in waiting {
+            let devices = save.devices();
+            let fenced = !devices.is_empty() && devices.iter().all(|device| streams.contains_key(device));
+            let handle = SaveHandle::new(save.clone());
+            if !fenced {
+                handle.wait_captured(py, None)?;
+                continue;
+            }
+            handle.wait_started(py)?;
+            save.precede(&streams).map_err(|error| raise(py, &error))?;
+        }
+        Ok(())
+    }
+
     /// Raises what `save` would raise about a flattened state.
     fn check(&self, py: Python<'_>, state: &State, events: &Events) -> PyResult<()> {
-        let state = source(state, Snapshot::Auto, events)?.map_err(|error| raise_manager(py, &error))?;
+        let state = source(state, Snapshot::Auto, &OnDevices::default(), events)?
+            .map_err(|error| raise_manager(py, &error))?;
         let inner = Arc::clone(&self.inner);
         py.detach(move || inner.check(state)).map_err(|error| raise_manager(py, &error))
     }
@@ -324,9 +361,9 @@ impl Manager {
         call(py, move || inner.apply_retention())
     }
 
-    fn prepare(&self, py: Python<'_>, nbytes: u64) -> PyResult<()> {
+    fn prepare(&self, py: Python<'_>, nbytes: u64, devices: Vec<u32>) -> PyResult<()> {
         let inner = Arc::clone(&self.inner);
-        call(py, move || inner.prepare(nbytes))
+        call(py, move || inner.prepare(nbytes, &devices))
     }
 
     #[pyo3(signature = (step = None, ahead = None, to_fill = None))]

@@ -26,6 +26,11 @@ impl SaveHandle {
         Self { save, seen: AtomicBool::new(false) }
     }
 
+    /// Returns once every copy of the capture was started; raises when nothing has happened for the stall timeout.
+    pub fn wait_started(&self, py: Python<'_>) -> PyResult<()> {
+        self.wait(py, None, "the capture", |save, slice| save.wait_started(Some(slice)).ok()).map(drop)
+    }
+
     /// Waits for something of the save; `None` after the timeout. Without one it ends, with an error, when neither this save nor one before it has
     /// got on for the stall timeout.
     fn wait<T: Send>(

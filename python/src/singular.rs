@@ -1,6 +1,6 @@
 //! What is done by path, without a manager: one checkpoint saved or opened, a root looked at from outside.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -19,7 +19,7 @@ use crate::events::Events;
 use crate::manager::{call, exists_named, json};
 use crate::options;
 use crate::save_handle::SaveHandle;
-use crate::snapshot::{Snapshot, source};
+use crate::snapshot::{OnDevices, Snapshot, source};
 use crate::state::State;
 use crate::wait;
 
@@ -34,13 +34,16 @@ pub fn save_path(
     custom_metadata: &str,
     exists: &str,
     snapshot: &str,
+    streams: HashMap<u32, u64>,
     options: &str,
     events: &Events,
 ) -> PyResult<SaveHandle> {
     let cancel = Arc::new(AtomicBool::new(false));
+    let devices = OnDevices::new(py, &streams, HashSet::new())?;
     let request = SingularRequest {
-        state: source(state, Snapshot::named(snapshot)?, events)?
+        state: source(state, Snapshot::named(snapshot)?, &devices, events)?
             .map_err(|error| raise_manager(py, &error))?,
+        streams: devices.streams,
         path: path.clone(),
         step: 0,
         metrics,

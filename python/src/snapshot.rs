@@ -1,21 +1,49 @@
 //! A flattened state as the engine takes it, and when its arrays are captured.
 
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use stepwell_core::provider::StateProvider;
-use stepwell_manager::{Error, LeafSource, StateSource};
+use stepwell_core::provider::{Haste, StateProvider};
+use stepwell_manager::{Error, LeafSource, StateSource, Streams};
 
 use crate::events::{Events, Loan, Parcel};
 use crate::flatten::Leaf;
-use crate::ingest::{HeldBuffer, provider_of, returnable_provider_of};
+use crate::ingest::{HeldBuffer, provider_of, returnable_provider_of, user_stream};
 use crate::state::State;
+
+/// What a framework says of its devices.
+#[derive(Default)]
+pub struct OnDevices {
+    /// The current streams, by the number of their device.
+    pub streams: Streams,
+    /// Addresses of arrays that change in guarded updates only.
+    pub attached: HashSet<usize>,
+}
+
+impl OnDevices {
+    /// From what Python has: streams by their handles.
+    pub fn new(py: Python<'_>, streams: &HashMap<u32, u64>, attached: HashSet<usize>) -> PyResult<Self> {
+        Ok(Self { streams: streams_of(py, streams)?, attached })
+    }
+}
+
+/// Streams by their handles.
+pub fn streams_of(py: Python<'_>, handles: &HashMap<u32, u64>) -> PyResult<Streams> {
+    let streams = handles.iter().map(|(&device, &handle)| Ok((device, user_stream(handle)?)));
+    streams.collect::<Result<_, stepwell_core::Error>>().map_err(|error| crate::errors::raise(py, &error))
+}
 
 /// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last provider is gone; where all of it is captured before `save` returns,
 /// until `state` is, which is then at the latest.
-pub fn source(state: &State, snapshot: Snapshot, events: &Events) -> PyResult<Result<StateSource, Error>> {
+pub fn source(
+    state: &State,
+    snapshot: Snapshot,
+    devices: &OnDevices,
+    events: &Events,
+) -> PyResult<Result<StateSource, Error>> {
     let flat = state.take().ok_or_else(|| PyRuntimeError::new_err("this state was handed over before"))?;
     let parcel = Parcel::new(flat, events.clone());
     let Some(flat) = parcel.flat() else {
@@ -25,7 +53,7 @@ pub fn source(state: &State, snapshot: Snapshot, events: &Events) -> PyResult<Re
     let provider = |buffer: &HeldBuffer, immutable: bool| -> Result<Arc<dyn StateProvider>, Error> {
         Ok(match &loan {
             Some(loan) => returnable_provider_of(loan, buffer)?,
-            None => provider_of(&parcel, buffer, snapshot.is_lazy(immutable))?,
+            None => provider_of(&parcel, buffer, snapshot.haste(buffer, immutable, devices))?,
         })
     };
     let leaf = |leaf: &Leaf| -> Result<LeafSource, Error> {
@@ -71,11 +99,19 @@ impl Snapshot {
         }
     }
 
-    fn is_lazy(self, immutable: bool) -> bool {
+    /// How soon an array must be captured. One on a device whose stream is not known, and that may change, cannot be fenced there.
+    fn haste(self, buffer: &HeldBuffer, immutable: bool, devices: &OnDevices) -> Haste {
         match self {
-            Self::Auto => immutable,
-            Self::Lazy => true,
-            Self::Eager => false,
+            Self::Eager => Haste::Captured,
+            Self::Lazy => Haste::Later,
+            Self::Auto if immutable => Haste::Later,
+            Self::Auto => match buffer.device() {
+                Some(device) if devices.streams.contains_key(&device) => {
+                    let attached = devices.attached.contains(&(buffer.address() as usize));
+                    if attached { Haste::Later } else { Haste::Started }
+                }
+                _ => Haste::Captured,
+            },
         }
     }
 }

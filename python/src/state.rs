@@ -1,5 +1,6 @@
 //! A flattened state, held between the walk and the capture.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyRuntimeError;
@@ -69,6 +70,26 @@ impl State {
                 Leaf::Alias(of) => ("alias", None, Some(vec![u64::from(*of)])),
             };
             flat.leaves.iter().map(row).collect()
+        })
+    }
+
+    /// The numbers of the CUDA devices that arrays are on, each once, and whether they may change there.
+    fn devices(&self) -> PyResult<Vec<(u32, bool)>> {
+        self.with(|flat| {
+            let mut found = BTreeMap::new();
+            let mut see = |buffer: &HeldBuffer, immutable: bool| {
+                if let Some(device) = buffer.device() {
+                    *found.entry(device).or_insert(false) |= !immutable;
+                }
+            };
+            for leaf in &flat.leaves {
+                match leaf {
+                    Leaf::Array { buffer, immutable, .. } => see(buffer, *immutable),
+                    Leaf::Sharded { shards, .. } => shards.iter().for_each(|(_, buffer)| see(buffer, true)),
+                    Leaf::Object(_) | Leaf::Alias(_) => {}
+                }
+            }
+            found.into_iter().collect()
         })
     }
 

@@ -171,6 +171,13 @@ class StorageError(StepwellError, OSError):
     kind = "io"
 
 
+class DeviceError(StepwellError, RuntimeError):
+    """A device answered a call with an error, outside of a save (a save that fails by one is a :class:`SaveFailed`). An error of a kernel stays: everything on that device
+    fails from then on, and the process has to be started again; committed steps are whole."""
+
+    kind = "device"
+
+
 class MisuseError(StepwellError, ValueError):
     """A call that cannot work, whatever is on disk: a mistyped word, number or path. The message says what it may be; nothing was written."""
 
@@ -202,6 +209,7 @@ CORE_KINDS: dict[str, type[StepwellError]] = {
     "leaf": UnsupportedLeaf,
     "forked": ForkedProcess,
     "limit": FormatError,
+    "no_driver": DeviceError,
     "misuse": MisuseError,
 }
 

@@ -7,12 +7,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Unpack, final
 
-from . import _core, lifecycle, restoring, template
+from . import _core, adapters, lifecycle, restoring, template
 from .checkpoint import Checkpoint, Metadata
 from .checks import (
     check_coordinator,
@@ -89,6 +89,8 @@ class CheckpointManager:
         self._saves: list[Save] = []
         #: The engine's part of each :class:`Hold`, without which it would end with the object that :meth:`hold` returned.
         self._held: set[Any] = set()
+        #: Whose parameters and state change in guarded steps only.
+        self._attached: list[Attached] = []
         self._policy = every_steps(1) if save_policy is None else save_policy
         instance(self._policy, SavePolicy, "save_policy", "sw.every_steps() and the like")
         rules = keep_all() if retention is None else retention
@@ -186,8 +188,19 @@ class CheckpointManager:
             if is_callable_state(state):
                 state = state()
             flat = _core.flatten(state)
+            streams, attached = self._on_devices(flat)
             handle = core.save(
-                step, flat, numbers, metadata, force, exists, snapshot, answers, lifecycle.notifier.events
+                step,
+                flat,
+                numbers,
+                metadata,
+                force,
+                exists,
+                snapshot,
+                streams,
+                attached,
+                answers,
+                lifecycle.notifier.events,
             )
             refusal = handle.refusal()
             save = Save(step, None if refusal else handle, refusal)
@@ -230,15 +243,35 @@ class CheckpointManager:
         self._core.request_preemption()
         return True
 
+    def _on_devices(self, flat: Any) -> tuple[dict[int, int], set[int]]:
+        """Of the CUDA devices that a state is on: the current streams, and where what attached optimizers own is."""
+        devices = [device for device, changes in flat.devices() if changes]
+        if not devices:
+            return {}, set()
+        from .adapters.torch import addresses
+
+        owners = [one() for attached in self._attached for one in attached._optimizers]
+        places = {place for one in owners if one is not None for place in addresses(one)}
+        return adapters.streams(devices), places
+
     @contextmanager
     def update_guard(self) -> Iterator[None]:
-        """Around the update of the state: waits for what was left to lazy capture (``snapshot="lazy"``). Costs nothing where nothing was."""
-        self._wait_captured()
+        """Around the update of the state: has it wait for what was left to be captured behind a call (of an attached optimizer, or ``snapshot="lazy"``). On a CUDA device the
+        current stream waits, and this thread does not, but for copies that could not be started yet because the staging ring is full; for host memory this
+        thread waits. Costs nothing where nothing was left.
+
+        Raises:
+            StalledError: nothing has happened for ``Options.stall_timeout``.
+            DeviceError: the device answers with an error, or a CUDA graph is being captured on the current stream (put the guard around its replay).
+        """
+        self._fence()
         yield
 
     def attach(self, optimizer: Any) -> Attached:
         """Has an optimizer of torch (or those of a :class:`stepwell.torch.TrainState`) wait, before each ``step()``, for what was left to lazy capture, as
-        :meth:`update_guard` does. Returns what :meth:`stepwell.manager.Attached.remove` ends. Optimizers that step inside ``backward()`` are refused."""
+        :meth:`update_guard` does. What it owns on CUDA devices (its parameters and its state) is captured during the next forward and backward from then on: nothing but
+        its steps may change that. Returns what :meth:`stepwell.manager.Attached.remove` ends. Optimizers that step inside ``backward()`` are refused; a replayed CUDA graph
+        runs no hooks, and needs :meth:`update_guard` around it."""
         from .torch import optimizers_of
 
         self._open()
@@ -246,10 +279,18 @@ class CheckpointManager:
 
         def wait(*_: Any) -> None:
             held = manager()
-            if held is not None and held._core is not None:
-                held._wait_captured()
+            if held is not None:
+                held._fence()
 
-        return Attached([one.register_step_pre_hook(wait) for one in optimizers_of(optimizer)])
+        optimizers = optimizers_of(optimizer)
+        hooks = [one.register_step_pre_hook(wait) for one in optimizers]
+        return Attached(hooks, [weakref.ref(one) for one in optimizers], wait, self._attached)
+
+    def _fence(self) -> None:
+        """Has the current streams wait for what is still to be captured, and this thread for what they cannot wait for."""
+        if self._core is not None:
+            devices = self._core.devices_in_flight()
+            self._core.guard(adapters.streams(devices) if devices else {})
 
     def _wait_captured(self) -> None:
         # The engine knows all of them: an interrupt can end a call of save() when the engine has begun it and nothing here has heard of it yet.
@@ -400,8 +441,9 @@ class CheckpointManager:
     def prepare(self, like: Any) -> int:
         """Makes the staging memory that a state like this needs, so that the first save does not pay for it. Returns the bytes of its arrays. ``like`` is a
         state, or has an :class:`ArraySpec` (of shape and dtype) in place of arrays that are not there yet."""
-        nbytes: int = _core.flatten(template.as_state(like)).nbytes
-        self._open().prepare(nbytes)
+        flat = _core.flatten(template.as_state(like))
+        nbytes: int = flat.nbytes
+        self._open().prepare(nbytes, [device for device, _ in flat.devices()])
         return nbytes
 
     def reload(self) -> None:
@@ -507,14 +549,29 @@ class Rewound(list[int]):
 class Attached:
     """Optimizers that wait for captures."""
 
-    def __init__(self, hooks: list[Any]) -> None:
+    def __init__(
+        self,
+        hooks: list[Any],
+        optimizers: list[weakref.ref[Any]],
+        wait: Callable[[], None],
+        all_attached: list[Attached],
+    ) -> None:
         self._hooks = hooks
+        self._optimizers = optimizers
+        self._wait = wait
+        self._all_attached = all_attached
+        all_attached.append(self)
 
     def remove(self) -> None:
-        """They no longer wait."""
+        """They no longer wait, but for what is being captured now: what they own is captured or fenced when :meth:`~stepwell.CheckpointManager.save` returns, from the next
+        one on."""
+        if self not in self._all_attached:
+            return
+        self._wait()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._all_attached.remove(self)
 
 
 class _Ending:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Unpack
 
-from . import _core, lifecycle, restoring, verifying, watching
+from . import _core, adapters, lifecycle, restoring, verifying, watching
 from .checkpoint import Checkpoint, Metadata, VerifyReport
 from .checks import check_coordinator, instance, metadata_json, one_of, real_numbers, step_number
 from .errors import StalledError
@@ -88,8 +88,9 @@ def save_async(
     check_destination(where)
     flat = _core.flatten(state() if is_callable_state(state) else state)
     text = to_json(options, every_steps(1), keep_all(), None, "auto", 1, False, "raise")
+    streams = adapters.streams([device for device, changes in flat.devices() if changes])
     handle = _core.save_path(
-        where, flat, numbers, metadata, exists, snapshot, text, lifecycle.notifier.events
+        where, flat, numbers, metadata, exists, snapshot, streams, text, lifecycle.notifier.events
     )
     return keep(handle, where, stall_seconds(options.stall_timeout))
 

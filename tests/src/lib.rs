@@ -1,5 +1,6 @@
 //! Helpers for the tests that need several crates or processes.
 
 pub mod crash;
+pub mod fake_cuda;
 pub mod real;
 pub mod steps;

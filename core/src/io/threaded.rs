@@ -178,7 +178,7 @@ impl Queue for ThreadedQueue {
                     self.refused.push_back(moving.complete(buffer, Err(error)));
                 }
             }
-            Err(refusal) => self.refused.push_back(refusal),
+            Err(refusal) => self.refused.push_back(*refusal),
         }
     }
 

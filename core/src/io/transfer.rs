@@ -58,7 +58,7 @@ impl Job {
         len: usize,
         buffer: Buffer,
         token: u64,
-    ) -> Result<Self, Completion> {
+    ) -> Result<Self, Box<Completion>> {
         let problem = if len > buffer.len() {
             Some(format!("{len} bytes do not fit a buffer of {}", buffer.len()))
         } else if !offset.is_multiple_of(alignment as u64) || !len.is_multiple_of(alignment) {
@@ -68,7 +68,7 @@ impl Job {
         } else {
             None
         };
-        let refuse = |buffer, error| Completion { token, buffer, result: Err(error) };
+        let refuse = |buffer, error| Box::new(Completion { token, buffer, result: Err(error) });
         if let Some(problem) = problem {
             let what = format!("transfer on {}: {problem}", file.path().display());
             return Err(refuse(buffer, Error::Misuse(what)));

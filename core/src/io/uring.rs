@@ -109,7 +109,7 @@ impl Queue for UringQueue {
             self.enter(Some(left));
         }
         match Job::new(self.alignment, transfer, file, offset, len, buffer, token) {
-            Err(refusal) => self.ready.push_back(refusal),
+            Err(refusal) => self.ready.push_back(*refusal),
             Ok(job) if len == 0 => self.ready.push_back(job.moving.complete(job.buffer, Ok(0))),
             Ok(Job { buffer, descriptor, moving }) => {
                 self.start(buffer, descriptor, moving);

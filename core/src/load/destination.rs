@@ -13,7 +13,7 @@ use super::geometry::{Dim, Tile};
 use crate::deadline::deadline_after;
 use crate::provider::Ticket;
 use crate::staging::Fence;
-use crate::sys::{Buffer, HostTarget};
+use crate::sys::{Buffer, HostTarget, Mapping};
 use crate::{Error, Result};
 
 /// Where one tensor (or a part of one) goes.
@@ -59,6 +59,11 @@ impl Staged {
     pub(crate) fn new(buffer: &Arc<Buffer>, range: Range<usize>) -> Option<Self> {
         buffer.get(range.clone())?;
         Some(Self { buffer: Arc::clone(buffer), range })
+    }
+
+    /// The memory that it is in.
+    pub fn mapping(&self) -> &Arc<Mapping> {
+        self.buffer.mapping()
     }
 }
 
@@ -121,6 +126,23 @@ impl Piece {
             rows: tile.rows.into(),
             cols: tile.cols.into(),
         }
+    }
+
+    /// Whether all of it lies in what is staged, and in a target of so many bytes.
+    pub fn is_inside(&self, target_bytes: u64) -> bool {
+        let (rows, cols, unit) = (self.rows, self.cols, i128::from(self.unit));
+        let Some((last_row, last_col)) = rows.count.checked_sub(1).zip(cols.count.checked_sub(1)) else {
+            return false;
+        };
+        let (last_row, last_col) = (i128::from(last_row), i128::from(last_col));
+        let from_end = i128::from(self.from)
+            + last_row * i128::from(rows.from)
+            + last_col * i128::from(cols.from)
+            + unit;
+        let reach = [last_row * i128::from(rows.to), last_col * i128::from(cols.to)];
+        let low = i128::from(self.to) + reach.iter().map(|&steps| steps.min(0)).sum::<i128>();
+        let high = i128::from(self.to) + reach.iter().map(|&steps| steps.max(0)).sum::<i128>() + unit;
+        from_end <= self.staged.len() as i128 && low >= 0 && high <= i128::from(target_bytes)
     }
 
     /// The units: where each goes, and its bytes.

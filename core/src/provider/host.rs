@@ -1,6 +1,6 @@
 //! Leaves in host memory: numpy arrays, torch CPU tensors, any strided buffer.
 
-use super::{Fill, StateProvider, Ticket};
+use super::{Fill, Haste, StateProvider, Ticket};
 use crate::Result;
 use crate::region::Region;
 use crate::staging::{Filling, Slot};
@@ -47,25 +47,11 @@ impl<O: Send + Sync> StateProvider for HostProvider<O> {
         Ok(Ticket::Done)
     }
 
-    fn is_lazy(&self) -> bool {
-        self.lazy
+    fn haste(&self) -> Haste {
+        if self.lazy { Haste::Later } else { Haste::Captured }
     }
 
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
-        if self.source.itemsize() != itemsize {
-            return Err(format!(
-                "its elements have {} bytes in memory, {itemsize} in the tensor",
-                self.source.itemsize()
-            ));
-        }
-        if !local.fits(self.source.shape()) {
-            return Err(format!(
-                "region {:?} + {:?} passes the end of an array of shape {:?}",
-                local.offset,
-                local.extent,
-                self.source.shape()
-            ));
-        }
-        Ok(())
+        super::check(local, itemsize, self.source.shape(), self.source.itemsize())
     }
 }

@@ -3,13 +3,17 @@
 //! Capture calls a provider with the parts of its leaf that one slot holds; the provider copies them, or starts a copy that a
 //! [`Fence`] will report. Objects and headers are bytes that the plan holds itself and need no provider.
 
+mod device;
 mod host;
 mod sharded;
 
+use std::sync::Arc;
+
 use crate::Result;
 use crate::region::Region;
-use crate::staging::{Fence, Filling, Slot};
+use crate::staging::{CopyQueue, Fence, Filling, Slot};
 
+pub use device::DeviceProvider;
 pub use host::HostProvider;
 pub use sharded::ShardedProvider;
 
@@ -18,9 +22,14 @@ pub trait StateProvider: Send + Sync {
     /// Puts the fills into the slot. All fills are of this provider's leaf and of one slot. On an error nothing may still be on its way into the slot.
     fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket>;
 
-    /// Whether its bytes stay what they are for as long as the provider lives, so that they may be captured when the caller has gone on.
-    fn is_lazy(&self) -> bool {
-        false
+    /// What must have happened to its bytes when the caller goes on.
+    fn haste(&self) -> Haste {
+        Haste::Captured
+    }
+
+    /// Gives the queues of the devices that its bytes come from.
+    fn queues(&self, see: &mut dyn FnMut(Arc<dyn CopyQueue>)) {
+        let _ = see;
     }
 
     /// Whether this provider can give that region of its array, in elements of that many bytes; asked once per chunk before a save starts, so
@@ -29,6 +38,17 @@ pub trait StateProvider: Send + Sync {
         let _ = (local, itemsize);
         Ok(())
     }
+}
+
+/// What must have happened to a leaf when the call returns that saves it, in the order of how soon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Haste {
+    /// Nothing: its bytes stay what they are for as long as the provider lives, or until the caller asks.
+    Later,
+    /// Its copies have been started: the caller's work on the device can be made to wait for them.
+    Started,
+    /// Its bytes are in slots.
+    Captured,
 }
 
 /// A part of a chunk that lies in one slot.
@@ -50,4 +70,18 @@ pub enum Ticket {
     Done,
     /// They will be when the fence is passed; until then the slot is [`crate::staging::Pending`].
     Event(Box<dyn Fence>),
+}
+
+/// Whether an array of that shape and element size can give that region.
+fn check(local: &Region, itemsize: usize, shape: &[u64], own_itemsize: usize) -> Result<(), String> {
+    if own_itemsize != itemsize {
+        return Err(format!("its elements have {own_itemsize} bytes in memory, {itemsize} in the tensor"));
+    }
+    if !local.fits(shape) {
+        return Err(format!(
+            "region {:?} + {:?} passes the end of an array of shape {shape:?}",
+            local.offset, local.extent
+        ));
+    }
+    Ok(())
 }

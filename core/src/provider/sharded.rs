@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use super::{Fill, StateProvider, Ticket};
+use super::{Fill, Haste, StateProvider, Ticket};
 use crate::region::Region;
-use crate::staging::{Fence, Filling, Slot};
+use crate::staging::{CopyQueue, Fence, Filling, Slot};
 use crate::{Error, Result};
 
 /// Providers of boxes of one array. No fill may reach over the border of one.
@@ -54,8 +54,12 @@ impl StateProvider for ShardedProvider {
         Ok(if fences.is_empty() { Ticket::Done } else { Ticket::Event(Box::new(All(fences))) })
     }
 
-    fn is_lazy(&self) -> bool {
-        self.shards.iter().all(|(_, provider)| provider.is_lazy())
+    fn haste(&self) -> Haste {
+        self.shards.iter().map(|(_, provider)| provider.haste()).max().unwrap_or(Haste::Later)
+    }
+
+    fn queues(&self, see: &mut dyn FnMut(Arc<dyn CopyQueue>)) {
+        self.shards.iter().for_each(|(_, provider)| provider.queues(see));
     }
 
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
@@ -82,10 +86,6 @@ impl Fence for All {
         }
         failed
     }
-
-    fn enqueue_on(&self, stream: u64) -> Result<()> {
-        self.0.iter().try_for_each(|fence| fence.enqueue_on(stream))
-    }
 }
 
 /// A copy that was never begun.
@@ -95,9 +95,5 @@ impl Fence for Failed {
     fn host_wait(&self, _deadline: Instant) -> Result<()> {
         let error = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         Err(error.unwrap_or_else(|| Error::Misuse("the copy of another shard has failed".into())))
-    }
-
-    fn enqueue_on(&self, _stream: u64) -> Result<()> {
-        Ok(())
     }
 }

@@ -1,8 +1,11 @@
-//! Capture: the half of a save that the caller waits for. Windows are taken one by one, in order, by the caller's thread and the pool's helpers; each
-//! is filled into a slot and handed to the flush. Windows that hold nothing but what [lazy](crate::provider::StateProvider::is_lazy) providers give can be left to another
-//! thread: [`Capture::run_eager`] takes the others, which come first.
+//! Capture: the half of a save that the caller waits for, as far as it must. Windows are taken one by one, in order, by the caller's thread and the pool's helpers; each
+//! is filled into a slot and handed to the flush. What a device copies is only started here: its windows are handed on when it has arrived.
+//!
+//! How long the caller waits is said by the [`Haste`] of its providers: [`Capture::run_eager`] captures what he may change when it returns, and starts the copies of what
+//! his work on the device can be made to wait for; the rest is for another thread's [`Capture::run`]. Windows that come from several devices are taken by a thread for each.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
@@ -15,8 +18,10 @@ use super::progress::Progress;
 use super::windows::{Leaf, Part, Source, Windows};
 use crate::deadline::deadline_after;
 use crate::format::index::Index;
-use crate::provider::{Fill, Ticket};
-use crate::staging::{Door, Filled, Filling, Free, Full, Pending, Slot, StagingPool, Task, Waited};
+use crate::provider::{Fill, Haste, Ticket};
+use crate::staging::{
+    CopyQueue, Door, Filled, Filling, Free, Full, Pending, Slot, StagingPool, Task, Waited,
+};
 use crate::sync::{AtomicUsize, Mutex, Sender};
 use crate::{Error, Result};
 
@@ -54,22 +59,43 @@ pub struct CaptureStats {
     pub waited_seconds: f64,
 }
 
+/// What is called once every copy of a save has been started, or none will be any more.
+pub type WhenStarted = Box<dyn FnOnce() + Send>;
+
 /// The half that copies. Dropping it cancels the save.
 pub struct Capture {
     /// `None` once it is over.
     parts: Option<Parts>,
-    /// Windows with something that the caller may change when the call returns, and the others; in order.
-    eager: Vec<u32>,
-    lazy: Vec<u32>,
+    /// Windows of which something must have happened when the caller goes on; in order.
+    soon: Vec<Due>,
+    /// The others.
+    later: Vec<Due>,
+    /// Windows whose copies have been started, and nobody has waited for yet.
+    arriving: VecDeque<(Due, Slot<Pending>)>,
+    /// The devices that copy.
+    queues: Vec<Arc<dyn CopyQueue>>,
+    starts: Arc<Starts>,
     link: Arc<Link>,
     progress: Arc<Progress>,
+}
+
+/// A window that is to be filled.
+#[derive(Clone, Copy)]
+struct Due {
+    window: u32,
+    haste: Haste,
+    /// Which of the capture's devices copies its first bytes; 0 where none does.
+    lane: u32,
 }
 
 impl Capture {
     pub(super) fn new(parts: Parts) -> Self {
         let (link, progress) = (Arc::clone(&parts.link), Arc::clone(&parts.progress));
-        let (eager, lazy) = by_haste(&parts.windows);
-        Self { parts: Some(parts), eager, lazy, link, progress }
+        let queues = queues(&parts.windows);
+        let due = due(&parts.windows, &queues);
+        let starts = Arc::new(Starts { left: AtomicUsize::new(due.len()), call: Mutex::new(None) });
+        let (soon, later) = due.into_iter().partition(|due| due.haste > Haste::Later);
+        Self { parts: Some(parts), soon, later, arriving: VecDeque::new(), queues, starts, link, progress }
     }
 
     /// The save's counters.
@@ -79,21 +105,44 @@ impl Capture {
 
     /// Slots that would hold the whole save, so that this never waits for the disk.
     pub fn slots(&self) -> usize {
-        self.eager.len() + self.lazy.len()
+        self.soon.len() + self.later.len() + self.arriving.len()
     }
 
-    /// Whether there is something that is to be copied while the caller waits.
+    /// Whether there is something that is to happen while the caller waits.
     pub fn has_eager(&self) -> bool {
-        !self.eager.is_empty()
+        !self.soon.is_empty()
+    }
+
+    /// The queues of the devices that it copies from.
+    pub fn queues(&self) -> &[Arc<dyn CopyQueue>] {
+        &self.queues
+    }
+
+    /// Whether [`Capture::run_eager`] only starts some of what it takes, so that the caller's work on the devices has to be made to wait ([`CopyQueue::precede`]) when
+    /// it has returned.
+    pub fn is_fenced(&self) -> bool {
+        self.soon.iter().any(|due| due.haste == Haste::Started)
+    }
+
+    /// Has that called once every copy has been started (and all host memory was read), or none will be any more; on whatever thread.
+    pub fn when_started(&self, call: WhenStarted) {
+        *self.starts.call.lock().unwrap_or_else(PoisonError::into_inner) = Some(call);
+        if self.starts.left.load(Ordering::Acquire) == 0 {
+            self.starts.over();
+        }
     }
 
     /// Copies everything that is left, on this thread and on helpers; returns when every byte is in a slot (or in a file already), and the sources may change.
     /// [`Error::Cancelled`] if the flush has failed or was dropped, or if [`SaveOptions::cancel`] was set before the last copy; [`Error::Timeout`] if no slot has come back for the stall timeout. When this
-    /// returns, whatever the outcome, nothing reads the sources any more. The providers are dropped soon after, on the flush's thread (or here,
+    /// returns, whatever the outcome, nothing but a device reads the sources any more, and what a device reads stays. The providers are dropped soon after, on the flush's thread (or here,
     /// if that has ended), and at the latest before `Flush::run` returns.
     pub fn run(mut self) -> Result<CaptureStats> {
         let started = Instant::now();
-        let windows: Vec<u32> = self.eager.drain(..).chain(self.lazy.drain(..)).collect();
+        let windows = self.soon.drain(..).chain(self.later.drain(..));
+        let windows = windows.map(|due| Due { haste: Haste::Captured, ..due }).collect();
+        for (due, _) in &mut self.arriving {
+            due.haste = Haste::Captured;
+        }
         self.copy(windows)?;
         let stats = self.progress.snapshot();
         Ok(CaptureStats {
@@ -104,25 +153,35 @@ impl Capture {
         })
     }
 
-    /// Copies what cannot wait, as [`Capture::run`] does. What is left is for another thread's [`Capture::run`]; `None` where nothing is.
+    /// Copies what cannot wait, and starts to copy what must have been started. What is left is for another thread's [`Capture::run`]; `None` where nothing is.
     pub fn run_eager(mut self) -> Result<Option<Self>> {
-        let windows = std::mem::take(&mut self.eager);
-        if !windows.is_empty() || self.lazy.is_empty() {
+        let windows = std::mem::take(&mut self.soon);
+        if !windows.is_empty() || self.later.is_empty() {
             self.copy(windows)?;
         }
         Ok(self.parts.is_some().then_some(self))
     }
 
-    fn copy(&mut self, windows: Vec<u32>) -> Result<()> {
+    /// Fills these windows. What was only started, and need not be there yet, is kept.
+    fn copy(&mut self, windows: Vec<Due>) -> Result<()> {
         let started = Instant::now();
         let Some(parts) = self.parts.take() else {
             return Err(Error::Misuse("a capture runs once".into()));
         };
-        let threads = parts.options.capture_threads.min(windows.len());
+        self.adopt(&parts.pool);
+        let count = windows.len();
+        let lanes = lanes(windows, self.queues.len());
+        let threads = parts.options.capture_threads.max(lanes.len()).min(count);
         let pool = Arc::clone(&parts.pool);
-        let job =
-            Job { parts, windows, next: AtomicUsize::new(0), error: Mutex::new(None), door: Arc::default() };
-        let job = Arc::new(job);
+        let job = Arc::new(Job {
+            parts,
+            lanes,
+            workers: AtomicUsize::new(0),
+            starts: Arc::clone(&self.starts),
+            arriving: Mutex::new(std::mem::take(&mut self.arriving)),
+            error: Mutex::new(None),
+            door: Arc::default(),
+        });
         let task: Arc<dyn Task> = Arc::clone(&job) as Arc<dyn Task>;
         pool.help(threads.saturating_sub(1), &task);
         drop(task);
@@ -131,8 +190,9 @@ impl Capture {
         let error = job.error.lock().unwrap_or_else(PoisonError::into_inner).take();
         let error = error.or_else(|| self.link.cancelled());
         // All helpers have left, and none comes in any more: this is the only handle.
-        if let Some(Job { parts, .. }) = Arc::into_inner(job) {
-            if self.lazy.is_empty() || error.is_some() {
+        if let Some(Job { parts, arriving, .. }) = Arc::into_inner(job) {
+            self.arriving = arriving.into_inner().unwrap_or_else(PoisonError::into_inner);
+            if (self.later.is_empty() && self.arriving.is_empty()) || error.is_some() {
                 // Where the flush has ended, this comes back and is dropped here.
                 let _ = parts.sender.send(Message::Over(Box::new(parts.windows)));
             } else {
@@ -142,21 +202,16 @@ impl Capture {
         self.progress.captured_since(started);
         error.map_or(Ok(()), Err)
     }
-}
 
-/// The windows of which something must be copied before the caller goes on, and those that can wait.
-fn by_haste(all: &Windows) -> (Vec<u32>, Vec<u32>) {
-    let every = 0..all.list.len() as u32;
-    if !all.leaves.iter().any(|leaf| leaf.provider.is_lazy()) {
-        return (every.collect(), Vec::new());
+    /// Lets devices copy into the ring at full speed.
+    fn adopt(&self, pool: &StagingPool) {
+        let mappings = if self.queues.is_empty() { Vec::new() } else { pool.mappings() };
+        for queue in &self.queues {
+            if let Some(error) = mappings.iter().find_map(|mapping| queue.adopt(mapping).err()) {
+                tracing::warn!(?queue, %error, "the staging ring is not registered with the device; copies take longer");
+            }
+        }
     }
-    every.partition(|&window| {
-        let parts = all.list.get(window as usize).and_then(|window| all.parts.get(window.parts.clone()));
-        parts.into_iter().flatten().any(|part| {
-            let leaf = chunk_fill(all, part).and_then(|(leaf, _)| all.leaves.get(leaf as usize));
-            leaf.is_some_and(|leaf| !leaf.provider.is_lazy())
-        })
-    })
 }
 
 impl Drop for Capture {
@@ -164,16 +219,110 @@ impl Drop for Capture {
         if self.parts.is_some() {
             self.link.stop("the capture was dropped before it was complete");
         }
+        self.starts.over();
     }
+}
+
+/// Counts the windows whose copies have not been started.
+struct Starts {
+    left: AtomicUsize,
+    call: Mutex<Option<WhenStarted>>,
+}
+
+impl Starts {
+    fn one(&self) {
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.over();
+        }
+    }
+
+    fn over(&self) {
+        let call = self.call.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(call) = call {
+            call();
+        }
+    }
+}
+
+/// The devices that copy, each once.
+fn queues(all: &Windows) -> Vec<Arc<dyn CopyQueue>> {
+    let mut queues: Vec<Arc<dyn CopyQueue>> = Vec::new();
+    for leaf in &all.leaves {
+        leaf.provider.queues(&mut |queue| {
+            if queues.iter().all(|other| other.ordinal() != queue.ordinal()) {
+                queues.push(queue);
+            }
+        });
+    }
+    queues
+}
+
+/// All windows: how soon something of each must have happened, and who copies its first bytes.
+fn due(all: &Windows, queues: &[Arc<dyn CopyQueue>]) -> Vec<Due> {
+    let every = all.list.iter().enumerate();
+    let simple = queues.is_empty() && all.leaves.iter().all(|leaf| leaf.provider.haste() == Haste::Captured);
+    if simple {
+        return every
+            .map(|(window, _)| Due { window: window as u32, haste: Haste::Captured, lane: 0 })
+            .collect();
+    }
+    // Asked once for each leaf: there may be thousands in a window.
+    let leaves: Vec<(Haste, Option<u32>)> = all
+        .leaves
+        .iter()
+        .map(|leaf| {
+            let mut lane = None;
+            leaf.provider.queues(&mut |queue| {
+                let at = queues.iter().position(|other| other.ordinal() == queue.ordinal());
+                lane = lane.or(at.map(|at| at as u32));
+            });
+            (leaf.provider.haste(), lane)
+        })
+        .collect();
+    // Windows of objects alone can wait for those that can.
+    let least = leaves.iter().map(|&(haste, _)| haste).min().unwrap_or(Haste::Captured);
+    every
+        .map(|(number, window)| {
+            let parts = all.parts.get(window.parts.clone()).unwrap_or_default();
+            let of = parts.iter().filter_map(|part| {
+                let (leaf, _) = chunk_fill(all, part)?;
+                leaves.get(leaf as usize)
+            });
+            let (haste, lane) =
+                of.fold((least, None), |(most, first), &(haste, lane)| (most.max(haste), first.or(lane)));
+            Due { window: number as u32, haste, lane: lane.unwrap_or(0) }
+        })
+        .collect()
+}
+
+/// Windows that are taken in order, by a thread of their own as far as there are enough.
+struct Lane {
+    windows: Vec<Due>,
+    /// The next of these that nobody has taken.
+    next: AtomicUsize,
+}
+
+/// One lane for each device, so that all of them copy at the same time.
+fn lanes(windows: Vec<Due>, devices: usize) -> Vec<Lane> {
+    let mut lanes: Vec<Vec<Due>> = vec![Vec::new(); devices.max(1)];
+    for due in windows {
+        if let Some(lane) = lanes.get_mut(due.lane as usize) {
+            lane.push(due);
+        }
+    }
+    let lanes = lanes.into_iter().filter(|windows| !windows.is_empty());
+    lanes.map(|windows| Lane { windows, next: AtomicUsize::new(0) }).collect()
 }
 
 /// What the capturing threads share.
 struct Job {
     parts: Parts,
-    /// What is to be copied.
-    windows: Vec<u32>,
-    /// The next of these that nobody has taken.
-    next: AtomicUsize,
+    lanes: Vec<Lane>,
+    /// How many threads have come.
+    workers: AtomicUsize,
+    starts: Arc<Starts>,
+    /// Windows that were started before, and then those that nobody has to wait for.
+    arriving: Mutex<VecDeque<(Due, Slot<Pending>)>>,
     /// The first failure.
     error: Mutex<Option<Error>>,
     door: Arc<Door>,
@@ -204,6 +353,20 @@ impl Task for Job {
     }
 }
 
+impl Job {
+    fn lock_arriving(&self) -> crate::sync::MutexGuard<'_, VecDeque<(Due, Slot<Pending>)>> {
+        self.arriving.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next window for a worker: of its own lane, then of any.
+    fn next(&self, worker: usize) -> Option<Due> {
+        let lanes = self.lanes.iter().cycle().skip(worker % self.lanes.len().max(1)).take(self.lanes.len());
+        lanes
+            .into_iter()
+            .find_map(|lane| lane.windows.get(lane.next.fetch_add(1, Ordering::Relaxed)).copied())
+    }
+}
+
 fn message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
@@ -213,58 +376,79 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 struct Worker<'a> {
     job: &'a Job,
     /// Windows whose copies a device still makes, in order. They are kept here, so that the next ones can be started meanwhile.
-    pending: VecDeque<(usize, Slot<Pending>)>,
+    pending: VecDeque<(Due, Slot<Pending>)>,
 }
 
 impl Worker<'_> {
     fn work(&mut self) -> Result<()> {
         let parts = &self.job.parts;
-        loop {
-            let next = self.job.next.fetch_add(1, Ordering::Relaxed);
-            let Some(&window) = self.job.windows.get(next) else {
-                // Asked after this: what was captured whole may be committed already, and is not called cancelled.
-                break;
-            };
-            let window = window as usize;
+        let number = self.job.workers.fetch_add(1, Ordering::Relaxed);
+        // What was started before holds slots: the first that comes sees to it.
+        self.pending = std::mem::take(&mut *self.job.lock_arriving());
+        // Asked for the next window before whether it is wanted: what was captured whole may be committed already, and is not called cancelled.
+        while let Some(due) = self.job.next(number) {
             if let Some(error) = parts.link.unwanted() {
                 return Err(error);
             }
             let slot = self.slot()?;
-            match fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)? {
+            let window = due.window as usize;
+            let filled = fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)?;
+            self.job.starts.one();
+            match filled {
                 Filled::Full(slot) => self.hand_on(window, slot)?,
-                Filled::Pending(slot) => self.pending.push_back((window, slot)),
+                Filled::Pending(slot) => self.pending.push_back((due, slot)),
             }
         }
-        while self.resolve_one()? {}
+        while self.pending.iter().any(|(due, _)| due.haste == Haste::Captured) {
+            self.resolve_one()?;
+        }
+        if !self.pending.is_empty() {
+            // They hold slots: whoever waits for one sees to them.
+            self.job.lock_arriving().append(&mut self.pending);
+            parts.pool.wake();
+        }
         Ok(())
     }
 
-    /// A free slot. What is pending here is resolved before this thread waits for others: they might wait for it.
+    /// A free slot. What is pending is resolved before this thread waits for others: they might wait for it.
     fn slot(&mut self) -> Result<Slot<Free>> {
         let parts = &self.job.parts;
+        // Longer than the flush waits for the disk: where that is what stalls, its error is the one to report.
+        let stall = parts.options.stall_timeout.saturating_add(parts.options.stall_timeout / 4);
         loop {
             if let Some(slot) = parts.pool.try_acquire()? {
                 return Ok(slot);
             }
-            if !self.resolve_one()? {
-                break;
+            if self.resolve_one()? {
+                continue;
+            }
+            let left_to_us = Cell::new(false);
+            let stop = || {
+                left_to_us.set(!self.job.lock_arriving().is_empty());
+                let again = || Error::Cancelled("there are windows to wait for".to_owned());
+                parts.link.unwanted().or_else(|| left_to_us.get().then(again))
+            };
+            match parts.pool.acquire(stall, parts.link.patience(), stop) {
+                Ok((slot, Waited(time))) => {
+                    if let Some(time) = time {
+                        parts.progress.waited(time);
+                    }
+                    return Ok(slot);
+                }
+                Err(Error::Cancelled(_)) if left_to_us.get() && parts.link.unwanted().is_none() => {}
+                Err(error) => return Err(error),
             }
         }
-        // Longer than the flush waits for the disk: where that is what stalls, its error is the one to report.
-        let stall = parts.options.stall_timeout.saturating_add(parts.options.stall_timeout / 4);
-        let (slot, Waited(time)) =
-            parts.pool.acquire(stall, parts.link.patience(), || parts.link.unwanted())?;
-        if let Some(time) = time {
-            parts.progress.waited(time);
-        }
-        Ok(slot)
     }
 
-    /// Waits for the oldest pending window and hands it on; whether there was one.
+    /// Waits for the oldest window that is pending here, or that another thread has left, and hands it on; whether there was one.
     fn resolve_one(&mut self) -> Result<bool> {
-        let Some((window, slot)) = self.pending.pop_front() else { return Ok(false) };
+        let oldest = self.pending.pop_front();
+        let Some((due, slot)) = oldest.or_else(|| self.job.lock_arriving().pop_front()) else {
+            return Ok(false);
+        };
         let deadline = deadline_after(self.job.parts.options.stall_timeout);
-        self.hand_on(window, slot.wait(deadline)?)?;
+        self.hand_on(due.window as usize, slot.wait(deadline)?)?;
         Ok(true)
     }
 

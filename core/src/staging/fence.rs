@@ -1,15 +1,31 @@
 //! What makes somebody wait until copies that were only started are complete.
 
+use std::fmt;
 use std::time::Instant;
 
 use crate::Result;
+use crate::sys::{Mapping, UserStream};
 
 /// A point in a queue of copies.
 pub trait Fence: Send {
     /// Waits on this thread. [`crate::Error::Timeout`] at the deadline; it may be asked again. Any other error says that the copies failed, and that nothing is
     /// on its way any more.
     fn host_wait(&self, deadline: Instant) -> Result<()>;
+}
 
-    /// Makes what is later put on a device stream (its raw handle) wait, without stopping this thread.
-    fn enqueue_on(&self, stream: u64) -> Result<()>;
+/// A device's queue of copies to the host, and how it is ordered with the work of whoever computes there. Neither call stops its thread.
+///
+/// (Lazy capture in the immutability window of a training step, and its fence: DataStates-LLM, §4.)
+pub trait CopyQueue: Send + Sync + fmt::Debug {
+    /// The device's number.
+    fn ordinal(&self) -> u32;
+
+    /// Lets its copies run at full speed into that memory.
+    fn adopt(&self, mapping: &Mapping) -> Result<()>;
+
+    /// Makes copies that are started from now on wait for what is on the caller's stream now: they see what it has written.
+    fn follow(&self, stream: UserStream) -> Result<()>;
+
+    /// Makes what is put on the caller's stream from now on wait for the copies that were started so far: it may write to what they read.
+    fn precede(&self, stream: UserStream) -> Result<()>;
 }

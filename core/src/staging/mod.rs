@@ -9,7 +9,7 @@ mod helpers;
 mod pool;
 mod slot;
 
-pub use fence::Fence;
+pub use fence::{CopyQueue, Fence};
 pub use pool::{DEFAULT_SLOT_BYTES, StagingPool, Waited};
 pub use slot::{Filled, Filling, Flushing, Free, Full, Pending, Slot, Written};
 

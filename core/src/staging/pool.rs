@@ -259,10 +259,10 @@ impl State {
     /// Frees parked buffers whose fences have been passed.
     fn reclaim(&mut self) {
         let mut i = 0;
-        while let Some((_, fences)) = self.parked.get_mut(i) {
+        while let Some((buffer, fences)) = self.parked.get_mut(i) {
             let now = Instant::now();
             fences.retain(|fence| matches!(fence.host_wait(now), Err(Error::Timeout { .. })));
-            if fences.is_empty() {
+            if fences.is_empty() && !matches!(buffer.settle(now), Err(Error::Timeout { .. })) {
                 self.free.push(self.parked.swap_remove(i).0);
                 self.releases += 1;
             } else {
@@ -285,7 +285,7 @@ impl Shared {
 
     pub(super) fn give_back(&self, buffer: Buffer, fences: Vec<Box<dyn Fence>>) {
         let mut state = self.lock();
-        if fences.is_empty() {
+        if fences.is_empty() && !buffer.is_arriving() {
             state.free.push(buffer);
             state.releases += 1;
         } else {

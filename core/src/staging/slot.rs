@@ -58,7 +58,8 @@ use std::time::Instant;
 
 use super::fence::Fence;
 use super::pool::Shared;
-use crate::sys::Buffer;
+use crate::region::Region;
+use crate::sys::{Buffer, DeviceSource};
 use crate::{Error, Result};
 
 /// Memory lent by the pool; given back when dropped.
@@ -76,6 +77,14 @@ impl Lease {
 
     fn bytes(&self) -> &[u8] {
         self.buffer.as_deref().unwrap_or_default()
+    }
+
+    fn size(&self) -> usize {
+        self.buffer.as_ref().map_or(0, Buffer::size)
+    }
+
+    fn is_arriving(&self) -> bool {
+        self.buffer.as_ref().is_some_and(Buffer::is_arriving)
     }
 }
 
@@ -131,15 +140,34 @@ impl Slot<Free> {
 impl Slot<Filling> {
     /// Bytes `at .. at + len`, to be written.
     pub fn part(&mut self, at: u64, len: u64) -> Result<&mut [u8]> {
-        let size = self.lease.bytes().len();
-        let end = at.checked_add(len).and_then(|end| usize::try_from(end).ok());
-        end.and_then(|end| self.lease.buffer.as_deref_mut()?.get_mut(at as usize..end))
-            .ok_or_else(|| Error::Misuse(format!("bytes {at} and {len} more are not in a slot of {size}")))
+        let size = self.lease.size();
+        let place = usize::try_from(at).ok().zip(usize::try_from(len).ok());
+        place.and_then(|(at, len)| self.lease.buffer.as_mut()?.part_mut(at, len)).ok_or_else(|| {
+            Error::Misuse(format!("bytes {at} and {len} more cannot be written to in a slot of {size}"))
+        })
+    }
+
+    /// Starts to copy the bytes `from .. from + len` of the row-major bytes of `region` of an array on a device to byte `at`. What is before their end can
+    /// be written to no more.
+    pub fn receive(
+        &mut self,
+        source: &DeviceSource,
+        region: &Region,
+        from: u64,
+        len: u64,
+        at: u64,
+    ) -> Result<()> {
+        let buffer = self.lease.buffer.as_mut();
+        let buffer = buffer.ok_or_else(|| Error::Misuse("a slot without memory".into()))?;
+        source.start(region, from, len, buffer, at)
     }
 
     /// Ends the filling. `fences` are those of copies into it that were only started.
     pub fn finish(mut self, fences: Vec<Box<dyn Fence>>) -> Filled {
-        if fences.is_empty() {
+        if let Some(buffer) = &mut self.lease.buffer {
+            buffer.close();
+        }
+        if fences.is_empty() && !self.lease.is_arriving() {
             return Filled::Full(Slot { lease: self.lease, state: Full(()) });
         }
         self.lease.fences = fences;
@@ -157,6 +185,9 @@ impl Slot<Pending> {
             }
             passed?;
         }
+        if let Some(buffer) = &mut self.lease.buffer {
+            buffer.settle(deadline)?;
+        }
         Ok(Slot { lease: self.lease, state: Full(()) })
     }
 }
@@ -164,7 +195,7 @@ impl Slot<Pending> {
 impl<S> Slot<S> {
     /// Bytes in it.
     pub fn len(&self) -> usize {
-        self.lease.bytes().len()
+        self.lease.size()
     }
 
     /// Whether its memory is elsewhere (it is with a queue).

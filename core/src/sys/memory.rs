@@ -1,15 +1,18 @@
 //! Mapped memory: page-aligned, in huge pages where possible, excluded from forked children.
 //!
 //! A [`Mapping`] is cut into [`Buffer`]s, each the only way to reach its window. Buffers keep their mapping alive, so
-//! memory cannot be unmapped while a transfer or a registration uses it.
+//! memory cannot be unmapped while a transfer or a registration uses it. A buffer that a device copies into shows none of its bytes until they have arrived.
 
 use std::collections::TryReserveError;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
-use super::Birth;
+use super::cuda::arriving::Arriving;
+use super::cuda::registered::Registered;
+use super::{Birth, Device};
 use crate::{Error, Result};
 
 /// Anonymous memory, zeroed, aligned to 2 MiB, `MADV_HUGEPAGE` and `MADV_DONTFORK`.
@@ -19,6 +22,8 @@ pub struct Mapping {
     len: usize,
     mapped: (NonNull<u8>, usize),
     birth: Birth,
+    /// Whether a driver was told of it, and what takes that back. (One registration is for all devices.)
+    registered: Mutex<Option<Registered>>,
 }
 
 /// Bytes from which on it pays to touch the pages of a mapping from several threads.
@@ -94,7 +99,13 @@ impl Mapping {
             // SAFETY: the range lies in the mapping just made. Advice that the kernel refuses costs speed only.
             let _ = unsafe { libc::madvise(address.as_ptr().cast(), len, advice) };
         }
-        let mapping = Self { address, len, mapped: (base, mapped_len), birth: Birth::now() };
+        let mapping = Self {
+            address,
+            len,
+            mapped: (base, mapped_len),
+            birth: Birth::now(),
+            registered: Mutex::new(None),
+        };
         mapping.touch();
         Ok(Arc::new(mapping))
     }
@@ -136,7 +147,18 @@ impl Mapping {
             return Err(Error::Misuse("this mapping has already been cut".into()));
         }
         let windows = self.len / size;
-        Ok((0..windows).map(|i| Buffer { mapping: Arc::clone(&self), offset: i * size, len: size }).collect())
+        let window = |i| Buffer { mapping: Arc::clone(&self), offset: i * size, len: size, arriving: None };
+        Ok((0..windows).map(window).collect())
+    }
+
+    /// Makes it known to a device's driver, so that copies between the two run by themselves; once for all devices.
+    pub fn register_with(&self, device: &Arc<Device>) -> Result<()> {
+        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        if registered.is_none() {
+            // SAFETY: mapped for as long as this value lives, which drops the registration before it unmaps.
+            *registered = Some(unsafe { Registered::new(device, self.address, self.len)? });
+        }
+        Ok(())
     }
 
     /// Address of the first byte, for registration with the kernel.
@@ -150,6 +172,7 @@ impl Drop for Mapping {
         if !self.birth.is_here() {
             return; // MADV_DONTFORK: in a forked child these addresses were never mapped, and may be someone else's by now
         }
+        drop(self.registered.get_mut().unwrap_or_else(PoisonError::into_inner).take());
         // SAFETY: exactly what was mapped; no Buffer is left, since each holds an Arc of this.
         let _ = unsafe { libc::munmap(self.mapped.0.as_ptr().cast(), self.mapped.1) };
     }
@@ -161,6 +184,8 @@ pub struct Buffer {
     mapping: Arc<Mapping>,
     offset: usize,
     len: usize,
+    /// What devices were asked to copy here, as long as it may not have ended.
+    arriving: Option<Box<Arriving>>,
 }
 
 impl Buffer {
@@ -168,7 +193,7 @@ impl Buffer {
     pub fn alone(len: usize) -> Result<Self> {
         let len = len.max(1).next_multiple_of(4096);
         let mapping = Mapping::new(len)?;
-        Ok(Self { mapping, offset: 0, len })
+        Ok(Self { mapping, offset: 0, len, arriving: None })
     }
 
     /// The memory that it is a window of.
@@ -181,10 +206,65 @@ impl Buffer {
         self.offset
     }
 
+    /// Its length in bytes, also while none of them can be seen.
+    pub fn size(&self) -> usize {
+        self.len
+    }
+
     /// Address of the first byte, for the engines.
     pub fn as_ptr(&self) -> *mut u8 {
         // SAFETY: the offset lies inside the mapping by construction.
         unsafe { self.mapping.address.as_ptr().add(self.offset) }
+    }
+
+    /// What devices were asked to copy here.
+    pub(in crate::sys) fn arriving(&mut self) -> &mut Arriving {
+        self.arriving.get_or_insert_default()
+    }
+
+    /// Whether devices may still copy into it: nothing of it can be seen then.
+    pub fn is_arriving(&self) -> bool {
+        self.arriving.is_some()
+    }
+
+    /// Bytes `at .. at + len`, behind what devices were asked to copy.
+    pub fn part_mut(&mut self, at: usize, len: usize) -> Option<&mut [u8]> {
+        let end = at.checked_add(len).filter(|&end| end <= self.len)?;
+        if self.arriving.as_ref().is_some_and(|arriving| at < arriving.end) {
+            return None;
+        }
+        // SAFETY: as in `deref_mut`; devices write only to bytes before `at`.
+        Some(unsafe { std::slice::from_raw_parts_mut(self.as_ptr().add(at), end - at) })
+    }
+
+    /// Says that no device will be asked for more.
+    pub fn close(&mut self) {
+        if let Some(arriving) = &mut self.arriving {
+            arriving.close();
+        }
+    }
+
+    /// Waits until all that devices were asked for is there. [`Error::Timeout`] at the deadline; it may be asked again. Any other error says that copies failed, and
+    /// that nothing is on its way any more.
+    pub fn settle(&mut self, deadline: Instant) -> Result<()> {
+        let Some(arriving) = &mut self.arriving else { return Ok(()) };
+        let settled = arriving.settle(deadline);
+        if !matches!(settled, Err(Error::Timeout { .. })) {
+            self.arriving = None;
+        }
+        settled
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if let Some(mut arriving) = self.arriving.take()
+            && matches!(arriving.settle(Instant::now()), Err(Error::Timeout { .. }))
+        {
+            // A device may still write to it: it stays, and so does what is copied from.
+            arriving.forget();
+            std::mem::forget(Arc::clone(&self.mapping));
+        }
     }
 }
 
@@ -192,6 +272,9 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
+        if self.arriving.is_some() {
+            return &[];
+        }
         // SAFETY: the window is mapped, initialised (zeroed by the kernel) and reachable through this value only.
         unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) }
     }
@@ -199,6 +282,9 @@ impl Deref for Buffer {
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
+        if self.arriving.is_some() {
+            return &mut [];
+        }
         // SAFETY: as in `deref`, and `&mut self` is the only access.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr(), self.len) }
     }

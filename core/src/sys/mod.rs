@@ -4,6 +4,7 @@
 mod alone;
 mod control_group;
 mod copy;
+mod cuda;
 mod descriptor;
 mod file;
 mod fork;
@@ -14,12 +15,14 @@ mod machine;
 mod memory;
 mod scatter;
 mod stream;
+mod strided;
 #[cfg(test)]
 pub mod testing;
 mod thread;
 mod uring;
 
 pub use alone::{Alone, while_alone};
+pub use cuda::{Device, DeviceMemory, DeviceSource, Driver, UserStream, driver};
 pub use descriptor::Descriptor;
 pub use file::{cached_bytes, write_out};
 pub use fork::{Birth, generation};

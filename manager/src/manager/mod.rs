@@ -32,8 +32,8 @@ use crate::metrics::Sidecars;
 use crate::options::Options;
 use crate::retire::Deleter;
 use crate::root::RootInfo;
-use crate::save::Save;
 use crate::save::job::{Job, Rest};
+use crate::save::{Save, Streams};
 use crate::state::StateSource;
 use crate::step_name::StepName;
 
@@ -69,6 +69,9 @@ pub struct SaveRequest {
     /// Set from any thread (also before the call) to end the save as long as it is not captured: the call returns an error, nothing reads the state any
     /// more, nothing is committed. [`Save::cancel`] sets it too.
     pub cancel: Arc<AtomicBool>,
+    /// The streams on which the caller's work on the devices is, by the number of their device: copies are made after what is there when `save` is called, and what must
+    /// be captured before the caller changes it is waited for there. A device of which none is named is captured as its providers are made.
+    pub streams: Streams,
 }
 
 impl SaveRequest {
@@ -82,6 +85,7 @@ impl SaveRequest {
             force: false,
             exists: Exists::Error,
             cancel: Arc::default(),
+            streams: Streams::new(),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::limits::MAX_STEP;
 use stepwell_core::staging::StagingPool;
-use stepwell_core::sys::spawn;
+use stepwell_core::sys::{driver, spawn};
 
 use super::{Exists, Inner, Manager, SaveRequest, State};
 use crate::commit::Existing;
@@ -79,6 +79,7 @@ impl Manager {
             metrics: request.metrics,
             custom_metadata: request.custom_metadata,
             cancel: Arc::clone(&request.cancel),
+            streams: request.streams,
             begun,
             session: inner.session.clone(),
         };
@@ -106,16 +107,23 @@ impl Manager {
             metrics: BTreeMap::new(),
             custom_metadata: serde_json::Value::Null,
             cancel: Arc::default(),
+            streams: BTreeMap::new(),
             begun: Instant::now(),
             session: inner.session.clone(),
         };
         job::plan(&inner.environment, &inner.options, &inner.pool(), order).map(drop)
     }
 
-    /// Grows the staging memory for a state of so many bytes, so that the first save does not pay for it.
-    pub fn prepare(&self, bytes: u64) -> Result<()> {
+    /// Grows the staging memory for a state of so many bytes, and has these devices know it, so that the first save does not pay for it.
+    pub fn prepare(&self, bytes: u64, devices: &[u32]) -> Result<()> {
         self.inner.check_usable()?;
-        job::ensure_memory(&self.inner.pool(), &self.inner.options, bytes)
+        let pool = self.inner.pool();
+        job::ensure_memory(&pool, &self.inner.options, bytes)?;
+        for &device in devices {
+            let device = driver()?.device(device)?;
+            pool.mappings().iter().try_for_each(|mapping| mapping.register_with(&device))?;
+        }
+        Ok(())
     }
 
     /// Asks for preemption: the next step that is asked about is the one at which the job counts as preempted.

@@ -3,6 +3,7 @@
 //! Every accepted save ends in exactly one [`Outcome`]. A failure is *sticky* until someone has seen it: whoever waits for the outcome, or the
 //! manager, which raises it once.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
@@ -10,7 +11,9 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::save::{Progress, SaveStats};
+use stepwell_core::staging::CopyQueue;
 use stepwell_core::sync::{Condvar, Mutex, MutexGuard};
+use stepwell_core::sys::UserStream;
 
 use crate::error::{Error, Result};
 use crate::guard::guarded;
@@ -85,6 +88,8 @@ pub type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
 #[derive(Default)]
 struct State {
+    /// Every copy of the capture has been started, or none will be any more.
+    started: bool,
     /// Capture: pending (`None`), done or failed.
     captured: Option<bool>,
     outcome: Option<Outcome>,
@@ -95,12 +100,24 @@ struct State {
     ahead: Vec<Weak<Shared>>,
 }
 
+impl State {
+    fn is_started(&self) -> bool {
+        self.started || self.is_captured()
+    }
+
+    fn is_captured(&self) -> bool {
+        self.captured.is_some() || self.outcome.is_some()
+    }
+}
+
 struct Shared {
     step: u64,
     refusal: Option<Refusal>,
     state: Mutex<State>,
     changed: Condvar,
     progress: Option<Arc<Progress>>,
+    /// The devices that it is copied from.
+    queues: Vec<Arc<dyn CopyQueue>>,
     begun: Instant,
     cancel: Arc<AtomicBool>,
     /// How long it may make no progress while somebody waits for it.
@@ -126,6 +143,7 @@ impl Save {
     pub(crate) fn begun(
         step: u64,
         progress: Arc<Progress>,
+        queues: Vec<Arc<dyn CopyQueue>>,
         begun: Instant,
         cancel: Arc<AtomicBool>,
         stall_timeout: Duration,
@@ -136,6 +154,7 @@ impl Save {
             state: Mutex::default(),
             changed: Condvar::new(),
             progress: Some(progress),
+            queues,
             begun,
             cancel,
             stall_timeout,
@@ -149,6 +168,7 @@ impl Save {
             state: Mutex::default(),
             changed: Condvar::new(),
             progress: None,
+            queues: Vec::new(),
             begun: Instant::now(),
             cancel: Arc::default(),
             stall_timeout: Duration::ZERO,
@@ -204,13 +224,45 @@ impl Save {
 
     /// Whether the state may be changed: every byte is captured, or the save is over.
     pub fn captured(&self) -> bool {
-        let state = self.lock();
-        self.refusal().is_some() || state.captured.is_some() || state.outcome.is_some()
+        self.refusal().is_some() || self.lock().is_captured()
     }
 
     /// Waits until [`Save::captured`]. [`Error::Timeout`] as of [`Save::wait`].
     pub fn wait_captured(&self, timeout: Option<Duration>) -> Result<()> {
-        self.wait_until(timeout, "the capture", |state| state.captured.is_some() || state.outcome.is_some())
+        self.wait_until(timeout, "the capture", State::is_captured)
+    }
+
+    /// Waits until every copy of the capture has been started and all host memory is read: what is left is for the devices that copy
+    /// ([`Save::precede`]). [`Error::Timeout`] as of [`Save::wait`].
+    pub fn wait_started(&self, timeout: Option<Duration>) -> Result<()> {
+        self.wait_until(timeout, "the capture", State::is_started)
+    }
+
+    /// Whether [`Save::wait_started`] would return at once.
+    pub fn started(&self) -> bool {
+        self.refusal().is_some() || self.lock().is_started()
+    }
+
+    /// The numbers of the devices that may still copy what is captured.
+    pub fn devices(&self) -> Vec<u32> {
+        if self.captured() {
+            return Vec::new();
+        }
+        self.shared.queues.iter().map(|queue| queue.ordinal()).collect()
+    }
+
+    /// Makes what is put on the caller's streams from now on wait, each on its device, for the copies that have been started. A device that no stream is named of is left
+    /// out.
+    pub fn precede(&self, streams: &BTreeMap<u32, UserStream>) -> stepwell_core::Result<()> {
+        if self.captured() {
+            return Ok(());
+        }
+        for queue in &self.shared.queues {
+            if let Some(stream) = streams.get(&queue.ordinal()) {
+                queue.precede(*stream)?;
+            }
+        }
+        Ok(())
     }
 
     /// Ends it if it is not captured yet: the capture stops after the copy it is at, the call that captures returns an error, and the save ends not
@@ -320,6 +372,11 @@ impl Save {
         let left = ahead.iter().filter(|save| !save.is_done()).count();
         let bytes = ahead.iter().fold(self.bytes_done(), |bytes, save| bytes.wrapping_add(save.bytes_done()));
         (left, bytes, self.captured())
+    }
+
+    pub(crate) fn set_started(&self) {
+        self.lock().started = true;
+        self.shared.changed.notify_all();
     }
 
     pub(crate) fn set_captured(&self, ok: bool) {

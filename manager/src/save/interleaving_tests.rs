@@ -48,7 +48,7 @@ fn join(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
 }
 
 fn handle() -> Save {
-    Save::begun(7, Arc::new(Progress::default()), Instant::now(), Arc::default(), LONG)
+    Save::begun(7, Arc::new(Progress::default()), Vec::new(), Instant::now(), Arc::default(), LONG)
 }
 
 fn failed() -> Outcome {
@@ -182,6 +182,7 @@ fn save(trouble: Trouble) {
         metrics: BTreeMap::new(),
         custom_metadata: serde_json::Value::Null,
         cancel: Arc::clone(&cancel),
+        streams: BTreeMap::new(),
         begun: Instant::now(),
         session: "0".repeat(32),
     };

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::save::{Capture, Flush, SaveOptions};
 use stepwell_core::staging::StagingPool;
-use stepwell_core::sys::{available_memory, can_map};
+use stepwell_core::sys::{UserStream, available_memory, can_map};
 use stepwell_reshard::subchunk;
 
 use super::Save;
@@ -34,6 +34,8 @@ pub(crate) struct Order {
     pub metrics: BTreeMap<String, f64>,
     pub custom_metadata: serde_json::Value,
     pub cancel: Arc<AtomicBool>,
+    /// On which the caller's work on the devices is.
+    pub streams: Streams,
     /// When the call began.
     pub begun: Instant,
     /// Whose save it will be.
@@ -61,9 +63,13 @@ pub(crate) struct Prepared {
     /// Bytes of all tensors as they will be written.
     tensor_bytes: u64,
     cancel: Arc<AtomicBool>,
+    streams: Streams,
     begun: Instant,
     session: String,
 }
+
+/// The caller's streams, by the number of their device.
+pub type Streams = BTreeMap<u32, UserStream>;
 
 /// A save that waits to be written.
 pub(crate) struct Job {
@@ -78,6 +84,7 @@ pub(crate) struct Job {
 pub(crate) struct Capturing {
     save: Save,
     capture: Capture,
+    streams: Streams,
     stall_timeout: Duration,
     /// Whether its flush stands behind no other one.
     alone: bool,
@@ -100,6 +107,7 @@ pub(crate) fn prepare(
     order: Order,
 ) -> Result<Prepared> {
     let prepared = plan(environment, options, pool, order)?;
+    prepared.follow()?;
     // What the caller does not wait for, the memory for it is not made here either: two slots are enough to begin with.
     let hurry = prepared.has_eager();
     ensure_memory(pool, options, if hurry { prepared.tensor_bytes } else { 0 })?;
@@ -114,7 +122,7 @@ pub(crate) fn plan(
     pool: &Arc<StagingPool>,
     order: Order,
 ) -> Result<Prepared> {
-    let Order { root, step, state, metrics, custom_metadata, cancel, begun, session } = order;
+    let Order { root, step, state, metrics, custom_metadata, cancel, streams, begun, session } = order;
     let started_unix_ns = environment.clock.unix_ns();
     let cut = subchunk::Options { target_bytes: options.chunk_bytes, min_row_bytes: options.min_row_bytes };
     let items = state::items(&state, &cut)?;
@@ -144,10 +152,20 @@ pub(crate) fn plan(
         save_options.capture_threads = threads.max(1);
     }
     let (capture, flush) = stepwell_core::save::prepare(items.plans, pool, save_options)?;
-    Ok(Prepared { draft, capture, flush, tensor_bytes, cancel, begun, session })
+    Ok(Prepared { draft, capture, flush, tensor_bytes, cancel, streams, begun, session })
 }
 
 impl Prepared {
+    /// Orders the copies behind what the caller has put on his streams.
+    fn follow(&self) -> Result<()> {
+        for queue in self.capture.queues() {
+            if let Some(stream) = self.streams.get(&queue.ordinal()) {
+                queue.follow(*stream)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Whether there is something to capture while the caller waits.
     pub(crate) fn has_eager(&self) -> bool {
         self.capture.has_eager()
@@ -160,7 +178,7 @@ impl Prepared {
         options: &Options,
         place: Place,
     ) -> (Job, Capturing) {
-        let Self { draft, capture, flush, tensor_bytes, cancel, begun, session } = self;
+        let Self { draft, capture, flush, tensor_bytes, cancel, streams, begun, session } = self;
         let Place { label, target, existing, counter, fenced } = place;
         let stall_timeout = options.stall_timeout;
         let plan = Plan {
@@ -176,10 +194,19 @@ impl Prepared {
             stall_timeout,
             fenced,
         };
-        let save = Save::begun(draft.step, capture.progress(), begun, cancel, stall_timeout);
+        let (progress, queues) = (capture.progress(), capture.queues().to_vec());
+        let save = Save::begun(draft.step, progress, queues, begun, cancel, stall_timeout);
+        let started = save.clone();
+        capture.when_started(Box::new(move || started.set_started()));
         save.set_stats(|stats| stats.files = draft.items.len() as u64);
-        let capturing =
-            Capturing { save: save.clone(), capture, stall_timeout, alone: !fenced, bytes: tensor_bytes };
+        let capturing = Capturing {
+            save: save.clone(),
+            capture,
+            streams,
+            stall_timeout,
+            alone: !fenced,
+            bytes: tensor_bytes,
+        };
         (Job { save, plan, draft, flush, queued: Instant::now() }, capturing)
     }
 }
@@ -193,8 +220,13 @@ impl Capturing {
     /// Captures on this thread what the caller may change when this returns. The job's flush must run, or will. What is left is for another thread's
     /// [`Rest::run`], once every capture that was begun before is over.
     pub(crate) fn run(self) -> Result<(Save, Option<Rest>)> {
-        let Self { save, capture, stall_timeout, alone, bytes } = self;
-        let error = match capture.run_eager() {
+        let Self { save, capture, streams, stall_timeout, alone, bytes } = self;
+        let fenced = capture.is_fenced();
+        let captured = capture.run_eager();
+        // Also where it failed: what has been started still reads.
+        let ordered = if fenced { save.precede(&streams) } else { Ok(()) };
+        let captured = captured.and_then(|rest| ordered.map(|()| rest));
+        let error = match captured {
             Ok(Some(capture)) => return Ok((save.clone(), Some(Rest { save, capture, bytes }))),
             Ok(None) => {
                 save.set_captured(true);

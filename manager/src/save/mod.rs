@@ -21,3 +21,4 @@ pub(crate) mod job;
 pub(crate) mod persist;
 
 pub use handle::{Callback, Outcome, Refusal, Save, Stats};
+pub use job::Streams;

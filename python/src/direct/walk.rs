@@ -19,7 +19,7 @@ use crate::arrays::Known;
 use crate::checkpoint::Engined;
 use crate::flatten::Dtypes;
 use crate::hooks::Hooks;
-use crate::ingest::HeldBuffer;
+use crate::ingest::{HeldBuffer, device_of};
 use crate::values::{Plain, exact_scalar, to_value};
 
 pub(super) struct Walk<'a, 'py> {
@@ -224,7 +224,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         }
         let Ok(capsule) = known.capsule.bind(target.py()).call1((target,)) else { return Ok(None) };
         let Ok((dtype, buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
-        if dtype != tensor.dtype || buffer.dims() != tensor.shape.as_slice() {
+        if dtype != tensor.dtype || buffer.dims() != tensor.shape.as_slice() || device_of(&buffer).is_err() {
             return Ok(None);
         }
         Ok(self.own(leaf, source, buffer, target))

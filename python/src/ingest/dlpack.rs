@@ -17,7 +17,12 @@ const VERSIONED: &CStr = c"dltensor_versioned";
 /// The major version whose layout is known here.
 const MAJOR: u32 = 1;
 
+/// Kinds of devices.
 const CPU: i32 = 1;
+const CUDA: i32 = 2;
+/// Host memory that CUDA has pinned.
+const CUDA_HOST: i32 = 3;
+const CUDA_MANAGED: i32 = 13;
 
 #[repr(C)]
 struct DLDevice {
@@ -61,8 +66,10 @@ struct DLManagedTensorVersioned {
     tensor: DLTensor,
 }
 
-/// What a capsule says of a tensor in host memory.
+/// What a capsule says of a tensor.
 pub(super) struct Described {
+    /// The number of the CUDA device whose memory it is in; `None`: the host's.
+    pub device: Option<u32>,
     pub address: *mut u8,
     pub dtype: Dtype,
     pub shape: Dims<isize>,
@@ -70,7 +77,7 @@ pub(super) struct Described {
     pub strides: Dims<isize>,
 }
 
-/// Reads a capsule; `BufferError` where it is none, its tensor is on a device, or its elements are of a type that is not stored.
+/// Reads a capsule; `BufferError` where it is none, its tensor is on a device of another kind than CUDA's, or its elements are of a type that is not stored.
 pub(super) fn describe(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
     let refuse = |why: &str| Err(PyBufferError::new_err(why.to_owned()));
     let Ok(capsule) = capsule.cast::<PyCapsule>() else { return refuse("no DLPack capsule") };
@@ -88,9 +95,14 @@ pub(super) fn describe(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
     } else {
         return refuse("no DLPack capsule, or one that was consumed");
     };
-    if tensor.device.kind != CPU {
-        return refuse("a tensor that is not in host memory");
-    }
+    let device = match tensor.device.kind {
+        CPU | CUDA_HOST => None,
+        CUDA | CUDA_MANAGED => match u32::try_from(tensor.device.id) {
+            Ok(device) => Some(device),
+            Err(_) => return refuse("a tensor on a device without a number"),
+        },
+        _ => return refuse("a tensor on a device of a kind that is not known"),
+    };
     let Some(dtype) = dtype_of(tensor.dtype) else { return refuse("a DLPack type that is not stored") };
     let Ok(ndim) = usize::try_from(tensor.ndim) else { return refuse("a negative number of dimensions") };
     let shape = dims(tensor.shape, ndim);
@@ -110,7 +122,7 @@ pub(super) fn describe(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
     };
     // An offset lies in the same allocation, by what the format demands of its producer.
     let address = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
-    Ok(Described { address, dtype, shape, strides })
+    Ok(Described { device, address, dtype, shape, strides })
 }
 
 fn dims(first: *const i64, count: usize) -> Dims<isize> {

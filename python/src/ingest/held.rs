@@ -14,6 +14,7 @@ use super::dlpack;
 /// Strided memory that somebody exported. Dropping it gives it back, under the GIL.
 pub struct HeldBuffer {
     export: Export,
+    device: Option<u32>,
     address: *mut u8,
     itemsize: usize,
     nbytes: usize,
@@ -53,6 +54,7 @@ impl HeldBuffer {
             Dims::from_slice(unsafe { std::slice::from_raw_parts(first, count) })
         };
         Ok(Self {
+            device: None,
             address: view.buf.cast(),
             itemsize: view.itemsize.unsigned_abs(),
             nbytes: view.len.unsigned_abs(),
@@ -62,21 +64,26 @@ impl HeldBuffer {
         })
     }
 
-    /// Takes the tensor of a DLPack capsule, which must lie in host memory, and says what its elements are.
+    /// Takes the tensor of a DLPack capsule, in host memory or in that of a CUDA device, and says what its elements are.
     pub fn of_capsule(capsule: Bound<'_, PyAny>) -> PyResult<(Dtype, Self)> {
-        let dlpack::Described { address, dtype, shape, strides } = dlpack::describe(&capsule)?;
+        let dlpack::Described { device, address, dtype, shape, strides } = dlpack::describe(&capsule)?;
         let count = shape.iter().try_fold(1_usize, |n, &m| n.checked_mul(usize::try_from(m).ok()?));
         let nbytes = count.and_then(|count| count.checked_mul(dtype.size()));
         let Some(nbytes) = nbytes else {
             return Err(PyBufferError::new_err("the shape of a DLPack capsule is larger than any memory"));
         };
         let export = Export::Capsule(Some(capsule.unbind()));
-        Ok((dtype, Self { export, address, itemsize: dtype.size(), nbytes, shape, strides }))
+        Ok((dtype, Self { export, device, address, itemsize: dtype.size(), nbytes, shape, strides }))
     }
 
     /// Whether `object` exported it.
     pub fn is_of(&self, object: &Bound<'_, PyAny>) -> bool {
         matches!(&self.export, Export::Buffer(view) if view.obj == object.as_ptr())
+    }
+
+    /// The number of the CUDA device whose memory it is in; `None`: the host's.
+    pub fn device(&self) -> Option<u32> {
+        self.device
     }
 
     /// Address of the first element.

@@ -2,26 +2,53 @@
 
 use std::sync::Arc;
 
-use stepwell_core::provider::{Fill, HostProvider, StateProvider, Ticket};
+use stepwell_core::load::Destination;
+use stepwell_core::provider::{DeviceProvider, Fill, Haste, HostProvider, StateProvider, Ticket};
 use stepwell_core::region::Region;
-use stepwell_core::staging::{Filling, Slot};
-use stepwell_core::sys::{HostSource, HostTarget};
+use stepwell_core::staging::{CopyQueue, Filling, Slot};
+use stepwell_core::sys::{Device, DeviceMemory, DeviceSource, HostSource, HostTarget, UserStream, driver};
 use stepwell_core::{Error, Result};
 
 use super::HeldBuffer;
 use crate::events::{Loan, Parcel};
 
-/// A provider over the `buffer` of an array leaf of a parcel; it shares the parcel, so that the memory stays for as long as the provider lives.
-/// `lazy`: nobody writes to that memory meanwhile.
-pub fn provider_of(parcel: &Arc<Parcel>, buffer: &HeldBuffer, lazy: bool) -> Result<Arc<dyn StateProvider>> {
-    let source = source_of(buffer)?;
-    Ok(Arc::new(HostProvider::with_owner(source, Arc::clone(parcel)).lazy(lazy)))
+/// A provider over the `buffer` of an array leaf of a parcel; it shares the parcel, so that the memory stays for as long as the provider lives, and for as long as a
+/// device copies from it.
+pub fn provider_of(
+    parcel: &Arc<Parcel>,
+    buffer: &HeldBuffer,
+    haste: Haste,
+) -> Result<Arc<dyn StateProvider>> {
+    Ok(match device_of(buffer)? {
+        None => {
+            let provider = HostProvider::with_owner(source_of(buffer)?, Arc::clone(parcel));
+            Arc::new(provider.lazy(haste < Haste::Captured))
+        }
+        Some(device) => {
+            Arc::new(DeviceProvider::new(device_source_of(device, buffer, Arc::clone(parcel))?, haste))
+        }
+    })
 }
 
 /// A provider over such a buffer that takes a share of the parcel for each read only, so that the memory can go back before the provider does.
 pub fn returnable_provider_of(loan: &Arc<Loan>, buffer: &HeldBuffer) -> Result<Arc<dyn StateProvider>> {
-    let inner = HostProvider::new(source_of(buffer)?);
-    Ok(Arc::new(Returnable { inner, loan: Arc::clone(loan) }))
+    let loan = Arc::clone(loan);
+    Ok(match device_of(buffer)? {
+        None => Arc::new(Returnable { inner: HostProvider::new(source_of(buffer)?), loan }),
+        Some(device) => {
+            // What it reads is held by the share that each read takes.
+            let make = |owner| device_source_of(Arc::clone(&device), buffer, owner);
+            make(Arc::clone(&loan))?;
+            Arc::new(ReturnableOnDevice {
+                address: buffer.address() as u64,
+                itemsize: buffer.itemsize(),
+                shape: buffer.dims(),
+                strides: strides_of(buffer),
+                device,
+                loan,
+            })
+        }
+    })
 }
 
 struct Returnable {
@@ -29,11 +56,13 @@ struct Returnable {
     loan: Arc<Loan>,
 }
 
+fn given_back() -> Error {
+    Error::Misuse("its memory was given back before it was captured".into())
+}
+
 impl StateProvider for Returnable {
     fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
-        let Some(_share) = self.loan.share() else {
-            return Err(Error::Misuse("its memory was given back before it was captured".into()));
-        };
+        let _share = self.loan.share().ok_or_else(given_back)?;
         self.inner.capture(fills, slot)
     }
 
@@ -42,17 +71,86 @@ impl StateProvider for Returnable {
     }
 }
 
-fn source_of(buffer: &HeldBuffer) -> Result<HostSource> {
-    let strides: Vec<i64> = buffer.strides().iter().map(|&stride| stride as i64).collect();
-    // SAFETY: the exporter of a held buffer keeps every element that shape and strides name readable until the buffer is released, and the
-    // callers store the source beside a share of the parcel that holds it, or read through it with such a share in hand only. That nobody writes meanwhile is what `save` demands of its caller.
-    unsafe { HostSource::new(buffer.address(), buffer.itemsize(), &buffer.dims(), &strides) }
+struct ReturnableOnDevice {
+    device: Arc<Device>,
+    address: u64,
+    itemsize: usize,
+    shape: Vec<u64>,
+    strides: Vec<i64>,
+    loan: Arc<Loan>,
 }
 
-/// The memory of a held, writable buffer, from its lowest element to its highest.
-pub fn target_of(buffer: &HeldBuffer) -> Result<HostTarget<'_>> {
+impl ReturnableOnDevice {
+    fn inner(&self) -> Result<DeviceProvider> {
+        let share = self.loan.share().ok_or_else(given_back)?;
+        let (device, address) = (Arc::clone(&self.device), self.address);
+        // SAFETY: as in `device_source_of`; the share is what holds the buffer.
+        let source =
+            unsafe { DeviceSource::new(device, address, self.itemsize, &self.shape, &self.strides, share)? };
+        Ok(DeviceProvider::new(source, Haste::Captured))
+    }
+}
+
+impl StateProvider for ReturnableOnDevice {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+        self.inner()?.capture(fills, slot)
+    }
+
+    fn queues(&self, see: &mut dyn FnMut(Arc<dyn CopyQueue>)) {
+        see(Arc::clone(&self.device) as Arc<dyn CopyQueue>);
+    }
+
+    fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
+        self.inner().map_err(|error| error.to_string())?.check(local, itemsize)
+    }
+}
+
+/// The device that a buffer is on.
+pub fn device_of(buffer: &HeldBuffer) -> Result<Option<Arc<Device>>> {
+    buffer.device().map(|ordinal| driver()?.device(ordinal)).transpose()
+}
+
+/// A stream of a framework's, by its handle.
+pub fn user_stream(handle: u64) -> Result<UserStream> {
+    // SAFETY: the adapters pass the current stream of a device, which lives as long as its framework: those of torch's pool are never destroyed, and one that the
+    // caller made and made current is his to keep until the call returns.
+    unsafe { UserStream::new(handle) }
+}
+
+fn strides_of(buffer: &HeldBuffer) -> Vec<i64> {
+    buffer.strides().iter().map(|&stride| stride as i64).collect()
+}
+
+fn source_of(buffer: &HeldBuffer) -> Result<HostSource> {
+    // SAFETY: the exporter of a held buffer keeps every element that shape and strides name readable until the buffer is released, and the
+    // callers store the source beside a share of the parcel that holds it, or read through it with such a share in hand only. That nobody writes meanwhile is what `save` demands of its caller.
+    unsafe { HostSource::new(buffer.address(), buffer.itemsize(), &buffer.dims(), &strides_of(buffer)) }
+}
+
+fn device_source_of<O: Send + Sync + 'static>(
+    device: Arc<Device>,
+    buffer: &HeldBuffer,
+    owner: Arc<O>,
+) -> Result<DeviceSource> {
+    let (address, strides) = (buffer.address() as u64, strides_of(buffer));
+    // SAFETY: the exporter of a held buffer keeps every element that shape and strides name, on that device, until the buffer is released; the owner holds it.
+    unsafe { DeviceSource::new(device, address, buffer.itemsize(), &buffer.dims(), &strides, owner) }
+}
+
+/// The memory of a held, writable buffer, from its lowest element to its highest. `owner` holds the buffer.
+pub fn target_of<'a, O: Send + Sync + 'static>(
+    buffer: &'a HeldBuffer,
+    owner: &Arc<O>,
+) -> Result<Destination<'a>> {
     let (below, len) = buffer.span();
+    let address = buffer.address().wrapping_sub(below);
+    if let Some(device) = device_of(buffer)? {
+        let owner = Arc::clone(owner);
+        // SAFETY: the exporter of a held buffer keeps everything between its lowest and highest element, on that device, until the buffer is released; the owner holds it.
+        let memory = unsafe { DeviceMemory::new(device, address as u64, len as u64, owner) };
+        return Ok(Destination::Device(Arc::new(memory)));
+    }
     // SAFETY: the exporter of a held, writable buffer keeps everything between its lowest and highest element mapped and writable until the
     // buffer is released, which outlives the target by the borrow. That nobody else reads or writes it meanwhile is what `restore` demands of its caller.
-    unsafe { HostTarget::new(buffer.address().wrapping_sub(below), len) }
+    Ok(unsafe { HostTarget::new(address, len)? }.into())
 }

@@ -10,6 +10,7 @@ A framework module has
 * ``TAKES_OVER``: whether those take over the memory of what they are made of, for good: nobody else may write to it then (not there: no);
 * ``like(values, targets)``: the same, each where a target is that is an array of a class that never changes, or an abstract array; ``None`` for a target that is not its own
   (only where it makes such classes known);
+* ``streams(devices)``: on which streams it computes now, by CUDA device (only where what is put on a stream of one's own can be ordered with its work);
 * ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named ``<framework>.…``;
 
 and makes the classes of its arrays known to the engine when it is imported. What is not installed or not imported costs one
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -157,6 +158,15 @@ def like(values: list[Any], targets: list[Any]) -> list[Any]:
                 if array is not None:
                     results[number] = array
     return results
+
+
+def streams(devices: Iterable[int]) -> dict[int, int]:
+    """The handles of the streams on which frameworks that are in use compute now, by the number of their CUDA device; a device on which none does that can be known is left out."""
+    found: dict[int, int] = {}
+    for module in load():
+        if hasattr(module, "streams"):
+            found.update(module.streams(devices))
+    return found
 
 
 def revive(name: str, parts: Any) -> Any:

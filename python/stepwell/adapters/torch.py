@@ -1,12 +1,13 @@
 """What this package knows of torch: tensors in and out, modules filled in place. Imported only where torch is.
 
-A tensor in host memory is taken hold of by DLPack, without a copy; one on a device is copied to the host before a save returns. Ties (the same non-empty storage, offset, shape
+A tensor in host memory or on a CUDA device is taken hold of by DLPack, without a copy and without a hand-over of streams (that is done once for each device, by the engine); one on another device
+is copied to the host before a save returns. Ties (the same non-empty storage, offset, shape
 and strides) are found by the engine. The public classes are in :mod:`stepwell.torch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,32 @@ def _capsule(tensor: torch.Tensor) -> Any:
     """The memory of a tensor, where that holds its values: a view that conjugates or negates, or stands for zeros, has others there."""
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         raise BufferError("a lazy view")
+    if tensor.is_cuda and 0 in tensor.stride() and tensor.numel() > 1:
+        raise BufferError("an expanded view, which a device would copy element by element")
     return dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
 
 
 for _class in (torch.Tensor, torch.nn.Parameter):
     _core.array_type(_class, "torch", False, _capsule, False)
+
+
+def streams(devices: Iterable[int]) -> dict[int, int]:
+    """The current streams."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    return {device: torch.cuda.current_stream(device).cuda_stream for device in devices}
+
+
+def addresses(optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    """Where the tensors on devices are that an optimizer changes, in its steps alone: parameters and state."""
+    tensors = [one for group in optimizer.param_groups for one in group["params"]]
+    for slots in optimizer.state.values():
+        tensors += [one for one in slots.values() if isinstance(one, torch.Tensor)]
+    for tensor in tensors:
+        local = _local(tensor)
+        plain = tensor if local is None else local
+        if plain.is_cuda:
+            yield plain.data_ptr()
 
 
 def describe(obj: Any) -> Any:

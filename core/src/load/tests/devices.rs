@@ -130,10 +130,6 @@ impl Fence for Copied {
         }
         Ok(())
     }
-
-    fn enqueue_on(&self, _: u64) -> Result<()> {
-        Ok(())
-    }
 }
 
 /// Few buffers, so that each is used again and again.

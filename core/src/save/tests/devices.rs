@@ -35,10 +35,6 @@ impl Fence for Late {
         self.passed.fetch_add(1, Ordering::SeqCst);
         if self.fails { Err(Error::Misuse("the copy failed".into())) } else { Ok(()) }
     }
-
-    fn enqueue_on(&self, _stream: u64) -> Result<()> {
-        Ok(())
-    }
 }
 
 impl StateProvider for Device {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 use crate::Error;
-use crate::provider::ShardedProvider;
+use crate::provider::{Haste, ShardedProvider};
 
 fn held(bytes: &[u8]) -> LeafPlan {
     let shape = [bytes.len() as u64];
@@ -106,7 +106,7 @@ fn shards_are_stored_as_what_they_are_parts_of() {
         }
     }
     let provider = Arc::new(ShardedProvider::new(shards));
-    assert!(provider.is_lazy());
+    assert_eq!(provider.haste(), Haste::Later);
     let over_a_border = Region { offset: [30, 0].as_slice().into(), extent: [20, 8].as_slice().into() };
     assert!(provider.check(&over_a_border, 1).is_err());
     let regions: Vec<Region> = chunks.iter().map(|chunk: &ChunkPlan| chunk.local.clone()).collect();

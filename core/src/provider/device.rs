@@ -1,0 +1,46 @@
+//! Leaves in the memory of a device: copied by its own engine, while its caller computes.
+
+use std::sync::Arc;
+
+use super::{Fill, Haste, StateProvider, Ticket};
+use crate::Result;
+use crate::region::Region;
+use crate::staging::{CopyQueue, Filling, Slot};
+use crate::sys::DeviceSource;
+
+/// A leaf on a device.
+///
+/// Its copies wait for what the caller's stream held when [`CopyQueue::follow`] was called last; whoever makes a provider calls that.
+pub struct DeviceProvider {
+    source: DeviceSource,
+    haste: Haste,
+}
+
+impl DeviceProvider {
+    /// A provider of that array.
+    pub fn new(source: DeviceSource, haste: Haste) -> Self {
+        Self { source, haste }
+    }
+}
+
+impl StateProvider for DeviceProvider {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+        for fill in fills {
+            slot.receive(&self.source, fill.local, fill.from, fill.len, fill.at)?;
+        }
+        // The slot itself knows when they are there.
+        Ok(Ticket::Done)
+    }
+
+    fn haste(&self) -> Haste {
+        self.haste
+    }
+
+    fn queues(&self, see: &mut dyn FnMut(Arc<dyn CopyQueue>)) {
+        see(Arc::clone(self.source.device()) as Arc<dyn CopyQueue>);
+    }
+
+    fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
+        super::check(local, itemsize, self.source.shape(), self.source.itemsize())
+    }
+}

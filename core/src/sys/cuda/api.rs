@@ -1,0 +1,75 @@
+//! The functions of the driver that are called, looked up once and together.
+//!
+//! cudarc's own functions panic where the library or a symbol is missing, and answer with an enumeration, of which a newer driver may give a value that it does not
+//! have. So its library and its structures are used here, and answers are plain numbers.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+use cudarc::driver::sys;
+
+/// What a call answers; 0 is success.
+pub(super) type Code = u32;
+
+pub(super) const SUCCESS: Code = 0;
+pub(super) const NOT_READY: Code = 600;
+/// The memory is registered already (a framework has done it).
+pub(super) const ALREADY_REGISTERED: Code = 712;
+
+/// `CUcontext`, `CUstream`, `CUevent`: what the driver gives and takes back.
+pub(super) type Handle = *mut c_void;
+/// `CUdeviceptr`.
+pub(super) type Address = u64;
+
+macro_rules! functions {
+    ($($function:ident($($argument:ty),*);)*) => {
+        /// One pointer for each function.
+        #[expect(non_snake_case, reason = "the driver's names")]
+        pub(super) struct Api {
+            $(pub(super) $function: unsafe extern "C" fn($($argument),*) -> Code,)*
+        }
+
+        impl Api {
+            /// Looks all of them up; the name of the first that is missing.
+            ///
+            /// # Safety
+            /// The library is there, and is a CUDA driver: functions of these names have these arguments.
+            pub(super) unsafe fn find() -> Result<Self, &'static str> {
+                // SAFETY: as promised by the caller. It is loaded for good.
+                let library = unsafe { sys::culib() };
+                Ok(Self {
+                    $($function: {
+                        let name = concat!(stringify!($function), "\0").as_bytes();
+                        // SAFETY: as promised by the caller; the library is never unloaded.
+                        let found = unsafe { library.get::<unsafe extern "C" fn($($argument),*) -> Code>(name) };
+                        *found.map_err(|_| stringify!($function))?
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    cuInit(c_uint);
+    cuDriverGetVersion(*mut c_int);
+    cuDeviceGetCount(*mut c_int);
+    cuDeviceGet(*mut c_int, c_int);
+    cuDeviceGetName(*mut c_char, c_int, c_int);
+    cuDevicePrimaryCtxRetain(*mut Handle, c_int);
+    cuCtxPushCurrent_v2(Handle);
+    cuCtxPopCurrent_v2(*mut Handle);
+    cuThreadExchangeStreamCaptureMode(*mut c_int);
+    cuStreamCreateWithPriority(*mut Handle, c_uint, c_int);
+    cuStreamQuery(Handle);
+    cuStreamIsCapturing(Handle, *mut c_int);
+    cuStreamWaitEvent(Handle, Handle, c_uint);
+    cuEventCreate(*mut Handle, c_uint);
+    cuEventRecord(Handle, Handle);
+    cuEventQuery(Handle);
+    cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+    cuMemHostUnregister(*mut c_void);
+    cuMemcpyDtoHAsync_v2(*mut c_void, Address, usize, Handle);
+    cuMemcpyHtoDAsync_v2(Address, *const c_void, usize, Handle);
+    cuMemcpy2DAsync_v2(*const sys::CUDA_MEMCPY2D, Handle);
+    cuGetErrorName(Code, *mut *const c_char);
+}

@@ -1,0 +1,142 @@
+//! CUDA: copies between the memory of devices and ours. Nothing else of this project calls the driver.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `api` | the functions that are called |
+//! | `probe` | [`driver()`]: whether there is one that can be used, asked once |
+//! | `device` | [`Device`]: context, streams, events |
+//! | `registered` | host memory that the driver knows, so that copies run by themselves |
+//! | `arriving` | what is on its way into a [`super::Buffer`] |
+//! | `source` | [`DeviceSource`]: an array on a device, to be saved |
+//! | `target` | [`DeviceMemory`]: an array on a device, to be restored |
+//!
+//! Invariants:
+//! * Nothing here makes a context or synchronises one: the frameworks' primary context is used, entered for the length of a call and left as it was.
+//! * A buffer that a device copies into shows no bytes, and goes nowhere, before the copies have ended; what they read from stays allocated until then. A buffer
+//!   whose copies never end is lost.
+//! * Memory is unregistered before it is unmapped.
+
+mod api;
+pub(in crate::sys) mod arriving;
+mod device;
+mod probe;
+pub(in crate::sys) mod registered;
+mod source;
+mod target;
+
+use std::ffi::{CStr, c_char};
+
+use cudarc::driver::sys;
+
+use api::{Api, Code, SUCCESS};
+use device::{Entered, Stream};
+
+pub use device::{Device, UserStream};
+pub use probe::{Driver, driver};
+pub use source::DeviceSource;
+pub use target::DeviceMemory;
+
+use crate::Result;
+
+/// The longest distance of rows that the copying engines know (`CU_DEVICE_ATTRIBUTE_MAX_PITCH` of every device so far).
+const MAX_PITCH: u64 = (1 << 31) - 1;
+
+/// What an answer is called.
+fn name_of(api: &Api, code: Code) -> String {
+    let mut name: *const c_char = std::ptr::null();
+    // SAFETY: writes one pointer, to a string of the driver's own that is there for good, or null.
+    let known = unsafe { (api.cuGetErrorName)(code, &raw mut name) } == SUCCESS && !name.is_null();
+    if !known {
+        return format!("code {code}");
+    }
+    // SAFETY: see above.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
+    format!("{name} ({code})")
+}
+
+/// Which way bytes go.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    FromDevice,
+    ToDevice,
+}
+
+/// Rows of bytes, on both sides.
+#[derive(Clone, Copy)]
+struct Rows {
+    host: *mut u8,
+    device: u64,
+    /// Bytes of a row.
+    width: usize,
+    /// How many.
+    height: u64,
+    /// From one row to the next, in bytes.
+    host_pitch: usize,
+    device_pitch: i64,
+}
+
+/// Starts to copy rows: in one go where they touch each other on both sides or lie apart by what the engines can do, else row by row.
+///
+/// # Safety
+/// All rows are in memory of that device, and in host memory that is there, and that nobody else touches, until what is on the stream now has ended.
+unsafe fn start(entered: &Entered<'_>, stream: Stream, direction: Direction, rows: Rows) -> Result<()> {
+    let Rows { host, device, width, height, host_pitch, device_pitch } = rows;
+    let one = |host: *mut u8, device: u64, bytes: usize| {
+        // SAFETY: as promised by the caller, of these bytes.
+        let (call, code) = unsafe {
+            match direction {
+                Direction::FromDevice => (
+                    "cuMemcpyDtoHAsync",
+                    (entered.api.cuMemcpyDtoHAsync_v2)(host.cast(), device, bytes, stream.0),
+                ),
+                Direction::ToDevice => (
+                    "cuMemcpyHtoDAsync",
+                    (entered.api.cuMemcpyHtoDAsync_v2)(device, host.cast(), bytes, stream.0),
+                ),
+            }
+        };
+        entered.device.check(call, code)
+    };
+    let dense = host_pitch == width && u64::try_from(device_pitch) == Ok(width as u64);
+    if height == 1 || dense {
+        return one(host, device, width * height as usize);
+    }
+    let pitch = u64::try_from(device_pitch).ok();
+    let apart = pitch.filter(|&pitch| (width as u64..=MAX_PITCH).contains(&pitch));
+    if let Some(pitch) = apart
+        && (width..=MAX_PITCH as usize).contains(&host_pitch)
+    {
+        let out = direction == Direction::FromDevice;
+        let memory = |host| {
+            if host { sys::CUmemorytype::CU_MEMORYTYPE_HOST } else { sys::CUmemorytype::CU_MEMORYTYPE_DEVICE }
+        };
+        let (src_pitch, dst_pitch) =
+            if out { (pitch as usize, host_pitch) } else { (host_pitch, pitch as usize) };
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: memory(!out),
+            srcHost: host.cast_const().cast(),
+            srcDevice: device,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: src_pitch,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: memory(out),
+            dstHost: host.cast(),
+            dstDevice: device,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: dst_pitch,
+            WidthInBytes: width,
+            Height: height as usize,
+        };
+        // SAFETY: as promised by the caller; the description outlives the call, and of its addresses only those of the types that it names are looked at.
+        let code = unsafe { (entered.api.cuMemcpy2DAsync_v2)(&raw const copy, stream.0) };
+        return entered.device.check("cuMemcpy2DAsync", code);
+    }
+    for row in 0..height {
+        let from = device.wrapping_add_signed(row.cast_signed().wrapping_mul(device_pitch));
+        one(host.wrapping_add(row as usize * host_pitch), from, width)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,151 @@
+//! An array in the memory of a device that somebody else owns, as a source of bytes.
+
+use std::sync::Arc;
+
+use super::arriving::Owner;
+use super::device::Device;
+use super::{Direction, Rows, start};
+use crate::copy::gather::Dim;
+use crate::region::Region;
+use crate::sys::Buffer;
+use crate::sys::strided::{Run, StridedMemory};
+use crate::{Error, Result};
+
+/// An n-dimensional array on a device, of any strides. See [`crate::sys::HostSource`] for one on the host.
+pub struct DeviceSource {
+    device: Arc<Device>,
+    first: u64,
+    memory: StridedMemory,
+    owner: Owner,
+}
+
+impl DeviceSource {
+    /// An array of `shape` whose element at index zero is at `first`, with `strides` in bytes. [`Error::Misuse`] where they do not make an array that can be
+    /// addressed.
+    ///
+    /// # Safety
+    /// As long as `owner` lives, every element that `shape` and `strides` can name is memory of that device. (That nobody writes there meanwhile is what the
+    /// order of streams is for: an array that is changed under a copy arrives as neither the old nor the new one, and nothing worse happens.)
+    pub unsafe fn new(
+        device: Arc<Device>,
+        first: u64,
+        itemsize: usize,
+        shape: &[u64],
+        strides: &[i64],
+        owner: Owner,
+    ) -> Result<Self> {
+        let memory = StridedMemory::new(first, itemsize, shape, strides)?;
+        Ok(Self { device, first, memory, owner })
+    }
+
+    /// Where it is.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Elements along each dimension.
+    pub fn shape(&self) -> &[u64] {
+        self.memory.shape()
+    }
+
+    /// Bytes per element.
+    pub fn itemsize(&self) -> usize {
+        self.memory.itemsize()
+    }
+
+    /// Starts to copy the bytes `from .. from + len` of the row-major bytes of `region` to byte `at` of a buffer, behind what the device's queue holds already. Both ends
+    /// fall between elements. An error may come when some of it is under way: the buffer knows.
+    pub fn start(&self, region: &Region, from: u64, len: u64, into: &mut Buffer, at: u64) -> Result<()> {
+        let room = at.checked_add(len).and_then(|end| usize::try_from(end).ok());
+        let Some(end) = room.filter(|&end| end <= into.size()) else {
+            return Err(Error::Misuse(format!(
+                "bytes {at} and {len} more are not in a buffer of {}",
+                into.size()
+            )));
+        };
+        if len == 0 {
+            return Ok(());
+        }
+        // Where it cannot be registered, copies take longer.
+        if let Err(error) = into.mapping().register_with(&self.device) {
+            tracing::debug!(%error, "a buffer is not registered with the device");
+        }
+        let stream = self.device.to_host()?;
+        let entered = self.device.enter()?;
+        let base = into.as_ptr().wrapping_add(at as usize);
+        into.arriving().expect(&self.device, end, &self.owner);
+        let mut outcome = Ok(());
+        let itemsize = self.itemsize();
+        self.memory.runs(region, from, len, |run| {
+            if outcome.is_err() {
+                return;
+            }
+            outcome = match run {
+                Run::Contiguous { offset, at, len } => {
+                    let rows = Rows {
+                        host: base.wrapping_add(at),
+                        device: self.first.wrapping_add_signed(offset as i64),
+                        width: len,
+                        height: 1,
+                        host_pitch: len,
+                        device_pitch: 0,
+                    };
+                    // SAFETY: the bytes are elements of the array, which the owner keeps, as the buffer keeps the owner until they have arrived; they
+                    // lie in the buffer, which shows no bytes and goes nowhere until then.
+                    unsafe { start(&entered, stream, Direction::FromDevice, rows) }
+                }
+                Run::Strided { offset, at, dims, count } => {
+                    let first = self.first.wrapping_add_signed(offset as i64);
+                    each_rows(base.wrapping_add(at), first, itemsize, dims, count, &mut |rows| {
+                        // SAFETY: as above: rows of a box of elements, which are as many bytes as the buffer has from there on.
+                        unsafe { start(&entered, stream, Direction::FromDevice, rows) }
+                    })
+                }
+            };
+        })?;
+        outcome
+    }
+}
+
+/// A box of elements as rows; `first` replaces the extent of `dims[0]`.
+fn each_rows(
+    host: *mut u8,
+    device: u64,
+    itemsize: usize,
+    dims: &[Dim],
+    first: u64,
+    copy: &mut dyn FnMut(Rows) -> Result<()>,
+) -> Result<()> {
+    let extent = |d: usize| if d == 0 { first } else { dims.get(d).map_or(1, |dim| dim.extent) };
+    let mut outer = dims.len();
+    let mut width = itemsize;
+    // The innermost dimension is a row where its elements touch each other.
+    if let Some(inner) = dims.last()
+        && inner.stride == itemsize as i64
+    {
+        outer -= 1;
+        width = itemsize * extent(outer) as usize;
+    }
+    let (height, device_pitch) = match outer.checked_sub(1).and_then(|d| Some((d, dims.get(d)?))) {
+        Some((d, dim)) => {
+            outer = d;
+            (extent(d), dim.stride)
+        }
+        None => (1, 0),
+    };
+    // What is left is counted through.
+    let mut index = vec![0_u64; outer];
+    let mut host = host;
+    loop {
+        let place = index
+            .iter()
+            .zip(dims)
+            .fold(0_i64, |place, (&i, dim)| place.wrapping_add(i.cast_signed().wrapping_mul(dim.stride)));
+        let device = device.wrapping_add_signed(place);
+        copy(Rows { host, device, width, height, host_pitch: width, device_pitch })?;
+        host = host.wrapping_add(width * height as usize);
+        let Some(d) = (0..outer).rev().find(|&d| index[d] + 1 < extent(d)) else { return Ok(()) };
+        index[d] += 1;
+        index[d + 1..].fill(0);
+    }
+}

@@ -1,0 +1,140 @@
+//! An array in the memory of a device, as what a restore writes to.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::arriving::Owner;
+use super::device::{Device, Event};
+use super::{Direction, Rows, start};
+use crate::load::destination::{DeviceTarget, Piece, Staged, Steps};
+use crate::provider::Ticket;
+use crate::staging::Fence;
+use crate::{Error, Result};
+
+/// Between two looks whether a copy has ended.
+const LOOK: std::time::Duration = std::time::Duration::from_micros(50);
+
+/// Bytes on a device that a restore fills.
+pub struct DeviceMemory {
+    device: Arc<Device>,
+    address: u64,
+    len: u64,
+    owner: Owner,
+}
+
+impl std::fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes on {:?}", self.len, self.device)
+    }
+}
+
+impl DeviceMemory {
+    /// `len` bytes from `address` on.
+    ///
+    /// # Safety
+    /// As long as `owner` lives, they are memory of that device; any bytes are valid values there.
+    pub unsafe fn new(device: Arc<Device>, address: u64, len: u64, owner: Owner) -> Self {
+        Self { device, address, len, owner }
+    }
+}
+
+impl DeviceTarget for DeviceMemory {
+    fn bytes(&self) -> u64 {
+        self.len
+    }
+
+    fn put(&self, piece: Piece) -> Result<Ticket> {
+        if !piece.is_inside(self.len) {
+            return Err(Error::Misuse(format!("a piece of {} rows leaves its target", piece.rows.count)));
+        }
+        if let Err(error) = piece.staged.mapping().register_with(&self.device) {
+            tracing::debug!(%error, "a read buffer is not registered with the device");
+        }
+        let stream = self.device.to_device()?;
+        let Piece { staged, from, to, unit, mut rows, mut cols } = piece;
+        let base = staged.as_ptr().cast_mut();
+        // Held until the copies have ended, whatever comes next.
+        let mut sent = Sent {
+            device: Arc::clone(&self.device),
+            mark: None,
+            kept: Some((staged, Arc::clone(&self.owner))),
+        };
+        let touch =
+            |steps: &Steps| steps.count == 1 || (steps.from == unit && steps.to.cast_unsigned() == unit);
+        if !touch(&cols) && touch(&rows) {
+            std::mem::swap(&mut rows, &mut cols);
+        }
+        let entered = self.device.enter()?;
+        let put = |from: u64, to: u64, width: u64, steps: Steps| {
+            let rows = Rows {
+                host: base.wrapping_add(from as usize),
+                device: self.address.wrapping_add(to),
+                width: width as usize,
+                height: steps.count,
+                host_pitch: steps.from as usize,
+                device_pitch: steps.to,
+            };
+            // SAFETY: the piece lies inside of the target and of what is staged, as was checked above; both are kept until the copies have ended.
+            unsafe { start(&entered, stream, Direction::ToDevice, rows) }
+        };
+        if touch(&cols) {
+            put(from, to, unit * cols.count, rows)?;
+        } else {
+            for row in 0..rows.count {
+                let to = to.wrapping_add_signed(row.cast_signed().wrapping_mul(rows.to));
+                put(from + row * rows.from, to, unit, cols)?;
+            }
+        }
+        sent.mark = Some(self.device.mark(stream)?);
+        Ok(Ticket::Event(Box::new(sent)))
+    }
+}
+
+/// Copies that were started, and what they use.
+struct Sent {
+    device: Arc<Device>,
+    /// Behind them; none where they could not all be started.
+    mark: Option<Event>,
+    kept: Option<(Staged, Owner)>,
+}
+
+impl Sent {
+    fn has_ended(&self) -> Result<bool> {
+        match &self.mark {
+            Some(mark) => mark.is_passed(),
+            None => self.is_all_over(),
+        }
+    }
+
+    /// Whether nothing at all is under way into the device.
+    fn is_all_over(&self) -> Result<bool> {
+        self.device.is_idle(self.device.to_device()?)
+    }
+}
+
+impl Fence for Sent {
+    fn host_wait(&self, deadline: Instant) -> Result<()> {
+        let begun = Instant::now();
+        while !self.has_ended()? {
+            if Instant::now() >= deadline {
+                return Err(Error::Timeout {
+                    waited_for: format!("copies to {:?}", self.device),
+                    seconds: begun.elapsed().as_secs_f64(),
+                });
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Sent {
+    fn drop(&mut self) {
+        // One error may be of the question alone; the work of a context that answers nothing else is over.
+        let ended = self.has_ended().or_else(|_| self.is_all_over());
+        if matches!(ended, Ok(false)) {
+            // The device may still read the one and write to the other.
+            std::mem::forget(self.kept.take());
+        }
+    }
+}

@@ -1,0 +1,286 @@
+"""Tensors of torch on a CUDA device: what is captured when, and what waits for it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+import torch
+from fake_cuda import FakeCuda
+
+SHAPES = [(300, 1000), (7,), (1,), (1 << 20,), (513, 511)]
+
+
+def same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    """To the bit: patterns hold NaN."""
+    return one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+class Overwriting(torch.optim.Optimizer):
+    """An optimizer whose step is one update of everything that it owns, on the current stream."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], cuda: FakeCuda) -> None:
+        super().__init__(parameters, {})
+        self._cuda = cuda
+        self.version = 1
+        for parameter in parameters:
+            self.state[parameter]["momentum"] = cuda.tensor(np.zeros(tuple(parameter.shape), np.float32))
+
+    def tensors(self) -> list[torch.Tensor]:
+        slots = [one for state in self.state.values() for one in state.values()]
+        return [parameter for group in self.param_groups for parameter in group["params"]] + slots
+
+    def step(self, closure: Any = None) -> None:
+        self.version += 1
+        for tensor in self.tensors():
+            self._cuda.update(tensor, self.version)
+
+
+class Training:
+    """Parameters, an optimizer, and a buffer that the forward changes."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.parameters = [torch.nn.Parameter(cuda.tensor(np.zeros(shape, np.float32))) for shape in SHAPES]
+        self.optimizer = Overwriting(self.parameters, cuda)
+        self.running_mean = cuda.tensor(np.zeros(5000, np.float32))
+        self.forwards = 0
+        self.optimizer.step()
+
+    def forward(self) -> None:
+        self.forwards += 1
+        self.cuda.update(self.running_mean, 1000 + self.forwards)
+
+    def state(self) -> dict[str, Any]:
+        slots = {f"m{n}": state["momentum"] for n, state in enumerate(self.optimizer.state.values())}
+        return {
+            "params": {f"p{n}": parameter for n, parameter in enumerate(self.parameters)},
+            "optimizer": slots,
+            "buffers": {"running_mean": self.running_mean},
+            "step": self.forwards,
+        }
+
+    def check(self, found: dict[str, Any], version: int, forwards: int) -> None:
+        for name, tensor in {**found["params"], **found["optimizer"]}.items():
+            assert same(tensor, self.cuda.pattern(tensor, version)), name
+        mean = found["buffers"]["running_mean"]
+        assert same(mean, self.cuda.pattern(mean, 1000 + forwards) if forwards else np.zeros_like(mean))
+        assert found["step"] == forwards
+
+
+def test_what_an_attached_optimizer_owns_is_captured_while_the_training_goes_on(
+    cuda: FakeCuda, root: Path
+) -> None:
+    training = Training(cuda)
+    training.forward()
+    with sw.CheckpointManager(root) as mgr:
+        mgr.attach(training.optimizer)
+        mgr.prepare(training.state())
+        cuda.stall(True)
+        save = mgr.save(0, training.state())
+        # The device stands still: neither the call nor the guard has waited for it.
+        assert not save.captured()
+        training.forward()
+        training.optimizer.step()
+        assert not save.captured()
+        cuda.stall(False)
+        assert save.result() == 0
+        training.check(mgr.restore(0), version=2, forwards=1)
+    assert cuda.calls("cuCtxSynchronize") == 0
+
+
+def test_a_training_that_saves_every_step_reads_back_every_step(cuda: FakeCuda, root: Path) -> None:
+    training = Training(cuda)
+    # A ring that takes a part of the state only.
+    with sw.CheckpointManager(root, staging_bytes=16 << 20, max_pending=2) as mgr:
+        mgr.attach(training.optimizer)
+        for step in range(12):
+            cuda.random(step, 150)
+            training.forward()
+            training.optimizer.step()
+            mgr.save(step, training.state())
+        mgr.wait_until_finished()
+        for step in range(12):
+            training.check(mgr.restore(step), version=3 + step, forwards=1 + step)
+
+
+def test_what_no_attached_optimizer_owns_is_fenced_when_save_returns(cuda: FakeCuda, root: Path) -> None:
+    training = Training(cuda)
+    training.forward()
+    with sw.CheckpointManager(root) as mgr:
+        mgr.prepare(training.state())
+        cuda.stall(True)
+        save = mgr.save(0, training.state())
+        assert not save.captured()
+        # Nobody is attached, and nothing is guarded: everything was fenced.
+        training.forward()
+        training.optimizer.step()
+        cuda.stall(False)
+        save.result()
+        training.check(mgr.restore(0), version=2, forwards=1)
+
+
+def test_an_optimizer_that_is_attached_no_more_waits_for_what_is_being_captured(
+    cuda: FakeCuda, root: Path
+) -> None:
+    training = Training(cuda)
+    training.forward()
+    with sw.CheckpointManager(root) as mgr:
+        attached = mgr.attach(training.optimizer)
+        save = mgr.save(0, training.state())
+        attached.remove()
+        attached.remove()
+        training.optimizer.step()
+        save.result()
+        training.check(mgr.restore(0), version=2, forwards=1)
+
+
+def test_a_lazy_snapshot_is_guarded_whatever_owns_it(cuda: FakeCuda, root: Path) -> None:
+    training = Training(cuda)
+    training.forward()
+    host = torch.zeros(1000)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.prepare(training.state())
+        save = mgr.save(0, {**training.state(), "host": {"h": host}}, snapshot="lazy")
+        with mgr.update_guard():
+            training.forward()
+            training.optimizer.step()
+            host.fill_(1)
+        save.result()
+        found = mgr.restore(0)
+        training.check(found, version=2, forwards=1)
+        assert (found["host"]["h"] == 0).all()
+
+
+def test_an_eager_snapshot_is_there_when_save_returns(cuda: FakeCuda, root: Path) -> None:
+    training = Training(cuda)
+    training.forward()
+    with sw.CheckpointManager(root, staging_bytes=16 << 20) as mgr:
+        save = mgr.save(0, training.state(), snapshot="eager")
+        assert save.captured()
+        other = cuda.stream()
+        for tensor in training.optimizer.tensors():
+            cuda.update(tensor, 99, other)
+        save.result()
+        training.check(mgr.restore(0), version=2, forwards=1)
+
+
+def test_tensors_are_let_go_of_once_they_are_captured_and_not_before(cuda: FakeCuda, root: Path) -> None:
+    with sw.CheckpointManager(root) as mgr:
+        tensor = cuda.tensor(np.arange(1 << 18, dtype=np.float32))
+        died = weakref.ref(tensor.untyped_storage())
+        mgr.prepare({"w": tensor})
+        cuda.stall(True)
+        save = mgr.save(0, {"w": tensor}, snapshot="lazy")
+        del tensor
+        gc.collect()
+        cuda.stall(False)
+        save.result()
+        assert (mgr.restore(0)["w"] == np.arange(1 << 18)).all()
+    gc.collect()
+    assert died() is None
+
+
+def test_views_that_are_tied_or_transposed_are_stored_as_what_they_are(cuda: FakeCuda, root: Path) -> None:
+    values = np.arange(600, dtype=np.float32).reshape(20, 30)
+    tensor = cuda.tensor(values)
+    # torch would ask its runtime for a view of a tensor on a device: described by its strides instead.
+    turned = cuda.tensor(np.ascontiguousarray(values.T), strides=(1, 20))
+    state = {"a": tensor, "b": tensor, "turned": torch.nn.Parameter(turned)}
+    with sw.CheckpointManager(root) as mgr:
+        mgr.save(0, state).result()
+        found = mgr.restore(0)
+        assert found["a"] is found["b"]
+        assert (found["a"] == values).all()
+        assert (found["turned"].reshape(-1) == turned_values(values)).all()
+
+
+def turned_values(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """What an array of the shape of ``values.T`` holds that lies in memory as that does, with strides (1, 20)."""
+    memory = np.ascontiguousarray(values.T).reshape(-1)
+    return np.lib.stride_tricks.as_strided(memory, (30, 20), (4, 80)).reshape(-1).copy()
+
+
+def test_a_step_is_restored_straight_into_tensors_on_a_device(cuda: FakeCuda, root: Path) -> None:
+    training = Training(cuda)
+    training.forward()
+    with sw.CheckpointManager(root) as mgr:
+        mgr.attach(training.optimizer)
+        mgr.save(0, training.state()).result()
+        training.forward()
+        training.optimizer.step()
+        # The updates may still be under way: what is restored comes after them.
+        before = cuda.calls("cuMemcpyHtoDAsync_v2")
+        found = mgr.restore(into=training.state())
+        assert cuda.calls("cuMemcpyHtoDAsync_v2") > before
+        assert found["params"]["p0"] is training.parameters[0]
+        for tensor in training.optimizer.tensors():
+            assert same(cuda.values(tensor), cuda.pattern(tensor, 2))
+        assert same(cuda.values(training.running_mean), cuda.pattern(training.running_mean, 1001))
+
+
+def test_a_step_is_restored_into_the_tensors_that_are_being_captured(cuda: FakeCuda, root: Path) -> None:
+    training = Training(cuda)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.attach(training.optimizer)
+        mgr.save(0, training.state()).result()
+        training.optimizer.step()
+        mgr.save(1, training.state())
+        mgr.restore(0, into=training.state())
+        mgr.wait_until_finished()
+        for tensor in training.optimizer.tensors():
+            assert same(cuda.values(tensor), cuda.pattern(tensor, 2))
+        for name, tensor in mgr.restore(1)["params"].items():
+            assert same(tensor, cuda.pattern(tensor, 3)), name
+
+
+def test_a_graph_that_is_being_captured_is_refused_with_what_to_do(cuda: FakeCuda, root: Path) -> None:
+    training = Training(cuda)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.attach(training.optimizer)
+        cuda.capturing(True)
+        try:
+            with pytest.raises(sw.StepwellError, match="CUDA graph is being captured"):
+                mgr.save(0, training.state())
+        finally:
+            cuda.capturing(False)
+        mgr.save(0, training.state()).result()
+
+
+@pytest.mark.parametrize("snapshot", ["auto", "lazy", "eager"])
+@pytest.mark.parametrize("call", ["copy", "cuMemcpyDtoHAsync_v2", "cuEventQuery"])
+def test_a_device_that_fails_fails_that_save_by_name_and_no_other(
+    cuda: FakeCuda, root: Path, snapshot: Any, call: str
+) -> None:
+    training = Training(cuda)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.attach(training.optimizer)
+        mgr.save(0, training.state()).result()
+        cuda.fail(call, 3, how=2 if call == "copy" else 1)
+        with pytest.raises(sw.SaveFailed, match=r"Fake GPU 0.*CUDA_ERROR_LAUNCH_FAILED") as caught:
+            mgr.save(1, training.state(), snapshot=snapshot).result()
+        assert caught.value.engine_kind == "save_failed"
+        cuda.heal()
+        mgr.save(1, training.state()).result()
+        assert mgr.all_steps() == [0, 1]
+        training.check(mgr.restore(0), version=2, forwards=0)
+
+
+def test_where_there_is_no_driver_for_it_a_tensor_is_copied_by_torch(
+    cuda: FakeCuda, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = cuda.tensor(np.arange(10, dtype=np.float32))
+    copied = torch.arange(10.0)
+    # Expanded views are, since a device would copy them element by element.
+    expanded = cuda.tensor(np.arange(10, dtype=np.float32), strides=(0,))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copied)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.save(0, {"plain": tensor, "expanded": expanded}).result()
+        found = mgr.restore(0)
+        assert (found["plain"] == np.arange(10)).all()
+        assert (found["expanded"] == np.arange(10)).all()

@@ -1,0 +1,69 @@
+//! Whatever stands where a CUDA driver is looked for: the answer is plain, and nothing panics.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::path::Path;
+use std::process::Command;
+
+use stepwell_tests::fake_cuda;
+
+/// What a process says that finds this directory first, with these variables.
+fn probed(libraries: &Path, variables: &[(&str, &str)]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cuda_probe"));
+    command.env("LD_LIBRARY_PATH", libraries).envs(variables.iter().copied());
+    let output = command.output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    said.trim_end().to_owned()
+}
+
+#[test]
+fn a_driver_that_works_is_found_with_its_version_and_devices() {
+    let there = fake_cuda::built(false);
+    assert_eq!(probed(&there, &[]), "driver 13000 with 2 devices");
+    assert_eq!(
+        probed(&there, &[("FAKE_CUDA_DEVICES", "8"), ("FAKE_CUDA_VERSION", "12080")]),
+        "driver 12080 with 8 devices"
+    );
+}
+
+#[test]
+fn no_driver_a_broken_one_and_one_of_something_else_are_plain_answers() {
+    let directory = tempfile::tempdir().unwrap();
+    let none = probed(directory.path(), &[]);
+    if none.starts_with("driver") {
+        eprintln!("SKIPPED: this machine has a CUDA driver of its own");
+        return;
+    }
+    assert!(none.starts_with("no_driver: no CUDA device can be used: there is no NVIDIA driver"), "{none}");
+    std::fs::write(directory.path().join("libcuda.so.1"), b"not a library").unwrap();
+    assert!(probed(directory.path(), &[]).starts_with("no_driver"), "a broken one");
+    // A library of another kind under that name.
+    let other = std::fs::read_dir("/lib/x86_64-linux-gnu").into_iter().flatten().flatten();
+    let other = other.map(|entry| entry.path()).find(|path| path.to_string_lossy().contains("libz.so."));
+    if let Some(other) = other {
+        std::fs::copy(other, directory.path().join("libcuda.so.1")).unwrap();
+        assert!(probed(directory.path(), &[]).contains("has no function cuInit"), "one of something else");
+    }
+}
+
+#[test]
+fn a_stub_an_old_one_one_without_devices_and_one_that_fails_say_so() {
+    let there = fake_cuda::built(false);
+    let cases = [
+        ("FAKE_CUDA", "stub", "cuInit answers CUDA_ERROR_STUB_LIBRARY (34)"),
+        ("FAKE_CUDA", "no-device", "cuInit answers CUDA_ERROR_NO_DEVICE (100)"),
+        ("FAKE_CUDA", "init-fails", "cuInit answers code 7777"),
+        ("FAKE_CUDA_DEVICES", "0", "no device that this process may use"),
+        ("FAKE_CUDA_VERSION", "10020", "its driver is for CUDA 10.2"),
+    ];
+    for (variable, value, said) in cases {
+        let found = probed(&there, &[(variable, value)]);
+        assert!(found.starts_with("no_driver: ") && found.contains(said), "{value}: {found}");
+    }
+    let incomplete = probed(&fake_cuda::built(true), &[]);
+    assert!(
+        incomplete.contains("libcuda.so.1 has no function cuThreadExchangeStreamCaptureMode: it is a stub"),
+        "{incomplete}"
+    );
+}
