@@ -3,6 +3,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// What every fallible call of this crate returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -67,9 +68,21 @@ pub enum Error {
         /// For how long, in seconds.
         seconds: f64,
     },
+    /// The other half of this operation ended first, by this.
+    #[error("{0}")]
+    Shared(Arc<Error>),
     /// The other half of this operation ended first; its own error says why.
     #[error("cancelled: {0}")]
     Cancelled(String),
+    /// A leaf was changed between the call that saves it and its capture.
+    #[error(
+        "{} was changed after save() was called and before it was captured: what would be stored is neither the old value nor the new one. Change it inside update_guard() or a step of an attached optimizer only, or after wait_captured(); what changes elsewhere must not be attached, nor saved with snapshot=\"lazy\"",
+        crate::leaf_path::named(leaf)
+    )]
+    Torn {
+        /// The rendered leaf path.
+        leaf: String,
+    },
     /// A device answered a call with an error. Those of a running kernel stay: the process's context on that device is of no use any more.
     #[error("{device}: {call} failed with {answer}")]
     Device {
@@ -121,7 +134,9 @@ impl Error {
             Self::Limit { .. } => "limit",
             Self::Leaf { .. } => "leaf",
             Self::Timeout { .. } => "timeout",
+            Self::Shared(error) => error.kind(),
             Self::Cancelled(_) => "cancelled",
+            Self::Torn { .. } => "torn",
             Self::Device { .. } => "device",
             Self::NoDriver(_) => "no_driver",
             Self::Forked(_) => "forked",
@@ -129,9 +144,17 @@ impl Error {
         }
     }
 
+    /// The error itself, where two halves of an operation share one.
+    pub fn inner(&self) -> &Self {
+        match self {
+            Self::Shared(error) => error.inner(),
+            error => error,
+        }
+    }
+
     /// The errno of a failed file operation.
     pub fn errno(&self) -> Option<i32> {
-        match self {
+        match self.inner() {
             Self::Io { source, .. } => source.raw_os_error(),
             _ => None,
         }
@@ -139,7 +162,7 @@ impl Error {
 
     /// The file that the error is about, where it is about one.
     pub fn file(&self) -> Option<&Path> {
-        match self {
+        match self.inner() {
             Self::Io { path, .. } => Some(path),
             Self::Corrupt { file, .. } | Self::Format { file, .. } => Some(file),
             _ => None,

@@ -296,8 +296,9 @@ impl Error {
             Self::StepNotFound { .. } => "step_not_found",
             Self::StepGone { .. } => "step_gone",
             Self::StepOrder { .. } => "step_order",
-            Self::SaveFailed { source, .. } => match source {
+            Self::SaveFailed { source, .. } => match source.inner() {
                 stepwell_core::Error::Leaf { .. } => "unsupported_leaf",
+                stepwell_core::Error::Torn { .. } => "torn_snapshot",
                 _ => "save_failed",
             },
             Self::DurabilityUncertain { .. } => "durability_uncertain",
@@ -319,7 +320,7 @@ impl Error {
                 stepwell_reshard::Error::Index { .. } => "corrupt_checkpoint",
                 _ => "invalid",
             },
-            Self::Core(error) => match error {
+            Self::Core(error) => match error.inner() {
                 stepwell_core::Error::Corrupt { .. } => "corrupt_checkpoint",
                 stepwell_core::Error::Leaf { .. } => "unsupported_leaf",
                 stepwell_core::Error::Forked(_) => "forked_process",
@@ -334,8 +335,8 @@ impl Error {
         match self {
             Self::SaveFailed { source, .. }
             | Self::DurabilityUncertain { source, .. }
-            | Self::NoStagingMemory { source, .. } => Some(source),
-            Self::Core(error) => Some(error),
+            | Self::NoStagingMemory { source, .. } => Some(source.inner()),
+            Self::Core(error) => Some(error.inner()),
             Self::Earlier { source, .. } => source.core(),
             _ => None,
         }

@@ -12,6 +12,7 @@ use crate::step_name::StepName;
 
 /// See [`Options::default`] for the defaults: every call saves, nothing is deleted.
 #[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own; no two exclude each other")]
 pub struct Options {
     /// Which calls of `save` write.
     pub save_policy: SavePolicy,
@@ -49,6 +50,8 @@ pub struct Options {
     pub queue_depth: Option<usize>,
     /// How long nothing may happen before a wait gives up.
     pub stall_timeout: Duration,
+    /// For debugging: reads everything that is captured behind a call twice, first while the caller waits, and fails a save of which something was changed in between.
+    pub detect_torn: bool,
     /// The user's metadata of the root; the first writer's stays.
     pub root_metadata: serde_json::Value,
 }
@@ -93,6 +96,7 @@ impl Default for Options {
             capture_threads: None,
             queue_depth: None,
             stall_timeout: Duration::from_secs(600),
+            detect_torn: false,
             root_metadata: serde_json::Value::Null,
         }
     }

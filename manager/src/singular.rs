@@ -121,7 +121,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
                 tracing::warn!(%error, "what a killed save left beside this path stays for now");
             }
         }
-        let (save, ended) = persist::run(job, &parent_dir, &world, &deleter);
+        let (save, ended) = persist::run(job, &parent_dir, &world, &deleter, &|| ());
         let cleaned = guarded("the deleter", || {
             deleter.enqueue(ended.replaced);
             deleter.stop(Duration::from_secs(600));

@@ -5,10 +5,12 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use common::*;
 use stepwell_core::dtype::Dtype;
+use stepwell_core::io::simulated::{Kind, Moment};
 use stepwell_core::provider::HostProvider;
 use stepwell_core::region::Region;
 use stepwell_core::sys::HostSource;
@@ -44,7 +46,7 @@ fn a_save_of_what_nobody_changes_returns_before_it_is_captured() {
     let hold = world.hold_writes();
     let save = manager.save(SaveRequest::new(7, held(&vec![7; 40 << 20]))).unwrap();
     assert!(!save.captured(), "the call waited for the capture");
-    hold.store(false, std::sync::atomic::Ordering::SeqCst);
+    hold.store(false, Ordering::SeqCst);
     save.wait_captured(Some(LONG)).unwrap();
     assert!(save.captured());
     committed(&save);
@@ -72,6 +74,38 @@ fn saves_of_all_kinds_take_turns_and_none_starves_another() {
         assert_filled(&manager, step, 40 << 20);
     }
     manager.close(Some(LONG)).unwrap();
+}
+
+#[test]
+fn a_commit_that_takes_long_keeps_no_later_save_from_being_captured_and_saves_commit_in_order() {
+    let world = World::default();
+    let staging = Options { staging_bytes: Some(16 << 20), max_pending: 6, ..options() };
+    let manager = world.open(staging);
+    // A first step, so that opening and making things is behind us.
+    commit(&manager, 1);
+    let hold = Arc::new(AtomicBool::new(true));
+    let held = Arc::clone(&hold);
+    world.disk.set_hook(Some(Arc::new(move |moment, operation| {
+        let is_commit = operation.kind == Kind::Rename && operation.path.to_string_lossy().contains("tmp");
+        while moment == Moment::Before && is_commit && held.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    })));
+    let slow = save(&manager, 2);
+    // Far more than the slots take: they have to come back.
+    let next = manager.save(SaveRequest::new(3, held_state(3))).unwrap();
+    next.wait_captured(Some(LONG)).unwrap();
+    assert!(!slow.is_done() && !next.is_done());
+    hold.store(false, Ordering::SeqCst);
+    committed(&next);
+    assert!(slow.is_done(), "saves commit in the order of their calls");
+    committed(&slow);
+    assert_filled(&manager, 3, 40 << 20);
+    manager.close(Some(LONG)).unwrap();
+}
+
+fn held_state(value: u8) -> StateSource {
+    held(&vec![value; 40 << 20])
 }
 
 #[test]

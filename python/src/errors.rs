@@ -16,6 +16,7 @@ pub fn raise_manager(py: Python<'_>, error: &ManagerError) -> PyErr {
 
 /// The exception for an error of the engine below it.
 pub fn raise(py: Python<'_>, error: &CoreError) -> PyErr {
+    let error = error.inner();
     let attributes = PyDict::new(py);
     let built = core_attributes(error, &attributes)
         .and_then(|()| make(py, core_kind(error), &error.to_string(), &attributes));
@@ -71,7 +72,7 @@ fn core_attributes(error: &CoreError, attributes: &Bound<'_, PyDict>) -> PyResul
             attributes.set_item("leaf", leaf.as_deref())?;
             attributes.set_item("block", *block)?;
         }
-        CoreError::Leaf { leaf, .. } => attributes.set_item("leaf", leaf)?,
+        CoreError::Leaf { leaf, .. } | CoreError::Torn { leaf } => attributes.set_item("leaf", leaf)?,
         _ => {}
     }
     Ok(())

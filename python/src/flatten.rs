@@ -28,12 +28,22 @@ use crate::values::{Plain, TOO_DEEP, described, exact_scalar, to_value};
 pub enum Leaf {
     /// An array: its elements lie in the held buffer. `immutable`: nobody changes them.
     Array { dtype: Dtype, buffer: HeldBuffer, immutable: bool },
-    /// An array that lies in several buffers, each a box of it, which nobody changes.
-    Sharded { dtype: Dtype, shape: Vec<u64>, shards: Vec<(Region, HeldBuffer)> },
+    /// An array that lies in several buffers, each a box of it.
+    Sharded { dtype: Dtype, shape: Vec<u64>, shards: Vec<Shard> },
     /// A typed value.
     Object(Value),
     /// The same memory, shape, strides and dtype as an earlier leaf.
     Alias(u32),
+}
+
+/// A box of an array, and the buffer that holds it.
+pub struct Shard {
+    /// Where in the whole.
+    pub region: Region,
+    /// Its elements.
+    pub buffer: HeldBuffer,
+    /// Nobody changes them, or not before they are captured.
+    pub immutable: bool,
 }
 
 /// A flattened state.
@@ -504,7 +514,7 @@ impl<'py> Walk<'_, 'py> {
         Ok(())
     }
 
-    /// An array in several buffers: `("sharded", dtype, shape, [(offset, array), …], library)`.
+    /// An array in several buffers: `("sharded", dtype, shape, [(offset, array, whether nobody changes it), …], library)`.
     fn store_shards(
         &mut self,
         parent: Option<u32>,
@@ -523,13 +533,16 @@ impl<'py> Walk<'_, 'py> {
             let held = known.map(|known| self.hold_as(known, &array)).transpose()?.flatten();
             let held = match held {
                 Some((held, buffer, _)) if held == dtype => buffer,
-                Some(_) => return Err(self.refuse(parent, component, py, "its shards differ in dtype")),
+                Some(_) => return Err(self.refuse(parent, component, py, "its parts differ in dtype")),
                 None => HeldBuffer::new(&array, false)?,
             };
             let offset: Vec<u64> = shard.get_item(0)?.extract()?;
-            shards.push((Region { offset: offset.into(), extent: held.dims().into() }, held));
+            let region = Region { offset: offset.into(), extent: held.dims().into() };
+            shards.push(Shard { region, buffer: held, immutable: shard.get_item(2)?.extract()? });
         }
-        self.library = Some(Arc::from(answer.get_item(4)?.extract::<String>()?));
+        if let Some(library) = answer.get_item(4)?.extract::<Option<String>>()? {
+            self.library = Some(Arc::from(library));
+        }
         self.leaf(parent, component, Leaf::Sharded { dtype, shape, shards });
         Ok(())
     }

@@ -57,7 +57,7 @@ mod _core {
     #[pymodule_export]
     use crate::save_handle::SaveHandle;
     #[pymodule_export]
-    use crate::singular::{add_metrics, engine_choice, list_steps, open_path, save_path};
+    use crate::singular::{add_metrics, cuda, engine_choice, list_steps, open_path, save_path};
     #[pymodule_export]
     use crate::state::{State, flatten, is_plain, spans};
 

@@ -12,6 +12,7 @@ use stepwell_manager::{Environment, OnSaveError, Options, Retention, SavePolicy,
 use crate::errors::invalid;
 
 /// What `stepwell.options.to_json` writes: all of it, and nothing else. A name or a type that the two sides do not share is an error, never a default.
+#[expect(clippy::struct_excessive_bools, reason = "flags as the user has written them")]
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Written {
@@ -34,6 +35,7 @@ struct Written {
     queue_depth: Option<usize>,
     /// Seconds, as `silence` and `grace`.
     stall_timeout: f64,
+    detect_torn: bool,
     engine: String,
     root_metadata: serde_json::Value,
 }
@@ -72,6 +74,7 @@ pub fn parse(py: Python<'_>, text: &str) -> PyResult<(Options, Engine)> {
         capture_threads: written.capture_threads,
         queue_depth: written.queue_depth,
         stall_timeout: seconds(py, "stall_timeout", written.stall_timeout)?,
+        detect_torn: written.detect_torn,
         root_metadata: written.root_metadata,
     };
     Ok((options, engine(py, &written.engine)?))

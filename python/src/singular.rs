@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use pyo3::prelude::*;
 
 use stepwell_core::io::{Engine, Purpose};
+use stepwell_core::sys::{Driver, driver};
 use stepwell_manager::root::Standing;
 use stepwell_manager::singular::{self, SingularRequest};
 use stepwell_manager::{Environment, Error, Manager as Engined, Options, metrics, root};
@@ -147,4 +148,17 @@ pub fn engine_choice(
     let environment = call(py, move || options::environment(&path, engine, Purpose::Write))?;
     let choice = environment.disk.choice();
     Ok((choice.engine, choice.direct, choice.alignment, choice.registered, choice.reasons.clone()))
+}
+
+/// The CUDA driver's version and the names of its devices, and `None`; or why there is none that can be used. Asking makes this process one that uses CUDA.
+#[pyfunction]
+pub fn cuda() -> (Option<(i32, Vec<String>)>, Option<String>) {
+    let names = |driver: &'static Driver| -> Result<_, stepwell_core::Error> {
+        let devices = (0..driver.count() as u32).map(|ordinal| Ok(driver.device(ordinal)?.name().to_owned()));
+        Ok((driver.version(), devices.collect::<Result<_, stepwell_core::Error>>()?))
+    };
+    match driver().and_then(names) {
+        Ok(found) => (Some(found), None),
+        Err(error) => (None, Some(error.to_string())),
+    }
 }

@@ -62,8 +62,9 @@ pub fn source(
                 LeafSource::whole(*dtype, buffer.dims(), provider(buffer, *immutable)?)
             }
             Leaf::Sharded { dtype, shape, shards } => {
-                let shards =
-                    shards.iter().map(|(region, buffer)| Ok((region.clone(), provider(buffer, true)?)));
+                let shards = shards
+                    .iter()
+                    .map(|shard| Ok((shard.region.clone(), provider(&shard.buffer, shard.immutable)?)));
                 LeafSource::sharded(*dtype, shape.clone(), shards.collect::<Result<_, Error>>()?)
             }
             Leaf::Object(value) => LeafSource::Object(value.clone()),

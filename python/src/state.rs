@@ -85,7 +85,11 @@ impl State {
             for leaf in &flat.leaves {
                 match leaf {
                     Leaf::Array { buffer, immutable, .. } => see(buffer, *immutable),
-                    Leaf::Sharded { shards, .. } => shards.iter().for_each(|(_, buffer)| see(buffer, true)),
+                    Leaf::Sharded { shards, .. } => {
+                        for shard in shards {
+                            see(&shard.buffer, shard.immutable);
+                        }
+                    }
                     Leaf::Object(_) | Leaf::Alias(_) => {}
                 }
             }
@@ -98,7 +102,7 @@ impl State {
     fn nbytes(&self) -> PyResult<usize> {
         let bytes = |leaf: &Leaf| match leaf {
             Leaf::Array { buffer, .. } => buffer.nbytes(),
-            Leaf::Sharded { shards, .. } => shards.iter().map(|(_, buffer)| buffer.nbytes()).sum(),
+            Leaf::Sharded { shards, .. } => shards.iter().map(|shard| shard.buffer.nbytes()).sum(),
             Leaf::Object(_) | Leaf::Alias(_) => 0,
         };
         self.with(|flat| flat.leaves.iter().map(bytes).sum())

@@ -45,6 +45,7 @@ from .errors import (
     StepOrder,
     StepwellError,
     StorageError,
+    TornSnapshot,
     UnsupportedLeaf,
 )
 
@@ -56,6 +57,7 @@ if _TYPE_CHECKING:
     from .pending import Save, SaveStats
     from .plan import ItemPlan, RestorePlan
     from .policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
+    from .providers import Chunk, StateProvider
     from .registry import StoredEnum, register
     from .report import RestoreReport
     from .retention import (
@@ -79,6 +81,7 @@ _MODULES = {
     "pending": "Save SaveStats",
     "plan": "ItemPlan RestorePlan",
     "policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
+    "providers": "Chunk StateProvider",
     "registry": "StoredEnum register",
     "report": "RestoreReport",
     "retention": "Retention keep_all keep_best keep_every keep_latest keep_newer_than keep_steps",
@@ -111,6 +114,7 @@ __all__ = [
     "Cancelled",
     "Checkpoint",
     "CheckpointManager",
+    "Chunk",
     "ClosedError",
     "CoordinationTimeout",
     "CorruptCheckpoint",
@@ -143,6 +147,7 @@ __all__ = [
     "SavePolicy",
     "SaveStats",
     "StalledError",
+    "StateProvider",
     "StepExists",
     "StepGone",
     "StepName",
@@ -151,6 +156,7 @@ __all__ = [
     "StepwellError",
     "StorageError",
     "StoredEnum",
+    "TornSnapshot",
     "UnsupportedLeaf",
     "VerifyReport",
     "__version__",

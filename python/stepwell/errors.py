@@ -84,6 +84,13 @@ class SaveFailed(StepwellError, OSError):
     kind = "save_failed"
 
 
+class TornSnapshot(SaveFailed):
+    """With ``Options(detect_torn=True)``: a leaf was changed after :meth:`CheckpointManager.save` was called and before it was captured. ``leaf`` says which; the message says where it may be
+    changed."""
+
+    kind = "torn_snapshot"
+
+
 class DurabilityUncertain(StepwellError, OSError):
     """The step was renamed into place, but the last fsync failed: it may not survive a power cut. Look at the disk, and save the same number again: that settles
     it."""
@@ -211,6 +218,7 @@ CORE_KINDS: dict[str, type[StepwellError]] = {
     "limit": FormatError,
     "no_driver": DeviceError,
     "misuse": MisuseError,
+    "torn": TornSnapshot,
 }
 
 

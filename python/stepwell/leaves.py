@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from . import adapters, stateful
+from .providers import describe as describe_provider
+from .providers import is_provider
 from .registry import StoredEnum, is_namedtuple_class, of_class, of_name, stored_name, type_name
 from .specs import NO_PER_RANK, ArraySpec, ObjectSpec, PerRank, Replicated, _AsStored, to_dtype
 
@@ -35,6 +37,7 @@ Description: TypeAlias = (
     | tuple[Literal["fields"], str, str, Pairs]  # namedtuple, dataclass
     | tuple[Literal["stateful"], str, str, Any]  # type, protocol, the state it gave
     | tuple[Literal["custom"], str, Pairs]
+    | tuple[Literal["sharded"], str, list[int], list[Any], str | None]  # dtype, shape, parts, library
     | tuple[Literal["refuse"], str]
 )
 
@@ -72,6 +75,8 @@ def describe(obj: Any) -> Description:
         return ("custom", registered.name, list(dict(registered.flatten(obj)).items()))
     if isinstance(obj, np.ndarray):
         return _array(obj)
+    if is_provider(obj):
+        return describe_provider(obj)
     if isinstance(obj, np.generic):
         return _numpy_scalar(obj)
     if isinstance(obj, enum.Enum):

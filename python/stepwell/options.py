@@ -75,6 +75,9 @@ class Options:
     queue_depth: int | None = None
     #: A wait (for a save, for a read) gives up when nothing at all has happened for so long.
     stall_timeout: float = 600.0
+    #: For debugging: everything that is captured behind :meth:`~stepwell.CheckpointManager.save` is read twice, first before that returns, and a save of which something was changed in between
+    #: fails with :class:`~stepwell.TornSnapshot`, which names the leaf.
+    detect_torn: bool = False
     #: Which engine reads and writes: ``"auto"``, ``"uring"``, ``"threads"`` or ``"buffered"``.
     engine: Literal["auto", "uring", "threads", "buffered"] = "auto"
     #: JSON that belongs to the root; that of the first writer stays.
@@ -95,6 +98,7 @@ class Options:
         if self.queue_depth is not None:
             whole(self.queue_depth, "queue_depth", 1, 4096)
         stall_seconds(self.stall_timeout)
+        flag(self.detect_torn, "detect_torn")
         one_of(self.engine, "engine", ENGINES)
         plain_json(self.root_metadata, "root_metadata")
 
@@ -136,6 +140,7 @@ def to_json(
             "capture_threads": options.capture_threads,
             "queue_depth": options.queue_depth,
             "stall_timeout": stall_seconds(options.stall_timeout),
+            "detect_torn": options.detect_torn,
             "engine": options.engine,
             "root_metadata": None
             if options.root_metadata is None

@@ -164,8 +164,9 @@ def add_metrics(root: Path, step: int, metrics: Mapping[str, Any]) -> None:
         _core.add_metrics(where, step_number(step), real_numbers(metrics))
 
 
-def engine_info(path: Path | None = None) -> dict[str, Any]:
-    """Which engine serves ``path`` (default: the working directory), why, and versions."""
+def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, Any]:
+    """Which engine serves ``path`` (default: the working directory), why, and versions. ``cuda``: which CUDA driver and devices it would copy from, too, or why none (``"cuda"``); asking that makes
+    this process one that uses CUDA, which cannot be used any more in what it forks."""
     import platform
 
     import ml_dtypes
@@ -174,7 +175,7 @@ def engine_info(path: Path | None = None) -> dict[str, Any]:
     engine, direct, alignment, registered, reasons = _core.engine_choice(
         absolute("." if path is None else path)
     )
-    return {
+    found = {
         "engine": engine,
         "direct": direct,
         "alignment": alignment,
@@ -186,6 +187,10 @@ def engine_info(path: Path | None = None) -> dict[str, Any]:
         "ml_dtypes": ml_dtypes.__version__,
         "kernel": platform.release(),
     }
+    if cuda:
+        there, why_not = _core.cuda()
+        found["cuda"] = why_not if there is None else {"driver": there[0], "devices": there[1]}
+    return found
 
 
 def watch(

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from . import adapters, stateful
+from . import adapters, providers, stateful
 from ._core import MAX_DEPTH
 from .errors import MismatchError, MisuseError, StepwellError, UnsupportedLeaf
 from .leaves import describe
@@ -314,7 +314,7 @@ def _target(value: Any, path: str) -> adapters.Target | None:
     """What a framework's array wants; a tensor that cannot be restored into is refused by path."""
     try:
         with naming(path, "its sharding does not fit it"):
-            return adapters.target(value)
+            return providers.target(value) if providers.is_provider(value) else adapters.target(value)
     except UnsupportedLeaf as error:
         raise _refused(path, str(error)) from error
 

@@ -284,3 +284,30 @@ def test_where_there_is_no_driver_for_it_a_tensor_is_copied_by_torch(
         found = mgr.restore(0)
         assert (found["plain"] == np.arange(10)).all()
         assert (found["expanded"] == np.arange(10)).all()
+
+
+def test_what_a_process_would_copy_from_is_told(cuda: FakeCuda) -> None:
+    assert sw.engine_info(cuda=True)["cuda"] == {"driver": 13000, "devices": ["Fake GPU 0", "Fake GPU 1"]}
+
+
+def test_what_is_changed_unguarded_is_found_and_named_where_that_is_asked_for(
+    cuda: FakeCuda, root: Path
+) -> None:
+    first, second = (cuda.tensor(np.zeros(1 << 21, np.float32)) for _ in range(2))
+    with sw.CheckpointManager(root, staging_bytes=16 << 20, options=sw.Options(detect_torn=True)) as mgr:
+        cuda.random(1, 20_000)
+        other = cuda.stream()
+        saved = []
+        for step in range(50):
+            save = mgr.save(step, {"params": {"a": first, "b": second}}, snapshot="lazy")
+            # Before its capture, or after it, as it comes.
+            cuda.update(second, 2 + step, other)
+            torn = save.exception()
+            if torn is not None:
+                break
+            saved.append(step)
+        assert isinstance(torn, sw.TornSnapshot)
+        assert "`params/b` was changed after save() was called" in str(torn)
+        assert torn.leaf == "params/b"
+        assert mgr.all_steps() == saved
+    cuda.violations()

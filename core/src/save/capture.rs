@@ -15,6 +15,7 @@ use std::time::Instant;
 use super::SaveOptions;
 use super::link::Link;
 use super::progress::Progress;
+use super::torn::FirstReading;
 use super::windows::{Leaf, Part, Source, Windows};
 use crate::deadline::deadline_after;
 use crate::format::index::Index;
@@ -75,6 +76,8 @@ pub struct Capture {
     /// The devices that copy.
     queues: Vec<Arc<dyn CopyQueue>>,
     starts: Arc<Starts>,
+    /// What was there at first, where that is compared.
+    first: Option<Arc<FirstReading>>,
     link: Arc<Link>,
     progress: Arc<Progress>,
 }
@@ -95,7 +98,8 @@ impl Capture {
         let due = due(&parts.windows, &queues);
         let starts = Arc::new(Starts { left: AtomicUsize::new(due.len()), call: Mutex::new(None) });
         let (soon, later) = due.into_iter().partition(|due| due.haste > Haste::Later);
-        Self { parts: Some(parts), soon, later, arriving: VecDeque::new(), queues, starts, link, progress }
+        let arriving = VecDeque::new();
+        Self { parts: Some(parts), soon, later, arriving, queues, starts, first: None, link, progress }
     }
 
     /// The save's counters.
@@ -130,6 +134,26 @@ impl Capture {
         if self.starts.left.load(Ordering::Acquire) == 0 {
             self.starts.over();
         }
+    }
+
+    /// Reads what is to be captured behind the call, here and now, and has the capture compare: what has changed by then fails the save ([`Error::Torn`]). It takes as long as capturing all
+    /// of it would.
+    pub fn read_first(&mut self) -> Result<()> {
+        let Some(parts) = &self.parts else { return Ok(()) };
+        self.adopt(&parts.pool);
+        let stall = parts.options.stall_timeout;
+        let mut first = FirstReading::default();
+        for due in self.soon.iter().chain(&self.later).filter(|due| due.haste < Haste::Captured) {
+            let (slot, _) = parts.pool.acquire(stall, parts.link.patience(), || parts.link.unwanted())?;
+            let window = due.window as usize;
+            let slot = match fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)? {
+                Filled::Full(slot) => slot,
+                Filled::Pending(slot) => slot.wait(deadline_after(stall))?,
+            };
+            first.note(&parts.windows, due.window, slot.bytes());
+        }
+        self.first = Some(Arc::new(first));
+        Ok(())
     }
 
     /// Copies everything that is left, on this thread and on helpers; returns when every byte is in a slot (or in a file already), and the sources may change.
@@ -178,6 +202,7 @@ impl Capture {
             lanes,
             workers: AtomicUsize::new(0),
             starts: Arc::clone(&self.starts),
+            first: self.first.clone(),
             arriving: Mutex::new(std::mem::take(&mut self.arriving)),
             error: Mutex::new(None),
             door: Arc::default(),
@@ -188,7 +213,7 @@ impl Capture {
         job.work();
         job.door.close();
         let error = job.error.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let error = error.or_else(|| self.link.cancelled());
+        let error = error.map(Error::Shared).or_else(|| self.link.cancelled());
         // All helpers have left, and none comes in any more: this is the only handle.
         if let Some(Job { parts, arriving, .. }) = Arc::into_inner(job) {
             self.arriving = arriving.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -321,10 +346,11 @@ struct Job {
     /// How many threads have come.
     workers: AtomicUsize,
     starts: Arc<Starts>,
+    first: Option<Arc<FirstReading>>,
     /// Windows that were started before, and then those that nobody has to wait for.
     arriving: Mutex<VecDeque<(Due, Slot<Pending>)>>,
-    /// The first failure.
-    error: Mutex<Option<Error>>,
+    /// The first failure; the flush has it too.
+    error: Mutex<Option<Arc<Error>>>,
     door: Arc<Door>,
 }
 
@@ -337,15 +363,14 @@ impl Task for Job {
             Ok(Err(error)) => error,
             Err(panic) => Error::Misuse(format!("a state provider panicked: {}", message(&*panic))),
         };
-        self.parts.link.stop(match &error {
-            Error::Cancelled(why) => why.clone(),
-            error => format!("the capture failed: {error}"),
-        });
-        let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);
-        // A cancellation is the consequence of something else, which may be recorded here by another thread.
-        if first.is_none() && !matches!(error, Error::Cancelled(_)) {
-            *first = Some(error);
+        if let Error::Cancelled(why) = error {
+            // The consequence of something else, which may be recorded here by another thread.
+            self.parts.link.stop(why);
+            return;
         }
+        let error = Arc::new(error);
+        self.parts.link.fail(&error);
+        self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
     }
 
     fn door(&self) -> &Arc<Door> {
@@ -395,7 +420,7 @@ impl Worker<'_> {
             let filled = fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)?;
             self.job.starts.one();
             match filled {
-                Filled::Full(slot) => self.hand_on(window, slot)?,
+                Filled::Full(slot) => self.hand_on(due.window, slot)?,
                 Filled::Pending(slot) => self.pending.push_back((due, slot)),
             }
         }
@@ -448,12 +473,16 @@ impl Worker<'_> {
             return Ok(false);
         };
         let deadline = deadline_after(self.job.parts.options.stall_timeout);
-        self.hand_on(due.window as usize, slot.wait(deadline)?)?;
+        self.hand_on(due.window, slot.wait(deadline)?)?;
         Ok(true)
     }
 
-    fn hand_on(&self, window: usize, slot: Slot<Full>) -> Result<()> {
+    fn hand_on(&self, window: u32, slot: Slot<Full>) -> Result<()> {
         let parts = &self.job.parts;
+        if let Some(first) = &self.job.first {
+            first.check(&parts.windows, window, slot.bytes(), &parts.indexes)?;
+        }
+        let window = window as usize;
         let bytes = parts.windows.list.get(window).map_or(0, |window| window.len);
         parts.progress.captured(bytes);
         if parts.sender.send(Message::Window(window, slot)).is_err() {

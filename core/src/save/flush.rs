@@ -11,11 +11,11 @@ use super::plan::PlannedItem;
 use super::progress::Progress;
 use super::windows::Window;
 use super::{SaveOptions, WrittenItem};
-use crate::Result;
 use crate::format::index::Index;
 use crate::io::{Dir, Disk, NoRoom, Room};
 use crate::staging::StagingPool;
 use crate::sync::Receiver;
+use crate::{Error, Result};
 
 /// What [`Flush::new`] is made of.
 pub(super) struct Parts {
@@ -46,7 +46,7 @@ impl Flush {
     }
 
     /// Writes the data files below `step_dir`, and returns when each is complete and synced. What makes them findable (the directories, the indexes, the
-    /// manifest) is the caller's. [`Error::Cancelled`] if the capture has failed or was dropped.
+    /// manifest) is the caller's. The error of the capture if that has failed, [`Error::Cancelled`] if it was dropped.
     pub fn run(self, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<WrittenItem>> {
         self.run_with_room(disk, step_dir, &mut NoRoom)
     }
@@ -70,7 +70,8 @@ impl Flush {
             }
             Err(error) => {
                 self.parts.link.stop(format!("the flush failed: {error}"));
-                Err(error)
+                let is_ours = !matches!(error, Error::Cancelled(_));
+                Err(if is_ours { error } else { self.parts.link.failure().unwrap_or(error) })
             }
         }
     }

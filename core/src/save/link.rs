@@ -11,10 +11,17 @@ use crate::sync::{AtomicBool, Mutex};
 /// Shared by [`super::Capture`] and [`super::Flush`].
 pub(super) struct Link {
     stopped: AtomicBool,
-    cause: Mutex<Option<String>>,
+    cause: Mutex<Option<Cause>>,
     /// Set by whoever called for the save, when it is wanted no more.
     unwanted: Option<Arc<atomic::AtomicBool>>,
     pool: Arc<StagingPool>,
+}
+
+enum Cause {
+    /// One half ended early.
+    Ended(String),
+    /// The capture failed; what the flush ends by is the same.
+    Failed(Arc<Error>),
 }
 
 impl Link {
@@ -37,7 +44,16 @@ impl Link {
 
     /// Stops both halves. The first cause stays.
     pub(super) fn stop(&self, cause: impl Into<String>) {
-        self.cause.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| cause.into());
+        self.stop_by(Cause::Ended(cause.into()));
+    }
+
+    /// [`Link::stop`] by an error of the capture.
+    pub(super) fn fail(&self, error: &Arc<Error>) {
+        self.stop_by(Cause::Failed(Arc::clone(error)));
+    }
+
+    fn stop_by(&self, cause: Cause) {
+        self.cause.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(cause);
         self.stopped.store(true, Ordering::Release);
         self.pool.wake();
     }
@@ -48,6 +64,18 @@ impl Link {
             return None;
         }
         let cause = self.cause.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(Error::Cancelled(cause.clone().unwrap_or_default()))
+        Some(Error::Cancelled(match &*cause {
+            Some(Cause::Ended(why)) => why.clone(),
+            Some(Cause::Failed(error)) => format!("the capture failed: {error}"),
+            None => String::new(),
+        }))
+    }
+
+    /// The error of the capture, where that is why the flush ended.
+    pub(super) fn failure(&self) -> Option<Error> {
+        match &*self.cause.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(Cause::Failed(error)) => Some(Error::Shared(Arc::clone(error))),
+            _ => None,
+        }
     }
 }

@@ -21,6 +21,7 @@ mod plan;
 mod progress;
 #[cfg(test)]
 mod tests;
+mod torn;
 mod windows;
 
 use std::sync::Arc;

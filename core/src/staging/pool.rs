@@ -150,7 +150,7 @@ impl StagingPool {
     }
 
     /// Whether somebody waits for a slot, or is about to.
-    pub(crate) fn starved(&self) -> bool {
+    pub fn is_starved(&self) -> bool {
         let state = self.shared.lock();
         !state.queue.is_empty() || state.free.len() < MIN_SLOTS
     }

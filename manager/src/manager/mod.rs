@@ -5,7 +5,7 @@
 //! | `open` | opens a root as its writer or as a reader; closes it |
 //! | `saving` | `save`: checks, capture on the caller's thread, hand-over to the persister |
 //! | `capturer` | the one thread that captures what saves have left for later |
-//! | `persister` | the one thread that writes and commits, first in, first out |
+//! | `persister` | the threads that write and commit, first in, first out |
 //! | `retaining` | retention, after each commit |
 //! | `trail` | what was saved and restored, in order |
 //! | `queries` | what is there: steps, metrics, metadata, plans |
@@ -47,6 +47,7 @@ mod saving;
 mod trail;
 
 pub use changes::Hold;
+use persister::Turns;
 pub use queries::{ItemReport, StepReport};
 use retaining::Inspection;
 pub use saving::Decision;
@@ -170,7 +171,8 @@ struct State {
     retiring: BTreeSet<u64>,
     /// Steps that pending saves are to replace, one for each save. A [`Hold`] waits for those too.
     replacing: Vec<u64>,
-    thread: Option<JoinHandle<()>>,
+    persisters: Vec<JoinHandle<()>>,
+    turns: Turns,
     capturer: Option<JoinHandle<()>>,
     /// The staging memory, from the first use until nothing is left to save.
     pool: Option<Arc<StagingPool>>,

@@ -319,9 +319,11 @@ impl Inner {
         if drained.is_ok() {
             let threads = {
                 let mut state = self.lock();
-                [state.capturer.take(), state.thread.take()]
+                let mut threads = std::mem::take(&mut state.persisters);
+                threads.extend(state.capturer.take());
+                threads
             };
-            for thread in threads.into_iter().flatten() {
+            for thread in threads {
                 // It has nothing left to do but to see that.
                 let _ = thread.join();
             }

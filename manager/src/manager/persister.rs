@@ -1,34 +1,60 @@
-//! The persister: one thread per manager that writes and commits, first in, first out, and has retention applied after each commit.
+//! The persister: writes and commits, first in, first out, and has retention applied after each commit.
+//!
+//! Two threads take turns. One save is written at a time, one is committed at a time, in the order of their calls. A save whose commit takes long (other ranks are slow)
+//! does not keep the next one from being written where that one's capture waits for staging memory: slots come back by writes, never by a commit. Where nobody waits for
+//! memory, the next one is written after the commit, so that it finds the files of the step that retention has retired ([`crate::spares`]).
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use super::Inner;
+use stepwell_core::sys::spawn;
+
+use super::{Inner, State};
 use crate::commit::Existing;
 use crate::error::{Error, Result};
 use crate::guard::guarded;
 use crate::save::Outcome;
+use crate::save::job::Job;
 use crate::save::persist::{self, Ended};
 
+/// How often it is looked whether somebody waits for staging memory, while a commit goes on.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Whose turn it is. Saves are numbered as they are taken from the queue.
+#[derive(Default)]
+pub(super) struct Turns {
+    /// How many have been taken, and how many have ended.
+    taken: u64,
+    ended: u64,
+    /// One is being written.
+    writing: bool,
+}
+
 impl Inner {
-    /// The body of the persister's thread. It ends when it is told to and nothing is left.
-    pub(super) fn persist(self: &Arc<Self>) {
-        loop {
-            let job = {
-                let mut state = self.lock();
-                loop {
-                    if let Some(job) = state.queue.pop_front() {
-                        break job;
-                    }
-                    if state.stop {
-                        return;
-                    }
-                    let wait = self.changed.wait_timeout(state, Duration::from_secs(60));
-                    state = wait.unwrap_or_else(PoisonError::into_inner).0;
-                }
-            };
+    /// Has a thread there for one more save, and a second one where the first may be busy with a commit.
+    pub(super) fn start_persister(self: &Arc<Self>, state: &mut State) -> Result<()> {
+        let others = state.queue.len() as u64 + state.turns.taken - state.turns.ended;
+        if state.persisters.len() < 2 && state.persisters.len() as u64 <= others {
+            let inner = Arc::clone(self);
+            let thread = spawn("stepwell-persist", move || inner.persist())
+                .map_err(|error| stepwell_core::Error::io("start a thread for", &self.path, error))?;
+            state.persisters.push(thread);
+        }
+        Ok(())
+    }
+
+    /// The body of a persister's thread. It ends when it is told to and nothing is left.
+    fn persist(self: &Arc<Self>) {
+        while let Some((job, turn)) = self.next_job() {
             let replaces = job.plan.existing == Existing::Replace;
-            let (save, ended) = persist::run(job, &self.root, &self.environment, &self.deleter);
+            let written = || {
+                self.lock().turns.writing = false;
+                self.changed.notify_all();
+                self.wait_for_turn(turn);
+            };
+            let (save, ended) = persist::run(job, &self.root, &self.environment, &self.deleter, &written);
+            // Where it was not written.
+            self.wait_for_turn(turn);
             let Ended { outcome, replaced } = ended;
             // A failure to clean up is no failure of the save, nor is a defect: it is settled in any case.
             let cleaned = guarded("what follows a save", || self.follow_up(save.step(), &outcome, replaced));
@@ -48,10 +74,49 @@ impl Inner {
                 if failed {
                     state.failed.push(save.clone());
                 }
+                state.turns.ended += 1;
+                // Where it failed before it was written, or as it was: nobody else writes while its turn has not come.
+                if state.turns.taken == state.turns.ended {
+                    state.turns.writing = false;
+                }
                 callbacks
             };
             save.call(callbacks);
             self.changed.notify_all();
+        }
+    }
+
+    /// The next save to be written, once it may be; `None` when there will be none.
+    fn next_job(&self) -> Option<(Job, u64)> {
+        let mut state = self.lock();
+        loop {
+            let alone = state.turns.taken == state.turns.ended;
+            let may =
+                alone || (!state.turns.writing && state.pool.as_ref().is_some_and(|pool| pool.is_starved()));
+            if may && let Some(job) = state.queue.pop_front() {
+                let turn = state.turns.taken;
+                state.turns.taken += 1;
+                state.turns.writing = true;
+                return Some((job, turn));
+            }
+            if state.stop && state.queue.is_empty() {
+                return None;
+            }
+            let pause =
+                if state.queue.is_empty() || state.turns.writing { Duration::from_secs(60) } else { LOOK };
+            state = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Waits until all saves before this one have ended; each of them does, by its own deadlines.
+    fn wait_for_turn(&self, turn: u64) {
+        let mut state = self.lock();
+        while state.turns.ended < turn {
+            state = self
+                .changed
+                .wait_timeout(state, Duration::from_secs(60))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 

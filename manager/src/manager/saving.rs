@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::limits::MAX_STEP;
 use stepwell_core::staging::StagingPool;
-use stepwell_core::sys::{driver, spawn};
+use stepwell_core::sys::driver;
 
 use super::{Exists, Inner, Manager, SaveRequest, State};
 use crate::commit::Existing;
@@ -345,16 +345,6 @@ impl Inner {
 
     pub(super) fn pool(&self) -> Arc<StagingPool> {
         Arc::clone(self.lock().pool.get_or_insert_with(|| self.environment.pool()))
-    }
-
-    fn start_persister(self: &Arc<Self>, state: &mut State) -> Result<()> {
-        if state.thread.is_none() {
-            let inner = Arc::clone(self);
-            let thread = spawn("stepwell-persist", move || inner.persist())
-                .map_err(|error| stepwell_core::Error::io("start a thread for", &self.path, error))?;
-            state.thread = Some(thread);
-        }
-        Ok(())
     }
 }
 

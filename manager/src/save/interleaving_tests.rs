@@ -204,7 +204,7 @@ fn save(trouble: Trouble) {
     let persister = thread::spawn(move || {
         let deleter =
             Arc::new(Deleter::new(Arc::clone(&root), Arc::clone(&environment.clock), Duration::ZERO));
-        let (save, ended) = persist::run(job, &root, &environment, &deleter);
+        let (save, ended) = persist::run(job, &root, &environment, &deleter, &|| ());
         let callbacks = save.settle(ended.outcome);
         save.call(callbacks);
     });

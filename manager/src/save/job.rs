@@ -106,11 +106,15 @@ pub(crate) fn prepare(
     pool: &Arc<StagingPool>,
     order: Order,
 ) -> Result<Prepared> {
-    let prepared = plan(environment, options, pool, order)?;
+    let mut prepared = plan(environment, options, pool, order)?;
     prepared.follow()?;
     // What the caller does not wait for, the memory for it is not made here either: two slots are enough to begin with.
     let hurry = prepared.has_eager();
     ensure_memory(pool, options, if hurry { prepared.tensor_bytes } else { 0 })?;
+    if options.detect_torn {
+        let step = prepared.draft.step;
+        prepared.capture.read_first().map_err(|source| Error::SaveFailed { step, source })?;
+    }
     Ok(prepared)
 }
 
@@ -235,7 +239,7 @@ impl Capturing {
             Err(error) => error,
         };
         save.set_captured(false);
-        let cancelled = matches!(error, stepwell_core::Error::Cancelled(_));
+        let cancelled = matches!(error.inner(), stepwell_core::Error::Cancelled(_));
         if cancelled && !save.cancel_flag().load(Ordering::Acquire) {
             // The flush failed first; its error is the save's outcome, and told as every failure in the background is.
             return Ok((save, None));
@@ -246,9 +250,9 @@ impl Capturing {
         if !waits || save.wait(Some(stall_timeout)).is_err() {
             save.acknowledge();
         }
-        Err(match error {
-            error @ (stepwell_core::Error::Leaf { .. } | stepwell_core::Error::Forked(_)) => error.into(),
-            source => Error::SaveFailed { step: save.step(), source },
+        Err(match error.inner() {
+            stepwell_core::Error::Leaf { .. } | stepwell_core::Error::Forked(_) => error.into(),
+            _ => Error::SaveFailed { step: save.step(), source: error },
         })
     }
 }

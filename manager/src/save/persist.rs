@@ -27,16 +27,17 @@ pub(crate) struct Ended {
     pub replaced: Option<String>,
 }
 
-/// Runs a job to its end. A panic of the engine becomes a failure of the save.
+/// Runs a job to its end. A panic of the engine becomes a failure of the save. `written` is called once its data is durable, before anything else is done with it.
 pub(crate) fn run(
     job: Job,
     root: &Arc<dyn Dir>,
     environment: &Environment,
     deleter: &Arc<Deleter>,
+    written: &dyn Fn(),
 ) -> (Save, Ended) {
     let save = job.save.clone();
     let step = save.step();
-    let ended = guarded("the engine", || commit(job, root, environment, deleter));
+    let ended = guarded("the engine", || commit(job, root, environment, deleter, written));
     let ended = ended.unwrap_or_else(|source| {
         // It may have panicked after the rename: nothing is claimed.
         Ended {
@@ -47,7 +48,13 @@ pub(crate) fn run(
     (save, ended)
 }
 
-fn commit(job: Job, root: &Arc<dyn Dir>, environment: &Environment, deleter: &Arc<Deleter>) -> Ended {
+fn commit(
+    job: Job,
+    root: &Arc<dyn Dir>,
+    environment: &Environment,
+    deleter: &Arc<Deleter>,
+    written: &dyn Fn(),
+) -> Ended {
     let Job { save, plan, draft, flush, queued } = job;
     let _span = tracing::info_span!("save", step = save.step()).entered();
     save.set_stats(|stats| stats.queued_seconds = queued.elapsed().as_secs_f64());
@@ -55,7 +62,8 @@ fn commit(job: Job, root: &Arc<dyn Dir>, environment: &Environment, deleter: &Ar
     let round = format!("{session}-{}", plan.attempt.counter);
     let temporary = plan.temporary.clone();
     let mut machine = Machine::new(plan, draft);
-    let mut world = SaveWorld { root, environment, deleter, temporary, flush: Some(flush), session, round };
+    let mut world =
+        SaveWorld { root, environment, deleter, temporary, flush: Some(flush), written, session, round };
     let result = commit::run(&mut machine, root, &*environment.clock, &mut world);
     let files = save.stats().files;
     save.set_stats(|stats| {
@@ -92,6 +100,7 @@ struct SaveWorld<'a> {
     /// Its directory while it is written.
     temporary: String,
     flush: Option<Flush>,
+    written: &'a dyn Fn(),
     session: String,
     round: String,
 }
@@ -134,6 +143,7 @@ impl World for SaveWorld<'_> {
         self.deleter.give_up_spares();
         let written = written?;
         synced?;
+        (self.written)();
         Ok(written
             .into_iter()
             .map(|item| ItemPart { dir: item.dir, index: item.index, tensor_bytes: item.tensor_bytes })

@@ -1,7 +1,7 @@
 """What this package knows of JAX: arrays in and out, their shardings, and registered pytrees. Imported only where jax is.
 
 An array is never changed, so it is captured after a save has returned: it is held by an export of its buffer, under which a donating call leaves it as it is. (A bare
-pointer would see the values of the next step.) An array over several devices of this process is stored shard by shard, each byte once. A registered
+pointer would see the values of the next step.) That is so on the CPU; on a CUDA device it is tried, once for each, and where it is not so, arrays are copied before a save returns. An array over several devices of this process is stored shard by shard, each byte once. A registered
 pytree node is taken apart as JAX does it; what it does not hand out (static fields), and functions, come from the target.
 """
 
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
 
-from .. import _core
+from .. import _core, lifecycle
 from ..errors import DonatedBuffer, MismatchError, MisuseError
 from ..paths import extend, starts_with
 from ..specs import AS_STORED, ArraySpec
@@ -23,6 +25,9 @@ from . import Box, DoesNotFit, Opened, Target
 
 #: An array never changes, and on the CPU it is made without a copy.
 TAKES_OVER = True
+
+#: What DLPack calls a CUDA device.
+_CUDA = 2
 
 #: The stored name of a typed PRNG key.
 KEY = "jax.random.key"
@@ -38,13 +43,56 @@ def _capsule() -> Callable[[Any], Any]:
     return lambda array: array.__dlpack__()
 
 
+def _on_device(array: Any, stream: int) -> Any:
+    """A capsule of an array on a CUDA device, for which that stream waits; ``None`` where holding it would not keep it as it is."""
+    device = next(iter(array.devices()))
+    return array.__dlpack__(stream=stream) if _hold_protects(device) else None
+
+
+@cache
+def _hold_protects(device: Any) -> bool:
+    """Whether a donating call leaves an array alone that is held, on that device. Tried: where it gets the memory of the array, or something else does that is made later, it
+    does not."""
+    try:
+        array = jax.device_put(np.zeros(4096, np.float32), device)
+        held = array.__dlpack__()
+        address = array.unsafe_buffer_pointer()
+        donate = jax.jit(lambda one: one + 1, donate_argnums=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it could not be donated, which is what is hoped for
+            made = [donate(array)]
+            made += [jax.device_put(np.ones(4096, np.float32), device) for _ in range(8)]
+        protects = all(one.block_until_ready().unsafe_buffer_pointer() != address for one in made)
+        del held
+    except Exception as failure:
+        lifecycle.log(
+            30,
+            "stepwell.jax",
+            f"{device}: whether arrays can be held there cannot be told ({failure}); they are copied before save() returns",
+        )
+        return False
+    if not protects:
+        lifecycle.log(
+            30,
+            "stepwell.jax",
+            f"{device}: a donated array does not stay as it is while it is held; arrays are copied before save() returns",
+        )
+    return protects
+
+
 with contextlib.suppress(ImportError):
     # Asking an array for its class would make one, and with it start the backend.
     from jax._src.array import ArrayImpl
 
     # The buffer of an array over several devices would be that of its first shard.
     _core.array_type(
-        ArrayImpl, "jax", True, _capsule(), True, ("sharding", jax.sharding.SingleDeviceSharding)
+        ArrayImpl,
+        "jax",
+        True,
+        _capsule(),
+        True,
+        ("sharding", jax.sharding.SingleDeviceSharding),
+        _on_device,
     )
 
 
@@ -98,7 +146,7 @@ def _array(array: Any) -> Any:
     held = bool(shards) and _can_be_held(shards[0].data)
     if held or len(shards) > 1:
         parts = [
-            (_box(shard.index, array.shape)[0], shard.data if held else np.asarray(shard.data))
+            (_box(shard.index, array.shape)[0], shard.data if held else np.asarray(shard.data), True)
             for shard in shards
         ]
         return ("sharded", name, list(array.shape), parts, "jax")
@@ -107,7 +155,8 @@ def _array(array: Any) -> Any:
 
 def _can_be_held(array: Any) -> bool:
     if any(device.platform != "cpu" for device in array.devices()):
-        return False
+        is_cuda = array.__dlpack_device__()[0] == _CUDA and _core.cuda()[1] is None
+        return is_cuda and all(_hold_protects(device) for device in array.devices())
     try:
         memoryview(array)
     except (BufferError, TypeError):

@@ -183,3 +183,34 @@ fn a_stream_on_which_a_graph_is_captured_is_refused_and_nothing_is_begun() {
     stream.capturing(false);
     committed(&save);
 }
+
+#[test]
+fn what_is_changed_before_it_is_captured_is_found_and_named_where_that_is_asked_for() {
+    let fake = FakeCuda::alone();
+    let world = World::detecting(12);
+    let stream = fake.stream(0);
+    let arrays = arrays(&fake, &stream, &LENGTHS, 1);
+    committed(&world.save(1, lazily(&arrays), &[&stream]));
+    // Guarded, nothing is found.
+    let save = world.save(2, lazily(&arrays), &[&stream]);
+    guard(&save, &[&stream]);
+    update(&stream, &arrays, 2);
+    committed(&save);
+    assert_version(&fake, &world.read(2), 1);
+    stream.synchronize();
+    // Unguarded: the capture comes after the update, which stands before it on the device.
+    fake.forgive();
+    let held = world.hold_writes();
+    let filling = world.save(3, lazily(&arrays), &[&stream]);
+    let torn = world.save(4, lazily(&arrays), &[&stream]);
+    filling.wait_started(Some(LONG)).unwrap();
+    stream.update(&arrays[3], 3);
+    stream.synchronize();
+    held.store(false, Ordering::SeqCst);
+    committed(&filling);
+    let outcome = torn.wait(Some(LONG)).unwrap();
+    let Some(stepwell_manager::Outcome::NotCommitted(error)) = outcome else { panic!("{outcome:?}") };
+    assert_eq!(error.kind(), "torn_snapshot", "{error}");
+    assert!(error.to_string().contains("`3` was changed after save()"), "{error}");
+    world.assert_idle();
+}

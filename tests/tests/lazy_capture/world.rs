@@ -37,7 +37,16 @@ impl World {
         Self::with(slots, LONG)
     }
 
+    /// That reads what is captured late twice.
+    pub fn detecting(slots: usize) -> Self {
+        Self::of(slots, Options { detect_torn: true, stall_timeout: LONG, ..Options::default() })
+    }
+
     pub fn with(slots: usize, stall_timeout: Duration) -> Self {
+        Self::of(slots, Options { stall_timeout, ..Options::default() })
+    }
+
+    fn of(slots: usize, options: Options) -> Self {
         let disk = SimDisk::new();
         let ring = StagingPool::of_slots(slots, SLOT).unwrap();
         let environment = Environment {
@@ -45,11 +54,10 @@ impl World {
             ..Environment::single_process(Arc::new(disk.clone()))
         };
         let options = Options {
-            stall_timeout,
             staging_bytes: Some((slots * SLOT) as u64),
             max_pending: 8,
             chunk_bytes: 300 << 10,
-            ..Options::default()
+            ..options
         };
         let manager = Manager::open(Path::new(ROOT), options, environment).unwrap();
         Self { disk, ring, manager }

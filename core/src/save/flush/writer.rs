@@ -290,7 +290,7 @@ impl Writer<'_> {
 
     /// Checksums one window, if now is the time: when the capture is over, or waits for slots. Whether there was one.
     fn checksum_one(&mut self) -> Result<bool> {
-        let starved = !self.captured() && self.parts.pool.starved();
+        let starved = !self.captured() && self.parts.pool.is_starved();
         if !self.captured() && !starved {
             return Ok(false);
         }
