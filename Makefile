@@ -105,6 +105,11 @@ test-python: build ## the Python tests
 	$(BIN)/python -m pytest -rs tests/python
 	$(BIN)/python -m pytest -rs tests/frameworks
 	$(BIN)/python -m pytest -rs tests/fake_cuda
+	$(BIN)/python -m pytest -rs tests/gpu
+
+.PHONY: test-gpu
+test-gpu: build ## tensors and arrays on a CUDA device (says that it is skipped where there is none)
+	$(BIN)/python -m pytest -rs tests/gpu
 
 .PHONY: test-disks
 test-disks: $(VENV)/.tools ## power cuts, crash states and full disks on real file systems (about 4 minutes; what is missing here is said)
@@ -142,6 +147,14 @@ bench-peers: build bench-tools ## tensors and JAX arrays against Orbax, DCP, tor
 .PHONY: bench-scale
 bench-scale: build bench-tools ## what must stay small: many leaves, many steps, saves of JAX arrays, the import (about 10 minutes)
 	$(BIN)/python tests/bench/scale.py $(ARGS)
+
+.PHONY: bench-lazy
+bench-lazy: build ## what lazy capture costs the host, over a fake CUDA driver (half a minute)
+	$(BIN)/python tests/fake_cuda/bench.py
+
+.PHONY: bench-gpu
+bench-gpu: build ## lazy capture against the copy rate of the device, the raw disk and the peers (needs a CUDA device)
+	$(BIN)/python tests/gpu/bench.py $(ARGS)
 
 .PHONY: bench-tools
 bench-tools: build

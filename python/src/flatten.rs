@@ -442,8 +442,11 @@ impl<'py> Walk<'_, 'py> {
         }
         let Ok(capsule) = known.capsule.bind(object.py()).call1((object,)) else { return Ok(None) };
         let Ok((dtype, mut buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
-        // Where there is no driver that could copy it, the package knows another way.
+        // Where there is no driver that could copy it, or it would have to element by element, the package knows another way.
         let Ok(device) = device_of(&buffer) else { return Ok(None) };
+        if device.is_some() && buffer.is_broadcast() {
+            return Ok(None);
+        }
         if let Some((device, on_device)) = device.zip(known.on_device.as_ref()) {
             let Ok(stream) = device.copy_stream() else { return Ok(None) };
             let capsule = on_device.bind(object.py()).call1((object, stream))?;

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use stepwell_core::io::Purpose;
 use stepwell_core::sys::spawn;
-use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest};
+use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Planned, Save, SaveRequest};
 
 use crate::ahead::{self, Ahead};
 use crate::checkpoint::Checkpoint;
@@ -134,8 +134,8 @@ impl Manager {
         Ok(Self { inner: Arc::new(inner), stall_timeout, saves: Mutex::default(), closing: OnceLock::new() })
     }
 
-    /// Why `save` would do nothing with a step, and the save that is pending already where that is why; both `None` if it would save. Raises an existing
-    /// step, one below the latest, and earlier failures.
+    /// Why `save` would do nothing with a step, and the save that is pending already where that is why; both `None` if it would save. Then: whether it would replace what is
+    /// there. Raises an existing step, one below the latest, and earlier failures.
     fn decide(
         &self,
         py: Python<'_>,
@@ -143,14 +143,15 @@ impl Manager {
         force: bool,
         exists: &str,
         answers: BTreeMap<String, bool>,
-    ) -> PyResult<(Option<String>, Option<SaveHandle>)> {
+    ) -> PyResult<(Option<String>, Option<SaveHandle>, bool)> {
         let exists = exists_named(exists)?;
         self.check_before_saving(py, step)?;
         let decision = self.query(py, move |inner| inner.decide(step, force, exists, &answers))?;
         Ok(match decision {
-            Decision::Refuse(refusal) => (Some(refusal.to_string()), None),
-            Decision::Pending(save) => (None, Some(SaveHandle::new(save))),
-            Decision::Save | Decision::Replace => (None, None),
+            Decision::Refuse(refusal) => (Some(refusal.to_string()), None, false),
+            Decision::Pending(save) => (None, Some(SaveHandle::new(save)), false),
+            Decision::Save => (None, None, false),
+            Decision::Replace => (None, None, true),
         })
     }
 
@@ -159,7 +160,7 @@ impl Manager {
         py.detach(move || inner.should_save(step, &answers)).map_err(|error| raise_manager(py, &error))
     }
 
-    /// Saves a flattened state, and returns when it is captured. An interrupt ends the save: what raises is told by then, and nothing reads the state any more.
+    /// Saves a flattened state, as [`Manager::decide`] has just answered (`replaces`), and returns when it is captured. An interrupt ends the save: what raises is told by then, and nothing reads the state any more.
     #[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
     fn save(
         &self,
@@ -168,12 +169,10 @@ impl Manager {
         state: &State,
         metrics: BTreeMap<String, f64>,
         custom_metadata: &str,
-        force: bool,
-        exists: &str,
+        replaces: bool,
         snapshot: &str,
         streams: HashMap<u32, u64>,
         attached: HashSet<usize>,
-        answers: BTreeMap<String, bool>,
         events: &Events,
     ) -> PyResult<SaveHandle> {
         self.check_before_saving(py, step)?;
@@ -186,18 +185,26 @@ impl Manager {
             streams: devices.streams,
             metrics,
             custom_metadata: json(custom_metadata)?,
-            force,
-            exists: exists_named(exists)?,
+            // What these are for is decided.
+            force: true,
+            exists: if replaces { Exists::Replace } else { Exists::Error },
             cancel: Arc::clone(&cancel),
         };
+        let decision = if replaces { Decision::Replace } else { Decision::Save };
         let inner = Arc::clone(&self.inner);
-        let save = wait::until_stopped(
-            py,
-            &cancel,
-            move || inner.save_with(request, &answers),
-            // Captured whole before it could be stopped: it goes on, and the manager tells of its failure as of any other's.
-            |late| late.into_iter().for_each(|save| self.remember(&save)),
-        )?
+        let planned = py.detach(|| inner.plan_save(request, decision));
+        let save = match planned.map_err(|error| raise_manager(py, &error))? {
+            Planned::Over(save) => Ok(save),
+            // Nothing to wait for: a thread of its own would take longer than what it does.
+            Planned::Ready(ready) if inner.begins_at_once(&ready) => py.detach(|| inner.begin(*ready)),
+            Planned::Ready(ready) => wait::until_stopped(
+                py,
+                &cancel,
+                move || inner.begin(*ready),
+                // Captured whole before it could be stopped: it goes on, and the manager tells of its failure as of any other's.
+                |late| late.into_iter().for_each(|save| self.remember(&save)),
+            )?,
+        }
         .map_err(|error| raise_manager(py, &error))?;
         self.remember(&save);
         Ok(SaveHandle::new(save))

@@ -106,13 +106,20 @@ impl Snapshot {
             Self::Eager => Haste::Captured,
             Self::Lazy => Haste::Later,
             Self::Auto if immutable => Haste::Later,
-            Self::Auto => match buffer.device() {
-                Some(device) if devices.streams.contains_key(&device) => {
-                    let attached = devices.attached.contains(&(buffer.address() as usize));
-                    if attached { Haste::Later } else { Haste::Started }
+            Self::Auto => {
+                let attached = devices.attached.contains(&(buffer.address() as usize));
+                match buffer.device() {
+                    None if attached => Haste::Later,
+                    Some(device) if devices.streams.contains_key(&device) => {
+                        if attached {
+                            Haste::Later
+                        } else {
+                            Haste::Started
+                        }
+                    }
+                    _ => Haste::Captured,
                 }
-                _ => Haste::Captured,
-            },
+            }
         }
     }
 }

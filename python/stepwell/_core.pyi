@@ -146,7 +146,7 @@ class Manager:
     def __new__(cls, root: _Path, options: str) -> Manager: ...
     def decide(
         self, step: int, force: bool, exists: str, answers: dict[str, bool]
-    ) -> tuple[str | None, SaveHandle | None]: ...
+    ) -> tuple[str | None, SaveHandle | None, bool]: ...
     def should_save(self, step: int, answers: dict[str, bool]) -> bool: ...
     def save(
         self,
@@ -154,12 +154,10 @@ class Manager:
         state: State,
         metrics: dict[str, float],
         custom_metadata: str,
-        force: bool,
-        exists: str,
+        replaces: bool,
         snapshot: str,
         streams: dict[int, int],
         attached: set[int],
-        answers: dict[str, bool],
         events: Events,
     ) -> SaveHandle: ...
     def wait_captured(self) -> None: ...

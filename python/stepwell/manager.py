@@ -178,7 +178,7 @@ class CheckpointManager:
         metadata = metadata_json(custom_metadata)
         with self._lock:
             answers = self._answers(step)
-            refusal, pending = core.decide(step, force, exists, answers)
+            refusal, pending, replaces = core.decide(step, force, exists, answers)
             if refusal is not None:
                 self._tell_read_only()
                 return Save(step, None, refusal)
@@ -187,6 +187,10 @@ class CheckpointManager:
                 return Save(step, pending)
             if is_callable_state(state):
                 state = state()
+                # It may have taken long, and saved something itself.
+                refusal, pending, replaces = core.decide(step, True, exists, answers)
+                if refusal is not None or pending is not None:
+                    return Save(step, pending, refusal)
             flat = _core.flatten(state)
             streams, attached = self._on_devices(flat)
             handle = core.save(
@@ -194,12 +198,10 @@ class CheckpointManager:
                 flat,
                 numbers,
                 metadata,
-                force,
-                exists,
+                replaces,
                 snapshot,
                 streams,
                 attached,
-                answers,
                 lifecycle.notifier.events,
             )
             refusal = handle.refusal()
@@ -244,14 +246,15 @@ class CheckpointManager:
         return True
 
     def _on_devices(self, flat: Any) -> tuple[dict[int, int], set[int]]:
-        """Of the CUDA devices that a state is on: the current streams, and where what attached optimizers own is."""
+        """Of the CUDA devices that a state is on: the current streams; and where that is that attached optimizers own, and that is captured behind the call."""
         devices = [device for device, changes in flat.devices() if changes]
-        if not devices:
-            return {}, set()
+        attached = [one for one in self._attached if devices or one._lazy_host]
+        if not attached:
+            return adapters.streams(devices) if devices else {}, set()
         from .adapters.torch import addresses
 
-        owners = [one() for attached in self._attached for one in attached._optimizers]
-        places = {place for one in owners if one is not None for place in addresses(one)}
+        owned = [(owner(), one._lazy_host) for one in attached for owner in one._optimizers]
+        places = {place for owner, host in owned if owner is not None for place in addresses(owner, host)}
         return adapters.streams(devices), places
 
     @contextmanager
@@ -267,14 +270,21 @@ class CheckpointManager:
         self._fence()
         yield
 
-    def attach(self, optimizer: Any) -> Attached:
+    def attach(self, optimizer: Any, *, host: Literal["now", "lazy"] = "now") -> Attached:
         """Has an optimizer of torch (or those of a :class:`stepwell.torch.TrainState`) wait, before each ``step()``, for what was left to lazy capture, as
         :meth:`update_guard` does. What it owns on CUDA devices (its parameters and its state) is captured during the next forward and backward from then on: nothing but
         its steps may change that. Returns what :meth:`stepwell.manager.Attached.remove` ends. Optimizers that step inside ``backward()`` are refused; a replayed CUDA graph
-        runs no hooks, and needs :meth:`update_guard` around it."""
+        runs no hooks, and needs :meth:`update_guard` around it.
+
+        Args:
+            optimizer: the optimizer, several, or a TrainState.
+            host: what it owns in host memory (offloaded state, say) is captured when ``save`` returns (``"now"``), or as what is on devices is (``"lazy"``): its ``step()`` waits for it, on the
+                host.
+        """
         from .torch import optimizers_of
 
         self._open()
+        one_of(host, "host", ("now", "lazy"))
         manager = weakref.ref(self)
 
         def wait(*_: Any) -> None:
@@ -284,7 +294,8 @@ class CheckpointManager:
 
         optimizers = optimizers_of(optimizer)
         hooks = [one.register_step_pre_hook(wait) for one in optimizers]
-        return Attached(hooks, [weakref.ref(one) for one in optimizers], wait, self._attached)
+        owners = [weakref.ref(one) for one in optimizers]
+        return Attached(hooks, owners, wait, host == "lazy", self._attached)
 
     def _fence(self) -> None:
         """Has the current streams wait for what is still to be captured, and this thread for what they cannot wait for."""
@@ -554,11 +565,13 @@ class Attached:
         hooks: list[Any],
         optimizers: list[weakref.ref[Any]],
         wait: Callable[[], None],
+        lazy_host: bool,
         all_attached: list[Attached],
     ) -> None:
         self._hooks = hooks
         self._optimizers = optimizers
         self._wait = wait
+        self._lazy_host = lazy_host
         self._all_attached = all_attached
         all_attached.append(self)
 

@@ -119,7 +119,10 @@ def as_state(like: Any) -> Any:
     """A state of the arrays that a ``like`` describes, in place of whose specs stand arrays that take no memory."""
     part = parse(like)
     for leaf in leaves(part):
-        leaf.result = None if isinstance(leaf.value, (ObjectSpec, type)) else leaf.value
+        # What an object of a framework takes as it is stored has no size that is known before.
+        theirs = leaf.value is AS_STORED and (leaf.optional or leaf.check is not None)
+        nothing = theirs or isinstance(leaf.value, (ObjectSpec, type))
+        leaf.result = None if nothing else leaf.value
         if leaf.spec is not None and not leaf.has_array:
             shape, dtype = leaf.spec.shape, leaf.spec.dtype
             if shape is None or dtype is None:

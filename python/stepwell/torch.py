@@ -367,7 +367,7 @@ def _only_stored(slots_of: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
     stored = {
         name: {slot: value for slot, value in slots.items() if value is not ...}
         for name, slots in slots_of.items()
-        if slots is not ...
+        if isinstance(slots, Mapping)
     }
     return {name: slots for name, slots in stored.items() if slots}
 

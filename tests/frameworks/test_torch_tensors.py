@@ -159,6 +159,32 @@ def test_with_a_lazy_snapshot_the_guard_and_an_attached_optimizer_wait_for_the_c
         assert not optimizer._optimizer_step_pre_hooks
 
 
+def test_offloaded_state_of_an_attached_optimizer_is_captured_behind_the_call_where_that_is_said(
+    root: Path,
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(32 << 20))
+    other = torch.zeros(1 << 20)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.ones_like(parameter)
+    with sw.CheckpointManager(root, staging_bytes=16 << 20) as mgr:
+        attached = mgr.attach(optimizer, host="lazy")
+        for step in range(3):
+            save = mgr.save(step, {"w": parameter, "other": {"o": other}})
+            assert not save.captured()
+            # Nobody owns that: it was copied before the call returned.
+            other += 1
+            optimizer.step()
+            save.result()
+            found = mgr.restore(step)
+            assert (found["w"] == float(-step)).all()
+            assert (found["other"]["o"] == float(step)).all()
+        attached.remove()
+        save = mgr.save(3, {"w": parameter})
+        assert save.captured()
+        with pytest.raises(sw.MisuseError, match="host"):
+            mgr.attach(optimizer, host="now and then")  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_attached_is_refused_with_what_to_do_instead(root: Path) -> None:
     with sw.CheckpointManager(root) as mgr, pytest.raises(sw.MisuseError, match="update_guard"):
         mgr.attach(object())

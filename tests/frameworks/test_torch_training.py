@@ -643,3 +643,14 @@ def test_a_loader_that_raises_is_named_with_what_was_filled_before(root: Path) -
     assert caught.value.leaf == "optim"
     assert caught.value.overwritten == ("model/weight", "model/bias", "optim")
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_memory_is_prepared_for_a_train_state_that_has_not_made_a_step(root: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"train": sw.torch.TrainState(model, optimizer)}
+    with sw.CheckpointManager(root) as mgr:
+        assert mgr.prepare(state) == sum(one.nbytes for one in model.parameters())
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        assert mgr.prepare(state) >= 3 * sum(one.nbytes for one in model.parameters())

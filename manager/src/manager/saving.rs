@@ -33,6 +33,23 @@ pub enum Decision {
     Pending(Save),
 }
 
+/// What [`Manager::plan_save`] has come to.
+pub enum Planned {
+    /// There is nothing to begin.
+    Over(Save),
+    /// A save that nothing is wrong with.
+    Ready(Box<Ready>),
+}
+
+/// A save that is planned, and not begun.
+pub struct Ready {
+    step: u64,
+    existing: Existing,
+    prepared: Prepared,
+    cancel: Arc<AtomicBool>,
+    begun: Instant,
+}
+
 impl Manager {
     /// Whether the policy would save this step now. Answers of custom policies come by their name.
     pub fn should_save(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
@@ -63,29 +80,59 @@ impl Manager {
     /// [`Manager::save`] with the answers of custom policies, and without a look at earlier failures: whoever runs this where he may not get to
     /// hear its answer asks [`Manager::check_before_saving`] first.
     pub fn save_with(&self, request: SaveRequest, custom: &BTreeMap<String, bool>) -> Result<Save> {
+        let decision = self.decide(request.step, request.force, request.exists, custom)?;
+        match self.plan_save(request, decision)? {
+            Planned::Over(save) => Ok(save),
+            Planned::Ready(ready) => self.begin(*ready),
+        }
+    }
+
+    /// The first half of [`Manager::save_with`], for what [`Manager::decide`] has answered: all checks of the state, and the whole plan. It waits for nothing but the processor.
+    pub fn plan_save(&self, request: SaveRequest, decision: Decision) -> Result<Planned> {
         let begun = Instant::now();
         let inner = &self.inner;
         inner.check_usable()?;
-        let existing = match inner.decide(request.step, request.force, request.exists, custom)? {
+        let step = request.step;
+        let existing = match decision {
             Decision::Save => Existing::Refuse,
             Decision::Replace => Existing::Replace,
-            Decision::Refuse(refusal) => return Ok(Save::refused(request.step, refusal)),
-            Decision::Pending(save) => return Ok(save),
+            Decision::Refuse(refusal) => return Ok(Planned::Over(Save::refused(step, refusal))),
+            Decision::Pending(save) => return Ok(Planned::Over(save)),
         };
+        let cancel = request.cancel;
         let order = Order {
             root: inner.path.clone(),
-            step: request.step,
+            step,
             state: request.state,
             metrics: request.metrics,
             custom_metadata: request.custom_metadata,
-            cancel: Arc::clone(&request.cancel),
+            cancel: Arc::clone(&cancel),
             streams: request.streams,
             begun,
             session: inner.session.clone(),
         };
-        let prepared = job::prepare(&inner.environment, &inner.options, &inner.pool(), order)?;
-        let _turn = inner.wait_for_a_place(request.step, begun, &request.cancel, prepared.has_eager())?;
-        let capturing = match inner.enqueue(request.step, existing, prepared)? {
+        let prepared = job::plan(&inner.environment, &inner.options, &inner.pool(), order)?;
+        Ok(Planned::Ready(Box::new(Ready { step, existing, prepared, cancel, begun })))
+    }
+
+    /// Whether [`Manager::begin`] would return at once: nothing is captured on its thread, and nothing is in its way.
+    pub fn begins_at_once(&self, ready: &Ready) -> bool {
+        let has_memory = self.inner.pool().bytes() > 0;
+        let state = self.inner.lock();
+        has_memory
+            && !ready.prepared.has_eager()
+            && !self.inner.options.detect_torn
+            && !state.claimed
+            && state.pending.len() <= self.inner.options.max_pending
+    }
+
+    /// The second half of [`Manager::save_with`].
+    pub fn begin(&self, ready: Ready) -> Result<Save> {
+        let Ready { step, existing, mut prepared, cancel, begun } = ready;
+        let inner = &self.inner;
+        job::make_ready(&mut prepared, &inner.options, &inner.pool())?;
+        let _turn = inner.wait_for_a_place(step, begun, &cancel, prepared.has_eager())?;
+        let capturing = match inner.enqueue(step, existing, prepared)? {
             Enqueued::Later(save) => return Ok(save),
             Enqueued::Now(capturing) => capturing,
         };

@@ -107,6 +107,12 @@ pub(crate) fn prepare(
     order: Order,
 ) -> Result<Prepared> {
     let mut prepared = plan(environment, options, pool, order)?;
+    make_ready(&mut prepared, options, pool)?;
+    Ok(prepared)
+}
+
+/// Orders the copies of a planned save behind what the caller has put on his streams, and makes the memory for it.
+pub(crate) fn make_ready(prepared: &mut Prepared, options: &Options, pool: &Arc<StagingPool>) -> Result<()> {
     prepared.follow()?;
     // What the caller does not wait for, the memory for it is not made here either: two slots are enough to begin with.
     let hurry = prepared.has_eager();
@@ -115,7 +121,7 @@ pub(crate) fn prepare(
         let step = prepared.draft.step;
         prepared.capture.read_first().map_err(|source| Error::SaveFailed { step, source })?;
     }
-    Ok(prepared)
+    Ok(())
 }
 
 /// Items, chunks, both halves of the pipeline, and the manifest as far as it is known. Every check of the user's data is in here; nothing is read, written

@@ -116,6 +116,11 @@ impl HeldBuffer {
         &self.strides
     }
 
+    /// Whether one element stands for several.
+    pub fn is_broadcast(&self) -> bool {
+        self.shape().iter().zip(self.strides()).any(|(&n, &stride)| n > 1 && stride == 0)
+    }
+
     /// Whether no two elements share memory, as far as strides that grow tell (those of a broadcast or a sliding window do not).
     pub fn is_injective(&self) -> bool {
         let dims = self.shape().iter().zip(self.strides()).filter(|&(&n, _)| n > 1);

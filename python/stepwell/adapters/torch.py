@@ -23,8 +23,6 @@ def _capsule(tensor: torch.Tensor) -> Any:
     """The memory of a tensor, where that holds its values: a view that conjugates or negates, or stands for zeros, has others there."""
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         raise BufferError("a lazy view")
-    if tensor.is_cuda and 0 in tensor.stride() and tensor.numel() > 1:
-        raise BufferError("an expanded view, which a device would copy element by element")
     return dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
 
 
@@ -39,15 +37,15 @@ def streams(devices: Iterable[int]) -> dict[int, int]:
     return {device: torch.cuda.current_stream(device).cuda_stream for device in devices}
 
 
-def addresses(optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    """Where the tensors on devices are that an optimizer changes, in its steps alone: parameters and state."""
+def addresses(optimizer: torch.optim.Optimizer, host: bool) -> Iterator[int]:
+    """Where the tensors are that an optimizer changes, in its steps alone: parameters and state; those on devices, and those in ``host`` memory too."""
     tensors = [one for group in optimizer.param_groups for one in group["params"]]
     for slots in optimizer.state.values():
         tensors += [one for one in slots.values() if isinstance(one, torch.Tensor)]
     for tensor in tensors:
         local = _local(tensor)
         plain = tensor if local is None else local
-        if plain.is_cuda:
+        if plain.is_cuda or (host and plain.device.type == "cpu"):
             yield plain.data_ptr()
 
 
@@ -268,6 +266,12 @@ def unfillable(tensors: Mapping[str, Any]) -> str | None:
     )
 
 
+def _only_shards(hook: Any) -> bool:
+    """Whether a hook of a module is one of FSDP2's, which see to it that parameters are sharded, and follow one that was replaced: both are so where they are filled in place."""
+    own = getattr(hook, "hook", hook)
+    return str(getattr(own, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+
+
 def only_copies(module: torch.nn.Module) -> bool:
     """Whether loading a state into a module copies its tensors and does nothing else: no hooks, no state that is no tensor, no loader of somebody's own."""
     for one in module.modules():
@@ -278,7 +282,7 @@ def only_copies(module: torch.nn.Module) -> bool:
             one._load_state_dict_pre_hooks,
             one._load_state_dict_post_hooks,
         )
-        if any(hooks):
+        if not all(_only_shards(hook) for some in hooks for hook in some.values()):
             return False
         own = (cls.state_dict, cls.load_state_dict, cls._save_to_state_dict, cls._load_from_state_dict)
         if not all(str(method.__module__).startswith("torch.nn.modules") for method in own):
