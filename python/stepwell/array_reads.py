@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from . import _core
-from .adapters import Box
+from .adapters import Box, OnDevice
 from .allocate import Allocator
 from .convert import cast_into, common_box
 from .errors import StepwellError
@@ -43,7 +43,7 @@ class Job:
     #: Where in the stored array what is wanted begins.
     offset: tuple[int, ...]
     #: The caller's memory, where it is to be filled.
-    target: _Array | None = None
+    target: Any = None
     #: What is returned; made here or the caller's.
     result: Any = None
     #: Whether other targets lie between its elements, so that it is read apart and written alone.
@@ -56,7 +56,7 @@ class Job:
         cls,
         stored: int,
         path: str,
-        target: _Array | None,
+        target: _Array | OnDevice | None,
         stored_dtype: str,
         dtype: str,
         stored_shape: Sequence[int],
@@ -66,7 +66,12 @@ class Job:
         """From what the engine has matched; ``target`` is dropped where it cannot be filled. ``box``: the part that is wanted."""
         offset, extent = ((0,) * len(shape), tuple(shape)) if box is None else box
         wanted = to_dtype(dtype)
-        if target is not None and (not target.flags.writeable or native_name(target.dtype) != dtype):
+        if isinstance(target, OnDevice):
+            # What has to be cast, padded or cut goes through host memory.
+            same = stored_dtype == dtype == native_name(target.dtype)
+            if not same or box is not None or tuple(stored_shape) != tuple(shape) or not nested(target):
+                target = None
+        elif target is not None and (not target.flags.writeable or native_name(target.dtype) != dtype):
             target = None
         return cls(
             stored,
@@ -110,7 +115,11 @@ class ArrayReads:
     """The reads of one restore."""
 
     def __init__(
-        self, core: Any, jobs: list[Job], report: RestoreReport, kept: Sequence[tuple[str, _Array]] = ()
+        self,
+        core: Any,
+        jobs: list[Job],
+        report: RestoreReport,
+        kept: Sequence[tuple[str, _Array | OnDevice]] = (),
     ) -> None:
         self._core = core
         self._kept = kept
@@ -121,7 +130,8 @@ class ArrayReads:
     def settle(self, dry: bool = False) -> None:
         """Looks at targets that share memory, before anything is read into one. The same array twice is a tie: both stored values must then be equal
         (a ``dry`` run reads none). Others whose elements lie between each other's are written one after the other; those that overlap are refused."""
-        own = [job for job in self.jobs if job.target is not None and job.target.size]
+        self._settle_devices(dry)
+        own = [job for job in self.jobs if isinstance(job.target, np.ndarray) and job.target.size]
         for job in own:
             assert job.target is not None
             if not nested(job.target) and overlaps_itself(job.target):
@@ -156,9 +166,30 @@ class ArrayReads:
             end = max(end, high)
         self._check_kept(own, places)
 
+    def _settle_devices(self, dry: bool) -> None:
+        """The same for arrays on devices, whose elements nobody looks at here: ties are found; what overlaps in any other way goes through host memory."""
+        own = [job for job in self.jobs if isinstance(job.target, OnDevice) and 0 not in job.target.shape]
+        places = _core.spans([job.target.array for job in own])
+        end, last = -1, list[int]()
+        for low, high, number in sorted((low, high, number) for number, (_, low, high) in enumerate(places)):
+            job = own[number]
+            if low >= end:
+                end, last = high, [number]
+                continue
+            other = own[last[0]]
+            if len(last) == 1 and places[last[0]][1:] == (low, high) and _same_view(job.target, other.target):
+                if job.stored != other.stored and not dry:
+                    self._check_tie(other, job)
+                job.twin = other
+                continue
+            last.append(number)
+            end = max(end, high)
+            for at in last:
+                own[at].target = own[at].twin = None
+
     def _check_kept(self, own: list[Job], places: Sequence[tuple[int, int, int]]) -> None:
         """What is to stay as it is may be the same array as one that is filled, but not a part of it."""
-        kept = [(path, array) for path, array in self._kept if array.size]
+        kept = [(path, array) for path, array in self._kept if isinstance(array, np.ndarray) and array.size]
         if not kept or not own:
             return
         spans = np.array([place[1:] for place in places], dtype=np.uint64)
@@ -203,9 +234,10 @@ class ArrayReads:
                     self._read_apart(batch, overwritten)
                     continue
                 overwritten.extend(job.path for job in batch)
-                self._read([(job, job.target) for job in batch if job.target is not None])
+                self._read([(job, _memory(job.target)) for job in batch])
                 for job in batch:
-                    _zero_outside(job.target, job.box())
+                    if isinstance(job.target, np.ndarray):
+                        _zero_outside(job.target, job.box())
         for job in self.jobs:
             if job.target is not None:
                 job.result = job.target
@@ -267,6 +299,11 @@ class ArrayReads:
             )
 
 
+def _memory(target: _Array | OnDevice) -> Any:
+    """What the engine fills."""
+    return target.array if isinstance(target, OnDevice) else target
+
+
 @contextmanager
 def telling(overwritten: Callable[[], list[str]]) -> Iterator[None]:
     """Has a failure say which leaves of the caller may have been written to."""
@@ -281,7 +318,7 @@ def telling(overwritten: Callable[[], list[str]]) -> Iterator[None]:
         raise
 
 
-def nested(array: _Array) -> bool:
+def nested(array: _Array | OnDevice) -> bool:
     """Whether its strides grow so that no two elements can share memory (those of a broadcast or a sliding window do not)."""
     reach = array.dtype.itemsize
     for stride, n in sorted(
@@ -303,7 +340,7 @@ def overlaps_itself(array: _Array) -> bool:
     return bool((np.diff(np.sort(places, axis=None)) < array.dtype.itemsize).any())
 
 
-def _same_view(one: _Array, other: _Array) -> bool:
+def _same_view(one: _Array | OnDevice, other: _Array | OnDevice) -> bool:
     """Whether two arrays that start at the same address are the same elements."""
     return one.dtype == other.dtype and one.shape == other.shape and one.strides == other.strides
 

@@ -52,7 +52,7 @@ class Leaf:
     result: Any = None
 
     @property
-    def array(self) -> np.ndarray[Any, Any] | None:
+    def array(self) -> np.ndarray[Any, Any] | adapters.OnDevice | None:
         """The memory of the caller's own array, where there is one that can be filled."""
         if self.target is not None:
             return self.target.memory

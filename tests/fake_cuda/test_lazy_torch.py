@@ -311,3 +311,42 @@ def test_what_is_changed_unguarded_is_found_and_named_where_that_is_asked_for(
         assert torn.leaf == "params/b"
         assert mgr.all_steps() == saved
     cuda.violations()
+
+
+def test_a_module_and_its_optimizer_are_filled_on_the_device_and_need_no_memory_of_the_host(
+    cuda: FakeCuda, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for n, shape in enumerate(SHAPES):
+                self.register_parameter(f"p{n}", torch.nn.Parameter(cuda.tensor(np.zeros(shape, np.float32))))
+
+    net = Net()
+    optimizer = Overwriting(list(net.parameters()), cuda)
+    state = {"train": sw.torch.TrainState(net, optimizer), "step": 3}
+    optimizer.step()
+    with sw.CheckpointManager(root) as mgr:
+        mgr.attach(optimizer)
+        mgr.save(0, state).result()
+        optimizer.step()
+        # A copy through the host would be one of torch's.
+        monkeypatch.setattr(torch.Tensor, "copy_", None)
+        mgr.restore(into=state, include="train/**")
+        for tensor in optimizer.tensors():
+            assert same(cuda.values(tensor), cuda.pattern(tensor, 2))
+        optimizer.step()
+        mgr.restore(into=state)
+        for tensor in optimizer.tensors():
+            assert same(cuda.values(tensor), cuda.pattern(tensor, 2))
+
+
+def test_ties_on_a_device_are_filled_once_and_must_have_one_value(cuda: FakeCuda, root: Path) -> None:
+    one, other = (cuda.tensor(np.full(1000, value, np.float32)) for value in (1, 2))
+    with sw.CheckpointManager(root) as mgr:
+        mgr.save(0, {"a": one, "b": one, "c": other, "n": 1}).result()
+        mgr.restore(0, into={"a": other, "b": other, "n": 1}, include=["a", "b", "n"])
+        assert (cuda.values(other) == 1).all()
+        with pytest.raises(sw.MismatchError, match="are one array in memory, but their stored values differ"):
+            mgr.restore(0, into={"a": one, "c": one, "n": 1}, include=["a", "c", "n"])
+        assert (cuda.values(one) == 1).all()

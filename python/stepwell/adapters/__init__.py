@@ -38,6 +38,19 @@ _FRAMEWORKS = {"torch": "stepwell.adapters.torch", "jax": "stepwell.adapters.jax
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+class OnDevice:
+    """An array on a device, which the engine fills where it is. To a restore it looks like an array of numpy whose values it cannot touch."""
+
+    __slots__ = ("array", "dtype", "shape", "strides")
+
+    def __init__(self, array: Any, dtype: np.dtype[Any], strides: tuple[int, ...]) -> None:
+        self.array = array
+        self.dtype = dtype
+        self.shape: tuple[int, ...] = tuple(array.shape)
+        #: In bytes.
+        self.strides = strides
+
+
 @dataclass(slots=True, eq=False)
 class Target:
     """What a place of the caller's wants: an array of a framework."""
@@ -49,7 +62,7 @@ class Target:
     #: The caller's own array, or what describes one.
     value: Any = None
     #: Its memory, where that can be filled as it is.
-    memory: np.ndarray[Any, Any] | None = None
+    memory: np.ndarray[Any, Any] | OnDevice | None = None
     #: Whether ``value`` is an array that can stay as it is.
     has_value: bool = False
     #: Whether what is made takes over the memory of its value for good: nobody else may write to it then.

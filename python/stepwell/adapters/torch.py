@@ -16,7 +16,7 @@ from torch.utils import dlpack
 
 from .. import _core
 from ..specs import ArraySpec, to_dtype
-from . import Opened, Target
+from . import OnDevice, Opened, Target
 
 
 def _capsule(tensor: torch.Tensor) -> Any:
@@ -196,9 +196,13 @@ def target(obj: Any) -> Target | None:
     spec = ArraySpec(tuple(tensor.shape), name)
     if tensor.is_meta:
         return Target(spec, _finish, obj, placement=None)
-    memory = None
-    if tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
-        memory = as_numpy(tensor)
+    memory: Any = None
+    if not tensor.is_conj() and not tensor.is_neg():
+        if tensor.device.type == "cpu":
+            memory = as_numpy(tensor)
+        elif tensor.is_cuda:
+            plain, dtype = tensor.detach(), to_dtype(name)
+            memory = OnDevice(plain, dtype, tuple(one * dtype.itemsize for one in plain.stride()))
     return Target(spec, _finish, obj, memory, has_value=True, placement=tensor.device)
 
 
