@@ -46,6 +46,8 @@ class Job:
     target: Any = None
     #: What is returned; made here or the caller's.
     result: Any = None
+    #: What makes it on a device, where the engine fills it.
+    empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
     #: Whether other targets lie between its elements, so that it is read apart and written alone.
     apart: bool = False
     #: The job that fills the same memory with the same values.
@@ -217,6 +219,14 @@ class ArrayReads:
         """Reads everything that gets memory of its own."""
         for batch in self.batches(own=False):
             for job in batch:
+                there = (
+                    job.empty(job.shape, job.dtype)
+                    if job.empty and batch[0].direct and job.box() == job.shape
+                    else None
+                )
+                if there is not None:
+                    job.result = there
+                    continue
                 job.result = self._allocator.empty(job.shape, job.dtype)
                 if job.box() != job.shape:
                     job.result[...] = np.zeros((), job.dtype)

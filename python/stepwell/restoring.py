@@ -41,6 +41,14 @@ class Restore:
         self._job_of: dict[tuple[int, int], list[Job]] = {}
         self._place = options.placement()
         self._to = options.to
+        self._empty_there = (
+            None if self._to is None or self._device is None else adapters.empty(self._to, self._device)
+        )
+
+    @property
+    def makes_no_tensors_on_devices(self) -> bool:
+        """Whether what is new, and is not described by the caller, is made in host memory."""
+        return self._empty_there is None
 
     @property
     def structure(self) -> Structure:
@@ -209,6 +217,8 @@ class Restore:
                 for box in [None] if boxes is None else boxes:
                     stored_dtype, dtype, stored_shape, shape = tensor
                     job = Job.of(source, path, own, stored_dtype, dtype, stored_shape, shape, box)
+                    if job.target is None:
+                        job.empty = self._empty(wanted, leaf, stored, fill)
                     key: Any = (source, job.dtype, job.shape, job.offset)
                     if job.target is not None:
                         key = (*key, id(job.target))
@@ -227,6 +237,14 @@ class Restore:
         )
         arrays = [(leaf.path, leaf.array) for leaf in kept if leaf.array is not None]
         return ArrayReads(self.core, list(jobs.values()), self.report, arrays)
+
+    def _empty(self, wanted: Wanted, leaf: Any, stored: int, fill: bool) -> Any:
+        """What makes a new array on the device where it is to be. What only passes through on its way into one that is there already is made on the host."""
+        if leaf is not None and leaf.target is not None:
+            return None if fill and leaf.target.has_value else leaf.target.empty
+        if self._to is None or self._place is not None or leaf is None or leaf.owner is not None:
+            return None
+        return self._empty_there
 
 
 def _when(unix_ns: int) -> str:
@@ -262,7 +280,9 @@ def run(core: Any, options: RestoreOptions) -> Any:
     """A whole restore, with its report where that is asked for. Without ``like`` and ``into``: everything, as it is stored."""
     job = Restore(core, options)
     target = AS_STORED if options.target is None else options.target
-    if options.is_exact and options.shardings is None and not options.return_report:
+    # What goes straight to a device goes leaf by leaf.
+    on_host = job.makes_no_tensors_on_devices
+    if options.is_exact and on_host and options.shardings is None and not options.return_report:
         found = _direct(core, target, options)
         if found is not None:
             return found[0]

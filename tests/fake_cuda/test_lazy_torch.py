@@ -350,3 +350,34 @@ def test_ties_on_a_device_are_filled_once_and_must_have_one_value(cuda: FakeCuda
         with pytest.raises(sw.MismatchError, match="are one array in memory, but their stored values differ"):
             mgr.restore(0, into={"a": one, "c": one, "n": 1}, include=["a", "c", "n"])
         assert (cuda.values(one) == 1).all()
+
+
+def test_new_tensors_on_a_device_are_read_straight_to_it(
+    cuda: FakeCuda, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[torch.Tensor] = []
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        assert torch.device(device).type == "cuda"
+        made.append(cuda.tensor(np.zeros(shape, str(dtype).removeprefix("torch."))))
+        return made[-1]
+
+    values = {"a": np.arange(3000, dtype=np.float32).reshape(30, 100), "b": {"c": np.arange(7)}, "n": 3}
+    like = {
+        "a": cuda.tensor(np.zeros((30, 100), np.float32)),
+        "b": {"c": cuda.tensor(np.zeros(7, np.int64))},
+        "n": 0,
+    }
+    with sw.CheckpointManager(root) as mgr:
+        mgr.save(0, values).result()
+        monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(torch.Tensor, "to", lambda self, place: self)
+        for options in ({"to": "torch", "device": "cuda"}, {"like": like}):
+            made.clear()
+            found = mgr.restore(0, **options)
+            assert len(made) == 2
+            assert found["n"] == 3
+            assert found["a"] in made
+            assert (cuda.values(found["a"]) == values["a"]).all()
+            assert (cuda.values(found["b"]["c"]) == np.arange(7)).all()
+        assert (cuda.values(like["a"]) == 0).all()

@@ -7,6 +7,7 @@ A framework module has
 * ``branch(obj)``: a container of its own types as the caller's structure, a :class:`Opened`, or ``None``;
 * ``owns(obj)``: whether an object with a state of its own is one of its own, so that it takes its arrays and no others;
 * ``arrays(values, placement)``: numpy arrays that nobody else has, as arrays of its own;
+* ``empty_on(placement)``: what makes new arrays there that the engine fills, or ``None`` (only where it has arrays that are on devices);
 * ``TAKES_OVER``: whether those take over the memory of what they are made of, for good: nobody else may write to it then (not there: no);
 * ``like(values, targets)``: the same, each where a target is that is an array of a class that never changes, or an abstract array; ``None`` for a target that is not its own
   (only where it makes such classes known);
@@ -63,6 +64,8 @@ class Target:
     value: Any = None
     #: Its memory, where that can be filled as it is.
     memory: np.ndarray[Any, Any] | OnDevice | None = None
+    #: Shape, dtype → a new array on a device, which the engine fills there; ``None``: what is new is made in host memory.
+    empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
     #: Whether ``value`` is an array that can stay as it is.
     has_value: bool = False
     #: Whether what is made takes over the memory of its value for good: nobody else may write to it then.
@@ -143,6 +146,13 @@ def is_known(package: str) -> bool:
 def check_fits(package: str, placement: Any, shape: tuple[int, ...]) -> None:
     """Raises a ``ValueError`` where no array of that shape can be at that place of a framework."""
     _module(_FRAMEWORKS[package]).check_fits(placement, shape)
+
+
+def empty(package: str, placement: Any) -> Callable[[tuple[int, ...], np.dtype[Any]], Any] | None:
+    """What makes new arrays of a framework at a place where the engine can fill them, and the host cannot; ``None`` where that is nowhere else than in host memory."""
+    make = getattr(_module(_FRAMEWORKS[package]), "empty_on", None)
+    found: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None if make is None else make(placement)
+    return found
 
 
 def arrays(package: str, values: list[Any], placement: Any = None) -> list[Any]:

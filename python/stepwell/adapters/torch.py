@@ -7,7 +7,7 @@ and strides) are found by the engine. The public classes are in :mod:`stepwell.t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -170,9 +170,26 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Any:
     return torch.from_numpy(array)
 
 
+def _made(value: Any) -> Any:
+    """What was read as a tensor: one that was filled on its device, or an array."""
+    return value if isinstance(value, torch.Tensor) else from_numpy(value)
+
+
+def empty_on(placement: Any) -> Callable[[tuple[int, ...], np.dtype[Any]], Any] | None:
+    """What makes tensors on a CUDA device that the engine can copy to."""
+    if placement is None or torch.device(placement).type != "cuda" or _core.cuda()[1] is not None:
+        return None
+
+    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        known = torch_dtype(dtype)
+        return None if known is None else torch.empty(shape, dtype=known, device=placement)
+
+    return empty
+
+
 def arrays(values: list[Any], placement: Any = None) -> list[Any]:
     """Arrays as tensors, on the device ``placement`` (default: the host)."""
-    made = [from_numpy(value) for value in values]
+    made = [_made(value) for value in values]
     if placement is None:
         return made
     return [one.to(placement) if isinstance(one, torch.Tensor) else one for one in made]
@@ -203,7 +220,8 @@ def target(obj: Any) -> Target | None:
         elif tensor.is_cuda:
             plain, dtype = tensor.detach(), to_dtype(name)
             memory = OnDevice(plain, dtype, tuple(one * dtype.itemsize for one in plain.stride()))
-    return Target(spec, _finish, obj, memory, has_value=True, placement=tensor.device)
+    empty = empty_on(tensor.device) if tensor.is_cuda else None
+    return Target(spec, _finish, obj, memory, empty, has_value=True, placement=tensor.device)
 
 
 def _finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
@@ -213,10 +231,10 @@ def _finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
         if fill and one.has_value:
             if value is not one.memory:
                 with torch.no_grad():
-                    (own if (local := _local(own)) is None else local).copy_(from_numpy(value))
+                    (own if (local := _local(own)) is None else local).copy_(_made(value))
             results.append(own)
             continue
-        made = from_numpy(value)
+        made = _made(value)
         if one.placement is not None and isinstance(made, torch.Tensor):
             made = made.to(one.placement)
         if isinstance(own, torch.nn.Parameter) and isinstance(made, torch.Tensor):
