@@ -13,6 +13,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use super::SaveOptions;
+use super::due::{Due, Lane, due, lanes, queues};
 use super::link::Link;
 use super::progress::Progress;
 use super::torn::FirstReading;
@@ -80,15 +81,6 @@ pub struct Capture {
     first: Option<Arc<FirstReading>>,
     link: Arc<Link>,
     progress: Arc<Progress>,
-}
-
-/// A window that is to be filled.
-#[derive(Clone, Copy)]
-struct Due {
-    window: u32,
-    haste: Haste,
-    /// Which of the capture's devices copies its first bytes; 0 where none does.
-    lane: u32,
 }
 
 impl Capture {
@@ -269,76 +261,6 @@ impl Starts {
     }
 }
 
-/// The devices that copy, each once.
-fn queues(all: &Windows) -> Vec<Arc<dyn CopyQueue>> {
-    let mut queues: Vec<Arc<dyn CopyQueue>> = Vec::new();
-    for leaf in &all.leaves {
-        leaf.provider.queues(&mut |queue| {
-            if queues.iter().all(|other| other.ordinal() != queue.ordinal()) {
-                queues.push(queue);
-            }
-        });
-    }
-    queues
-}
-
-/// All windows: how soon something of each must have happened, and who copies its first bytes.
-fn due(all: &Windows, queues: &[Arc<dyn CopyQueue>]) -> Vec<Due> {
-    let every = all.list.iter().enumerate();
-    let simple = queues.is_empty() && all.leaves.iter().all(|leaf| leaf.provider.haste() == Haste::Captured);
-    if simple {
-        return every
-            .map(|(window, _)| Due { window: window as u32, haste: Haste::Captured, lane: 0 })
-            .collect();
-    }
-    // Asked once for each leaf: there may be thousands in a window.
-    let leaves: Vec<(Haste, Option<u32>)> = all
-        .leaves
-        .iter()
-        .map(|leaf| {
-            let mut lane = None;
-            leaf.provider.queues(&mut |queue| {
-                let at = queues.iter().position(|other| other.ordinal() == queue.ordinal());
-                lane = lane.or(at.map(|at| at as u32));
-            });
-            (leaf.provider.haste(), lane)
-        })
-        .collect();
-    // Windows of objects alone can wait for those that can.
-    let least = leaves.iter().map(|&(haste, _)| haste).min().unwrap_or(Haste::Captured);
-    every
-        .map(|(number, window)| {
-            let parts = all.parts.get(window.parts.clone()).unwrap_or_default();
-            let of = parts.iter().filter_map(|part| {
-                let (leaf, _) = chunk_fill(all, part)?;
-                leaves.get(leaf as usize)
-            });
-            let (haste, lane) =
-                of.fold((least, None), |(most, first), &(haste, lane)| (most.max(haste), first.or(lane)));
-            Due { window: number as u32, haste, lane: lane.unwrap_or(0) }
-        })
-        .collect()
-}
-
-/// Windows that are taken in order, by a thread of their own as far as there are enough.
-struct Lane {
-    windows: Vec<Due>,
-    /// The next of these that nobody has taken.
-    next: AtomicUsize,
-}
-
-/// One lane for each device, so that all of them copy at the same time.
-fn lanes(windows: Vec<Due>, devices: usize) -> Vec<Lane> {
-    let mut lanes: Vec<Vec<Due>> = vec![Vec::new(); devices.max(1)];
-    for due in windows {
-        if let Some(lane) = lanes.get_mut(due.lane as usize) {
-            lane.push(due);
-        }
-    }
-    let lanes = lanes.into_iter().filter(|windows| !windows.is_empty());
-    lanes.map(|windows| Lane { windows, next: AtomicUsize::new(0) }).collect()
-}
-
 /// What the capturing threads share.
 struct Job {
     parts: Parts,
@@ -386,9 +308,7 @@ impl Job {
     /// The next window for a worker: of its own lane, then of any.
     fn next(&self, worker: usize) -> Option<Due> {
         let lanes = self.lanes.iter().cycle().skip(worker % self.lanes.len().max(1)).take(self.lanes.len());
-        lanes
-            .into_iter()
-            .find_map(|lane| lane.windows.get(lane.next.fetch_add(1, Ordering::Relaxed)).copied())
+        lanes.into_iter().find_map(Lane::take)
     }
 }
 

@@ -15,6 +15,7 @@
 //! * A write or fsync that failed is never tried again: the attempt is dead.
 
 mod capture;
+mod due;
 mod flush;
 mod link;
 mod plan;
