@@ -45,7 +45,7 @@ mod stored_index;
 pub use checkpoint::{Checkpoint, Expected, ReadFailure};
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Error, Result};
-pub use manager::{Decision, Exists, Hold, Manager, Planned, Ready, SaveRequest};
+pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest};
 pub use options::{OnSaveError, Options};
 pub use retention::{Mode, Retention};
 pub use save::{Outcome, Refusal, Save, Stats, Streams};

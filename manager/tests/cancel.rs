@@ -112,7 +112,7 @@ fn a_cancelled_singular_save_leaves_nothing() {
 fn a_save_that_waits_behind_others_can_be_cancelled() {
     let world = World::default();
     let manager = world.open(Options { max_pending: 0, ..options() });
-    let held = world.hold_writes();
+    let held = world.disk.hold_writes();
     let first = save(&manager, 0);
     let second = request(1);
     let cancel = Arc::clone(&second.cancel);

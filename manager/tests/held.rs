@@ -52,7 +52,7 @@ fn a_hold_of_a_step_that_is_being_replaced_gets_the_new_one() {
     let world = World::default();
     let manager = Arc::new(world.open(options()));
     commit(&manager, 1);
-    let held = world.hold_writes();
+    let held = world.disk.hold_writes();
     let save =
         manager.save(SaveRequest { exists: Exists::Replace, ..SaveRequest::new(1, state(9)) }).unwrap();
     let (holder, other) = (mpsc::channel(), Arc::clone(&manager));

@@ -43,7 +43,7 @@ fn a_save_of_what_nobody_changes_returns_before_it_is_captured() {
     let world = World::default();
     // More than the slots take, so that the capture cannot be over before something is written.
     let manager = world.open(Options { staging_bytes: Some(16 << 20), ..options() });
-    let hold = world.hold_writes();
+    let hold = world.disk.hold_writes();
     let save = manager.save(SaveRequest::new(7, held(&vec![7; 40 << 20]))).unwrap();
     assert!(!save.captured(), "the call waited for the capture");
     hold.store(false, Ordering::SeqCst);

@@ -37,7 +37,7 @@ fn a_pending_save_counts_and_one_that_failed_does_not() {
     let manager = world.open(roomy());
     assert_eq!(manager.next_step().unwrap(), 0);
     commit(&manager, 10);
-    let held = world.hold_writes();
+    let held = world.disk.hold_writes();
     let saves = [save(&manager, 11), save(&manager, 12), save(&manager, 13)];
     assert_eq!(manager.next_step().unwrap(), 14);
     fail(&world, 13);
@@ -56,7 +56,7 @@ fn one_that_fails_between_others_changes_nothing_and_all_that_fail_change_all() 
         let world = World::default();
         let manager = world.open(roomy());
         commit(&manager, 10);
-        let held = world.hold_writes();
+        let held = world.disk.hold_writes();
         let saves = [save(&manager, 11), save(&manager, 12)];
         for &step in &failing {
             fail(&world, step);
@@ -101,7 +101,7 @@ fn a_save_that_could_not_be_captured_holds_no_number_though_it_stands_in_the_que
     let world = World::default();
     let manager = world.open(roomy());
     commit(&manager, 0);
-    let held = world.hold_writes();
+    let held = world.disk.hold_writes();
     let first = save(&manager, 1);
     let error = std::thread::scope(|scope| {
         // The broken one waits for its flush, which stands behind the first one's.
@@ -130,7 +130,7 @@ fn a_wait_without_a_deadline_ends_when_nothing_moves_and_says_what_it_waited_for
     let _alone = alone();
     let world = World::default();
     let manager = world.open(Options { stall_timeout: Duration::from_millis(300), ..roomy() });
-    let held = world.hold_writes();
+    let held = world.disk.hold_writes();
     let saves = [save(&manager, 1), save(&manager, 2)];
     for save in &saves {
         let begun = Instant::now();

@@ -40,7 +40,7 @@ fn a_callback_that_panics_takes_no_other_ones_turn_and_no_later_save() {
     let manager = world.open(options());
     let called = Arc::new(AtomicU64::new(0));
     // Until both callbacks are there.
-    let held = world.hold_writes();
+    let held = world.disk.hold_writes();
     let first = save(&manager, 1);
     first.on_done(Box::new(|_| panic!("a callback of the user's")));
     let counted = Arc::clone(&called);

@@ -85,7 +85,7 @@ fn a_damaged_step_does_not_hold_up_training_that_goes_on_below_it() {
 fn a_wait_without_an_end_waits() {
     let world = World::default();
     let manager = world.open(options());
-    let held = world.hold_writes();
+    let held = world.disk.hold_writes();
     let save = save(&manager, 0);
     std::thread::scope(|scope| {
         scope.spawn(|| {

@@ -6,6 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 
+use crate::ingest::HeldBuffer;
+
 /// A class whose instances are arrays.
 pub struct ArrayType {
     /// Kept, so that its address stays its own.
@@ -70,6 +72,18 @@ impl Known {
     /// What is known of the class of an array.
     pub fn array(&self, object: &Bound<'_, PyAny>) -> Option<&Arc<ArrayType>> {
         self.arrays.get(&address(object))
+    }
+
+    /// Holds the memory of an array: of one that exports a buffer, or of a class that is known. What is held to be written to is writable.
+    pub fn hold(&self, array: &Bound<'_, PyAny>, writable: bool) -> PyResult<HeldBuffer> {
+        let known = self.array(array).filter(|known| !(writable && known.immutable));
+        match known {
+            Some(known) if !known.buffer => {
+                let capsule = known.capsule.bind(array.py()).call1((array,))?;
+                Ok(HeldBuffer::of_capsule(capsule)?.1)
+            }
+            _ => HeldBuffer::new(array, writable),
+        }
     }
 
     /// What is known of the class of an abstract array.

@@ -19,12 +19,11 @@ use stepwell_manager::{Error, ReadFailure};
 use stepwell_reshard::read_plan::Request;
 
 use crate::ahead::Taken;
-use crate::arrays::{self, Known};
+use crate::arrays;
 use crate::errors::{closed, raise, raise_manager};
 use crate::hooks::hooks;
-use crate::ingest::{HeldBuffer, target_of};
+use crate::ingest::{HeldBuffer, streams_of, target_of};
 use crate::plan;
-use crate::snapshot::streams_of;
 use crate::values::to_python;
 use crate::wait;
 
@@ -219,7 +218,7 @@ impl Checkpoint {
         let mut targets = Vec::with_capacity(requests.len());
         let mut parts: Vec<Request> = Vec::with_capacity(requests.len());
         for (number, (leaf, offset, extent, array)) in requests.into_iter().enumerate() {
-            let target = writable(&known, &array)?;
+            let target = known.hold(&array, true)?;
             if target.dims() != extent || offset.len() != extent.len() {
                 return Err(PyValueError::new_err(format!(
                     "leaf {leaf}: an array of shape {:?} cannot take a region of {extent:?}",
@@ -344,17 +343,6 @@ pub fn read_all(
     outcome
         .map(|stats| stats.bytes_read + stats.bytes_cached)
         .map_err(|failure: Box<ReadFailure>| raise_manager(py, &failure.error))
-}
-
-/// The memory of an array that is written to: one that exports a buffer, or of a class that is known.
-fn writable(known: &Known, array: &Bound<'_, PyAny>) -> PyResult<HeldBuffer> {
-    let refused = match HeldBuffer::new(array, true) {
-        Ok(buffer) => return Ok(buffer),
-        Err(refused) => refused,
-    };
-    let Some(known) = known.array(array).filter(|known| !known.immutable) else { return Err(refused) };
-    let (_, buffer) = HeldBuffer::of_capsule(known.capsule.bind(array.py()).call1((array,))?)?;
-    Ok(buffer)
 }
 
 /// Has what is copied to devices come after what the frameworks have put on their current streams.

@@ -11,15 +11,16 @@ use pyo3::prelude::*;
 
 use stepwell_core::io::Purpose;
 use stepwell_core::sys::spawn;
-use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Planned, Save, SaveRequest};
+use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest};
 
 use crate::ahead::{self, Ahead};
 use crate::checkpoint::Checkpoint;
 use crate::errors::{build, raise, raise_manager};
 use crate::events::Events;
+use crate::ingest::streams_of;
 use crate::options;
 use crate::save_handle::SaveHandle;
-use crate::snapshot::{OnDevices, Snapshot, source, streams_of};
+use crate::snapshot::{OnDevices, Snapshot, source};
 use crate::state::State;
 use crate::wait::{self, Patience};
 
@@ -178,32 +179,29 @@ impl Manager {
         self.check_before_saving(py, step)?;
         let cancel = Arc::new(AtomicBool::new(false));
         let devices = OnDevices::new(py, &streams, attached)?;
+        let source = source(state, Snapshot::named(snapshot)?, &devices, events)?
+            .map_err(|error| raise_manager(py, &error))?;
         let request = SaveRequest {
-            step,
-            state: source(state, Snapshot::named(snapshot)?, &devices, events)?
-                .map_err(|error| raise_manager(py, &error))?,
             streams: devices.streams,
             metrics,
             custom_metadata: json(custom_metadata)?,
-            // What these are for is decided.
-            force: true,
-            exists: if replaces { Exists::Replace } else { Exists::Error },
             cancel: Arc::clone(&cancel),
+            ..SaveRequest::new(step, source)
         };
-        let decision = if replaces { Decision::Replace } else { Decision::Save };
         let inner = Arc::clone(&self.inner);
-        let planned = py.detach(|| inner.plan_save(request, decision));
-        let save = match planned.map_err(|error| raise_manager(py, &error))? {
-            Planned::Over(save) => Ok(save),
+        let planned = py.detach(|| inner.plan_save(request, replaces));
+        let ready = planned.map_err(|error| raise_manager(py, &error))?;
+        let save = if inner.begins_at_once(&ready) {
             // Nothing to wait for: a thread of its own would take longer than what it does.
-            Planned::Ready(ready) if inner.begins_at_once(&ready) => py.detach(|| inner.begin(*ready)),
-            Planned::Ready(ready) => wait::until_stopped(
+            py.detach(|| inner.begin(ready))
+        } else {
+            wait::until_stopped(
                 py,
                 &cancel,
-                move || inner.begin(*ready),
+                move || inner.begin(ready),
                 // Captured whole before it could be stopped: it goes on, and the manager tells of its failure as of any other's.
                 |late| late.into_iter().for_each(|save| self.remember(&save)),
-            )?,
+            )?
         }
         .map_err(|error| raise_manager(py, &error))?;
         self.remember(&save);

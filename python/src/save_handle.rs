@@ -61,11 +61,6 @@ impl SaveHandle {
         self.save.step()
     }
 
-    /// Why nothing was begun; `None` for a save that was.
-    fn refusal(&self) -> Option<String> {
-        self.save.refusal().map(|refusal| refusal.to_string())
-    }
-
     fn done(&self) -> bool {
         self.save.is_done()
     }

@@ -11,7 +11,7 @@ use stepwell_manager::{Error, LeafSource, StateSource, Streams};
 
 use crate::events::{Events, Loan, Parcel};
 use crate::flatten::Leaf;
-use crate::ingest::{HeldBuffer, provider_of, returnable_provider_of, user_stream};
+use crate::ingest::{HeldBuffer, provider_of, returnable_provider_of, streams_of};
 use crate::state::State;
 
 /// What a framework says of its devices.
@@ -28,12 +28,6 @@ impl OnDevices {
     pub fn new(py: Python<'_>, streams: &HashMap<u32, u64>, attached: HashSet<usize>) -> PyResult<Self> {
         Ok(Self { streams: streams_of(py, streams)?, attached })
     }
-}
-
-/// Streams by their handles.
-pub fn streams_of(py: Python<'_>, handles: &HashMap<u32, u64>) -> PyResult<Streams> {
-    let streams = handles.iter().map(|(&device, &handle)| Ok((device, user_stream(handle)?)));
-    streams.collect::<Result<_, stepwell_core::Error>>().map_err(|error| crate::errors::raise(py, &error))
 }
 
 /// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last provider is gone; where all of it is captured before `save` returns,

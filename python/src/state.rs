@@ -120,12 +120,7 @@ pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<State> {
 pub fn spans(arrays: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<(usize, usize, usize)>> {
     let known = crate::arrays::known();
     let span = |array: &Bound<'_, PyAny>| {
-        let buffer = match known.array(array) {
-            Some(known) if !known.buffer => {
-                HeldBuffer::of_capsule(known.capsule.bind(array.py()).call1((array,))?)?.1
-            }
-            _ => HeldBuffer::new(array, false)?,
-        };
+        let buffer = known.hold(array, false)?;
         let (below, len) = buffer.span();
         let first = buffer.address() as usize;
         Ok((first, first - below, first - below + len))

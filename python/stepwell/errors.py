@@ -179,8 +179,8 @@ class StorageError(StepwellError, OSError):
 
 
 class DeviceError(StepwellError, RuntimeError):
-    """A device answered a call with an error, outside of a save (a save that fails by one is a :class:`SaveFailed`). An error of a kernel stays: everything on that device
-    fails from then on, and the process has to be started again; committed steps are whole."""
+    """A device answered a call with an error: before a save had begun, in a guard, or in a restore (a save that fails by one is a :class:`SaveFailed`). An error of a kernel
+    stays: everything on that device fails from then on, and the process has to be started again; committed steps are whole."""
 
     kind = "device"
 

@@ -204,12 +204,10 @@ class CheckpointManager:
                 attached,
                 lifecycle.notifier.events,
             )
-            refusal = handle.refusal()
-            save = Save(step, None if refusal else handle, refusal)
+            save = Save(step, handle)
             self._saves = [one for one in self._saves if not one.done()]
-            if save:
-                self._saves.append(save)
-        if save and self._on_event is not None:
+            self._saves.append(save)
+        if self._on_event is not None:
             tell_save(self._on_event, self._root, save, time.perf_counter() - begun)
         return save
 
@@ -265,7 +263,8 @@ class CheckpointManager:
 
         Raises:
             StalledError: nothing has happened for ``Options.stall_timeout``.
-            DeviceError: the device answers with an error, or a CUDA graph is being captured on the current stream (put the guard around its replay).
+            DeviceError: the device answers with an error.
+            MisuseError: a CUDA graph is being captured on the current stream (put the guard around its replay).
         """
         self._fence()
         yield

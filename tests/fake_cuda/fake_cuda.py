@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -208,8 +209,10 @@ class FakeCuda:
 
     def violations(self) -> list[str]:
         """What was found, once all has run; it is forgotten."""
+        deadline = time.monotonic() + 60
         while self._library.fakecuda_pending():
-            pass
+            assert time.monotonic() < deadline, "the devices do not come to an end"
+            time.sleep(1e-3)
         out = ctypes.create_string_buffer(1 << 16)
         self._library.fakecuda_violations(out, ctypes.c_size_t(len(out)))
         return out.value.decode().splitlines()

@@ -23,8 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
 import stepwell as sw
 import torch
+from tables import table
 
 GB = 1_000_000_000
 ROUNDS = 5
@@ -403,16 +406,6 @@ def looping(training: Training, contestant: type[Contestant], directory: Path, s
 
 def verdict(reached: bool) -> str:
     return "reached" if reached else "MISSED"
-
-
-def table(rows: list[list[str]]) -> str:
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
 
 
 def run(machine: Machine, gigabytes: float, disk: Path) -> dict[str, Any]:

@@ -185,7 +185,12 @@ impl FakeCuda {
 impl Drop for FakeCuda {
     fn drop(&mut self) {
         self.heal();
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
         while self.pending() > 0 {
+            assert!(
+                std::thread::panicking() || std::time::Instant::now() < deadline,
+                "the devices do not come to an end"
+            );
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         let found = self.violations();

@@ -19,7 +19,8 @@ pub use sharded::ShardedProvider;
 
 /// A leaf's bytes, from wherever they are.
 pub trait StateProvider: Send + Sync {
-    /// Puts the fills into the slot. All fills are of this provider's leaf and of one slot. On an error nothing may still be on its way into the slot.
+    /// Puts the fills into the slot. All fills are of this provider's leaf and of one slot. On an error nothing may still be on its way into the slot but what
+    /// that knows of itself ([`Slot::receive`]).
     fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket>;
 
     /// What must have happened to its bytes when the caller goes on.

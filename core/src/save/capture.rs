@@ -132,7 +132,6 @@ impl Capture {
     /// of it would.
     pub fn read_first(&mut self) -> Result<()> {
         let Some(parts) = &self.parts else { return Ok(()) };
-        self.adopt(&parts.pool);
         let stall = parts.options.stall_timeout;
         let mut first = FirstReading::default();
         for due in self.soon.iter().chain(&self.later).filter(|due| due.haste < Haste::Captured) {
@@ -184,7 +183,6 @@ impl Capture {
         let Some(parts) = self.parts.take() else {
             return Err(Error::Misuse("a capture runs once".into()));
         };
-        self.adopt(&parts.pool);
         let count = windows.len();
         let lanes = lanes(windows, self.queues.len());
         let threads = parts.options.capture_threads.max(lanes.len()).min(count);
@@ -218,16 +216,6 @@ impl Capture {
         }
         self.progress.captured_since(started);
         error.map_or(Ok(()), Err)
-    }
-
-    /// Lets devices copy into the ring at full speed.
-    fn adopt(&self, pool: &StagingPool) {
-        let mappings = if self.queues.is_empty() { Vec::new() } else { pool.mappings() };
-        for queue in &self.queues {
-            if let Some(error) = mappings.iter().find_map(|mapping| queue.adopt(mapping).err()) {
-                tracing::warn!(?queue, %error, "the staging ring is not registered with the device; copies take longer");
-            }
-        }
     }
 }
 

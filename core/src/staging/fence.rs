@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Instant;
 
 use crate::Result;
-use crate::sys::{Mapping, UserStream};
+use crate::sys::UserStream;
 
 /// A point in a queue of copies.
 pub trait Fence: Send {
@@ -19,9 +19,6 @@ pub trait Fence: Send {
 pub trait CopyQueue: Send + Sync + fmt::Debug {
     /// The device's number.
     fn ordinal(&self) -> u32;
-
-    /// Lets its copies run at full speed into that memory.
-    fn adopt(&self, mapping: &Mapping) -> Result<()>;
 
     /// Makes copies that are started from now on wait for what is on the caller's stream now: they see what it has written.
     fn follow(&self, stream: UserStream) -> Result<()>;

@@ -22,8 +22,18 @@ pub struct Mapping {
     len: usize,
     mapped: (NonNull<u8>, usize),
     birth: Birth,
-    /// Whether a driver was told of it, and what takes that back. (One registration is for all devices.)
-    registered: Mutex<Option<Registered>>,
+    registration: Mutex<Registration>,
+}
+
+/// Whether a driver was told of a mapping.
+#[derive(Debug, Default)]
+enum Registration {
+    #[default]
+    None,
+    /// It would not have it.
+    Refused,
+    /// What takes that back when it is dropped.
+    Done(#[expect(dead_code, reason = "held for its drop, which ends the registration")] Registered),
 }
 
 /// Bytes from which on it pays to touch the pages of a mapping from several threads.
@@ -104,7 +114,7 @@ impl Mapping {
             len,
             mapped: (base, mapped_len),
             birth: Birth::now(),
-            registered: Mutex::new(None),
+            registration: Mutex::default(),
         };
         mapping.touch();
         Ok(Arc::new(mapping))
@@ -151,14 +161,20 @@ impl Mapping {
         Ok((0..windows).map(window).collect())
     }
 
-    /// Makes it known to a device's driver, so that copies between the two run by themselves; once for all devices.
-    pub fn register_with(&self, device: &Arc<Device>) -> Result<()> {
-        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
-        if registered.is_none() {
-            // SAFETY: mapped for as long as this value lives, which drops the registration before it unmaps.
-            *registered = Some(unsafe { Registered::new(device, self.address, self.len)? });
+    /// Makes it known to a device's driver, so that copies between the two run by themselves; once for all devices. Where that is refused, which is said and not tried again, copies take longer.
+    pub fn register_with(&self, device: &Arc<Device>) {
+        let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
+        if !matches!(*registration, Registration::None) {
+            return;
         }
-        Ok(())
+        // SAFETY: mapped for as long as this value lives, which drops the registration before it unmaps.
+        *registration = match unsafe { Registered::new(device, self.address, self.len) } {
+            Ok(registered) => Registration::Done(registered),
+            Err(error) => {
+                tracing::warn!(bytes = self.len, %error, "memory is not registered with the device; copies take longer");
+                Registration::Refused
+            }
+        };
     }
 
     /// Address of the first byte, for registration with the kernel.
@@ -172,7 +188,7 @@ impl Drop for Mapping {
         if !self.birth.is_here() {
             return; // MADV_DONTFORK: in a forked child these addresses were never mapped, and may be someone else's by now
         }
-        drop(self.registered.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        *self.registration.get_mut().unwrap_or_else(PoisonError::into_inner) = Registration::None;
         // SAFETY: exactly what was mapped; no Buffer is left, since each holds an Arc of this.
         let _ = unsafe { libc::munmap(self.mapped.0.as_ptr().cast(), self.mapped.1) };
     }

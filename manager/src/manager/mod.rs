@@ -50,7 +50,7 @@ pub use changes::Hold;
 use persister::Turns;
 pub use queries::{ItemReport, StepReport};
 use retaining::Inspection;
-pub use saving::{Decision, Planned, Ready};
+pub use saving::{Decision, Ready};
 use trail::Trail;
 
 /// What is saved, and how.

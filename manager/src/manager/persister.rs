@@ -21,13 +21,18 @@ use crate::save::persist::{self, Ended};
 const LOOK: Duration = Duration::from_millis(5);
 
 /// Whose turn it is. Saves are numbered as they are taken from the queue.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Turns {
-    /// How many have been taken, and how many have ended.
+    /// How many have been taken, how many are not being written any more, and how many have ended.
     taken: u64,
+    written: u64,
     ended: u64,
-    /// One is being written.
-    writing: bool,
+}
+
+impl Turns {
+    fn has_been_written(&mut self, turn: u64) {
+        self.written = self.written.max(turn + 1);
+    }
 }
 
 impl Inner {
@@ -48,7 +53,7 @@ impl Inner {
         while let Some((job, turn)) = self.next_job() {
             let replaces = job.plan.existing == Existing::Replace;
             let written = || {
-                self.lock().turns.writing = false;
+                self.lock().turns.has_been_written(turn);
                 self.changed.notify_all();
                 self.wait_for_turn(turn);
             };
@@ -75,10 +80,8 @@ impl Inner {
                     state.failed.push(save.clone());
                 }
                 state.turns.ended += 1;
-                // Where it failed before it was written, or as it was: nobody else writes while its turn has not come.
-                if state.turns.taken == state.turns.ended {
-                    state.turns.writing = false;
-                }
+                // Where it failed before it was written, or as it was.
+                state.turns.has_been_written(turn);
                 callbacks
             };
             save.call(callbacks);
@@ -90,20 +93,18 @@ impl Inner {
     fn next_job(&self) -> Option<(Job, u64)> {
         let mut state = self.lock();
         loop {
-            let alone = state.turns.taken == state.turns.ended;
-            let may =
-                alone || (!state.turns.writing && state.pool.as_ref().is_some_and(|pool| pool.is_starved()));
+            let Turns { taken, written, ended } = state.turns;
+            let starved = || state.pool.as_ref().is_some_and(|pool| pool.is_starved());
+            let may = written == taken && (ended == taken || starved());
             if may && let Some(job) = state.queue.pop_front() {
-                let turn = state.turns.taken;
                 state.turns.taken += 1;
-                state.turns.writing = true;
-                return Some((job, turn));
+                return Some((job, taken));
             }
             if state.stop && state.queue.is_empty() {
                 return None;
             }
             let pause =
-                if state.queue.is_empty() || state.turns.writing { Duration::from_secs(60) } else { LOOK };
+                if state.queue.is_empty() || written < taken { Duration::from_secs(60) } else { LOOK };
             state = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
     }

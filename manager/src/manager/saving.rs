@@ -33,15 +33,7 @@ pub enum Decision {
     Pending(Save),
 }
 
-/// What [`Manager::plan_save`] has come to.
-pub enum Planned {
-    /// There is nothing to begin.
-    Over(Save),
-    /// A save that nothing is wrong with.
-    Ready(Box<Ready>),
-}
-
-/// A save that is planned, and not begun.
+/// A save that is planned and that nothing is wrong with, and not begun.
 pub struct Ready {
     step: u64,
     existing: Existing,
@@ -80,25 +72,23 @@ impl Manager {
     /// [`Manager::save`] with the answers of custom policies, and without a look at earlier failures: whoever runs this where he may not get to
     /// hear its answer asks [`Manager::check_before_saving`] first.
     pub fn save_with(&self, request: SaveRequest, custom: &BTreeMap<String, bool>) -> Result<Save> {
-        let decision = self.decide(request.step, request.force, request.exists, custom)?;
-        match self.plan_save(request, decision)? {
-            Planned::Over(save) => Ok(save),
-            Planned::Ready(ready) => self.begin(*ready),
-        }
+        let replaces = match self.decide(request.step, request.force, request.exists, custom)? {
+            Decision::Save => false,
+            Decision::Replace => true,
+            Decision::Refuse(refusal) => return Ok(Save::refused(request.step, refusal)),
+            Decision::Pending(save) => return Ok(save),
+        };
+        self.begin(self.plan_save(request, replaces)?)
     }
 
-    /// The first half of [`Manager::save_with`], for what [`Manager::decide`] has answered: all checks of the state, and the whole plan. It waits for nothing but the processor.
-    pub fn plan_save(&self, request: SaveRequest, decision: Decision) -> Result<Planned> {
+    /// The first half of [`Manager::save_with`], once [`Manager::decide`] has answered that it saves, and whether it replaces a step: all checks of the state, and the whole
+    /// plan. It waits for nothing but the processor.
+    pub fn plan_save(&self, request: SaveRequest, replaces: bool) -> Result<Ready> {
         let begun = Instant::now();
         let inner = &self.inner;
         inner.check_usable()?;
         let step = request.step;
-        let existing = match decision {
-            Decision::Save => Existing::Refuse,
-            Decision::Replace => Existing::Replace,
-            Decision::Refuse(refusal) => return Ok(Planned::Over(Save::refused(step, refusal))),
-            Decision::Pending(save) => return Ok(Planned::Over(save)),
-        };
+        let existing = if replaces { Existing::Replace } else { Existing::Refuse };
         let cancel = request.cancel;
         let order = Order {
             root: inner.path.clone(),
@@ -112,12 +102,13 @@ impl Manager {
             session: inner.session.clone(),
         };
         let prepared = job::plan(&inner.environment, &inner.options, &inner.pool(), order)?;
-        Ok(Planned::Ready(Box::new(Ready { step, existing, prepared, cancel, begun })))
+        Ok(Ready { step, existing, prepared, cancel, begun })
     }
 
     /// Whether [`Manager::begin`] would return at once: nothing is captured on its thread, and nothing is in its way.
     pub fn begins_at_once(&self, ready: &Ready) -> bool {
-        let has_memory = self.inner.pool().bytes() > 0;
+        let memory = self.inner.pool().bytes() as u64;
+        let has_memory = memory > 0 && self.inner.options.staging_bytes.is_none_or(|asked| memory >= asked);
         let state = self.inner.lock();
         has_memory
             && !ready.prepared.has_eager()
@@ -168,7 +159,7 @@ impl Manager {
         job::ensure_memory(&pool, &self.inner.options, bytes)?;
         for &device in devices {
             let device = driver()?.device(device)?;
-            pool.mappings().iter().try_for_each(|mapping| mapping.register_with(&device))?;
+            pool.mappings().iter().for_each(|mapping| mapping.register_with(&device));
         }
         Ok(())
     }

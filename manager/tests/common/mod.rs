@@ -5,11 +5,11 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
 use stepwell_core::dtype::Dtype;
-use stepwell_core::io::simulated::{Kind, Moment, SimDisk};
+use stepwell_core::io::simulated::{Kind, SimDisk};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::LoadOptions;
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
@@ -103,18 +103,6 @@ impl World {
 
     pub fn try_open(&self, options: Options) -> stepwell_manager::Result<Manager> {
         Manager::open(Path::new(ROOT), options, self.environment())
-    }
-
-    /// Holds every write of a data file until the answer is set to false.
-    pub fn hold_writes(&self) -> Arc<AtomicBool> {
-        let held = Arc::new(AtomicBool::new(true));
-        let hook = Arc::clone(&held);
-        self.disk.set_hook(Some(Arc::new(move |moment, operation| {
-            while moment == Moment::Before && operation.kind == Kind::Write && hook.load(Ordering::SeqCst) {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        })));
-        held
     }
 
     /// The names in the root that are not the root's own.

@@ -10,4 +10,4 @@ mod held;
 mod source;
 
 pub use held::HeldBuffer;
-pub use source::{device_of, provider_of, returnable_provider_of, target_of, user_stream};
+pub use source::{device_of, provider_of, returnable_provider_of, streams_of, target_of};

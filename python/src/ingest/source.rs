@@ -1,6 +1,9 @@
 //! Held buffers as what the engine reads from and writes to.
 
+use std::collections::HashMap;
 use std::sync::Arc;
+
+use pyo3::prelude::*;
 
 use stepwell_core::load::Destination;
 use stepwell_core::provider::{DeviceProvider, Fill, Haste, HostProvider, StateProvider, Ticket};
@@ -8,6 +11,8 @@ use stepwell_core::region::Region;
 use stepwell_core::staging::{CopyQueue, Filling, Slot};
 use stepwell_core::sys::{Device, DeviceMemory, DeviceSource, HostSource, HostTarget, UserStream, driver};
 use stepwell_core::{Error, Result};
+
+use stepwell_manager::Streams;
 
 use super::HeldBuffer;
 use crate::events::{Loan, Parcel};
@@ -110,8 +115,14 @@ pub fn device_of(buffer: &HeldBuffer) -> Result<Option<Arc<Device>>> {
     buffer.device().map(|ordinal| driver()?.device(ordinal)).transpose()
 }
 
+/// The current streams of a framework's devices, by their handles.
+pub fn streams_of(py: Python<'_>, handles: &HashMap<u32, u64>) -> PyResult<Streams> {
+    let streams = handles.iter().map(|(&device, &handle)| Ok((device, user_stream(handle)?)));
+    streams.collect::<Result<_>>().map_err(|error| crate::errors::raise(py, &error))
+}
+
 /// A stream of a framework's, by its handle.
-pub fn user_stream(handle: u64) -> Result<UserStream> {
+fn user_stream(handle: u64) -> Result<UserStream> {
     // SAFETY: the adapters pass the current stream of a device, which lives as long as its framework: those of torch's pool are never destroyed, and one that the
     // caller made and made current is his to keep until the call returns.
     unsafe { UserStream::new(handle) }

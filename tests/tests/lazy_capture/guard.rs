@@ -101,7 +101,7 @@ fn a_ring_smaller_than_the_state_makes_the_guard_wait_for_writes_and_for_nothing
     let world = World::new(3);
     let stream = fake.stream(0);
     let arrays = arrays(&fake, &stream, &LENGTHS, 1);
-    let held = world.hold_writes();
+    let held = world.disk.hold_writes();
     let save = world.save(1, lazily(&arrays), &[&stream]);
     assert!(save.wait_started(Some(Duration::from_millis(300))).is_err(), "three slots hold ten");
     held.store(false, Ordering::SeqCst);
@@ -200,7 +200,7 @@ fn what_is_changed_before_it_is_captured_is_found_and_named_where_that_is_asked_
     stream.synchronize();
     // Unguarded: the capture comes after the update, which stands before it on the device.
     fake.forgive();
-    let held = world.hold_writes();
+    let held = world.disk.hold_writes();
     let filling = world.save(3, lazily(&arrays), &[&stream]);
     let torn = world.save(4, lazily(&arrays), &[&stream]);
     filling.wait_started(Some(LONG)).unwrap();

@@ -2,11 +2,10 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use stepwell_core::dtype::Dtype;
-use stepwell_core::io::simulated::{Kind, Moment, SimDisk};
+use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::{Destination, LoadOptions};
 use stepwell_core::provider::{Haste, StateProvider};
@@ -102,18 +101,6 @@ impl World {
             .collect();
         let options = LoadOptions { stall_timeout: Duration::from_secs(2), ..LoadOptions::default() };
         checkpoint.read(&requests, targets, &options).map(drop).map_err(|failure| failure.error)
-    }
-
-    /// Holds every write of a data file until the answer is set to false.
-    pub fn hold_writes(&self) -> Arc<AtomicBool> {
-        let held = Arc::new(AtomicBool::new(true));
-        let hook = Arc::clone(&held);
-        self.disk.set_hook(Some(Arc::new(move |moment, operation| {
-            while moment == Moment::Before && operation.kind == Kind::Write && hook.load(Ordering::SeqCst) {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        })));
-        held
     }
 
     /// Everything that was borrowed has come back: every slot, every registration.

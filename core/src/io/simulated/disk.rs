@@ -4,7 +4,9 @@ use std::cell::Cell;
 use std::fmt;
 use std::io;
 use std::path::{Component, Path};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::faults::{Action, Fault, Kind};
 use super::handles::SimDir;
@@ -189,6 +191,18 @@ impl SimDisk {
     /// Called around every operation of every process from now on.
     pub fn set_hook(&self, hook: Option<Hook>) {
         *self.context.shared.hook.lock().unwrap_or_else(PoisonError::into_inner) = hook;
+    }
+
+    /// Holds every write of every process until the answer is set to false.
+    pub fn hold_writes(&self) -> Arc<AtomicBool> {
+        let held = Arc::new(AtomicBool::new(true));
+        let hook = Arc::clone(&held);
+        self.set_hook(Some(Arc::new(move |moment, operation| {
+            while moment == Moment::Before && operation.kind == Kind::Write && hook.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        })));
+        held
     }
 
     // The log.

@@ -17,14 +17,15 @@ pub(super) type Owner = Arc<dyn Any + Send + Sync>;
 /// Copies into one buffer.
 #[derive(Default)]
 pub(in crate::sys) struct Arriving {
-    from: Vec<From>,
+    from: Vec<Sender>,
     /// The first byte of the buffer behind all that was asked for.
     pub(in crate::sys) end: usize,
     /// The first failure, told when nothing is on its way any more.
     failed: Option<Error>,
 }
 
-struct From {
+/// One device that copies.
+struct Sender {
     device: Arc<Device>,
     /// Behind the last of its copies; none as long as more may come, or where it could not be marked, or asked.
     mark: Option<Event>,
@@ -43,7 +44,7 @@ impl Arriving {
         self.end = self.end.max(end);
         let place = self.from.iter().position(|one| Arc::ptr_eq(&one.device, device));
         let place = place.unwrap_or_else(|| {
-            self.from.push(From { device: Arc::clone(device), mark: None, owners: Vec::new() });
+            self.from.push(Sender { device: Arc::clone(device), mark: None, owners: Vec::new() });
             self.from.len() - 1
         });
         let Some(one) = self.from.get_mut(place) else { return };
@@ -101,7 +102,7 @@ impl Arriving {
     }
 }
 
-impl From {
+impl Sender {
     /// Whether its copies have ended.
     fn has_ended(&self) -> Result<bool> {
         match &self.mark {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use super::api::{Api, Code, Handle, NOT_READY, SUCCESS};
 use super::probe::Driver;
 use crate::staging::CopyQueue;
-use crate::sys::{Birth, Mapping};
+use crate::sys::Birth;
 use crate::{Error, Result};
 
 /// `CU_STREAM_NON_BLOCKING`: it does not wait for the default stream, nor that for it.
@@ -85,7 +85,7 @@ impl std::fmt::Debug for Device {
 impl Device {
     pub(super) fn open(driver: &'static Driver, ordinal: u32) -> Result<Arc<Self>> {
         let api = &driver.api;
-        let fail = |call, code| failed(api, &format!("cuda:{ordinal}"), call, code);
+        let fail = |call, code| failed(api, &format_args!("cuda:{ordinal}"), call, code);
         let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
         let mut device: c_int = 0;
         // SAFETY: writes one number.
@@ -143,7 +143,7 @@ impl Device {
 
     /// The error for an answer that is none of success.
     pub(super) fn check(&self, call: &'static str, code: Code) -> Result<()> {
-        failed(self.api, &format!("{self:?}"), call, code)
+        failed(self.api, &format_args!("{self:?}"), call, code)
     }
 
     /// The queue of copies out of it.
@@ -232,10 +232,10 @@ impl Device {
 }
 
 /// The error for an answer that is none of success.
-fn failed(api: &Api, device: &str, call: &'static str, code: Code) -> Result<()> {
+fn failed(api: &Api, device: &dyn std::fmt::Display, call: &'static str, code: Code) -> Result<()> {
     match code {
         SUCCESS => Ok(()),
-        code => Err(Error::Device { device: device.to_owned(), call, answer: super::name_of(api, code) }),
+        code => Err(Error::Device { device: device.to_string(), call, answer: super::name_of(api, code) }),
     }
 }
 
@@ -261,10 +261,6 @@ impl Device {
 impl CopyQueue for Device {
     fn ordinal(&self) -> u32 {
         self.ordinal
-    }
-
-    fn adopt(&self, mapping: &Mapping) -> Result<()> {
-        self.me.upgrade().map_or(Ok(()), |me| mapping.register_with(&me))
     }
 
     fn follow(&self, stream: UserStream) -> Result<()> {

@@ -66,10 +66,7 @@ impl DeviceSource {
         if len == 0 {
             return Ok(());
         }
-        // Where it cannot be registered, copies take longer.
-        if let Err(error) = into.mapping().register_with(&self.device) {
-            tracing::debug!(%error, "a buffer is not registered with the device");
-        }
+        into.mapping().register_with(&self.device);
         let stream = self.device.to_host()?;
         let entered = self.device.enter()?;
         let base = into.as_ptr().wrapping_add(at as usize);

@@ -1,6 +1,7 @@
 //! An array in the memory of a device, as what a restore writes to.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::arriving::Owner;
@@ -47,9 +48,7 @@ impl DeviceTarget for DeviceMemory {
         if !piece.is_inside(self.len) {
             return Err(Error::Misuse(format!("a piece of {} rows leaves its target", piece.rows.count)));
         }
-        if let Err(error) = piece.staged.mapping().register_with(&self.device) {
-            tracing::debug!(%error, "a read buffer is not registered with the device");
-        }
+        piece.staged.mapping().register_with(&self.device);
         let stream = self.device.to_device()?;
         let Piece { staged, from, to, unit, mut rows, mut cols } = piece;
         let base = staged.as_ptr().cast_mut();
@@ -57,6 +56,7 @@ impl DeviceTarget for DeviceMemory {
         let mut sent = Sent {
             device: Arc::clone(&self.device),
             mark: None,
+            passed: AtomicBool::new(false),
             kept: Some((staged, Arc::clone(&self.owner))),
         };
         let touch =
@@ -95,6 +95,8 @@ struct Sent {
     device: Arc<Device>,
     /// Behind them; none where they could not all be started.
     mark: Option<Event>,
+    /// They were seen to have ended.
+    passed: AtomicBool,
     kept: Option<(Staged, Owner)>,
 }
 
@@ -124,12 +126,16 @@ impl Fence for Sent {
             }
             std::thread::sleep(LOOK);
         }
+        self.passed.store(true, Ordering::Release);
         Ok(())
     }
 }
 
 impl Drop for Sent {
     fn drop(&mut self) {
+        if *self.passed.get_mut() {
+            return;
+        }
         // One error may be of the question alone; the work of a context that answers nothing else is over.
         let ended = self.has_ended().or_else(|_| self.is_all_over());
         if matches!(ended, Ok(false)) {
