@@ -1,6 +1,6 @@
 //! The manager of one root, as Python sees it. Calls that may wait run on a thread of their own, so that signals are answered.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -173,7 +173,7 @@ impl Manager {
         replaces: bool,
         snapshot: &str,
         streams: HashMap<u32, u64>,
-        attached: HashSet<usize>,
+        attached: Vec<usize>,
         events: &Events,
     ) -> PyResult<SaveHandle> {
         self.check_before_saving(py, step)?;

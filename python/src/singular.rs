@@ -1,6 +1,6 @@
 //! What is done by path, without a manager: one checkpoint saved or opened, a root looked at from outside.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -40,7 +40,7 @@ pub fn save_path(
     events: &Events,
 ) -> PyResult<SaveHandle> {
     let cancel = Arc::new(AtomicBool::new(false));
-    let devices = OnDevices::new(py, &streams, HashSet::new())?;
+    let devices = OnDevices::new(py, &streams, Vec::new())?;
     let request = SingularRequest {
         state: source(state, Snapshot::named(snapshot)?, &devices, events)?
             .map_err(|error| raise_manager(py, &error))?,

@@ -25,8 +25,8 @@ pub struct OnDevices {
 
 impl OnDevices {
     /// From what Python has: streams by their handles.
-    pub fn new(py: Python<'_>, streams: &HashMap<u32, u64>, attached: HashSet<usize>) -> PyResult<Self> {
-        Ok(Self { streams: streams_of(py, streams)?, attached })
+    pub fn new(py: Python<'_>, streams: &HashMap<u32, u64>, attached: Vec<usize>) -> PyResult<Self> {
+        Ok(Self { streams: streams_of(py, streams)?, attached: attached.into_iter().collect() })
     }
 }
 

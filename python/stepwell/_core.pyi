@@ -156,7 +156,7 @@ class Manager:
         replaces: bool,
         snapshot: str,
         streams: dict[int, int],
-        attached: set[int],
+        attached: list[int],
         events: Events,
     ) -> SaveHandle: ...
     def wait_captured(self) -> None: ...

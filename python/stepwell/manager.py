@@ -243,16 +243,16 @@ class CheckpointManager:
         self._core.request_preemption()
         return True
 
-    def _on_devices(self, flat: Any) -> tuple[dict[int, int], set[int]]:
+    def _on_devices(self, flat: Any) -> tuple[dict[int, int], list[int]]:
         """Of the CUDA devices that a state is on: the current streams; and where that is that attached optimizers own, and that is captured behind the call."""
         devices = [device for device, changes in flat.devices() if changes]
         attached = [one for one in self._attached if devices or one._lazy_host]
         if not attached:
-            return adapters.streams(devices) if devices else {}, set()
+            return adapters.streams(devices) if devices else {}, []
         from .adapters.torch import addresses
 
         owned = [(owner(), one._lazy_host) for one in attached for owner in one._optimizers]
-        places = {place for owner, host in owned if owner is not None for place in addresses(owner, host)}
+        places = [place for owner, host in owned if owner is not None for place in addresses(owner, host)]
         return adapters.streams(devices), places
 
     @contextmanager

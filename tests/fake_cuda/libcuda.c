@@ -175,6 +175,8 @@ static Block *block_of(uint64_t address, size_t bytes) {
     return NULL;
 }
 
+static int is_device(uint64_t address) { return address - (uint64_t)window < WINDOW; }
+
 static uint8_t *backing(uint64_t address) { return mirror + (address - (uint64_t)window); }
 
 static int is_registered(uintptr_t address, size_t bytes) {
@@ -707,6 +709,34 @@ API int cuMemcpy2DAsync_v2(const void *description, void *stream) {
     code = copy(stream, from_device ? one->src_device : (uint64_t)one->src_host, to_device ? one->dst_device : (uint64_t)one->dst_host, from_device, to_device,
                 one->width, one->height, one->src_pitch, one->dst_pitch);
     END;
+}
+
+/* CUmemcpyAttributes, as cuda.h lays it out. */
+typedef struct { int order; struct { int type, id; } src_hint, dst_hint; unsigned flags; } CopyAttributes;
+
+API int cuMemcpyBatchAsync(uint64_t *dst, uint64_t *src, size_t *bytes, size_t count, CopyAttributes *how, size_t *since, size_t hows, size_t *failed, void *stream) {
+    size_t *order = NULL;
+    BEGIN;
+    *failed = SIZE_MAX;
+    if (!stream || !count || hows != 1 || since[0]) FAIL(INVALID_VALUE);
+    if (how->order != 1) violation("a batch of copies that need not see what is on its stream before it");
+    /* Nothing orders them among themselves. */
+    order = malloc(count * sizeof *order);
+    for (size_t i = 0; i < count; i++) {
+        size_t other = draw() % (i + 1);
+        order[i] = order[other];
+        order[other] = i;
+    }
+    for (size_t i = 0; i < count; i++) {
+        size_t one = order[i];
+        if (!bytes[one]) FAIL(INVALID_VALUE);
+        code = copy(stream, src[one], dst[one], is_device(src[one]), is_device(dst[one]), bytes[one], 1, bytes[one], bytes[one]);
+        if (code) FAIL(code);
+    }
+end:
+    free(order);
+    pthread_mutex_unlock(&big);
+    return code;
 }
 
 API int cuGetErrorName(int error, const char **name) {

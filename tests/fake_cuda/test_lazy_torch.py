@@ -261,6 +261,8 @@ def test_a_device_that_fails_fails_that_save_by_name_and_no_other(
     with sw.CheckpointManager(root) as mgr:
         mgr.attach(training.optimizer)
         mgr.save(0, training.state()).result()
+        if call == "cuMemcpyDtoHAsync_v2":
+            cuda.fail("cuMemcpyBatchAsync", 0, how=1)  # one by one then, of which the fourth fails
         cuda.fail(call, 3, how=2 if call == "copy" else 1)
         with pytest.raises(sw.SaveFailed, match=r"Fake GPU 0.*CUDA_ERROR_LAUNCH_FAILED") as caught:
             mgr.save(1, training.state(), snapshot=snapshot).result()

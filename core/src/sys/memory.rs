@@ -8,7 +8,7 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::cuda::arriving::Arriving;
 use super::cuda::registered::Registered;
@@ -30,11 +30,14 @@ pub struct Mapping {
 enum Registration {
     #[default]
     None,
-    /// It would not have it.
-    Refused,
+    /// It would not have it then.
+    Refused(Instant),
     /// What takes that back when it is dropped.
     Done(#[expect(dead_code, reason = "held for its drop, which ends the registration")] Registered),
 }
+
+/// How long it is not tried again what a driver has refused.
+const REFUSED_FOR: Duration = Duration::from_secs(10);
 
 /// Bytes from which on it pays to touch the pages of a mapping from several threads.
 const TOUCH_TOGETHER: usize = 64 << 20;
@@ -161,20 +164,29 @@ impl Mapping {
         Ok((0..windows).map(window).collect())
     }
 
-    /// Makes it known to a device's driver, so that copies between the two run by themselves; once for all devices. Where that is refused, which is said and not tried again, copies take longer.
+    /// Makes it known to a device's driver, so that copies between the two run by themselves; once for all devices. Where that is refused, which is said, copies take longer, and it is
+    /// tried again after a while: refusing takes as long as doing it.
     pub fn register_with(&self, device: &Arc<Device>) {
         let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
-        if !matches!(*registration, Registration::None) {
-            return;
+        match *registration {
+            Registration::Done(_) => return,
+            Registration::Refused(when) if when.elapsed() < REFUSED_FOR => return,
+            Registration::None | Registration::Refused(_) => {}
         }
         // SAFETY: mapped for as long as this value lives, which drops the registration before it unmaps.
         *registration = match unsafe { Registered::new(device, self.address, self.len) } {
             Ok(registered) => Registration::Done(registered),
             Err(error) => {
                 tracing::warn!(bytes = self.len, %error, "memory is not registered with the device; copies take longer");
-                Registration::Refused
+                Registration::Refused(Instant::now())
             }
         };
+    }
+
+    /// Whether a driver knows it.
+    fn is_registered(&self) -> bool {
+        let registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
+        matches!(*registration, Registration::Done(_))
     }
 
     /// Address of the first byte, for registration with the kernel.
@@ -253,16 +265,19 @@ impl Buffer {
         Some(unsafe { std::slice::from_raw_parts_mut(self.as_ptr().add(at), end - at) })
     }
 
-    /// Says that no device will be asked for more.
+    /// Says that no device will be asked for more: what it was asked for is started, if it was not.
     pub fn close(&mut self) {
+        let base = self.as_ptr();
         if let Some(arriving) = &mut self.arriving {
-            arriving.close();
+            // SAFETY: this buffer, to whose length `DeviceSource::start` has held all that it was asked for, whose maker has promised the rest.
+            unsafe { arriving.close(base, self.mapping.is_registered()) };
         }
     }
 
     /// Waits until all that devices were asked for is there. [`Error::Timeout`] at the deadline; it may be asked again. Any other error says that copies failed, and
     /// that nothing is on its way any more.
     pub fn settle(&mut self, deadline: Instant) -> Result<()> {
+        self.close();
         let Some(arriving) = &mut self.arriving else { return Ok(()) };
         let settled = arriving.settle(deadline);
         if !matches!(settled, Err(Error::Timeout { .. })) {

@@ -7,7 +7,7 @@ and strides) are found by the engine. The public classes are in :mod:`stepwell.t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,10 @@ def _capsule(tensor: torch.Tensor) -> Any:
     return dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
 
 
-for _class in (torch.Tensor, torch.nn.Parameter):
+#: Tensors that are nothing else: what a subclass is, and where its values are, is asked one by one.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+for _class in _PLAIN:
     _core.array_type(_class, "torch", False, _capsule, False)
 
 
@@ -37,16 +40,13 @@ def streams(devices: Iterable[int]) -> dict[int, int]:
     return {device: torch.cuda.current_stream(device).cuda_stream for device in devices}
 
 
-def addresses(optimizer: torch.optim.Optimizer, host: bool) -> Iterator[int]:
+def addresses(optimizer: torch.optim.Optimizer, host: bool) -> list[int]:
     """Where the tensors are that an optimizer changes, in its steps alone: parameters and state; those on devices, and those in ``host`` memory too."""
     tensors = [one for group in optimizer.param_groups for one in group["params"]]
     for slots in optimizer.state.values():
         tensors += [one for one in slots.values() if isinstance(one, torch.Tensor)]
-    for tensor in tensors:
-        local = _local(tensor)
-        plain = tensor if local is None else local
-        if plain.is_cuda or (host and plain.device.type == "cpu"):
-            yield plain.data_ptr()
+    plain = [one if type(one) in _PLAIN else _plain(one) for one in tensors]
+    return [one.data_ptr() for one in plain if one.is_cuda or (host and one.device.type == "cpu")]
 
 
 def describe(obj: Any) -> Any:
@@ -93,6 +93,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     local: torch.Tensor = to_local()
     return local
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    local = _local(tensor)
+    return tensor if local is None else local
 
 
 def _why_not(tensor: torch.Tensor) -> str | None:
@@ -201,8 +206,7 @@ def target(obj: Any) -> Target | None:
         return Target(ArraySpec(), _finish)
     if not isinstance(obj, torch.Tensor):
         return None
-    local = _local(obj)
-    tensor = obj if local is None else local
+    tensor = _plain(obj)
     name = dtype_name(tensor.dtype)
     if name is None or (why := None if tensor.is_meta else _why_not(tensor)) is not None:
         from ..errors import UnsupportedLeaf

@@ -33,6 +33,17 @@ fn every_call_that_fails_fails_that_save_and_nothing_else() {
     let stream = fake.stream(0);
     let good = arrays(&fake, &stream, &LENGTHS, 7);
     committed(&world.save(1, lazily(&good), &[&stream]));
+    // What a batch cannot start is started one by one.
+    let small = arrays(&fake, &stream, &[4000; 50], 3);
+    let singles = fake.calls("cuMemcpyDtoHAsync_v2");
+    committed(&world.save(2, lazily(&small), &[&stream]));
+    assert_eq!(fake.calls("cuMemcpyDtoHAsync_v2"), singles, "batches");
+    world.manager.delete(2).unwrap();
+    fake.fail("cuMemcpyBatchAsync", 0, 1, How::Once);
+    committed(&world.save(2, lazily(&small), &[&stream]));
+    assert_eq!(fake.calls("cuMemcpyDtoHAsync_v2"), singles + 50);
+    assert_version(&fake, &world.read(2), 3);
+    world.manager.delete(2).unwrap();
     let calls = [
         "cuCtxPushCurrent_v2",
         "cuStreamIsCapturing",
@@ -50,6 +61,10 @@ fn every_call_that_fails_fails_that_save_and_nothing_else() {
                 let state = with_haste(&arrays, haste);
                 let before = fake.calls(call);
                 fake.fail(call, nth, 719, how);
+                if call == "cuMemcpyDtoHAsync_v2" {
+                    // Which is for what a batch has not started.
+                    fake.fail("cuMemcpyBatchAsync", 0, 1, How::Always);
+                }
                 let (told, committed) = try_save(&world, state, &stream);
                 let reached = fake.calls(call) > before + nth;
                 fake.heal();

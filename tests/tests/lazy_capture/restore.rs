@@ -59,6 +59,8 @@ fn what_the_callers_stream_still_does_to_an_array_is_over_before_it_is_filled() 
 #[test]
 fn a_device_that_fails_or_never_answers_ends_the_restore_with_its_name() {
     let fake = FakeCuda::alone();
+    // A buffer of a restore that finds the device lost stays unregistered for a while.
+    fake.forgive();
     let world = World::new(12);
     let stream = fake.stream(0);
     let saved = arrays(&fake, &stream, &LENGTHS, 1);
@@ -84,4 +86,6 @@ fn a_device_that_fails_or_never_answers_ends_the_restore_with_its_name() {
     for array in &saved {
         assert!(array.peek() == fake.pattern(0, array.bytes(), 1));
     }
+    let found = fake.violations();
+    assert!(found.iter().all(|line| line.contains("not registered")), "{found:?}");
 }

@@ -21,15 +21,16 @@ pub(super) type Handle = *mut c_void;
 pub(super) type Address = u64;
 
 macro_rules! functions {
-    ($($function:ident($($argument:ty),*);)*) => {
+    (every { $($function:ident($($argument:ty),*);)* } newer { $($newer:ident($($of_newer:ty),*);)* }) => {
         /// One pointer for each function.
         #[expect(non_snake_case, reason = "the driver's names")]
         pub(super) struct Api {
             $(pub(super) $function: unsafe extern "C" fn($($argument),*) -> Code,)*
+            $(pub(super) $newer: Option<unsafe extern "C" fn($($of_newer),*) -> Code>,)*
         }
 
         impl Api {
-            /// Looks all of them up; the name of the first that is missing.
+            /// Looks all of them up; the name of the first that is missing and must not be.
             ///
             /// # Safety
             /// The library is there, and is a CUDA driver: functions of these names have these arguments.
@@ -43,6 +44,11 @@ macro_rules! functions {
                         let found = unsafe { library.get::<unsafe extern "C" fn($($argument),*) -> Code>(name) };
                         *found.map_err(|_| stringify!($function))?
                     },)*
+                    $($newer: {
+                        let name = concat!(stringify!($newer), "\0").as_bytes();
+                        // SAFETY: as above.
+                        unsafe { library.get::<unsafe extern "C" fn($($of_newer),*) -> Code>(name) }.ok().map(|found| *found)
+                    },)*
                 })
             }
         }
@@ -50,26 +56,31 @@ macro_rules! functions {
 }
 
 functions! {
-    cuInit(c_uint);
-    cuDriverGetVersion(*mut c_int);
-    cuDeviceGetCount(*mut c_int);
-    cuDeviceGet(*mut c_int, c_int);
-    cuDeviceGetName(*mut c_char, c_int, c_int);
-    cuDevicePrimaryCtxRetain(*mut Handle, c_int);
-    cuCtxPushCurrent_v2(Handle);
-    cuCtxPopCurrent_v2(*mut Handle);
-    cuThreadExchangeStreamCaptureMode(*mut c_int);
-    cuStreamCreateWithPriority(*mut Handle, c_uint, c_int);
-    cuStreamQuery(Handle);
-    cuStreamIsCapturing(Handle, *mut c_int);
-    cuStreamWaitEvent(Handle, Handle, c_uint);
-    cuEventCreate(*mut Handle, c_uint);
-    cuEventRecord(Handle, Handle);
-    cuEventQuery(Handle);
-    cuMemHostRegister_v2(*mut c_void, usize, c_uint);
-    cuMemHostUnregister(*mut c_void);
-    cuMemcpyDtoHAsync_v2(*mut c_void, Address, usize, Handle);
-    cuMemcpyHtoDAsync_v2(Address, *const c_void, usize, Handle);
-    cuMemcpy2DAsync_v2(*const sys::CUDA_MEMCPY2D, Handle);
-    cuGetErrorName(Code, *mut *const c_char);
+    every {
+        cuInit(c_uint);
+        cuDriverGetVersion(*mut c_int);
+        cuDeviceGetCount(*mut c_int);
+        cuDeviceGet(*mut c_int, c_int);
+        cuDeviceGetName(*mut c_char, c_int, c_int);
+        cuDevicePrimaryCtxRetain(*mut Handle, c_int);
+        cuCtxPushCurrent_v2(Handle);
+        cuCtxPopCurrent_v2(*mut Handle);
+        cuThreadExchangeStreamCaptureMode(*mut c_int);
+        cuStreamCreateWithPriority(*mut Handle, c_uint, c_int);
+        cuStreamQuery(Handle);
+        cuStreamIsCapturing(Handle, *mut c_int);
+        cuStreamWaitEvent(Handle, Handle, c_uint);
+        cuEventCreate(*mut Handle, c_uint);
+        cuEventRecord(Handle, Handle);
+        cuEventQuery(Handle);
+        cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+        cuMemHostUnregister(*mut c_void);
+        cuMemcpyDtoHAsync_v2(*mut c_void, Address, usize, Handle);
+        cuMemcpyHtoDAsync_v2(Address, *const c_void, usize, Handle);
+        cuMemcpy2DAsync_v2(*const sys::CUDA_MEMCPY2D, Handle);
+        cuGetErrorName(Code, *mut *const c_char);
+    }
+    newer {
+        cuMemcpyBatchAsync(*mut Address, *mut Address, *mut usize, usize, *mut sys::CUmemcpyAttributes, *mut usize, usize, *mut usize, Handle);
+    }
 }

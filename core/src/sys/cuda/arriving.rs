@@ -4,6 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::batch::{Queued, start_all};
 use super::device::{Device, Event};
 use crate::{Error, Result};
 
@@ -30,6 +31,8 @@ struct Sender {
     /// Behind the last of its copies; none as long as more may come, or where it could not be marked, or asked.
     mark: Option<Event>,
     owners: Vec<Owner>,
+    /// Asked for, and started when nothing more is.
+    queued: Vec<Queued>,
 }
 
 impl std::fmt::Debug for Arriving {
@@ -44,7 +47,8 @@ impl Arriving {
         self.end = self.end.max(end);
         let place = self.from.iter().position(|one| Arc::ptr_eq(&one.device, device));
         let place = place.unwrap_or_else(|| {
-            self.from.push(Sender { device: Arc::clone(device), mark: None, owners: Vec::new() });
+            let device = Arc::clone(device);
+            self.from.push(Sender { device, mark: None, owners: Vec::new(), queued: Vec::new() });
             self.from.len() - 1
         });
         let Some(one) = self.from.get_mut(place) else { return };
@@ -55,9 +59,24 @@ impl Arriving {
         }
     }
 
-    /// Nothing more will be asked for: marks the ends. What cannot be marked is waited for with all that is on its stream.
-    pub(in crate::sys) fn close(&mut self) {
+    /// Has a device that is expected copy that once nothing more is asked for.
+    pub(super) fn queue(&mut self, device: &Arc<Device>, copy: Queued) {
+        if let Some(one) = self.from.iter_mut().find(|one| Arc::ptr_eq(&one.device, device)) {
+            one.queued.push(copy);
+        }
+    }
+
+    /// Nothing more will be asked for: starts what is queued and marks the ends. What cannot be marked is waited for with all that is on its stream.
+    ///
+    /// # Safety
+    /// The buffer begins at `base` and is as long as was said where the copies were queued; `known` says whether the driver was told of it. What they copy from is memory of their devices.
+    pub(in crate::sys) unsafe fn close(&mut self, base: *mut u8, known: bool) {
         for one in &mut self.from {
+            let queued = std::mem::take(&mut one.queued);
+            // SAFETY: as the caller says; `owners` keeps what is copied from, and the buffer is kept and shows nothing until all has arrived.
+            if let Err(error) = unsafe { start_all(&one.device, base, known, &queued) } {
+                self.failed.get_or_insert(error);
+            }
             if one.mark.is_none() {
                 one.mark = one.device.to_host().and_then(|stream| one.device.mark(stream)).ok();
             }

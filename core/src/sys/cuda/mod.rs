@@ -6,6 +6,7 @@
 //! | `probe` | [`driver()`]: whether there is one that can be used, asked once |
 //! | `device` | [`Device`]: context, streams, events |
 //! | `registered` | host memory that the driver knows, so that copies run by themselves |
+//! | `batch` | many copies to the host in one call |
 //! | `arriving` | what is on its way into a [`super::Buffer`] |
 //! | `source` | [`DeviceSource`]: an array on a device, to be saved |
 //! | `target` | [`DeviceMemory`]: an array on a device, to be restored |
@@ -18,6 +19,7 @@
 
 mod api;
 pub(in crate::sys) mod arriving;
+mod batch;
 mod device;
 mod probe;
 pub(in crate::sys) mod registered;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::arriving::Owner;
+use super::batch::Queued;
 use super::device::Device;
 use super::{Direction, Rows, start};
 use crate::copy::gather::Dim;
@@ -53,8 +54,8 @@ impl DeviceSource {
         self.memory.itemsize()
     }
 
-    /// Starts to copy the bytes `from .. from + len` of the row-major bytes of `region` to byte `at` of a buffer, behind what the device's queue holds already. Both ends
-    /// fall between elements. An error may come when some of it is under way: the buffer knows.
+    /// Has the device copy the bytes `from .. from + len` of the row-major bytes of `region` to byte `at` of a buffer, behind what the device's queue holds already: at the latest when the
+    /// buffer is closed. Both ends fall between elements. An error may come when some of it is under way: the buffer knows.
     pub fn start(&self, region: &Region, from: u64, len: u64, into: &mut Buffer, at: u64) -> Result<()> {
         let room = at.checked_add(len).and_then(|end| usize::try_from(end).ok());
         let Some(end) = room.filter(|&end| end <= into.size()) else {
@@ -69,8 +70,10 @@ impl DeviceSource {
         into.mapping().register_with(&self.device);
         let stream = self.device.to_host()?;
         let entered = self.device.enter()?;
-        let base = into.as_ptr().wrapping_add(at as usize);
-        into.arriving().expect(&self.device, end, &self.owner);
+        let at_first = at as usize;
+        let base = into.as_ptr().wrapping_add(at_first);
+        let arriving = into.arriving();
+        arriving.expect(&self.device, end, &self.owner);
         let mut outcome = Ok(());
         let itemsize = self.itemsize();
         self.memory.runs(region, from, len, |run| {
@@ -79,22 +82,15 @@ impl DeviceSource {
             }
             outcome = match run {
                 Run::Contiguous { offset, at, len } => {
-                    let rows = Rows {
-                        host: base.wrapping_add(at),
-                        device: self.first.wrapping_add_signed(offset as i64),
-                        width: len,
-                        height: 1,
-                        host_pitch: len,
-                        device_pitch: 0,
-                    };
-                    // SAFETY: the bytes are elements of the array, which the owner keeps, as the buffer keeps the owner until they have arrived; they
-                    // lie in the buffer, which shows no bytes and goes nowhere until then.
-                    unsafe { start(&entered, stream, Direction::FromDevice, rows) }
+                    let from = self.first.wrapping_add_signed(offset as i64);
+                    arriving.queue(&self.device, Queued { at: at_first + at, from, len });
+                    Ok(())
                 }
                 Run::Strided { offset, at, dims, count } => {
                     let first = self.first.wrapping_add_signed(offset as i64);
                     each_rows(base.wrapping_add(at), first, itemsize, dims, count, &mut |rows| {
-                        // SAFETY: as above: rows of a box of elements, which are as many bytes as the buffer has from there on.
+                        // SAFETY: rows of a box of elements of the array, which the owner keeps, as the buffer keeps the owner until they have arrived; they are as many bytes
+                        // as the buffer has from there on, which shows none of them and goes nowhere until then.
                         unsafe { start(&entered, stream, Direction::FromDevice, rows) }
                     })
                 }

@@ -1,0 +1,66 @@
+//! Many copies to the host, started in one call where the driver can (`cuMemcpyBatchAsync`, from CUDA 12.8 on): a state of many small leaves costs a call for each slot, not one for each leaf.
+
+use cudarc::driver::sys;
+
+use super::api::{Address, SUCCESS};
+use super::device::Device;
+use super::{Direction, Rows, start};
+use crate::Result;
+
+/// A copy that is asked for, and not started yet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Queued {
+    /// First byte of the buffer.
+    pub(super) at: usize,
+    pub(super) from: Address,
+    pub(super) len: usize,
+}
+
+/// Starts to copy to a buffer that begins at `base`, in any order; `known` says that the driver knows that memory.
+///
+/// # Safety
+/// As for [`start`], of each of them.
+pub(super) unsafe fn start_all(device: &Device, base: *mut u8, known: bool, copies: &[Queued]) -> Result<()> {
+    if copies.is_empty() {
+        return Ok(());
+    }
+    let entered = device.enter()?;
+    let stream = device.to_host()?;
+    // Of memory that the driver does not know, a batch may demand more than a copy does.
+    let call = entered.api.cuMemcpyBatchAsync.filter(|_| known && copies.len() > 1);
+    if let Some(call) = call {
+        let mut to: Vec<Address> = copies.iter().map(|copy| base.wrapping_add(copy.at) as Address).collect();
+        let mut from: Vec<Address> = copies.iter().map(|copy| copy.from).collect();
+        let mut lens: Vec<usize> = copies.iter().map(|copy| copy.len).collect();
+        // SAFETY: numbers only, for each of which zero is a value: no hints, no flags.
+        let mut how: sys::CUmemcpyAttributes = unsafe { std::mem::zeroed() };
+        // What is on the stream before it is seen, as by any other copy there.
+        how.srcAccessOrder = sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+        let (mut since, mut failed) = (0_usize, usize::MAX);
+        // SAFETY: three lists of that length and one attribute, for all from the first copy on, which outlive the call; the copies are as the caller promises.
+        let code = unsafe {
+            call(
+                to.as_mut_ptr(),
+                from.as_mut_ptr(),
+                lens.as_mut_ptr(),
+                copies.len(),
+                &raw mut how,
+                &raw mut since,
+                1,
+                &raw mut failed,
+                stream.0,
+            )
+        };
+        if code == SUCCESS {
+            return Ok(());
+        }
+        // What it has started already is copied once more, to the same place; an error that stays is told by what follows.
+        tracing::debug!(?device, code, "copies are started one by one: cuMemcpyBatchAsync does not");
+    }
+    copies.iter().try_for_each(|&Queued { at, from, len }| {
+        let host = base.wrapping_add(at);
+        let rows = Rows { host, device: from, width: len, height: 1, host_pitch: len, device_pitch: 0 };
+        // SAFETY: as the caller promises.
+        unsafe { start(&entered, stream, Direction::FromDevice, rows) }
+    })
+}
