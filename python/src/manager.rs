@@ -36,6 +36,8 @@ pub struct Manager {
     stall_timeout: Duration,
     /// Saves that were not over when last looked at: what waits look at to see progress.
     saves: Mutex<Vec<Save>>,
+    /// What queries run on.
+    standby: wait::Standby,
     /// There from the first `close` on.
     closing: OnceLock<Arc<Closing>>,
 }
@@ -132,7 +134,13 @@ impl Manager {
             let environment = options::environment(&root, engine, purpose)?;
             Engined::open(&root, options, environment)
         })?;
-        Ok(Self { inner: Arc::new(inner), stall_timeout, saves: Mutex::default(), closing: OnceLock::new() })
+        Ok(Self {
+            inner: Arc::new(inner),
+            stall_timeout,
+            saves: Mutex::default(),
+            standby: wait::Standby::default(),
+            closing: OnceLock::new(),
+        })
     }
 
     /// Why `save` would do nothing with a step, and the save that is pending already where that is why; both `None` if it would save. Then: whether it would replace what is
@@ -419,6 +427,7 @@ impl Manager {
     #[pyo3(signature = (timeout = None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = wait::seconds(timeout);
+        self.standby.clear();
         let closing = self.closing.get_or_init(|| {
             let closing = Arc::new(Closing::default());
             let (inner, ending) = (Arc::clone(&self.inner), Arc::clone(&closing));
@@ -510,7 +519,10 @@ impl Manager {
         ask: impl FnOnce(&Engined) -> Result<T, Error> + Send + 'static,
     ) -> PyResult<T> {
         let inner = Arc::clone(&self.inner);
-        let answer = wait::on_thread_within(py, self.stall_timeout, move || ask(&inner))?;
+        let answer = self.standby.on_thread_within(py, self.stall_timeout, move || ask(&inner))?;
+        if self.inner.is_closed() {
+            self.standby.clear();
+        }
         let stalled = || {
             let waited_for = format!("{} to be read", self.inner.path().display());
             Error::Timeout { waited_for, waited: self.stall_timeout }

@@ -1,14 +1,15 @@
 //! Waiting without holding up Python: detached, and awake often enough that Ctrl-C is answered.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use stepwell_core::sys::spawn;
+use stepwell_core::sys::{Birth, spawn};
 
 /// Between two looks at pending signals.
 pub const TICK: Duration = Duration::from_millis(50);
@@ -69,17 +70,60 @@ pub fn on_thread<T: Send + 'static>(
     on_thread_while(py, work, || ())
 }
 
-/// [`on_thread`], for work that may not come back: `None` after that long. The work goes on by itself then.
-pub fn on_thread_within<T: Send + 'static>(
-    py: Python<'_>,
-    limit: Duration,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> PyResult<Option<T>> {
-    let mut receive = start(work)?;
-    match wait_within(py, Some(limit), &mut receive)? {
-        Ok(answer) => Ok(Some(answer)),
-        Err(RecvTimeoutError::Timeout) => Ok(None),
-        Err(RecvTimeoutError::Disconnected) => Err(no_answer()),
+/// A thread that has ended its work and waits for more: making one takes longer than most questions. It ends when this is dropped, or cleared.
+#[derive(Default)]
+pub struct Standby(Mutex<Option<Worker>>);
+
+struct Worker {
+    work: Sender<Box<dyn FnOnce() + Send>>,
+    /// In a forked child nobody waits.
+    birth: Birth,
+}
+
+impl Standby {
+    /// [`on_thread`], on the thread that waits or on a new one, for work that may not come back: `None` after that long. The work goes on by itself then, and its thread ends with it.
+    pub fn on_thread_within<T: Send + 'static>(
+        &self,
+        py: Python<'_>,
+        limit: Duration,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> PyResult<Option<T>> {
+        let (send, mut receive) = channel();
+        let worker = self.take().map_or_else(Worker::start, Ok)?;
+        // What the work holds is dropped before its answer is sent.
+        worker.work.send(Box::new(move || drop(send.send(work())))).map_err(|_| no_answer())?;
+        match wait_within(py, Some(limit), &mut receive)? {
+            Ok(answer) => {
+                self.put(Some(worker));
+                Ok(Some(answer))
+            }
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => Err(no_answer()),
+        }
+    }
+
+    /// Has the thread end.
+    pub fn clear(&self) {
+        self.put(None);
+    }
+
+    fn take(&self) -> Option<Worker> {
+        // Never waited for: in a forked child, whoever held it may be no more.
+        self.0.try_lock().ok()?.take().filter(|worker| worker.birth.is_here())
+    }
+
+    fn put(&self, worker: Option<Worker>) {
+        if let Ok(mut place) = self.0.try_lock() {
+            *place = worker;
+        }
+    }
+}
+
+impl Worker {
+    fn start() -> PyResult<Self> {
+        let (work, receive) = channel::<Box<dyn FnOnce() + Send>>();
+        spawn("stepwell-call", move || receive.iter().for_each(|work| work())).map_err(no_thread)?;
+        Ok(Self { work, birth: Birth::now() })
     }
 }
 
@@ -126,9 +170,13 @@ fn start_named<T: Send + 'static>(
 ) -> PyResult<(JoinHandle<()>, Receiver<T>)> {
     let (send, receive) = channel();
     // What the work holds is dropped before its answer is sent.
-    let thread = spawn(name, move || drop(send.send(work())))
-        .map_err(|error| PyRuntimeError::new_err(format!("no thread could be started: {error}")))?;
+    let thread = spawn(name, move || drop(send.send(work()))).map_err(no_thread)?;
     Ok((thread, receive))
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
+fn no_thread(error: std::io::Error) -> PyErr {
+    PyRuntimeError::new_err(format!("no thread could be started: {error}"))
 }
 
 fn no_answer() -> PyErr {
