@@ -181,7 +181,7 @@ impl Manager {
         replaces: bool,
         snapshot: &str,
         streams: HashMap<u32, u64>,
-        attached: Vec<usize>,
+        attached: Vec<(usize, usize)>,
         events: &Events,
     ) -> PyResult<SaveHandle> {
         self.check_before_saving(py, step)?;

@@ -1,6 +1,6 @@
 //! A flattened state as the engine takes it, and when its arrays are captured.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -19,14 +19,21 @@ use crate::state::State;
 pub struct OnDevices {
     /// The current streams, by the number of their device.
     pub streams: Streams,
-    /// Addresses of arrays that change in guarded updates only.
-    pub attached: HashSet<usize>,
+    /// Memory that changes in guarded updates only: first byte, and how many.
+    attached: HashMap<usize, usize>,
 }
 
 impl OnDevices {
     /// From what Python has: streams by their handles.
-    pub fn new(py: Python<'_>, streams: &HashMap<u32, u64>, attached: Vec<usize>) -> PyResult<Self> {
+    pub fn new(py: Python<'_>, streams: &HashMap<u32, u64>, attached: Vec<(usize, usize)>) -> PyResult<Self> {
         Ok(Self { streams: streams_of(py, streams)?, attached: attached.into_iter().collect() })
+    }
+
+    /// Whether all of an array is memory that changes in guarded updates only.
+    fn is_attached(&self, buffer: &HeldBuffer) -> bool {
+        let (below, len) = buffer.span();
+        let first = buffer.address() as usize - below;
+        self.attached.get(&first).is_some_and(|&bytes| len <= bytes)
     }
 }
 
@@ -101,7 +108,7 @@ impl Snapshot {
             Self::Lazy => Haste::Later,
             Self::Auto if immutable => Haste::Later,
             Self::Auto => {
-                let attached = devices.attached.contains(&(buffer.address() as usize));
+                let attached = devices.is_attached(buffer);
                 match buffer.device() {
                     None if attached => Haste::Later,
                     Some(device) if devices.streams.contains_key(&device) => {

@@ -1,6 +1,6 @@
 //! A flattened state, held between the walk and the capture.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyRuntimeError;
@@ -8,7 +8,6 @@ use pyo3::prelude::*;
 
 use crate::events::Loan;
 use crate::flatten::{Flat, Leaf};
-use crate::ingest::HeldBuffer;
 
 /// What a leaf is: kind, dtype, and shape (of an alias: the leaf that it is tied to).
 type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
@@ -73,27 +72,20 @@ impl State {
         })
     }
 
-    /// The numbers of the CUDA devices that arrays are on, each once, and whether they may change there.
-    fn devices(&self) -> PyResult<Vec<(u32, bool)>> {
+    /// The numbers of the CUDA devices that arrays are on, each once.
+    fn devices(&self) -> PyResult<BTreeSet<u32>> {
         self.with(|flat| {
-            let mut found = BTreeMap::new();
-            let mut see = |buffer: &HeldBuffer, immutable: bool| {
-                if let Some(device) = buffer.device() {
-                    *found.entry(device).or_insert(false) |= !immutable;
-                }
-            };
+            let mut found = BTreeSet::new();
             for leaf in &flat.leaves {
                 match leaf {
-                    Leaf::Array { buffer, immutable, .. } => see(buffer, *immutable),
+                    Leaf::Array { buffer, .. } => found.extend(buffer.device()),
                     Leaf::Sharded { shards, .. } => {
-                        for shard in shards {
-                            see(&shard.buffer, shard.immutable);
-                        }
+                        found.extend(shards.iter().filter_map(|shard| shard.buffer.device()));
                     }
                     Leaf::Object(_) | Leaf::Alias(_) => {}
                 }
             }
-            found.into_iter().collect()
+            found
         })
     }
 

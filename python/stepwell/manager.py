@@ -243,9 +243,9 @@ class CheckpointManager:
         self._core.request_preemption()
         return True
 
-    def _on_devices(self, flat: Any) -> tuple[dict[int, int], list[int]]:
+    def _on_devices(self, flat: Any) -> tuple[dict[int, int], list[tuple[int, int]]]:
         """Of the CUDA devices that a state is on: the current streams; and where that is that attached optimizers own, and that is captured behind the call."""
-        devices = [device for device, changes in flat.devices() if changes]
+        devices = flat.devices()
         attached = [one for one in self._attached if devices or one._lazy_host]
         if not attached:
             return adapters.streams(devices) if devices else {}, []
@@ -453,7 +453,7 @@ class CheckpointManager:
         state, or has an :class:`ArraySpec` (of shape and dtype) in place of arrays that are not there yet."""
         flat = _core.flatten(template.as_state(like))
         nbytes: int = flat.nbytes
-        self._open().prepare(nbytes, [device for device, _ in flat.devices()])
+        self._open().prepare(nbytes, list(flat.devices()))
         return nbytes
 
     def reload(self) -> None:

@@ -96,11 +96,12 @@ def _fill(array: Any, values: np.ndarray[Any, Any]) -> None:
     if isinstance(array, np.ndarray):
         np.copyto(array, values)
         return
-    copy = getattr(array, "copy_", None)
-    if copy is None:
+    if not hasattr(array, "copy_"):
         raise MisuseError(
             f"a chunk in a {type(array).__qualname__}, which cannot be changed; pass like= and put together a new one"
         )
     from .adapters import arrays
 
-    copy(arrays("torch", [np.ascontiguousarray(values)])[0])
+    # A parameter is one that autograd watches.
+    plain = array.detach() if hasattr(array, "detach") else array
+    plain.copy_(arrays("torch", [np.ascontiguousarray(values)])[0])

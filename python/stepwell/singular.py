@@ -88,7 +88,7 @@ def save_async(
     check_destination(where)
     flat = _core.flatten(state() if is_callable_state(state) else state)
     text = to_json(options, every_steps(1), keep_all(), None, "auto", 1, False, "raise")
-    streams = adapters.streams([device for device, changes in flat.devices() if changes])
+    streams = adapters.streams(flat.devices())
     handle = _core.save_path(
         where, flat, numbers, metadata, exists, snapshot, streams, text, lifecycle.notifier.events
     )

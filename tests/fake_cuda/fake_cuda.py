@@ -100,13 +100,17 @@ class FakeCuda:
         return address.value
 
     def tensor(
-        self, values: np.ndarray[Any, Any], device: int = 0, strides: tuple[int, ...] | None = None
+        self,
+        values: np.ndarray[Any, Any],
+        device: int = 0,
+        strides: tuple[int, ...] | None = None,
+        at: int | None = None,
     ) -> Any:
-        """A tensor of torch on a device, with these values; freed when torch lets go of it."""
+        """A tensor of torch on a device, with these values; freed when torch lets go of it, unless it lies in another one's memory."""
         import torch
 
         values = np.asarray(values)
-        address = self.allocate(values.nbytes, device)
+        address = self.allocate(values.nbytes, device) if at is None else at
         self.poke(address, values)
         codes = {"i": 0, "u": 1, "f": 2}
         shape = (ctypes.c_int64 * values.ndim)(*values.shape)
@@ -128,7 +132,8 @@ class FakeCuda:
         )
 
         def delete(pointer: Any) -> None:
-            self._library.cuMemFree_v2(ctypes.c_uint64(address))
+            if at is None:
+                self._library.cuMemFree_v2(ctypes.c_uint64(address))
             _alive.pop(ctypes.addressof(pointer.contents), None)
 
         managed.deleter = _Deleter(delete)

@@ -29,14 +29,18 @@ class Overwriting(torch.optim.Optimizer):
         self._cuda = cuda
         self.version = 1
         for parameter in parameters:
+            # As Adam does by itself, which counts the steps on the host.
+            self.state[parameter]["step"] = torch.tensor(float(self.version))
             self.state[parameter]["momentum"] = cuda.tensor(np.zeros(tuple(parameter.shape), np.float32))
 
     def tensors(self) -> list[torch.Tensor]:
-        slots = [one for state in self.state.values() for one in state.values()]
+        slots = [state["momentum"] for state in self.state.values()]
         return [parameter for group in self.param_groups for parameter in group["params"]] + slots
 
     def step(self, closure: Any = None) -> None:
         self.version += 1
+        for state in self.state.values():
+            state["step"] += 1
         for tensor in self.tensors():
             self._cuda.update(tensor, self.version)
 
@@ -57,7 +61,7 @@ class Training:
         self.cuda.update(self.running_mean, 1000 + self.forwards)
 
     def state(self) -> dict[str, Any]:
-        slots = {f"m{n}": state["momentum"] for n, state in enumerate(self.optimizer.state.values())}
+        slots = {f"s{n}": state for n, state in enumerate(self.optimizer.state.values())}
         return {
             "params": {f"p{n}": parameter for n, parameter in enumerate(self.parameters)},
             "optimizer": slots,
@@ -66,8 +70,10 @@ class Training:
         }
 
     def check(self, found: dict[str, Any], version: int, forwards: int) -> None:
-        for name, tensor in {**found["params"], **found["optimizer"]}.items():
+        momenta = {name: slot["momentum"] for name, slot in found["optimizer"].items()}
+        for name, tensor in {**found["params"], **momenta}.items():
             assert same(tensor, self.cuda.pattern(tensor, version)), name
+        assert all(slot["step"] == version for slot in found["optimizer"].values())
         mean = found["buffers"]["running_mean"]
         assert same(mean, self.cuda.pattern(mean, 1000 + forwards) if forwards else np.zeros_like(mean))
         assert found["step"] == forwards
@@ -138,6 +144,51 @@ def test_an_optimizer_that_is_attached_no_more_waits_for_what_is_being_captured(
         training.optimizer.step()
         save.result()
         training.check(mgr.restore(0), version=2, forwards=1)
+
+
+def test_a_chunk_of_a_provider_is_copied_behind_what_is_on_the_stream(cuda: FakeCuda, root: Path) -> None:
+    class Provider:
+        shape, dtype = (1 << 20,), np.float32
+
+        def __init__(self, capture: Any) -> None:
+            self.tensor = cuda.tensor(np.zeros(self.shape, self.dtype), device=1)
+            self.capture = capture
+
+        def stepwell_chunks(self) -> list[sw.Chunk]:
+            return [sw.Chunk(self.tensor, capture=self.capture)]
+
+    with sw.CheckpointManager(root) as mgr:
+        steps: list[tuple[Any, Any]] = [("auto", "now"), ("auto", "lazy"), ("eager", "lazy"), ("lazy", "now")]
+        for step, (snapshot, capture) in enumerate(steps):
+            provider = Provider(capture)
+            cuda.random(step, 300)
+            cuda.update(provider.tensor, 5)
+            save = mgr.save(step, {"p": provider}, snapshot=snapshot)
+            if "lazy" in (snapshot, capture):
+                with mgr.update_guard():
+                    pass
+            cuda.update(provider.tensor, 6)
+            save.result()
+            assert same(mgr.restore(step)["p"], cuda.pattern(provider.tensor, 5)), (snapshot, capture)
+
+
+def test_an_array_that_reaches_beyond_what_an_attached_optimizer_owns_is_fenced(
+    cuda: FakeCuda, root: Path
+) -> None:
+    both = cuda.tensor(np.zeros((2, 1 << 20), np.float32))
+    halves = [
+        cuda.tensor(np.zeros(1 << 20, np.float32), at=both.data_ptr() + n * both.nbytes // 2)
+        for n in range(2)
+    ]
+    optimizer = Overwriting([torch.nn.Parameter(halves[0])], cuda)
+    cuda.update(both, 1)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.attach(optimizer)
+        mgr.prepare({"both": both})
+        save = mgr.save(0, {"both": both})
+        cuda.update(halves[1], 2)
+        save.result()
+        assert same(mgr.restore(0)["both"], cuda.pattern(both, 1))
 
 
 def test_a_lazy_snapshot_is_guarded_whatever_owns_it(cuda: FakeCuda, root: Path) -> None:

@@ -137,7 +137,8 @@ impl Capture {
         for due in self.soon.iter().chain(&self.later).filter(|due| due.haste < Haste::Captured) {
             let (slot, _) = parts.pool.acquire(stall, parts.link.patience(), || parts.link.unwanted())?;
             let window = due.window as usize;
-            let slot = match fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)? {
+            let (filled, _) = fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)?;
+            let slot = match filled {
                 Filled::Full(slot) => slot,
                 Filled::Pending(slot) => slot.wait(deadline_after(stall))?,
             };
@@ -325,11 +326,14 @@ impl Worker<'_> {
             }
             let slot = self.slot()?;
             let window = due.window as usize;
-            let filled = fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)?;
+            let (filled, urgent) = fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)?;
             self.job.starts.one();
             match filled {
                 Filled::Full(slot) => self.hand_on(due.window, slot)?,
-                Filled::Pending(slot) => self.pending.push_back((due, slot)),
+                Filled::Pending(slot) => {
+                    let haste = if urgent { Haste::Captured } else { due.haste };
+                    self.pending.push_back((Due { haste, ..due }, slot));
+                }
             }
         }
         while self.pending.iter().any(|(due, _)| due.haste == Haste::Captured) {
@@ -403,18 +407,19 @@ impl Worker<'_> {
     }
 }
 
-/// Fills a window: every part in order, zeros between them.
+/// Fills a window: every part in order, zeros between them. And whether a provider that is to be captured has only started a copy that no device of the capture makes.
 fn fill(
     all: &Windows,
     window: usize,
     mut slot: Slot<Filling>,
     indexes: &[Index],
     link: &Link,
-) -> Result<Filled> {
+) -> Result<(Filled, bool)> {
     let missing = || Error::Misuse(format!("window {window} is not in the plan"));
     let window = all.list.get(window).ok_or_else(missing)?;
     let parts = all.parts.get(window.parts.clone()).ok_or_else(missing)?;
     let mut fences = Vec::new();
+    let mut urgent = false;
     let mut fills: Vec<Fill<'_>> = Vec::new();
     let mut end = 0_u64;
     let mut filled = || -> Result<()> {
@@ -445,7 +450,10 @@ fn fill(
             let leaf = all.leaves.get(owner as usize).ok_or_else(missing)?;
             match leaf.provider.capture(&fills, &mut slot) {
                 Ok(Ticket::Done) => {}
-                Ok(Ticket::Event(fence)) => fences.push(fence),
+                Ok(Ticket::Event(fence)) => {
+                    urgent |= leaf.provider.haste() == Haste::Captured;
+                    fences.push(fence);
+                }
                 Err(error) => return Err(named(error, leaf, indexes)),
             }
         }
@@ -454,7 +462,7 @@ fn fill(
     let filled = filled();
     // Also after an error: what devices were asked to copy may still arrive.
     let slot = slot.finish(fences);
-    filled.map(|()| slot)
+    filled.map(|()| (slot, urgent))
 }
 
 /// The part as a fill, with its leaf's number; `None` if it is no chunk's.

@@ -61,9 +61,15 @@ pub(super) fn due(all: &Windows, queues: &[Arc<dyn CopyQueue>]) -> Vec<Due> {
                 let Source::Chunk(chunk) = part.source else { return None };
                 leaves.get(all.chunks.get(chunk as usize)?.leaf as usize)
             });
-            let (haste, lane) =
-                of.fold((least, None), |(most, first), &(haste, lane)| (most.max(haste), first.or(lane)));
-            Due { window: number as u32, haste, lane: lane.unwrap_or(0) }
+            let (mut copied, mut read, mut first) = (least, least, None);
+            for &(haste, lane) in of {
+                let most = if lane.is_some() { &mut copied } else { &mut read };
+                *most = haste.max(*most);
+                first = first.or(lane);
+            }
+            // What no device copies is there once the window is filled: that is no reason to wait for what devices copy beside it.
+            let read = if first.is_some() { read.min(Haste::Started) } else { read };
+            Due { window: number as u32, haste: copied.max(read), lane: first.unwrap_or(0) }
         })
         .collect()
 }

@@ -31,7 +31,7 @@ use std::time::Duration;
 
 use crate::dtype::Dtype;
 use crate::format::index::{ChunkRegion, Index};
-use crate::provider::StateProvider;
+use crate::provider::{Haste, StateProvider};
 use crate::region::Region;
 use crate::tree::Tree;
 use crate::value::Value;
@@ -78,6 +78,16 @@ pub enum LeafPlan {
         /// Number of that leaf.
         of: u32,
     },
+}
+
+impl LeafPlan {
+    /// How soon its bytes are needed.
+    fn haste(&self) -> Haste {
+        match self {
+            Self::Tensor { provider, .. } => provider.haste(),
+            Self::Object(_) | Self::Alias { .. } => Haste::Captured,
+        }
+    }
 }
 
 /// A chunk: where it is in the tensor, and where in the provider's array.

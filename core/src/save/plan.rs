@@ -1,5 +1,6 @@
 //! Planning: every check, every offset, every fill list, before anything is captured or written.
 
+use std::cmp::Reverse;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
@@ -167,14 +168,16 @@ fn plan_item(
     let header = Header::new(file_id, options.block_bytes, options.rank).encode();
     cutter.add_bytes(cursor.place(header.len() as u64, PAGE)?, &header);
 
+    // The most urgent first: a slot is as urgent as the most urgent leaf in it, so what is captured when its caller goes on, and what can wait, do not share slots.
+    let mut leaves: Vec<(u32, LeafPlan)> = (0..).zip(leaves).collect();
+    leaves.sort_by_key(|(_, plan)| Reverse(plan.haste()));
     let mut records = Vec::with_capacity(leaves.len());
     let mut objects = Vec::new();
     let mut tensor_bytes = 0;
     // What the index takes, roughly: names, and per leaf and chunk its numbers.
     let mut index_bytes = 64 * tree.nodes().len() as u64;
-    for (leaf, plan) in leaves.into_iter().enumerate() {
-        let leaf = leaf as u32;
-        records.push(match plan {
+    for (leaf, plan) in leaves {
+        let record = match plan {
             LeafPlan::Tensor { dtype, shape, chunks, provider } => {
                 index_bytes += (96 + 24 * shape.len() as u64) * (1 + chunks.len() as u64);
                 let tensor = TensorLeaf { tree: &tree, leaf, itemsize: dtype.size() };
@@ -198,8 +201,11 @@ fn plan_item(
                 LeafRecord::Object(extent(0, 0))
             }
             LeafPlan::Alias { of } => LeafRecord::Alias { of },
-        });
+        };
+        records.push((leaf, record));
     }
+    records.sort_by_key(|&(leaf, _)| leaf);
+    let mut records: Vec<LeafRecord> = records.into_iter().map(|(_, record)| record).collect();
     for (leaf, value) in objects {
         let bytes = object::encode(&value).map_err(|error| named(error, &tree, leaf))?;
         if bytes.len() as u64 > limits::MAX_OBJECT_BYTES {

@@ -32,8 +32,8 @@ enum Registration {
     None,
     /// It would not have it then.
     Refused(Instant),
-    /// What takes that back when it is dropped.
-    Done(#[expect(dead_code, reason = "held for its drop, which ends the registration")] Registered),
+    /// What takes that back.
+    Done(Registered),
 }
 
 /// How long it is not tried again what a driver has refused.
@@ -173,7 +173,7 @@ impl Mapping {
             Registration::Refused(when) if when.elapsed() < REFUSED_FOR => return,
             Registration::None | Registration::Refused(_) => {}
         }
-        // SAFETY: mapped for as long as this value lives, which drops the registration before it unmaps.
+        // SAFETY: mapped for as long as this value lives, which ends the registration before it unmaps.
         *registration = match unsafe { Registered::new(device, self.address, self.len) } {
             Ok(registered) => Registration::Done(registered),
             Err(error) => {
@@ -200,7 +200,13 @@ impl Drop for Mapping {
         if !self.birth.is_here() {
             return; // MADV_DONTFORK: in a forked child these addresses were never mapped, and may be someone else's by now
         }
-        *self.registration.get_mut().unwrap_or_else(PoisonError::into_inner) = Registration::None;
+        let registration = self.registration.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Registration::Done(registered) = std::mem::take(registration)
+            && let Err(error) = registered.end()
+        {
+            tracing::warn!(bytes = self.len, %error, "memory stays mapped: it is still registered with a device");
+            return;
+        }
         // SAFETY: exactly what was mapped; no Buffer is left, since each holds an Arc of this.
         let _ = unsafe { libc::munmap(self.mapped.0.as_ptr().cast(), self.mapped.1) };
     }

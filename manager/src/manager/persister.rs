@@ -1,6 +1,6 @@
 //! The persister: writes and commits, first in, first out, and has retention applied after each commit.
 //!
-//! Two threads take turns. One save is written at a time, one is committed at a time, in the order of their calls. A save whose commit takes long (other ranks are slow)
+//! Threads take turns, one for each save that may be pending. One save is written at a time, one is committed at a time, in the order of their calls. A save whose commit takes long (other ranks are slow)
 //! does not keep the next one from being written where that one's capture waits for staging memory: slots come back by writes, never by a commit. Where nobody waits for
 //! memory, the next one is written after the commit, so that it finds the files of the step that retention has retired ([`crate::spares`]).
 
@@ -36,10 +36,10 @@ impl Turns {
 }
 
 impl Inner {
-    /// Has a thread there for one more save, and a second one where the first may be busy with a commit.
+    /// Has a thread there for one more save, where the others may be busy with commits.
     pub(super) fn start_persister(self: &Arc<Self>, state: &mut State) -> Result<()> {
         let others = state.queue.len() as u64 + state.turns.taken - state.turns.ended;
-        if state.persisters.len() < 2 && state.persisters.len() as u64 <= others {
+        if state.persisters.len() <= self.options.max_pending && state.persisters.len() as u64 <= others {
             let inner = Arc::clone(self);
             let thread = spawn("stepwell-persist", move || inner.persist())
                 .map_err(|error| stepwell_core::Error::io("start a thread for", &self.path, error))?;

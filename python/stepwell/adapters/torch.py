@@ -40,13 +40,24 @@ def streams(devices: Iterable[int]) -> dict[int, int]:
     return {device: torch.cuda.current_stream(device).cuda_stream for device in devices}
 
 
-def addresses(optimizer: torch.optim.Optimizer, host: bool) -> list[int]:
-    """Where the tensors are that an optimizer changes, in its steps alone: parameters and state; those on devices, and those in ``host`` memory too."""
+def addresses(optimizer: torch.optim.Optimizer, host: bool) -> list[tuple[int, int]]:
+    """Where the tensors are that an optimizer changes, in its steps alone, and their bytes: parameters and state; those on devices, and those in ``host`` memory too. Only
+    those that are in one piece: between the elements of others may be what somebody else changes."""
     tensors = [one for group in optimizer.param_groups for one in group["params"]]
     for slots in optimizer.state.values():
         tensors += [one for one in slots.values() if isinstance(one, torch.Tensor)]
     plain = [one if type(one) in _PLAIN else _plain(one) for one in tensors]
-    return [one.data_ptr() for one in plain if one.is_cuda or (host and one.device.type == "cpu")]
+    return [
+        (one.data_ptr(), one.nbytes)
+        for one in plain
+        if (one.is_cuda or (host and one.device.type == "cpu")) and (one.is_contiguous() or _is_dense(one))
+    ]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie one behind the other, in whatever order."""
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return reach + 1 == tensor.numel()
 
 
 def describe(obj: Any) -> Any:

@@ -114,6 +114,34 @@ fn a_ring_smaller_than_the_state_makes_the_guard_wait_for_writes_and_for_nothing
 }
 
 #[test]
+fn small_host_arrays_between_those_of_a_device_are_there_when_the_call_returns_and_nothing_else_is_waited_for()
+ {
+    let fake = FakeCuda::alone();
+    let world = World::new(40);
+    let stream = fake.stream(0);
+    let arrays = arrays(&fake, &stream, &[900 << 10; 20], 1);
+    let mut leaves = Vec::new();
+    for (n, array) in (0..).zip(&arrays) {
+        leaves.push((array.bytes() as u64, array.provider(Haste::Later) as _));
+        let source = HostSource::owned(vec![n; 4], 0, 1, &[4], &[1]).unwrap();
+        leaves.push((4, std::sync::Arc::new(stepwell_core::provider::HostProvider::new(source)) as _));
+    }
+    fake.stall(true);
+    let save = world.save(1, state(leaves), &[&stream]);
+    // What shares the first window with them is fenced, and the rest is still to be started.
+    assert!(!save.captured());
+    guard(&save, &[&stream]);
+    update(&stream, &arrays, 2);
+    fake.stall(false);
+    committed(&save);
+    let (even, odd): (Vec<_>, Vec<_>) =
+        world.read(1).into_iter().enumerate().partition(|(number, _)| number % 2 == 0);
+    assert_version(&fake, &even.into_iter().map(|(_, bytes)| bytes).collect::<Vec<_>>(), 1);
+    assert!((0..).zip(odd).all(|(n, (_, bytes))| bytes == [n; 4]));
+    world.assert_idle();
+}
+
+#[test]
 fn arrays_of_two_devices_and_of_the_host_are_one_state() {
     let fake = FakeCuda::alone();
     fake.random(11, 200);

@@ -12,8 +12,6 @@ pub(super) type Code = u32;
 
 pub(super) const SUCCESS: Code = 0;
 pub(super) const NOT_READY: Code = 600;
-/// The memory is registered already (a framework has done it).
-pub(super) const ALREADY_REGISTERED: Code = 712;
 
 /// `CUcontext`, `CUstream`, `CUevent`: what the driver gives and takes back.
 pub(super) type Handle = *mut c_void;

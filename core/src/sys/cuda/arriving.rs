@@ -89,13 +89,16 @@ impl Arriving {
         let mut look = FIRST_LOOK;
         loop {
             let Self { from, failed, .. } = self;
-            from.retain_mut(|one| match one.has_ended() {
-                Ok(ended) => !ended,
-                Err(error) => {
+            from.retain_mut(|one| {
+                let ended = one.has_ended().or_else(|error| {
                     failed.get_or_insert(error);
                     // One error may be of the question alone; the work of a context that answers nothing else is over.
-                    one.mark.take().is_some()
-                }
+                    match one.mark.take() {
+                        Some(_) => one.has_ended(),
+                        None => Ok(true),
+                    }
+                });
+                !ended.unwrap_or(true)
             });
             if self.from.is_empty() {
                 return self.failed.take().map_or(Ok(()), Err);

@@ -3,19 +3,16 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::api::{ALREADY_REGISTERED, SUCCESS};
 use super::device::Device;
 use crate::Result;
 
 /// `CU_MEMHOSTREGISTER_PORTABLE`: for all devices. (Never write-combined: what is checksummed and written to disk is read.)
 const PORTABLE: u32 = 1;
 
-/// A registration; it ends when this is dropped.
+/// A registration.
 pub(in crate::sys) struct Registered {
     device: Arc<Device>,
     address: NonNull<u8>,
-    /// Somebody else has registered it, and will take that back.
-    foreign: bool,
 }
 
 // SAFETY: an address that is only given back to the driver, from whatever thread.
@@ -33,30 +30,20 @@ impl Registered {
     /// Registers memory.
     ///
     /// # Safety
-    /// The memory is mapped, and stays so for as long as the answer lives.
+    /// The memory is mapped, and stays so until the registration has ended.
     pub(in crate::sys) unsafe fn new(device: &Arc<Device>, address: NonNull<u8>, len: usize) -> Result<Self> {
         let entered = device.enter()?;
         // SAFETY: as promised by the caller.
         let code = unsafe { (entered.api.cuMemHostRegister_v2)(address.as_ptr().cast(), len, PORTABLE) };
-        let foreign = code == ALREADY_REGISTERED;
-        if !foreign {
-            device.check("cuMemHostRegister", code)?;
-        }
-        Ok(Self { device: Arc::clone(device), address, foreign })
+        device.check("cuMemHostRegister", code)?;
+        Ok(Self { device: Arc::clone(device), address })
     }
-}
 
-impl Drop for Registered {
-    fn drop(&mut self) {
-        if self.foreign {
-            return;
-        }
-        // In a forked child there is neither the memory nor the driver.
-        let Ok(entered) = self.device.enter() else { return };
+    /// Ends it. On an error the driver may know the memory still: it must stay mapped.
+    pub(in crate::sys) fn end(self) -> Result<()> {
+        let entered = self.device.enter()?;
         // SAFETY: what was registered, still mapped, with no copy under way (a buffer with one keeps its mapping).
         let code = unsafe { (entered.api.cuMemHostUnregister)(self.address.as_ptr().cast()) };
-        if code != SUCCESS {
-            tracing::warn!(device = ?self.device, code, "host memory could not be unregistered");
-        }
+        self.device.check("cuMemHostUnregister", code)
     }
 }
