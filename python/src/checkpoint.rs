@@ -13,7 +13,7 @@ use stepwell_core::format::index::{ChunkRegion, Extent, LeafRecord};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::VerifyProgress;
 use stepwell_core::region::Region;
-use stepwell_core::sys::driver;
+use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, NodeKind};
 use stepwell_manager::{Error, ReadFailure};
 use stepwell_reshard::read_plan::Request;
@@ -308,8 +308,8 @@ impl Checkpoint {
     }
 }
 
-/// Reads into held, writable buffers, by their number, and does `meanwhile` here once reads are under way: planning them needs all cores. Returns the bytes that were read. Nothing is written any more when it
-/// returns, however it does.
+/// Reads into held, writable buffers, by their number, and does `meanwhile` here once reads are under way: planning them needs all cores. Returns the bytes that were read. No host memory is written any more when it
+/// returns, however it does; where a device is too slow, copies into it may be under way, and the current streams wait for them.
 pub fn read_all(
     py: Python<'_>,
     inner: &Arc<Engined>,
@@ -317,7 +317,15 @@ pub fn read_all(
     buffers: Vec<HeldBuffer>,
     meanwhile: impl FnOnce() -> PyResult<()>,
 ) -> PyResult<u64> {
-    receive_after(py, &buffers)?;
+    let streams = receive_after(py, &buffers)?;
+    // What a read that has failed may still have under way is no more than what was there before: the frameworks' next work comes behind it.
+    let behind = |streams: &[(Arc<Device>, UserStream)]| {
+        for (device, stream) in streams {
+            if let Err(error) = device.received_before(*stream) {
+                tracing::warn!(?device, %error, "copies of a restore that has failed may still be under way");
+            }
+        }
+    };
     let buffers = Arc::new(buffers);
     let stop = Arc::new(AtomicBool::new(false));
     let (planning, mut planned) = channel::<()>();
@@ -338,25 +346,31 @@ pub fn read_all(
     let outcome = wait::to_the_end(py, &stop, work, || {
         wait::until_dropped(py, &mut planned)?;
         meanwhile()
-    })?;
+    });
     drop(buffers);
-    outcome
+    if !matches!(outcome, Ok(Ok(_))) {
+        behind(&streams);
+    }
+    outcome?
         .map(|stats| stats.bytes_read + stats.bytes_cached)
         .map_err(|failure: Box<ReadFailure>| raise_manager(py, &failure.error))
 }
 
 /// Has what is copied to devices come after what the frameworks have put on their current streams.
-fn receive_after(py: Python<'_>, buffers: &[HeldBuffer]) -> PyResult<()> {
+fn receive_after(py: Python<'_>, buffers: &[HeldBuffer]) -> PyResult<Vec<(Arc<Device>, UserStream)>> {
     let devices: BTreeSet<u32> = buffers.iter().filter_map(HeldBuffer::device).collect();
     if devices.is_empty() {
-        return Ok(());
+        return Ok(Vec::new());
     }
     let streams = hooks(py)?.streams.bind(py).call1((&devices,))?.extract()?;
-    for (device, stream) in streams_of(py, &streams)? {
-        let ordered = driver().and_then(|driver| driver.device(device)?.receive_after(stream));
-        ordered.map_err(|error| raise(py, &error))?;
-    }
-    Ok(())
+    let order = |(ordinal, stream)| {
+        let device = driver()?.device(ordinal)?;
+        device.receive_after(stream)?;
+        Ok((device, stream))
+    };
+    let ordered =
+        streams_of(py, &streams)?.into_iter().map(order).collect::<Result<_, stepwell_core::Error>>();
+    ordered.map_err(|error| raise(py, &error))
 }
 
 fn component_row<'py>(py: Python<'py>, component: &Component) -> PyResult<Bound<'py, PyTuple>> {

@@ -157,11 +157,7 @@ class ArrayReads:
                         self._check_tie(other, job)
                     job.twin = other
                     break
-                if np.shares_memory(job.target, other.target):
-                    raise self._report.mismatch(
-                        f"`{other.path}` and `{job.path}` overlap in memory and are stored as different arrays; "
-                        "restoring into them would let one overwrite a part of the other"
-                    )
+                self._refuse_overlap(job, job.target, other, other.target)
                 job.apart = other.apart = True
             else:
                 group.append(number)
@@ -169,40 +165,60 @@ class ArrayReads:
         self._check_kept(own, places)
 
     def _settle_devices(self, dry: bool) -> None:
-        """The same for arrays on devices, whose elements nobody looks at here: ties are found; what overlaps in any other way goes through host memory."""
+        """The same for arrays on devices. Those whose elements lie between each other's go through host memory, and are put there one after the other by their framework."""
         own = [job for job in self.jobs if isinstance(job.target, OnDevice) and 0 not in job.target.shape]
         places = _core.spans([job.target.array for job in own])
-        end, last = -1, list[int]()
+        end, group = -1, list[int]()
+        mixed = set[int]()
         for low, high, number in sorted((low, high, number) for number, (_, low, high) in enumerate(places)):
             job = own[number]
             if low >= end:
-                end, last = high, [number]
-                continue
-            other = own[last[0]]
-            if len(last) == 1 and places[last[0]][1:] == (low, high) and _same_view(job.target, other.target):
-                if job.stored != other.stored and not dry:
-                    self._check_tie(other, job)
-                job.twin = other
-                continue
-            last.append(number)
+                group = []
+            for at in group:
+                other = own[at]
+                if places[at][0] == places[number][0] and _same_view(job.target, other.target):
+                    if job.stored != other.stored and not dry:
+                        self._check_tie(other, job)
+                    job.twin = other
+                    break
+                self._refuse_overlap(
+                    job,
+                    _elements(job.target, places[number][0]),
+                    other,
+                    _elements(other.target, places[at][0]),
+                )
+            else:
+                group.append(number)
+                if len(group) > 1:
+                    mixed |= {id(own[at]) for at in group}
             end = max(end, high)
-            for at in last:
-                own[at].target = own[at].twin = None
+        self._check_kept(own, places)
+        for job in own:
+            if id(job if job.twin is None else job.twin) in mixed:
+                job.target = job.twin = None
+
+    def _refuse_overlap(self, job: Job, elements: _Array, other: Job, others: _Array) -> None:
+        if np.shares_memory(elements, others):
+            raise self._report.mismatch(
+                f"`{other.path}` and `{job.path}` overlap in memory and are stored as different arrays; "
+                "restoring into them would let one overwrite a part of the other"
+            )
 
     def _check_kept(self, own: list[Job], places: Sequence[tuple[int, int, int]]) -> None:
         """What is to stay as it is may be the same array as one that is filled, but not a part of it."""
-        kept = [(path, array) for path, array in self._kept if isinstance(array, np.ndarray) and array.size]
+        kept = [(path, array) for path, array in self._kept if 0 not in array.shape]
         if not kept or not own:
             return
         spans = np.array([place[1:] for place in places], dtype=np.uint64)
-        for (path, array), (first, low, high) in zip(
-            kept, _core.spans([array for _, array in kept]), strict=True
-        ):
+        arrays = [array.array if isinstance(array, OnDevice) else array for _, array in kept]
+        for (path, array), (first, low, high) in zip(kept, _core.spans(arrays), strict=True):
             for at in map(int, np.flatnonzero((spans[:, 0] < high) & (spans[:, 1] > low))):
                 job = own[at]
                 assert job.target is not None
                 same = places[at][0] == first and _same_view(job.target, array)
-                if not same and np.shares_memory(job.target, array):
+                if not same and np.shares_memory(
+                    _elements(job.target, places[at][0]), _elements(array, first)
+                ):
                     raise self._report.mismatch(
                         f"`{path}` is to keep its value, and overlaps `{job.path}` in memory, which is restored; pass a copy of one of them"
                     )
@@ -353,6 +369,24 @@ def overlaps_itself(array: _Array) -> bool:
 def _same_view(one: _Array | OnDevice, other: _Array | OnDevice) -> bool:
     """Whether two arrays that start at the same address are the same elements."""
     return one.dtype == other.dtype and one.shape == other.shape and one.strides == other.strides
+
+
+class _Phantom:
+    """Where the elements of an array are, for questions of that alone: nobody can look at their values here."""
+
+    def __init__(self, array: OnDevice, first: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (first, True),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+        }
+
+
+def _elements(array: _Array | OnDevice, first: int) -> _Array:
+    """An array that has its elements where this one has them, which begins at that address."""
+    return np.asarray(_Phantom(array, first)) if isinstance(array, OnDevice) else array
 
 
 def _zero_outside(array: _Array | None, box: tuple[int, ...]) -> None:

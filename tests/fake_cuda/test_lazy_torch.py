@@ -191,6 +191,49 @@ def test_an_array_that_reaches_beyond_what_an_attached_optimizer_owns_is_fenced(
         assert same(mgr.restore(0)["both"], cuda.pattern(both, 1))
 
 
+def test_the_memory_of_a_tensor_that_is_given_other_stays_until_it_is_captured(
+    cuda: FakeCuda, root: Path
+) -> None:
+    tensor = cuda.tensor(np.zeros(1 << 20, np.float32))
+    optimizer = Overwriting([torch.nn.Parameter(tensor)], cuda)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    del tensor
+    cuda.update(parameter, 1)
+    host = torch.nn.Parameter(torch.ones(1 << 20))
+    with sw.CheckpointManager(root) as mgr:
+        mgr.attach(optimizer)
+        cuda.stall(True)
+        save = mgr.save(0, {"device": parameter, "host": host}, snapshot="lazy")
+        before = cuda.calls("cuMemFree_v2")
+        # As `module.to("cpu")` does.
+        parameter.data = torch.zeros(10)
+        host.data = torch.zeros(10)
+        gc.collect()
+        assert cuda.calls("cuMemFree_v2") == before
+        cuda.stall(False)
+        save.result()
+        found = mgr.restore(0)
+        assert (found["host"] == 1).all()
+        assert same(found["device"], cuda.pattern(torch.zeros(1 << 20), 1))
+
+
+def test_arrays_of_a_device_that_overlap_are_not_restored_into(cuda: FakeCuda, root: Path) -> None:
+    both = cuda.tensor(np.zeros((2, 1000), np.float32))
+    half = cuda.tensor(np.zeros(1000, np.float32), at=both.data_ptr() + 4000)
+    cuda.update(both, 1)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.save(0, {"both": both.detach(), "half": cuda.tensor(np.zeros(1000, np.float32))}).result()
+        cuda.update(both, 2)
+        cuda.synchronize()
+        with pytest.raises(sw.MismatchError, match="overlap in memory"):
+            mgr.restore(0, into={"both": both, "half": half})
+        with pytest.raises(sw.MismatchError, match="is to keep its value, and overlaps `both`"):
+            mgr.restore(0, into={"both": both, "other": half}, missing="keep", exclude="half")
+        assert same(cuda.values(both), cuda.pattern(both, 2))
+        mgr.restore(0, into={"both": both, "half": cuda.tensor(np.zeros(1000, np.float32))})
+        assert same(cuda.values(both), cuda.pattern(both, 1))
+
+
 def test_a_lazy_snapshot_is_guarded_whatever_owns_it(cuda: FakeCuda, root: Path) -> None:
     training = Training(cuda)
     training.forward()
@@ -219,6 +262,8 @@ def test_an_eager_snapshot_is_there_when_save_returns(cuda: FakeCuda, root: Path
             cuda.update(tensor, 99, other)
         save.result()
         training.check(mgr.restore(0), version=2, forwards=1)
+    # The updates are over before the memory is freed.
+    assert not cuda.violations()
 
 
 def test_tensors_are_let_go_of_once_they_are_captured_and_not_before(cuda: FakeCuda, root: Path) -> None:

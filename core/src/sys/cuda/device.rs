@@ -250,6 +250,11 @@ impl Device {
         self.order(stream.stream(), stream.stream(), self.to_device()?)
     }
 
+    /// Makes what comes on the caller's stream wait for copies into it that have been started.
+    pub fn received_before(&self, stream: UserStream) -> Result<()> {
+        self.order(stream.stream(), self.to_device()?, stream.stream())
+    }
+
     /// Makes `second` wait for what is on `first` now, where a graph is not being captured on the caller's.
     fn order(&self, callers: Stream, first: Stream, second: Stream) -> Result<()> {
         self.check_not_capturing(callers)?;
