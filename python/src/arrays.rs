@@ -16,7 +16,7 @@ pub struct ArrayType {
     pub library: Arc<str>,
     /// Whether its instances export a buffer, and have a numpy dtype.
     pub buffer: bool,
-    /// Instance → DLPack capsule, where there is no buffer.
+    /// Instance → DLPack capsule (or a tuple of it and of what is held with it), where there is no buffer.
     pub capsule: Py<PyAny>,
     /// For one on a device: instance, the handle of the stream that it is to be copied on → a capsule of what that stream sees, or `None` where it cannot be held. Without it, the order is that of
     /// the library's current stream.

@@ -5,6 +5,7 @@ use std::ffi::c_int;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::region::Dims;
@@ -64,9 +65,13 @@ impl HeldBuffer {
         })
     }
 
-    /// Takes the tensor of a DLPack capsule, in host memory or in that of a CUDA device, and says what its elements are.
+    /// Takes the tensor of a DLPack capsule, in host memory or in that of a CUDA device, and says what its elements are. In place of a capsule: a tuple of it and of what else is to be held.
     pub fn of_capsule(capsule: Bound<'_, PyAny>) -> PyResult<(Dtype, Self)> {
-        let dlpack::Described { device, address, dtype, shape, strides } = dlpack::describe(&capsule)?;
+        let described = match capsule.cast::<PyTuple>() {
+            Ok(tuple) => dlpack::describe(&tuple.get_item(0)?)?,
+            Err(_) => dlpack::describe(&capsule)?,
+        };
+        let dlpack::Described { device, address, dtype, shape, strides } = described;
         let count = shape.iter().try_fold(1_usize, |n, &m| n.checked_mul(usize::try_from(m).ok()?));
         let nbytes = count.and_then(|count| count.checked_mul(dtype.size()));
         let Some(nbytes) = nbytes else {

@@ -20,11 +20,11 @@ from . import OnDevice, Opened, Target
 
 
 def _capsule(tensor: torch.Tensor) -> Any:
-    """The memory of a tensor, where that holds its values: a view that conjugates or negates, or stands for zeros, has others there. An alias holds the memory: the tensor itself
-    lets go of it where it is given other (`tensor.data = …`, `module.to()`)."""
+    """The memory of a tensor, where that holds its values: a view that conjugates or negates, or stands for zeros, has others there. And the storage,
+    which a capsule does not hold: the tensor lets go of it where it is given another (`tensor.data = …`, `module.to()`)."""
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         raise BufferError("a lazy view")
-    return dlpack.to_dlpack(tensor.detach())  # type: ignore[attr-defined]
+    return dlpack.to_dlpack(tensor), tensor.untyped_storage()  # type: ignore[attr-defined]
 
 
 #: Tensors that are nothing else: what a subclass is, and where its values are, is asked one by one.
