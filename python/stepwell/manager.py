@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Unpack, final
@@ -91,6 +91,9 @@ class CheckpointManager:
         self._held: set[Any] = set()
         #: Whose parameters and state change in guarded steps only.
         self._attached: list[Attached] = []
+        #: Threads that are in a guard, and attached optimizers that are in a step: what is saved meanwhile is about to change.
+        self._guarded: set[int] = set()
+        self._stepping: set[int] = set()
         self._policy = every_steps(1) if save_policy is None else save_policy
         instance(self._policy, SavePolicy, "save_policy", "sw.every_steps() and the like")
         rules = keep_all() if retention is None else retention
@@ -192,7 +195,10 @@ class CheckpointManager:
                 if refusal is not None or pending is not None:
                     return Save(step, pending, refusal)
             flat = _core.flatten(state)
-            streams, attached = self._on_devices(flat)
+            updating = bool(self._stepping) or threading.get_ident() in self._guarded
+            if updating and snapshot == "lazy":
+                snapshot = "auto"
+            streams, attached = self._on_devices(flat, updating)
             handle = core.save(
                 step,
                 flat,
@@ -243,10 +249,11 @@ class CheckpointManager:
         self._core.request_preemption()
         return True
 
-    def _on_devices(self, flat: Any) -> tuple[dict[int, int], list[tuple[int, int]]]:
-        """Of the CUDA devices that a state is on: the current streams; and where that is that attached optimizers own, and that is captured behind the call."""
+    def _on_devices(self, flat: Any, updating: bool) -> tuple[dict[int, int], list[tuple[int, int]]]:
+        """Of the CUDA devices that a state is on: the current streams; and where that is that attached optimizers own, and that is captured behind the call: nothing, while it is
+        updated."""
         devices = flat.devices()
-        attached = [one for one in self._attached if devices or one._lazy_host]
+        attached = [] if updating else [one for one in self._attached if devices or one._lazy_host]
         if not attached:
             return adapters.streams(devices) if devices else {}, []
         from .adapters.torch import addresses
@@ -259,7 +266,7 @@ class CheckpointManager:
     def update_guard(self) -> Iterator[None]:
         """Around the update of the state: has it wait for what was left to be captured behind a call (of an attached optimizer, or ``snapshot="lazy"``). On a CUDA device the
         current stream waits, and this thread does not, but for copies that could not be started yet because the staging ring is full; for host memory this
-        thread waits. Costs nothing where nothing was left.
+        thread waits. Costs nothing where nothing was left. What is saved inside of it is copied or fenced when ``save`` returns, since the update may come behind it.
 
         Raises:
             StalledError: nothing has happened for ``Options.stall_timeout``.
@@ -267,7 +274,14 @@ class CheckpointManager:
             MisuseError: a CUDA graph is being captured on the current stream (put the guard around its replay).
         """
         self._fence()
-        yield
+        here = threading.get_ident()
+        outer = here not in self._guarded
+        self._guarded.add(here)
+        try:
+            yield
+        finally:
+            if outer:
+                self._guarded.discard(here)
 
     def attach(self, optimizer: Any, *, host: Literal["now", "lazy"] = "now") -> Attached:
         """Has an optimizer of torch (or those of a :class:`stepwell.torch.TrainState`) wait, before each ``step()``, for what was left to lazy capture, as
@@ -276,7 +290,7 @@ class CheckpointManager:
         runs no hooks, and needs :meth:`update_guard` around it.
 
         Args:
-            optimizer: the optimizer, several, or a TrainState.
+            optimizer: the optimizer, or a TrainState: all of its optimizers. (Of a wrapper: the optimizer in it, whose ``step()`` must be the one of its class.)
             host: what it owns in host memory (offloaded state, say) is captured when ``save`` returns (``"now"``), or as what is on devices is (``"lazy"``): its ``step()`` waits for it, on the
                 host.
         """
@@ -286,15 +300,29 @@ class CheckpointManager:
         one_of(host, "host", ("now", "lazy"))
         manager = weakref.ref(self)
 
-        def wait(*_: Any) -> None:
+        def before(stepping: Any, *_: Any) -> None:
             held = manager()
             if held is not None:
                 held._fence()
+                held._stepping.add(id(stepping))
+
+        def behind(stepping: Any, *_: Any) -> None:
+            held = manager()
+            if held is not None:
+                held._stepping.discard(id(stepping))
 
         optimizers = optimizers_of(optimizer)
-        hooks = [one.register_step_pre_hook(wait) for one in optimizers]
+        try:
+            hooks = [one.register_step_pre_hook(before) for one in optimizers]
+            hooks += [one.register_step_post_hook(behind) for one in optimizers]
+        except AttributeError as wrapped:
+            raise MisuseError(
+                f"attach() cannot wait for {shown(optimizer)}, which has no hooks of its own ({wrapped}); attach the optimizer that it wraps, or put update_guard() around its step()"
+            ) from wrapped
         owners = [weakref.ref(one) for one in optimizers]
-        return Attached(hooks, owners, wait, host == "lazy", self._attached)
+        attached = Attached(manager, hooks, owners, {id(one) for one in optimizers}, host == "lazy")
+        self._attached.append(attached)
+        return attached
 
     def _fence(self) -> None:
         """Has the current streams wait for what is still to be captured, and this thread for what they cannot wait for."""
@@ -561,29 +589,30 @@ class Attached:
 
     def __init__(
         self,
+        manager: weakref.ref[CheckpointManager],
         hooks: list[Any],
         optimizers: list[weakref.ref[Any]],
-        wait: Callable[[], None],
+        ids: set[int],
         lazy_host: bool,
-        all_attached: list[Attached],
     ) -> None:
+        self._manager = manager
         self._hooks = hooks
         self._optimizers = optimizers
-        self._wait = wait
+        self._ids = ids
         self._lazy_host = lazy_host
-        self._all_attached = all_attached
-        all_attached.append(self)
 
     def remove(self) -> None:
         """They no longer wait, but for what is being captured now: what they own is captured or fenced when :meth:`~stepwell.CheckpointManager.save` returns, from the next
         one on."""
-        if self not in self._all_attached:
+        manager = self._manager()
+        if manager is None or self not in manager._attached:
             return
-        self._wait()
+        manager._fence()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._all_attached.remove(self)
+        manager._attached.remove(self)
+        manager._stepping -= self._ids
 
 
 class _Ending:

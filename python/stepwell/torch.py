@@ -413,7 +413,7 @@ def optimizers_of(given: Any) -> list[Any]:
     """The optimizers that are to be guarded: one, or those of a :class:`TrainState`."""
     found = list(given.optimizers.values()) if isinstance(given, TrainState) else [given]
     for one in found:
-        if not callable(getattr(one, "register_step_pre_hook", None)):
+        if isinstance(one, type) or not callable(getattr(one, "register_step_pre_hook", None)):
             raise MisuseError(
                 f"attach() takes an optimizer of torch.optim or a TrainState, not {shown(one)}: it has no register_step_pre_hook(); "
                 "put update_guard() around what changes the state"

@@ -217,6 +217,41 @@ def test_the_memory_of_a_tensor_that_is_given_other_stays_until_it_is_captured(
         assert same(found["device"], cuda.pattern(torch.zeros(1 << 20), 1))
 
 
+@pytest.mark.parametrize("snapshot", ["auto", "lazy"])
+def test_what_is_saved_in_the_middle_of_an_update_is_what_was_there_before_it(
+    cuda: FakeCuda, root: Path, snapshot: Any
+) -> None:
+    training = Training(cuda)
+    host = torch.zeros(1000)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.attach(training.optimizer, host="lazy")
+        state = {**training.state(), "host": {"h": host}}
+        mgr.prepare(state)
+        cuda.random(1, 300)
+        with mgr.update_guard():
+            save = mgr.save(0, state, snapshot=snapshot)
+            for tensor in training.optimizer.tensors():
+                cuda.update(tensor, 7)
+            host.fill_(1)
+        save.result()
+        found = mgr.restore(0)
+        training.check(found, version=1 + 1, forwards=0)
+        assert not found["host"]["h"].any()
+
+        saves = []
+        hook = training.optimizer.register_step_pre_hook(
+            lambda *_: saves.append(mgr.save(1, training.state(), snapshot=snapshot))
+        )
+        training.optimizer.step()
+        hook.remove()
+        saves[0].result()
+        momentum = mgr.restore(1)["optimizer"]["s0"]["momentum"]
+        assert same(momentum, cuda.pattern(torch.zeros(momentum.shape), 7))
+        assert not mgr._stepping
+        assert not mgr._guarded
+    assert not cuda.violations()
+
+
 def test_arrays_of_a_device_that_overlap_are_not_restored_into(cuda: FakeCuda, root: Path) -> None:
     both = cuda.tensor(np.zeros((2, 1000), np.float32))
     half = cuda.tensor(np.zeros(1000, np.float32), at=both.data_ptr() + 4000)
