@@ -61,6 +61,7 @@ class FakeCuda:
         library.fakecuda_pending.restype = ctypes.c_long
         library.fakecuda_violations.restype = ctypes.c_size_t
         self._check("cuInit", 0)
+        self._updated: list[Any] = []
         self._streams: dict[int, list[int]] = {}
 
     def _check(self, name: str, *arguments: Any) -> None:
@@ -171,6 +172,8 @@ class FakeCuda:
             ctypes.c_size_t(nbytes),
             ctypes.c_uint64(version),
         )
+        # Its memory is not to be freed before that.
+        self._updated.append(tensor.untyped_storage())
 
     def pattern(self, like: Any, version: int) -> np.ndarray[Any, Any]:
         """The values of a tensor like this after that update."""
@@ -218,6 +221,7 @@ class FakeCuda:
         while self._library.fakecuda_pending():
             assert time.monotonic() < deadline, "the devices do not come to an end"
             time.sleep(1e-3)
+        self._updated.clear()
         out = ctypes.create_string_buffer(1 << 16)
         self._library.fakecuda_violations(out, ctypes.c_size_t(len(out)))
         return out.value.decode().splitlines()
