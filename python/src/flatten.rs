@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
@@ -440,7 +440,12 @@ impl<'py> Walk<'_, 'py> {
             self.library = Some(Arc::clone(&known.library));
             return Ok(dtype.map(|dtype| (dtype, buffer, known.immutable)));
         }
-        let Ok(capsule) = known.capsule.bind(object.py()).call1((object,)) else { return Ok(None) };
+        let capsule = match known.capsule.bind(object.py()).call1((object,)) {
+            Ok(capsule) => capsule,
+            Err(error) if error.is_instance_of::<PyException>(object.py()) => return Ok(None),
+            // An interrupt.
+            Err(error) => return Err(error),
+        };
         let Ok((dtype, mut buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
         // Where there is no driver that could copy it, or it would have to element by element, the package knows another way.
         let Ok(device) = device_of(&buffer) else { return Ok(None) };

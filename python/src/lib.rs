@@ -59,7 +59,7 @@ mod _core {
     #[pymodule_export]
     use crate::singular::{add_metrics, cuda, engine_choice, list_steps, open_path, save_path};
     #[pymodule_export]
-    use crate::state::{State, flatten, is_plain, spans};
+    use crate::state::{State, covers, flatten, is_plain, spans};
 
     /// Version of the package and its engine.
     #[pymodule_export]

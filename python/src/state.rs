@@ -6,6 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
+use stepwell_core::format::index::ChunkRegion;
+use stepwell_core::region::Region;
+use stepwell_reshard::tiling;
+
 use crate::events::Loan;
 use crate::flatten::{Flat, Leaf};
 
@@ -118,6 +122,16 @@ pub fn spans(arrays: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<(usize, usize, usize
         Ok((first, first - below, first - below + len))
     };
     arrays.iter().map(span).collect()
+}
+
+/// Why boxes, `(offset, extent)`, are not all of an array of that shape, each element once.
+#[pyfunction]
+pub fn covers(shape: Vec<u64>, boxes: Vec<(Vec<u64>, Vec<u64>)>) -> Option<String> {
+    let region = |(offset, extent): (Vec<u64>, Vec<u64>)| {
+        ChunkRegion::Box(Region { offset: offset.into(), extent: extent.into() })
+    };
+    let boxes: Vec<ChunkRegion> = boxes.into_iter().map(region).collect();
+    tiling::check(&shape, &boxes).err().map(|fault| fault.to_string())
 }
 
 /// Whether a value is one object leaf: a scalar, or a sequence or set of plain values only.

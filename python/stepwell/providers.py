@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from . import _core
 from .adapters import Target
-from .errors import MisuseError
+from .errors import MisuseError, UnsupportedLeaf
 from .specs import ArraySpec, native_name, to_dtype
 
 
@@ -40,7 +41,7 @@ class StateProvider(Protocol):
 
     def stepwell_chunks(self) -> Iterable[Chunk]:
         """Its chunks, which together are all of it, each element once. They are stored in this order. Called by ``save``, on its thread; what the chunks refer to is kept until it is
-        captured. Called by ``restore(into=…)`` too: every chunk is filled."""
+        captured, and must stay what it is until then: no two chunks share memory. Called by ``restore`` too: with ``into=`` every chunk is filled."""
         ...
 
 
@@ -49,57 +50,120 @@ def is_provider(obj: Any) -> bool:
     return hasattr(type(obj), "stepwell_chunks")
 
 
-def _chunks(provider: Any) -> list[tuple[tuple[int, ...], Any, bool]]:
-    """Offset, array, and whether it is lazy."""
+#: Offset, array, and whether it is lazy.
+_Row: TypeAlias = tuple[tuple[int, ...], Any, bool]
+
+
+def _chunks(provider: Any) -> list[_Row]:
+    """The chunks. What is wrong with one of them is a :class:`MisuseError`."""
     shape = tuple(provider.shape)
-    found = []
+    found: list[_Row] = []
     for chunk in provider.stepwell_chunks():
         if not isinstance(chunk, Chunk):
             raise MisuseError(f"stepwell_chunks() gives sw.Chunk(…), not {type(chunk).__qualname__}")
         if chunk.capture not in ("now", "lazy"):
             raise MisuseError(f'capture={chunk.capture!r} of a Chunk is neither "now" nor "lazy"')
-        found.append((chunk.offset or (0,) * len(shape), chunk.array, chunk.capture == "lazy"))
+        if not hasattr(chunk.array, "shape"):
+            raise MisuseError(f"a Chunk holds an array, not {type(chunk.array).__qualname__}")
+        offset = tuple(chunk.offset) or (0,) * len(shape)
+        if not all(isinstance(first, int | np.integer) and first >= 0 for first in offset):
+            raise MisuseError(f"offset={chunk.offset!r} of a Chunk is not made of numbers from 0 on")
+        if not len(offset) == len(chunk.array.shape) == len(shape):
+            raise MisuseError(
+                f"a Chunk of shape {tuple(chunk.array.shape)} at {offset}, of an array of shape {shape}: all three have one number for each dimension"
+            )
+        found.append((tuple(map(int, offset)), chunk.array, chunk.capture == "lazy"))
     return found
+
+
+def _fault(provider: Any, chunks: list[_Row]) -> str | None:
+    """Why the chunks are not the whole array, each element once and in memory of its own; ``None`` where they are."""
+    shape = tuple(provider.shape)
+    why = _core.covers(list(shape), [(list(offset), list(array.shape)) for offset, array, _ in chunks])
+    if why is not None:
+        return f"its chunks do not make up an array of shape {shape}: {why}"
+    filled = [array for _, array, _ in chunks if 0 not in array.shape]
+    try:
+        spans = _core.spans(filled)
+    except (TypeError, BufferError) as error:
+        return f"the memory of a chunk cannot be had: {error}"
+    begins: dict[int, int] = {}
+    for number, (first, _, _) in enumerate(spans):
+        if begins.setdefault(first, number) != number:
+            return (
+                f"chunks {begins[first]} and {number} are the same memory; every chunk has to stay what it is until it is captured, "
+                "so one buffer cannot be filled for one after the other"
+            )
+    return None
+
+
+def _dtype(provider: Any) -> np.dtype[Any]:
+    try:
+        return to_dtype(provider.dtype)
+    except TypeError as error:
+        raise MisuseError(
+            f"dtype of a provider: {error}; give numpy's dtype, or its name as a string"
+        ) from error
 
 
 def describe(
     provider: Any,
 ) -> tuple[Literal["sharded"], str, list[int], list[Any], None] | tuple[Literal["refuse"], str]:
     """Its chunks, for the walk over a state."""
-    dtype = to_dtype(provider.dtype)
-    chunks = _chunks(provider)
+    try:
+        dtype, chunks = _dtype(provider), _chunks(provider)
+    except MisuseError as error:
+        return ("refuse", str(error))
     for _, array, _ in chunks:
         if isinstance(array, np.ndarray) and array.dtype != dtype:
             return ("refuse", f"a chunk of {array.dtype} in a provider of {dtype}; convert it with .astype()")
+    fault = _fault(provider, chunks)
+    if fault is not None:
+        return ("refuse", fault)
     return ("sharded", native_name(dtype), list(provider.shape), list(chunks), None)
 
 
 def target(provider: Any) -> Target:
     """What is wanted where one is: every chunk filled; for ``like=`` one array."""
-    return Target(ArraySpec(tuple(provider.shape), to_dtype(provider.dtype)), _finish, provider)
+    chunks: list[_Row] = []
+    unfillable = None
+    try:
+        spec = ArraySpec(tuple(provider.shape), _dtype(provider))
+        chunks = _chunks(provider)
+        unfillable = _fault(provider, chunks) or _unwritable(chunks)
+    except MisuseError as error:
+        raise UnsupportedLeaf(str(error)) from error
 
-
-def _finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
-    results = []
-    for one, value in found:
+    def finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
         if not fill:
-            results.append(value)
-            continue
-        for offset, array, _ in _chunks(one.value):
-            box = tuple(slice(first, first + n) for first, n in zip(offset, array.shape, strict=True))
-            _fill(array, value[box])
-        results.append(one.value)
-    return results
+            return [value for _, value in found]
+        for _, value in found:
+            for offset, array, _ in chunks:
+                _fill(
+                    array,
+                    value[
+                        tuple(slice(first, first + n) for first, n in zip(offset, array.shape, strict=True))
+                    ],
+                )
+        return [one.value for one, _ in found]
+
+    return Target(spec, finish, provider, unfillable=unfillable)
+
+
+def _unwritable(chunks: list[_Row]) -> str | None:
+    for offset, array, _ in chunks:
+        if isinstance(array, np.ndarray):
+            if not array.flags.writeable:
+                return f"the chunk at {offset} is read-only"
+        elif not hasattr(array, "copy_"):
+            return f"the chunk at {offset} is a {type(array).__qualname__}, which cannot be changed; pass like= and put together a new one"
+    return None
 
 
 def _fill(array: Any, values: np.ndarray[Any, Any]) -> None:
     if isinstance(array, np.ndarray):
         np.copyto(array, values)
         return
-    if not hasattr(array, "copy_"):
-        raise MisuseError(
-            f"a chunk in a {type(array).__qualname__}, which cannot be changed; pass like= and put together a new one"
-        )
     from .adapters import arrays
 
     # A parameter is one that autograd watches.

@@ -159,6 +159,9 @@ def check_fillable(part: Part) -> None:
     for branch in branches(part):
         if branch.unfillable is not None:
             raise _refused(branch.path, f"cannot be restored into: {branch.unfillable}")
+    for leaf in leaves(part):
+        if leaf.target is not None and leaf.target.unfillable is not None:
+            raise _refused(leaf.path, f"cannot be restored into: {leaf.target.unfillable}")
 
 
 def enum_classes(part: Part) -> dict[str, type]:

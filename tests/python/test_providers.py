@@ -77,12 +77,65 @@ def test_a_table_of_another_shape_is_a_mismatch(root: Path) -> None:
             mgr.restore(0, into={"table": Pages(101, 30)})
 
 
-def test_what_a_provider_gives_must_be_chunks(root: Path) -> None:
-    class Wrong:
-        dtype, shape = "float32", (2,)
+class Given:
+    """A provider of these chunks."""
 
-        def stepwell_chunks(self) -> Any:
-            return [np.zeros(2, np.float32)]
+    def __init__(self, chunks: Any, dtype: Any = "float32") -> None:
+        self.dtype, self.shape, self.chunks = dtype, (10, 4), chunks
 
-    with sw.CheckpointManager(root) as mgr, pytest.raises(sw.MisuseError, match=r"sw\.Chunk"):
-        mgr.save(0, {"w": Wrong()})
+    def stepwell_chunks(self) -> Any:
+        return self.chunks
+
+
+def rows(first: int, count: int) -> sw.Chunk:
+    return sw.Chunk(np.zeros((count, 4), np.float32), (first, 0))
+
+
+BUFFER = np.zeros((5, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "why"),
+    [
+        ([np.zeros((10, 4), np.float32)], r"gives sw\.Chunk"),
+        ([sw.Chunk([[0.0] * 4] * 10)], "a Chunk holds an array, not list"),
+        ([rows(-1, 10)], "offset=.* is not made of numbers from 0 on"),
+        ([sw.Chunk(np.zeros((10, 4), np.float32), (0,))], "one number for each dimension"),
+        ([rows(0, 3), rows(5, 5)], r"no chunk holds \[3:5, 0:4\]"),
+        ([rows(0, 6), rows(5, 5)], r"chunks 0 and 1 both hold \[5:6, 0:4\]"),
+        ([rows(5, 10)], "chunk 0 does not lie in the tensor"),
+        ([sw.Chunk(BUFFER, (0, 0)), sw.Chunk(BUFFER, (5, 0))], "chunks 0 and 1 are the same memory"),
+    ],
+)
+def test_chunks_that_are_not_the_whole_are_refused_by_path_before_anything_is_written(
+    root: Path, chunks: Any, why: str
+) -> None:
+    kept = np.full(3, 7.0)
+    with sw.CheckpointManager(root) as mgr:
+        with pytest.raises(sw.UnsupportedLeaf, match=f"`table`.*{why}"):
+            mgr.save(0, {"table": Given(chunks)})
+        mgr.save(0, {"a": np.zeros(3), "table": np.ones((10, 4), np.float32)}).result()
+        with pytest.raises(sw.UnsupportedLeaf, match=f"`table`.*{why}"):
+            mgr.restore(0, into={"a": kept, "table": Given(chunks)})
+        assert (kept == 7).all()
+        assert not BUFFER.any()
+
+
+def test_what_of_a_provider_cannot_be_filled_is_told_before_anything_is_written(root: Path) -> None:
+    fixed = np.zeros((10, 4), np.float32)
+    fixed.flags.writeable = False
+    kept = np.full(3, 7.0)
+    with sw.CheckpointManager(root) as mgr:
+        mgr.save(0, {"a": np.zeros(3), "table": Given([sw.Chunk(fixed)])}).result()
+        with pytest.raises(sw.UnsupportedLeaf, match=r"`table`.*read-only"):
+            mgr.restore(0, into={"a": kept, "table": Given([sw.Chunk(fixed)])})
+        assert (kept == 7).all()
+        assert not mgr.restore(0, like={"a": kept, "table": Given([sw.Chunk(fixed)])})["table"].any()
+
+
+def test_a_dtype_that_is_none_of_numpys_is_refused_by_path(root: Path) -> None:
+    with (
+        sw.CheckpointManager(root) as mgr,
+        pytest.raises(sw.UnsupportedLeaf, match=r"`table`.*dtype of a provider"),
+    ):
+        mgr.save(0, {"table": Given([rows(0, 10)], dtype=object())})

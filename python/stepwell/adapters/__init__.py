@@ -75,6 +75,8 @@ class Target:
     #: Where it is to be, as the framework says it, and what makes a target of it that is somewhere else.
     placement: Any = None
     replace: Callable[[Target, Any], Target] | None = None
+    #: Why its value cannot be filled, where it cannot.
+    unfillable: str | None = None
 
 
 @dataclass(slots=True, eq=False)
