@@ -382,7 +382,10 @@ class Checkpoint:
     @spelled_out
     def restore(self, **options: Unpack[RestoreKeywords]) -> Any:
         """Restores; see :meth:`CheckpointManager.restore`."""
-        return restoring.run(self._open(), RestoreOptions.of(options))
+        checked = RestoreOptions.of(options)
+        if checked.fill:
+            lifecycle.wait_captured()
+        return restoring.run(self._open(), checked)
 
     @spelled_out
     def plan(self, **options: Unpack[RestoreKeywords]) -> RestorePlan:

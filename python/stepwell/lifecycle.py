@@ -35,6 +35,9 @@ class Ending(Protocol):
     def at_exit(self) -> BaseException | None:
         """Ends it, in bounded time; the failure that nobody has seen."""
 
+    def wait_captured(self) -> None:
+        """Waits until nothing is read of the state any more."""
+
 
 class Owner:
     """Knows whether this process made a handle."""
@@ -147,6 +150,12 @@ def watch(ending: Ending) -> None:
 def forget(ending: Ending) -> None:
     """It has ended, and its user has heard how."""
     _endings.pop(id(ending), None)
+
+
+def wait_captured() -> None:
+    """Waits until no save of this process reads its state any more: before arrays are filled, which may be those."""
+    for ending in list(_endings.values()):
+        ending.wait_captured()
 
 
 def unseen(failure: BaseException, where: str) -> None:

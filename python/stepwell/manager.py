@@ -145,7 +145,7 @@ class CheckpointManager:
         exists: Exists = "error",
         snapshot: Literal["auto", "lazy", "eager"] = "auto",
     ) -> Save:
-        """Saves ``state`` as ``step`` if the policy says so (``force``: in any case), and returns when the state may be changed again.
+        """Saves ``state`` as ``step`` if the policy says so (``force``: in any case), and returns when the state may be changed again (what an attached optimizer owns: by its ``step()``).
 
         Whatever is wrong with the state raises here, by leaf path, and leaves nothing. What goes wrong later is raised by the result.
 
@@ -157,7 +157,8 @@ class CheckpointManager:
             force: skip the policy (and nothing else).
             exists: what happens if the step is there already: ``"error"``; ``"skip"`` (a step that is still being saved: that save comes back); ``"replace"``
                 (the new one is written first).
-            snapshot: when arrays are copied. ``"auto"``: before this returns, but for those that nobody can change (JAX), which are held and copied behind;
+            snapshot: when arrays are copied. ``"auto"``: before this returns, but for those that nobody can change (JAX), which are held and copied behind, and those on CUDA devices:
+                what :meth:`attach` has been told of is copied behind and waited for by its ``step()``, and your next work on the device waits for the rest;
                 ``"lazy"``: all of them behind (you change them inside :meth:`update_guard` only, or after ``save.wait_captured()``); ``"eager"``: all of them
                 before this returns, so that a donated array needs no second buffer.
 
@@ -330,11 +331,6 @@ class CheckpointManager:
             devices = self._core.devices_in_flight()
             self._core.guard(adapters.streams(devices) if devices else {})
 
-    def _wait_captured(self) -> None:
-        # The engine knows all of them: an interrupt can end a call of save() when the engine has begun it and nothing here has heard of it yet.
-        if self._core is not None:
-            self._core.wait_captured()
-
     def _answers(self, step: int) -> dict[str, bool]:
         return self._policy.answers(step, self._open().latest_step()) if self._policy._predicates else {}
 
@@ -357,7 +353,7 @@ class CheckpointManager:
         number = None if step is None else step_number(step)
         if checked.fill:
             # It may be the state that is being captured.
-            self._wait_captured()
+            lifecycle.wait_captured()
         with telling_restore(self._on_event, self._root, number) as told:
             with explaining(self._root), self._explaining_pending():
                 core = self._open().checkpoint(number, checked.expected, checked.to_fill)
@@ -653,6 +649,12 @@ class _Ending:
                 "stepwell",
                 f"{self.what} was dropped without close(): {type(failure).__name__}: {failure}",
             )
+
+    def wait_captured(self) -> None:
+        """See ``lifecycle.Ending``."""
+        # The engine knows all saves: an interrupt can end a call of save() when the engine has begun it and nothing here has heard of it yet.
+        if self._owner.is_here:
+            self._core.wait_captured()
 
     def at_exit(self) -> BaseException | None:
         """Closes with a bound; see ``lifecycle.Ending``."""

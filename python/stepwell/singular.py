@@ -29,6 +29,11 @@ class _Background:
         self._owner = lifecycle.Owner("save")
         self._stall = stall
 
+    def wait_captured(self) -> None:
+        """See ``lifecycle.Ending``."""
+        if self._owner.is_here and not self._handle.done():
+            self._handle.wait_captured(None)
+
     def at_exit(self) -> BaseException | None:
         """Waits with a bound; see ``lifecycle.Ending``."""
         if not self._owner.is_here:
@@ -138,6 +143,8 @@ def _open(
 def restore(path: Path, *, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
     """Restores the checkpoint at ``path`` (a root: its newest step); see :meth:`CheckpointManager.restore`."""
     checked = RestoreOptions.of(options)
+    if checked.fill:
+        lifecycle.wait_captured()
     with _open(path, step, "auto", checked.expected, checked.to_fill) as checkpoint:
         return restoring.run(checkpoint._open(), checked)
 

@@ -251,6 +251,26 @@ def test_what_is_saved_in_the_middle_of_an_update_is_what_was_there_before_it(
         assert not mgr._guarded
 
 
+@pytest.mark.parametrize("door", ["manager", "checkpoint", "path"])
+def test_a_restore_waits_for_every_save_that_may_still_read_what_it_fills(
+    cuda: FakeCuda, root: Path, door: str
+) -> None:
+    host = torch.zeros(1 << 22)
+    sw.save(root.parent / "other", {"h": torch.ones(1 << 22)})
+    with sw.CheckpointManager(root) as mgr, sw.CheckpointManager(root.parent / "runs") as runs:
+        runs.save(0, {"h": torch.ones(1 << 22)}).result()
+        save = mgr.save(0, {"h": host, "d": cuda.tensor(np.zeros(1 << 20))}, snapshot="lazy")
+        if door == "manager":
+            runs.restore(0, into={"h": host})
+        elif door == "checkpoint":
+            runs.checkpoint(0).restore(into={"h": host})
+        else:
+            sw.restore(root.parent / "other", into={"h": host})
+        assert (host == 1).all()
+        save.result()
+        assert not mgr.restore(0)["h"].any()
+
+
 def test_arrays_of_a_device_that_overlap_are_not_restored_into(cuda: FakeCuda, root: Path) -> None:
     both = cuda.tensor(np.zeros((2, 1000), np.float32))
     half = cuda.tensor(np.zeros(1000, np.float32), at=both.data_ptr() + 4000)

@@ -62,7 +62,7 @@ impl Manager {
         self.inner.decide(step, force, exists, custom)
     }
 
-    /// Saves a state. Returns when every byte is captured that does not come from a lazy provider: the caller may change the state then. The commit follows in the background; its outcome
+    /// Saves a state. Returns when of every leaf has happened what its provider asks for (`Haste`): the caller may change then what he may by that. The commit follows in the background; its outcome
     /// comes through the handle. A failure of an earlier save that nobody has seen is raised, and nothing is begun.
     pub fn save(&self, request: SaveRequest) -> Result<Save> {
         self.check_before_saving(request.step)?;

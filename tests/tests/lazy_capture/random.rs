@@ -45,7 +45,7 @@ const CALLS: [&str; 6] = [
     "cuStreamWaitEvent",
     "cuMemcpyDtoHAsync_v2",
     "cuEventQuery",
-    "cuMemcpy2DAsync_v2",
+    "cuMemcpyBatchAsync",
     "copy",
 ];
 
