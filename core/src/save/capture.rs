@@ -99,11 +99,6 @@ impl Capture {
         Arc::clone(&self.progress)
     }
 
-    /// Slots that would hold the whole save, so that this never waits for the disk.
-    pub fn slots(&self) -> usize {
-        self.soon.len() + self.later.len() + self.arriving.len()
-    }
-
     /// Whether there is something that is to happen while the caller waits.
     pub fn has_eager(&self) -> bool {
         !self.soon.is_empty()
