@@ -169,14 +169,13 @@ class Weights:
         self.params = [torch.nn.Parameter(torch.randn(each, device=machine.device)) for _ in range(half)]
         self.optimizer = torch.optim.SGD(self.params, lr=1e-3, momentum=0.9)
         for one in self.params:
-            self.optimizer.state[one]["momentum_buffer"] = torch.randn_like(one)
+            # Adam counts its steps on the host.
+            self.optimizer.state[one] = {"momentum_buffer": torch.randn_like(one), "step": torch.tensor(0.0)}
         self.nbytes = 2 * half * each * 4
 
     def state(self) -> dict[str, Any]:
-        momentum = {
-            f"m{n}": self.optimizer.state[one]["momentum_buffer"] for n, one in enumerate(self.params)
-        }
-        return {"params": {f"p{n}": one for n, one in enumerate(self.params)}, "optimizer": momentum}
+        slots = {f"s{n}": self.optimizer.state[one] for n, one in enumerate(self.params)}
+        return {"params": {f"p{n}": one for n, one in enumerate(self.params)}, "optimizer": slots}
 
 
 def saving(machine: Machine, weights: Weights, root: Path) -> dict[str, Any]:
@@ -458,7 +457,7 @@ def run(machine: Machine, gigabytes: float, disk: Path) -> dict[str, Any]:
     found["small"] = {"leaves": len(small.params) * 2, "bytes": small.nbytes} | saving(
         machine, small, disk / "small"
     )
-    tensors = [one for part in small.state().values() for one in part.values()]
+    tensors = [*small.params, *(small.optimizer.state[one]["momentum_buffer"] for one in small.params)]
     found["small"] |= small_copies(machine, tensors)
     shutil.rmtree(disk / "small")
     del weights, small, tensors
