@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::save::Save;
 use crate::step_name::StepName;
 
@@ -102,6 +104,20 @@ pub enum Error {
         /// For how long, in seconds.
         seconds: f64,
     },
+    /// The ranks' layouts of a tensor do not fit together; nothing is visible of the save.
+    #[error("leaf `{leaf}`: {what}; the step was not committed on any rank")]
+    Layout {
+        /// The rendered leaf path.
+        leaf: String,
+        /// Which ranks, which regions.
+        what: String,
+    },
+    /// What carries the messages of the ranks does not answer.
+    #[error("the ranks cannot reach each other: {0}")]
+    Unreachable(String),
+    /// An error of the leader, in a call that all ranks have made.
+    #[error("{0}")]
+    Relayed(Relayed),
     /// Another live writer has the root.
     #[error("{} has another live writer{}; close it, or open this root to read only (read_only=True)", root.display(), owned_by(owner.as_deref()))]
     Locked {
@@ -304,6 +320,9 @@ impl Error {
             Self::DurabilityUncertain { .. } => "durability_uncertain",
             Self::RankFailed { .. } => "rank_failed",
             Self::CoordinationTimeout { .. } => "coordination_timeout",
+            Self::Layout { .. } => "mismatch",
+            Self::Unreachable(_) => "unreachable",
+            Self::Relayed(relayed) => relayed.kind(),
             Self::Locked { .. } | Self::Held { .. } => "locked",
             Self::NoLocks { .. } => "no_locks",
             Self::DonatedBuffer { .. } => "donated_buffer",
@@ -344,7 +363,64 @@ impl Error {
 
     /// The errno of the failed file operation underneath, where there is one.
     pub fn errno(&self) -> Option<i32> {
+        if let Self::Relayed(relayed) = self {
+            return relayed.errno;
+        }
         self.core().and_then(stepwell_core::Error::errno)
+    }
+}
+
+/// An error as one rank tells the others of it: they raise the same kind with the same words.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{text}")]
+pub struct Relayed {
+    kind: String,
+    text: String,
+    errno: Option<i32>,
+    /// The step that it is about, where it has one.
+    pub step: Option<u64>,
+}
+
+/// The kinds that a leader's answer may have.
+const RELAYED: &[&str] = &[
+    "step_exists",
+    "step_not_found",
+    "step_gone",
+    "step_order",
+    "save_failed",
+    "durability_uncertain",
+    "coordination_timeout",
+    "unreachable",
+    "locked",
+    "no_locks",
+    "closed",
+    "read_only",
+    "not_a_step",
+    "invalid",
+    "timeout",
+    "corrupt_checkpoint",
+    "format",
+    "mismatch",
+    "io",
+];
+
+impl Relayed {
+    /// What others are told of an error.
+    pub fn of(error: &Error) -> Self {
+        let step = match error {
+            Error::StepExists { step, .. }
+            | Error::StepOrder { step, .. }
+            | Error::SaveFailed { step, .. }
+            | Error::DurabilityUncertain { step, .. } => Some(*step),
+            Error::Relayed(relayed) => relayed.step,
+            _ => None,
+        };
+        Self { kind: error.kind().to_owned(), text: error.to_string(), errno: error.errno(), step }
+    }
+
+    /// See [`Error::kind`].
+    pub fn kind(&self) -> &'static str {
+        RELAYED.iter().find(|kind| **kind == self.kind).copied().unwrap_or("rank_failed")
     }
 }
 

@@ -44,6 +44,8 @@ pub struct Options {
     pub min_row_bytes: u64,
     /// Bytes of a block: the unit of checksums and of reading.
     pub block_bytes: u64,
+    /// At most so many ranks of a node write what others hold too; `None`: all of them.
+    pub writers_per_node: Option<u32>,
     /// Threads that capture; `None`: a few.
     pub capture_threads: Option<usize>,
     /// Reads or writes in flight; `None`: 16 writes, and as many reads as [`LoadOptions`] has by default.
@@ -93,6 +95,7 @@ impl Default for Options {
             chunk_bytes: 8 << 20,
             min_row_bytes: 4096,
             block_bytes: 256 << 10,
+            writers_per_node: None,
             capture_threads: None,
             queue_depth: None,
             stall_timeout: Duration::from_secs(600),
@@ -151,6 +154,11 @@ impl Options {
                 self.stall_timeout.as_secs_f64(),
                 MAX_STALL_TIMEOUT.as_secs_f64()
             )));
+        }
+        if self.writers_per_node == Some(0) {
+            return Err(Error::Invalid(
+                "writers=0 leaves nobody to write; pass at least 1, or None".to_owned(),
+            ));
         }
         if self.chunk_bytes == 0 || self.queue_depth == Some(0) || self.stall_timeout.is_zero() {
             return Err(Error::Invalid(

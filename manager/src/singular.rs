@@ -13,6 +13,7 @@ use stepwell_core::io::{Dir, EntryKind};
 use stepwell_core::sys::spawn;
 
 use crate::commit::{Existing, aside};
+use crate::coordination::team::Team;
 use crate::directory_layout::{self, CONTROL, OwnName};
 use crate::discovery::read_manifest;
 use crate::environment::Environment;
@@ -89,7 +90,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         (false, _) => Existing::Refuse,
     };
     let pool = environment.pool();
-    let session = environment.hex_id();
+    let team = Arc::new(Team::alone(environment.hex_id()));
     let order = Order {
         root: request.path.clone(),
         step: request.step,
@@ -99,7 +100,9 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         cancel: request.cancel,
         streams: request.streams,
         begun,
-        session,
+        team: Arc::clone(&team),
+        census: None,
+        stale: false,
     };
     let prepared = job::prepare(environment, options, &pool, order)?;
     let label = directory_layout::label_of_path(&name);
@@ -121,7 +124,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
                 tracing::warn!(%error, "what a killed save left beside this path stays for now");
             }
         }
-        let (save, ended) = persist::run(job, &parent_dir, &world, &deleter, &|| ());
+        let (save, ended) = persist::run(job, &parent_dir, &world, &team, &deleter, &|| ());
         let cleaned = guarded("the deleter", || {
             deleter.enqueue(ended.replaced);
             deleter.stop(Duration::from_secs(600));

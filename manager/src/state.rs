@@ -2,7 +2,7 @@
 //!
 //! **Items** are the top-level entries that are containers or stateful objects; loose leaves share one item, `.`; a state with more than
 //! [`MAX_SPLIT_ITEMS`] such entries, or that is no string-keyed mapping, is one item. Grouping never alters leaf paths. Ties are shared within an item; a
-//! tie between two items is stored in both, so that each can be restored alone.
+//! tie between two items is stored in both, so that each can be restored alone. What of a leaf this rank writes, and what others do, is [`sharing`]'s.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -17,11 +17,13 @@ use stepwell_core::region::Region;
 use stepwell_core::save::{ChunkPlan, ItemPlan, LeafPlan};
 use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
 use stepwell_core::value::Value;
-use stepwell_reshard::layout::Layout;
 use stepwell_reshard::subchunk;
 
 use crate::commit::records::DraftItem;
 use crate::error::{Error, Result};
+pub(crate) use sharing::{Census, Shares, Writing, plain_leaves};
+
+mod sharing;
 
 /// More top-level containers than this make one item of all.
 pub const MAX_SPLIT_ITEMS: usize = 64;
@@ -45,55 +47,90 @@ pub enum LeafSource {
         dtype: Dtype,
         /// Shape of all of it, on all processes together.
         shape: Vec<u64>,
-        /// What this process holds of it, and where in the provider's array (as if that were row-major: how its elements lie in memory is the provider's).
-        layout: Layout,
-        /// Where the bytes come from.
+        /// What this process holds of it.
+        parts: Vec<Part>,
+        /// Where the bytes come from: an array of that shape, of which only the parts are asked for. How their elements lie in memory is the provider's.
         provider: Arc<dyn StateProvider>,
     },
-    /// A plain value.
+    /// A plain value, of which every rank that has this leaf has the same.
     Object(Value),
     /// The same value as another leaf, which is no alias itself.
     Alias(u32),
 }
 
+/// A region of a tensor that this process holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Where in the tensor.
+    pub region: Region,
+    /// Who holds the same.
+    pub holders: Holders,
+}
+
+/// Who holds a region: one of them writes each byte of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Holders {
+    /// This process alone.
+    This,
+    /// Every process whose state has this leaf.
+    Everyone,
+    /// These ranks, in order; this one is among them.
+    Ranks(Arc<[u32]>),
+    /// So many processes, of which this is that one (counted from 0): who they are is not said.
+    Replicas {
+        /// Which one this is.
+        index: u32,
+        /// How many there are.
+        count: u32,
+    },
+}
+
 impl LeafSource {
-    /// A tensor of which this process holds all, as every tensor of a single process is: one segment.
+    /// A tensor of which every process that has it holds all, as every tensor of a single process is.
     pub fn whole(dtype: Dtype, shape: Vec<u64>, provider: Arc<dyn StateProvider>) -> Self {
-        let layout = Layout::whole(&shape, dtype.size() as u64, None);
-        Self::Tensor { dtype, shape, layout, provider }
+        let parts = vec![Part { region: Region::whole(&shape), holders: Holders::Everyone }];
+        Self::Tensor { dtype, shape, parts, provider }
     }
 
-    /// A tensor of which this process holds all, in boxes.
-    pub fn sharded(dtype: Dtype, shape: Vec<u64>, shards: Vec<(Region, Arc<dyn StateProvider>)>) -> Self {
-        let layout =
-            Layout::boxes(&shape, dtype.size() as u64, shards.iter().map(|(region, _)| region.clone()));
-        Self::Tensor { dtype, shape, layout, provider: Arc::new(ShardedProvider::new(shards)) }
+    /// A tensor of which this process holds boxes, each in an array of its own.
+    pub fn sharded(dtype: Dtype, shape: Vec<u64>, shards: Vec<(Part, Arc<dyn StateProvider>)>) -> Self {
+        let (parts, providers): (Vec<Part>, Vec<_>) = shards.into_iter().unzip();
+        let regions = parts.iter().map(|part| part.region.clone());
+        let provider = Arc::new(ShardedProvider::new(regions.zip(providers).collect()));
+        Self::Tensor { dtype, shape, parts, provider }
     }
 }
 
 /// A state, cut into items.
 pub(crate) struct Items {
+    /// What this rank writes, one data file for each.
     pub plans: Vec<ItemPlan>,
+    /// All items of the state.
     pub drafts: Vec<DraftItem>,
     pub plan_hash: String,
-    /// Bytes of all tensors as they will be written.
+    /// Bytes of all tensors as this rank writes them.
     pub tensor_bytes: u64,
 }
 
-/// Cuts a state into items, and its tensors into chunks.
-pub(crate) fn items(state: &StateSource, chunks: &subchunk::Options) -> Result<Items> {
+/// Cuts a state into items, and what this rank writes of its tensors into chunks.
+pub(crate) fn items(state: &StateSource, chunks: &subchunk::Options, writing: &Writing<'_>) -> Result<Items> {
     check(state)?;
     let plan_hash = plan_hash(state);
+    let shares = Shares::of(state, writing)?;
     let groups = groups(&state.tree);
     let mut plans = Vec::with_capacity(groups.len());
     let mut drafts = Vec::with_capacity(groups.len());
     let mut tensor_bytes = 0_u64;
     for (number, group) in groups.into_iter().enumerate() {
-        let dir = format!("i{number}");
+        let dir = writing.dir(number, &group.name);
         let (tree, origins) = branch(&state.tree, &group.nodes);
-        let leaves = leaves(state, &origins, chunks, &mut tensor_bytes)?;
-        drafts.push(DraftItem { dir: dir.clone(), name: group.name, top_level: group.top_level });
-        plans.push(ItemPlan { dir, tree, leaves });
+        if origins.is_empty() || origins.iter().any(|&origin| shares.is_mine(origin)) {
+            let leaves = leaves(state, &origins, chunks, &shares, &mut tensor_bytes)?;
+            plans.push(ItemPlan { dir: dir.clone(), tree, leaves });
+        }
+        let unsettled = (0_u32..).zip(&origins).filter(|(_, origin)| shares.is_unsettled(**origin));
+        let unsettled = unsettled.map(|(here, _)| here).collect();
+        drafts.push(DraftItem { dir, name: group.name, top_level: group.top_level, unsettled });
     }
     Ok(Items { plans, drafts, plan_hash, tensor_bytes })
 }
@@ -243,6 +280,7 @@ fn leaves(
     state: &StateSource,
     origins: &[u32],
     chunks: &subchunk::Options,
+    shares: &Shares,
     tensor_bytes: &mut u64,
 ) -> Result<Vec<LeafPlan>> {
     // Where a leaf of the state that holds a value is stored in this item.
@@ -253,6 +291,7 @@ fn leaves(
         .collect();
     let mut out = Vec::with_capacity(origins.len());
     for (here, &origin) in (0_u32..).zip(origins) {
+        let mut holder = origin;
         let mut source = state.leaves.get(origin as usize);
         if let Some(LeafSource::Alias(of)) = source {
             if let Some(&of) = stored.get(of) {
@@ -260,24 +299,21 @@ fn leaves(
                 continue;
             }
             stored.insert(*of, here);
+            holder = *of;
             source = state.leaves.get(*of as usize);
         }
         out.push(match source {
-            Some(LeafSource::Tensor { dtype, shape, layout, provider }) => {
-                let bytes = stepwell_core::region::volume(shape)
-                    .and_then(|volume| volume.checked_mul(dtype.size() as u64))
-                    .ok_or_else(|| stepwell_core::Error::Leaf {
-                        leaf: state.tree.leaf_path(origin).to_string(),
-                        what: format!("its shape {shape:?} is larger than any memory"),
-                    })?;
-                *tensor_bytes = tensor_bytes.saturating_add(bytes);
-                let chunks = stored_chunks(layout, shape, dtype.size() as u64, chunks).ok_or_else(|| {
-                    let what = format!(
-                        "this process holds it in parts ({} segments of {shape:?}); parts are for many ranks, which cannot save together yet: pass the whole tensor",
-                        layout.0.len()
-                    );
-                    stepwell_core::Error::Leaf { leaf: state.tree.leaf_path(origin).to_string(), what }
-                })?;
+            Some(LeafSource::Tensor { dtype, shape, provider, .. }) => {
+                let itemsize = dtype.size() as u64;
+                let cut = |region: &Region| subchunk::cut(region, itemsize, chunks);
+                let mine = shares.regions(holder).iter().flat_map(cut);
+                // The array is the tensor, so a chunk has one address in both. No chunk reaches over the border of a part.
+                let chunk = |part: Region| ChunkPlan { region: ChunkRegion::Box(part.clone()), local: part };
+                let chunks: Vec<ChunkPlan> = mine.map(chunk).collect();
+                let bytes =
+                    |chunk: &ChunkPlan| chunk.local.volume().unwrap_or(u64::MAX).saturating_mul(itemsize);
+                *tensor_bytes =
+                    chunks.iter().fold(*tensor_bytes, |sum, chunk| sum.saturating_add(bytes(chunk)));
                 LeafPlan::Tensor {
                     dtype: *dtype,
                     shape: shape.clone(),
@@ -285,7 +321,8 @@ fn leaves(
                     provider: Arc::clone(provider),
                 }
             }
-            Some(LeafSource::Object(value)) => LeafPlan::Object(value.clone()),
+            Some(LeafSource::Object(value)) if shares.is_mine(holder) => LeafPlan::Object(value.clone()),
+            Some(LeafSource::Object(_)) => LeafPlan::Elsewhere,
             Some(LeafSource::Alias(_)) | None => {
                 return Err(Error::Invalid(format!("`{}` has no value", state.tree.leaf_path(origin))));
             }
@@ -294,32 +331,10 @@ fn leaves(
     Ok(out)
 }
 
-/// What is stored of a tensor: the segments of its layout, cut into chunks. The whole tensor as one segment, or as boxes that tile it (the shards on the
-/// devices of one process), each at its place in the whole. `None` for a layout of less: who stores what of the parts that several ranks hold is not
-/// decided anywhere yet.
-fn stored_chunks(
-    layout: &Layout,
-    shape: &[u64],
-    itemsize: u64,
-    options: &subchunk::Options,
-) -> Option<Vec<ChunkPlan>> {
-    if !layout.is_whole(shape, itemsize) && !layout.tiles_whole(shape, itemsize) {
-        return None;
-    }
-    let mut chunks = Vec::with_capacity(layout.0.len());
-    for segment in &layout.0 {
-        let ChunkRegion::Box(region) = &segment.region else { return None };
-        // The array is the tensor, so a chunk has one address in both. No chunk reaches over the border of a segment.
-        let cut = subchunk::cut(region, itemsize, options).into_iter();
-        chunks.extend(cut.map(|part| ChunkPlan { region: ChunkRegion::Box(part.clone()), local: part }));
-    }
-    Some(chunks)
-}
-
 /// A hash of the structure: paths, kinds, dtypes, shapes and ties, not of any value. It is compared between ranks and stored, so it is taken over the format's
 /// own tags, which mean the same in every build. FNV-1a, twice: it finds ranks that do not agree, and is no security.
 fn plan_hash(state: &StateSource) -> String {
-    let mut hash = Fnv([0xcbf2_9ce4_8422_2325, 0x9ae1_6a3b_2f90_404f]);
+    let mut hash = Fnv::new();
     for node in state.tree.nodes() {
         hash.add(&node.parent.to_le_bytes());
         let ComponentSpelling { tag, number, name } = ComponentSpelling::of(node.component.as_ref());
@@ -347,10 +362,19 @@ fn plan_hash(state: &StateSource) -> String {
     format!("{a:016x}{b:016x}")
 }
 
-struct Fnv([u64; 2]);
+/// See [`plan_hash`].
+pub(crate) struct Fnv([u64; 2]);
 
 impl Fnv {
-    fn add(&mut self, bytes: &[u8]) {
+    pub(crate) fn new() -> Self {
+        Self([0xcbf2_9ce4_8422_2325, 0x9ae1_6a3b_2f90_404f])
+    }
+
+    pub(crate) fn half(&self) -> u64 {
+        self.0[1]
+    }
+
+    pub(crate) fn add(&mut self, bytes: &[u8]) {
         for byte in bytes.iter().chain(&[0xff]) {
             for half in &mut self.0 {
                 *half = (*half ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);

@@ -14,6 +14,7 @@ use stepwell_core::io::simulated::{Kind, Moment};
 use stepwell_core::provider::HostProvider;
 use stepwell_core::region::Region;
 use stepwell_core::sys::HostSource;
+use stepwell_manager::state::{Holders, Part};
 use stepwell_manager::{LeafSource, Manager, Options, SaveRequest, StateSource};
 
 /// The state of so many bytes, of which nothing changes.
@@ -127,7 +128,8 @@ fn boxes_that_do_not_tile_a_tensor_are_refused_by_path() {
     let shard = |offset: u64| {
         let source = HostSource::owned(vec![1; 4], 0, 1, &[4], &[1]).unwrap();
         let region = Region { offset: [offset].as_slice().into(), extent: [4].as_slice().into() };
-        (region, Arc::new(HostProvider::new(source)) as Arc<dyn stepwell_core::provider::StateProvider>)
+        let part = Part { region, holders: Holders::This };
+        (part, Arc::new(HostProvider::new(source)) as Arc<dyn stepwell_core::provider::StateProvider>)
     };
     for (offsets, fits) in [([0, 4], true), ([0, 3], false), ([4, 4], false)] {
         let mut state = state_of(&[0; 8]);

@@ -18,6 +18,7 @@ use stepwell_core::limits::{MAX_DEPTH, MAX_NAME_BYTES};
 use stepwell_core::region::Region;
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_core::value::Value;
+use stepwell_manager::state::Holders;
 
 use crate::arrays::{self, ArrayType, Known};
 use crate::hooks::{Hooks, dtype_named, hooks, unsupported};
@@ -44,6 +45,8 @@ pub struct Shard {
     pub buffer: HeldBuffer,
     /// Nobody changes them, or not before they are captured.
     pub immutable: bool,
+    /// Which processes hold the same.
+    pub holders: Holders,
 }
 
 /// A flattened state.
@@ -522,7 +525,8 @@ impl<'py> Walk<'_, 'py> {
         Ok(())
     }
 
-    /// An array in several buffers: `("sharded", dtype, shape, [(offset, array, whether nobody changes it), …], library)`.
+    /// An array in several buffers: `("sharded", dtype, shape, [(offset, array, whether nobody changes it, who holds the same), …], library)`. The last one of a part: nothing
+    /// (this process alone), a number of replicas and which of them this is, the ranks, or `"everyone"`.
     fn store_shards(
         &mut self,
         parent: Option<u32>,
@@ -546,7 +550,8 @@ impl<'py> Walk<'_, 'py> {
             };
             let offset: Vec<u64> = shard.get_item(0)?.extract()?;
             let region = Region { offset: offset.into(), extent: held.dims().into() };
-            shards.push(Shard { region, buffer: held, immutable: shard.get_item(2)?.extract()? });
+            let holders = holders(&shard)?;
+            shards.push(Shard { region, buffer: held, immutable: shard.get_item(2)?.extract()?, holders });
         }
         if let Some(library) = answer.get_item(4)?.extract::<Option<String>>()? {
             self.library = Some(Arc::from(library));
@@ -577,6 +582,26 @@ impl<'py> Walk<'_, 'py> {
     fn refuse(&self, parent: Option<u32>, component: Option<Component>, py: Python<'py>, why: &str) -> PyErr {
         unsupported(py, &self.path(parent, component.as_ref()), why)
     }
+}
+
+/// Who holds a part, of its description.
+fn holders(shard: &Bound<'_, PyAny>) -> PyResult<Holders> {
+    if shard.len()? < 4 {
+        return Ok(Holders::This);
+    }
+    let said = shard.get_item(3)?;
+    if said.is_none() {
+        return Ok(Holders::This);
+    }
+    if said.is_instance_of::<PyString>() {
+        return Ok(Holders::Everyone);
+    }
+    if let Ok((index, count)) = said.extract::<(u32, u32)>()
+        && said.is_instance_of::<PyTuple>()
+    {
+        return Ok(Holders::Replicas { index, count });
+    }
+    Ok(Holders::Ranks(said.extract::<Vec<u32>>()?.into()))
 }
 
 /// One of our errors, with its leaf.

@@ -8,6 +8,7 @@
 //! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
 //! | [`manager`] [`save_handle`] [`checkpoint`] [`singular`] | the engine's types and what it does by path, as Python sees them |
 //! | [`matching`] [`options`] [`plan`] | what is asked of them, and what they answer |
+//! | [`board`] | what carries the messages of several processes, where that is Python's |
 //! | [`snapshot`] | a flattened state as the engine takes it |
 //! | [`direct`] [`slabs`] | the short way of a restore; where its arrays lie |
 //! | [`events`] [`log`] [`wait`] | what waits for the notifier thread; the engine's log; waits that answer signals |
@@ -16,6 +17,7 @@ use pyo3::prelude::*;
 
 mod ahead;
 mod arrays;
+mod board;
 mod checkpoint;
 mod direct;
 mod errors;
@@ -44,6 +46,8 @@ mod _core {
 
     #[pymodule_export]
     use crate::arrays::{abstract_type, array_type};
+    #[pymodule_export]
+    use crate::board::Board;
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use stepwell_core::io::Purpose;
 use stepwell_core::sys::spawn;
 use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest};
 
 use crate::ahead::{self, Ahead};
+use crate::board::Agreeing;
 use crate::checkpoint::Checkpoint;
 use crate::errors::{build, raise, raise_manager};
 use crate::events::Events;
@@ -126,12 +126,13 @@ pub(crate) fn json(text: &str) -> PyResult<serde_json::Value> {
 #[pymethods]
 impl Manager {
     #[new]
-    fn new(py: Python<'_>, root: PathBuf, options: &str) -> PyResult<Self> {
+    #[pyo3(signature = (root, options, ranks = None))]
+    fn new(py: Python<'_>, root: PathBuf, options: &str, ranks: Option<Agreeing<'_>>) -> PyResult<Self> {
         let (options, engine) = options::parse(py, options)?;
         let stall_timeout = options.stall_timeout;
+        let ranks = ranks.map(Agreeing::ranks);
         let inner = call(py, move || {
-            let purpose = if options.read_only { Purpose::Read } else { Purpose::Write };
-            let environment = options::environment(&root, engine, purpose)?;
+            let environment = options::environment_of(&root, engine, &options, ranks)?;
             Engined::open(&root, options, environment)
         })?;
         Ok(Self {
@@ -165,8 +166,40 @@ impl Manager {
     }
 
     fn should_save(&self, py: Python<'_>, step: u64, answers: BTreeMap<String, bool>) -> PyResult<bool> {
+        if self.inner.ranks().1 > 1 {
+            // It may have to ask.
+            return self.query(py, move |inner| inner.should_save(step, &answers));
+        }
         let inner = Arc::clone(&self.inner);
         py.detach(move || inner.should_save(step, &answers)).map_err(|error| raise_manager(py, &error))
+    }
+
+    /// This process's rank, and how many there are.
+    fn ranks(&self) -> (u32, u32) {
+        self.inner.ranks()
+    }
+
+    /// A call of `save` that all ranks make has raised on this one.
+    fn abstain(&self, py: Python<'_>, step: u64, cause: String) -> PyResult<()> {
+        self.query(py, move |inner| {
+            inner.abstain(step, &cause);
+            Ok(())
+        })
+    }
+
+    /// The step that a restore takes: the leader's answer, on every rank.
+    #[pyo3(signature = (step = None))]
+    fn choose(&self, py: Python<'_>, step: Option<u64>) -> PyResult<u64> {
+        self.query(py, move |inner| inner.choose(step))
+    }
+
+    /// One end for all ranks: where one has failed (`cause`), all raise.
+    #[pyo3(signature = (what, cause = None))]
+    fn agree(&self, py: Python<'_>, what: String, cause: Option<String>) -> PyResult<()> {
+        self.query(py, move |inner| {
+            let mine = cause.map_or(Ok(()), |cause| Err(Error::Invalid(cause)));
+            inner.agree(&what, mine)
+        })
     }
 
     /// Saves a flattened state, as [`Manager::decide`] has just answered (`replaces`), and returns when it is captured. An interrupt ends the save: what raises is told by then, and nothing reads the state any more.
@@ -197,7 +230,13 @@ impl Manager {
             ..SaveRequest::new(step, source)
         };
         let inner = Arc::clone(&self.inner);
-        let planned = py.detach(|| inner.plan_save(request, replaces));
+        let planned = if inner.ranks().1 > 1 {
+            // The ranks may have to tell each other what they have.
+            let inner = Arc::clone(&inner);
+            wait::on_thread(py, move || inner.plan_save(request, replaces))?
+        } else {
+            py.detach(|| inner.plan_save(request, replaces))
+        };
         let ready = planned.map_err(|error| raise_manager(py, &error))?;
         let save = if inner.begins_at_once(&ready) {
             // Nothing to wait for: a thread of its own would take longer than what it does.
@@ -270,6 +309,9 @@ impl Manager {
     }
 
     fn reached_preemption(&self, py: Python<'_>, step: u64) -> PyResult<bool> {
+        if self.inner.ranks().1 > 1 {
+            return self.query(py, move |inner| inner.reached_preemption(step));
+        }
         self.inner.reached_preemption(step).map_err(|error| raise_manager(py, &error))
     }
 
@@ -519,7 +561,10 @@ impl Manager {
         ask: impl FnOnce(&Engined) -> Result<T, Error> + Send + 'static,
     ) -> PyResult<T> {
         let inner = Arc::clone(&self.inner);
-        let answer = self.standby.on_thread_within(py, self.stall_timeout, move || ask(&inner))?;
+        // Whoever asks other ranks waits for them as long, and says whom it waited for.
+        let limit =
+            if inner.ranks().1 > 1 { self.stall_timeout.saturating_mul(2) } else { self.stall_timeout };
+        let answer = self.standby.on_thread_within(py, limit, move || ask(&inner))?;
         if self.inner.is_closed() {
             self.standby.clear();
         }

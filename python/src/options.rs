@@ -1,14 +1,19 @@
 //! Options as JSON from the package → options of the manager.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use serde::Deserialize;
 
 use stepwell_core::io::{Engine, Purpose, shared_disk};
+use stepwell_manager::coordination::Coordinator;
+use stepwell_manager::coordination::shared_directory::SharedDirectory;
+use stepwell_manager::directory_layout::CONTROL;
 use stepwell_manager::{Environment, OnSaveError, Options, Retention, SavePolicy, StepName};
 
+use crate::board::Ranks;
 use crate::errors::invalid;
 
 /// What `stepwell.options.to_json` writes: all of it, and nothing else. A name or a type that the two sides do not share is an error, never a default.
@@ -31,6 +36,7 @@ struct Written {
     chunk_bytes: u64,
     min_row_bytes: u64,
     block_bytes: u64,
+    writers: Option<u32>,
     capture_threads: Option<usize>,
     queue_depth: Option<usize>,
     /// Seconds, as `silence` and `grace`.
@@ -71,6 +77,7 @@ pub fn parse(py: Python<'_>, text: &str) -> PyResult<(Options, Engine)> {
         chunk_bytes: written.chunk_bytes,
         min_row_bytes: written.min_row_bytes,
         block_bytes: written.block_bytes,
+        writers_per_node: written.writers,
         capture_threads: written.capture_threads,
         queue_depth: written.queue_depth,
         stall_timeout: seconds(py, "stall_timeout", written.stall_timeout)?,
@@ -96,4 +103,26 @@ pub fn environment(
     purpose: Purpose,
 ) -> Result<Environment, stepwell_manager::Error> {
     Ok(Environment::single_process(shared_disk(path, engine, purpose)?))
+}
+
+/// The real world of one of several processes. They meet where the root is, if nothing else carries their messages.
+pub fn environment_of(
+    path: &Path,
+    engine: Engine,
+    options: &Options,
+    ranks: Option<Ranks>,
+) -> Result<Environment, stepwell_manager::Error> {
+    let purpose = if options.read_only { Purpose::Read } else { Purpose::Write };
+    let environment = environment(path, engine, purpose)?;
+    let coordinator: Arc<dyn Coordinator> = match ranks {
+        None => return Ok(environment),
+        Some(Ranks::Board(board)) => Arc::new(board),
+        Some(Ranks::Directory(membership, directory)) => {
+            membership.check()?;
+            let directory = directory.unwrap_or_else(|| path.join(CONTROL));
+            let parent = environment.disk.create_dir_all(&directory)?;
+            Arc::new(SharedDirectory::meet(&parent, membership, &*environment.rng, options.stall_timeout)?)
+        }
+    };
+    Ok(Environment { coordinator, ..environment })
 }

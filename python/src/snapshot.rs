@@ -7,6 +7,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 use stepwell_core::provider::{Haste, StateProvider};
+use stepwell_manager::state::Part;
 use stepwell_manager::{Error, LeafSource, StateSource, Streams};
 
 use crate::events::{Events, Loan, Parcel};
@@ -63,9 +64,10 @@ pub fn source(
                 LeafSource::whole(*dtype, buffer.dims(), provider(buffer, *immutable)?)
             }
             Leaf::Sharded { dtype, shape, shards } => {
-                let shards = shards
-                    .iter()
-                    .map(|shard| Ok((shard.region.clone(), provider(&shard.buffer, shard.immutable)?)));
+                let shards = shards.iter().map(|shard| {
+                    let part = Part { region: shard.region.clone(), holders: shard.holders.clone() };
+                    Ok((part, provider(&shard.buffer, shard.immutable)?))
+                });
                 LeafSource::sharded(*dtype, shape.clone(), shards.collect::<Result<_, Error>>()?)
             }
             Leaf::Object(value) => LeafSource::Object(value.clone()),

@@ -23,6 +23,7 @@ from .errors import (
     Cancelled,
     ClosedError,
     CoordinationTimeout,
+    CoordinatorError,
     CorruptCheckpoint,
     DeviceError,
     DonatedBuffer,
@@ -51,7 +52,9 @@ from .errors import (
 
 if _TYPE_CHECKING:
     from .checkpoint import Array, Branch, Checkpoint, Damage, Metadata, VerifyReport
+    from .coordinators import MPI, JaxService, SharedDirectory, TorchStore
     from .events import JsonLines
+    from .layouts import LocalShard
     from .manager import CheckpointManager
     from .options import Options, StepName
     from .pending import Save, SaveStats
@@ -75,7 +78,9 @@ if _TYPE_CHECKING:
 #: Where the other names of this package are: each module is imported when a name of it is first asked for, so that importing the package costs nearly nothing.
 _MODULES = {
     "checkpoint": "Array Branch Checkpoint Damage Metadata VerifyReport",
+    "coordinators": "JaxService MPI SharedDirectory TorchStore",
     "events": "JsonLines",
+    "layouts": "LocalShard",
     "manager": "CheckpointManager",
     "options": "Options StepName",
     "pending": "Save SaveStats",
@@ -108,6 +113,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "AS_STORED",
+    "MPI",
     "Array",
     "ArraySpec",
     "Branch",
@@ -117,6 +123,7 @@ __all__ = [
     "Chunk",
     "ClosedError",
     "CoordinationTimeout",
+    "CoordinatorError",
     "CorruptCheckpoint",
     "Damage",
     "DeviceError",
@@ -125,8 +132,10 @@ __all__ = [
     "ForkedProcess",
     "FormatError",
     "ItemPlan",
+    "JaxService",
     "JsonLines",
     "LoadFailed",
+    "LocalShard",
     "LockedError",
     "Metadata",
     "MismatchError",
@@ -146,6 +155,7 @@ __all__ = [
     "SaveFailed",
     "SavePolicy",
     "SaveStats",
+    "SharedDirectory",
     "StalledError",
     "StateProvider",
     "StepExists",
@@ -156,6 +166,7 @@ __all__ = [
     "StepwellError",
     "StorageError",
     "StoredEnum",
+    "TorchStore",
     "TornSnapshot",
     "UnsupportedLeaf",
     "VerifyReport",

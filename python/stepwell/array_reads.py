@@ -71,7 +71,8 @@ class Job:
         if isinstance(target, OnDevice):
             # What has to be cast, padded or cut goes through host memory.
             same = stored_dtype == dtype == native_name(target.dtype)
-            if not same or box is not None or tuple(stored_shape) != tuple(shape) or not nested(target):
+            ends = zip(offset, extent, stored_shape, strict=False)
+            if not same or any(first + n > size for first, n, size in ends) or not nested(target):
                 target = None
         elif target is not None and (not target.flags.writeable or native_name(target.dtype) != dtype):
             target = None

@@ -99,16 +99,24 @@ class DurabilityUncertain(StepwellError, OSError):
 
 
 class RankFailed(StepwellError):
-    """Another rank failed; ``rank`` and its cause are named."""
+    """Another rank failed, so that all do; ``rank`` says which, and the message why. Nothing is visible of the step; the next save starts afresh."""
 
     kind = "rank_failed"
     rank: int | None = None
 
 
 class CoordinationTimeout(StepwellError, TimeoutError):
-    """Ranks were missing at the deadline."""
+    """Ranks were missing at the deadline; ``missing`` lists them. The step was not committed on any rank, and the next save starts afresh."""
 
     kind = "coordination_timeout"
+    missing: list[int] | None = None
+
+
+class CoordinatorError(StepwellError, ConnectionError):
+    """What carries the messages of the ranks does not answer: the process that keeps the store is gone, mostly. The message says what it said. Committed steps are
+    untouched; start the job again."""
+
+    kind = "unreachable"
 
 
 class StalledError(StepwellError, TimeoutError):

@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from . import adapters, stateful
+from . import adapters, layouts, stateful
+from .layouts import LocalShard
 from .providers import describe as describe_provider
 from .providers import is_provider
 from .registry import StoredEnum, is_namedtuple_class, of_class, of_name, stored_name, type_name
@@ -77,6 +78,8 @@ def describe(obj: Any) -> Description:
         return _array(obj)
     if is_provider(obj):
         return describe_provider(obj)
+    if cls is LocalShard:
+        return layouts.describe(obj)
     if isinstance(obj, np.generic):
         return _numpy_scalar(obj)
     if isinstance(obj, enum.Enum):

@@ -8,14 +8,13 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal, Unpack, final
 
-from . import _core, adapters, lifecycle, restoring, template
+from . import _core, adapters, coordinators, lifecycle, restoring, template
 from .checkpoint import Checkpoint, Metadata
 from .checks import (
-    check_coordinator,
     flag,
     instance,
     metadata_json,
@@ -55,7 +54,8 @@ class CheckpointManager:
         step_name: how the directories of steps are named; default: what the root has, else ``step_00000000``.
         staging_bytes: the memory that saves pass through, in bytes. ``"auto"``: as much as the state takes, and at most a quarter of what is free.
         max_pending: how many saves may wait beside the one that is being written; one more :meth:`save` waits for the oldest.
-        coordinator: ``"auto"``, or ``None``: this process alone uses the manager, though it is one of several.
+        coordinator: how the processes of a job agree, where there are several and all of them use the manager: :class:`SharedDirectory`, :class:`TorchStore`,
+            :class:`JaxService`, :class:`MPI`. ``"auto"``: torch's or JAX's, if that is initialised. ``None``: this process alone uses the manager, though it is one of several.
         read_only: write nothing. :meth:`save` then does nothing, and says so.
         on_save_error: ``"raise"``: a save that failed in the background is raised by the next call, and makes the process end with an error if nobody
             looked; ``"warn"``: it is logged.
@@ -65,7 +65,8 @@ class CheckpointManager:
     Raises:
         LockedError: another live process writes to this root.
         StorageError: the root cannot be made or opened.
-        MisuseError: an argument cannot be meant like that; or this is one of several processes, which cannot save together yet.
+        MisuseError: an argument cannot be meant like that; or this is one of several processes, and nothing is known that could carry their messages.
+        CoordinationTimeout: not all processes have come.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class CheckpointManager:
         instance(options, Options, "options", "sw.Options(…)")
         if step_name is not None:
             instance(step_name, StepName, "step_name", "sw.StepName(…)")
-        check_coordinator(coordinator, "uses the manager")
+        board = coordinators.find(coordinator)
         if on_event is not None and not callable(on_event):
             raise MisuseError(f"on_event is a function of one dict, not {shown(on_event)}")
         self._on_event = on_event
@@ -124,9 +125,21 @@ class CheckpointManager:
             read_only,
             on_save_error,
         )
-        with explaining(self._root):
-            self._core = core = _core.Manager(self._root, text)
-        self._ending = _Ending(core, self._root, self._owner, stall_seconds(options.stall_timeout))
+        ranks: Any = None
+        service: coordinators.Service | None = None
+        if isinstance(board, coordinators.SharedDirectory):
+            ranks = (board.rank, board.world_size, board.job_id, board.path)
+        elif board is not None:
+            service = coordinators.Service(board)
+            ranks = service.engine
+        try:
+            with explaining(self._root):
+                self._core = core = _core.Manager(self._root, text, ranks)
+        except BaseException:
+            if service is not None:
+                service.close()
+            raise
+        self._ending = _Ending(core, self._root, self._owner, stall_seconds(options.stall_timeout), service)
         lifecycle.watch(self._ending)
         # From here on somebody closes it, whatever its user does.
         weakref.finalize(self, self._ending.abandoned).atexit = False
@@ -189,13 +202,19 @@ class CheckpointManager:
             if pending is not None:
                 # Its result is that of the step: whoever waits for this one has it when the step is durable.
                 return Save(step, pending)
-            if is_callable_state(state):
-                state = state()
-                # It may have taken long, and saved something itself.
-                refusal, pending, replaces = core.decide(step, True, exists, answers)
-                if refusal is not None or pending is not None:
-                    return Save(step, pending, refusal)
-            flat = _core.flatten(state)
+            try:
+                if is_callable_state(state):
+                    state = state()
+                    # It may have taken long, and saved something itself.
+                    if core.ranks()[1] == 1:
+                        refusal, pending, replaces = core.decide(step, True, exists, answers)
+                        if refusal is not None or pending is not None:
+                            return Save(step, pending, refusal)
+                flat = _core.flatten(state)
+            except BaseException as failure:
+                # The other ranks have begun this save.
+                core.abstain(step, f"{type(failure).__name__}: {failure}")
+                raise
             updating = bool(self._stepping) or threading.get_ident() in self._guarded
             if updating and snapshot == "lazy":
                 snapshot = "auto"
@@ -354,13 +373,30 @@ class CheckpointManager:
         if checked.fill:
             # It may be the state that is being captured.
             lifecycle.wait_captured()
+        alone = self._open().ranks()[1] == 1
         with telling_restore(self._on_event, self._root, number) as told:
             with explaining(self._root), self._explaining_pending():
+                if not alone:
+                    number = self._open().choose(number)
                 core = self._open().checkpoint(number, checked.expected, checked.to_fill)
             with Checkpoint(core) as checkpoint:
                 told.opened(checkpoint.step)
-                answer = restoring.run(checkpoint._open(), checked)
+                if alone:
+                    answer = restoring.run(checkpoint._open(), checked)
+                else:
+                    answer = self._restored_by_all(checkpoint._open(), checked)
                 self._open().restored(checkpoint.step)
+        return answer
+
+    def _restored_by_all(self, core: Any, options: RestoreOptions) -> Any:
+        """What this rank restores, where all ranks have: one that could not would leave the others waiting for it in the next collective."""
+        try:
+            answer = restoring.run(core, options)
+        except BaseException as failure:
+            with suppress(Exception):  # the others' word for it; this rank has its own
+                self._open().agree("restore", f"{type(failure).__name__}: {failure}")
+            raise
+        self._open().agree("restore")
         return answer
 
     @spelled_out
@@ -614,7 +650,15 @@ class Attached:
 class _Ending:
     """The end of a manager, which outlives it: by ``close``, by the garbage collector, or by the exit hook."""
 
-    def __init__(self, core: Any, root: str, owner: lifecycle.Owner, stall: float) -> None:
+    def __init__(
+        self,
+        core: Any,
+        root: str,
+        owner: lifecycle.Owner,
+        stall: float,
+        service: coordinators.Service | None,
+    ) -> None:
+        self._service = service
         self.what = f"the manager of {root}"
         self.preemption: Preemption | None = None
         self._core = core
@@ -634,6 +678,8 @@ class _Ending:
             if self.is_over():
                 if self.preemption is not None:
                     self.preemption.restore()
+                if self._service is not None:
+                    self._service.close()
                 lifecycle.forget(self)
 
     def abandoned(self) -> None:

@@ -69,6 +69,8 @@ class Options:
     min_row_bytes: int = 4096
     #: The unit of checksums and of reading.
     block_bytes: int = 256 << 10
+    #: Of what several processes hold alike, at most so many of them on each machine write; ``None``: all of them. Fewer writers write longer files.
+    writers: int | None = None
     #: Threads that copy the state; ``None``: a few.
     capture_threads: int | None = None
     #: Reads or writes in flight; ``None``: 16 writes, 8 reads.
@@ -93,6 +95,8 @@ class Options:
         whole(self.chunk_bytes, "chunk_bytes", 1, _MOST)
         whole(self.min_row_bytes, "min_row_bytes", 0, _MOST)
         whole(self.block_bytes, "block_bytes", 1, _MOST)
+        if self.writers is not None:
+            whole(self.writers, "writers", 1, 2**31)
         if self.capture_threads is not None:
             whole(self.capture_threads, "capture_threads", 1, 4096)
         if self.queue_depth is not None:
@@ -137,6 +141,7 @@ def to_json(
             "chunk_bytes": options.chunk_bytes,
             "min_row_bytes": options.min_row_bytes,
             "block_bytes": options.block_bytes,
+            "writers": options.writers,
             "capture_threads": options.capture_threads,
             "queue_depth": options.queue_depth,
             "stall_timeout": stall_seconds(options.stall_timeout),

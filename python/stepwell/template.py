@@ -18,9 +18,10 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from . import adapters, providers, stateful
+from . import adapters, layouts, providers, stateful
 from ._core import MAX_DEPTH
 from .errors import MismatchError, MisuseError, StepwellError, UnsupportedLeaf
+from .layouts import LocalShard
 from .leaves import describe
 from .paths import Component, extend, named
 from .registry import is_namedtuple_class, of_class, stored_name
@@ -320,6 +321,8 @@ def _target(value: Any, path: str) -> adapters.Target | None:
     """What a framework's array wants; a tensor that cannot be restored into is refused by path."""
     try:
         with naming(path, "its sharding does not fit it"):
+            if type(value) is LocalShard:
+                return layouts.target(value)
             return providers.target(value) if providers.is_provider(value) else adapters.target(value)
     except UnsupportedLeaf as error:
         raise _refused(path, str(error)) from error

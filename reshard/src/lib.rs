@@ -9,6 +9,7 @@
 //! |---|---|
 //! | [`layout`] [`segment`] | what a process holds: regions of logical tensors ↔ strided places in a buffer |
 //! | [`subchunk`] | how a shard is cut into chunks; a flat run as boxes |
+//! | [`partition`] | who writes what of the regions that several ranks hold |
 //! | [`tiling`] | whether chunks cover a tensor exactly once |
 //! | [`glob`] [`selection`] | patterns over rendered leaf paths; include, exclude, rename |
 //! | [`cast`] | which casts keep every value |
@@ -22,6 +23,7 @@ pub mod glob;
 pub mod layout;
 pub mod matching;
 pub mod overlap;
+pub mod partition;
 pub mod read_plan;
 pub mod segment;
 pub mod selection;

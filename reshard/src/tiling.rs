@@ -47,19 +47,19 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Outside { chunk } => write!(f, "chunk {chunk} does not lie in the tensor"),
-            Self::Hole { region } => write!(f, "no chunk holds {}", Box_(region)),
+            Self::Hole { region } => write!(f, "no chunk holds {}", Slices(region)),
             Self::Overlap { first, second, region } => {
-                write!(f, "chunks {first} and {second} both hold {}", Box_(region))
+                write!(f, "chunks {first} and {second} both hold {}", Slices(region))
             }
             Self::TooIrregular => f.write_str("its chunks are too irregular to be checked"),
         }
     }
 }
 
-/// A region as a Python slice.
-struct Box_<'a>(&'a Region);
+/// A region as a Python slice, for messages.
+pub struct Slices<'a>(pub &'a Region);
 
-impl fmt::Display for Box_<'_> {
+impl fmt::Display for Slices<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let slice = |(&offset, &extent): (&u64, &u64)| format!("{offset}:{}", offset.saturating_add(extent));
         let slices: Vec<String> = self.0.offset.iter().zip(&self.0.extent).map(slice).collect();
@@ -81,6 +81,14 @@ pub fn check(shape: &[u64], chunks: &[ChunkRegion]) -> Result<(), Fault> {
         }
     }
     check_boxes(&Region::whole(shape), boxes)
+}
+
+/// [`check`] of boxes.
+pub fn check_regions(shape: &[u64], regions: &[Region]) -> Result<(), Fault> {
+    if let Some(chunk) = regions.iter().position(|region| !region.fits(shape)) {
+        return Err(Fault::Outside { chunk });
+    }
+    check_boxes(&Region::whole(shape), regions.iter().cloned().enumerate().collect())
 }
 
 /// Checks that boxes, each inside `whole` and with the number of its chunk, cover `whole` exactly once.

@@ -128,5 +128,5 @@ pub fn decode_index(trailer: &Trailer, footer: &[u8], name: &str, file: &Path) -
 
 /// Rebuilds the index of an item from what its data files say of themselves ([`decode_index`]), in the order given. See [`merge::merge`].
 pub fn rebuild_index(parts: Vec<Index>) -> Result<Index> {
-    merge::merge(parts)
+    Ok(merge::merge(parts, merge::Twice::First)?)
 }

@@ -186,7 +186,7 @@ fn a_replica_that_was_written_twice_counts_once_and_contradictions_are_refused_b
     let index = rebuild_index(vec![with_file(part(0, 1), "a"), with_file(part(0, 1), "b")]).unwrap();
     assert_eq!(index.leaves, part(0, 1).leaves);
     let error = rebuild_index(vec![with_file(part(0, 1), "a"), with_file(part(0, 2), "b")]).unwrap_err();
-    assert!(error.to_string().contains("`layers/w`") && error.to_string().contains("shapes"), "{error}");
+    assert!(error.to_string().contains("`layers/w`") && error.to_string().contains("of shape"), "{error}");
     let mut other = part(0, 1);
     other.leaves[0] = LeafRecord::Object(Extent { length: 1, ..extent_of(&other.leaves[3]) });
     other.leaves[2] = LeafRecord::Alias { of: 1 };

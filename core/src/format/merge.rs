@@ -2,24 +2,69 @@
 //!
 //! Files are listed in the order of the parts. Containers and leaves that are in several parts are one; the children of a container
 //! keep the order that they have in each part (a child that only a later part has comes before the one that it precedes there, or
-//! last). Chunks of a tensor that several parts hold are put together, in the order of the parts; where two say that they hold the same region (a replica that
-//! was written twice), the first counts. One part merges to itself.
+//! last). Chunks of a tensor that several parts hold are put together, in the order of the parts; [`Twice`] says what counts where two hold the same
+//! region. An object is in the parts of all ranks that have it, and its bytes in one of them. One part merges to itself.
 
 use std::collections::{HashMap, HashSet};
 
 use super::check::{Bounds, Fault, check};
-use super::index::{ChunkRegion, Index, LeafRecord};
+use super::index::{ChunkRegion, Index, LeafRecord, TensorRecord};
 use crate::error::{Error, Result};
 use crate::leaf_path::Component;
 use crate::tree::{ContainerKind, Node, NodeKind, Tree};
 
+/// What becomes of a region that two parts say they hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Twice {
+    /// A replica that was written twice: the first counts.
+    First,
+    /// Both stay: whoever checks the coverage refuses them.
+    Both,
+}
+
+/// Why parts cannot be put together.
+#[derive(Debug, thiserror::Error)]
+pub enum Refusal {
+    /// Two of them contradict each other.
+    #[error("`{leaf}`: the parts {first} and {second} of the index contradict each other: {what}")]
+    Contradiction {
+        /// The rendered path of what they disagree on.
+        leaf: String,
+        /// Position of the one part.
+        first: usize,
+        /// Position of the other.
+        second: usize,
+        /// What each of them says.
+        what: String,
+    },
+    /// They are no parts of an index.
+    #[error(transparent)]
+    Other(#[from] Error),
+}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Other(error) => error,
+            Refusal::Contradiction { leaf, first, second, what } => Self::Leaf {
+                leaf,
+                what: format!("the parts {first} and {second} of the index contradict each other: {what}"),
+            },
+        }
+    }
+}
+
 /// See the module documentation. Refuses parts that contradict each other, with the leaf that they disagree on.
-pub fn merge(parts: Vec<Index>) -> Result<Index> {
+pub fn merge(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
+    let several = parts.len() > 1;
     let mut merger = Merger::default();
     for part in parts {
         merger.add(part)?;
     }
-    let index = merger.finish();
+    let index = merger.finish(twice);
+    if several {
+        check_objects(&index)?;
+    }
     check(&index, Bounds::Item).map_err(|fault| match fault {
         Fault::Limit(error) => error,
         Fault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },
@@ -28,8 +73,21 @@ pub fn merge(parts: Vec<Index>) -> Result<Index> {
     Ok(index)
 }
 
+/// Whoever says that another rank writes an object must not be the only one who has it.
+fn check_objects(index: &Index) -> Result<()> {
+    for (leaf, record) in (0_u32..).zip(&index.leaves) {
+        if matches!(record, LeafRecord::Object(extent) if extent.length == 0) {
+            let what = "the parts of the index all say that another one holds its value".to_owned();
+            return Err(Error::Leaf { leaf: index.tree.leaf_path(leaf).to_string(), what });
+        }
+    }
+    Ok(())
+}
+
 /// A node of the merged tree. Children are a linked list, so that one can be put before any other.
 struct Entry {
+    /// The first part that has it.
+    part: usize,
     component: Option<Component>,
     /// The kind, or the number of the record.
     kind: Result<ContainerKind, usize>,
@@ -42,6 +100,7 @@ struct Entry {
 impl Default for Entry {
     fn default() -> Self {
         Self {
+            part: 0,
             component: None,
             kind: Ok(ContainerKind::Dict),
             first_child: None,
@@ -58,14 +117,20 @@ struct Merger {
     by_path: HashMap<(usize, Component), usize>,
     /// Leaf numbers in aliases and views count these records until the end.
     records: Vec<LeafRecord>,
+    /// The first part that has each of them.
+    part_of: Vec<usize>,
+    /// How many parts there were.
+    parts: usize,
     /// Records that several parts have.
     united: HashSet<usize>,
     files: Vec<super::index::FileRecord>,
 }
 
 impl Merger {
-    fn add(&mut self, part: Index) -> Result<()> {
+    fn add(&mut self, part: Index) -> Result<(), Refusal> {
         let Index { tree, leaves, files } = part;
+        let second = self.parts;
+        self.parts += 1;
         let first_file = self.files.len() as u32;
         self.files.extend(files);
 
@@ -73,14 +138,12 @@ impl Merger {
         let mut record_of: Vec<usize> = Vec::with_capacity(leaves.len());
         let mut new_records = HashSet::new();
         for (number, node) in tree.nodes().iter().enumerate() {
-            let contradicts = |what: &str| Error::Leaf {
-                leaf: tree.path(number as u32).to_string(),
-                what: format!("the parts of the index contradict each other: {what}"),
-            };
             // Only the root has no name and no parent, and a parent stands before its children.
             let parent = entry_of.get(node.parent as usize).map(|&(entry, _)| entry);
             if (number == 0) != node.component.is_none() || (number == 0) != parent.is_none() {
-                return Err(contradicts("a node has no place in the tree"));
+                let what = "the parts of the index contradict each other: a node has no place in the tree"
+                    .to_owned();
+                return Err(Error::Leaf { leaf: tree.path(number as u32).to_string(), what }.into());
             }
             let (entry, is_new) = self.entry(node, parent);
             match (&node.kind, self.entries.get(entry).map(|entry| &entry.kind)) {
@@ -92,9 +155,12 @@ impl Merger {
                     record_of.push(*record);
                 }
                 _ => {
-                    return Err(contradicts(
-                        "they hold containers of different kinds, or a container and a leaf",
-                    ));
+                    return Err(Refusal::Contradiction {
+                        leaf: tree.path(number as u32).to_string(),
+                        first: self.entries.get(entry).map_or(0, |entry| entry.part),
+                        second,
+                        what: "they hold containers of different kinds, or a container and a leaf".to_owned(),
+                    });
                 }
             }
             entry_of.push((entry, is_new));
@@ -102,7 +168,9 @@ impl Merger {
         self.link(&tree, &entry_of);
 
         if record_of.len() != leaves.len() {
-            return Err(Error::Misuse("a part of the index has not as many records as leaves".to_owned()));
+            return Err(
+                Error::Misuse("a part of the index has not as many records as leaves".to_owned()).into()
+            );
         }
         for (leaf, record) in leaves.into_iter().enumerate() {
             let of = |leaf: u32| {
@@ -120,9 +188,11 @@ impl Merger {
             }
             self.united.insert(place);
             if let Err(what) = unite(known, record) {
-                return Err(Error::Leaf {
+                return Err(Refusal::Contradiction {
                     leaf: tree.leaf_path(leaf as u32).to_string(),
-                    what: format!("the parts of the index contradict each other: {what}"),
+                    first: self.part_of.get(place).copied().unwrap_or(0),
+                    second,
+                    what,
                 });
             }
         }
@@ -145,10 +215,12 @@ impl Merger {
             NodeKind::Leaf(_) => {
                 // A place; `add` puts the record there.
                 self.records.push(LeafRecord::Alias { of: u32::MAX });
+                self.part_of.push(self.parts.saturating_sub(1));
                 Err(self.records.len() - 1)
             }
         };
-        self.entries.push(Entry { component: node.component.clone(), kind, ..Entry::default() });
+        let part = self.parts.saturating_sub(1);
+        self.entries.push(Entry { part, component: node.component.clone(), kind, ..Entry::default() });
         (number, true)
     }
 
@@ -190,7 +262,7 @@ impl Merger {
         }
     }
 
-    fn finish(mut self) -> Index {
+    fn finish(mut self, twice: Twice) -> Index {
         let mut tree = Tree::new();
         let mut leaf_of: Vec<u32> = vec![u32::MAX; self.records.len()];
         let mut order: Vec<usize> = Vec::with_capacity(self.records.len());
@@ -219,7 +291,7 @@ impl Merger {
                 }
             }
         }
-        for &record in &self.united {
+        for &record in self.united.iter().filter(|_| twice == Twice::First) {
             if let Some(LeafRecord::Tensor(tensor)) = self.records.get_mut(record) {
                 let mut seen: HashSet<ChunkRegion> = HashSet::with_capacity(tensor.chunks.len());
                 tensor.chunks.retain(|chunk| seen.insert(chunk.region.clone()));
@@ -255,21 +327,37 @@ fn renumbered(
     Ok(record)
 }
 
-fn unite(known: &mut LeafRecord, other: LeafRecord) -> Result<(), &'static str> {
+fn unite(known: &mut LeafRecord, other: LeafRecord) -> Result<(), String> {
     match (known, other) {
         (LeafRecord::Tensor(known), LeafRecord::Tensor(other)) => {
             if known.dtype != other.dtype || known.shape != other.shape {
-                return Err("it is a tensor of different dtypes or shapes");
+                let said = |tensor: &TensorRecord| {
+                    format!("{} of shape {:?}", tensor.dtype.name(), tensor.shape.as_slice())
+                };
+                return Err(format!("it is {} there, and {} here", said(known), said(&other)));
             }
             if known.view != other.view || known.rank_key != other.rank_key {
-                return Err("it is different views, or different ranks' values");
+                return Err("it is different views, or different ranks' values".to_owned());
             }
             known.chunks.extend(other.chunks); // `finish` drops what came twice, once for all parts
             Ok(())
         }
         // Replicated values, of which the ranks compared digests before they committed.
-        (LeafRecord::Object(_), LeafRecord::Object(_)) => Ok(()),
+        (LeafRecord::Object(known), LeafRecord::Object(other)) => {
+            if known.length == 0 {
+                *known = other;
+            }
+            Ok(())
+        }
         (LeafRecord::Alias { of: known }, LeafRecord::Alias { of: other }) if *known == other => Ok(()),
-        _ => Err("it is different sorts of leaf"),
+        (known, other) => Err(format!("it is {} there, and {} here", sort(known), sort(&other))),
+    }
+}
+
+fn sort(record: &LeafRecord) -> &'static str {
+    match record {
+        LeafRecord::Tensor(_) => "an array",
+        LeafRecord::Object(_) => "an object",
+        LeafRecord::Alias { .. } => "tied to another leaf",
     }
 }

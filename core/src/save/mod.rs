@@ -73,6 +73,8 @@ pub enum LeafPlan {
     },
     /// A plain value.
     Object(Value),
+    /// A plain value that another rank writes: the leaf is in the index of this one's file, and no bytes of it are.
+    Elsewhere,
     /// A tie to another leaf of the item, which is no alias itself.
     Alias {
         /// Number of that leaf.
@@ -85,7 +87,7 @@ impl LeafPlan {
     fn haste(&self) -> Haste {
         match self {
             Self::Tensor { provider, .. } => provider.haste(),
-            Self::Object(_) | Self::Alias { .. } => Haste::Captured,
+            Self::Object(_) | Self::Elsewhere | Self::Alias { .. } => Haste::Captured,
         }
     }
 }

@@ -200,6 +200,8 @@ fn plan_item(
                 objects.push((leaf, value));
                 LeafRecord::Object(extent(0, 0))
             }
+            // Nothing, where the first byte of something could be.
+            LeafPlan::Elsewhere => LeafRecord::Object(extent(PAGE, 0)),
             LeafPlan::Alias { of } => LeafRecord::Alias { of },
         };
         records.push((leaf, record));

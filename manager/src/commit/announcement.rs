@@ -19,6 +19,13 @@ pub enum Announcement {
         /// What it said.
         cause: String,
     },
+    /// Nothing of it is visible: what the ranks have does not fit together.
+    Layout {
+        /// The leaf.
+        leaf: String,
+        /// Which ranks, and which regions.
+        what: String,
+    },
     /// Nothing of it is visible: ranks did not answer in time.
     RanksMissing {
         /// The ranks.
@@ -42,8 +49,8 @@ pub enum Announcement {
 pub struct Heard {
     /// The leader's word, if it is there.
     pub announcement: Option<Announcement>,
-    /// Ranks that are known to have voted: as long as there come more, the leader has reason to wait.
-    pub votes: usize,
+    /// What the leader's last sign of life said: as long as that changes, it gets on, or waits for others.
+    pub beat: u64,
 }
 
 impl Announcement {
@@ -61,6 +68,9 @@ impl Announcement {
                     seconds: *seconds,
                 }
             }
+            Verdict::NotCommitted(Error::Layout { leaf, what }) => {
+                Self::Layout { leaf: leaf.clone(), what: what.clone() }
+            }
             Verdict::NotCommitted(error) => Self::RankFailed { rank: LEADER, cause: error.to_string() },
             Verdict::Uncertain(error) => Self::Uncertain { cause: error.to_string(), errno: error.errno() },
         }
@@ -71,6 +81,7 @@ impl Announcement {
         match self {
             Self::Committed => Verdict::Committed { replaced: None },
             Self::RankFailed { rank, cause } => Verdict::NotCommitted(Error::RankFailed { rank, cause }),
+            Self::Layout { leaf, what } => Verdict::NotCommitted(Error::Layout { leaf, what }),
             Self::RanksMissing { missing, waited_for, seconds } => {
                 Verdict::NotCommitted(Error::CoordinationTimeout { missing, waited_for, seconds })
             }
@@ -82,13 +93,13 @@ impl Announcement {
         }
     }
 
-    /// As a message.
-    pub fn encode(&self) -> Result<Vec<u8>> {
-        serde_json::to_vec(self).map_err(|error| Error::Invalid(error.to_string()))
+    /// As a message; `stale`: a rank's leaves are others than it has told.
+    pub fn encode(&self, stale: bool) -> Result<Vec<u8>> {
+        serde_json::to_vec(&(self, stale)).map_err(|error| Error::Invalid(error.to_string()))
     }
 
     /// From a message.
-    pub fn decode(message: &[u8]) -> Result<Self> {
+    pub fn decode(message: &[u8]) -> Result<(Self, bool)> {
         serde_json::from_slice(message).map_err(|error| Error::RankFailed {
             rank: LEADER,
             cause: format!("its verdict cannot be read ({error}); are all ranks of one version?"),

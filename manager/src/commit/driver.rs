@@ -26,6 +26,15 @@ pub struct Outcome {
     pub commit: Duration,
 }
 
+/// What came of a look for votes.
+#[derive(Debug, Default)]
+pub struct Polled {
+    /// The votes that have come.
+    pub votes: Vec<Vote>,
+    /// Of ranks that have not voted: their last signs of life.
+    pub beats: Vec<(u32, u64)>,
+}
+
 /// What the driver needs beside the root directory.
 pub trait World {
     /// Runs the save pipeline into the temporary; called once at most.
@@ -36,11 +45,11 @@ pub trait World {
     fn usurper(&mut self) -> stepwell_core::Result<Option<String>>;
     /// Publishes this rank's vote.
     fn send_vote(&mut self, vote: &Vote) -> Result<()>;
-    /// All votes that are there.
-    fn poll_votes(&mut self, have: usize, timeout: Duration) -> Result<Vec<Vote>>;
+    /// The votes of these ranks that are there, and the last signs of life of the others.
+    fn poll_votes(&mut self, missing: &[u32], timeout: Duration) -> Result<Polled>;
     /// Tells the other ranks.
     fn announce(&mut self, announcement: &Announcement) -> Result<()>;
-    /// The leader's announcement, if it is there within that time, and who has voted.
+    /// The leader's announcement, if it is there within that time, and its last sign of life.
     fn listen(&mut self, timeout: Duration) -> Result<Heard>;
 }
 
@@ -111,7 +120,10 @@ fn execute(
             Err(error) => Event::Failed(error),
         },
         Action::SendVote(vote) => reached(world.send_vote(&vote).map(|()| Event::Done)),
-        Action::PollVotes { have, timeout } => reached(world.poll_votes(have, timeout).map(Event::Votes)),
+        Action::PollVotes { missing, timeout } => {
+            let polled = world.poll_votes(&missing, timeout);
+            reached(polled.map(|Polled { votes, beats }| Event::Votes { votes, beats }))
+        }
         // It is there, empty, and locked.
         Action::WriteFile { path, .. } if path == LEASE && temporary.life.is_some() => Event::Done,
         Action::WriteFile { path, bytes } => {

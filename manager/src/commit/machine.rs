@@ -49,6 +49,8 @@ pub struct Plan {
     pub stall_timeout: Duration,
     /// Whether there is an epoch file to look at before the rename.
     pub fenced: bool,
+    /// This rank's leaves are others than it has told the ranks.
+    pub stale: bool,
 }
 
 /// What to do with a step that has the name already.
@@ -69,10 +71,10 @@ pub enum Action {
     WriteData,
     /// Publish this rank's vote.
     SendVote(Box<Vote>),
-    /// Look for the votes of the other ranks; the leader has `have` of them.
+    /// Look for the votes of these ranks.
     PollVotes {
-        /// How many are known.
-        have: usize,
+        /// Those that have not voted.
+        missing: Vec<u32>,
         /// At most so long.
         timeout: Duration,
     },
@@ -122,8 +124,13 @@ pub enum Event {
     Failed(stepwell_core::Error),
     /// The data files of this rank are written and synced.
     Data(Vec<records::ItemPart>),
-    /// All votes that are there.
-    Votes(Vec<Vote>),
+    /// The votes that have come.
+    Votes {
+        /// They.
+        votes: Vec<Vote>,
+        /// Of ranks that have not voted: a number that changes as long as they get on.
+        beats: Vec<(u32, u64)>,
+    },
     /// What stands under the name.
     Stands(Stands),
     /// The fence: `None` if this is still the writer, else who is.
@@ -173,9 +180,7 @@ enum State {
     Creating,
     Writing,
     Voting,
-    Gathering {
-        progress: Duration,
-    },
+    Gathering,
     Recording(VecDeque<Action>),
     Fencing,
     /// Looking at the target before the rename (only where a step may be replaced).
@@ -195,12 +200,17 @@ enum State {
     },
     RetiringOld,
     SyncingOld,
+    /// The others are told that it is over.
+    Refusing(Error),
     Removing(Error),
     Awaiting {
         progress: Duration,
-        votes: usize,
+        /// What the leader's last sign of life said.
+        beat: u64,
     },
-    /// The leader is silent: does the step stand there?
+    /// The leader is silent: what it has not renamed yet, it must not rename any more.
+    Forestalling(Error),
+    /// It has, or somebody else was before: does the step stand there?
     Inquiring(Error),
     Telling(Verdict),
     Finished,
@@ -213,6 +223,8 @@ pub struct Machine {
     draft: Draft,
     state: State,
     votes: BTreeMap<u32, Vote>,
+    /// Who has not voted: what the last sign of life said, and when that was new.
+    missing: BTreeMap<u32, (u64, Duration)>,
     quarantined: bool,
 }
 
@@ -220,7 +232,7 @@ impl Machine {
     /// A commit that has not begun.
     pub fn new(plan: Plan, draft: Draft) -> Self {
         let state = State::Creating;
-        Self { plan, draft, state, votes: BTreeMap::new(), quarantined: false }
+        Self { plan, draft, state, votes: BTreeMap::new(), missing: BTreeMap::new(), quarantined: false }
     }
 
     /// What it is to do.
@@ -240,19 +252,19 @@ impl Machine {
             (State::Creating, Event::Done) => self.to(State::Writing, Action::WriteData),
             (State::Creating | State::Writing, Event::Failed(error)) => self.own_failure(error),
             (State::Writing, Event::Data(parts)) => {
-                let vote = Vote { rank: self.plan.rank, attempt: self.plan.attempt.clone(), parts: Ok(parts) };
+                let vote = self.own_vote(Ok(parts));
                 self.vote(vote, now)
             }
             (State::Voting, Event::Done) => {
                 self.to(
-                    State::Awaiting { progress: now.monotonic, votes: 0 },
+                    State::Awaiting { progress: now.monotonic, beat: 0 },
                     Action::Listen { timeout: POLL },
                 )
             }
-            (State::Voting | State::Gathering { .. } | State::Awaiting { .. }, Event::Unreachable(error)) => {
-                self.abort(error)
-            }
-            (State::Gathering { progress }, Event::Votes(votes)) => self.gather(progress, votes, now),
+            (State::Gathering, Event::Unreachable(error)) => self.abort(error),
+            // The vote may have come through, and the leader may commit on it.
+            (State::Voting | State::Awaiting { .. }, Event::Unreachable(error)) => self.forestall(error),
+            (State::Gathering, Event::Votes { votes, beats }) => self.gather(votes, &beats, now),
             (State::Recording(actions), Event::Done) => self.record(actions),
             (State::Fencing, Event::Fence(None)) => self.before_rename(),
             (State::Fencing, Event::Fence(Some(owner))) => {
@@ -300,8 +312,18 @@ impl Machine {
             (State::RetiringOld | State::SyncingOld, Event::Failed(_)) => {
                 self.end(Verdict::Committed { replaced: None })
             }
-            (State::Removing(error), _) => self.end(Verdict::NotCommitted(error)),
-            (State::Awaiting { progress, votes }, Event::Heard(heard)) => self.hear(progress, votes, heard, now),
+            // Whether or not they could be told.
+            (State::Refusing(error), _) => self.to(State::Removing(error), Action::RemoveTemporary),
+            (State::Removing(error), _) | (State::Forestalling(error), Event::Done) => {
+                self.finish(Verdict::NotCommitted(error))
+            }
+            (State::Awaiting { progress, beat }, Event::Heard(heard)) => self.hear(progress, beat, heard, now),
+            // Where the directory is gone, the leader or another rank was faster; where it may be there still, nobody knows what becomes of it.
+            (State::Forestalling(error), Event::Failed(failed)) if failed.is_not_found() => {
+                let look = Action::Look(self.plan.target.clone());
+                self.to(State::Inquiring(error), look)
+            }
+            (State::Forestalling(_), Event::Failed(failed)) => self.finish(Verdict::Uncertain(failed)),
             (State::Inquiring(error), event) => self.inquired(error, &event),
             (State::Telling(verdict), _) => Action::Finish(Box::new(verdict)),
             (_, Event::Failed(error)) => self.abort(self.failed(error)),
@@ -331,50 +353,66 @@ impl Machine {
             return self.abort(self.failed(error));
         }
         let cause = error.to_string();
-        let vote = Vote { rank: self.plan.rank, attempt: self.plan.attempt.clone(), parts: Err(cause) };
+        let vote = self.own_vote(Err(cause));
         self.to(State::Telling(Verdict::NotCommitted(self.failed(error))), Action::SendVote(Box::new(vote)))
+    }
+
+    fn own_vote(&self, parts: Result<Vec<records::ItemPart>, String>) -> Vote {
+        let Plan { rank, stale, .. } = self.plan;
+        Vote { rank, attempt: self.plan.attempt.clone(), stale, parts }
     }
 
     fn vote(&mut self, vote: Vote, now: Now) -> Action {
         if self.is_leader() {
+            let others = (0..self.plan.world_size).filter(|&rank| rank != self.plan.rank);
+            self.missing = others.map(|rank| (rank, (0, now.monotonic))).collect();
             self.votes.insert(vote.rank, vote);
-            return self.decide(now.monotonic, now);
+            return self.decide(now);
         }
         self.to(State::Voting, Action::SendVote(Box::new(vote)))
     }
 
-    fn gather(&mut self, progress: Duration, votes: Vec<Vote>, now: Now) -> Action {
-        let before = self.votes.len();
+    fn gather(&mut self, votes: Vec<Vote>, beats: &[(u32, u64)], now: Now) -> Action {
         for vote in votes {
             // A straggler of a dead attempt does not count.
-            if vote.attempt == self.plan.attempt && vote.rank < self.plan.world_size {
-                self.votes.entry(vote.rank).or_insert(vote);
+            if vote.attempt == self.plan.attempt && self.missing.remove(&vote.rank).is_some() {
+                self.votes.insert(vote.rank, vote);
             }
         }
-        let progress = if self.votes.len() > before { now.monotonic } else { progress };
-        self.decide(progress, now)
+        for (rank, beat) in beats {
+            if let Some((last, since)) = self.missing.get_mut(rank)
+                && last != beat
+            {
+                (*last, *since) = (*beat, now.monotonic);
+            }
+        }
+        self.decide(now)
     }
 
-    fn decide(&mut self, progress: Duration, now: Now) -> Action {
+    fn decide(&mut self, now: Now) -> Action {
         let failed =
             self.votes.values().find_map(|vote| Some((vote.rank, vote.parts.as_ref().err()?.clone())));
         if let Some((rank, cause)) = failed {
             return self.abort(Error::RankFailed { rank, cause });
         }
-        if self.votes.len() < self.plan.world_size as usize {
-            let waited = now.monotonic.saturating_sub(progress);
-            if waited >= self.plan.stall_timeout {
-                let missing =
-                    (0..self.plan.world_size).filter(|rank| !self.votes.contains_key(rank)).collect();
-                let waited_for = format!("to vote on step {}", self.plan.step);
+        if !self.missing.is_empty() {
+            let silent = |since: Duration| now.monotonic.saturating_sub(since);
+            let is_silent = |since: Duration| silent(since) >= self.plan.stall_timeout;
+            let over: Vec<(u32, Duration)> = self
+                .missing
+                .iter()
+                .filter(|(_, (_, since))| is_silent(*since))
+                .map(|(&rank, &(_, since))| (rank, silent(since)))
+                .collect();
+            if let Some(waited) = over.iter().map(|&(_, waited)| waited).max() {
                 return self.abort(Error::CoordinationTimeout {
-                    missing,
-                    waited_for,
+                    missing: over.into_iter().map(|(rank, _)| rank).collect(),
+                    waited_for: format!("to vote on step {}", self.plan.step),
                     seconds: waited.as_secs_f64(),
                 });
             }
-            let action = Action::PollVotes { have: self.votes.len(), timeout: POLL };
-            return self.to(State::Gathering { progress }, action);
+            let missing = self.missing.keys().copied().collect();
+            return self.to(State::Gathering, Action::PollVotes { missing, timeout: POLL });
         }
         let votes = std::mem::take(&mut self.votes).into_values().collect();
         match records::records(&self.draft, &self.plan.attempt, self.plan.world_size, votes, now.unix_ns) {
@@ -445,45 +483,65 @@ impl Machine {
         }
     }
 
-    /// Votes that come in are progress: the leader waits for them too. After the last one it has as long again for what is its alone.
-    fn hear(&mut self, progress: Duration, votes: usize, heard: Heard, now: Now) -> Action {
+    /// As long as the leader gives signs of life it is waited for: it writes, or waits for others, and has a deadline for them.
+    fn hear(&mut self, progress: Duration, beat: u64, heard: Heard, now: Now) -> Action {
         if let Some(announcement) = heard.announcement {
             let target = self.draft.root.join(&self.plan.target);
             return self.finish(announcement.verdict(&target));
         }
-        let progress = if heard.votes > votes { now.monotonic } else { progress };
+        let progress = if heard.beat == beat { progress } else { now.monotonic };
         let waited = now.monotonic.saturating_sub(progress);
         if waited < self.plan.stall_timeout {
-            let votes = votes.max(heard.votes);
-            return self.to(State::Awaiting { progress, votes }, Action::Listen { timeout: POLL });
+            return self.to(State::Awaiting { progress, beat: heard.beat }, Action::Listen { timeout: POLL });
         }
         let error = Error::CoordinationTimeout {
             missing: vec![LEADER],
             waited_for: format!("to decide on step {}", self.plan.step),
             seconds: waited.as_secs_f64(),
         };
-        let look = Action::Look(self.plan.target.clone());
-        self.to(State::Inquiring(error), look)
+        self.forestall(error)
     }
 
-    /// A leader that fell silent may have renamed before: then the step is there, and nobody knows for how long.
+    /// Nothing is heard of the leader any more. What it has not renamed yet is taken from it: then it is certain that it never will.
+    fn forestall(&mut self, error: Error) -> Action {
+        if self.plan.existing == Existing::Replace {
+            // The temporary may be what was replaced by now, which is nobody's to take away before that is durable.
+            return self.unknown("the leader to say what became of the step that is replaced");
+        }
+        let (from, to) = (self.plan.temporary.clone(), self.plan.trash.clone());
+        let how = stepwell_core::io::Rename::NoReplace;
+        self.to(State::Forestalling(error), Action::Rename { from, to, how })
+    }
+
+    /// A leader that fell silent may have renamed before: then the step is there, and nobody knows for how long. Where it is not, it never will be: its directory is gone.
     fn inquired(&mut self, error: Error, event: &Event) -> Action {
         match event {
             Event::Stands(Stands::Step(attempt)) if *attempt == self.plan.attempt => {
-                let seconds = self.plan.stall_timeout.as_secs_f64();
-                let waited_for = "the leader to say that it is durable".to_owned();
-                self.finish(Verdict::Uncertain(stepwell_core::Error::Timeout { waited_for, seconds }))
+                self.unknown("the leader to say that it is durable")
             }
+            Event::Failed(_) => self.unknown("the step to be looked at"),
             _ => self.finish(Verdict::NotCommitted(error)),
         }
     }
 
-    /// Before the rename: nothing is visible, and the temporary goes. Only the leader removes it: other ranks may still write there.
+    /// The leader has fallen silent, and may have committed or commit still.
+    fn unknown(&mut self, waited_for: &str) -> Action {
+        let (waited_for, seconds) = (waited_for.to_owned(), self.plan.stall_timeout.as_secs_f64());
+        self.finish(Verdict::Uncertain(stepwell_core::Error::Timeout { waited_for, seconds }))
+    }
+
+    /// Before the rename: nothing is visible, and the temporary goes. Only the leader removes it, since other ranks may still write there; they are told first.
     fn abort(&mut self, error: Error) -> Action {
-        if self.is_leader() {
+        if !self.is_leader() {
+            return self.finish(Verdict::NotCommitted(error));
+        }
+        if self.plan.world_size == 1 {
             return self.to(State::Removing(error), Action::RemoveTemporary);
         }
-        self.finish(Verdict::NotCommitted(error))
+        let verdict = Verdict::NotCommitted(error);
+        let announcement = Announcement::of(&verdict);
+        let Verdict::NotCommitted(error) = verdict else { return self.finish(verdict) };
+        self.to(State::Refusing(error), Action::Announce(announcement))
     }
 
     fn end(&mut self, verdict: Verdict) -> Action {

@@ -1,23 +1,26 @@
 //! What is written beside the data: one index per item and the manifest, from the votes of all ranks. Pure.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::FORMAT_VERSION;
-use stepwell_core::format::index::{Index, LeafRecord, Source};
+use stepwell_core::format::index::{Index, LeafRecord};
 use stepwell_core::format::index_v1;
 use stepwell_core::format::manifest::{Attempt, FileEntry, IndexEntry, Item, Manifest, Others, TopLevel};
+use stepwell_core::format::merge::{self, Refusal, Twice};
 use stepwell_core::limits;
+use stepwell_reshard::tiling::{self, Fault, Slices};
 
+use crate::coordination::LEADER;
 use crate::directory_layout::{INDEX, LEASE, MANIFEST};
 use crate::error::{Error, Result};
 
 /// What a rank wrote of one item.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ItemPart {
-    /// The item's directory.
-    pub dir: String,
+    /// The item, as this rank's state has it.
+    pub item: DraftItem,
     /// What its data file holds; `files[0]` is that file.
     pub index: Index,
     /// Bytes of tensors.
@@ -31,6 +34,8 @@ pub struct Vote {
     pub rank: u32,
     /// The attempt that it votes on.
     pub attempt: Attempt,
+    /// Its leaves are others than it has told the ranks.
+    pub stale: bool,
     /// Its parts, or its failure.
     pub parts: Result<Vec<ItemPart>, String>,
 }
@@ -112,7 +117,7 @@ impl Draft {
 }
 
 /// An item, before it is written.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DraftItem {
     /// Its directory.
     pub dir: String,
@@ -120,6 +125,9 @@ pub struct DraftItem {
     pub name: String,
     /// Its top-level entries.
     pub top_level: Vec<TopLevel>,
+    /// Leaves that this rank has written whole without knowing who else has: those of the first rank count.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unsettled: Vec<u32>,
 }
 
 impl DraftItem {
@@ -153,24 +161,30 @@ pub fn records(
     votes: Vec<Vote>,
     committed_unix_ns: i64,
 ) -> Result<Vec<(Option<String>, Record)>> {
-    let mut parts: BTreeMap<String, Vec<ItemPart>> = BTreeMap::new();
+    let mut gathered = Gathered::new(draft);
     for vote in votes {
         let rank = vote.rank;
         for part in vote.parts.map_err(|cause| Error::RankFailed { rank, cause })? {
-            parts.entry(part.dir.clone()).or_default().push(part);
+            gathered.add(rank, part);
         }
     }
     let mut out = Vec::new();
     let mut items = Vec::new();
     let mut files = Vec::new();
-    for item in &draft.items {
-        let parts = parts.remove(&item.dir).ok_or_else(|| {
-            Error::Invalid(format!("no rank wrote item `{}` of step {}", item.name, draft.step))
-        })?;
-        let (index, tensor_bytes) = merge(&item.name, parts)?;
+    for mut item in gathered.items() {
+        if item.parts.is_empty() {
+            return Err(Error::Invalid(format!(
+                "no rank wrote item `{}` of step {}",
+                item.draft.name, draft.step
+            )));
+        }
+        let tensor_bytes =
+            item.parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
+        let index = merge(std::mem::take(&mut item.parts))?;
+        gathered.order(&mut item.draft, &index);
         for file in &index.files {
             files.push(FileEntry {
-                path: format!("{}/{}", item.dir, file.name),
+                path: format!("{}/{}", item.draft.dir, file.name),
                 length: file.length,
                 trailer_crc32c: file.trailer_crc,
                 file_id: file.file_id,
@@ -178,15 +192,15 @@ pub fn records(
             });
         }
         let encoded = index_v1::encode(&index)?;
-        let path = format!("{}/{INDEX}", item.dir);
+        let path = format!("{}/{INDEX}", item.draft.dir);
         let entry = IndexEntry {
             path: path.clone(),
             length: encoded.bytes.len() as u64,
             crc32c: encoded.crc,
             others: Others::new(),
         };
-        items.push(item.entry(entry, index.leaves.len() as u64, tensor_bytes));
-        out.push((Some(item.dir.clone()), Record { path, bytes: encoded.bytes }));
+        items.push(item.draft.entry(entry, index.leaves.len() as u64, tensor_bytes));
+        out.push((Some(item.draft.dir), Record { path, bytes: encoded.bytes }));
     }
     let manifest = draft.manifest(attempt, world_size, committed_unix_ns, items, files);
     out.push((None, Record { path: LEASE.to_owned(), bytes: Vec::new() }));
@@ -194,70 +208,138 @@ pub fn records(
     Ok(out)
 }
 
-/// One index from the parts of all ranks: same tree, chunks side by side, each object from the first rank that wrote it.
-fn merge(item: &str, parts: Vec<ItemPart>) -> Result<(Index, u64)> {
-    let several = parts.len() > 1;
-    let mut parts = parts.into_iter();
-    let Some(first) = parts.next() else {
-        return Err(Error::Invalid(format!("no rank wrote item `{item}`")));
-    };
-    let mut index = first.index;
-    let mut tensor_bytes = first.tensor_bytes;
-    for part in parts {
-        if part.index.tree != index.tree || part.index.leaves.len() != index.leaves.len() {
-            return Err(Error::Invalid(format!("the ranks do not agree on the structure of item `{item}`")));
+/// What the ranks have written, by item.
+#[derive(Default)]
+struct Gathered {
+    /// In the order of the leader's state; what it does not have comes after that.
+    items: Vec<GatheredItem>,
+    by_dir: HashMap<String, usize>,
+    /// Where a top-level entry stands in the state, as the first rank that has it says.
+    positions: HashMap<String, u64>,
+}
+
+struct GatheredItem {
+    draft: DraftItem,
+    /// By rank.
+    parts: Vec<(u32, ItemPart)>,
+}
+
+impl Gathered {
+    fn new(draft: &Draft) -> Self {
+        let mut gathered = Self::default();
+        for item in &draft.items {
+            gathered.item(item);
         }
-        let shift = index.files.len() as u32;
-        index.files.extend(part.index.files);
-        tensor_bytes = tensor_bytes.saturating_add(part.tensor_bytes);
-        for (leaf, (ours, theirs)) in index.leaves.iter_mut().zip(part.index.leaves).enumerate() {
-            match (ours, theirs) {
-                (LeafRecord::Tensor(ours), LeafRecord::Tensor(theirs)) => {
-                    if ours.dtype != theirs.dtype || ours.shape != theirs.shape {
-                        return Err(Error::Invalid(format!(
-                            "the ranks do not agree on the dtype or shape of `{}`",
-                            index.tree.leaf_path(leaf as u32)
-                        )));
-                    }
-                    ours.chunks.extend(theirs.chunks.into_iter().map(|mut chunk| {
-                        if let Source::Own(file) = &mut chunk.extent.source {
-                            *file += shift;
-                        }
-                        chunk
-                    }));
-                }
-                (LeafRecord::Object(_), LeafRecord::Object(_)) => {}
-                (LeafRecord::Alias { of: ours }, LeafRecord::Alias { of: theirs }) if *ours == theirs => {}
-                _ => {
-                    return Err(Error::Invalid(format!(
-                        "the ranks do not agree on what `{}` is",
-                        index.tree.leaf_path(leaf as u32)
-                    )));
-                }
+        gathered
+    }
+
+    fn item(&mut self, draft: &DraftItem) -> Option<&mut GatheredItem> {
+        for entry in &draft.top_level {
+            self.positions.entry(entry.name.clone()).or_insert(entry.position);
+        }
+        let next = self.items.len();
+        let at = *self.by_dir.entry(draft.dir.clone()).or_insert(next);
+        if at == next {
+            self.items.push(GatheredItem { draft: draft.clone(), parts: Vec::new() });
+        }
+        self.items.get_mut(at)
+    }
+
+    fn add(&mut self, rank: u32, part: ItemPart) {
+        if let Some(item) = self.item(&part.item) {
+            item.parts.push((rank, part));
+        }
+    }
+
+    fn items(&mut self) -> Vec<GatheredItem> {
+        std::mem::take(&mut self.items)
+    }
+
+    /// The top-level entries of an item, in the order of its tree.
+    fn order(&self, item: &mut DraftItem, index: &Index) {
+        let tops = index.tree.nodes().iter().skip(1).filter(|node| node.parent == 0);
+        item.top_level = tops
+            .filter_map(|node| {
+                let mut name = String::new();
+                node.component.as_ref()?.render(&mut name);
+                let position = self.positions.get(&name).copied().unwrap_or(u64::MAX);
+                Some(TopLevel { name, position, others: Others::new() })
+            })
+            .collect();
+    }
+}
+
+/// One index from the parts of all ranks. Refuses what does not fit together, with the leaf and the ranks.
+fn merge(mut parts: Vec<(u32, ItemPart)>) -> Result<Index> {
+    take_once(&mut parts);
+    let ranks: Vec<u32> =
+        parts.iter().flat_map(|(rank, part)| part.index.files.iter().map(|_| *rank)).collect();
+    let whose: Vec<u32> = parts.iter().map(|(rank, _)| *rank).collect();
+    let several = parts.len() > 1;
+    let merged = merge::merge(parts.into_iter().map(|(_, part)| part.index).collect(), Twice::Both);
+    let index = merged.map_err(|refusal| match refusal {
+        Refusal::Contradiction { leaf, first, second, what } => {
+            let rank = |part: usize| whose.get(part).copied().unwrap_or(LEADER);
+            Error::Layout {
+                leaf,
+                what: format!("ranks {} and {} disagree: {what}", rank(first), rank(second)),
+            }
+        }
+        Refusal::Other(error) => error.into(),
+    })?;
+    if several || ranks.first().is_some_and(|&rank| rank != LEADER) {
+        check_coverage(&index, &ranks)?;
+    }
+    Ok(index)
+}
+
+/// Of leaves that ranks have written without knowing of each other, only what the first of them has written stays.
+fn take_once(parts: &mut [(u32, ItemPart)]) {
+    let mut seen = HashSet::new();
+    for (_, part) in parts {
+        for &leaf in &part.item.unsettled {
+            if !seen.insert(part.index.tree.leaf_path(leaf))
+                && let Some(LeafRecord::Tensor(tensor)) = part.index.leaves.get_mut(leaf as usize)
+            {
+                tensor.chunks.clear();
             }
         }
     }
-    let names: BTreeSet<&str> = index.files.iter().map(|file| file.name.as_ref()).collect();
-    if names.len() != index.files.len() {
-        return Err(Error::Invalid(format!("two ranks wrote the same data file of item `{item}`")));
-    }
-    if several {
-        check_coverage(&index)?;
-    }
-    Ok((index, tensor_bytes))
 }
 
-/// The chunks of every tensor must tile its shape exactly once. (One rank's own plan does by construction.)
-fn check_coverage(index: &Index) -> Result<()> {
-    for (leaf, record) in index.leaves.iter().enumerate() {
+/// The chunks of every tensor must tile its shape exactly once. (One process's own plan does by construction.) `ranks`: whose the files are.
+fn check_coverage(index: &Index, ranks: &[u32]) -> Result<()> {
+    for (leaf, record) in (0_u32..).zip(&index.leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
         let regions: Vec<_> = tensor.chunks.iter().map(|chunk| chunk.region.clone()).collect();
-        stepwell_reshard::tiling::check(&tensor.shape, &regions).map_err(|what| {
-            Error::Invalid(format!(
-                "the ranks' shards do not cover `{}` exactly once: {what}",
-                index.tree.leaf_path(leaf as u32)
-            ))
-        })?;
+        let Err(fault) = tiling::check(&tensor.shape, &regions) else { continue };
+        let rank_of = |chunk: usize| {
+            let file = tensor.chunks.get(chunk).and_then(|chunk| chunk.extent.source.file());
+            file.and_then(|file| ranks.get(file as usize)).copied().unwrap_or(LEADER)
+        };
+        let shape = tensor.shape.as_slice();
+        let what = match fault {
+            Fault::Hole { region } => {
+                let mut holders: Vec<u32> = (0..tensor.chunks.len()).map(rank_of).collect();
+                holders.sort_unstable();
+                holders.dedup();
+                format!(
+                    "no rank holds {} of its shape {shape:?}; ranks {holders:?} hold parts of it",
+                    Slices(&region)
+                )
+            }
+            Fault::Overlap { first, second, region } => {
+                let (one, other) = (rank_of(first), rank_of(second));
+                let who = if one == other {
+                    format!("rank {one} holds {} twice", Slices(&region))
+                } else {
+                    format!("ranks {one} and {other} both hold {}", Slices(&region))
+                };
+                format!("{who} of its shape {shape:?}, and neither says that the other does (replica=)")
+            }
+            fault @ (Fault::Outside { .. } | Fault::TooIrregular) => fault.to_string(),
+        };
+        return Err(Error::Layout { leaf: index.tree.leaf_path(leaf).to_string(), what });
     }
     Ok(())
 }
@@ -266,13 +348,14 @@ fn check_coverage(index: &Index) -> Result<()> {
 #[derive(Serialize, Deserialize)]
 struct Head {
     attempt: Attempt,
+    stale: bool,
     failure: Option<String>,
     parts: Vec<HeadPart>,
 }
 
 #[derive(Serialize, Deserialize)]
 struct HeadPart {
-    dir: String,
+    item: DraftItem,
     index_bytes: u64,
     tensor_bytes: u64,
 }
@@ -285,13 +368,15 @@ impl Vote {
         for part in self.parts.iter().flatten() {
             let encoded = index_v1::encode(&part.index)?.bytes;
             parts.push(HeadPart {
-                dir: part.dir.clone(),
+                item: part.item.clone(),
                 index_bytes: encoded.len() as u64,
                 tensor_bytes: part.tensor_bytes,
             });
             indexes.extend_from_slice(&encoded);
         }
-        let head = Head { attempt: self.attempt.clone(), failure: self.parts.as_ref().err().cloned(), parts };
+        let stale = self.stale;
+        let head =
+            Head { attempt: self.attempt.clone(), stale, failure: self.parts.as_ref().err().cloned(), parts };
         let head = serde_json::to_vec(&head).map_err(|error| Error::Invalid(error.to_string()))?;
         let mut out = (head.len() as u64).to_le_bytes().to_vec();
         out.extend_from_slice(&head);
@@ -310,7 +395,7 @@ impl Vote {
         let (head, mut rest) = rest.split_at_checked(length).ok_or_else(bad)?;
         let head: Head = serde_json::from_slice(head).map_err(|_| bad())?;
         if let Some(failure) = head.failure {
-            return Ok(Self { rank, attempt: head.attempt, parts: Err(failure) });
+            return Ok(Self { rank, attempt: head.attempt, stale: head.stale, parts: Err(failure) });
         }
         let mut parts = Vec::with_capacity(head.parts.len());
         for part in head.parts {
@@ -318,8 +403,8 @@ impl Vote {
             let (index, after) = rest.split_at_checked(length).ok_or_else(bad)?;
             rest = after;
             let index = index_v1::decode(index, &PathBuf::from(format!("the vote of rank {rank}")))?;
-            parts.push(ItemPart { dir: part.dir, index, tensor_bytes: part.tensor_bytes });
+            parts.push(ItemPart { item: part.item, index, tensor_bytes: part.tensor_bytes });
         }
-        Ok(Self { rank, attempt: head.attempt, parts: Ok(parts) })
+        Ok(Self { rank, attempt: head.attempt, stale: head.stale, parts: Ok(parts) })
     }
 }

@@ -27,16 +27,20 @@ fn plan(rank: u32, world_size: u32) -> Plan {
         world_size,
         stall_timeout: Duration::from_secs(10),
         fenced: true,
+        stale: false,
     }
 }
 
+fn item() -> DraftItem {
+    DraftItem { dir: "i0".into(), name: ".".into(), top_level: vec![], unsettled: vec![] }
+}
+
 fn machine(plan: Plan) -> Machine {
-    let item = DraftItem { dir: "i0".into(), name: ".".into(), top_level: vec![] };
-    Machine::new(plan, Draft { step: 5, items: vec![item], ..Draft::default() })
+    Machine::new(plan, Draft { step: 5, items: vec![item()], ..Draft::default() })
 }
 
 fn parts() -> Vec<ItemPart> {
-    vec![ItemPart { dir: "i0".into(), index: Index::default(), tensor_bytes: 0 }]
+    vec![ItemPart { item: item(), index: Index::default(), tensor_bytes: 0 }]
 }
 
 fn io(errno: i32) -> Event {
@@ -236,23 +240,39 @@ fn a_temporary_that_cannot_be_made_and_data_that_cannot_be_written_end_the_save(
     assert!(matches!(machine_.on(io(28), at(0)), Action::RemoveTemporary));
 }
 
+fn votes(votes: Vec<Vote>) -> Event {
+    Event::Votes { votes, beats: Vec::new() }
+}
+
+fn beats(beats: &[(u32, u64)]) -> Event {
+    Event::Votes { votes: Vec::new(), beats: beats.to_vec() }
+}
+
+fn asks_for(action: &Action) -> &[u32] {
+    match action {
+        Action::PollVotes { missing, .. } => missing,
+        other => panic!("{other:?}"),
+    }
+}
+
 #[test]
-fn the_leader_waits_for_all_votes_as_long_as_there_is_progress_and_names_who_is_missing() {
-    let vote = |rank, counter| Vote { rank, attempt: attempt(counter), parts: Ok(vec![]) };
-    let mut machine_ = machine(plan(0, 3));
+fn the_leader_waits_for_each_rank_as_long_as_that_gets_on_and_names_who_does_not() {
+    let vote = |rank, counter| Vote { rank, attempt: attempt(counter), stale: false, parts: Ok(vec![]) };
+    let mut machine_ = machine(plan(0, 4));
     machine_.start();
     machine_.on(Event::Done, at(0));
-    assert!(matches!(machine_.on(Event::Data(parts()), at(0)), Action::PollVotes { have: 1, .. }));
+    assert_eq!(asks_for(&machine_.on(Event::Data(parts()), at(0))), [1, 2, 3]);
     // A straggler of a dead attempt is no progress.
-    assert!(matches!(machine_.on(Event::Votes(vec![vote(1, 0)]), at(9)), Action::PollVotes { have: 1, .. }));
-    assert!(matches!(machine_.on(Event::Votes(vec![vote(1, 1)]), at(9)), Action::PollVotes { have: 2, .. }));
-    assert!(matches!(machine_.on(Event::Votes(vec![]), at(18)), Action::PollVotes { .. }));
-    assert!(matches!(machine_.on(Event::Votes(vec![]), at(19)), Action::RemoveTemporary));
-    let told = machine_.on(Event::Done, at(19));
+    assert_eq!(asks_for(&machine_.on(votes(vec![vote(1, 0)]), at(9))), [1, 2, 3]);
+    assert_eq!(asks_for(&machine_.on(votes(vec![vote(1, 1)]), at(9))), [2, 3]);
+    assert_eq!(asks_for(&machine_.on(beats(&[(2, 1), (3, 1)]), at(9))), [2, 3]);
+    assert_eq!(asks_for(&machine_.on(beats(&[(2, 1), (3, 2)]), at(18))), [2, 3]);
+    let told = machine_.on(beats(&[(2, 1), (3, 3)]), at(19));
     assert!(
         matches!(&told, Action::Announce(Announcement::RanksMissing { missing, .. }) if missing == &[2]),
         "{told:?}"
     );
+    assert!(matches!(machine_.on(Event::Done, at(19)), Action::RemoveTemporary));
     let verdict = finished(machine_.on(Event::Done, at(19)));
     let Verdict::NotCommitted(Error::CoordinationTimeout { missing, .. }) = verdict else {
         panic!("{verdict:?}")
@@ -263,7 +283,7 @@ fn the_leader_waits_for_all_votes_as_long_as_there_is_progress_and_names_who_is_
     machine_.start();
     machine_.on(Event::Done, at(0));
     machine_.on(Event::Data(parts()), at(0));
-    assert!(matches!(machine_.on(Event::Votes(vec![vote(1, 1)]), at(1)), Action::WriteFile { .. }));
+    assert!(matches!(machine_.on(votes(vec![vote(1, 1)]), at(1)), Action::WriteFile { .. }));
 }
 
 #[test]
@@ -272,11 +292,11 @@ fn a_rank_that_fails_is_named_on_the_others_and_keeps_its_own_error() {
     machine_.start();
     machine_.on(Event::Done, at(0));
     machine_.on(Event::Data(parts()), at(0));
-    let vote = Vote { rank: 1, attempt: attempt(1), parts: Err("its disk is full".into()) };
-    assert!(matches!(machine_.on(Event::Votes(vec![vote]), at(0)), Action::RemoveTemporary));
+    let vote = Vote { rank: 1, attempt: attempt(1), stale: false, parts: Err("its disk is full".into()) };
     assert!(
-        matches!(machine_.on(Event::Done, at(0)), Action::Announce(Announcement::RankFailed { rank: 1, cause }) if cause == "its disk is full")
+        matches!(machine_.on(votes(vec![vote]), at(0)), Action::Announce(Announcement::RankFailed { rank: 1, cause }) if cause == "its disk is full")
     );
+    assert!(matches!(machine_.on(Event::Done, at(0)), Action::RemoveTemporary));
 
     let mut machine_ = machine(plan(1, 2));
     machine_.start();
@@ -296,15 +316,15 @@ fn listening() -> Machine {
     follower
 }
 
-fn silence(votes: usize) -> Event {
-    Event::Heard(Heard { announcement: None, votes })
+fn silence(beat: u64) -> Event {
+    Event::Heard(Heard { announcement: None, beat })
 }
 
 fn told(announcement: &Announcement) -> Verdict {
     let mut follower = listening();
     assert!(matches!(follower.on(silence(1), at(9)), Action::Listen { .. }));
-    let announcement = Announcement::decode(&announcement.encode().unwrap()).unwrap();
-    finished(follower.on(Event::Heard(Heard { announcement: Some(announcement), votes: 0 }), at(9)))
+    let (announcement, _) = Announcement::decode(&announcement.encode(false).unwrap()).unwrap();
+    finished(follower.on(Event::Heard(Heard { announcement: Some(announcement), beat: 0 }), at(9)))
 }
 
 #[test]
@@ -329,7 +349,7 @@ fn a_root_that_the_leader_could_not_sync_is_uncertain_on_every_rank() {
         let event = match action {
             Action::WriteData => Event::Data(parts()),
             Action::PollVotes { .. } => {
-                Event::Votes(vec![Vote { rank: 1, attempt: attempt(1), parts: Ok(vec![]) }])
+                votes(vec![Vote { rank: 1, attempt: attempt(1), stale: false, parts: Ok(vec![]) }])
             }
             Action::CheckFence => Event::Fence(None),
             _ => Event::Done,
@@ -348,13 +368,15 @@ fn a_root_that_the_leader_could_not_sync_is_uncertain_on_every_rank() {
 }
 
 #[test]
-fn a_rank_waits_for_the_leader_as_long_as_votes_come_in_and_then_gives_up() {
+fn a_rank_waits_for_the_leader_as_long_as_that_gives_signs_of_life_and_then_keeps_it_from_committing() {
     let mut follower = listening();
-    for (second, votes) in [(9, 1), (18, 2), (27, 2)] {
-        assert!(matches!(follower.on(silence(votes), at(second)), Action::Listen { .. }), "{second}");
+    for (second, beat) in [(9, 1), (18, 2), (27, 2)] {
+        assert!(matches!(follower.on(silence(beat), at(second)), Action::Listen { .. }), "{second}");
     }
-    assert!(matches!(follower.on(silence(2), at(28)), Action::Look(name) if name == "step"));
-    let end = finished(follower.on(Event::Stands(Stands::Nothing), at(28)));
+    assert!(
+        matches!(follower.on(silence(2), at(28)), Action::Rename { from, to, .. } if from == "tmp" && to == "trash")
+    );
+    let end = finished(follower.on(Event::Done, at(28)));
     assert!(
         matches!(end, Verdict::NotCommitted(Error::CoordinationTimeout { missing, .. }) if missing == [0])
     );
@@ -366,20 +388,39 @@ fn a_step_that_stands_there_is_not_called_uncommitted_where_the_leader_fell_sile
         (Event::Stands(Stands::Step(attempt(1))), true),
         (Event::Stands(Stands::Step(attempt(7))), false),
         (Event::Stands(Stands::NoStep("no manifest".into())), false),
-        (io(5), false),
+        (io(5), true),
     ] {
         let mut follower = listening();
-        assert!(matches!(follower.on(silence(0), at(10)), Action::Look(_)));
+        assert!(matches!(follower.on(silence(0), at(10)), Action::Rename { .. }));
+        assert!(matches!(follower.on(io(2), at(10)), Action::Look(_)));
         let end = finished(follower.on(stands, at(10)));
         assert_eq!(matches!(end, Verdict::Uncertain(_)), uncertain, "{end:?}");
     }
+    // The same where the ranks cannot reach each other any more: the leader may have committed.
+    let mut follower = listening();
+    let gone = Event::Unreachable(Error::Unreachable("the store is gone".into()));
+    assert!(matches!(follower.on(gone, at(1)), Action::Rename { to, .. } if to == "trash"));
+    assert!(matches!(follower.on(io(2), at(1)), Action::Look(_)));
+    let end = finished(follower.on(Event::Stands(Stands::Step(attempt(1))), at(1)));
+    assert!(matches!(end, Verdict::Uncertain(_)), "{end:?}");
+    // What could not be taken from the leader, it may still rename.
+    let mut follower = listening();
+    follower.on(silence(0), at(10));
+    assert!(matches!(finished(follower.on(io(5), at(10))), Verdict::Uncertain(_)));
+    // What is swapped may be the old step by now.
+    let mut follower = machine(Plan { existing: Existing::Replace, ..plan(1, 2) });
+    follower.start();
+    follower.on(Event::Done, at(0));
+    follower.on(Event::Data(parts()), at(0));
+    follower.on(Event::Done, at(0));
+    assert!(matches!(finished(follower.on(silence(0), at(10))), Verdict::Uncertain(_)));
 }
 
 #[test]
 fn a_vote_survives_its_journey() {
-    let vote = Vote { rank: 3, attempt: attempt(1), parts: Ok(parts()) };
+    let vote = Vote { rank: 3, attempt: attempt(1), stale: false, parts: Ok(parts()) };
     assert_eq!(Vote::decode(3, &vote.encode().unwrap()).unwrap(), vote);
-    let vote = Vote { rank: 3, attempt: attempt(1), parts: Err("no".into()) };
+    let vote = Vote { rank: 3, attempt: attempt(1), stale: false, parts: Err("no".into()) };
     assert_eq!(Vote::decode(3, &vote.encode().unwrap()).unwrap(), vote);
     for bad in [&b""[..], &[255; 9], &[0; 8]] {
         assert_eq!(Vote::decode(3, bad).unwrap_err().kind(), "rank_failed");

@@ -176,7 +176,63 @@ impl Manager {
                 format!("{}-{}", directory_layout::label(step), unique.get(..8).unwrap_or(&unique))
             }
         };
-        inner.drain(None)?;
+        let drained = inner.drain(None);
+        let (branch, moved) =
+            inner.team.settle("rewind", drained, |_| inner.set_newer_aside(step, branch))?;
+        let mut state = inner.lock();
+        state.trail.restored(step);
+        state.highest = Some(step);
+        Ok((branch, moved))
+    }
+
+    /// Deletes a step: out of sight at once and durably, its files in the background. The newest one is deleted too if it is asked for by name
+    /// (decision 011). One that is held or being read, by this process or another, is not: [`Error::Held`].
+    pub fn delete(&self, step: u64) -> Result<()> {
+        let inner = &self.inner;
+        inner.check_writable("delete a step")?;
+        inner.team.ask("delete", || inner.delete(step))
+    }
+    /// Keeps a step from retention and deletion as long as the [`Hold`] lives.
+    pub fn hold(&self, step: u64) -> Result<Hold> {
+        // A reader keeps the files of a step, by its lease, and not its place: that is the writer's.
+        self.inner.check_writable("hold a step in its place (sw.open keeps its files until it is closed)")?;
+        // Counted before it is leased: in between retention would take it.
+        self.inner.keep(step)?;
+        match self.checkpoint(Some(step)) {
+            Ok(checkpoint) => Ok(Hold { step, inner: Arc::clone(&self.inner), _checkpoint: checkpoint }),
+            Err(error) => {
+                self.inner.let_go(step);
+                Err(error)
+            }
+        }
+    }
+
+    /// Adds metrics to a committed step; of several values for one name the last wins.
+    pub fn add_metrics(&self, step: u64, metrics: &BTreeMap<String, f64>) -> Result<()> {
+        self.inner.check_writable("add metrics")?;
+        let found = self.inner.find(Some(step))?;
+        metrics::add(&*self.inner.root, &found.manifest.attempt, step, metrics, &self.inner.environment)
+    }
+
+    /// Applies retention now (it is applied after every commit anyway), and returns the steps that went.
+    pub fn apply_retention(&self) -> Result<Vec<u64>> {
+        self.inner.check_writable("apply retention")?;
+        self.inner.drain(None)?;
+        self.inner.look_into_all();
+        self.inner.apply_retention()
+    }
+
+    /// Waits until what was retired is deleted, but for what readers hold, and what the next save is to write over. `false` by the deadline.
+    pub fn wait_for_deletions(&self, timeout: std::time::Duration) -> Result<bool> {
+        self.inner.check_usable()?;
+        Ok(self.inner.deleter.drain(timeout))
+    }
+}
+
+impl Inner {
+    /// The leader's part of a rewind.
+    fn set_newer_aside(&self, step: u64, branch: String) -> Result<(String, Vec<u64>)> {
+        let inner = self;
         let listing = inner.list()?;
         let steps = &listing.steps;
         let target = steps.get(&step).ok_or_else(|| inner.not_found(Some(step)))?;
@@ -225,15 +281,11 @@ impl Manager {
             inner.lock().uncertain.remove(&number);
         }
         drop(retiring);
-        inner.lock().trail.restored(step);
         Ok((branch, moved))
     }
 
-    /// Deletes a step: out of sight at once and durably, its files in the background. The newest one is deleted too if it is asked for by name
-    /// (decision 011). One that is held or being read, by this process or another, is not: [`Error::Held`].
-    pub fn delete(&self, step: u64) -> Result<()> {
-        let inner = &self.inner;
-        inner.check_writable("delete a step")?;
+    fn delete(&self, step: u64) -> Result<()> {
+        let inner = self;
         inner.settle_uncertain(step);
         let found = inner.find(Some(step))?;
         let label = directory_layout::label(step);
@@ -243,41 +295,5 @@ impl Manager {
         inner.sidecars.remove(&*inner.root, std::slice::from_ref(&found.manifest.attempt));
         inner.deleter.enqueue([trash]);
         Ok(())
-    }
-
-    /// Keeps a step from retention and deletion as long as the [`Hold`] lives.
-    pub fn hold(&self, step: u64) -> Result<Hold> {
-        // A reader keeps the files of a step, by its lease, and not its place: that is the writer's.
-        self.inner.check_writable("hold a step in its place (sw.open keeps its files until it is closed)")?;
-        // Counted before it is leased: in between retention would take it.
-        self.inner.keep(step)?;
-        match self.checkpoint(Some(step)) {
-            Ok(checkpoint) => Ok(Hold { step, inner: Arc::clone(&self.inner), _checkpoint: checkpoint }),
-            Err(error) => {
-                self.inner.let_go(step);
-                Err(error)
-            }
-        }
-    }
-
-    /// Adds metrics to a committed step; of several values for one name the last wins.
-    pub fn add_metrics(&self, step: u64, metrics: &BTreeMap<String, f64>) -> Result<()> {
-        self.inner.check_writable("add metrics")?;
-        let found = self.inner.find(Some(step))?;
-        metrics::add(&*self.inner.root, &found.manifest.attempt, step, metrics, &self.inner.environment)
-    }
-
-    /// Applies retention now (it is applied after every commit anyway), and returns the steps that went.
-    pub fn apply_retention(&self) -> Result<Vec<u64>> {
-        self.inner.check_writable("apply retention")?;
-        self.inner.drain(None)?;
-        self.inner.look_into_all();
-        self.inner.apply_retention()
-    }
-
-    /// Waits until what was retired is deleted, but for what readers hold, and what the next save is to write over. `false` by the deadline.
-    pub fn wait_for_deletions(&self, timeout: std::time::Duration) -> Result<bool> {
-        self.inner.check_usable()?;
-        Ok(self.inner.deleter.drain(timeout))
     }
 }

@@ -3,6 +3,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `open` | opens a root as its writer or as a reader; closes it |
+//! | `together` | what several ranks decide, raise and say together |
 //! | `saving` | `save`: checks, capture on the caller's thread, hand-over to the persister |
 //! | `capturer` | the one thread that captures what saves have left for later |
 //! | `persister` | the threads that write and commit, first in, first out |
@@ -25,6 +26,8 @@ use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::Birth;
 
 use crate::beat::Heart;
+use crate::coordination::pulse::Pulse;
+use crate::coordination::team::Team;
 use crate::discovery::Discovery;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -34,7 +37,7 @@ use crate::retire::Deleter;
 use crate::root::RootInfo;
 use crate::save::job::{Job, Rest};
 use crate::save::{Save, Streams};
-use crate::state::StateSource;
+use crate::state::{Census, StateSource};
 use crate::step_name::StepName;
 
 mod capturer;
@@ -44,6 +47,7 @@ mod persister;
 mod queries;
 mod retaining;
 mod saving;
+mod together;
 mod trail;
 
 pub use changes::Hold;
@@ -116,7 +120,8 @@ struct Inner {
     info: Option<RootInfo>,
     options: Options,
     environment: Environment,
-    session: String,
+    /// The ranks that have opened this root together.
+    team: Arc<Team>,
     discovery: Discovery,
     sidecars: Sidecars,
     inspection: Inspection,
@@ -152,6 +157,19 @@ struct State {
     pending: Vec<Save>,
     /// Saves that failed, until someone has seen it.
     failed: Vec<Save>,
+    /// The last of them, seen or not.
+    last_failure: Option<Save>,
+    /// Numbers of the saves that have ended, from `over_before` on; what is below has.
+    over: BTreeSet<u64>,
+    over_before: u64,
+    /// Of those that failed: the ranks have not told each other yet who has seen it.
+    unsettled: BTreeSet<u64>,
+    /// The largest step that was there when the root was opened, or that a save was begun of: the same on all ranks.
+    highest: Option<u64>,
+    /// The step that the leader has last chosen for a restore.
+    chosen: Option<u64>,
+    /// Who has which leaves, as the ranks have told each other.
+    census: Option<Arc<Census>>,
     /// Steps that stand under their name and may not be durable.
     uncertain: BTreeSet<u64>,
     /// What was saved and restored, in order.
@@ -179,6 +197,8 @@ struct State {
     lock: Option<Box<dyn Lock>>,
     /// Where there is no lock: the writer's signs of life.
     heart: Option<Heart>,
+    /// Where there are other ranks: this one's.
+    pulse: Option<Pulse>,
 }
 
 impl Inner {
@@ -205,7 +225,7 @@ impl Inner {
 
     /// Asked before a step is taken out of sight, set aside or thinned: nobody but the root's current writer does that.
     fn check_fence(&self) -> Result<()> {
-        match crate::root::usurper(&*self.root, &self.session)? {
+        match crate::root::usurper(&*self.root, self.team.session())? {
             Some(owner) => Err(Error::Locked { root: self.path.clone(), owner: Some(owner) }),
             None => Ok(()),
         }

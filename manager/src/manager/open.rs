@@ -12,7 +12,9 @@ use stepwell_core::sys::Birth;
 use super::retaining::Inspection;
 use super::{Inner, Manager, State};
 use crate::beat::{self, Heart};
-use crate::coordination::LEADER;
+use crate::coordination::pulse::Pulse;
+use crate::coordination::team::Team;
+use crate::directory_layout;
 use crate::discovery::Discovery;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -24,61 +26,39 @@ use crate::root::{self, RootInfo};
 use crate::step_name::StepName;
 
 impl Manager {
-    /// Opens a root: as its writer, which settles what a crash has left there, or read-only, which changes nothing.
+    /// Opens a root: as its writer, which settles what a crash has left there, or read-only, which changes nothing. Of several ranks, all must open it; the leader is the
+    /// writer of what all of them save.
     pub fn open(path: &Path, options: Options, environment: Environment) -> Result<Self> {
         options.check()?;
-        let leads = environment.coordinator.rank() == LEADER;
-        let timeout = options.stall_timeout;
-        // Ranks that open one root in the same order agree on the session before anything is named after it.
-        let session = environment.coordinator.broadcast(
-            &format!("session-{}", path.display()),
-            &mut || Ok(environment.hex_id().into_bytes()),
-            timeout,
-        )?;
-        let session =
-            String::from_utf8(session).map_err(|_| Error::Invalid("the session is no text".to_owned()))?;
-        let directory = root::open(&environment, path, options.create && !options.read_only)?;
-        let is_writer = leads && !options.read_only;
-        let notes = Arc::new(Notes::default());
-        let (discovery, directory): (_, Arc<dyn Dir>) = if is_writer {
-            (Discovery::of_writer(Arc::clone(&notes)), Arc::new(Noting::new(directory, notes)))
+        let mut opened = None;
+        let met = if environment.coordinator.world_size() == 1 {
+            let session = environment.hex_id();
+            opened = Some(Opened::new(path, &session, &options, &environment, !options.read_only)?);
+            Ok((Team::alone(session), ()))
         } else {
-            (Discovery::default(), directory)
+            let what = path.display().to_string();
+            let patience = options.stall_timeout;
+            Team::meet(&environment.coordinator, &what, agreed(&options), patience, || {
+                let session = environment.hex_id();
+                opened = Some(Opened::new(path, &session, &options, &environment, !options.read_only)?);
+                Ok((session, ()))
+            })
         };
-        let deleter = Arc::new(Deleter::with_spares(
-            Arc::clone(&directory),
-            Arc::clone(&environment.clock),
-            options.grace,
-            options.overwrite_from_bytes,
-        ));
-        let mut state = State::default();
-        let (names, info) = if is_writer {
-            let opening = Opening {
-                root: &directory,
-                session: &session,
-                options: &options,
-                environment: &environment,
-                discovery: &discovery,
-                deleter: &deleter,
-            };
-            match opening.as_writer(&mut state) {
-                Ok((names, info)) => (names, Some(info)),
-                Err(error) => {
-                    if let Some(heart) = state.heart.take() {
-                        heart.stop(&*directory);
-                    }
-                    return Err(error);
+        let (team, ()) = match met {
+            Ok(met) => met,
+            Err(error) => {
+                if let Some(opened) = opened {
+                    opened.let_go();
                 }
+                return Err(error);
             }
-        } else {
-            let info = root::read_info(&*directory)?;
-            let names = names(options.step_name.clone(), info.as_ref());
-            if let Some(info) = &info {
-                check_names(&*directory, &discovery, &names, &info.step_name)?;
-            }
-            (names, info)
         };
-        Ok(Self {
+        let opened = match opened {
+            Some(opened) => opened,
+            None => Opened::beside(path, team.session(), &options, &environment)?,
+        };
+        let Opened { directory, discovery, deleter, state, names, info } = opened;
+        let manager = Self {
             inner: Arc::new(Inner {
                 path: path.to_owned(),
                 root: directory,
@@ -86,7 +66,7 @@ impl Manager {
                 info,
                 options,
                 environment,
-                session,
+                team: Arc::new(team),
                 discovery,
                 sidecars: Sidecars::default(),
                 inspection: Inspection::default(),
@@ -95,7 +75,9 @@ impl Manager {
                 state: Mutex::new(state),
                 changed: Condvar::new(),
             }),
-        })
+        };
+        manager.inner.join()?;
+        Ok(manager)
     }
 
     /// Waits until every save is over and what it made superfluous is out of sight; raises a failure that nobody has seen.
@@ -156,6 +138,109 @@ impl Manager {
         !self.inner.birth.is_here() || self.inner.lock().closed
     }
 }
+
+/// What must be the same on all ranks: what they plan by, and what they count by.
+fn agreed(options: &Options) -> Vec<(String, String)> {
+    let writers = options.writers_per_node.map_or_else(|| "all".to_owned(), |most| most.to_string());
+    [
+        ("read_only", options.read_only.to_string()),
+        ("max_pending", options.max_pending.to_string()),
+        ("chunk_bytes", options.chunk_bytes.to_string()),
+        ("min_row_bytes", options.min_row_bytes.to_string()),
+        ("block_bytes", options.block_bytes.to_string()),
+        ("writers", writers),
+        ("save_policy", serde_json::to_string(&options.save_policy).unwrap_or_default()),
+        ("on_save_error", format!("{:?}", options.on_save_error)),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+    .into()
+}
+
+/// A root that was opened.
+struct Opened {
+    directory: Arc<dyn Dir>,
+    discovery: Discovery,
+    deleter: Arc<Deleter>,
+    state: State,
+    names: StepName,
+    info: Option<RootInfo>,
+}
+
+impl Opened {
+    fn new(
+        path: &Path,
+        session: &str,
+        options: &Options,
+        environment: &Environment,
+        is_writer: bool,
+    ) -> Result<Self> {
+        let directory = root::open(environment, path, options.create && is_writer)?;
+        let notes = Arc::new(Notes::default());
+        let (discovery, directory): (_, Arc<dyn Dir>) = if is_writer {
+            (Discovery::of_writer(Arc::clone(&notes)), Arc::new(Noting::new(directory, notes)))
+        } else {
+            (Discovery::default(), directory)
+        };
+        let deleter = Arc::new(Deleter::with_spares(
+            Arc::clone(&directory),
+            Arc::clone(&environment.clock),
+            options.grace,
+            options.overwrite_from_bytes,
+        ));
+        let mut state = State::default();
+        let (names, info) = if is_writer {
+            let opening = Opening {
+                root: &directory,
+                session,
+                options,
+                environment,
+                discovery: &discovery,
+                deleter: &deleter,
+            };
+            match opening.as_writer(&mut state) {
+                Ok((names, info)) => (names, Some(info)),
+                Err(error) => {
+                    if let Some(heart) = state.heart.take() {
+                        heart.stop(&*directory);
+                    }
+                    return Err(error);
+                }
+            }
+        } else {
+            let info = root::read_info(&*directory)?;
+            let names = names(options.step_name.clone(), info.as_ref());
+            if let Some(info) = &info {
+                check_names(&*directory, &discovery, &names, &info.step_name)?;
+            }
+            (names, info)
+        };
+        Ok(Self { directory, discovery, deleter, state, names, info })
+    }
+
+    /// On a rank that does not lead: the leader has just opened it, and a network file system may not show that yet.
+    fn beside(path: &Path, session: &str, options: &Options, environment: &Environment) -> Result<Self> {
+        let deadline = deadline_after(VISIBLE_WITHIN);
+        loop {
+            match Self::new(path, session, options, environment, false) {
+                Err(Error::Core(error)) if error.is_gone() && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+                opened => return opened,
+            }
+        }
+    }
+
+    /// The other ranks have not come: nobody writes here.
+    fn let_go(mut self) {
+        if let Some(heart) = self.state.heart.take() {
+            heart.stop(&*self.directory);
+        }
+        self.deleter.stop(Duration::from_millis(100));
+    }
+}
+
+/// How long a file system may take to show one machine what another has made.
+pub(super) const VISIBLE_WITHIN: Duration = Duration::from_secs(30);
 
 /// A root that is being opened by its writer.
 struct Opening<'a> {
@@ -250,6 +335,30 @@ fn check_names(root: &dyn Dir, discovery: &Discovery, names: &StepName, recorded
 }
 
 impl Inner {
+    /// What the ranks must know alike, and their signs of life.
+    fn join(self: &Arc<Self>) -> Result<()> {
+        if self.team.is_alone() {
+            return Ok(());
+        }
+        let newest = self.team.ask("open", || Ok(self.newest()?.map(|found| found.manifest.step)))?;
+        let inner = Arc::downgrade(self);
+        let moved = move || {
+            let inner = inner.upgrade()?;
+            let state = inner.lock();
+            if state.pending.is_empty() {
+                return None;
+            }
+            let moved = state.pending.iter().fold(0_u64, |sum, save| sum.wrapping_add(save.moved()));
+            Some(moved.wrapping_add(state.counter.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
+        };
+        let pulse = Pulse::start(Arc::clone(&self.team), moved)
+            .map_err(|error| stepwell_core::Error::io("start a thread for", &self.path, error))?;
+        let mut state = self.lock();
+        state.highest = newest;
+        state.pulse = Some(pulse);
+        Ok(())
+    }
+
     /// Waits until no save is pending. Without a timeout: as long as there is progress.
     pub(super) fn drain(&self, timeout: Option<Duration>) -> Result<()> {
         let begun = Instant::now();
@@ -259,7 +368,7 @@ impl Inner {
         let mut seen = (state.pending.len(), 0);
         loop {
             let Some(first) = state.pending.first() else { return Ok(()) };
-            let now = (state.pending.len(), first.bytes_done());
+            let now = (state.pending.len(), first.moved());
             if timeout.is_none() && now != seen {
                 seen = now;
                 deadline = deadline_after(limit);
@@ -295,7 +404,7 @@ impl Inner {
         Ok(Some(Closing(self)))
     }
 
-    fn raise_unseen(&self, unsaved: Option<u64>) -> Result<()> {
+    pub(super) fn raise_unseen(&self, unsaved: Option<u64>) -> Result<()> {
         let mut state = self.lock();
         while !state.failed.is_empty() {
             let save = state.failed.remove(0);
@@ -328,6 +437,7 @@ impl Inner {
                 let _ = thread.join();
             }
         }
+        let left_together = if drained.is_ok() { self.leave(left()) } else { Ok(()) };
         // Past the deadline a moment is still given: a deletion stops between two files.
         let stopped = self.deleter.stop(left().max(Duration::from_millis(100)));
         if drained.is_ok() {
@@ -346,6 +456,7 @@ impl Inner {
         }
         drained?;
         self.lock().ended = stopped;
+        left_together?;
         self.raise_unseen(None)?;
         if let Some(error) = self.deleter.take_failures().into_iter().next() {
             return Err(error.into());
@@ -355,6 +466,31 @@ impl Inner {
         } else {
             Err(Error::Timeout { waited_for: "a deletion".to_owned(), waited: timeout })
         }
+    }
+}
+
+impl Inner {
+    /// The last word to the other ranks. When all of them have said it, the leader takes out of sight what late ones have written for saves that were over.
+    fn leave(&self, timeout: Duration) -> Result<()> {
+        let pulse = self.lock().pulse.take();
+        drop(pulse);
+        if self.team.is_alone() {
+            return Ok(());
+        }
+        let saves = self.lock().counter;
+        let left = self.team.leave(saves, timeout);
+        if self.team.leads() && !self.options.read_only && left.is_ok() {
+            for entry in self.root.entries()? {
+                let is_ours = matches!(
+                    directory_layout::parse(&entry.name),
+                    Some(directory_layout::OwnName::Temporary { session, .. }) if session == self.team.session()
+                );
+                if is_ours {
+                    self.deleter.enqueue([entry.name]);
+                }
+            }
+        }
+        left
     }
 }
 

@@ -52,15 +52,18 @@ impl Inner {
     fn persist(self: &Arc<Self>) {
         while let Some((job, turn)) = self.next_job() {
             let replaces = job.plan.existing == Existing::Replace;
+            let counter = job.plan.attempt.counter;
             let written = || {
                 self.lock().turns.has_been_written(turn);
                 self.changed.notify_all();
                 self.wait_for_turn(turn);
             };
-            let (save, ended) = persist::run(job, &self.root, &self.environment, &self.deleter, &written);
+            let (save, ended) =
+                persist::run(job, &self.root, &self.environment, &self.team, &self.deleter, &written);
             // Where it was not written.
             self.wait_for_turn(turn);
             let Ended { outcome, replaced } = ended;
+            self.forget_verdicts(counter);
             // A failure to clean up is no failure of the save, nor is a defect: it is settled in any case.
             let cleaned = guarded("what follows a save", || self.follow_up(save.step(), &outcome, replaced));
             if let Err(error) = cleaned.map_err(Error::from).and_then(|applied| applied) {
@@ -78,7 +81,10 @@ impl Inner {
                 state.failed.retain(crate::save::Save::is_unseen);
                 if failed {
                     state.failed.push(save.clone());
+                    state.last_failure = Some(save.clone());
+                    state.unsettled.insert(counter);
                 }
+                state.over.insert(counter);
                 state.turns.ended += 1;
                 // Where it failed before it was written, or as it was.
                 state.turns.has_been_written(turn);
@@ -126,8 +132,10 @@ impl Inner {
             Outcome::Committed => {
                 self.lock().uncertain.remove(&step);
                 self.deleter.enqueue(replaced);
-                self.discovery.refresh(&*self.root, &self.names)?;
-                self.apply_retention()?;
+                if self.team.leads() {
+                    self.discovery.refresh(&*self.root, &self.names)?;
+                    self.apply_retention()?;
+                }
             }
             Outcome::DurabilityUncertain(_) => {
                 self.lock().uncertain.insert(step);

@@ -114,8 +114,9 @@ impl StepReport {
 impl Manager {
     /// The newest step that is whole: its manifest and the lengths of its files hold. A damaged one is skipped with a warning.
     pub fn latest_step(&self) -> Result<Option<u64>> {
-        self.inner.check_usable()?;
-        Ok(self.inner.newest()?.map(|found| found.manifest.step))
+        let inner = &self.inner;
+        inner.check_usable()?;
+        inner.team.ask("latest_step", || Ok(inner.newest()?.map(|found| found.manifest.step)))
     }
 
     /// All committed steps, in order.
@@ -145,21 +146,27 @@ impl Manager {
                     .to_owned(),
             ));
         };
-        let listing = self.inner.list()?;
-        let later = self.inner.sidecars.all(&*self.inner.root)?;
-        let candidates = self.inner.candidates(listing.steps.values(), &later);
-        Ok(retention::best(&candidates, metric, mode).map(|candidate| candidate.step))
+        let inner = &self.inner;
+        inner.team.ask("best_step", || {
+            let listing = inner.list()?;
+            let later = inner.sidecars.all(&*inner.root)?;
+            let candidates = inner.candidates(listing.steps.values(), &later);
+            Ok(retention::best(&candidates, metric, mode).map(|candidate| candidate.step))
+        })
     }
 
     /// This manager's last saved or restored step + 1, else the latest + 1, else 0. A save that is pending counts; one that has failed does not.
     pub fn next_step(&self) -> Result<u64> {
-        self.inner.check_usable()?;
-        let last = self.inner.lock().trail.last();
-        let last = match last {
-            Some(last) => Some(last),
-            None => self.inner.newest()?.map(|found| found.manifest.step),
-        };
-        Ok(last.map_or(0, |last| last.saturating_add(1).min(MAX_STEP)))
+        let inner = &self.inner;
+        inner.check_usable()?;
+        inner.team.ask("next_step", || {
+            let last = inner.lock().trail.last();
+            let last = match last {
+                Some(last) => Some(last),
+                None => inner.newest()?.map(|found| found.manifest.step),
+            };
+            Ok(last.map_or(0, |last| last.saturating_add(1).min(MAX_STEP)))
+        })
     }
 
     /// The commit record of a step (`None`: the latest). No array bytes are read.
@@ -228,10 +235,17 @@ impl Manager {
     pub fn checkpoint_for(&self, step: Option<u64>, expected: &Expected) -> Result<Checkpoint> {
         self.inner.check_usable()?;
         let inner = &self.inner;
-        inner.with_step(step, |found| {
-            let (patience, load) = (inner.options.stall_timeout, inner.options.load_options());
-            Checkpoint::lease(&inner.root, &found.name, &inner.environment, patience, expected, load)
-        })
+        let deadline = deadline_after(super::open::VISIBLE_WITHIN);
+        loop {
+            match inner.lease(step, expected) {
+                // The leader has seen it, and this machine may not yet.
+                Err(Error::StepNotFound { .. }) if inner.is_chosen(step) && Instant::now() < deadline => {
+                    inner.discovery.forget();
+                    std::thread::sleep(std::time::Duration::from_millis(20));
+                }
+                leased => return leased,
+            }
+        }
     }
 
     /// Where a step is, for messages.
@@ -241,6 +255,18 @@ impl Manager {
 }
 
 impl Inner {
+    /// Whether the leader has chosen that step for a restore of all ranks.
+    fn is_chosen(&self, step: Option<u64>) -> bool {
+        !self.team.leads() && step.is_some() && self.lock().chosen == step
+    }
+
+    fn lease(&self, step: Option<u64>, expected: &Expected) -> Result<Checkpoint> {
+        self.with_step(step, |found| {
+            let (patience, load) = (self.options.stall_timeout, self.options.load_options());
+            Checkpoint::lease(&self.root, &found.name, &self.environment, patience, expected, load)
+        })
+    }
+
     /// All committed steps that this manager counts, every manifest looked at.
     pub(super) fn list(&self) -> Result<Arc<Listing>> {
         Ok(self.counted(self.discovery.list(&*self.root, &self.names)?))

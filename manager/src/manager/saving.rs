@@ -45,8 +45,15 @@ pub struct Ready {
 impl Manager {
     /// Whether the policy would save this step now. Answers of custom policies come by their name.
     pub fn should_save(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
-        self.inner.check_usable()?;
-        Ok(!self.inner.options.read_only && self.inner.policy_says_yes(step, custom)?)
+        let inner = &self.inner;
+        inner.check_usable()?;
+        if inner.options.read_only {
+            return Ok(false);
+        }
+        if inner.options.save_policy.is_deterministic() && !inner.team.is_alone() {
+            return inner.says_yes_alike(step, custom);
+        }
+        inner.ask_with_signals("should_save", || inner.policy_says_yes(step, custom))
     }
 
     /// What `save` would do, before the state is even looked at: so a callable state runs only where it is needed. Raises a step that exists, and
@@ -59,7 +66,7 @@ impl Manager {
         custom: &BTreeMap<String, bool>,
     ) -> Result<Decision> {
         self.inner.check_usable()?;
-        self.inner.decide(step, force, exists, custom)
+        self.inner.decide_together(step, force, exists, custom)
     }
 
     /// Saves a state. Returns when of every leaf has happened what its provider asks for (`Haste`): the caller may change then what he may by that. The commit follows in the background; its outcome
@@ -84,9 +91,14 @@ impl Manager {
     /// The first half of [`Manager::save_with`], once [`Manager::decide`] has answered that it saves, and whether it replaces a step: all checks of the state, and the whole
     /// plan. It waits for nothing but the processor.
     pub fn plan_save(&self, request: SaveRequest, replaces: bool) -> Result<Ready> {
+        self.planning(request, |request| self.plan_one(request, replaces))
+    }
+
+    fn plan_one(&self, request: SaveRequest, replaces: bool) -> Result<Ready> {
         let begun = Instant::now();
         let inner = &self.inner;
         inner.check_usable()?;
+        let (census, stale) = inner.census(&request.state)?.unzip();
         let step = request.step;
         let existing = if replaces { Existing::Replace } else { Existing::Refuse };
         let cancel = request.cancel;
@@ -99,7 +111,9 @@ impl Manager {
             cancel: Arc::clone(&cancel),
             streams: request.streams,
             begun,
-            session: inner.session.clone(),
+            team: Arc::clone(&inner.team),
+            census,
+            stale: stale.unwrap_or(false),
         };
         let prepared = job::plan(&inner.environment, &inner.options, &inner.pool(), order)?;
         Ok(Ready { step, existing, prepared, cancel, begun })
@@ -121,9 +135,19 @@ impl Manager {
     pub fn begin(&self, ready: Ready) -> Result<Save> {
         let Ready { step, existing, mut prepared, cancel, begun } = ready;
         let inner = &self.inner;
-        job::make_ready(&mut prepared, &inner.options, &inner.pool())?;
-        let _turn = inner.wait_for_a_place(step, begun, &cancel, prepared.has_eager())?;
-        let capturing = match inner.enqueue(step, existing, prepared)? {
+        let made = job::make_ready(&mut prepared, &inner.options, &inner.pool());
+        let placed = made.and_then(|()| {
+            let turn = inner.wait_for_a_place(step, begun, &cancel, prepared.has_eager())?;
+            Ok((turn, inner.enqueue(step, existing, prepared)?))
+        });
+        let (_turn, enqueued) = match placed {
+            Ok(placed) => placed,
+            Err(error) => {
+                inner.abstain(step, &error.to_string());
+                return Err(error);
+            }
+        };
+        let capturing = match enqueued {
             Enqueued::Later(save) => return Ok(save),
             Enqueued::Now(capturing) => capturing,
         };
@@ -147,7 +171,9 @@ impl Manager {
             cancel: Arc::default(),
             streams: BTreeMap::new(),
             begun: Instant::now(),
-            session: inner.session.clone(),
+            team: Arc::clone(&inner.team),
+            census: None,
+            stale: false,
         };
         job::plan(&inner.environment, &inner.options, &inner.pool(), order).map(drop)
     }
@@ -174,9 +200,11 @@ impl Manager {
     /// Whether the job counts as preempted at this step: not where the save policy was asked about it before that was known, since it may not have been saved.
     pub fn reached_preemption(&self, step: u64) -> Result<bool> {
         self.inner.check_usable()?;
-        let mut state = self.inner.lock();
-        let first = if state.decided >= Some(step) { step.saturating_add(1) } else { step };
-        Ok(state.is_preempted(step, first))
+        self.inner.ask_with_signals("reached_preemption", || {
+            let mut state = self.inner.lock();
+            let first = if state.decided >= Some(step) { step.saturating_add(1) } else { step };
+            Ok(state.is_preempted(step, first))
+        })
     }
 
     /// Says that a step was restored: [`Manager::next_step`] goes on from it.
@@ -188,7 +216,7 @@ impl Manager {
 }
 
 impl Inner {
-    fn policy_says_yes(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
+    pub(super) fn policy_says_yes(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
         let preempted = {
             let mut state = self.lock();
             state.decided = state.decided.max(Some(step));
@@ -198,7 +226,7 @@ impl Inner {
         self.options.save_policy.should_save(&asked)
     }
 
-    fn decide(
+    pub(super) fn decide(
         &self,
         step: u64,
         force: bool,
@@ -309,7 +337,7 @@ impl Inner {
                 tracing::info!(step, "this save waits until an earlier one has ended");
             }
             let first = state.pending.first();
-            let progress = first.map(|first| (first.step(), first.bytes_done()));
+            let progress = first.map(|first| (first.step(), first.moved()));
             if progress != seen {
                 seen = progress;
                 deadline = deadline_after(self.options.stall_timeout);
@@ -369,6 +397,7 @@ impl Inner {
             state.replacing.push(step);
         }
         state.last_save = Some(now);
+        state.highest = state.highest.max(Some(step));
         job.save.stands_behind(&state.pending);
         state.trail.saving(&job.save);
         state.pending.push(job.save.clone());

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -116,6 +116,8 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     progress: Option<Arc<Progress>>,
+    /// Counts what is done for it beside the moving of bytes: other ranks are waited for, and live.
+    moves: AtomicU64,
     /// The devices that it is copied from.
     queues: Vec<Arc<dyn CopyQueue>>,
     begun: Instant,
@@ -154,6 +156,7 @@ impl Save {
             state: Mutex::default(),
             changed: Condvar::new(),
             progress: Some(progress),
+            moves: AtomicU64::new(0),
             queues,
             begun,
             cancel,
@@ -168,6 +171,7 @@ impl Save {
             state: Mutex::default(),
             changed: Condvar::new(),
             progress: None,
+            moves: AtomicU64::new(0),
             queues: Vec::new(),
             begun: Instant::now(),
             cancel: Arc::default(),
@@ -370,7 +374,7 @@ impl Save {
     fn moves(&self, ahead: Vec<Arc<Shared>>) -> (usize, u64, bool) {
         let ahead: Vec<Self> = ahead.into_iter().map(|shared| Self { shared }).collect();
         let left = ahead.iter().filter(|save| !save.is_done()).count();
-        let bytes = ahead.iter().fold(self.bytes_done(), |bytes, save| bytes.wrapping_add(save.bytes_done()));
+        let bytes = ahead.iter().fold(self.moved(), |bytes, save| bytes.wrapping_add(save.moved()));
         (left, bytes, self.captured())
     }
 
@@ -412,10 +416,16 @@ impl Save {
         }
     }
 
-    /// Bytes done so far: what "progress" means to those who wait for it.
-    pub(crate) fn bytes_done(&self) -> u64 {
+    /// A number that changes as long as it gets on: bytes captured and written, and signs of life of other ranks.
+    pub fn moved(&self) -> u64 {
         let stats = self.shared.progress.as_ref().map(|progress| progress.snapshot()).unwrap_or_default();
-        stats.captured_bytes.wrapping_add(stats.written_bytes)
+        let bytes = stats.captured_bytes.wrapping_add(stats.written_bytes);
+        bytes.wrapping_add(self.shared.moves.load(Ordering::Relaxed))
+    }
+
+    /// It gets on, though no bytes move.
+    pub(crate) fn gets_on(&self) {
+        self.shared.moves.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The failure, if there is one that nobody has seen; it is seen from now on.

@@ -23,6 +23,7 @@ use super::job::{self, Order, Place};
 use super::{Outcome, Save, persist};
 use crate::commit::Existing;
 use crate::coordination::SingleProcess;
+use crate::coordination::team::Team;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::options::Options;
@@ -175,6 +176,7 @@ fn save(trouble: Trouble) {
         ..Options::default()
     };
     let (returned, cancel) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let team = Arc::new(Team::alone("0".repeat(32)));
     let order = Order {
         root: PathBuf::from("/step"),
         step: 7,
@@ -184,7 +186,9 @@ fn save(trouble: Trouble) {
         cancel: Arc::clone(&cancel),
         streams: BTreeMap::new(),
         begun: Instant::now(),
-        session: "0".repeat(32),
+        team: Arc::clone(&team),
+        census: None,
+        stale: false,
     };
     let prepared = job::plan(&environment, &options, &pool, order).unwrap();
     let place = Place {
@@ -204,7 +208,7 @@ fn save(trouble: Trouble) {
     let persister = thread::spawn(move || {
         let deleter =
             Arc::new(Deleter::new(Arc::clone(&root), Arc::clone(&environment.clock), Duration::ZERO));
-        let (save, ended) = persist::run(job, &root, &environment, &deleter, &|| ());
+        let (save, ended) = persist::run(job, &root, &environment, &team, &deleter, &|| ());
         let callbacks = save.settle(ended.outcome);
         save.call(callbacks);
     });

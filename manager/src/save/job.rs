@@ -16,11 +16,12 @@ use stepwell_reshard::subchunk;
 
 use super::Save;
 use crate::commit::{Draft, Existing, Plan};
+use crate::coordination::team::Team;
 use crate::directory_layout;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::options::Options;
-use crate::state::{self, StateSource};
+use crate::state::{self, Census, StateSource, Writing};
 
 /// Free memory where the system does not say how much there is.
 const UNKNOWN_MEMORY: u64 = 4 << 30;
@@ -39,7 +40,11 @@ pub(crate) struct Order {
     /// When the call began.
     pub begun: Instant,
     /// Whose save it will be.
-    pub session: String,
+    pub team: Arc<Team>,
+    /// Who has the leaves that are simply there, as far as the ranks have told each other.
+    pub census: Option<Arc<Census>>,
+    /// This rank's are others.
+    pub stale: bool,
 }
 
 /// Where it goes.
@@ -65,7 +70,8 @@ pub(crate) struct Prepared {
     cancel: Arc<AtomicBool>,
     streams: Streams,
     begun: Instant,
-    session: String,
+    team: Arc<Team>,
+    stale: bool,
 }
 
 /// The caller's streams, by the number of their device.
@@ -132,10 +138,18 @@ pub(crate) fn plan(
     pool: &Arc<StagingPool>,
     order: Order,
 ) -> Result<Prepared> {
-    let Order { root, step, state, metrics, custom_metadata, cancel, streams, begun, session } = order;
+    let Order { root, step, state, metrics, custom_metadata, cancel, streams, begun, team, census, stale } =
+        order;
     let started_unix_ns = environment.clock.unix_ns();
     let cut = subchunk::Options { target_bytes: options.chunk_bytes, min_row_bytes: options.min_row_bytes };
-    let items = state::items(&state, &cut)?;
+    let writing = Writing {
+        rank: team.rank(),
+        world_size: team.world_size(),
+        nodes: team.nodes(),
+        writers_per_node: options.writers_per_node,
+        census: census.as_deref(),
+    };
+    let items = state::items(&state, &cut, &writing)?;
     // The plan holds the providers from here on, and lets go of them early.
     drop(state);
     let draft = Draft {
@@ -147,11 +161,11 @@ pub(crate) fn plan(
         metrics,
         custom_metadata,
     };
-    draft.check(&session, environment.coordinator.world_size())?;
+    draft.check(team.session(), team.world_size())?;
     let tensor_bytes = items.tensor_bytes;
     let mut save_options = SaveOptions {
         block_bytes: options.block_bytes,
-        rank: environment.coordinator.rank(),
+        rank: team.rank(),
         file_ids: items.plans.iter().map(|_| environment.rng.next_u128()).collect(),
         stall_timeout: options.stall_timeout,
         queue_depth: options.write_depth(),
@@ -162,7 +176,7 @@ pub(crate) fn plan(
         save_options.capture_threads = threads.max(1);
     }
     let (capture, flush) = stepwell_core::save::prepare(items.plans, pool, save_options)?;
-    Ok(Prepared { draft, capture, flush, tensor_bytes, cancel, streams, begun, session })
+    Ok(Prepared { draft, capture, flush, tensor_bytes, cancel, streams, begun, team, stale })
 }
 
 impl Prepared {
@@ -188,7 +202,8 @@ impl Prepared {
         options: &Options,
         place: Place,
     ) -> (Job, Capturing) {
-        let Self { draft, capture, flush, tensor_bytes, cancel, streams, begun, session } = self;
+        let Self { draft, capture, flush, tensor_bytes, cancel, streams, begun, team, stale } = self;
+        let session = team.session().to_owned();
         let Place { label, target, existing, counter, fenced } = place;
         let stall_timeout = options.stall_timeout;
         let plan = Plan {
@@ -199,10 +214,11 @@ impl Prepared {
             target,
             existing,
             attempt: Attempt { session, counter },
-            rank: environment.coordinator.rank(),
-            world_size: environment.coordinator.world_size(),
+            rank: team.rank(),
+            world_size: team.world_size(),
             stall_timeout,
             fenced,
+            stale,
         };
         let (progress, queues) = (capture.progress(), capture.queues().to_vec());
         let save = Save::begun(draft.step, progress, queues, begun, cancel, stall_timeout);

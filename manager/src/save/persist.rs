@@ -1,16 +1,20 @@
 //! The persist track of a save: runs the pipeline and the commit machine, on a thread of its own, and says how it ended.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::{Dir, File, Room};
-use stepwell_core::save::Flush;
+use stepwell_core::save::{Flush, WrittenItem};
 
 use super::job::Job;
 use super::{Outcome, Save};
-use crate::commit::driver::World;
+use crate::commit::driver::{Polled, World};
+use crate::commit::records::DraftItem;
 use crate::commit::{self, Announcement, Heard, ItemPart, Machine, Verdict, Vote};
-use crate::coordination::Coordinator;
+use crate::coordination::LEADER;
+use crate::coordination::team::Team;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::guard::guarded;
@@ -32,12 +36,13 @@ pub(crate) fn run(
     job: Job,
     root: &Arc<dyn Dir>,
     environment: &Environment,
+    team: &Team,
     deleter: &Arc<Deleter>,
     written: &dyn Fn(),
 ) -> (Save, Ended) {
     let save = job.save.clone();
     let step = save.step();
-    let ended = guarded("the engine", || commit(job, root, environment, deleter, written));
+    let ended = guarded("the engine", || commit(job, root, environment, team, deleter, written));
     let ended = ended.unwrap_or_else(|source| {
         // It may have panicked after the rename: nothing is claimed.
         Ended {
@@ -52,18 +57,31 @@ fn commit(
     job: Job,
     root: &Arc<dyn Dir>,
     environment: &Environment,
+    team: &Team,
     deleter: &Arc<Deleter>,
     written: &dyn Fn(),
 ) -> Ended {
     let Job { save, plan, draft, flush, queued } = job;
     let _span = tracing::info_span!("save", step = save.step()).entered();
     save.set_stats(|stats| stats.queued_seconds = queued.elapsed().as_secs_f64());
-    let session = plan.attempt.session.clone();
-    let round = format!("{session}-{}", plan.attempt.counter);
     let temporary = plan.temporary.clone();
+    let (attempt, stale) = (plan.attempt.clone(), plan.stale);
+    let items = draft.items.iter().map(|item| (item.dir.clone(), item.clone())).collect();
     let mut machine = Machine::new(plan, draft);
-    let mut world =
-        SaveWorld { root, environment, deleter, temporary, flush: Some(flush), written, session, round };
+    let mut world = SaveWorld {
+        root,
+        environment,
+        team,
+        deleter,
+        save: &save,
+        temporary,
+        items,
+        flush: Some(flush),
+        written,
+        attempt,
+        heard: 0,
+        stale,
+    };
     let result = commit::run(&mut machine, root, &*environment.clock, &mut world);
     let files = save.stats().files;
     save.set_stats(|stats| {
@@ -96,19 +114,20 @@ fn commit(
 struct SaveWorld<'a> {
     root: &'a Arc<dyn Dir>,
     environment: &'a Environment,
+    team: &'a Team,
     deleter: &'a Arc<Deleter>,
+    save: &'a Save,
     /// Its directory while it is written.
     temporary: String,
+    /// By directory.
+    items: HashMap<String, DraftItem>,
     flush: Option<Flush>,
     written: &'a dyn Fn(),
-    session: String,
-    round: String,
-}
-
-impl SaveWorld<'_> {
-    fn coordinator(&self) -> &dyn Coordinator {
-        &*self.environment.coordinator
-    }
+    attempt: Attempt,
+    /// The leader's last sign of life.
+    heard: u64,
+    /// A rank's leaves are others than it has told.
+    stale: bool,
 }
 
 /// Room from what is retired.
@@ -144,10 +163,11 @@ impl World for SaveWorld<'_> {
         let written = written?;
         synced?;
         (self.written)();
-        Ok(written
-            .into_iter()
-            .map(|item| ItemPart { dir: item.dir, index: item.index, tensor_bytes: item.tensor_bytes })
-            .collect())
+        let part = |written: WrittenItem| {
+            let item = self.items.remove(&written.dir)?;
+            Some(ItemPart { item, index: written.index, tensor_bytes: written.tensor_bytes })
+        };
+        Ok(written.into_iter().filter_map(part).collect())
     }
 
     fn make_room(&mut self) -> bool {
@@ -155,30 +175,45 @@ impl World for SaveWorld<'_> {
     }
 
     fn usurper(&mut self) -> stepwell_core::Result<Option<String>> {
-        root::usurper(&**self.root, &self.session)
+        root::usurper(&**self.root, &self.attempt.session)
     }
 
     fn send_vote(&mut self, vote: &Vote) -> Result<()> {
-        self.coordinator().send(&format!("vote-{}", self.round), vote.encode()?)
+        self.team.send_vote(self.attempt.counter, &vote.encode()?)
     }
 
-    fn poll_votes(&mut self, have: usize, timeout: Duration) -> Result<Vec<Vote>> {
-        // The leader's own vote is not sent.
-        let messages =
-            self.coordinator().poll(&format!("vote-{}", self.round), have.saturating_sub(1), timeout)?;
-        messages.iter().map(|(rank, message)| Vote::decode(*rank, message)).collect()
+    fn poll_votes(&mut self, missing: &[u32], timeout: Duration) -> Result<Polled> {
+        self.save.gets_on();
+        let messages = self.team.votes(self.attempt.counter, missing, timeout)?;
+        let votes: Vec<Vote> =
+            messages.iter().map(|(rank, message)| Vote::decode(*rank, message)).collect::<Result<_>>()?;
+        self.stale |= votes.iter().any(|vote| vote.stale);
+        let voted = |rank: u32| votes.iter().any(|vote| vote.rank == rank);
+        let silent = missing.iter().copied().filter(|&rank| !voted(rank));
+        let beats = silent.map(|rank| Ok((rank, self.team.beat_of(rank)?))).collect::<Result<_>>()?;
+        Ok(Polled { votes, beats })
     }
 
     fn announce(&mut self, announcement: &Announcement) -> Result<()> {
-        self.coordinator().send(&format!("verdict-{}", self.round), announcement.encode()?)
+        if self.stale {
+            self.team.is_outdated_by(self.attempt.counter);
+        }
+        self.team.send_verdict(self.attempt.counter, &announcement.encode(self.stale)?)
     }
 
     fn listen(&mut self, timeout: Duration) -> Result<Heard> {
-        let messages = self.coordinator().poll(&format!("verdict-{}", self.round), 0, timeout)?;
-        if let Some((_, message)) = messages.first() {
-            return Ok(Heard { announcement: Some(Announcement::decode(message)?), votes: 0 });
+        if let Some(message) = self.team.verdict(self.attempt.counter, timeout)? {
+            let (announcement, stale) = Announcement::decode(&message)?;
+            if stale {
+                self.team.is_outdated_by(self.attempt.counter);
+            }
+            return Ok(Heard { announcement: Some(announcement), beat: 0 });
         }
-        let votes = self.coordinator().poll(&format!("vote-{}", self.round), 0, Duration::ZERO)?.len();
-        Ok(Heard { announcement: None, votes })
+        let beat = self.team.beat_of(LEADER)?;
+        if beat != self.heard {
+            self.heard = beat;
+            self.save.gets_on();
+        }
+        Ok(Heard { announcement: None, beat })
     }
 }

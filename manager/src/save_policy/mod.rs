@@ -161,6 +161,15 @@ impl SavePolicy {
         }
     }
 
+    /// Whether it asks whether the job is to be preempted.
+    pub fn listens(&self) -> bool {
+        match self {
+            Self::OnPreemption => true,
+            Self::Any { of } | Self::All { of } => of.iter().any(Self::listens),
+            _ => false,
+        }
+    }
+
     /// The names of the callables that must be asked before a decision.
     pub fn custom_names(&self) -> BTreeSet<&str> {
         match self {

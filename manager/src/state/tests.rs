@@ -40,8 +40,12 @@ fn state(leaves: Vec<LeafSource>) -> StateSource {
 
 #[test]
 fn containers_are_items_and_loose_leaves_share_one() {
-    let items =
-        items(&state(vec![tensor(), tensor(), tensor(), tensor()]), &subchunk::Options::HOST).unwrap();
+    let items = items(
+        &state(vec![tensor(), tensor(), tensor(), tensor()]),
+        &subchunk::Options::HOST,
+        &Writing::ALONE,
+    )
+    .unwrap();
     assert_eq!(names(&items), ["a", ".", "b"]);
     let positions: Vec<Vec<u64>> =
         items.drafts.iter().map(|item| item.top_level.iter().map(|entry| entry.position).collect()).collect();
@@ -54,7 +58,7 @@ fn containers_are_items_and_loose_leaves_share_one() {
 #[test]
 fn a_tie_within_an_item_is_stored_once_and_one_between_items_twice() {
     let leaves = vec![tensor(), tensor(), LeafSource::Alias(0), LeafSource::Alias(1)];
-    let items = items(&state(leaves), &subchunk::Options::HOST).unwrap();
+    let items = items(&state(leaves), &subchunk::Options::HOST, &Writing::ALONE).unwrap();
     assert!(matches!(items.plans[1].leaves[1], LeafPlan::Alias { of: 0 }));
     assert!(matches!(items.plans[2].leaves[0], LeafPlan::Tensor { .. }));
     assert_eq!(items.tensor_bytes, 12);
@@ -71,7 +75,7 @@ fn many_containers_or_other_keys_make_one_item() {
             tree.push_leaf(Some(parent), key("w"));
         }
         let leaves = (0..count).map(|_| tensor()).collect();
-        let items = items(&StateSource { tree, leaves }, &subchunk::Options::HOST).unwrap();
+        let items = items(&StateSource { tree, leaves }, &subchunk::Options::HOST, &Writing::ALONE).unwrap();
         assert_eq!(items.drafts.len(), expected, "{count} {integer}");
     }
 }
@@ -80,12 +84,14 @@ fn many_containers_or_other_keys_make_one_item() {
 fn a_state_that_is_one_leaf_or_an_empty_container_is_one_item() {
     let mut tree = Tree::new();
     tree.push_leaf(None, None);
-    let one = items(&StateSource { tree, leaves: vec![tensor()] }, &subchunk::Options::HOST).unwrap();
+    let one = items(&StateSource { tree, leaves: vec![tensor()] }, &subchunk::Options::HOST, &Writing::ALONE)
+        .unwrap();
     assert_eq!(names(&one), ["."]);
     assert_eq!(one.plans[0].leaves.len(), 1);
     let mut tree = Tree::new();
     tree.push_container(None, None, ContainerKind::Dict);
-    let empty = items(&StateSource { tree, leaves: vec![] }, &subchunk::Options::HOST).unwrap();
+    let empty =
+        items(&StateSource { tree, leaves: vec![] }, &subchunk::Options::HOST, &Writing::ALONE).unwrap();
     assert_eq!(names(&empty), ["."]);
 }
 
@@ -95,41 +101,50 @@ fn colliding_entries_and_bad_ties_are_refused_by_path() {
     tree.push_container(None, None, ContainerKind::Dict);
     tree.push_leaf(Some(0), key("x"));
     tree.push_leaf(Some(0), key("x"));
-    let error = items(&StateSource { tree, leaves: vec![tensor(), tensor()] }, &subchunk::Options::HOST)
-        .err()
-        .unwrap();
+    let error = items(
+        &StateSource { tree, leaves: vec![tensor(), tensor()] },
+        &subchunk::Options::HOST,
+        &Writing::ALONE,
+    )
+    .err()
+    .unwrap();
     assert_eq!(error.kind(), "unsupported_leaf");
     assert!(error.to_string().contains("`x`"), "{error}");
     let leaves = vec![tensor(), LeafSource::Alias(2), LeafSource::Alias(1), tensor()];
-    assert!(items(&state(leaves), &subchunk::Options::HOST).is_err());
+    assert!(items(&state(leaves), &subchunk::Options::HOST, &Writing::ALONE).is_err());
 }
 
 #[test]
-fn a_layout_of_parts_is_refused_by_path_and_a_whole_one_is_one_segment() {
-    let of = |layout| {
-        let part = LeafSource::Tensor {
+fn one_process_saves_what_it_holds_whole_and_is_told_of_the_hole_where_it_does_not() {
+    let of = |regions: &[Region]| {
+        let part = |region: &Region| Part { region: region.clone(), holders: Holders::This };
+        let source = LeafSource::Tensor {
             dtype: Dtype::Int16,
             shape: vec![4, 6],
-            layout,
+            parts: regions.iter().map(part).collect(),
             provider: Arc::new(Nothing),
         };
-        items(&state(vec![tensor(), tensor(), part, tensor()]), &subchunk::Options::HOST)
+        items(&state(vec![tensor(), tensor(), source, tensor()]), &subchunk::Options::HOST, &Writing::ALONE)
     };
     let region = |offset: [u64; 2], extent: [u64; 2]| Region {
         offset: offset.as_slice().into(),
         extent: extent.as_slice().into(),
     };
-    let half = |at| Layout::one_box(region([at, 0], [2, 6]), 2, None);
-    let whole = of(Layout::whole(&[4, 6], 2, None)).unwrap();
+    let whole = of(&[Region::whole(&[4, 6])]).unwrap();
     let LeafPlan::Tensor { chunks, .. } = &whole.plans[2].leaves[0] else { panic!("it is a tensor") };
     assert_eq!(chunks.len(), 1);
     assert_eq!(chunks[0].local, Region::whole(&[4, 6]));
-    let transposed = Layout::whole(&[4, 6], 2, Some(vec![2, 8].into()));
-    let twice = Layout([half(0).0, half(2).0].concat());
-    for layout in [half(0), half(2), twice, transposed, Layout::default()] {
-        let error = of(layout.clone()).err().unwrap();
-        assert_eq!(error.kind(), "unsupported_leaf", "{layout:?}");
-        assert!(error.to_string().contains("`b[0]`"), "{error}");
+    let (upper, lower) = (region([0, 0], [2, 6]), region([2, 0], [2, 6]));
+    assert!(of(&[upper.clone(), lower.clone()]).is_ok());
+    for (regions, why) in [
+        (vec![upper.clone()], "no chunk holds [2:4, 0:6]"),
+        (vec![lower.clone(), lower.clone(), upper], "both hold [2:4, 0:6]"),
+        (vec![lower, region([0, 0], [2, 7])], "does not lie in the tensor"),
+        (vec![], "no chunk holds [0:4, 0:6]"),
+    ] {
+        let error = of(&regions).err().unwrap();
+        assert_eq!(error.kind(), "unsupported_leaf", "{regions:?}");
+        assert!(error.to_string().contains("`b[0]`") && error.to_string().contains(why), "{error}");
     }
 }
 
@@ -137,14 +152,16 @@ fn a_layout_of_parts_is_refused_by_path_and_a_whole_one_is_one_segment() {
 fn a_shape_that_is_larger_than_any_memory_is_refused_by_path() {
     let vast = LeafSource::whole(Dtype::Int16, vec![u64::MAX; 3], Arc::new(Nothing));
     let error =
-        items(&state(vec![tensor(), vast, tensor(), tensor()]), &subchunk::Options::HOST).err().unwrap();
+        items(&state(vec![tensor(), vast, tensor(), tensor()]), &subchunk::Options::HOST, &Writing::ALONE)
+            .err()
+            .unwrap();
     assert_eq!(error.kind(), "unsupported_leaf");
     assert!(error.to_string().contains("`one`"), "{error}");
 }
 
 #[test]
 fn the_plan_hash_tells_structures_apart_and_not_values() {
-    let hash = |leaves| items(&state(leaves), &subchunk::Options::HOST).unwrap().plan_hash;
+    let hash = |leaves| items(&state(leaves), &subchunk::Options::HOST, &Writing::ALONE).unwrap().plan_hash;
     let base = hash(vec![tensor(), tensor(), tensor(), LeafSource::Object(Value::Int(1))]);
     assert_eq!(base, hash(vec![tensor(), tensor(), tensor(), LeafSource::Object(Value::Int(2))]));
     assert_ne!(base, hash(vec![tensor(), tensor(), tensor(), tensor()]));

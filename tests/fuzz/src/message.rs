@@ -8,10 +8,10 @@ use crate::sealed;
 pub fn run(input: &[u8]) {
     let Some((is_vote, bytes)) = sealed(input) else { return };
     if !is_vote {
-        if let Ok(announcement) = Announcement::decode(bytes) {
-            let written = announcement.encode().expect("what was read can be told");
-            let again = Announcement::decode(&written).expect("what was told can be read");
-            assert_eq!(again.encode().ok(), Some(written));
+        if let Ok((announcement, stale)) = Announcement::decode(bytes) {
+            let written = announcement.encode(stale).expect("what was read can be told");
+            let (again, stale) = Announcement::decode(&written).expect("what was told can be read");
+            assert_eq!(again.encode(stale).ok(), Some(written));
         }
         return;
     }

@@ -1,0 +1,510 @@
+//! The ranks that have opened one manager together. What they say to each other stands under names that begin with the session:
+//!
+//! | name | who leaves it | what it is |
+//! |---|---|---|
+//! | `<namespace>/hello/<rank>`, `<namespace>/welcome` | each, the leader | who is there; the session, or why there is none |
+//! | `<session>/call/<n>` | the leader | its answer to the n-th call that all make |
+//! | `<session>/part/<n>/<rank>` | each | what it has to say in that call, where the leader asks |
+//! | `<session>/vote/<save>/<rank>`, `<session>/verdict/<save>` | each, the leader | the commit |
+//! | `<session>/beat/<rank>` | each | a number that changes as long as its saves get on |
+//! | `<session>/bye/<rank>` | each | it has closed |
+//!
+//! All ranks make the same calls in the same order; one that makes another is told so. The leader takes off what everybody has read.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use stepwell_core::deadline::deadline_after;
+
+use super::{Coordinator, LEADER, Message};
+use crate::error::{Error, Relayed, Result};
+
+/// How long one look at the board takes at most, so that whoever waits can be told otherwise.
+const LOOK: Duration = Duration::from_millis(200);
+/// After so many calls, ranks say how far they have read.
+const CALLS_KEPT: u64 = 64;
+
+/// What a rank says of itself when it comes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Of the software: all ranks must plan alike.
+    version: String,
+    /// What it opens.
+    what: String,
+    /// The machine that it is on.
+    node: String,
+    /// What must be the same on all ranks, each with its name.
+    agreed: Vec<(String, String)>,
+}
+
+/// What the leader tells those who have come.
+#[derive(Serialize, Deserialize)]
+struct Welcome {
+    session: String,
+    /// For each rank, the number of its node.
+    nodes: Vec<u32>,
+    answer: serde_json::Value,
+}
+
+/// An answer of the leader.
+#[derive(Serialize, Deserialize)]
+enum Answer {
+    /// It.
+    Said(serde_json::Value),
+    /// Why there is none.
+    Failed(Relayed),
+}
+
+/// What a rank has to say in a call.
+#[derive(Serialize, Deserialize)]
+enum Part {
+    Said(serde_json::Value),
+    Failed(String),
+}
+
+/// See the module documentation.
+pub struct Team {
+    coordinator: Arc<dyn Coordinator>,
+    /// Where this team has met.
+    namespace: String,
+    session: String,
+    /// For each rank, the number of its node.
+    nodes: Vec<u32>,
+    patience: Duration,
+    /// Calls that all ranks make, so far.
+    calls: AtomicU64,
+    /// The first call whose answer has not been taken off.
+    kept_from: Mutex<u64>,
+    /// The first save whose verdict has not been taken off.
+    verdicts_from: Mutex<u64>,
+    /// The save before which the ranks have told each other their leaves, and the first one since of which a rank has said that its own are others.
+    told: Mutex<(u64, Option<u64>)>,
+}
+
+impl Team {
+    /// One process that asks nobody.
+    pub fn alone(session: String) -> Self {
+        Self {
+            coordinator: Arc::new(super::SingleProcess),
+            namespace: String::new(),
+            session,
+            nodes: vec![0],
+            patience: Duration::ZERO,
+            calls: AtomicU64::new(0),
+            kept_from: Mutex::new(0),
+            verdicts_from: Mutex::new(0),
+            told: Mutex::new((0, None)),
+        }
+    }
+
+    /// Meets the other ranks. `what` names what is opened, and `agreed` what must be the same on all ranks. On the leader, `lead` runs once everybody has come, with the
+    /// session: what it returns, or raises, all ranks get.
+    pub fn meet<T: Serialize + DeserializeOwned>(
+        coordinator: &Arc<dyn Coordinator>,
+        what: &str,
+        agreed: Vec<(String, String)>,
+        patience: Duration,
+        lead: impl FnOnce() -> Result<(String, T)>,
+    ) -> Result<(Self, T)> {
+        let namespace = coordinator.namespace();
+        let hello = Hello {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            what: what.to_owned(),
+            node: coordinator.node(),
+            agreed,
+        };
+        let (rank, size) = (coordinator.rank(), coordinator.world_size());
+        let board = Board { coordinator, patience };
+        let welcome_key = format!("{namespace}/welcome");
+        let mut led = None;
+        let welcome = if rank == LEADER {
+            let welcome = (|| {
+                let nodes = board.gather_hellos(&namespace, &hello, size)?;
+                let (session, answer) = lead()?;
+                let value = json(&answer)?;
+                led = Some(answer);
+                Ok(Welcome { session, nodes, answer: value })
+            })();
+            let answer = match &welcome {
+                Ok(welcome) => Answer::Said(json(welcome)?),
+                Err(error) => Answer::Failed(Relayed::of(error)),
+            };
+            coordinator.put(&welcome_key, &encoded(&answer)?)?;
+            welcome?
+        } else {
+            coordinator.put(&format!("{namespace}/hello/{rank}"), &encoded(&hello)?)?;
+            board.answer(&welcome_key, "to open")?
+        };
+        let Welcome { session, nodes, answer } = welcome;
+        let answer = match led {
+            Some(answer) => answer,
+            None => decoded_value(answer)?,
+        };
+        let team = Self {
+            coordinator: Arc::clone(coordinator),
+            namespace,
+            session,
+            nodes,
+            patience,
+            calls: AtomicU64::new(0),
+            kept_from: Mutex::new(0),
+            verdicts_from: Mutex::new(0),
+            told: Mutex::new((0, None)),
+        };
+        Ok((team, answer))
+    }
+
+    /// This process.
+    pub fn rank(&self) -> u32 {
+        self.coordinator.rank()
+    }
+
+    /// All processes.
+    pub fn world_size(&self) -> u32 {
+        self.coordinator.world_size()
+    }
+
+    /// Whether this is the rank that decides.
+    pub fn leads(&self) -> bool {
+        self.rank() == LEADER
+    }
+
+    /// Whether there are others.
+    pub fn is_alone(&self) -> bool {
+        self.world_size() == 1
+    }
+
+    /// The manager that they have opened.
+    pub fn session(&self) -> &str {
+        &self.session
+    }
+
+    /// For each rank, the number of its node.
+    pub fn nodes(&self) -> &[u32] {
+        &self.nodes
+    }
+
+    fn board(&self) -> Board<'_> {
+        Board { coordinator: &self.coordinator, patience: self.patience }
+    }
+
+    fn key(&self, what: &str) -> String {
+        format!("{}/{what}", self.session)
+    }
+
+    /// The leader's answer, on every rank; `answer` runs on the leader alone. `what` is the call, for whoever makes another one.
+    pub fn ask<T: Serialize + DeserializeOwned>(
+        &self,
+        what: &str,
+        answer: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        if self.is_alone() {
+            return answer();
+        }
+        let number = self.calls.fetch_add(1, Ordering::Relaxed);
+        if self.leads() {
+            let answer = answer();
+            self.say(number, what, &answer)?;
+            return answer;
+        }
+        self.hear(number, what)
+    }
+
+    /// What each rank has to say becomes one answer for all. Where one has failed, all do; `answer` runs on the leader alone, with what was said, by rank.
+    pub fn settle<S: Serialize + DeserializeOwned, T: Serialize + DeserializeOwned>(
+        &self,
+        what: &str,
+        mine: Result<S>,
+        answer: impl FnOnce(Vec<S>) -> Result<T>,
+    ) -> Result<T> {
+        if self.is_alone() {
+            return answer(vec![mine?]);
+        }
+        let number = self.calls.fetch_add(1, Ordering::Relaxed);
+        let part_key = |rank: u32| self.key(&format!("part/{number}/{rank}"));
+        if !self.leads() {
+            let part = match &mine {
+                Ok(said) => Part::Said(json(said)?),
+                Err(error) => Part::Failed(error.to_string()),
+            };
+            self.coordinator.put(&part_key(self.rank()), &encoded(&part)?)?;
+            // Its own failure is told here as it is, and not as the leader has heard of it.
+            mine?;
+            return self.hear(number, what);
+        }
+        let answer = mine.and_then(|mine| {
+            let mut said = vec![mine];
+            for rank in 1..self.world_size() {
+                let key = part_key(rank);
+                let part: Part = decoded(rank, &self.board().wait(&key, rank, what)?)?;
+                self.coordinator.remove(&key)?;
+                said.push(match part {
+                    Part::Said(value) => decoded_value(value)?,
+                    Part::Failed(cause) => return Err(Error::RankFailed { rank, cause }),
+                });
+            }
+            answer(said)
+        });
+        self.say(number, what, &answer)?;
+        answer
+    }
+
+    fn say<T: Serialize>(&self, number: u64, what: &str, answer: &Result<T>) -> Result<()> {
+        let answer = match answer {
+            Ok(said) => Answer::Said(json(said)?),
+            Err(error) => Answer::Failed(Relayed::of(error)),
+        };
+        self.coordinator.put(&self.key(&format!("call/{number}")), &encoded(&(what, answer))?)?;
+        if number % CALLS_KEPT == CALLS_KEPT - 1 {
+            self.forget_read()?;
+        }
+        Ok(())
+    }
+
+    fn hear<T: DeserializeOwned>(&self, number: u64, what: &str) -> Result<T> {
+        let message = self.board().wait(&self.key(&format!("call/{number}")), LEADER, what)?;
+        let (called, answer): (String, Answer) = decoded(LEADER, &message)?;
+        if number % CALLS_KEPT == CALLS_KEPT - 1 {
+            let read = self.key(&format!("read/{}", self.rank()));
+            self.coordinator.put(&read, &number.to_le_bytes())?;
+        }
+        if called != what {
+            let rank = self.rank();
+            return Err(Error::Invalid(format!(
+                "rank {rank} has called {what} where rank {LEADER} has called {called}: all ranks make the same calls of a manager, in the same order"
+            )));
+        }
+        match answer {
+            Answer::Said(value) => decoded_value(value),
+            Answer::Failed(error) => Err(Error::Relayed(error)),
+        }
+    }
+
+    /// Takes off the answers that everybody has read.
+    fn forget_read(&self) -> Result<()> {
+        let mut read_by_all = u64::MAX;
+        for rank in 1..self.world_size() {
+            let read = self.coordinator.get(&self.key(&format!("read/{rank}")), Duration::ZERO)?;
+            let number = read.and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
+            let Some(number) = number else { return Ok(()) };
+            read_by_all = read_by_all.min(number);
+        }
+        self.forget_calls(read_by_all.saturating_add(1))
+    }
+
+    fn forget_calls(&self, end: u64) -> Result<()> {
+        let mut kept_from = self.kept_from.lock().unwrap_or_else(PoisonError::into_inner);
+        for number in *kept_from..end {
+            self.coordinator.remove(&self.key(&format!("call/{number}")))?;
+        }
+        *kept_from = end.max(*kept_from);
+        Ok(())
+    }
+
+    /// Publishes this rank's vote on a save.
+    pub fn send_vote(&self, save: u64, vote: &[u8]) -> Result<()> {
+        self.coordinator.put(&self.key(&format!("vote/{save}/{}", self.rank())), vote)
+    }
+
+    /// The votes of these ranks that are there. Waits a moment for the first of them.
+    pub fn votes(&self, save: u64, of: &[u32], timeout: Duration) -> Result<Vec<(u32, Message)>> {
+        let mut found = Vec::new();
+        for &rank in of {
+            let wait = if found.is_empty() && Some(&rank) == of.first() { timeout } else { Duration::ZERO };
+            let key = self.key(&format!("vote/{save}/{rank}"));
+            if let Some(vote) = self.coordinator.get(&key, wait)? {
+                self.coordinator.remove(&key)?;
+                found.push((rank, vote));
+            }
+        }
+        Ok(found)
+    }
+
+    /// Tells all ranks how a save has ended.
+    pub fn send_verdict(&self, save: u64, verdict: &[u8]) -> Result<()> {
+        self.coordinator.put(&self.key(&format!("verdict/{save}")), verdict)
+    }
+
+    /// A rank has said in that save that its leaves are others than it had told. All ranks come to know of it, with the verdict. Of a save that was planned before they
+    /// told each other anew, it is no news.
+    pub fn is_outdated_by(&self, save: u64) {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if save >= told.0 {
+            told.1 = Some(told.1.map_or(save, |first| first.min(save)));
+        }
+    }
+
+    /// The first save of which that was said since the ranks have told each other.
+    pub fn outdated_by(&self) -> Option<u64> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner).1
+    }
+
+    /// The ranks have told each other anew, before that save.
+    pub fn have_told(&self, save: u64) {
+        *self.told.lock().unwrap_or_else(PoisonError::into_inner) = (save, None);
+    }
+
+    /// Takes off the verdicts on saves before that one: everybody has read them.
+    pub fn forget_verdicts(&self, before: u64) -> Result<()> {
+        let mut from = self.verdicts_from.lock().unwrap_or_else(PoisonError::into_inner);
+        for save in *from..before {
+            self.coordinator.remove(&self.key(&format!("verdict/{save}")))?;
+        }
+        *from = before.max(*from);
+        Ok(())
+    }
+
+    /// How a save has ended, if the leader has said so within that time.
+    pub fn verdict(&self, save: u64, timeout: Duration) -> Result<Option<Message>> {
+        self.coordinator.get(&self.key(&format!("verdict/{save}")), timeout)
+    }
+
+    /// Says that this rank's saves get on: a number that has not been said before.
+    pub fn beat(&self, moved: u64) -> Result<()> {
+        self.coordinator.put(&self.key(&format!("beat/{}", self.rank())), &moved.to_le_bytes())
+    }
+
+    /// What a rank has last said so.
+    pub fn beat_of(&self, rank: u32) -> Result<u64> {
+        let beat = self.coordinator.get(&self.key(&format!("beat/{rank}")), Duration::ZERO)?;
+        Ok(beat.and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes))
+    }
+
+    /// How often to beat, so that nobody takes this rank for a silent one.
+    pub fn beat_interval(&self) -> Duration {
+        (self.patience / 8).clamp(Duration::from_millis(10), Duration::from_secs(5))
+    }
+
+    /// This rank needs nobody any more. The leader waits until nobody needs it, and takes everything off; `saves`: how many there were.
+    pub fn leave(&self, saves: u64, timeout: Duration) -> Result<()> {
+        if self.is_alone() {
+            return Ok(());
+        }
+        if !self.leads() {
+            return self.coordinator.put(&self.key(&format!("bye/{}", self.rank())), b"");
+        }
+        let board = Board { coordinator: &self.coordinator, patience: timeout };
+        for rank in 1..self.world_size() {
+            board.wait(&self.key(&format!("bye/{rank}")), rank, "to close")?;
+        }
+        self.forget_calls(self.calls.load(Ordering::Relaxed))?;
+        self.forget_verdicts(saves)?;
+        for rank in 0..self.world_size() {
+            for what in ["bye", "beat", "read"] {
+                self.coordinator.remove(&self.key(&format!("{what}/{rank}")))?;
+            }
+            self.coordinator.remove(&format!("{}/hello/{rank}", self.namespace))?;
+        }
+        self.coordinator.remove(&format!("{}/welcome", self.namespace))
+    }
+}
+
+/// Waits, each with the same patience.
+struct Board<'a> {
+    coordinator: &'a Arc<dyn Coordinator>,
+    patience: Duration,
+}
+
+impl Board<'_> {
+    fn wait(&self, key: &str, rank: u32, what: &str) -> Result<Message> {
+        let begun = Instant::now();
+        let deadline = deadline_after(self.patience);
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if let Some(message) = self.coordinator.get(key, left.min(LOOK))? {
+                return Ok(message);
+            }
+            if left.is_zero() {
+                return Err(Error::CoordinationTimeout {
+                    missing: vec![rank],
+                    waited_for: what.to_owned(),
+                    seconds: begun.elapsed().as_secs_f64(),
+                });
+            }
+        }
+    }
+
+    fn answer<T: DeserializeOwned>(&self, key: &str, what: &str) -> Result<T> {
+        match decoded(LEADER, &self.wait(key, LEADER, what)?)? {
+            Answer::Said(value) => decoded_value(value),
+            Answer::Failed(error) => Err(Error::Relayed(error)),
+        }
+    }
+
+    /// Who has come, and on which nodes; refuses ranks that mean something else.
+    fn gather_hellos(&self, namespace: &str, own: &Hello, size: u32) -> Result<Vec<u32>> {
+        let mut names = vec![own.node.clone()];
+        let mut nodes = vec![0];
+        let deadline = deadline_after(self.patience);
+        let begun = Instant::now();
+        for rank in 1..size {
+            let key = format!("{namespace}/hello/{rank}");
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Some(message) = self.coordinator.get(&key, left)? else {
+                let mut missing = Vec::new();
+                for rank in rank..size {
+                    if self.coordinator.get(&format!("{namespace}/hello/{rank}"), Duration::ZERO)?.is_none() {
+                        missing.push(rank);
+                    }
+                }
+                let seconds = begun.elapsed().as_secs_f64();
+                let waited_for = format!("to open {}", own.what);
+                return Err(Error::CoordinationTimeout { missing, waited_for, seconds });
+            };
+            let hello: Hello = decoded(rank, &message)?;
+            own.check(rank, &hello)?;
+            let node = names.iter().position(|name| *name == hello.node).unwrap_or_else(|| {
+                names.push(hello.node);
+                names.len() - 1
+            });
+            nodes.push(node as u32);
+        }
+        Ok(nodes)
+    }
+}
+
+impl Hello {
+    fn check(&self, rank: u32, other: &Self) -> Result<()> {
+        let differ = |what: &str, here: &str, there: &str| {
+            Err(Error::Invalid(format!(
+                "the ranks do not agree on {what}: {here} on rank {LEADER}, {there} on rank {rank}"
+            )))
+        };
+        if self.version != other.version {
+            return differ("the version of stepwell", &self.version, &other.version);
+        }
+        if self.what != other.what {
+            return differ("what they open", &self.what, &other.what);
+        }
+        for ((name, here), (_, there)) in self.agreed.iter().zip(&other.agreed) {
+            if here != there {
+                return differ(name, here, there);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn json(value: &impl Serialize) -> Result<serde_json::Value> {
+    serde_json::to_value(value).map_err(|error| Error::Invalid(error.to_string()))
+}
+
+fn encoded(value: &impl Serialize) -> Result<Message> {
+    serde_json::to_vec(value).map_err(|error| Error::Invalid(error.to_string()))
+}
+
+fn decoded<T: DeserializeOwned>(rank: u32, message: &[u8]) -> Result<T> {
+    serde_json::from_slice(message).map_err(|error| not_understood(rank, &error))
+}
+
+fn decoded_value<T: DeserializeOwned>(value: serde_json::Value) -> Result<T> {
+    serde_json::from_value(value).map_err(|error| not_understood(LEADER, &error))
+}
+
+fn not_understood(rank: u32, error: &serde_json::Error) -> Error {
+    let cause = format!("what it says cannot be read ({error}); are all ranks of one version?");
+    Error::RankFailed { rank, cause }
+}

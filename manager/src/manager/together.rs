@@ -1,0 +1,309 @@
+//! What several ranks do together. One process does none of it.
+//!
+//! * Nobody asks the leader whether a step is saved where every rank can know: the policy needs nothing but the step, and the step is above all that were ever
+//!   begun. Else (clocks, signals, callables, a step that may be there) the leader's answer binds all.
+//! * Every save has the same number on all ranks. So a rank whose call of `save` raises takes part all the same: it votes that it could not ([`Inner::abstain`]).
+//! * The failure of a save is raised by the same call on all ranks: by the first `save` before which that save has ended on each of them.
+//! * Before the first save, and after one of which a rank has said that its leaves are others, the ranks tell each other which leaves they have ([`Census`]).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+use stepwell_core::deadline::deadline_after;
+use stepwell_core::format::manifest::Attempt;
+use stepwell_core::limits::MAX_STEP;
+
+use super::saving::Decision;
+use super::{Exists, Inner, Manager, SaveRequest};
+use crate::commit::{Announcement, Verdict, Vote};
+use crate::error::{Error, Result};
+use crate::save::{Refusal, Save};
+use crate::save_policy::Facts;
+use crate::state::{Census, StateSource, plain_leaves};
+
+/// A [`Decision`], as the leader tells it.
+#[derive(Serialize, Deserialize)]
+enum Said {
+    Save,
+    Replace,
+    Policy,
+    Exists,
+    Pending,
+}
+
+/// What can be known on every rank alike.
+struct Alike<'a> {
+    step: u64,
+    is_first: bool,
+    custom: &'a BTreeMap<String, bool>,
+}
+
+impl Facts for Alike<'_> {
+    fn step(&self) -> u64 {
+        self.step
+    }
+
+    fn is_first(&self) -> Result<bool> {
+        Ok(self.is_first)
+    }
+
+    fn seconds_since_save(&self) -> Result<Option<f64>> {
+        Ok(None)
+    }
+
+    fn saving(&self) -> bool {
+        false
+    }
+
+    fn preempted(&self) -> bool {
+        false
+    }
+
+    fn custom(&self, name: &str) -> bool {
+        self.custom.get(name).copied().unwrap_or(false)
+    }
+}
+
+impl Inner {
+    /// [`Inner::decide`], where there are others: the same on all ranks.
+    pub(super) fn decide_together(
+        &self,
+        step: u64,
+        force: bool,
+        exists: Exists,
+        custom: &BTreeMap<String, bool>,
+    ) -> Result<Decision> {
+        if self.team.is_alone() || self.options.read_only || step > MAX_STEP {
+            return self.decide(step, force, exists, custom);
+        }
+        self.settle_failures(step)?;
+        if force || self.options.save_policy.is_deterministic() {
+            if !force && !self.says_yes_alike(step, custom)? {
+                return Ok(Decision::Refuse(Refusal::Policy));
+            }
+            if self.lock().highest.is_none_or(|highest| step > highest) {
+                return Ok(Decision::Save);
+            }
+        }
+        let said = self.ask_with_signals("save", || {
+            Ok(match self.decide(step, force, exists, custom)? {
+                Decision::Save => Said::Save,
+                Decision::Replace => Said::Replace,
+                Decision::Refuse(Refusal::Policy | Refusal::ReadOnly) => Said::Policy,
+                Decision::Refuse(Refusal::Exists) => Said::Exists,
+                Decision::Pending(_) => Said::Pending,
+            })
+        })?;
+        Ok(match said {
+            Said::Save => Decision::Save,
+            Said::Replace => Decision::Replace,
+            Said::Policy => Decision::Refuse(Refusal::Policy),
+            Said::Exists => Decision::Refuse(Refusal::Exists),
+            Said::Pending => {
+                let state = self.lock();
+                match state.pending.iter().find(|save| save.step() == step) {
+                    Some(pending) => Decision::Pending(pending.clone()),
+                    // It has ended on this rank meanwhile.
+                    None => Decision::Refuse(Refusal::Exists),
+                }
+            }
+        })
+    }
+
+    /// What a deterministic policy says, of what every rank knows.
+    pub(super) fn says_yes_alike(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
+        let is_first = self.lock().highest.is_none();
+        self.options.save_policy.should_save(&Alike { step, is_first, custom })
+    }
+
+    /// The leader's answer, where that may depend on whether the job is to be preempted: whoever has got the signal, all ranks know of it when they have the answer.
+    pub(super) fn ask_with_signals<T: Serialize + for<'de> Deserialize<'de>>(
+        &self,
+        what: &str,
+        answer: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        if !self.options.save_policy.listens() {
+            return self.team.ask(what, answer);
+        }
+        let mine = self.lock().preemption_asked;
+        let (answer, preempted) = self.team.settle(what, Ok(mine), |asked| {
+            self.lock().preemption_asked |= asked.contains(&true);
+            let answer = answer()?;
+            Ok((answer, self.lock().preempted))
+        })?;
+        let mut state = self.lock();
+        if preempted.is_some() {
+            state.preempted = preempted;
+        }
+        Ok(answer)
+    }
+
+    /// Waits until all saves have ended, on this rank, that must have before the next one may be begun. Raises the failure of one of them, on all ranks, if one of
+    /// them has not seen it.
+    fn settle_failures(&self, step: u64) -> Result<()> {
+        let before = {
+            let state = self.lock();
+            state.counter.saturating_sub(self.options.max_pending as u64 + 1)
+        };
+        let begun = Instant::now();
+        let limit = self.options.stall_timeout;
+        let mut deadline = deadline_after(limit);
+        let mut seen = None;
+        let mut state = self.lock();
+        while (state.over_before..before).any(|counter| !state.over.contains(&counter)) {
+            let progress = state.pending.first().map(|first| (first.step(), first.moved()));
+            if progress != seen {
+                seen = progress;
+                deadline = deadline_after(limit);
+            }
+            if Instant::now() >= deadline {
+                let waited_for = "an earlier save to end".to_owned();
+                return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
+            }
+            let pause = deadline_after(std::time::Duration::from_millis(20));
+            state = match self.wait(state, pause.min(deadline)) {
+                Some(state) => state,
+                None => self.lock(),
+            };
+        }
+        for counter in state.over_before..before {
+            state.over.remove(&counter);
+        }
+        state.over_before = state.over_before.max(before);
+        let later = state.unsettled.split_off(&before);
+        let failed = std::mem::replace(&mut state.unsettled, later);
+        if failed.is_empty() {
+            return Ok(());
+        }
+        let unseen = state.failed.iter().any(Save::is_unseen);
+        drop(state);
+        let raise: bool = self
+            .team
+            .settle("save after one that failed", Ok(unseen), |unseen| Ok(unseen.contains(&true)))?;
+        if raise { self.raise_failure(step) } else { Ok(()) }
+    }
+
+    /// Raises the failure that this rank has not seen, or has: another has not.
+    fn raise_failure(&self, step: u64) -> Result<()> {
+        self.raise_unseen(Some(step))?;
+        let last = self.lock().last_failure.clone();
+        match last {
+            Some(save) if self.options.on_save_error == crate::options::OnSaveError::Raise => {
+                let error = save.outcome().and_then(|outcome| outcome.error().cloned());
+                error.map_or(Ok(()), |source| Err(Error::Earlier { unsaved: Some(step), save, source }))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A call of `save` that all ranks make has raised on this one before anything was begun: the save has its number all the same, and fails on all of them.
+    pub(super) fn abstain(&self, step: u64, cause: &str) {
+        if self.team.is_alone() || self.options.read_only {
+            return;
+        }
+        let counter = {
+            let mut state = self.lock();
+            let counter = state.counter;
+            state.counter += 1;
+            state.highest = state.highest.max(Some(step));
+            state.over.insert(counter);
+            state.unsettled.insert(counter);
+            counter
+        };
+        let told = if self.team.leads() {
+            let error = Error::RankFailed { rank: 0, cause: cause.to_owned() };
+            let announcement = Announcement::of(&Verdict::NotCommitted(error));
+            announcement.encode(false).and_then(|verdict| self.team.send_verdict(counter, &verdict))
+        } else {
+            let attempt = Attempt { session: self.team.session().to_owned(), counter };
+            let vote = Vote { rank: self.team.rank(), attempt, stale: false, parts: Err(cause.to_owned()) };
+            vote.encode().and_then(|vote| self.team.send_vote(counter, &vote))
+        };
+        if let Err(error) = told {
+            tracing::warn!(step, %error, "the other ranks could not be told that this one does not save");
+        }
+    }
+
+    /// Who has the leaves that are simply there: as the ranks have told each other, now if nobody has yet or that is no longer so. And whether this rank's are others.
+    pub(super) fn census(&self, state: &StateSource) -> Result<Option<(Arc<Census>, bool)>> {
+        if self.team.is_alone() {
+            return Ok(None);
+        }
+        let leaves = plain_leaves(state);
+        let rank = self.team.rank();
+        let known = {
+            let state = self.lock();
+            // All saves that may have said so have ended on all ranks: see `settle_failures`.
+            let lag = self.options.max_pending as u64 + 2;
+            let outdated = self.team.outdated_by().is_some_and(|save| state.counter >= save + lag);
+            state.census.clone().filter(|_| !outdated)
+        };
+        if let Some(census) = known {
+            let stale = !census.has(rank, &leaves);
+            return Ok(Some((census, stale)));
+        }
+        let all: Vec<(u32, Vec<u64>)> = self.team.settle("save", Ok((rank, leaves)), Ok)?;
+        let census = Arc::new(Census::new(&all));
+        let mut state = self.lock();
+        state.census = Some(Arc::clone(&census));
+        self.team.have_told(state.counter);
+        drop(state);
+        Ok(Some((census, false)))
+    }
+
+    /// Verdicts that all ranks have read, since they have voted on this save.
+    pub(super) fn forget_verdicts(&self, counter: u64) {
+        if self.team.is_alone() || !self.team.leads() {
+            return;
+        }
+        let read = counter.saturating_sub(self.options.max_pending as u64 + 1);
+        if let Err(error) = self.team.forget_verdicts(read) {
+            tracing::debug!(%error, "what all ranks have read stays for now");
+        }
+    }
+}
+
+impl Manager {
+    /// Says that a call of `save` which all ranks make has raised on this one, after [`Manager::decide`] has said that the step is saved and before [`Manager::save_with`] or
+    /// [`Manager::plan_save`] was called.
+    pub fn abstain(&self, step: u64, cause: &str) {
+        if self.inner.birth.is_here() {
+            self.inner.abstain(step, cause);
+        }
+    }
+
+    /// The step that a restore takes (`None`: the latest): the leader's answer, on every rank.
+    pub fn choose(&self, step: Option<u64>) -> Result<u64> {
+        self.inner.check_usable()?;
+        let chosen = self.inner.team.ask("restore", || Ok(self.inner.find(step)?.manifest.step))?;
+        self.inner.lock().chosen = Some(chosen);
+        Ok(chosen)
+    }
+
+    /// What each rank has come to becomes one end for all: where one has failed, so have all, with its cause.
+    pub fn agree(&self, what: &str, mine: Result<()>) -> Result<()> {
+        self.inner.check_usable()?;
+        self.inner.team.settle(what, mine, |_| Ok(()))
+    }
+
+    /// This process, and all of them.
+    pub fn ranks(&self) -> (u32, u32) {
+        (self.inner.team.rank(), self.inner.team.world_size())
+    }
+
+    /// A save of several ranks, planned: the caller has decided that it saves.
+    pub(super) fn planning<T>(
+        &self,
+        request: SaveRequest,
+        plan: impl FnOnce(SaveRequest) -> Result<T>,
+    ) -> Result<T> {
+        let step = request.step;
+        let planned = plan(request);
+        if let Err(error) = &planned {
+            self.inner.abstain(step, &error.to_string());
+        }
+        planned
+    }
+}

@@ -1,0 +1,314 @@
+//! What this rank writes of its state: all of what it alone holds, and its share of what others hold too ([`stepwell_reshard::partition`]).
+//!
+//! Whoever holds a region knows who else does: the layouts say so, and of leaves that are simply there (whole, on every rank that has them) the ranks have told each
+//! other. Then the plan needs no message.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use stepwell_core::region::{Region, volume};
+use stepwell_reshard::partition::{Held, Writers, shares};
+use stepwell_reshard::tiling;
+
+use super::{Fnv, Holders, LeafSource, Part, StateSource};
+use crate::error::{Error, Result};
+
+/// What an object counts where bytes are balanced: how long it is, is known when it is encoded.
+const OBJECT_BYTES: u64 = 64;
+
+/// Who writes, and what is known of the others.
+#[derive(Clone, Copy)]
+pub(crate) struct Writing<'a> {
+    pub rank: u32,
+    pub world_size: u32,
+    /// For each rank, the number of its node.
+    pub nodes: &'a [u32],
+    /// At most so many writers for each node.
+    pub writers_per_node: Option<u32>,
+    /// Who has the leaves that are simply there; `None`: nobody has asked yet, and every rank writes all of its own.
+    pub census: Option<&'a Census>,
+}
+
+impl Writing<'_> {
+    /// One process.
+    #[cfg(test)]
+    pub(crate) const ALONE: Self =
+        Self { rank: 0, world_size: 1, nodes: &[0], writers_per_node: None, census: None };
+
+    /// The directory of an item. One process numbers them; ranks whose states differ must come to the same name by themselves.
+    pub(super) fn dir(&self, number: usize, name: &str) -> String {
+        if self.world_size == 1 {
+            return format!("i{number}");
+        }
+        let mut hash = Fnv::new();
+        hash.add(name.as_bytes());
+        format!("i-{:016x}", hash.half())
+    }
+
+    fn ranks(&self, holders: &Holders, path: u64) -> Group {
+        match holders {
+            Holders::This => Group::Alone,
+            Holders::Ranks(ranks) if ranks.len() <= 1 => Group::Alone,
+            Holders::Ranks(ranks) => Group::Ranks(Arc::clone(ranks)),
+            Holders::Replicas { count, .. } if *count <= 1 => Group::Alone,
+            Holders::Replicas { index, count } => Group::Places(*index, *count),
+            Holders::Everyone => match self.census.and_then(|census| census.holders(path)) {
+                Some(ranks) if !ranks.contains(&self.rank) => Group::Unsettled,
+                Some(ranks) if ranks.len() > 1 => Group::Ranks(ranks),
+                Some(_) => Group::Alone,
+                None => Group::Unsettled,
+            },
+        }
+    }
+}
+
+/// Which ranks have the leaves that are simply there.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Census {
+    /// Path hashes, in order, each with the number of its set of ranks.
+    leaves: Vec<(u64, u32)>,
+    sets: Vec<Arc<[u32]>>,
+}
+
+impl Census {
+    /// From what each rank has: ranks in order, and their leaves' hashes.
+    pub(crate) fn new(ranks: &[(u32, Vec<u64>)]) -> Self {
+        let mut holders: HashMap<u64, Vec<u32>> = HashMap::new();
+        for (rank, leaves) in ranks {
+            for &leaf in leaves {
+                holders.entry(leaf).or_default().push(*rank);
+            }
+        }
+        let mut sets: Vec<Arc<[u32]>> = Vec::new();
+        let mut numbers: HashMap<Arc<[u32]>, u32> = HashMap::new();
+        let mut leaves: Vec<(u64, u32)> = Vec::with_capacity(holders.len());
+        for (leaf, mut ranks) in holders {
+            ranks.sort_unstable();
+            ranks.dedup();
+            let number = *numbers.entry(ranks.into()).or_insert_with_key(|set| {
+                sets.push(Arc::clone(set));
+                sets.len() as u32 - 1
+            });
+            leaves.push((leaf, number));
+        }
+        leaves.sort_unstable();
+        Self { leaves, sets }
+    }
+
+    /// Who has a leaf; `None` where nobody has said so.
+    fn holders(&self, path: u64) -> Option<Arc<[u32]>> {
+        let at = self.leaves.binary_search_by_key(&path, |&(leaf, _)| leaf).ok()?;
+        let (_, set) = self.leaves.get(at)?;
+        self.sets.get(*set as usize).cloned()
+    }
+
+    /// The leaves of a rank, in order: whether they are still those that it has.
+    pub(crate) fn has(&self, rank: u32, leaves: &[u64]) -> bool {
+        let of = |set: &Arc<[u32]>| set.binary_search(&rank).is_ok();
+        let mine: Vec<bool> = self.sets.iter().map(of).collect();
+        let known = self.leaves.iter().filter(|(_, set)| mine.get(*set as usize) == Some(&true));
+        known.map(|(leaf, _)| leaf).eq(leaves)
+    }
+}
+
+/// Hashes of the paths of those leaves of a state that are simply there, in order.
+pub(crate) fn plain_leaves(state: &StateSource) -> Vec<u64> {
+    let paths = path_hashes(state);
+    let is_plain = |source: &LeafSource| match source {
+        LeafSource::Tensor { parts, .. } => parts.iter().any(|part| part.holders == Holders::Everyone),
+        LeafSource::Object(_) => true,
+        LeafSource::Alias(_) => false,
+    };
+    let mut plain: Vec<u64> =
+        state.leaves.iter().zip(paths).filter(|(source, _)| is_plain(source)).map(|(_, path)| path).collect();
+    plain.sort_unstable();
+    plain
+}
+
+/// Of each leaf: a hash of its path.
+fn path_hashes(state: &StateSource) -> Vec<u64> {
+    use stepwell_core::format::index_v1::ComponentSpelling;
+    use stepwell_core::tree::NodeKind;
+    let nodes = state.tree.nodes();
+    let mut hashes: Vec<u64> = Vec::with_capacity(nodes.len());
+    let mut leaves = vec![0; state.leaves.len()];
+    for node in nodes {
+        let mut hash = Fnv::new();
+        if let Some(component) = &node.component {
+            let ComponentSpelling { tag, number, name } = ComponentSpelling::of(Some(component));
+            hash.add(&hashes.get(node.parent as usize).copied().unwrap_or(0).to_le_bytes());
+            hash.add(&[tag]);
+            hash.add(&number.to_le_bytes());
+            hash.add(name.as_bytes());
+        }
+        hashes.push(hash.half());
+        if let NodeKind::Leaf(leaf) = node.kind
+            && let Some(place) = leaves.get_mut(leaf as usize)
+        {
+            *place = hash.half();
+        }
+    }
+    leaves
+}
+
+/// What this rank writes of each leaf of a state.
+pub(crate) struct Shares {
+    /// Of each leaf: boxes of its tensor; `None`: others write all of it.
+    mine: Vec<Option<Vec<Region>>>,
+    /// Leaves that others may write too, in order.
+    unsettled: Vec<u32>,
+}
+
+/// Who holds a part, as far as that matters for who writes it.
+enum Group {
+    Alone,
+    /// This rank has not had it when the ranks told each other: whoever has it now writes it, and the leader takes it once.
+    Unsettled,
+    Ranks(Arc<[u32]>),
+    /// This place, of so many.
+    Places(u32, u32),
+}
+
+/// A part that others hold too.
+struct Shared {
+    leaf: usize,
+    /// What puts the parts of a group in the same order on all of its ranks.
+    order: (u64, Region),
+    held: Held,
+}
+
+impl Shares {
+    pub(crate) fn of(state: &StateSource, writing: &Writing<'_>) -> Result<Self> {
+        if writing.world_size == 1 {
+            return Self::alone(state);
+        }
+        let paths = path_hashes(state);
+        let mut mine: Vec<Option<Vec<Region>>> = vec![None; state.leaves.len()];
+        let mut unsettled = Vec::new();
+        let mut groups: HashMap<Arc<[u32]>, Vec<Shared>> = HashMap::new();
+        for (leaf, (source, &path)) in state.leaves.iter().zip(&paths).enumerate() {
+            let Some(own) = mine.get_mut(leaf) else { continue };
+            match source {
+                LeafSource::Tensor { dtype, shape, parts, .. } => {
+                    check_size(state, leaf, shape, dtype.size())?;
+                    for Part { region, holders } in parts {
+                        let held = Held { extent: region.extent.clone(), itemsize: dtype.size() as u64 };
+                        match writing.ranks(holders, path) {
+                            Group::Alone => own.get_or_insert_default().push(region.clone()),
+                            Group::Unsettled => {
+                                unsettled.push(leaf as u32);
+                                own.get_or_insert_default().push(region.clone());
+                            }
+                            Group::Ranks(ranks) => {
+                                let order = (path, region.clone());
+                                groups.entry(ranks).or_default().push(Shared { leaf, order, held });
+                            }
+                            Group::Places(index, count) => {
+                                if let Some(share) = of_places(path, region, held, index, count) {
+                                    own.get_or_insert_default().extend(share);
+                                }
+                            }
+                        }
+                    }
+                }
+                LeafSource::Object(_) => match writing.ranks(&Holders::Everyone, path) {
+                    Group::Ranks(ranks) => {
+                        let order = (path, Region::whole(&[]));
+                        let held = Held { extent: vec![].into(), itemsize: OBJECT_BYTES };
+                        groups.entry(ranks).or_default().push(Shared { leaf, order, held });
+                    }
+                    _ => *own = Some(Vec::new()),
+                },
+                LeafSource::Alias(_) => {}
+            }
+        }
+        for (ranks, mut shared) in groups {
+            shared.sort_by(|one, other| {
+                let key = |shared: &Shared| (shared.order.0, shared.order.1.offset.clone());
+                key(one).cmp(&key(other))
+            });
+            let writers = Writers::new(&ranks, writing.nodes, writing.writers_per_node);
+            let (places, held): (Vec<(usize, Region)>, Vec<Held>) =
+                shared.into_iter().map(|shared| ((shared.leaf, shared.order.1), shared.held)).unzip();
+            let shares = shares(&held, &writers, writing.rank);
+            for ((leaf, region), share) in places.into_iter().zip(shares) {
+                let (Some(own), Some(share)) = (mine.get_mut(leaf), share) else { continue };
+                own.get_or_insert_default().extend(share.into_iter().map(|part| inside(&region, part)));
+            }
+        }
+        for own in mine.iter_mut().flatten() {
+            // In whatever order the groups came.
+            own.sort_by(|one, other| one.offset.cmp(&other.offset));
+        }
+        Ok(Self { mine, unsettled })
+    }
+
+    /// One process writes everything, and must have everything.
+    fn alone(state: &StateSource) -> Result<Self> {
+        let share = |(leaf, source): (usize, &LeafSource)| {
+            let LeafSource::Tensor { dtype, shape, parts, .. } = source else { return Ok(Some(Vec::new())) };
+            check_size(state, leaf, shape, dtype.size())?;
+            let regions: Vec<Region> = parts.iter().map(|part| part.region.clone()).collect();
+            if let [only] = regions.as_slice()
+                && *only == Region::whole(shape)
+            {
+                return Ok(Some(regions));
+            }
+            tiling::check_regions(shape, &regions).map_err(|fault| {
+                let what = format!(
+                    "this process is the only one that saves, and does not hold all of it exactly once: {fault}"
+                );
+                refused(state, leaf, what)
+            })?;
+            Ok(Some(regions))
+        };
+        let mine = state.leaves.iter().enumerate().map(share).collect::<Result<_>>()?;
+        Ok(Self { mine, unsettled: Vec::new() })
+    }
+
+    /// Whether this rank writes something of a leaf, or is the one that says that it is empty.
+    pub(super) fn is_mine(&self, leaf: u32) -> bool {
+        self.mine.get(leaf as usize).is_some_and(Option::is_some)
+    }
+
+    /// Whether others may write a leaf too.
+    pub(super) fn is_unsettled(&self, leaf: u32) -> bool {
+        self.unsettled.binary_search(&leaf).is_ok()
+    }
+
+    /// What this rank writes of a tensor.
+    pub(super) fn regions(&self, leaf: u32) -> &[Region] {
+        self.mine.get(leaf as usize).and_then(Option::as_deref).unwrap_or_default()
+    }
+}
+
+/// The share of one of several replicas that do not know each other: whoever writes a small region is told by its name.
+fn of_places(path: u64, region: &Region, held: Held, index: u32, count: u32) -> Option<Vec<Region>> {
+    let mut hash = Fnv::new();
+    hash.add(&path.to_le_bytes());
+    region.offset.iter().for_each(|first| hash.add(&first.to_le_bytes()));
+    let first = (hash.half() % u64::from(count)) as u32;
+    // Another one is the first for each region: none of them writes all that is small.
+    let place = (index + count - first) % count;
+    let share = shares(&[held], &Writers::alike(count), place).pop().flatten()?;
+    Some(share.into_iter().map(|part| inside(region, part)).collect())
+}
+
+/// A box of a region, in the tensor's coordinates.
+fn inside(region: &Region, mut part: Region) -> Region {
+    for (at, &first) in part.offset.iter_mut().zip(&region.offset) {
+        *at += first;
+    }
+    part
+}
+
+fn check_size(state: &StateSource, leaf: usize, shape: &[u64], itemsize: usize) -> Result<()> {
+    let bytes = volume(shape).and_then(|volume| volume.checked_mul(itemsize as u64));
+    bytes
+        .map(drop)
+        .ok_or_else(|| refused(state, leaf, format!("its shape {shape:?} is larger than any memory")))
+}
+
+fn refused(state: &StateSource, leaf: usize, what: String) -> Error {
+    stepwell_core::Error::Leaf { leaf: state.tree.leaf_path(leaf as u32).to_string(), what }.into()
+}

@@ -1,0 +1,504 @@
+//! Several ranks save together: each byte once, all or nothing, the same answer on every rank. Ranks are threads here, over one simulated disk.
+
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests end by them")]
+#![expect(clippy::unnecessary_wraps, reason = "what a tree takes")]
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{LONG, TestRng, read};
+use stepwell_core::dtype::Dtype;
+use stepwell_core::io::simulated::SimDisk;
+use stepwell_core::leaf_path::Component;
+use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::region::Region;
+use stepwell_core::staging::{Filling, Slot};
+use stepwell_core::tree::{ContainerKind, Tree};
+use stepwell_core::value::Value;
+use stepwell_manager::coordination::SingleProcess;
+use stepwell_manager::coordination::in_process::InProcess;
+use stepwell_manager::environment::SystemClock;
+use stepwell_manager::state::{Holders, Part};
+use stepwell_manager::{
+    Environment, Error, LeafSource, Manager, Options, Outcome, Result, Retention, SaveRequest, StateSource,
+};
+
+/// Several ranks, and what they share.
+struct Job {
+    disk: SimDisk,
+    rng: Arc<TestRng>,
+}
+
+impl Job {
+    fn new() -> Self {
+        Self { disk: SimDisk::new(), rng: Arc::default() }
+    }
+
+    fn environment(
+        &self,
+        coordinator: impl stepwell_manager::coordination::Coordinator + 'static,
+    ) -> Environment {
+        Environment {
+            disk: Arc::new(self.disk.clone()),
+            clock: Arc::new(SystemClock::default()),
+            rng: self.rng.clone(),
+            coordinator: Arc::new(coordinator),
+            staging: None,
+        }
+    }
+
+    /// Runs one function per rank, each on a thread of its own, and gives what they return.
+    fn run<T: Send>(&self, ranks: u32, per_node: u32, rank: impl Fn(u32, Environment) -> T + Sync) -> Vec<T> {
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0_u32..)
+                .zip(InProcess::ranks(ranks, per_node))
+                .map(|(number, coordinator)| {
+                    let environment = self.environment(coordinator);
+                    let rank = &rank;
+                    scope.spawn(move || rank(number, environment))
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    /// What one process finds: the bytes of each leaf, by path.
+    fn restored(&self, step: u64) -> Vec<(String, Vec<u8>)> {
+        let options = Options { read_only: true, ..options() };
+        let manager =
+            Manager::open(Path::new(common::ROOT), options, self.environment(SingleProcess)).unwrap();
+        read(&manager.checkpoint(Some(step)).unwrap())
+    }
+
+    fn data_bytes(&self) -> Vec<u64> {
+        let image = self.disk.image();
+        let mut lengths = Vec::new();
+        let mut open = vec![common::ROOT.to_owned()];
+        while let Some(path) = open.pop() {
+            let Some(node) = image.get(&path) else { continue };
+            match node.entries() {
+                Some(entries) => open.extend(entries.iter().map(|(name, _)| format!("{path}/{name}"))),
+                None if Path::new(&path).extension().is_some_and(|extension| extension == "data") => {
+                    lengths.push(node.bytes().map_or(0, |bytes| bytes.len() as u64));
+                }
+                None => {}
+            }
+        }
+        lengths
+    }
+}
+
+fn options() -> Options {
+    Options { stall_timeout: Duration::from_secs(20), staging_bytes: Some(32 << 20), ..Options::default() }
+}
+
+fn open(environment: Environment, options: Options) -> Result<Manager> {
+    Manager::open(Path::new(common::ROOT), options, environment)
+}
+
+/// Elements of a whole tensor, told by their place: whoever asks for a region gets those.
+struct Places {
+    columns: u64,
+    seed: u8,
+}
+
+impl Places {
+    fn at(&self, row: u64, column: u64) -> u8 {
+        ((row * self.columns + column) as u8).wrapping_mul(31).wrapping_add(self.seed)
+    }
+}
+
+impl StateProvider for Places {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+        for fill in fills {
+            let width = fill.local.extent[1];
+            for (n, byte) in (fill.from..).zip(slot.part(fill.at, fill.len)?) {
+                *byte = self.at(fill.local.offset[0] + n / width, fill.local.offset[1] + n % width);
+            }
+        }
+        Ok(Ticket::Done)
+    }
+}
+
+fn key(name: &str) -> Option<Component> {
+    Some(Component::Key(name.into()))
+}
+
+/// `rows` × `columns` bytes; this rank holds these parts.
+fn tensor(rows: u64, columns: u64, seed: u8, parts: Vec<Part>) -> LeafSource {
+    let provider = Arc::new(Places { columns, seed });
+    LeafSource::Tensor { dtype: Dtype::Uint8, shape: vec![rows, columns], parts, provider }
+}
+
+fn part(offset: [u64; 2], extent: [u64; 2], holders: Holders) -> Part {
+    let region = Region { offset: offset.as_slice().into(), extent: extent.as_slice().into() };
+    Part { region, holders }
+}
+
+fn expected(rows: u64, columns: u64, seed: u8) -> Vec<u8> {
+    let places = Places { columns, seed };
+    (0..rows)
+        .flat_map(|row| (0..columns).map(move |column| (row, column)))
+        .map(|(r, c)| places.at(r, c))
+        .collect()
+}
+
+const ROWS: u64 = 64;
+const COLUMNS: u64 = 48;
+
+/// A model over 4 ranks: rows cut over all of them, columns cut over pairs and held alike by two ranks each, and what everybody has.
+fn model(rank: u32, step: u64) -> StateSource {
+    let seed = step as u8;
+    let mut tree = Tree::new();
+    let root = tree.push_container(None, None, ContainerKind::Dict);
+    let params = tree.push_container(Some(root), key("params"), ContainerKind::Dict);
+    for name in ["rows", "columns", "norm"] {
+        tree.push_leaf(Some(params), key(name));
+    }
+    // A layer that only the second half of the ranks has.
+    if rank >= 2 {
+        tree.push_leaf(Some(params), key("head"));
+    }
+    tree.push_leaf(Some(root), key("step"));
+    let quarter = ROWS / 4;
+    let rows = part([quarter * u64::from(rank), 0], [quarter, COLUMNS], Holders::This);
+    let pair: Arc<[u32]> = if rank.is_multiple_of(2) { [0, 2].into() } else { [1, 3].into() };
+    let columns = part([0, COLUMNS / 2 * u64::from(rank % 2)], [ROWS, COLUMNS / 2], Holders::Ranks(pair));
+    let everyone = |rows| vec![part([0, 0], [rows, COLUMNS], Holders::Everyone)];
+    let mut leaves = vec![
+        tensor(ROWS, COLUMNS, seed, vec![rows]),
+        tensor(ROWS, COLUMNS, seed ^ 1, vec![columns]),
+        tensor(8, COLUMNS, seed ^ 2, everyone(8)),
+    ];
+    if rank >= 2 {
+        leaves.push(tensor(16, COLUMNS, seed ^ 3, everyone(16)));
+    }
+    leaves.push(LeafSource::Object(Value::Int(step as i64)));
+    StateSource { tree, leaves }
+}
+
+fn assert_model(job: &Job, step: u64) {
+    let seed = step as u8;
+    let found = job.restored(step);
+    let names: Vec<&str> = found.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["params/rows", "params/columns", "params/norm", "params/head", "step"]);
+    assert_eq!(found[0].1, expected(ROWS, COLUMNS, seed));
+    assert_eq!(found[1].1, expected(ROWS, COLUMNS, seed ^ 1));
+    assert_eq!(found[2].1, expected(8, COLUMNS, seed ^ 2));
+    assert_eq!(found[3].1, expected(16, COLUMNS, seed ^ 3));
+}
+
+fn committed(save: &stepwell_manager::Save) {
+    match save.wait(Some(LONG)).unwrap() {
+        Some(Outcome::Committed) => {}
+        other => panic!("step {}: {other:?} {:?}", save.step(), save.refusal()),
+    }
+}
+
+fn failure(save: &stepwell_manager::Save) -> Arc<Error> {
+    match save.wait(Some(LONG)).unwrap() {
+        Some(Outcome::NotCommitted(error)) => error,
+        other => panic!("step {}: {other:?}", save.step()),
+    }
+}
+
+#[test]
+fn what_four_ranks_save_together_one_process_reads_as_a_whole() {
+    let job = Job::new();
+    job.run(4, 2, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        assert_eq!(manager.latest_step().unwrap(), None);
+        for step in [10, 20, 30] {
+            committed(&manager.save(SaveRequest::new(step, model(rank, step))).unwrap());
+        }
+        assert_eq!(manager.latest_step().unwrap(), Some(30));
+        assert_eq!(manager.next_step().unwrap(), 31);
+        manager.close(None).unwrap();
+    });
+    for step in [10, 20, 30] {
+        assert_model(&job, step);
+    }
+}
+
+#[test]
+fn every_byte_is_written_once() {
+    let job = Job::new();
+    job.run(4, 4, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        committed(&manager.save(SaveRequest::new(1, model(rank, 1))).unwrap());
+        manager.close(None).unwrap();
+    });
+    let stored: u64 = 2 * ROWS * COLUMNS + 24 * COLUMNS;
+    let most = stored + job.data_bytes().len() as u64 * 5 * 4096;
+    assert!(job.data_bytes().iter().sum::<u64>() < most, "{:?}", job.data_bytes());
+}
+
+#[test]
+fn nothing_is_left_of_what_the_ranks_have_said() {
+    let job = Job::new();
+    let ranks: Vec<Arc<InProcess>> = InProcess::ranks(3, 1).into_iter().map(Arc::new).collect();
+    std::thread::scope(|scope| {
+        for coordinator in &ranks {
+            let environment =
+                Environment { coordinator: coordinator.clone(), ..job.environment(SingleProcess) };
+            scope.spawn(move || {
+                let manager = open(environment, options()).unwrap();
+                for step in 0..5 {
+                    let mut state = model(3, step);
+                    // All of it on all ranks.
+                    state.leaves.iter_mut().for_each(|leaf| {
+                        if let LeafSource::Tensor { shape, parts, .. } = leaf {
+                            *parts = vec![part([0, 0], [shape[0], shape[1]], Holders::Everyone)];
+                        }
+                    });
+                    let _ = manager.save(SaveRequest::new(step, state)).unwrap();
+                    for _ in 0..100 {
+                        manager.latest_step().unwrap();
+                    }
+                }
+                manager.close(None).unwrap();
+            });
+        }
+    });
+    assert_eq!(ranks[0].left(), Vec::<String>::new());
+}
+
+#[test]
+fn a_rank_whose_save_raises_fails_the_save_of_all_and_the_next_one_works() {
+    let job = Job::new();
+    job.run(3, 3, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        let simple = |step: u64| {
+            let mut tree = Tree::new();
+            tree.push_leaf(None, None);
+            StateSource {
+                tree,
+                leaves: vec![tensor(4, 4, step as u8, vec![part([0, 0], [4, 4], Holders::Everyone)])],
+            }
+        };
+        committed(&manager.save(SaveRequest::new(1, simple(1))).unwrap());
+        let mut broken = simple(2);
+        if rank == 1 {
+            broken.leaves.clear();
+        }
+        let saved = manager.save(SaveRequest::new(2, broken));
+        if rank == 1 {
+            assert!(saved.unwrap_err().to_string().contains("0 sources"));
+        } else {
+            let error = failure(&saved.unwrap());
+            assert!(
+                matches!(&*error, Error::RankFailed { rank: 1, cause } if cause.contains("0 sources")),
+                "{error}"
+            );
+        }
+        committed(&manager.save(SaveRequest::new(3, simple(3))).unwrap());
+        manager.close(None).unwrap();
+    });
+    assert_eq!(job.restored(3)[0].1, expected(4, 4, 3));
+}
+
+#[test]
+fn a_failure_that_one_rank_has_not_seen_is_raised_by_the_same_call_on_all() {
+    let job = Job::new();
+    let raised = job.run(2, 2, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        let simple = |step: u64| {
+            let mut tree = Tree::new();
+            tree.push_leaf(None, None);
+            let mut leaf = tensor(4, 4, step as u8, vec![part([0, 0], [4, 4], Holders::Everyone)]);
+            if let (LeafSource::Tensor { provider, .. }, 1, 2) = (&mut leaf, rank, step) {
+                *provider = Arc::new(common::Broken);
+            }
+            StateSource { tree, leaves: vec![leaf] }
+        };
+        let mut raised = Vec::new();
+        for step in 1..12 {
+            match manager.save(SaveRequest::new(step, simple(step))) {
+                // Rank 0 looks at everything, rank 1 at nothing.
+                Ok(save) if rank == 0 => drop(save.wait(Some(LONG))),
+                Ok(_) => {}
+                Err(error) => raised.push((step, error.kind())),
+            }
+        }
+        let _ = manager.close(None);
+        raised
+    });
+    // Its own provider breaks on rank 1 within the call; the others hear of it later, all by the same call.
+    assert_eq!(raised[1].first().map(|(step, _)| *step), Some(2), "{raised:?}");
+    let later: Vec<u64> = raised[0].iter().map(|(step, _)| *step).collect();
+    let others: Vec<u64> = raised[1].iter().skip(1).map(|(step, _)| *step).collect();
+    assert_eq!(later, others, "{raised:?}");
+}
+
+#[test]
+fn layouts_that_do_not_fit_together_are_refused_with_leaf_ranks_and_regions() {
+    type Leaf = fn(u32) -> LeafSource;
+    let hole: Leaf = |rank| tensor(8, 4, 0, vec![part([2 * u64::from(rank), 0], [2, 4], Holders::This)]);
+    let overlap: Leaf = |rank| tensor(8, 4, 0, vec![part([2 * u64::from(rank), 0], [5, 4], Holders::This)]);
+    let twice: Leaf = |_| tensor(8, 4, 0, vec![part([0, 0], [8, 4], Holders::This)]);
+    let shape: Leaf = |rank| {
+        let rows = 4 + 4 * u64::from(rank);
+        tensor(rows, 4, 0, vec![part([4 * u64::from(rank), 0], [4, 4], Holders::This)])
+    };
+    let sort: Leaf = |rank| {
+        if rank == 0 {
+            LeafSource::Object(Value::Int(1))
+        } else {
+            tensor(1, 1, 0, vec![part([0, 0], [1, 1], Holders::This)])
+        }
+    };
+    for (leaf, words) in [
+        (hole, ["no rank holds [4:8, 0:4]", "ranks [0, 1]"]),
+        (overlap, ["ranks 0 and 1 both hold [2:5, 0:4]", "[8, 4]"]),
+        (twice, ["ranks 0 and 1 both hold [0:8, 0:4]", "replica="]),
+        (shape, ["shape [4, 4]", "shape [8, 4]"]),
+        (sort, ["ranks 0 and 1 disagree", "an object"]),
+    ] {
+        let job = Job::new();
+        job.run(2, 2, |rank, environment| {
+            let manager = open(environment, options()).unwrap();
+            let mut tree = Tree::new();
+            let root = tree.push_container(None, None, ContainerKind::Dict);
+            tree.push_leaf(Some(root), key("w"));
+            let save =
+                manager.save(SaveRequest::new(1, StateSource { tree, leaves: vec![leaf(rank)] })).unwrap();
+            let error = failure(&save);
+            assert_eq!(error.kind(), "mismatch", "{error}");
+            let text = error.to_string();
+            assert!(text.contains("`w`") && words.iter().all(|word| text.contains(word)), "{text}");
+            assert_eq!(manager.latest_step().unwrap(), None);
+            manager.close(None).unwrap();
+        });
+        let names: Vec<String> = job
+            .disk
+            .image()
+            .get(common::ROOT)
+            .unwrap()
+            .entries()
+            .unwrap()
+            .iter()
+            .map(|(name, _)| name.to_string())
+            .collect();
+        assert_eq!(names, [".stepwell"], "nothing is left");
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named() {
+    let job = Job::new();
+    let mut ranks = InProcess::ranks(3, 1);
+    let present = [ranks.remove(0), ranks.remove(0)];
+    std::thread::scope(|scope| {
+        for coordinator in present {
+            let environment = job.environment(coordinator);
+            scope.spawn(move || {
+                let options = Options { stall_timeout: Duration::from_millis(300), ..options() };
+                let Err(error) = open(environment, options) else { panic!("rank 2 is not there") };
+                assert_eq!(error.kind(), "coordination_timeout", "{error}");
+                assert!(error.to_string().contains("[2]") || error.to_string().contains("[0]"), "{error}");
+            });
+        }
+    });
+}
+
+#[test]
+fn ranks_that_do_not_agree_on_an_option_are_told_which() {
+    let job = Job::new();
+    job.run(2, 1, |rank, environment| {
+        let options = Options { max_pending: 1 + rank as usize, ..options() };
+        let Err(error) = open(environment, options) else { panic!("they do not agree") };
+        assert!(error.to_string().contains("max_pending: 1 on rank 0, 2 on rank 1"), "{error}");
+        assert_eq!(error.kind(), "invalid");
+    });
+}
+
+#[test]
+fn a_rank_that_votes_not_in_time_is_named_on_all_and_the_next_save_works() {
+    let job = Job::new();
+    job.run(2, 1, |rank, environment| {
+        let manager =
+            open(environment, Options { stall_timeout: Duration::from_millis(600), ..options() }).unwrap();
+        committed(&manager.save(SaveRequest::new(1, model_of_two(rank, 1))).unwrap());
+        if rank == 1 {
+            // It hangs in its training: the leader gives up, and tells it so.
+            std::thread::sleep(Duration::from_millis(1500));
+        }
+        let error = failure(&manager.save(SaveRequest::new(2, model_of_two(rank, 2))).unwrap());
+        assert_eq!(error.kind(), "coordination_timeout", "{error}");
+        assert!(error.to_string().contains("[1]"), "{error}");
+        committed(&manager.save(SaveRequest::new(3, model_of_two(rank, 3))).unwrap());
+        manager.close(None).unwrap();
+    });
+    let names: Vec<String> = job
+        .disk
+        .image()
+        .get(common::ROOT)
+        .unwrap()
+        .entries()
+        .unwrap()
+        .iter()
+        .map(|(name, _)| name.to_string())
+        .collect();
+    assert_eq!(names, [".stepwell", "step_00000001", "step_00000003"]);
+}
+
+fn model_of_two(rank: u32, step: u64) -> StateSource {
+    let mut tree = Tree::new();
+    let root = tree.push_container(None, None, ContainerKind::Dict);
+    tree.push_leaf(Some(root), key("w"));
+    let half = part([4 * u64::from(rank), 0], [4, 4], Holders::This);
+    StateSource { tree, leaves: vec![tensor(8, 4, step as u8, vec![half])] }
+}
+
+#[test]
+fn leaves_that_come_and_go_are_saved_once_and_then_shared_anew() {
+    let job = Job::new();
+    job.run(3, 3, |_, environment| {
+        let manager = open(environment, options()).unwrap();
+        for step in 0..10_u64 {
+            let mut tree = Tree::new();
+            let root = tree.push_container(None, None, ContainerKind::Dict);
+            let params = tree.push_container(Some(root), key("params"), ContainerKind::Dict);
+            let mut leaves = Vec::new();
+            for number in 0..=(step / 3) {
+                tree.push_leaf(Some(params), key(&format!("w{number}")));
+                leaves.push(tensor(8, 4, step as u8, vec![part([0, 0], [8, 4], Holders::Everyone)]));
+            }
+            committed(&manager.save(SaveRequest::new(step, StateSource { tree, leaves })).unwrap());
+        }
+        manager.close(None).unwrap();
+    });
+    for step in 0..10 {
+        let found = job.restored(step);
+        assert_eq!(found.len() as u64, step / 3 + 1);
+        assert!(found.iter().all(|(_, bytes)| *bytes == expected(8, 4, step as u8)));
+    }
+}
+
+#[test]
+fn retention_and_changes_are_the_leaders_and_every_rank_sees_them() {
+    let job = Job::new();
+    job.run(2, 2, |rank, environment| {
+        let retention = Retention::keep_latest(2);
+        let manager = open(environment, Options { retention, ..options() }).unwrap();
+        for step in 1..=4 {
+            committed(&manager.save(SaveRequest::new(step, model_of_two(rank, step))).unwrap());
+        }
+        assert_eq!(manager.latest_step().unwrap(), Some(4));
+        let (_, moved) = manager.rewind(3, None).unwrap();
+        assert_eq!(moved, [4]);
+        assert_eq!(manager.latest_step().unwrap(), Some(3));
+        let Err(error) = manager.save(SaveRequest::new(2, model_of_two(rank, 2))) else {
+            panic!("it is below")
+        };
+        assert_eq!(error.kind(), "step_order", "{error}");
+        committed(&manager.save(SaveRequest::new(4, model_of_two(rank, 4))).unwrap());
+        manager.delete(4).unwrap();
+        assert_eq!(manager.choose(None).unwrap(), 3);
+        assert_eq!(manager.choose(Some(9)).unwrap_err().kind(), "step_not_found");
+        manager.close(None).unwrap();
+    });
+}

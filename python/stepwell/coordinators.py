@@ -1,0 +1,335 @@
+"""How the processes of a job agree, for :class:`stepwell.CheckpointManager`: which of them there are, and what carries their messages.
+
+Each is a board on which processes leave small messages for each other; what is true is decided on the file system. No collective operation is ever run
+in the background: a thread of its own asks the store of torch, the service of JAX, or MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any, Final, Protocol, final, runtime_checkable
+
+from . import _core
+from .checks import shown, text, whole
+from .errors import MisuseError
+
+#: What tells how many processes a launcher has started.
+_SIZES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+#: How many managers this process has opened over a store, by its name: all processes open them in the same order.
+_opened: Counter[str] = Counter()
+
+
+@runtime_checkable
+class Board(Protocol):
+    """What carries messages. Calls come from one thread at a time; each returns soon, whatever the other processes do."""
+
+    #: This process, from 0 on, and how many there are.
+    rank: int
+    world_size: int
+
+    def put(self, key: str, message: bytes) -> None:
+        """Leaves a message, whole at once; one that is there is replaced."""
+
+    def get(self, key: str) -> bytes | None:
+        """The message under a key, or ``None`` if there is none now."""
+
+    def remove(self, key: str) -> None:
+        """Takes a message off, if it is there."""
+
+
+@final
+class SharedDirectory:
+    """Processes that share a directory and nothing else.
+
+    Args:
+        rank: this process, from 0 on.
+        world_size: how many there are.
+        job_id: what tells this job from others that use the same directory at the same time: the scheduler's job number, say.
+        path: the directory, seen by all; default: one inside the root of the manager.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, job_id: str | int, path: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.world_size = whole(world_size, "world_size", 1, 2**32 - 1)
+        self.rank = whole(rank, "rank", 0, self.world_size - 1)
+        self.job_id = text(str(job_id), "job_id")
+        self.path = None if path is None else os.path.abspath(os.fspath(path))
+
+    def __repr__(self) -> str:
+        return f"SharedDirectory({self.rank}, {self.world_size}, {self.job_id!r})"
+
+
+@final
+class TorchStore:
+    """The processes of a torch process group, over the group's store (``TCPStore`` mostly). No collective is run, and no tensor moves.
+
+    Args:
+        group: the process group; default: the default one.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d
+
+        if not dist.is_initialized():
+            raise MisuseError("TorchStore() needs torch.distributed.init_process_group() to have run")
+        group = distributed_c10d._get_default_group() if group is None else group
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        self.name = f"torch {distributed_c10d._get_process_group_name(group)}"
+        store = (
+            distributed_c10d._get_default_store()
+            if group is dist.group.WORLD
+            else distributed_c10d._get_process_group_store(group)
+        )
+        # A connection of our own: on that of torch, a thread that waits would hold up all others.
+        with contextlib.suppress(Exception):
+            store = store.clone()
+        self._store: Any = distributed_c10d.PrefixStore("stepwell", store)
+
+    def put(self, key: str, message: bytes) -> None:
+        """See :class:`Board`."""
+        self._store.set(key, b"." + message)
+
+    def get(self, key: str) -> bytes | None:
+        """See :class:`Board`."""
+        return self._store.get(key)[1:] if self._store.check([key]) else None
+
+    def remove(self, key: str) -> None:
+        """See :class:`Board`."""
+        with contextlib.suppress(RuntimeError):  # a FileStore cannot
+            self._store.delete_key(key)
+
+
+@final
+class JaxService:
+    """The processes of ``jax.distributed.initialize()``, over its coordination service."""
+
+    #: The service carries messages of a few megabytes: longer ones go in pieces.
+    _PIECE = 1 << 20
+
+    def __init__(self) -> None:
+        client = _jax_client()
+        if client is None:
+            raise MisuseError("JaxService() needs jax.distributed.initialize() to have run")
+        import jax
+
+        self.rank: int = jax.process_index()
+        self.world_size: int = jax.process_count()
+        self.name = "jax"
+        self._client = client
+
+    def put(self, key: str, message: bytes) -> None:
+        """See :class:`Board`."""
+        pieces = [message[at : at + self._PIECE] for at in range(0, len(message), self._PIECE)] or [b""]
+        for number, piece in enumerate(pieces[1:], 1):
+            self._client.key_value_set_bytes(f"stepwell/{key}/{number}", piece, allow_overwrite=True)
+        head = len(pieces).to_bytes(4, "little")
+        self._client.key_value_set_bytes(f"stepwell/{key}", head + pieces[0], allow_overwrite=True)
+
+    def get(self, key: str) -> bytes | None:
+        """See :class:`Board`."""
+        first = self._try(f"stepwell/{key}")
+        if first is None:
+            return None
+        pieces = [first[4:]]
+        for number in range(1, int.from_bytes(first[:4], "little")):
+            piece = self._try(f"stepwell/{key}/{number}")
+            if piece is None:
+                return None
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _try(self, key: str) -> bytes | None:
+        try:
+            found: bytes = self._client.key_value_try_get_bytes(key)
+        except Exception as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+        return found
+
+    def remove(self, key: str) -> None:
+        """See :class:`Board`."""
+        # With all that is below it.
+        self._client.key_value_delete(f"stepwell/{key}")
+
+
+@final
+class MPI:
+    """The processes of an MPI communicator (``mpi4py``), which must have been initialised with ``MPI_THREAD_MULTIPLE``, as mpi4py does by itself.
+
+    Args:
+        comm: the communicator; it is duplicated. All of its processes must make this object.
+    """
+
+    _ASK, _ANSWER = 1, 2
+
+    def __init__(self, comm: Any) -> None:
+        from mpi4py import MPI as mpi  # type: ignore[import-not-found, unused-ignore]
+
+        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+            raise MisuseError(
+                "MPI(comm) needs MPI to be initialised with MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level, before mpi4py.MPI is imported)"
+            )
+        self._mpi = mpi
+        self._comm = comm.Dup()
+        self.rank: int = self._comm.Get_rank()
+        self.world_size: int = self._comm.Get_size()
+        self.name = f"mpi {id(self)}"
+        self._messages: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._server: threading.Thread | None = None
+        self._asked = 0
+
+    def start(self) -> None:
+        """The first process keeps what all leave."""
+        if self.rank == 0 and self._server is None:
+            self._stop.clear()
+            self._server = threading.Thread(target=self._serve, name="stepwell-mpi", daemon=True)
+            self._server.start()
+
+    def stop(self) -> None:
+        """Nobody asks any more."""
+        self._stop.set()
+        if self._server is not None:
+            self._server.join(5)
+            self._server = None
+
+    def _serve(self) -> None:
+        pause = 0.0
+        status = self._mpi.Status()
+        while not self._stop.is_set():
+            if not self._comm.iprobe(source=self._mpi.ANY_SOURCE, tag=self._ASK, status=status):
+                pause = min(pause * 1.5 + 0.0001, 0.005)
+                time.sleep(pause)
+                continue
+            pause = 0.0
+            source = status.Get_source()
+            operation, key, message = self._comm.recv(source=source, tag=self._ASK)
+            self._comm.send(self._do(operation, key, message), dest=source, tag=self._ANSWER)
+
+    def _do(self, operation: str, key: str, message: bytes | None) -> bytes | None:
+        with self._lock:
+            if operation == "put":
+                self._messages[key] = message or b""
+                return None
+            return self._messages.get(key) if operation == "get" else self._messages.pop(key, None)
+
+    def _ask(self, operation: str, key: str, message: bytes | None = None) -> bytes | None:
+        if self.rank == 0:
+            return self._do(operation, key, message)
+        self._comm.send((operation, key, message), dest=0, tag=self._ASK)
+        answer: bytes | None = self._comm.recv(source=0, tag=self._ANSWER)
+        return answer
+
+    def put(self, key: str, message: bytes) -> None:
+        """See :class:`Board`."""
+        self._ask("put", key, message)
+
+    def get(self, key: str) -> bytes | None:
+        """See :class:`Board`."""
+        return self._ask("get", key)
+
+    def remove(self, key: str) -> None:
+        """See :class:`Board`."""
+        self._ask("remove", key)
+
+
+Coordinator = SharedDirectory | TorchStore | JaxService | MPI | Board
+
+
+class Service:
+    """The thread that carries what the engine has to say to a board, from the opening of a manager to its close."""
+
+    def __init__(self, board: Any) -> None:
+        self._board = board
+        name = getattr(board, "name", type(board).__qualname__)
+        number = _opened[name]
+        _opened[name] += 1
+        #: The engine's end.
+        self.engine = _core.Board(board.rank, board.world_size, socket.gethostname(), str(number))
+        start = getattr(board, "start", None)
+        if start is not None:
+            start()
+        self._thread = threading.Thread(target=self._run, name="stepwell-coordinator", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (request := self.engine.next()) is not None:
+            operation, key, message = request
+            try:
+                if operation == "put":
+                    self._board.put(key, message)
+                    self.engine.answer()
+                elif operation == "get":
+                    self.engine.answer(self._board.get(key))
+                else:
+                    self._board.remove(key)
+                    self.engine.answer()
+            except BaseException as error:
+                self.engine.fail(f"{type(self._board).__qualname__}: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """The manager is closed: nothing is said any more."""
+        self.engine.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5)
+        stop = getattr(self._board, "stop", None)
+        if stop is not None:
+            stop()
+
+
+def find(coordinator: Any) -> Coordinator | None:
+    """What ``coordinator=`` means: the object that was passed; with ``"auto"``, what is initialised; ``None`` for one process.
+
+    Raises:
+        MisuseError: several processes run, and nothing is known that could carry their messages.
+    """
+    if coordinator is None:
+        return None
+    if isinstance(coordinator, str):
+        if coordinator != "auto":
+            raise MisuseError(
+                f'coordinator is "auto", None, or one of sw.SharedDirectory, TorchStore, JaxService and MPI, not {coordinator!r}'
+            )
+        return _initialised()
+    if not isinstance(coordinator, (SharedDirectory, Board)):
+        raise MisuseError(
+            f'coordinator is "auto", None, or one of sw.SharedDirectory, TorchStore, JaxService and MPI, not {shown(coordinator)}'
+        )
+    return coordinator if coordinator.world_size > 1 else None
+
+
+def _initialised() -> Coordinator | None:
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return TorchStore()
+    client = _jax_client()
+    if client is not None:
+        service = JaxService()
+        if service.world_size > 1:
+            return service
+    for name in _SIZES:
+        size = os.environ.get(name, "")
+        if size.isdigit() and int(size) > 1:
+            raise MisuseError(
+                f"{name}={size} says that this is one of {size} processes, and nothing is initialised that could carry their messages: make the manager after "
+                "torch.distributed.init_process_group() or jax.distributed.initialize(), pass coordinator=sw.SharedDirectory(rank, world_size, job_id) or sw.MPI(comm); "
+                "pass coordinator=None if only this one uses the manager"
+            )
+    return None
+
+
+def _jax_client() -> Any:
+    """What ``jax.distributed.initialize()`` has made, without importing or starting anything."""
+    module = sys.modules.get("jax._src.distributed")
+    return None if module is None else getattr(module.global_state, "client", None)

@@ -1,0 +1,216 @@
+//! Who writes what of the regions that several ranks hold alike. Pure and deterministic: whoever holds a region knows who else does, so all of them come to the
+//! same answer by themselves.
+//!
+//! The regions of one group of holders are laid one after another, and that line is cut into one stretch for each writer: so every byte is written once, writers
+//! get as many bytes each (first the nodes, then the ranks of a node), and most regions are cut into no more than two. Small ones are not cut at all.
+
+use stepwell_core::region::{Dims, Region, row_major_strides};
+
+use crate::subchunk::run_to_boxes;
+
+/// Regions of fewer bytes are not cut, whatever there is in all.
+const WHOLE_BELOW: u64 = 4096;
+/// Regions of more bytes are cut where a border falls into them, however much there is in all.
+const CUT_FROM: u64 = 1 << 20;
+/// A border falls on a whole step of the outermost axis whose steps have at most so many bytes.
+const STEP_BYTES: u64 = 128 << 10;
+
+/// The writers of a group, in the order in which the line is cut, each with its part of the whole.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Writers {
+    /// Rank, and the sum of the weights up to and with it.
+    ends: Vec<(u32, u64)>,
+}
+
+impl Writers {
+    /// The ranks that write for a group of holders. Every node has the same part, and the first `per_node` of its holders share it.
+    pub fn new(holders: &[u32], nodes: &[u32], per_node: Option<u32>) -> Self {
+        let node_of = |rank: u32| nodes.get(rank as usize).copied().unwrap_or(0);
+        let mut by_node: Vec<(u32, u32)> = holders.iter().map(|&rank| (node_of(rank), rank)).collect();
+        by_node.sort_unstable();
+        by_node.dedup();
+        let limit = per_node.map_or(usize::MAX, |most| most.max(1) as usize);
+        let teams: Vec<&[(u32, u32)]> = by_node
+            .chunk_by(|one, other| one.0 == other.0)
+            .map(|team| &team[..team.len().min(limit)])
+            .collect();
+        // A weight that every number of ranks on a node divides, as far as numbers go.
+        let whole = teams.iter().fold(1_u64, |all, team| {
+            let n = team.len() as u64;
+            (all / gcd(all, n)).checked_mul(n).unwrap_or(all)
+        });
+        let mut end = 0;
+        let mut ends = Vec::with_capacity(teams.iter().map(|team| team.len()).sum());
+        for team in teams {
+            for &(_, rank) in team {
+                end += (whole / team.len() as u64).max(1);
+                ends.push((rank, end));
+            }
+        }
+        Self { ends }
+    }
+
+    /// Writers who count alike, by their places.
+    pub fn alike(count: u32) -> Self {
+        Self { ends: (0..count).map(|place| (place, u64::from(place) + 1)).collect() }
+    }
+
+    /// Whoever writes what cannot be cut.
+    pub fn first(&self) -> Option<u32> {
+        self.ends.first().map(|&(rank, _)| rank)
+    }
+
+    /// What begins before a place on a line of that length, as the borders of a rank's stretch; `None` for a rank that writes nothing.
+    fn stretch(&self, rank: u32, length: u64) -> Option<(u64, u64)> {
+        let total = u128::from(self.ends.last()?.1);
+        let at = |weight: u64| (u128::from(length) * u128::from(weight) / total) as u64;
+        let place = self.ends.iter().position(|&(writer, _)| writer == rank)?;
+        let begin = place.checked_sub(1).and_then(|before| self.ends.get(before)).map_or(0, |&(_, end)| end);
+        Some((at(begin), at(self.ends.get(place)?.1)))
+    }
+}
+
+/// A region that all of a group hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// Its extent.
+    pub extent: Dims,
+    /// Bytes of an element.
+    pub itemsize: u64,
+}
+
+impl Held {
+    fn bytes(&self) -> u64 {
+        self.extent.iter().fold(self.itemsize, |bytes, &n| bytes.saturating_mul(n))
+    }
+}
+
+/// The part of each region that `rank` writes: boxes of it, in its own coordinates. `None` for those that others write, also where they are empty: those are the first
+/// writer's. All ranks of a group must ask with the same regions in the same order.
+pub fn shares(held: &[Held], writers: &Writers, rank: u32) -> Vec<Option<Vec<Region>>> {
+    let total = held.iter().fold(0_u64, |sum, held| sum.saturating_add(held.bytes()));
+    let Some((begin, end)) = writers.stretch(rank, total) else { return vec![None; held.len()] };
+    let cut_from = (total / (64 * writers.ends.len() as u64).max(1)).clamp(WHOLE_BELOW, CUT_FROM);
+    let mut before = 0_u64;
+    let share = |held: &Held| {
+        let bytes = held.bytes();
+        let start = before;
+        before = before.saturating_add(bytes);
+        if bytes == 0 {
+            return (writers.first() == Some(rank)).then(|| vec![Region::whole(&held.extent)]);
+        }
+        if bytes < cut_from {
+            let middle = start + bytes / 2;
+            return (begin <= middle && middle < end).then(|| vec![Region::whole(&held.extent)]);
+        }
+        let step = step(held);
+        let border = |at: u64| {
+            let inside = at.saturating_sub(start).min(bytes);
+            // To the nearest step; the ends of the line are those of the regions.
+            if inside == bytes { bytes } else { ((inside + step / 2) / step * step).min(bytes) }
+        };
+        let (from, to) = (border(begin), border(end));
+        if from >= to {
+            return None;
+        }
+        run_to_boxes(&held.extent, from / held.itemsize, (to - from) / held.itemsize)
+    };
+    held.iter().map(share).collect()
+}
+
+/// Bytes of what is not cut: one step along the outermost axis where that is little.
+fn step(held: &Held) -> u64 {
+    let steps =
+        row_major_strides(&held.extent).into_iter().map(|elements| elements.saturating_mul(held.itemsize));
+    steps.into_iter().find(|&bytes| bytes <= STEP_BYTES).unwrap_or(held.itemsize).max(1)
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a.max(1) } else { gcd(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::tiling;
+
+    fn bytes_of(share: &[Option<Vec<Region>>], held: &[Held]) -> u64 {
+        let bytes = |(regions, held): (&Option<Vec<Region>>, &Held)| {
+            regions.iter().flatten().map(|region| region.volume().unwrap() * held.itemsize).sum::<u64>()
+        };
+        share.iter().zip(held).map(bytes).sum()
+    }
+
+    #[test]
+    fn a_replicated_model_is_written_in_equal_parts() {
+        // Eight layers of a Llama of 1024, on 8 ranks.
+        let layer = [[1024_u64, 1024], [2816, 1024], [1024, 1], [1024, 2816]];
+        let held: Vec<Held> = (0..8)
+            .flat_map(|_| layer)
+            .map(|extent| Held { extent: extent.into_iter().collect(), itemsize: 4 })
+            .collect();
+        let total: u64 = held.iter().map(Held::bytes).sum();
+        for (ranks, nodes) in [(8_u32, vec![0; 8]), (8, vec![0, 0, 0, 0, 1, 1, 1, 1]), (3, vec![0; 3])] {
+            let all: Vec<u32> = (0..ranks).collect();
+            let writers = Writers::new(&all, &nodes, None);
+            for rank in all {
+                let bytes = bytes_of(&shares(&held, &writers, rank), &held);
+                assert!(bytes * 100 <= 105 * total / u64::from(ranks), "{bytes} of {total} on {rank}");
+            }
+        }
+    }
+
+    #[test]
+    fn nodes_get_equal_parts_first_and_then_their_ranks() {
+        let held = [Held { extent: vec![6 << 20].into(), itemsize: 1 }];
+        let writers = Writers::new(&[0, 1, 2, 3], &[0, 0, 0, 1], None);
+        let bytes: Vec<u64> = (0..4).map(|rank| bytes_of(&shares(&held, &writers, rank), &held)).collect();
+        assert_eq!(bytes, [1 << 20, 1 << 20, 1 << 20, 3 << 20]);
+        let writers = Writers::new(&[0, 1, 2, 3], &[0, 0, 1, 1], Some(1));
+        let bytes: Vec<u64> = (0..4).map(|rank| bytes_of(&shares(&held, &writers, rank), &held)).collect();
+        assert_eq!(bytes, [3 << 20, 0, 3 << 20, 0]);
+    }
+
+    #[test]
+    fn small_things_stay_whole_and_empty_ones_are_the_first_writers() {
+        let scalar = Held { extent: Dims::new(), itemsize: 8 };
+        let empty = Held { extent: vec![0, 3].into(), itemsize: 4 };
+        let held = [scalar.clone(), scalar.clone(), empty, scalar];
+        let writers = Writers::new(&[4, 7], &[], None);
+        let first = shares(&held, &writers, 4);
+        let second = shares(&held, &writers, 7);
+        for (one, other) in first.iter().zip(&second) {
+            assert!(one.is_some() != other.is_some());
+        }
+        assert!(first[2].is_some());
+    }
+
+    proptest! {
+        #[test]
+        fn every_element_is_written_by_exactly_one_rank(
+            shapes in prop::collection::vec(prop::collection::vec(0_u64..200, 0..4), 1..8),
+            ranks in prop::collection::btree_set(0_u32..40, 1..9),
+            nodes in prop::collection::vec(0_u32..4, 40),
+            per_node in prop::option::of(1_u32..3),
+            itemsize in prop_oneof![Just(1_u64), Just(2), Just(4), Just(16)],
+        ) {
+            let held: Vec<Held> =
+                shapes.iter().map(|shape| Held { extent: shape.clone().into(), itemsize }).collect();
+            let ranks: Vec<u32> = ranks.into_iter().collect();
+            let writers = Writers::new(&ranks, &nodes, per_node);
+            let parts: Vec<_> = ranks.iter().map(|&rank| shares(&held, &writers, rank)).collect();
+            for (number, held) in held.iter().enumerate() {
+                let boxes: Vec<Region> = parts.iter().flat_map(|part| part[number].clone().unwrap_or_default()).collect();
+                let numbered = boxes.iter().cloned().enumerate().collect();
+                prop_assert_eq!(tiling::check_boxes(&Region::whole(&held.extent), numbered), Ok(()));
+                prop_assert!(parts.iter().any(|part| part[number].is_some()));
+                if held.bytes() == 0 {
+                    prop_assert_eq!(boxes.len(), 1);
+                }
+            }
+            prop_assert!(shares(&held, &writers, 99).iter().all(Option::is_none));
+        }
+    }
+}

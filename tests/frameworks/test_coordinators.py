@@ -1,0 +1,104 @@
+"""Ranks agree over what their framework has initialised: torch's store, JAX's coordination service. Real processes, found by ``coordinator="auto"``."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import stepwell as sw
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+
+from ranks import run, start
+
+TORCH = """
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[5]}", rank=RANK, world_size=WORLD)
+"""
+JAX = """
+import jax
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[5]}", num_processes=WORLD, process_id=RANK)
+"""
+SAVE = """
+def state(step):
+    rows = np.arange(4.0 * WORLD * 6).reshape(4 * WORLD, 6) + step
+    big = np.arange(300_000, dtype=np.int32) + step
+    return {
+        "params": {"w": sw.LocalShard(rows[4 * RANK : 4 * RANK + 4].copy(), rows.shape, (4 * RANK, 0)), "big": big},
+        "many": {f"leaf{i}": np.full(3, i) for i in range(3000)},
+        "step": step,
+    }
+
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    assert manager.latest_step() is None
+    for step in range(3):
+        manager.save(step, state(step))
+    with sw.CheckpointManager(ROOT + "-second", options=sw.Options(stall_timeout=60.0)) as other:
+        other.save(7, state(7)).result()
+    restored = manager.restore(into=state(0)) if manager.wait_until_finished() is None else None
+    np.testing.assert_array_equal(restored["params"]["w"].local, state(2)["params"]["w"].local)
+    print(manager.latest_step())
+"""
+END = {"torch": "\ndist.destroy_process_group()\n", "jax": "\njax.distributed.shutdown()\n"}
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(("name", "begin"), [("torch", TORCH), ("jax", JAX)])
+def test_ranks_find_what_is_initialised_and_save_over_it(tmp_path: Path, name: str, begin: str) -> None:
+    root = tmp_path / "run"
+    assert run(tmp_path, begin + SAVE + END[name], 3, root, free_port()) == ["2\n"] * 3
+    found = sw.restore(root)
+    np.testing.assert_array_equal(found["params"]["w"], np.arange(72.0).reshape(12, 6) + 2)
+    np.testing.assert_array_equal(found["params"]["big"], np.arange(300_000, dtype=np.int32) + 2)
+    assert len(found["many"]) == 3000
+    assert sw.restore(f"{root}-second")["step"] == 7
+
+
+@pytest.mark.parametrize(("name", "begin"), [("torch", TORCH), ("jax", JAX)])
+def test_a_rank_that_raises_in_save_is_named_on_the_others(tmp_path: Path, name: str, begin: str) -> None:
+    script = (
+        begin
+        + """
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    try:
+        manager.save(1, {"x": object() if RANK == 1 else 1}).result()
+    except sw.UnsupportedLeaf:
+        print("mine")
+    except sw.RankFailed as error:
+        print("theirs", error.rank)
+    manager.save(2, {"x": 2}).result()
+"""
+    )
+    assert run(tmp_path, script + END[name], 2, tmp_path / "run", free_port()) == ["theirs 1\n", "mine\n"]
+    assert sw.restore(tmp_path / "run") == {"x": 2}
+
+
+def test_a_leader_that_is_gone_with_its_store_is_an_error_on_the_others(tmp_path: Path) -> None:
+    script = (
+        TORCH
+        + """
+manager = sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=5.0))
+manager.save(1, {"x": 1}).result()
+if RANK == 0:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    manager.save(2, {"x": 2}).result()
+except sw.StepwellError as error:
+    print(type(error).__name__)
+os._exit(0)
+"""
+    )
+    found = start(tmp_path, script, 2, tmp_path / "run", free_port()).finish()
+    assert found[1][1] in ("CoordinatorError\n", "CoordinationTimeout\n"), found[1]
+    assert sw.restore(tmp_path / "run") == {"x": 1}

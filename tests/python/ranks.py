@@ -1,0 +1,87 @@
+"""Runs a script in several processes at once, each a rank of one job over a shared directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_PREAMBLE = """
+import os, sys, time, signal
+import numpy as np
+import stepwell as sw
+RANK, WORLD, ROOT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+def open_manager(**options):
+    settings = {"stall_timeout": 60.0, **options.pop("settings", {})}
+    return sw.CheckpointManager(
+        ROOT, coordinator=sw.SharedDirectory(RANK, WORLD, sys.argv[4]), options=sw.Options(**settings), **options
+    )
+"""
+
+
+@dataclass
+class Ranks:
+    """The processes of a job."""
+
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def finish(self, timeout: float = 120) -> list[tuple[int, str, str]]:
+        """Exit status, output and errors of each; whoever has not ended by then is killed."""
+        deadline = time.monotonic() + timeout
+        found = []
+        for process in self.processes:
+            try:
+                out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                for one in self.processes:
+                    one.send_signal(signal.SIGCONT)
+                    one.kill()
+                out, err = process.communicate()
+                err = f"{err}\nkilled: it had not ended after {timeout} s"
+            found.append((process.returncode, out, err))
+        return found
+
+    def succeed(self, timeout: float = 120) -> list[str]:
+        """The output of each; all must end well."""
+        found = self.finish(timeout)
+        for rank, (code, out, err) in enumerate(found):
+            assert code == 0, f"rank {rank} ended with {code}\n{out}\n{err}"
+        return [out for _, out, _ in found]
+
+
+def start(
+    folder: Path,
+    script: str,
+    world: int,
+    root: Path,
+    *arguments: Any,
+    job: str = "job",
+    env: dict[str, str] | None = None,
+) -> Ranks:
+    """Starts them. ``RANK``, ``WORLD`` and ``ROOT`` are set in the script, and ``open_manager()`` opens the root together; arguments are ``sys.argv[5:]``."""
+    file = folder / f"ranks-{abs(hash(script)) % 10**8}.py"
+    file.write_text(_PREAMBLE + textwrap.dedent(script))
+    ranks = Ranks()
+    for rank in range(world):
+        ranks.processes.append(
+            subprocess.Popen(
+                [sys.executable, str(file), str(rank), str(world), str(root), job, *map(str, arguments)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            )
+        )
+    return ranks
+
+
+def run(folder: Path, script: str, world: int, root: Path, *arguments: Any, **options: Any) -> list[str]:
+    """Starts them and waits; the output of each."""
+    return start(folder, script, world, root, *arguments, **options).succeed()

@@ -1,0 +1,311 @@
+"""Several processes save and restore together, over a shared directory: real processes, real files, real signals."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import stepwell as sw
+from ranks import run, start
+
+#: A model of which each rank holds some rows of one tensor, some columns of another, and all of a third.
+MODEL = """
+ROWS, COLUMNS = 24, 36
+
+def whole(step, seed):
+    return (np.arange(ROWS * COLUMNS, dtype=np.float32) * seed + step).reshape(ROWS, COLUMNS)
+
+def cut(n, rank, world):
+    return n * rank // world, n * (rank + 1) // world
+
+def state(step, rank=RANK, world=WORLD, make=lambda array: array.copy()):
+    first, end = cut(ROWS, rank, world)
+    left, right = cut(COLUMNS, rank, world)
+    return {
+        "params": {
+            "rows": sw.LocalShard(make(whole(step, 1)[first:end]), (ROWS, COLUMNS), (first, 0)),
+            "columns": sw.LocalShard(make(whole(step, 2)[:, left:right]), (ROWS, COLUMNS), (0, left)),
+            "norm": np.full(COLUMNS, step, np.float64),
+        },
+        "step": step,
+    }
+
+def check(restored, step):
+    expected = state(step)
+    for name in ("rows", "columns"):
+        np.testing.assert_array_equal(restored["params"][name].local, expected["params"][name].local)
+    np.testing.assert_array_equal(restored["params"]["norm"], expected["params"]["norm"])
+    assert restored["step"] == step
+"""
+
+
+def whole(step: int, seed: int) -> np.ndarray:
+    """The same here."""
+    return (np.arange(24 * 36, dtype=np.float32) * seed + step).reshape(24, 36)
+
+
+def check_whole(root: Path, step: int) -> None:
+    """What one process reads of it."""
+    found = sw.restore(root, step=step) if step is not None else sw.restore(root)
+    np.testing.assert_array_equal(found["params"]["rows"], whole(step, 1))
+    np.testing.assert_array_equal(found["params"]["columns"], whole(step, 2))
+    np.testing.assert_array_equal(found["params"]["norm"], np.full(36, step, np.float64))
+    assert found["step"] == step
+    assert not sw.verify(root / f"step_{step:08}").damages
+
+
+def test_what_four_ranks_save_three_one_and_eight_restore(tmp_path: Path, root: Path) -> None:
+    save = (
+        MODEL
+        + """
+with open_manager(retention=sw.keep_latest(2)) as manager:
+    assert manager.latest_step() is None
+    for step in range(4):
+        manager.save(step, state(step), metrics={"loss": 1.0 / (step + 1)})
+    manager.wait_until_finished()
+    assert manager.latest_step() == 3 and manager.next_step() == 4
+    check(manager.restore(into=state(0)), 3)
+"""
+    )
+    run(tmp_path, save, 4, root)
+    assert sorted(one.name for one in root.glob("step_*")) == ["step_00000002", "step_00000003"]
+    check_whole(root, 3)
+    restore = (
+        MODEL
+        + """
+with open_manager() as manager:
+    zeros = lambda array: np.zeros_like(array)
+    check(manager.restore(into=state(0, make=zeros)), 3)
+    check(manager.restore(2, like=state(0, make=lambda array: sw.ArraySpec(array.shape, array.dtype))), 2)
+    # Under a new number, and what it was.
+    manager.save(manager.latest_step() + 1, state(3))
+"""
+    )
+    for world in (3, 8):
+        run(tmp_path, restore, world, root, job=f"job-{world}")
+    assert sorted(one.name for one in root.glob("step_*"))[-1] == "step_00000005"
+
+
+def test_one_process_goes_on_where_several_were(tmp_path: Path, root: Path) -> None:
+    run(tmp_path, MODEL + "with open_manager() as manager: manager.save(1, state(1))", 2, root)
+    with sw.CheckpointManager(root) as manager:
+        state = manager.restore()
+        manager.save(2, state).result()
+    found = sw.restore(root)
+    np.testing.assert_array_equal(found["params"]["rows"], whole(1, 1))
+
+
+def test_a_rank_that_is_killed_in_a_save_is_named_by_the_others_and_the_job_goes_on_with_fewer(
+    tmp_path: Path, root: Path
+) -> None:
+    script = (
+        MODEL
+        + """
+manager = open_manager(settings={"stall_timeout": 3.0})
+manager.save(1, state(1)).result()
+if RANK == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    manager.save(2, state(2)).result()
+    print("saved")
+except sw.CoordinationTimeout as error:
+    print("missing", error.missing)
+os._exit(0)
+"""
+    )
+    found = start(tmp_path, script, 4, root).finish()
+    assert found[2][0] == -signal.SIGKILL
+    for rank in (0, 1, 3):
+        code, out, err = found[rank]
+        assert (code, out) == (0, "missing [2]\n"), f"{rank}: {out} {err}"
+    check_whole(root, 1)
+    run(
+        tmp_path,
+        MODEL
+        + "with open_manager() as manager: check(manager.restore(into=state(0)), 1); manager.save(2, state(2))",
+        3,
+        root,
+    )
+    check_whole(root, 2)
+    assert not [one for one in root.iterdir() if one.name.startswith(".tmp")], "nothing is left"
+
+
+def test_a_rank_that_is_stopped_past_the_deadline_hears_what_was_decided_without_it(
+    tmp_path: Path, root: Path
+) -> None:
+    script = (
+        MODEL
+        + """
+manager = open_manager(settings={"stall_timeout": 3.0})
+manager.save(1, state(1)).result()
+if RANK == 1:
+    print("stops", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    manager.save(2, state(2)).result()
+    print("saved")
+except sw.CoordinationTimeout as error:
+    print("missing", error.missing)
+if RANK == 0:
+    time.sleep(3.5)
+manager.save(3, state(3)).result()
+manager.close()
+"""
+    )
+    ranks = start(tmp_path, script, 2, root)
+    stopped = ranks.processes[1]
+    assert stopped.stdout is not None
+    assert stopped.stdout.readline() == "stops\n"
+    time.sleep(5)
+    stopped.send_signal(signal.SIGCONT)
+    out = ranks.succeed()
+    assert out[0] == "missing [1]\n"
+    assert out[1] == "missing [1]\n"
+    assert sorted(one.name for one in root.glob("step_*")) == ["step_00000001", "step_00000003"]
+    check_whole(root, 3)
+
+
+def test_a_leader_that_is_killed_leaves_no_step_and_no_rank_waits_for_ever(
+    tmp_path: Path, root: Path
+) -> None:
+    script = (
+        MODEL
+        + """
+manager = open_manager(settings={"stall_timeout": 2.0})
+manager.save(1, state(1)).result()
+if RANK == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    manager.save(2, state(2)).result()
+    print("saved")
+except sw.StepwellError as error:
+    print(type(error).__name__, getattr(error, "missing", None))
+os._exit(0)
+"""
+    )
+    found = start(tmp_path, script, 3, root).finish()
+    assert {out for _, out, _ in found[1:]} == {"CoordinationTimeout [0]\n"}
+    with sw.CheckpointManager(root) as manager:
+        assert manager.all_steps() == [1]
+    check_whole(root, 1)
+
+
+def test_a_rank_whose_state_cannot_be_stored_fails_the_save_of_all_with_its_reason(
+    tmp_path: Path, root: Path
+) -> None:
+    script = (
+        MODEL
+        + """
+with open_manager() as manager:
+    manager.save(1, state(1)).result()
+    wrong = state(2)
+    if RANK == 1:
+        wrong["step"] = object()
+    try:
+        manager.save(2, wrong).result()
+    except sw.UnsupportedLeaf as error:
+        print("mine", error.leaf)
+    except sw.RankFailed as error:
+        print("theirs", error.rank, "step" in str(error))
+    manager.save(3, state(3)).result()
+"""
+    )
+    out = run(tmp_path, script, 3, root)
+    assert out == ["theirs 1 True\n", "mine step\n", "theirs 1 True\n"]
+    check_whole(root, 3)
+
+
+def test_shards_that_leave_a_hole_are_refused_with_the_tensor_the_ranks_and_the_region(
+    tmp_path: Path, root: Path
+) -> None:
+    script = """
+with open_manager() as manager:
+    shard = sw.LocalShard(np.zeros((4, 6)), (12, 6), (4 * RANK, 0))
+    try:
+        manager.save(1, {"params": {"w": shard}}).result()
+    except sw.MismatchError as error:
+        print(error)
+    assert manager.latest_step() is None
+"""
+    for out in run(tmp_path, script, 2, root):
+        assert "`params/w`" in out
+        assert "no rank holds [8:12, 0:6]" in out
+        assert "ranks [0, 1]" in out
+
+
+def test_a_restore_that_fails_on_one_rank_fails_on_all(tmp_path: Path, root: Path) -> None:
+    script = (
+        MODEL
+        + """
+with open_manager() as manager:
+    manager.save(1, state(1)).result()
+    wanted = state(0)
+    if RANK == 1:
+        wanted["params"]["other"] = np.zeros(3)
+    try:
+        manager.restore(into=wanted)
+        print("restored")
+    except sw.MismatchError as error:
+        print("mine")
+    except sw.RankFailed as error:
+        print("theirs", error.rank, "other" in str(error))
+    check(manager.restore(into=state(0)), 1)
+"""
+    )
+    assert run(tmp_path, script, 2, root) == ["theirs 1 True\n", "mine\n"]
+
+
+def test_ranks_of_a_job_that_was_killed_do_not_confuse_the_next_one(tmp_path: Path, root: Path) -> None:
+    killed = (
+        MODEL
+        + """
+manager = open_manager()
+manager.save(1, state(1)).result()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    start(tmp_path, killed, 3, root).finish()
+    run(
+        tmp_path,
+        MODEL
+        + "with open_manager() as manager: check(manager.restore(into=state(0)), 1); manager.save(2, state(2))",
+        3,
+        root,
+    )
+    check_whole(root, 2)
+    assert not list((root / ".stepwell").glob("ranks-*"))
+
+
+def test_a_process_that_does_not_come_is_named(tmp_path: Path, root: Path) -> None:
+    script = """
+if RANK == 2:
+    sys.exit(0)
+try:
+    open_manager(settings={"stall_timeout": 1.0})
+except sw.CoordinationTimeout as error:
+    print(error.missing)
+"""
+    out = run(tmp_path, script, 3, root)
+    assert out[0] == "[2]\n"
+
+
+def test_a_local_shard_says_what_is_wrong_with_it() -> None:
+    with pytest.raises(sw.MisuseError, match="passes the end"):
+        sw.LocalShard(np.zeros((4, 4)), (6, 4), (3, 0))
+    with pytest.raises(sw.MisuseError, match="as many dimensions"):
+        sw.LocalShard(np.zeros((4, 4)), (6,), (3,))
+    with pytest.raises(sw.MisuseError, match="replica"):
+        sw.LocalShard(np.zeros(4), (6,), (0,), replica=(2, 2))
+    assert repr(sw.LocalShard(np.zeros((2, 4)), (6, 4), (3, 0))) == "LocalShard([3:5, 0:4] of (6, 4))"
+
+
+def test_one_process_may_save_what_it_holds_in_one_shard(root: Path) -> None:
+    shard = sw.LocalShard(np.arange(6.0).reshape(2, 3), (2, 3), (0, 0))
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"w": shard}).result()
+        np.testing.assert_array_equal(manager.restore()["w"], shard.local)
+        with pytest.raises(sw.UnsupportedLeaf, match=r"no chunk holds \[2:4, 0:3\]"):
+            manager.save(1, {"w": sw.LocalShard(shard.local, (4, 3), (0, 0))})
