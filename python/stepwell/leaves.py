@@ -79,7 +79,7 @@ def describe(obj: Any) -> Description:
     if is_provider(obj):
         return describe_provider(obj)
     if cls is LocalShard:
-        return layouts.describe(obj)
+        return layouts.describe(obj.parts())
     if isinstance(obj, np.generic):
         return _numpy_scalar(obj)
     if isinstance(obj, enum.Enum):

@@ -214,9 +214,12 @@ class Restore:
                     objects[source] = None
                     continue
                 boxes = None if leaf is None or leaf.target is None else leaf.target.boxes
-                for box in [None] if boxes is None else boxes:
+                memories = None if not fill or leaf is None or leaf.target is None else leaf.target.memories
+                self._job_of.setdefault((number, stored), [])
+                for at, box in enumerate([None] if boxes is None else boxes):
                     stored_dtype, dtype, stored_shape, shape = tensor
-                    job = Job.of(source, path, own, stored_dtype, dtype, stored_shape, shape, box)
+                    mine = own if memories is None else memories[at]
+                    job = Job.of(source, path, mine, stored_dtype, dtype, stored_shape, shape, box)
                     if job.target is None:
                         job.empty = self._empty(wanted, leaf, stored, fill)
                     key: Any = (source, job.dtype, job.shape, job.offset)
@@ -224,7 +227,7 @@ class Restore:
                         key = (*key, id(job.target))
                     elif leaf is not None and wanted.takes_over(leaf, stored):
                         key = (*key, "taken over")
-                    self._job_of.setdefault((number, stored), []).append(jobs.setdefault(key, job))
+                    self._job_of[number, stored].append(jobs.setdefault(key, job))
         self.objects = list(objects)
         for job in jobs.values():
             self.report.nbytes += job.nbytes

@@ -126,6 +126,8 @@ def as_state(like: Any) -> Any:
         leaf.result = None if nothing else leaf.value
         if leaf.spec is not None and not leaf.has_array:
             shape, dtype = leaf.spec.shape, leaf.spec.dtype
+            if leaf.target is not None and isinstance(leaf.target.value, layouts.Parts):
+                shape = leaf.target.value.local.shape
             if shape is None or dtype is None:
                 raise MisuseError(
                     f"{named(leaf.path)}: {leaf.spec} does not say how large it is; give shape and dtype"
@@ -322,7 +324,7 @@ def _target(value: Any, path: str) -> adapters.Target | None:
     try:
         with naming(path, "its sharding does not fit it"):
             if type(value) is LocalShard:
-                return layouts.target(value)
+                return layouts.target(value.parts())
             return providers.target(value) if providers.is_provider(value) else adapters.target(value)
     except UnsupportedLeaf as error:
         raise _refused(path, str(error)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import stepwell as sw
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
 
-from ranks import run, start
+from ranks import free_port, run, start
 
 TORCH = """
 import torch.distributed as dist
@@ -43,14 +42,6 @@ with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manag
     print(manager.latest_step())
 """
 END = {"torch": "\ndist.destroy_process_group()\n", "jax": "\njax.distributed.shutdown()\n"}
-
-
-def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize(("name", "begin"), [("torch", TORCH), ("jax", JAX)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -56,6 +57,14 @@ class Ranks:
         return [out for _, out, _ in found]
 
 
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def start(
     folder: Path,
     script: str,
@@ -85,3 +94,73 @@ def start(
 def run(folder: Path, script: str, world: int, root: Path, *arguments: Any, **options: Any) -> list[str]:
     """Starts them and waits; the output of each."""
     return start(folder, script, world, root, *arguments, **options).succeed()
+
+
+#: Imports once what all ranks import, which takes longer than most of what they do; then each is a fork of it.
+_FORKS = """
+import contextlib, os, runpy, sys, traceback
+folder, world, modules, script = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+for module in modules.split(","):
+    __import__(module)
+children = []
+for rank in range(world):
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        for name, number in (("out", 1), ("err", 2)):
+            os.dup2(os.open(f"{folder}/{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.argv = [script, str(rank), str(world), *sys.argv[5:]]
+        try:
+            runpy.run_path(script, run_name="__main__")
+            code = 0
+        except SystemExit as exit:
+            code = exit.code or 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    children.append(pid)
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+print(*codes)
+"""
+
+
+def run_forked(
+    folder: Path,
+    modules: str,
+    script: str,
+    world: int,
+    root: Path,
+    *arguments: Any,
+    job: str = "job",
+    timeout: float = 120,
+) -> list[str]:
+    """:func:`run` for scripts that import much and are neither killed nor stopped: ``modules`` are imported once, and every rank is a fork of that process."""
+    file = folder / f"ranks-{abs(hash(script)) % 10**8}.py"
+    file.write_text(_PREAMBLE + textwrap.dedent(script))
+    told = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            _FORKS,
+            str(folder),
+            str(world),
+            modules,
+            str(file),
+            str(root),
+            job,
+            *map(str, arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    codes = told.stdout.split()
+    out = [(folder / f"out-{rank}").read_text() for rank in range(world)]
+    for rank in range(world):
+        err = (folder / f"err-{rank}").read_text()
+        assert codes[rank : rank + 1] == ["0"], f"rank {rank}: {codes}\n{out[rank]}\n{err}\n{told.stderr}"
+    return out

@@ -72,6 +72,8 @@ class Target:
     takes_over: bool = False
     #: The parts of it that are wanted; ``None``: all of it.
     boxes: Sequence[Box] | None = None
+    #: The memory of each of them, where that can be filled as it is; ``None``: they have none.
+    memories: Sequence[np.ndarray[Any, Any] | OnDevice | None] | None = None
     #: Where it is to be, as the framework says it, and what makes a target of it that is somewhere else.
     placement: Any = None
     replace: Callable[[Target, Any], Target] | None = None

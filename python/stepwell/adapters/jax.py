@@ -11,7 +11,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -134,23 +134,42 @@ def _array(array: Any) -> Any:
             KEY,
             [("impl", str(jax.random.key_impl(array))), ("data", jax.random.key_data(array))],
         )
-    if not array.is_fully_addressable:
-        return (
-            "refuse",
-            "an array over the devices of several processes: those cannot save together yet; pass what this process has of it",
-        )
-    # The first replica of each shard: every byte once.
-    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    # The first replica of each shard: every byte once. Of an array over several processes: one of each that this process has, with those who have it too.
+    several = not array.is_fully_addressable
+    shards = (
+        _one_of_each(array) if several else [one for one in array.addressable_shards if one.replica_id == 0]
+    )
+    holders = _holders(array.sharding, array.shape) if several else {}
     name = array.dtype.name
     # What cannot be held is copied: what lies on a device, and packed elements (int4), which have no memory that could be shared.
     held = bool(shards) and _can_be_held(shards[0].data)
-    if held or len(shards) > 1:
-        parts = [
-            (_box(shard.index, array.shape)[0], shard.data if held else np.asarray(shard.data), True)
-            for shard in shards
-        ]
+    if held or several or len(shards) > 1:
+        parts: list[Any] = []
+        for shard in shards:
+            box = _box(shard.index, array.shape)
+            part = (box[0], shard.data if held else np.asarray(shard.data), True)
+            parts.append((*part, holders[box]) if several else part)
         return ("sharded", name, list(array.shape), parts, "jax")
     return ("copied", np.asarray(array), None, "jax")
+
+
+def _one_of_each(array: Any) -> list[Any]:
+    """The shards on devices of this process, those of one box once."""
+    found: dict[Box, Any] = {}
+    for shard in array.addressable_shards:
+        box = _box(shard.index, array.shape)
+        if 0 not in box[1]:
+            found.setdefault(box, shard)
+    return list(found.values())
+
+
+@lru_cache(maxsize=4096)
+def _holders(sharding: Any, shape: tuple[int, ...]) -> dict[Box, list[int]]:
+    """Which processes have each box of an array over several."""
+    found: dict[Box, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        found.setdefault(_box(index, shape), set()).add(device.process_index)
+    return {box: sorted(processes) for box, processes in found.items()}
 
 
 def _can_be_held(array: Any) -> bool:
@@ -332,12 +351,8 @@ def placed(one: Target, sharding: Any) -> Target:
     check_fits(sharding, shape)
     if not isinstance(sharding, jax.sharding.Sharding) or shape is None or len(sharding.device_set) == 1:
         return one
-    if not sharding.is_fully_addressable:
-        raise MisuseError(
-            "a sharding over the devices of several processes: those cannot restore together yet; pass one over the devices of this process"
-        )
     boxes = {_box(index, shape): None for index in sharding.addressable_devices_indices_map(shape).values()}
-    if len(boxes) > 1:
+    if len(boxes) > 1 or not sharding.is_fully_addressable:
         one.boxes = list(boxes)
     return one
 
@@ -385,7 +400,7 @@ def _assembled(one: Target, values: list[Any]) -> Any:
     shape, sharding, boxes = one.spec.shape, one.placement, one.boxes
     assert shape is not None
     assert boxes is not None
-    value_of = dict(zip(boxes, values, strict=True))
+    value_of = dict(zip(boxes, values if isinstance(values, list) else [values], strict=True))
     places = sharding.addressable_devices_indices_map(shape)
     kind = sharding.memory_kind
     at = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in places]

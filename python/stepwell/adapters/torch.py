@@ -8,13 +8,15 @@ and strides) are found by the engine. The public classes are in :mod:`stepwell.t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils import dlpack
 
-from .. import _core
+from .. import _core, layouts
+from ..errors import UnsupportedLeaf
 from ..specs import ArraySpec, to_dtype
 from . import OnDevice, Opened, Target
 
@@ -83,6 +85,12 @@ def _tensor(tensor: torch.Tensor) -> Any:
     local = _local(tensor)
     if local is not None:
         return ("same", local)
+    why = _why_no_parts(tensor)
+    if why is not None:
+        return ("refuse", why)
+    parts = _parts(tensor)
+    if parts is not None:
+        return layouts.describe(parts)
     why = _why_not(tensor)
     if why is not None:
         return ("refuse", why)
@@ -107,6 +115,85 @@ def _local(tensor: torch.Tensor) -> torch.Tensor | None:
     return local
 
 
+def _why_no_parts(tensor: Any) -> str | None:
+    """Why nobody can say which part of a distributed tensor this process has."""
+    placements = getattr(tensor, "placements", ())
+    if any(one.is_partial() for one in placements if hasattr(one, "is_partial")):
+        return f"a DTensor with the placements {placements} has no values before it is reduced; call redistribute() or full_tensor() first"
+    return None
+
+
+def _parts(tensor: Any) -> layouts.Parts | None:
+    """What this process has of a tensor that is distributed over several: a ``DTensor``, or one that follows the protocol of ``CheckpointableTensor``."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is not None and hasattr(tensor, "to_local") and mesh.size() > 1:
+        shape, placements = tuple(tensor.shape), tuple(tensor.placements)
+        with torch.no_grad():
+            local = tensor.to_local()
+        local = local.wait() if hasattr(local, "wait") else local
+        pieces = _pieces(mesh, placements, shape)
+        there = tuple(
+            max((one.place[d].stop for one in pieces), default=0) if pieces else 0 for d in range(len(shape))
+        )
+        if pieces and there != tuple(local.shape):
+            raise UnsupportedLeaf(
+                f"a DTensor of shape {shape} with the placements {placements}: its local shape {tuple(local.shape)} is not {there}, as they say; "
+                "pass what this process has as sw.LocalShard"
+            )
+
+        def rebuild(made: Any) -> Any:
+            if made is local:
+                return tensor
+            from torch.distributed.tensor import DTensor
+
+            new = DTensor.from_local(
+                made, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+            return (
+                torch.nn.Parameter(new, tensor.requires_grad)
+                if isinstance(tensor, torch.nn.Parameter)
+                else new
+            )
+
+        return layouts.Parts(local, shape, pieces, rebuild)
+    offsets = getattr(tensor, "global_offsets", None)
+    if offsets is None or not isinstance(tensor, torch.Tensor):
+        return None
+    boxes = zip(offsets, tensor.local_offsets, tensor.local_sizes, strict=True)  # type: ignore[attr-defined]
+    found = [
+        layouts.Piece(
+            tuple(first),
+            tuple(sizes),
+            tuple(slice(at, at + n) for at, n in zip(place or (0,) * len(sizes), sizes, strict=True)),
+        )
+        for first, place, sizes in boxes
+        if 0 not in sizes
+    ]
+    plain = tensor.detach()
+    shape = tuple(tensor.global_shape)  # type: ignore[attr-defined]
+    return layouts.Parts(plain, shape, found, lambda made: tensor if made is plain else made)
+
+
+@lru_cache(maxsize=4096)
+def _pieces(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> list[layouts.Piece]:
+    """The boxes that the placements give to this process, and which ranks have the same."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    same: list[Any] = []
+    for number, (placement, at) in enumerate(zip(placements, coordinate, strict=True)):
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            same.append(slice(None))
+            continue
+        cuts[dim].append((mesh.size(number), at, int(getattr(placement, "split_factor", 1))))
+        same.append(at)
+    ranks = sorted(mesh.mesh[tuple(same)].flatten().tolist())
+    runs = [layouts.runs_of_chunks(n, cut) for n, cut in zip(shape, cuts, strict=True)]
+    return layouts.pieces_of_runs(runs, ranks if len(ranks) > 1 else None)
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     local = _local(tensor)
     return tensor if local is None else local
@@ -115,11 +202,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _why_not(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be stored; ``None`` where it can."""
     cls = type(tensor)
-    if getattr(tensor, "device_mesh", None) is not None:
-        return (
-            f"a DTensor over {tensor.device_mesh.size()} processes: tensors of several processes are not supported yet; "  # type: ignore[attr-defined]
-            "pass full_tensor() from one of them"
-        )
     if tensor.is_meta:
         return "a meta tensor has no data; it belongs into like=, not into a state"
     if tensor.layout is not torch.strided:
@@ -218,11 +300,13 @@ def target(obj: Any) -> Target | None:
         return Target(ArraySpec(), _finish)
     if not isinstance(obj, torch.Tensor):
         return None
+    why = _why_no_parts(obj)
+    parts = None if why is not None or _local(obj) is not None else _parts(obj)
+    if parts is not None:
+        return layouts.target(parts)
     tensor = _plain(obj)
     name = dtype_name(tensor.dtype)
-    if name is None or (why := None if tensor.is_meta else _why_not(tensor)) is not None:
-        from ..errors import UnsupportedLeaf
-
+    if why is not None or name is None or (why := None if tensor.is_meta else _why_not(tensor)) is not None:
         raise UnsupportedLeaf(
             f"cannot be restored into: {why if name else f'tensors of {tensor.dtype} are not stored'}"
         )

@@ -1,0 +1,164 @@
+"""DTensors over several processes: every placement, saved on one mesh and restored on others, in real processes over gloo."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import stepwell as sw
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+
+from ranks import free_port, run_forked
+
+#: Imported once for all ranks.
+TORCH = "torch,torch.distributed.tensor.parallel,torch.distributed.fsdp,stepwell.torch"
+
+PREAMBLE = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[5]}", rank=RANK, world_size=WORLD)
+
+def whole(name, shape, dtype=torch.float32):
+    seed = sum(map(ord, name))
+    return (torch.arange(int(np.prod(shape)), dtype=torch.float64) * 3 + seed).to(dtype).reshape(shape)
+
+#: Name, shape, placements for a mesh of two dimensions.
+CASES = {
+    "column parallel": ((16, 12), lambda: (Replicate(), Shard(0))),
+    "row parallel": ((16, 12), lambda: (Replicate(), Shard(1))),
+    "fully sharded": ((16, 12), lambda: (Shard(0), Replicate())),
+    "uneven": ((7, 5), lambda: (Shard(0), Shard(1))),
+    "empty on some": ((2, 3), lambda: (Shard(0), Shard(0))),
+    "both on one": ((13, 3), lambda: (Shard(0), Shard(0))),
+    "strided": ((16, 6), lambda: (_StridedShard(0, split_factor=MESH[1]), Shard(0))),
+    "strided, uneven": ((10, 6), lambda: (_StridedShard(0, split_factor=MESH[1]), Shard(0))),
+    "replicated": ((5, 5), lambda: (Replicate(), Replicate())),
+    "scalar": ((), lambda: (Replicate(), Replicate())),
+    "empty": ((0, 4), lambda: (Shard(0), Replicate())),
+    "half": ((32, 8), lambda: (Shard(1), Shard(0))),
+}
+
+def tensors(mesh, make):
+    found = {}
+    for name, (shape, placements) in CASES.items():
+        dtype = torch.bfloat16 if name == "half" else torch.float32
+        found[name] = distribute_tensor(make(name, shape, dtype), mesh, placements(), src_data_rank=None)
+    return found
+
+def zeros(name, shape, dtype):
+    return torch.zeros(shape, dtype=dtype)
+"""
+
+SAVE = (
+    PREAMBLE
+    + """
+MESH = tuple(map(int, sys.argv[6].split("x")))
+mesh = init_device_mesh("cpu", MESH, mesh_dim_names=("dp", "tp"))
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.save(3, {"params": tensors(mesh, whole), "step": 3}).result()
+dist.destroy_process_group()
+"""
+)
+
+RESTORE = (
+    PREAMBLE
+    + """
+MESH = tuple(map(int, sys.argv[6].split("x")))
+mesh = init_device_mesh("cpu", MESH, mesh_dim_names=("dp", "tp"))
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    expected = tensors(mesh, whole)
+    for how in ("into", "like"):
+        target = {"params": tensors(mesh, zeros), "step": 0}
+        locals_before = {name: one.to_local().data_ptr() for name, one in target["params"].items()}
+        got = manager.restore(**{how: target})
+        assert got["step"] == 3
+        for name, one in got["params"].items():
+            assert isinstance(one, DTensor) and one.placements == expected[name].placements, name
+            assert torch.equal(one.to_local(), expected[name].to_local()), (name, RANK, one.to_local(), expected[name].to_local())
+            if how == "into":
+                assert one is target["params"][name] and one.to_local().data_ptr() == locals_before[name], name
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.parametrize(("saved", "restored"), [("2x2", ["1x3", "4x1", "2x2"]), ("1x3", ["2x2"])])
+def test_what_one_mesh_saves_any_other_restores(tmp_path: Path, saved: str, restored: list[str]) -> None:
+    root = tmp_path / "run"
+
+    def world(mesh: str) -> int:
+        a, b = map(int, mesh.split("x"))
+        return a * b
+
+    run_forked(tmp_path, TORCH, SAVE, world(saved), root, free_port(), saved)
+    found = sw.restore(root, to="torch")
+    assert found["step"] == 3
+    for name, tensor in found["params"].items():
+        expected = (np.arange(tensor.numel(), dtype=np.float64) * 3 + sum(map(ord, name))).reshape(
+            tensor.shape
+        )
+        np.testing.assert_array_equal(
+            tensor.double().numpy(),
+            expected.astype(np.float32) if tensor.element_size() == 4 else tensor.double().numpy(),
+        )
+    for mesh in restored:
+        run_forked(tmp_path, TORCH, RESTORE, world(mesh), root, free_port(), mesh)
+
+
+FSDP = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[5]}", rank=RANK, world_size=WORLD)
+MESH = tuple(map(int, sys.argv[6].split("x")))
+mesh = init_device_mesh("cpu", MESH, mesh_dim_names=("dp", "tp"))
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential()
+    model.add_module("up", torch.nn.Linear(12, 20))
+    model.add_module("act", torch.nn.GELU())
+    model.add_module("down", torch.nn.Linear(20, 12))
+    full = {name: one.detach().clone() for name, one in model.state_dict().items()}
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    return model, full
+"""
+
+
+def test_a_module_under_fsdp2_and_tensor_parallelism_is_filled_where_its_parts_are(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save = (
+        FSDP
+        + """
+model, full = build(1)
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.save(1, {"model": model}).result()
+if RANK == 0:
+    torch.save(full, ROOT + ".pt")
+dist.destroy_process_group()
+"""
+    )
+    run_forked(tmp_path, TORCH, save, 4, root, free_port(), "2x2")
+    restore = (
+        FSDP
+        + """
+model, _ = build(2)
+full = torch.load(ROOT + ".pt")
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.restore(into={"model": model})
+for name, one in model.state_dict().items():
+    assert torch.equal(one.full_tensor(), full[name]), name
+dist.destroy_process_group()
+"""
+    )
+    for mesh, world in (("2x2", 4), ("1x2", 2), ("3x1", 3)):
+        run_forked(tmp_path, TORCH, restore, world, root, free_port(), mesh)
