@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
 import stepwell as sw
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
@@ -50,13 +49,18 @@ def check(got):
             np.testing.assert_array_equal(np.asarray(shard.data), whole(name)[shard.index], err_msg=name)
 """
 
-SAVE = PREAMBLE + """
+SAVE = (
+    PREAMBLE
+    + """
 with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
     manager.save(1, {"params": arrays(whole), "rng": jax.random.key(7), "step": 1}).result()
 jax.distributed.shutdown()
 """
+)
 
-RESTORE = PREAMBLE + """
+RESTORE = (
+    PREAMBLE
+    + """
 zeros = lambda name: np.zeros(SPECS[name][0], np.float32)
 with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
     got = manager.restore(into={"params": arrays(zeros), "step": 0})
@@ -65,6 +69,7 @@ with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manag
     check(manager.restore(like={"params": like})["params"])
 jax.distributed.shutdown()
 """
+)
 
 
 def test_what_some_processes_save_others_restore_in_any_sharding(tmp_path: Path) -> None:
