@@ -57,7 +57,7 @@ mod _core {
     #[pymodule_export]
     use crate::manager::{Held, Manager};
     #[pymodule_export]
-    use crate::matching::match_state;
+    use crate::matching::{flat_pieces, match_state};
     #[pymodule_export]
     use crate::save_handle::SaveHandle;
     #[pymodule_export]

@@ -193,6 +193,19 @@ impl Manager {
         self.query(py, move |inner| inner.choose(step))
     }
 
+    /// Of these stored paths, those that no rank wants. Every rank asks once in a restore, before it reads; where one cannot (`cause`), all raise.
+    #[pyo3(signature = (paths, cause = None))]
+    fn wanted_by_none(
+        &self,
+        py: Python<'_>,
+        paths: Vec<String>,
+        cause: Option<String>,
+    ) -> PyResult<Vec<String>> {
+        self.query(py, move |inner| {
+            inner.wanted_by_none(cause.map_or(Ok(paths), |cause| Err(Error::Invalid(cause))))
+        })
+    }
+
     /// One end for all ranks: where one has failed (`cause`), all raise.
     #[pyo3(signature = (what, cause = None))]
     fn agree(&self, py: Python<'_>, what: String, cause: Option<String>) -> PyResult<()> {

@@ -5,11 +5,15 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use stepwell_core::dtype::Dtype;
+use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::leaf_path::{Component, LeafPath};
+use stepwell_core::region::Region;
+use stepwell_reshard::layout::Layout;
 use stepwell_reshard::matching::{
     Cast, Dropped, Missing, OnMissing, OnUnexpected, Options, PerGlob, Report, Resize, Spec, StoredSpec,
     Wanted,
 };
+use stepwell_reshard::segment::{Place, Segment};
 use stepwell_reshard::selection::{Renames, Selection};
 
 use crate::checkpoint::Checkpoint;
@@ -187,4 +191,26 @@ fn rendered<'py>(
     let collisions = report.collisions.iter().map(|leaf| (leaf.path.clone(), leaf.stored_paths.clone()));
     out.set_item("collisions", collisions.collect::<Vec<_>>())?;
     Ok(out)
+}
+
+/// What a process holds of its own parameter: offset and extent in the tensor, then the first element and the steps in the parameter's own array.
+type PieceRow = (Vec<u64>, Vec<u64>, u64, Vec<i64>);
+
+/// The part `start .. start + len` of a process's own parameter, flattened, as boxes of the tensor: each with its place in the run, in elements. The parameter has that local shape,
+/// and holds these pieces. `None` where the run does not lie in it, or a piece is not laid out along its dimensions.
+#[pyfunction]
+pub fn flat_pieces(local: Vec<u64>, pieces: Vec<PieceRow>, start: u64, len: u64) -> Option<Vec<PieceRow>> {
+    let segments = pieces.into_iter().map(|(offset, extent, at, steps)| Segment {
+        region: ChunkRegion::Box(Region { offset: offset.into(), extent: extent.into() }),
+        place: Place { offset: at, strides: steps.into() },
+    });
+    let flat = Layout(segments.collect()).flat(&local, 1, start, len, 0)?;
+    let row = |segment: Segment| match segment.region {
+        ChunkRegion::Box(region) => {
+            let Place { offset, strides } = segment.place;
+            Some((region.offset.to_vec(), region.extent.to_vec(), offset, strides.to_vec()))
+        }
+        ChunkRegion::Run { .. } => None,
+    };
+    flat.0.into_iter().map(row).collect()
 }

@@ -54,7 +54,6 @@ if _TYPE_CHECKING:
     from .checkpoint import Array, Branch, Checkpoint, Damage, Metadata, VerifyReport
     from .coordinators import MPI, JaxService, SharedDirectory, TorchStore
     from .events import JsonLines
-    from .layouts import LocalShard
     from .manager import CheckpointManager
     from .options import Options, StepName
     from .pending import Save, SaveStats
@@ -72,6 +71,7 @@ if _TYPE_CHECKING:
         keep_newer_than,
         keep_steps,
     )
+    from .shards import FlatShard, LocalShard, Segment, Segments
     from .singular import add_metrics, engine_info, metadata, open, restore, save, save_async, verify, watch
     from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
 
@@ -80,7 +80,6 @@ _MODULES = {
     "checkpoint": "Array Branch Checkpoint Damage Metadata VerifyReport",
     "coordinators": "JaxService MPI SharedDirectory TorchStore",
     "events": "JsonLines",
-    "layouts": "LocalShard",
     "manager": "CheckpointManager",
     "options": "Options StepName",
     "pending": "Save SaveStats",
@@ -90,6 +89,7 @@ _MODULES = {
     "registry": "StoredEnum register",
     "report": "RestoreReport",
     "retention": "Retention keep_all keep_best keep_every keep_latest keep_newer_than keep_steps",
+    "shards": "FlatShard LocalShard Segment Segments",
     "singular": "add_metrics engine_info metadata open restore save save_async verify watch",
     "specs": "AS_STORED ArraySpec ObjectSpec PerRank Replicated",
 }
@@ -129,6 +129,7 @@ __all__ = [
     "DeviceError",
     "DonatedBuffer",
     "DurabilityUncertain",
+    "FlatShard",
     "ForkedProcess",
     "FormatError",
     "ItemPlan",
@@ -155,6 +156,8 @@ __all__ = [
     "SaveFailed",
     "SavePolicy",
     "SaveStats",
+    "Segment",
+    "Segments",
     "SharedDirectory",
     "StalledError",
     "StateProvider",

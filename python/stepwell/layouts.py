@@ -1,26 +1,33 @@
 """What one process holds of a tensor of several processes.
 
-Whatever says so (a :class:`LocalShard`, a ``DTensor``, a ``jax.Array`` over several processes, …) comes down to *pieces*: boxes of the logical tensor, each at a place
-in the array of this process. What no piece covers is padding.
+Whatever says so (:mod:`stepwell.shards`, a ``DTensor``, …) comes down to *pieces*: boxes of the logical tensor, each at a place in the array of this process. What no
+piece covers is padding.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from . import adapters
 from .adapters import OnDevice, Target
-from .checks import shown, whole
-from .errors import MisuseError, UnsupportedLeaf
+from .checks import shown
+from .errors import UnsupportedLeaf
 from .specs import ArraySpec, native_name, to_dtype
 
 #: Who holds the same box: ``None`` (this process alone), ``(index, count)`` of replicas that are not named, a list of ranks, ``"everyone"`` who has the leaf.
 Holders: TypeAlias = "tuple[int, int] | list[int] | str | None"
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """Elements of an array that lies in one piece, row-major: the first of them, and the steps along each dimension of a box."""
+
+    offset: int
+    steps: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +37,8 @@ class Piece:
     #: In the logical tensor.
     offset: tuple[int, ...]
     extent: tuple[int, ...]
-    #: What of the local array it is: an index that gives a view of that extent.
-    place: tuple[slice, ...]
+    #: What of the local array it is: an index that gives a view of that extent, or a place in its memory.
+    place: tuple[slice, ...] | Strided
     holders: Holders = None
 
 
@@ -40,10 +47,13 @@ class Parts:
     """What a process holds of one tensor, and how the same is made of another array."""
 
     local: Any
-    global_shape: tuple[int, ...]
+    #: ``None``: as stored.
+    global_shape: tuple[int, ...] | None
     pieces: list[Piece]
-    #: New local array → what the caller has there.
-    rebuild: Callable[[Any], Any]
+    #: New local array → what the caller has there. ``None``: whoever put several such parts into one array takes the values of the pieces.
+    rebuild: Callable[[Any], Any] | None
+    #: What stands in a state for it, for messages.
+    what: str = "a part of a tensor"
 
 
 def runs_of_chunks(size: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
@@ -94,93 +104,49 @@ def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def pieces_of_runs(runs: Sequence[Sequence[tuple[int, int]]], holders: Holders) -> list[Piece]:
     """The boxes that are the product of the runs along each dimension; they lie one after the other in the local array."""
-    pieces: list[Piece] = [Piece((), (), (), holders)]
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]] = [((), (), ())]
     for dimension in runs:
         grown, at = [], 0
         for start, length in dimension:
+            place = slice(at, at + length)
             grown += [
-                Piece(
-                    (*one.offset, start), (*one.extent, length), (*one.place, slice(at, at + length)), holders
-                )
-                for one in pieces
+                ((*offset, start), (*extent, length), (*places, place)) for offset, extent, places in boxes
             ]
             at += length
-        pieces = grown
-    return [one for one in pieces if 0 not in one.extent]
+        boxes = grown
+    return [Piece(offset, extent, places, holders) for offset, extent, places in boxes if 0 not in extent]
 
 
-# ---- leaves of the caller's ----------------------------------------------------------------------------------------------
+def extent_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """The least shape of an array that holds pieces at such places."""
+    ends = [
+        tuple(one.stop for one in piece.place) for piece in pieces if not isinstance(piece.place, Strided)
+    ]
+    return tuple(max(stops) for stops in zip(*ends, strict=True))
 
 
-@final
-class LocalShard:
-    """A box of a tensor: what this process holds of it. In a state it is saved, in a ``like`` or ``into`` it is restored.
-
-    Args:
-        local: the array of this process (numpy, torch, JAX, or an :class:`ArraySpec` where it only says what is wanted); its shape is the extent of the box.
-        global_shape: the shape of the whole tensor, on all processes together.
-        offset: the place of the box's first element in it.
-        replica: ``(index, count)``, where ``count`` processes hold this same box and this is the one of that index: they share the writing.
-    """
-
-    __slots__ = ("global_shape", "local", "offset", "replica")
-
-    def __init__(
-        self,
-        local: Any,
-        global_shape: Sequence[int],
-        offset: Sequence[int],
-        replica: tuple[int, int] = (0, 1),
-    ) -> None:
-        self.local = local
-        self.global_shape = _sizes(global_shape, "global_shape")
-        self.offset = _sizes(offset, "offset")
-        extent = tuple(getattr(local, "shape", None) or ())
-        if len(self.offset) != len(self.global_shape) or len(extent) != len(self.global_shape):
-            raise MisuseError(
-                f"a LocalShard has as many dimensions in all: its array has shape {extent}, global_shape is {self.global_shape}, offset is {self.offset}"
-            )
-        for first, n, size in zip(self.offset, extent, self.global_shape, strict=True):
-            if first + n > size:
-                raise MisuseError(
-                    f"a LocalShard of shape {extent} at offset {self.offset} passes the end of the tensor's shape {self.global_shape}"
-                )
-        try:
-            index, count = replica
-        except (TypeError, ValueError) as error:
-            raise MisuseError(f"replica is (index, count), not {shown(replica)}") from error
-        count = whole(count, "the count of a replica", 1, 2**31)
-        self.replica = (whole(index, "the index of a replica", 0, count - 1), count)
-
-    def parts(self) -> Parts:
-        """See :class:`Parts`."""
-        extent = tuple(self.local.shape)
-        place = tuple(slice(0, n) for n in extent)
-        pieces = [] if 0 in extent else [Piece(self.offset, extent, place, self.replica)]
-
-        def rebuild(local: Any) -> LocalShard:
-            return (
-                self
-                if local is self.local
-                else LocalShard(local, self.global_shape, self.offset, self.replica)
-            )
-
-        return Parts(self.local, self.global_shape, pieces, rebuild)
-
-    def __repr__(self) -> str:
-        extent = tuple(self.local.shape)
-        box = ", ".join(f"{first}:{first + n}" for first, n in zip(self.offset, extent, strict=True))
-        return f"LocalShard([{box}] of {self.global_shape})"
+def view(local: Any, piece: Piece) -> Any:
+    """What an array holds of a piece, where it lies."""
+    place = piece.place
+    if not isinstance(place, Strided):
+        there: Any = local
+        # With the dots, one element is an array too.
+        return there[(*place, ...)]
+    if isinstance(local, np.ndarray):
+        flat = local.reshape(-1)[place.offset :]
+        strides = tuple(n * local.itemsize for n in place.steps)
+        return np.lib.stride_tricks.as_strided(flat, piece.extent, strides)
+    if hasattr(local, "as_strided"):
+        plain = local.detach()
+        return plain.as_strided(piece.extent, place.steps, plain.storage_offset() + place.offset)
+    return view(np.asarray(local), piece)
 
 
-def _sizes(values: Any, name: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(map(operator.index, values))
-    except TypeError as error:
-        raise MisuseError(f"{name} is a tuple of integers, not {shown(values)}") from error
-    if any(n < 0 for n in sizes):
-        raise MisuseError(f"{name} has no negative numbers: {sizes}")
-    return sizes
+def is_in_one_piece(local: Any) -> bool:
+    """Whether an array lies row-major, without gaps."""
+    if isinstance(local, np.ndarray):
+        return local.flags.c_contiguous
+    return bool(local.is_contiguous()) if hasattr(local, "is_contiguous") else True
 
 
 # ---- into states, and out of them ------------------------------------------------------------------------------------------
@@ -189,14 +155,16 @@ def _sizes(values: Any, name: str) -> tuple[int, ...]:
 def describe(parts: Parts) -> tuple[Any, ...]:
     """What a process holds of a tensor, for the walk over a state: see ``leaves.describe``."""
     if isinstance(parts.local, ArraySpec):
-        return ("refuse", "a description without data; it belongs into like=, not into a state")
+        return ("refuse", f"{parts.what} without data belongs into like=, not into a state")
+    if parts.global_shape is None:
+        return ("refuse", f"{parts.what} does not say the shape of the whole tensor; pass shape=")
     try:
         inner = _inner(parts.local)
     except UnsupportedLeaf as error:
         return ("refuse", str(error))
     assert inner.spec.dtype is not None
     library = type(parts.local).__module__.partition(".")[0].replace("jaxlib", "jax")
-    held = [(one.offset, parts.local[one.place], library == "jax", one.holders) for one in parts.pieces]
+    held = [(one.offset, view(parts.local, one), library == "jax", one.holders) for one in parts.pieces]
     known = library if adapters.is_known(library) else None
     return ("sharded", native_name(inner.spec.dtype), list(parts.global_shape), held, known)
 
@@ -223,12 +191,11 @@ def target(parts: Parts) -> Target:
     memories: list[Any] = []
     for one in parts.pieces:
         if isinstance(memory, np.ndarray):
-            memories.append(memory[one.place])
+            memories.append(view(memory, one))
         elif isinstance(memory, OnDevice):
-            view = memory.array[one.place]
-            memories.append(
-                OnDevice(view, memory.dtype, tuple(n * memory.dtype.itemsize for n in view.stride()))
-            )
+            there = view(memory.array, one)
+            steps = tuple(n * memory.dtype.itemsize for n in there.stride())
+            memories.append(OnDevice(there, memory.dtype, steps))
         else:
             memories.append(None)
 
@@ -249,32 +216,38 @@ def target(parts: Parts) -> Target:
 def _finished(parts: Parts, values: Any, fill: bool) -> Any:
     """What the caller has there, with the values of the pieces."""
     values = values if isinstance(values, list) else [values]
-    inner = _inner(parts.local)
+    if parts.rebuild is None:
+        return values
+    return parts.rebuild(filled(parts.local, list(zip(parts.pieces, values, strict=True)), fill))
+
+
+def filled(local: Any, found: list[tuple[Piece, Any]], fill: bool) -> Any:
+    """The array of a process with these values: the one that it has, or a new one like it, with zeros where no piece is."""
+    inner = _inner(local)
     if fill and inner.has_value and inner.memory is not None:
-        for one, value in zip(parts.pieces, values, strict=True):
-            _put(parts.local, one.place, value)
-        return parts.rebuild(parts.local)
+        for piece, value in found:
+            _put(view(local, piece), value)
+        return local
     assert inner.spec.dtype is not None
-    if len(values) == 1 and tuple(values[0].shape) == tuple(parts.local.shape):
-        made = values[0]
+    shape = tuple(local.shape)
+    if len(found) == 1 and tuple(found[0][1].shape) == shape and not isinstance(found[0][0].place, Strided):
+        made = found[0][1]
     else:
-        made = np.zeros(tuple(parts.local.shape), to_dtype(native_name(inner.spec.dtype)))
-        for one, value in zip(parts.pieces, values, strict=True):
-            made[one.place] = value
-    local = inner.finish([(inner, made)], fill)[0]
-    return parts.rebuild(local)
+        made = np.zeros(shape, to_dtype(native_name(inner.spec.dtype)))
+        for piece, value in found:
+            view(made, piece)[...] = value
+    return inner.finish([(inner, made)], False)[0]
 
 
-def _put(local: Any, place: tuple[slice, ...], value: Any) -> None:
+def _put(there: Any, value: Any) -> None:
     """Puts a value where it was not read straight to."""
-    view = local[place]
-    if isinstance(view, np.ndarray):
-        if not isinstance(value, np.ndarray) or value.ctypes.data != view.ctypes.data:
-            np.copyto(view, value)
+    if isinstance(there, np.ndarray):
+        if not isinstance(value, np.ndarray) or value.ctypes.data != there.ctypes.data:
+            np.copyto(there, value)
         return
     if isinstance(value, OnDevice):
         return
-    plain = view.detach()
+    plain = there.detach()
     if isinstance(value, np.ndarray):
         if plain.device.type == "cpu" and plain.data_ptr() == value.ctypes.data:
             return

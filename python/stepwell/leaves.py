@@ -20,11 +20,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from . import adapters, layouts, stateful
-from .layouts import LocalShard
 from .providers import describe as describe_provider
 from .providers import is_provider
 from .registry import StoredEnum, is_namedtuple_class, of_class, of_name, stored_name, type_name
-from .specs import NO_PER_RANK, ArraySpec, ObjectSpec, PerRank, Replicated, _AsStored, to_dtype
+from .shards import FlatShard, LocalShard, Segments
+from .specs import PER_RANK, ArraySpec, ObjectSpec, PerRank, Replicated, _AsStored, to_dtype
 
 Pairs: TypeAlias = list[tuple[Any, Any]]
 Description: TypeAlias = (
@@ -78,8 +78,15 @@ def describe(obj: Any) -> Description:
         return _array(obj)
     if is_provider(obj):
         return describe_provider(obj)
-    if cls is LocalShard:
+    if cls is LocalShard or cls is FlatShard:
         return layouts.describe(obj.parts())
+    if cls is Segments:
+        if not obj.is_named:
+            return layouts.describe(obj.parts())
+        # Its tensors stand below it.
+        return ("mapping", "dict", list(obj.tensors().items()))
+    if cls is layouts.Parts:
+        return layouts.describe(obj)
     if isinstance(obj, np.generic):
         return _numpy_scalar(obj)
     if isinstance(obj, enum.Enum):
@@ -87,7 +94,7 @@ def describe(obj: Any) -> Description:
     if isinstance(obj, Replicated):
         return ("same", obj.value)
     if isinstance(obj, PerRank):
-        return ("refuse", NO_PER_RANK)
+        return ("custom", PER_RANK, [(obj.stored_key(), obj.value)])
     if isinstance(obj, np.dtype):
         return _dtype_object(obj)
     if isinstance(obj, datetime.tzinfo):

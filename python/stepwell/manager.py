@@ -34,6 +34,7 @@ from .policies import SavePolicy, every_steps
 from .preemption import Preemption
 from .restore_options import RestoreKeywords, RestoreOptions, spelled_out
 from .retention import Retention, keep_all
+from .specs import current_rank
 from .stateful import is_callable_state
 from .timeouts import seconds, stall_seconds
 
@@ -210,7 +211,7 @@ class CheckpointManager:
                         refusal, pending, replaces = core.decide(step, True, exists, answers)
                         if refusal is not None or pending is not None:
                             return Save(step, pending, refusal)
-                flat = _core.flatten(state)
+                flat = self._flat(state)
             except BaseException as failure:
                 # The other ranks have begun this save.
                 core.abstain(step, f"{type(failure).__name__}: {failure}")
@@ -237,6 +238,14 @@ class CheckpointManager:
             tell_save(self._on_event, self._root, save, time.perf_counter() - begun)
         return save
 
+    def _flat(self, state: Any) -> Any:
+        """A state, taken apart as that of this rank."""
+        token = current_rank.set(self._open().ranks())
+        try:
+            return _core.flatten(state)
+        finally:
+            current_rank.reset(token)
+
     def _tell_read_only(self) -> None:
         """Says once that this manager saves nothing: a training that goes on like that would not be missed before it is needed."""
         if self._read_only and not self._told_read_only:
@@ -250,7 +259,7 @@ class CheckpointManager:
     def check(self, state: Any) -> None:
         """Raises what :meth:`save` would raise about ``state``, without saving or copying it: for the start of a run."""
         core = self._open()
-        flat = _core.flatten(state() if is_callable_state(state) else state)
+        flat = self._flat(state() if is_callable_state(state) else state)
         core.check(flat, lifecycle.notifier.events)
 
     def should_save(self, step: int) -> bool:
@@ -389,14 +398,35 @@ class CheckpointManager:
         return answer
 
     def _restored_by_all(self, core: Any, options: RestoreOptions) -> Any:
-        """What this rank restores, where all ranks have: one that could not would leave the others waiting for it in the next collective."""
+        """What this rank restores, where all ranks do: in two steps, so that none has written anything where what another wants does not fit, and none goes on where
+        another could not read."""
+        ours = self._open()
+        # Whether this rank has said what it does not want, and whether all could.
+        said = agreed = False
+
+        def together(unexpected: list[Any]) -> list[Any]:
+            nonlocal said, agreed
+            said = True
+            paths = set(ours.wanted_by_none([one[0] for one in unexpected]))
+            agreed = True
+            return [one for one in unexpected if one[0] in paths]
+
+        token = current_rank.set(ours.ranks())
         try:
-            answer = restoring.run(core, options)
+            answer = restoring.run(core, options, together)
+            if not said:
+                together([])
         except BaseException as failure:
+            why = f"{type(failure).__name__}: {failure}"
             with suppress(Exception):  # the others' word for it; this rank has its own
-                self._open().agree("restore", f"{type(failure).__name__}: {failure}")
+                if agreed:
+                    ours.agree("restore", why)
+                elif not said:
+                    ours.wanted_by_none([], why)
             raise
-        self._open().agree("restore")
+        finally:
+            current_rank.reset(token)
+        ours.agree("restore")
         return answer
 
     @spelled_out

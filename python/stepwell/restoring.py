@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import datetime
 import difflib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from . import _core, adapters, lifecycle, template
 from .array_reads import ArrayReads, Job, telling
@@ -30,8 +31,15 @@ _SHOWN = 8
 class Restore:
     """One restore from an open checkpoint of the engine."""
 
-    def __init__(self, core: Any, options: RestoreOptions, structure: Structure | None = None) -> None:
+    def __init__(
+        self,
+        core: Any,
+        options: RestoreOptions,
+        structure: Structure | None = None,
+        together: Together | None = None,
+    ) -> None:
         self.core = core
+        self._together = together
         self.report = RestoreReport()
         self._options = options.plain()
         self._device = options.device
@@ -83,6 +91,7 @@ class Restore:
         self._check_places(part)
         self._placed(part)
         self._check_first(part)
+        self._check_ranks(part)
         wanted = Wanted(self.structure, self.report, part, self._to, self._place_all)
         if wanted.specs or wanted.top_level or wanted.whole:
             self._match(wanted)
@@ -132,6 +141,16 @@ class Restore:
                 error = MismatchError(f"{named(branch.path)}: {why}")
                 error.leaf = branch.path
                 raise error
+
+    def _check_ranks(self, part: Part) -> None:
+        """Settles what is wanted of values that differ on every rank."""
+        for branch in template.branches(part):
+            if not branch.per_rank:
+                continue
+            node = self.structure.find(branch.components)
+            if node is not None and self.structure.is_container(node):
+                stored = [str(self.structure.key(child)) for child in self.structure.children[node]]
+                template.check_ranks(branch, stored)
 
     def _placed(self, part: Part) -> None:
         """Has arrays of JAX go where ``shardings=`` says."""
@@ -190,6 +209,10 @@ class Restore:
         report.ignored = [paths[leaf] for leaf in answer["ignored"]]
         report.left_out = [paths[leaf] for leaf in answer["left_out"]]
         wanted.kept = answer["kept"]
+        if self._together is not None and not _misfits(answer):
+            # What another rank wants is stored for that one.
+            report.unexpected = self._together(report.unexpected)
+            answer["ok"] = not report.unexpected
         if not answer["ok"]:
             raise report.mismatch()
         if report.unmatched or report.idle_renames:
@@ -250,6 +273,16 @@ class Restore:
         return self._empty_there
 
 
+#: What nobody on this rank wants → what nobody on any rank does. Every rank asks once, before it reads.
+Together: TypeAlias = Callable[[list[Any]], list[Any]]
+
+
+def _misfits(answer: dict[str, Any]) -> bool:
+    """Whether something does not match, beside what is stored and not wanted."""
+    names = ("missing", "wrong_dtype", "wrong_kind", "wrong_shape", "collisions")
+    return any(answer[name] for name in names) or any(one[3] for one in answer["unmatched"])
+
+
 def _when(unix_ns: int) -> str:
     """A moment, for people."""
     moment = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(
@@ -258,13 +291,15 @@ def _when(unix_ns: int) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _direct(core: Any, target: Any, options: RestoreOptions) -> tuple[Any] | None:
+def _direct(core: Any, target: Any, options: RestoreOptions, together: Together | None) -> tuple[Any] | None:
     """The restored value where the target has exactly the stored structure, dtypes and shapes, in plain containers: the usual case, in the
     engine. ``None``: not so."""
     to, device = options.to, options.device
     plan = _core.plan_direct(core, target, options.fill, to is not None)
     if plan is None:
         return None
+    if together is not None:
+        together([])
     objects = core.objects(plan.objects(), Reviver())
     plan.read_fresh()
     with telling(plan.in_place_paths):
@@ -276,17 +311,19 @@ def _direct(core: Any, target: Any, options: RestoreOptions) -> tuple[Any] | Non
     try:
         return (plan.build(objects, convert, adapters.like),)
     except adapters.DoesNotFit:
+        if together is not None:
+            raise
         return None  # what goes leaf by leaf says which
 
 
-def run(core: Any, options: RestoreOptions) -> Any:
-    """A whole restore, with its report where that is asked for. Without ``like`` and ``into``: everything, as it is stored."""
-    job = Restore(core, options)
+def run(core: Any, options: RestoreOptions, together: Together | None = None) -> Any:
+    """A whole restore, with its report where that is asked for. Without ``like`` and ``into``: everything, as it is stored. ``together``: where other ranks restore too."""
+    job = Restore(core, options, together=together)
     target = AS_STORED if options.target is None else options.target
     # What goes straight to a device goes leaf by leaf.
     on_host = job.makes_no_tensors_on_devices
     if options.is_exact and on_host and options.shardings is None and not options.return_report:
-        found = _direct(core, target, options)
+        found = _direct(core, target, options, together)
         if found is not None:
             return found[0]
     value = job.run(template.parse(target), options.fill)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Generic, TypeVar, final
@@ -57,8 +59,8 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
 class ArraySpec:
     """Shape and dtype of an array, without its data.
 
-    ``shape`` (elements along each dimension) or ``dtype`` (of numpy, ``ml_dtypes``, or the name of one) may be ``None``: as stored. ``layout`` says which part of
-    the logical tensor is wanted and how it lies in memory; ``None`` is all of it, in C order, and nothing else is supported yet.
+    ``shape`` (elements along each dimension) or ``dtype`` (of numpy, ``ml_dtypes``, or the name of one) may be ``None``: as stored. ``layout`` is
+    ``None``: all of the tensor, in C order. What a process wants of a tensor is said by a :class:`LocalShard`, :class:`Segments` or :class:`FlatShard` over a spec.
     """
 
     shape: tuple[int, ...] | None
@@ -110,27 +112,41 @@ class ObjectSpec:
     """In the tree of :class:`Metadata`: a leaf that is an object (a number, a string, a list of them, ...), not an array."""
 
 
+#: This process's rank and how many there are, while a manager of several takes a state apart or puts one together.
+current_rank: ContextVar[tuple[int, int]] = ContextVar("stepwell.rank", default=(0, 1))
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class PerRank(Generic[T]):
-    """A value that differs on every rank. **Not supported yet**: it is refused by path, in a save and in a ``like``. Stored as it is, a run of one process would
-    leave a value that a run of many could only take for everybody's."""
+    """A value that differs on every rank: the state of a random generator, of a data loader. It is stored once for each of them, and every rank gets its own back.
+
+    Where a step was saved by other ranks than those that restore it, nobody can say which value is whose: then ``resize`` says it.
+
+    Args:
+        value: the value; in a ``like`` or ``into``, what is wanted.
+        key: what tells it from those of other ranks; default: the rank. Coordinates in a mesh (``"dp=1,tp=0"``) stay right where ranks are numbered otherwise.
+        resize: ``resize(values, rank, world_size)`` gives this rank its value, from those of all ranks that have saved, in the order of their keys.
+    """
 
     value: T
+    key: str | None = None
+    resize: Callable[[list[Any], int, int], Any] | None = None
+
+    def stored_key(self) -> str:
+        """The key under which this process's value is stored."""
+        return str(current_rank.get()[0]) if self.key is None else self.key
 
 
-#: Why :class:`PerRank` is refused.
-NO_PER_RANK: Final = (
-    "values that differ on every rank (sw.PerRank) are not supported yet; "
-    "pass the value itself where one process is all there is"
-)
+#: How the values of all ranks are stored: a container of this type, with a child for each.
+PER_RANK: Final = "stepwell.PerRank"
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Replicated(Generic[T]):
-    """A value that should be the same on every rank and may drift. It is stored as the value itself, that of the one process that there is; ``pick`` says whose it is to
-    be where there are many."""
+    """A value that should be the same on every rank and may drift (the statistics of BatchNorm under DDP). It is stored as the value itself; ``pick="first"``: that of
+    the first rank that has it, piece by piece where it is large."""
 
     value: T
     pick: str = "first"

@@ -21,11 +21,11 @@ import numpy as np
 from . import adapters, layouts, providers, stateful
 from ._core import MAX_DEPTH
 from .errors import MismatchError, MisuseError, StepwellError, UnsupportedLeaf
-from .layouts import LocalShard
 from .leaves import describe
 from .paths import Component, extend, named
 from .registry import is_namedtuple_class, of_class, stored_name
-from .specs import AS_STORED, ArraySpec, ObjectSpec, Replicated
+from .shards import FlatShard, LocalShard, Segments
+from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated, current_rank
 
 #: What is wanted at a leaf: an array; an object; anything at all, a whole subtree too; nothing.
 What: TypeAlias = Literal["array", "object", "stored", "skip"]
@@ -92,6 +92,8 @@ class Branch:
     finish: Callable[[Branch, list[tuple[Any, Any]], bool], Any]
     #: Why it cannot be filled, where it cannot.
     unfillable: str | None = None
+    #: Whether it is what one rank has of a value that differs on all of them.
+    per_rank: bool = False
     #: The child that is looked at before the rest is matched, and why a stored value of it does not fit.
     first: tuple[Component, Callable[[Any], str | None]] | None = None
 
@@ -227,6 +229,16 @@ def _other(value: Any, path: str, components: tuple[Component, ...], above: Abov
     if isinstance(value, Replicated):
         inner = _part(value.value, path, components, _inside(value, path, above))
         return Branch(value, path, components, [(None, inner)], _finish_wrapper)
+    if isinstance(value, PerRank):
+        key = value.stored_key()
+        branch = _branch(value, path, components, above, [(("k", key), value.value)], _finish_per_rank)
+        branch.per_rank = True
+        return branch
+    if type(value) is Segments and value.is_named:
+        tensors: list[tuple[Component, Any]] = [
+            (("k", name), parts) for name, parts in value.tensors().items() if name is not None
+        ]
+        return _branch(value, path, components, above, tensors, _finish_segments)
     array = _target(value, path)
     if array is not None:
         return Leaf(path, components, "array", value, array.spec, target=array)
@@ -323,7 +335,9 @@ def _target(value: Any, path: str) -> adapters.Target | None:
     """What a framework's array wants; a tensor that cannot be restored into is refused by path."""
     try:
         with naming(path, "its sharding does not fit it"):
-            if type(value) is LocalShard:
+            if type(value) is layouts.Parts:
+                return layouts.target(value)
+            if type(value) in (LocalShard, FlatShard, Segments):
                 return layouts.target(value.parts())
             return providers.target(value) if providers.is_provider(value) else adapters.target(value)
     except UnsupportedLeaf as error:
@@ -423,6 +437,46 @@ def _finish_custom(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> 
     if registered is None or registered.unflatten is None:
         raise MisuseError(f"`{branch.path}`: {type(branch.value).__qualname__} is no longer registered")
     return registered.unflatten(dict(pairs))
+
+
+def check_ranks(branch: Branch, stored: list[str]) -> None:
+    """Settles which of the stored values a rank gets: its own, where those who have saved are those who restore; else what ``resize`` makes of all of them."""
+    rank, world = current_rank.get()
+    value = branch.value
+    if len(stored) == world and value.stored_key() in stored:
+        return
+    if value.resize is None:
+        raise MismatchError(
+            f"{named(branch.path)}: saved by {len(stored)} ranks ({', '.join(stored[:8])}{', …' if len(stored) > 8 else ''}), and wanted by {world}, this one as "
+            f"{value.stored_key()!r}: which value is whose? Pass PerRank(…, resize=fn), where fn(values, rank, world_size) gives this rank its own, or leave it out (...)"
+        )
+    branch.children = [(None, Leaf(branch.path, branch.components, "stored", AS_STORED))]
+
+    def finish_resized(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+        there = pairs[0][1]
+        found = value.resize([there[key] for key in sorted(there, key=_by_number)], rank, world)
+        protocol = stateful.protocol_of(value.value)
+        if fill and protocol is not None:
+            # A stored generator comes as one.
+            state = protocol.get(found) if type(found) is type(value.value) else found
+            stateful.give(branch.path, value.value, protocol, state)
+            return value
+        return PerRank(found, value.key, value.resize)
+
+    branch.finish = finish_resized
+
+
+def _by_number(key: Any) -> tuple[int, int, str]:
+    """Ranks by their numbers, other keys as text."""
+    return (0, int(key), "") if str(key).isdigit() else (1, 0, str(key))
+
+
+def _finish_per_rank(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    return PerRank(pairs[0][1], branch.value.key, branch.value.resize)
+
+
+def _finish_segments(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    return branch.value.put_together(dict(pairs), fill)
 
 
 def _finish_wrapper(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:

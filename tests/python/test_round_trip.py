@@ -319,17 +319,15 @@ def test_a_replicated_value_is_itself_where_there_is_one_process(tmp_path: Path)
     assert back["b"] == sw.Replicated({"x": 1}, "last")
 
 
-def test_a_value_that_differs_on_every_rank_is_refused_by_path_and_not_taken_for_everybodys(
-    tmp_path: Path,
-) -> None:
+def test_a_value_that_differs_on_every_rank_is_stored_as_that_of_rank_0_of_1(tmp_path: Path) -> None:
     state = {"rng": [0, sw.PerRank(np.arange(3))]}
-    with pytest.raises(sw.UnsupportedLeaf, match=r"`rng\[1\]`: .*not supported yet"):
-        sw.save(tmp_path / "c", state)
-    assert not (tmp_path / "c").exists()
-    sw.save(tmp_path / "c", {"rng": [0, np.arange(3)]})
-    for restore in ({"like": state}, {"into": state}):
-        with pytest.raises(sw.UnsupportedLeaf, match=r"`rng\[1\]`: .*not supported yet"):
-            sw.restore(tmp_path / "c", **restore)
+    sw.save(tmp_path / "c", state)
+    assert same(sw.restore(tmp_path / "c"), {"rng": [0, {"0": np.arange(3)}]})
+    back = sw.restore(tmp_path / "c", like={"rng": [0, sw.PerRank(np.zeros(3, int))]})
+    assert same(back["rng"][1].value, np.arange(3))
+    target = {"rng": [0, sw.PerRank(np.zeros(3, int))]}
+    sw.restore(tmp_path / "c", into=target)
+    assert same(target["rng"][1].value, np.arange(3))
 
 
 leaves = st.one_of(

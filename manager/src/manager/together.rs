@@ -6,7 +6,7 @@
 //! * The failure of a save is raised by the same call on all ranks: by the first `save` before which that save has ended on each of them.
 //! * Before the first save, and after one of which a rank has said that its leaves are others, the ranks tell each other which leaves they have ([`Census`]).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -280,6 +280,20 @@ impl Manager {
         let chosen = self.inner.team.ask("restore", || Ok(self.inner.find(step)?.manifest.step))?;
         self.inner.lock().chosen = Some(chosen);
         Ok(chosen)
+    }
+
+    /// Of stored paths that this rank does not want, those that no other wants either. Where one rank cannot say, all fail.
+    pub fn wanted_by_none(&self, unwanted: Result<Vec<String>>) -> Result<Vec<String>> {
+        self.inner.check_usable()?;
+        self.inner.team.settle("restore", unwanted, |all| {
+            let mut all = all.into_iter();
+            let mut found = all.next().unwrap_or_default();
+            for unwanted in all {
+                let unwanted: BTreeSet<String> = unwanted.into_iter().collect();
+                found.retain(|path| unwanted.contains(path));
+            }
+            Ok(found)
+        })
     }
 
     /// What each rank has come to becomes one end for all: where one has failed, so have all, with its cause.

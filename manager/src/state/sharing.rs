@@ -115,7 +115,9 @@ impl Census {
 pub(crate) fn plain_leaves(state: &StateSource) -> Vec<u64> {
     let paths = path_hashes(state);
     let is_plain = |source: &LeafSource| match source {
-        LeafSource::Tensor { parts, .. } => parts.iter().any(|part| part.holders == Holders::Everyone),
+        LeafSource::Tensor { shape, parts, .. } => {
+            shape.contains(&0) || parts.iter().any(|part| part.holders == Holders::Everyone)
+        }
         LeafSource::Object(_) => true,
         LeafSource::Alias(_) => false,
     };
@@ -191,6 +193,9 @@ impl Shares {
             match source {
                 LeafSource::Tensor { dtype, shape, parts, .. } => {
                     check_size(state, leaf, shape, dtype.size())?;
+                    // Nobody holds a part of it, and somebody must say that it is there.
+                    let nothing = [Part { region: Region::whole(shape), holders: Holders::Everyone }];
+                    let parts = if shape.contains(&0) { nothing.as_slice() } else { parts };
                     for Part { region, holders } in parts {
                         let held = Held { extent: region.extent.clone(), itemsize: dtype.size() as u64 };
                         match writing.ranks(holders, path) {

@@ -132,9 +132,7 @@ def _parts(tensor: Any) -> layouts.Parts | None:
             local = tensor.to_local()
         local = local.wait() if hasattr(local, "wait") else local
         pieces = _pieces(mesh, placements, shape)
-        there = tuple(
-            max((one.place[d].stop for one in pieces), default=0) if pieces else 0 for d in range(len(shape))
-        )
+        there = layouts.extent_of(pieces)
         if pieces and there != tuple(local.shape):
             raise UnsupportedLeaf(
                 f"a DTensor of shape {shape} with the placements {placements}: its local shape {tuple(local.shape)} is not {there}, as they say; "

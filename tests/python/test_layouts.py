@@ -1,0 +1,527 @@
+"""Every way in which a process may hold parts of tensors: saved by some number of ranks, restored as a whole and by others. One row of the table for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+from threads import together
+
+Array = np.ndarray[Any, Any]
+S = np.s_
+
+
+def whole(name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+    """A tensor whose elements are told by name and place."""
+    count = int(np.prod(shape))
+    return (np.arange(count) * 3 + sum(map(ord, name))).astype(dtype).reshape(shape)
+
+
+def cut(n: int, rank: int, world: int) -> tuple[int, int]:
+    """Even as far as can be."""
+    return n * rank // world, n * (rank + 1) // world
+
+
+@dataclass
+class Case:
+    """A kind of layout."""
+
+    #: Tensors as they are stored, by their paths.
+    tensors: dict[str, tuple[int, ...]]
+    #: Rank, ranks → what the rank has: a leaf over an array of the values that it is to have (padding is zero).
+    leaf: Callable[[int, int], Any]
+    worlds: tuple[int, ...] = (1, 2, 4)
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(name: str, tensors: dict[str, tuple[int, ...]], worlds: tuple[int, ...] = (1, 2, 4)) -> Any:
+    def add(leaf: Callable[[int, int], Any]) -> Any:
+        CASES[name] = Case(tensors, leaf, worlds)
+        return leaf
+
+    return add
+
+
+@case("column parallel", {"w": (12, 5)})
+def _column(rank: int, world: int) -> Any:
+    a, b = cut(12, rank, world)
+    return sw.LocalShard(whole("w", (12, 5))[a:b].copy(), (12, 5), (a, 0))
+
+
+@case("row parallel", {"w": (5, 12)}, (1, 3, 4))
+def _row(rank: int, world: int) -> Any:
+    a, b = cut(12, rank, world)
+    return sw.LocalShard(whole("w", (5, 12))[:, a:b].copy(), (5, 12), (0, a))
+
+
+HEADS, GROUPS, WIDTH, COLUMNS = 3, 4, 2, 5  # query heads in each group
+
+
+@case(
+    "fused QKV, interleaved by group, as one tensor with a view",
+    {"w": (GROUPS * (HEADS + 2) * WIDTH, COLUMNS)},
+)
+def _qkv_fused(rank: int, world: int) -> Any:
+    rows = GROUPS * (HEADS + 2) * WIDTH
+    a, b = cut(GROUPS, rank, world)
+    view = (GROUPS, HEADS + 2, WIDTH, COLUMNS)
+    local = whole("w", (rows, COLUMNS)).reshape(view)[a:b].reshape(-1, COLUMNS).copy()
+    return sw.Segments(
+        local,
+        [
+            sw.Segment(
+                None,
+                (a, 0, 0, 0),
+                (b - a, HEADS + 2, WIDTH, COLUMNS),
+                shape=(rows, COLUMNS),
+                view=view,
+                into_shape=(b - a, *view[1:]),
+            )
+        ],
+    )
+
+
+@case(
+    "fused QKV, interleaved by group, as three tensors",
+    {
+        "w/q": (GROUPS * HEADS * WIDTH, COLUMNS),
+        "w/k": (GROUPS * WIDTH, COLUMNS),
+        "w/v": (GROUPS * WIDTH, COLUMNS),
+    },
+)
+def _qkv_split(rank: int, world: int) -> Any:
+    a, b = cut(GROUPS, rank, world)
+    n = b - a
+    local = np.zeros((n, HEADS + 2, WIDTH, COLUMNS), np.float32)
+    q, k, v = (
+        whole(f"w/{name}", (GROUPS * heads * WIDTH, COLUMNS))
+        for name, heads in (("q", HEADS), ("k", 1), ("v", 1))
+    )
+    local[:, :HEADS] = q.reshape(GROUPS, HEADS, WIDTH, COLUMNS)[a:b]
+    local[:, HEADS] = k.reshape(GROUPS, WIDTH, COLUMNS)[a:b]
+    local[:, HEADS + 1] = v.reshape(GROUPS, WIDTH, COLUMNS)[a:b]
+
+    def part(name: str, heads: int, into: Any) -> sw.Segment:
+        return sw.Segment(
+            name,
+            (a, 0, 0, 0),
+            (n, heads, WIDTH, COLUMNS),
+            shape=(GROUPS * heads * WIDTH, COLUMNS),
+            view=(GROUPS, heads, WIDTH, COLUMNS),
+            into=into,
+            into_shape=local.shape,
+        )
+
+    return sw.Segments(
+        local.reshape(-1, COLUMNS),
+        [
+            part("q", HEADS, S[:, :HEADS]),
+            part("k", 1, S[:, HEADS : HEADS + 1]),
+            part("v", 1, S[:, HEADS + 1 :]),
+        ],
+    )
+
+
+@case(
+    "fused QKV, concatenated, with replicated K and V",
+    {"w/q": (16, 3), "w/k": (4, 3), "w/v": (4, 3)},
+    (1, 2, 4),
+)
+def _qkv_replicated(rank: int, world: int) -> Any:
+    # Two heads of keys and values: with four ranks, two of them have the same one.
+    kv = min(world, 2)
+    sharing = world // kv
+    a, b = cut(16, rank, world)
+    c, d = cut(4, rank // sharing, kv)
+    q, k, v = whole("w/q", (16, 3))[a:b], whole("w/k", (4, 3))[c:d], whole("w/v", (4, 3))[c:d]
+    at = len(q)
+    replica = (rank % sharing, sharing)
+    return sw.Segments(
+        np.concatenate([q, k, v]),
+        [
+            sw.Segment("q", (a, 0), into=S[:at], shape=(16, 3)),
+            sw.Segment("k", (c, 0), into=S[at : at + d - c], shape=(4, 3), replica=replica),
+            sw.Segment("v", (c, 0), into=S[at + d - c :], shape=(4, 3), replica=replica),
+        ],
+    )
+
+
+UNEVEN = {1: [0, 7], 2: [0, 5, 7], 3: [0, 1, 1, 7]}
+
+
+@case("uneven sections, one of them empty", {"w": (7, 2)}, (1, 2, 3))
+def _uneven(rank: int, world: int) -> Any:
+    a, b = UNEVEN[world][rank : rank + 2]
+    return sw.LocalShard(whole("w", (7, 2))[a:b].copy(), (7, 2), (a, 0))
+
+
+@case("SwiGLU, gate and up concatenated, as one logical tensor", {"w": (24, 4)})
+def _swiglu(rank: int, world: int) -> Any:
+    a, b = cut(12, rank, world)
+    full = whole("w", (24, 4))
+    return sw.Segments(
+        np.concatenate([full[a:b], full[12 + a : 12 + b]]),
+        [
+            sw.Segment(None, (a, 0), into=S[: b - a], shape=(24, 4)),
+            sw.Segment(None, (12 + a, 0), into=S[b - a :], shape=(24, 4)),
+        ],
+    )
+
+
+@case("SwiGLU, gate and up as two tensors", {"w/gate": (12, 4), "w/up": (12, 4)}, (1, 3, 4))
+def _swiglu_two(rank: int, world: int) -> Any:
+    a, b = cut(12, rank, world)
+    gate, up = whole("w/gate", (12, 4)), whole("w/up", (12, 4))
+    return sw.Segments(
+        np.concatenate([gate[a:b], up[a:b]]),
+        [
+            sw.Segment("gate", (a, 0), into=S[: b - a], shape=(12, 4)),
+            sw.Segment("up", (a, 0), into=S[b - a :], shape=(12, 4)),
+        ],
+    )
+
+
+@case("SwiGLU, interleaved in blocks", {"w/gate": (12, 4), "w/up": (12, 4)})
+def _swiglu_interleaved(rank: int, world: int) -> Any:
+    block = 3
+    n = 12 // block
+    a, b = cut(n, rank, world)
+    gate, up = (whole(f"w/{name}", (12, 4)).reshape(n, block, 4)[a:b] for name in ("gate", "up"))
+    local = np.stack([gate, up], axis=1)
+
+    def part(name: str, which: int) -> sw.Segment:
+        return sw.Segment(
+            name,
+            (a, 0, 0),
+            (b - a, block, 4),
+            shape=(12, 4),
+            view=(n, block, 4),
+            into=S[:, which],
+            into_shape=local.shape,
+        )
+
+    return sw.Segments(local.reshape(-1, 4).copy(), [part("gate", 0), part("up", 1)])
+
+
+@case("vocabulary padded to a multiple of the ranks", {"w": (10, 3)}, (1, 3, 4))
+def _vocabulary(rank: int, world: int) -> Any:
+    rows = -(-10 // world)
+    a, b = min(10, rank * rows), min(10, (rank + 1) * rows)
+    local = np.zeros((rows, 3), np.float32)
+    local[: b - a] = whole("w", (10, 3))[a:b]
+    return sw.Segments(local, [sw.Segment(None, (a, 0), into=S[: b - a], shape=(10, 3))])
+
+
+@case("transposed in memory", {"w": (6, 8)})
+def _transposed(rank: int, world: int) -> Any:
+    a, b = cut(8, rank, world)
+    local = np.ascontiguousarray(whole("w", (6, 8))[:, a:b].T)
+    return sw.Segments(local, [sw.Segment(None, (0, a), permute=(1, 0), shape=(6, 8))])
+
+
+LAYERS = 6
+
+
+@case("stacked layers, cut by layers", {"w": (LAYERS, 3, 4)}, (1, 2, 3))
+def _stacked(rank: int, world: int) -> Any:
+    a, b = cut(LAYERS, rank, world)
+    return sw.LocalShard(whole("w", (LAYERS, 3, 4))[a:b].copy(), (LAYERS, 3, 4), (a, 0, 0))
+
+
+@case(
+    "layers by name, in one stacked array of a stage",
+    {f"w/layer{i}": (3, 4) for i in range(LAYERS)},
+    (1, 2, 3),
+)
+def _unstacked(rank: int, world: int) -> Any:
+    a, b = cut(LAYERS, rank, world)
+    local = np.stack([whole(f"w/layer{i}", (3, 4)) for i in range(a, b)])
+    return sw.Segments(
+        local, [sw.Segment(f"layer{i}", (0, 0), into=S[i - a], shape=(3, 4)) for i in range(a, b)]
+    )
+
+
+@case("one layer of a stacked tensor for each array", {"w": (4, 3, 4)}, (4,))
+def _one_layer(rank: int, world: int) -> Any:
+    local = whole("w", (4, 3, 4))[rank].copy()
+    return sw.Segments(local, [sw.Segment(None, (rank, 0, 0), (1, 3, 4), shape=(4, 3, 4))])
+
+
+@case("ZeRO: a flat part of each parameter, with padding", {"w": (5, 7)}, (1, 2, 3, 4))
+def _zero3(rank: int, world: int) -> Any:
+    n = -(-35 // world)
+    local = np.zeros(n, np.float32)
+    mine = whole("w", (5, 7)).reshape(-1)[rank * n : (rank + 1) * n]
+    local[: len(mine)] = mine
+    return sw.FlatShard(local, (5, 7), rank * n)
+
+
+@case("ZeRO over tensor parallelism: a flat part of a row-parallel parameter", {"w": (6, 8)}, (2, 4))
+def _zero_over_tp(rank: int, world: int) -> Any:
+    tp, dp = rank % 2, rank // 2
+    ways = world // 2
+    own = np.ascontiguousarray(whole("w", (6, 8))[:, 4 * tp : 4 * tp + 4])
+    n = -(-24 // ways)
+    local = np.zeros(n, np.float32)
+    mine = own.reshape(-1)[dp * n : (dp + 1) * n]
+    local[: len(mine)] = mine
+    of = sw.LocalShard(sw.ArraySpec((6, 4), np.float32), (6, 8), (0, 4 * tp))
+    return sw.FlatShard(local, of, dp * n)
+
+
+PARAMETERS = {"a": (3, 5), "b": (7,), "c": (2, 2, 4), "d": ()}
+
+
+@case(
+    "a bucket of the distributed optimizer, in model space",
+    {f"w/{name}": shape for name, shape in PARAMETERS.items()},
+    (1, 2, 3, 4),
+)
+def _bucket(rank: int, world: int) -> Any:
+    sizes = {name: int(np.prod(shape)) for name, shape in PARAMETERS.items()}
+    flat = np.concatenate([whole(f"w/{name}", shape).reshape(-1) for name, shape in PARAMETERS.items()])
+    n = -(-len(flat) // world)
+    local = np.zeros(n, np.float32)
+    mine = flat[rank * n : (rank + 1) * n]
+    local[: len(mine)] = mine
+    segments, before = [], 0
+    for name, size in sizes.items():
+        first, end = max(before, rank * n), min(before + size, (rank + 1) * n)
+        if first < end:
+            segments.append(
+                sw.Segment.of_flat(name, PARAMETERS[name], first - before, end - first, at=first - rank * n)
+            )
+        before += size
+    return sw.Segments(local, segments)
+
+
+@case("experts in one grouped array", {f"w/expert{i}": (3, 4) for i in range(4)}, (1, 2, 4))
+def _experts(rank: int, world: int) -> Any:
+    a, b = cut(4, rank, world)
+    local = np.stack([whole(f"w/expert{i}", (3, 4)).T for i in range(a, b)]).copy()
+    return sw.Segments(
+        local,
+        [sw.Segment(f"expert{i}", (0, 0), into=S[i - a], permute=(1, 0), shape=(3, 4)) for i in range(a, b)],
+    )
+
+
+@case(
+    "sections of a fused projection, cut by different rules",
+    {"w/z": (8, 3), "w/x": (8, 3), "w/dt": (2, 3)},
+    (1, 2, 4),
+)
+def _mamba(rank: int, world: int) -> Any:
+    a, b = cut(8, rank, world)
+    z, x, dt = (whole(f"w/{name}", (rows, 3)) for name, rows in (("z", 8), ("x", 8), ("dt", 2)))
+    n = b - a
+    return sw.Segments(
+        np.concatenate([z[a:b], x[a:b], dt]),
+        [
+            sw.Segment("z", (a, 0), into=S[:n], shape=(8, 3)),
+            sw.Segment("x", (a, 0), into=S[n : 2 * n], shape=(8, 3)),
+            sw.Segment("dt", (0, 0), into=S[2 * n :], shape=(2, 3), replica=(rank, world)),
+        ],
+    )
+
+
+@case("disjoint runs of one dimension", {"w": (16, 2)}, (2, 4))
+def _strided(rank: int, world: int) -> Any:
+    blocks = whole("w", (16, 2)).reshape(4, world, 4 // world, 2)
+    local = blocks[:, rank].reshape(-1, 2).copy()
+    length = 4 // world
+    return sw.Segments(
+        local,
+        [
+            sw.Segment(
+                None,
+                (4 * block + length * rank, 0),
+                into=S[block * length : (block + 1) * length],
+                shape=(16, 2),
+            )
+            for block in range(4)
+        ],
+    )
+
+
+@case("replicated, and named as such", {"w": (9, 3)}, (1, 2, 3))
+def _replicated(rank: int, world: int) -> Any:
+    return sw.LocalShard(whole("w", (9, 3)), (9, 3), (0, 0), replica=(rank, world))
+
+
+@case("simply there", {"w": (9, 3)}, (1, 2, 3))
+def _plain(rank: int, world: int) -> Any:
+    return whole("w", (9, 3))
+
+
+@case("a scalar", {"w": ()}, (1, 3))
+def _scalar(rank: int, world: int) -> Any:
+    return sw.LocalShard(whole("w", ()), (), (), replica=(rank, world))
+
+
+@case("nothing at all in it", {"w": (0, 3)}, (1, 2))
+def _empty(rank: int, world: int) -> Any:
+    return sw.LocalShard(np.zeros((0, 3), np.float32), (0, 3), (0, 0), replica=(rank, world))
+
+
+def local_of(leaf: Any) -> Array:
+    found: Array = leaf if isinstance(leaf, np.ndarray) else leaf.local
+    return found
+
+
+def with_local(leaf: Any, local: Any) -> Any:
+    """The same over another array."""
+    if isinstance(leaf, np.ndarray):
+        return local
+    if isinstance(leaf, sw.LocalShard):
+        return sw.LocalShard(local, leaf.global_shape, leaf.offset, leaf.replica)
+    if isinstance(leaf, sw.FlatShard):
+        return sw.FlatShard(local, leaf.of, leaf.start)
+    return sw.Segments(local, leaf.segments)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_ranks_hold_is_stored_as_whole_tensors_and_restored_on_any_number_of_ranks(
+    root: Path, name: str
+) -> None:
+    kind = CASES[name]
+    for number, world in enumerate(kind.worlds):
+
+        def saves(rank: int, manager: sw.CheckpointManager, step: int = number, ranks: int = world) -> None:
+            manager.save(step, {"m": {"w": kind.leaf(rank, ranks)}}).result()
+
+        together(world, root, saves, chunk_bytes=64)
+        with sw.CheckpointManager(root, read_only=True) as reader:
+            found = reader.restore(number)
+        for path, shape in kind.tensors.items():
+            at: Any = found["m"]
+            for key in path.split("/"):
+                at = at[key]
+            np.testing.assert_array_equal(at, whole(path, shape), err_msg=f"{path} of {world}")
+    latest = len(kind.worlds) - 1
+
+    for world in kind.worlds:
+
+        def restores(rank: int, manager: sw.CheckpointManager, ranks: int = world) -> None:
+            leaf = kind.leaf(rank, ranks)
+            expected = local_of(leaf).copy()
+            target = with_local(leaf, np.zeros_like(expected))
+            got = manager.restore(latest, into={"m": {"w": target}}, unexpected="ignore")["m"]["w"]
+            np.testing.assert_array_equal(local_of(got), expected)
+            assert local_of(got) is local_of(target)
+            spec = sw.ArraySpec(expected.shape, expected.dtype)
+            like = with_local(leaf, spec)
+            got = manager.restore(latest, like={"m": {"w": like}}, unexpected="ignore")["m"]["w"]
+            np.testing.assert_array_equal(local_of(got), expected)
+
+        together(world, root, restores)
+
+
+def test_padding_stays_as_it_is_where_an_array_is_filled(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"w": whole("w", (10, 3))}).result()
+        local = np.full((12, 3), -1, np.float32)
+        manager.restore(
+            into={"w": sw.Segments(local, [sw.Segment(None, (0, 0), into=S[:10], shape=(10, 3))])}
+        )
+        np.testing.assert_array_equal(local[:10], whole("w", (10, 3)))
+        assert (local[10:] == -1).all()
+
+
+def test_segments_say_what_is_wrong_with_them() -> None:
+    local = np.zeros((4, 6), np.float32)
+    for segments, why in [
+        ([sw.Segment(None, (3, 0), shape=(6, 6))], "does not lie in the shape"),
+        ([sw.Segment(None, (0, 0), (5, 6), shape=(6, 6))], "does not lie in a part"),
+        ([sw.Segment(None, (0, 0), into=S[4], shape=(6, 6))], "passes the end"),
+        ([sw.Segment(None, (0, 0), into_shape=(5, 5), shape=(6, 6))], "not as many elements"),
+        ([sw.Segment(None, (0, 0), permute=(0, 0), shape=(6, 6))], "is no order"),
+        (
+            [sw.Segment(None, (0, 0, 0), (2, 2, 6), into_shape=(2, 2, 6), shape=(6, 6), view=(4, 2, 6))],
+            "factors",
+        ),
+        ([sw.Segment("a", (0, 0)), sw.Segment(None, (0, 0))], "either all segments"),
+        (
+            [sw.Segment("a", (0, 0), shape=(6, 6)), sw.Segment("a", (0, 0), shape=(8, 6))],
+            "say that its shape",
+        ),
+        ([sw.Segment.of_flat(None, (5, 5), 0, 25)], "do not lie in an array"),
+        ([sw.Segment.of_flat(None, (4, 4), 10, 7)], "are no part"),
+    ]:
+        with pytest.raises(sw.MisuseError, match=why):
+            sw.Segments(local, segments)
+    with pytest.raises(sw.MisuseError, match="in one piece"):
+        sw.Segments(local.T, [])
+    with pytest.raises(sw.MisuseError, match="1-d"):
+        sw.FlatShard(local, (4, 6), 0)
+
+
+def test_every_rank_gets_its_own_value_back_and_other_ranks_need_to_be_told_whose_is_whose(
+    root: Path,
+) -> None:
+    def state(rank: int, resize: Any = None) -> dict[str, Any]:
+        generator = np.random.default_rng(rank)
+        return {
+            "data": {"rng": sw.PerRank(generator, resize=resize), "seen": sw.PerRank(100 + rank), "epoch": 3},
+            "w": np.arange(4),
+        }
+
+    def drawn(rank: int) -> list[float]:
+        return list(np.random.default_rng(rank).random(3))
+
+    together(3, root, lambda rank, manager: manager.save(0, state(rank)).result())
+
+    def restores(rank: int, manager: sw.CheckpointManager) -> None:
+        target = state(7)
+        got = manager.restore(into=target)
+        assert got["data"]["seen"].value == 100 + rank
+        assert list(target["data"]["rng"].value.random(3)) == drawn(rank)
+
+    together(3, root, restores)
+
+    def elsewhere(rank: int, manager: sw.CheckpointManager) -> None:
+        with pytest.raises((sw.MismatchError, sw.RankFailed), match="saved by 3 ranks"):
+            manager.restore(into=state(0))
+        target = {
+            "data": {
+                "rng": sw.PerRank(np.random.default_rng(9), resize=lambda values, rank, world: values[rank]),
+                "seen": sw.PerRank(0, resize=lambda values, rank, world: (sum(values), world)),
+                "epoch": 0,
+            }
+        }
+        got = manager.restore(into=target, unexpected="ignore")
+        assert got["data"]["seen"].value == (303, 2)
+        assert list(target["data"]["rng"].value.random(3)) == drawn(rank)
+
+    together(2, root, elsewhere)
+
+
+def test_leaves_of_other_stages_are_not_unexpected_and_those_of_nobody_are(root: Path) -> None:
+    def stage(rank: int, world: int) -> dict[str, Any]:
+        a, b = cut(LAYERS, rank, world)
+        return {"params": {f"layer{i}": whole(f"layer{i}", (3, 2)) for i in range(a, b)}}
+
+    together(3, root, lambda rank, manager: manager.save(0, stage(rank, 3)).result())
+
+    def restores(rank: int, manager: sw.CheckpointManager) -> None:
+        target = stage(rank, 2)
+        for array in target["params"].values():
+            array[...] = 0
+        manager.restore(into=target)
+        for name, array in target["params"].items():
+            np.testing.assert_array_equal(array, whole(name, (3, 2)))
+        # Nobody wants the first layer.
+        target["params"].pop("layer0", None)
+        with pytest.raises((sw.MismatchError, sw.RankFailed)) as failure:
+            manager.restore(into=target)
+        if isinstance(failure.value, sw.MismatchError):
+            assert [path for path, *_ in failure.value.report.unexpected] == ["params/layer0"]
+        manager.restore(into=target, unexpected="ignore")
+
+    together(2, root, restores)

@@ -1,0 +1,44 @@
+"""Ranks that are threads of one process, each with a manager of its own over a shared directory: real files, and no process to start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import stepwell as sw
+
+_jobs = count()
+
+
+def together(
+    world: int, root: Path, work: Callable[[int, sw.CheckpointManager], Any], **options: Any
+) -> list[Any]:
+    """Runs ``work(rank, manager)`` for every rank at once; what each returns. What one raises is raised here."""
+    job = f"job-{next(_jobs)}"
+    results: list[Any] = [None] * world
+    failures: list[BaseException] = []
+
+    def rank_work(rank: int) -> None:
+        try:
+            with sw.CheckpointManager(
+                root,
+                coordinator=sw.SharedDirectory(rank, world, job) if world > 1 else None,
+                options=sw.Options(stall_timeout=60.0, **options),
+            ) as manager:
+                results[rank] = work(rank, manager)
+        except BaseException as failure:
+            failure.add_note(f"on rank {rank} of {world}")
+            failures.append(failure)
+
+    threads = [threading.Thread(target=rank_work, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a rank hangs"
+    if failures:
+        raise failures[0]
+    return results
