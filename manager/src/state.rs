@@ -21,7 +21,10 @@ use stepwell_reshard::subchunk;
 
 use crate::commit::records::DraftItem;
 use crate::error::{Error, Result};
-pub(crate) use sharing::{Census, Shares, Writing, plain_leaves};
+pub use claims::Claim;
+pub(crate) use sharing::{Census, Shares, Writing, leaf_hashes, plain_leaves};
+
+pub(crate) mod claims;
 
 mod sharing;
 
@@ -54,6 +57,8 @@ pub enum LeafSource {
     },
     /// A plain value, of which every rank that has this leaf has the same.
     Object(Value),
+    /// A plain value that may differ between ranks: the first rank's counts.
+    Drifting(Value),
     /// The same value as another leaf, which is no alias itself.
     Alias(u32),
 }
@@ -72,8 +77,10 @@ pub struct Part {
 pub enum Holders {
     /// This process alone.
     This,
-    /// Every process whose state has this leaf.
+    /// Every process whose state has this leaf, and all have the same: what they have is compared.
     Everyone,
+    /// The same, but they may differ: the first one's counts.
+    First,
     /// These ranks, in order; this one is among them.
     Ranks(Arc<[u32]>),
     /// So many processes, of which this is that one (counted from 0): who they are is not said.
@@ -92,6 +99,17 @@ impl LeafSource {
         Self::Tensor { dtype, shape, parts, provider }
     }
 
+    /// The same, where ranks that have it may differ: the first one's counts.
+    #[must_use]
+    pub fn of_first(mut self) -> Self {
+        if let Self::Tensor { parts, .. } = &mut self {
+            for part in parts.iter_mut().filter(|part| part.holders == Holders::Everyone) {
+                part.holders = Holders::First;
+            }
+        }
+        self
+    }
+
     /// A tensor of which this process holds boxes, each in an array of its own.
     pub fn sharded(dtype: Dtype, shape: Vec<u64>, shards: Vec<(Part, Arc<dyn StateProvider>)>) -> Self {
         let (parts, providers): (Vec<Part>, Vec<_>) = shards.into_iter().unzip();
@@ -107,6 +125,8 @@ pub(crate) struct Items {
     pub plans: Vec<ItemPlan>,
     /// All items of the state.
     pub drafts: Vec<DraftItem>,
+    /// What this rank has of leaves that should be the same on others.
+    pub claims: Vec<Claim>,
     pub plan_hash: String,
     /// Bytes of all tensors as this rank writes them.
     pub tensor_bytes: u64,
@@ -132,7 +152,7 @@ pub(crate) fn items(state: &StateSource, chunks: &subchunk::Options, writing: &W
         let unsettled = unsettled.map(|(here, _)| here).collect();
         drafts.push(DraftItem { dir, name: group.name, top_level: group.top_level, unsettled });
     }
-    Ok(Items { plans, drafts, plan_hash, tensor_bytes })
+    Ok(Items { plans, drafts, claims: shares.claims(), plan_hash, tensor_bytes })
 }
 
 fn check(state: &StateSource) -> Result<()> {
@@ -166,7 +186,7 @@ fn check(state: &StateSource) -> Result<()> {
         if let LeafSource::Alias(of) = source
             && !matches!(
                 state.leaves.get(*of as usize),
-                Some(LeafSource::Tensor { .. } | LeafSource::Object(_))
+                Some(LeafSource::Tensor { .. } | LeafSource::Object(_) | LeafSource::Drifting(_))
             )
         {
             return Err(Error::Invalid(format!(
@@ -321,8 +341,13 @@ fn leaves(
                     provider: Arc::clone(provider),
                 }
             }
-            Some(LeafSource::Object(value)) if shares.is_mine(holder) => LeafPlan::Object(value.clone()),
-            Some(LeafSource::Object(_)) => LeafPlan::Elsewhere,
+            Some(LeafSource::Object(value) | LeafSource::Drifting(value)) => {
+                if shares.is_mine(holder) {
+                    LeafPlan::Object(value.clone())
+                } else {
+                    LeafPlan::Elsewhere
+                }
+            }
             Some(LeafSource::Alias(_)) | None => {
                 return Err(Error::Invalid(format!("`{}` has no value", state.tree.leaf_path(origin))));
             }
@@ -354,7 +379,7 @@ fn plan_hash(state: &StateSource) -> String {
                     hash.add(&[1]);
                     hash.add(&of.to_le_bytes());
                 }
-                Some(LeafSource::Object(_)) | None => hash.add(&[2]),
+                Some(LeafSource::Object(_) | LeafSource::Drifting(_)) | None => hash.add(&[2]),
             },
         }
     }

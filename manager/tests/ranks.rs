@@ -502,3 +502,66 @@ fn retention_and_changes_are_the_leaders_and_every_rank_sees_them() {
         manager.close(None).unwrap();
     });
 }
+
+#[test]
+fn values_that_should_be_the_same_and_are_not_refuse_the_commit_by_leaf_and_ranks() {
+    type Leaves = fn(u32) -> LeafSource;
+    let large = |seed: u8| LeafSource::whole(Dtype::Uint8, vec![300_000], Arc::new(Filled(seed)));
+    let object: Leaves = |rank| LeafSource::Object(Value::Int(i64::from(rank / 2)));
+    for (number, leaf) in [(0, None), (1, Some(object))] {
+        let job = Job::new();
+        job.run(3, 3, |rank, environment| {
+            let manager = open(environment, options()).unwrap();
+            let state = |differs: bool| {
+                let mut tree = Tree::new();
+                let root = tree.push_container(None, None, ContainerKind::Dict);
+                tree.push_leaf(Some(root), key("w"));
+                let leaf = match leaf {
+                    Some(leaf) => leaf(if differs { rank } else { 0 }),
+                    None => large(if differs { (rank / 2) as u8 } else { 0 }),
+                };
+                StateSource { tree, leaves: vec![leaf] }
+            };
+            committed(&manager.save(SaveRequest::new(1, state(false))).unwrap());
+            let error = failure(&manager.save(SaveRequest::new(2, state(true))).unwrap());
+            assert_eq!(error.kind(), "mismatch", "{number}: {error}");
+            assert!(error.to_string().contains("`w`") && error.to_string().contains("rank 2"), "{error}");
+            committed(&manager.save(SaveRequest::new(3, state(false))).unwrap());
+            manager.close(None).unwrap();
+        });
+    }
+}
+
+#[test]
+fn what_may_drift_is_stored_as_the_first_rank_has_it() {
+    let job = Job::new();
+    job.run(3, 3, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        let mut tree = Tree::new();
+        let root = tree.push_container(None, None, ContainerKind::Dict);
+        tree.push_leaf(Some(root), key("w"));
+        tree.push_leaf(Some(root), key("n"));
+        let w = LeafSource::whole(Dtype::Uint8, vec![300_000], Arc::new(Filled(rank as u8 + 7))).of_first();
+        let leaves = vec![w, LeafSource::Drifting(Value::Int(i64::from(rank)))];
+        committed(&manager.save(SaveRequest::new(1, StateSource { tree, leaves })).unwrap());
+        manager.close(None).unwrap();
+    });
+    assert!(job.restored(1)[0].1.iter().all(|&byte| byte == 7), "not stitched from several ranks");
+}
+
+/// As many of one byte as are asked for.
+struct Filled(u8);
+
+impl StateProvider for Filled {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+        for fill in fills {
+            slot.part(fill.at, fill.len)?.fill(self.0);
+        }
+        Ok(Ticket::Done)
+    }
+
+    fn peek(&self, _: &Region, _: u64, into: &mut [u8]) -> stepwell_core::Result<bool> {
+        into.fill(self.0);
+        Ok(true)
+    }
+}

@@ -56,6 +56,8 @@ pub struct Flat {
     pub tree: Tree,
     /// The leaves, in the tree's order.
     pub leaves: Vec<Leaf>,
+    /// Numbers of those that may differ between ranks, in order: the first one's count.
+    pub drifting: Vec<u32>,
 }
 
 /// Flattens a state. A leaf that cannot be stored is named by its path.
@@ -65,6 +67,7 @@ pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<Flat> {
     let mut walk = Walk {
         hooks,
         arrays: arrays::known(),
+        drifting: false,
         library: None,
         flat: Flat::default(),
         ties: HashMap::new(),
@@ -102,6 +105,8 @@ impl<'py> Dtypes<'py> {
 struct Walk<'h, 'py> {
     hooks: &'h Hooks,
     arrays: Arc<Known>,
+    /// What is walked may differ between ranks: the first one's counts.
+    drifting: bool,
     /// Whose arrays were met in the stateful object that is being walked.
     library: Option<Arc<str>>,
     flat: Flat,
@@ -291,6 +296,12 @@ impl<'py> Walk<'_, 'py> {
             }
             "copied" => self.store_copy(parent, component, &answer),
             "sharded" => self.store_shards(parent, component, &answer),
+            "first" => {
+                let around = std::mem::replace(&mut self.drifting, true);
+                let walked = self.visit(parent, component, &answer.get_item(1)?, depth + 1);
+                self.drifting = around;
+                walked
+            }
             "same" => self.visit(parent, component, &answer.get_item(1)?, depth + 1),
             "mapping" => {
                 let kind = mapping_kind(&answer)?;
@@ -569,6 +580,9 @@ impl<'py> Walk<'_, 'py> {
     }
 
     fn leaf(&mut self, parent: Option<u32>, component: Option<Component>, leaf: Leaf) {
+        if self.drifting {
+            self.flat.drifting.push(self.flat.leaves.len() as u32);
+        }
         self.flat.tree.push_leaf(parent, component);
         self.flat.leaves.push(leaf);
     }

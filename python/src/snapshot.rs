@@ -58,10 +58,12 @@ pub fn source(
             None => provider_of(&parcel, buffer, snapshot.haste(buffer, immutable, devices))?,
         })
     };
-    let leaf = |leaf: &Leaf| -> Result<LeafSource, Error> {
+    let leaf = |(number, leaf): (u32, &Leaf)| -> Result<LeafSource, Error> {
+        let drifts = flat.drifting.binary_search(&number).is_ok();
         Ok(match leaf {
             Leaf::Array { dtype, buffer, immutable } => {
-                LeafSource::whole(*dtype, buffer.dims(), provider(buffer, *immutable)?)
+                let whole = LeafSource::whole(*dtype, buffer.dims(), provider(buffer, *immutable)?);
+                if drifts { whole.of_first() } else { whole }
             }
             Leaf::Sharded { dtype, shape, shards } => {
                 let shards = shards.iter().map(|shard| {
@@ -70,11 +72,12 @@ pub fn source(
                 });
                 LeafSource::sharded(*dtype, shape.clone(), shards.collect::<Result<_, Error>>()?)
             }
+            Leaf::Object(value) if drifts => LeafSource::Drifting(value.clone()),
             Leaf::Object(value) => LeafSource::Object(value.clone()),
             Leaf::Alias(of) => LeafSource::Alias(*of),
         })
     };
-    let leaves = flat.leaves.iter().map(leaf).collect::<Result<_, Error>>();
+    let leaves = (0_u32..).zip(&flat.leaves).map(leaf).collect::<Result<_, Error>>();
     let tree = flat.tree.clone();
     if let Some(loan) = loan {
         state.give_back_at_its_end(loan);

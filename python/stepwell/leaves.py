@@ -33,6 +33,7 @@ Description: TypeAlias = (
     | tuple[Literal["scalar"], str, bytes]  # a numpy scalar: dtype, little-endian bytes
     | tuple[Literal["array"], Any]  # an exact ndarray of a storable dtype
     | tuple[Literal["same"], Any]  # a wrapper: the value inside
+    | tuple[Literal["first"], Any]  # the same, which may differ between ranks
     | tuple[Literal["mapping"], str, Pairs]  # OrderedDict, defaultdict
     | tuple[Literal["deque"], int | None, list[Any]]
     | tuple[Literal["fields"], str, str, Pairs]  # namedtuple, dataclass
@@ -92,7 +93,7 @@ def describe(obj: Any) -> Description:
     if isinstance(obj, enum.Enum):
         return ("extension", "enum", [stored_name(cls), enum_names(obj)])
     if isinstance(obj, Replicated):
-        return ("same", obj.value)
+        return ("first", obj.value)
     if isinstance(obj, PerRank):
         return ("custom", PER_RANK, [(obj.stored_key(), obj.value)])
     if isinstance(obj, np.dtype):

@@ -525,3 +525,28 @@ def test_leaves_of_other_stages_are_not_unexpected_and_those_of_nobody_are(root:
         manager.restore(into=target, unexpected="ignore")
 
     together(2, root, restores)
+
+
+def test_values_that_differ_where_they_should_not_are_refused_by_leaf_and_what_may_drift_is_the_first_ranks(
+    root: Path,
+) -> None:
+    def work(rank: int, manager: sw.CheckpointManager) -> None:
+        big = np.zeros(500_000, np.float32)
+        manager.save(0, {"m": {"big": big, "n": 1}}).result()
+        big[-1] = rank
+        with pytest.raises(
+            sw.MismatchError, match=r"`m/big`.*rank 0 has other values than rank 1.*Replicated"
+        ):
+            manager.save(1, {"m": {"big": big, "n": 1}}).result()
+        with pytest.raises(sw.MismatchError, match="`m/n`"):
+            manager.save(2, {"m": {"big": np.zeros(3), "n": rank}}).result()
+        drifting = {
+            "big": sw.Replicated(np.full(500_000, rank + 5.0)),
+            "n": sw.Replicated({"a": rank, "b": [rank]}),
+        }
+        manager.save(3, {"m": drifting}).result()
+
+    together(2, root, work)
+    found = sw.restore(root)["m"]
+    assert (found["big"] == 5.0).all()
+    assert found["n"] == {"a": 0, "b": [0]}

@@ -23,6 +23,13 @@ pub trait StateProvider: Send + Sync {
     /// that knows of itself ([`Slot::receive`]).
     fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket>;
 
+    /// Copies some of the row-major bytes of a region, from `from` on, here and now: for a look at values that should be the same elsewhere. `false`: it cannot
+    /// (they are not in host memory).
+    fn peek(&self, local: &Region, from: u64, into: &mut [u8]) -> Result<bool> {
+        let _ = (local, from, into);
+        Ok(false)
+    }
+
     /// What must have happened to its bytes when the caller goes on.
     fn haste(&self) -> Haste {
         Haste::Captured

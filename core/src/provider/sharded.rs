@@ -54,6 +54,13 @@ impl StateProvider for ShardedProvider {
         Ok(if fences.is_empty() { Ticket::Done } else { Ticket::Event(Box::new(All(fences))) })
     }
 
+    fn peek(&self, local: &Region, from: u64, into: &mut [u8]) -> Result<bool> {
+        match self.shard(local) {
+            Some((provider, own)) => provider.peek(&own, from, into),
+            None => Ok(false),
+        }
+    }
+
     fn haste(&self) -> Haste {
         self.shards.iter().map(|(_, provider)| provider.haste()).max().unwrap_or(Haste::Later)
     }

@@ -359,7 +359,7 @@ impl Machine {
 
     fn own_vote(&self, parts: Result<Vec<records::ItemPart>, String>) -> Vote {
         let Plan { rank, stale, .. } = self.plan;
-        Vote { rank, attempt: self.plan.attempt.clone(), stale, parts }
+        Vote { rank, attempt: self.plan.attempt.clone(), stale, claims: self.draft.claims.clone(), parts }
     }
 
     fn vote(&mut self, vote: Vote, now: Now) -> Action {

@@ -15,6 +15,8 @@ use stepwell_reshard::tiling::{self, Fault, Slices};
 use crate::coordination::LEADER;
 use crate::directory_layout::{INDEX, LEASE, MANIFEST};
 use crate::error::{Error, Result};
+use crate::state::claims::Claim;
+use crate::state::leaf_hashes;
 
 /// What a rank wrote of one item.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,6 +38,8 @@ pub struct Vote {
     pub attempt: Attempt,
     /// Its leaves are others than it has told the ranks.
     pub stale: bool,
+    /// What it has of leaves that should be the same on others.
+    pub claims: Vec<Claim>,
     /// Its parts, or its failure.
     pub parts: Result<Vec<ItemPart>, String>,
 }
@@ -53,6 +57,8 @@ pub struct Draft {
     pub plan_hash: String,
     /// The items, in order: directory, name, top-level entries.
     pub items: Vec<DraftItem>,
+    /// What this rank has of leaves that should be the same on others.
+    pub claims: Vec<Claim>,
     /// The user's metrics.
     pub metrics: BTreeMap<String, f64>,
     /// The user's metadata.
@@ -162,8 +168,10 @@ pub fn records(
     committed_unix_ns: i64,
 ) -> Result<Vec<(Option<String>, Record)>> {
     let mut gathered = Gathered::new(draft);
+    let mut claimed = Claimed::default();
     for vote in votes {
         let rank = vote.rank;
+        claimed.add(rank, &vote.claims);
         for part in vote.parts.map_err(|cause| Error::RankFailed { rank, cause })? {
             gathered.add(rank, part);
         }
@@ -181,6 +189,7 @@ pub fn records(
         let tensor_bytes =
             item.parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
         let index = merge(std::mem::take(&mut item.parts))?;
+        claimed.check(&index)?;
         gathered.order(&mut item.draft, &index);
         for file in &index.files {
             files.push(FileEntry {
@@ -269,6 +278,50 @@ impl Gathered {
     }
 }
 
+/// What the ranks say of leaves that should be the same.
+#[derive(Default)]
+struct Claimed {
+    first: HashMap<u64, (u32, Claim)>,
+    /// By the leaf's path: two ranks that do not say the same.
+    differ: HashMap<u64, (u32, u32, bool)>,
+}
+
+impl Claimed {
+    fn add(&mut self, rank: u32, claims: &[Claim]) {
+        for &claim in claims {
+            let (first, known) = *self.first.entry(claim.path).or_insert((rank, claim));
+            let other_kind = known.kind != claim.kind;
+            let other_value = known.value != 0 && claim.value != 0 && known.value != claim.value;
+            if other_kind || other_value {
+                self.differ.entry(claim.path).or_insert((first, rank, other_kind));
+            }
+        }
+    }
+
+    /// Refuses an item of which a leaf is not the same on all ranks.
+    fn check(&self, index: &Index) -> Result<()> {
+        if self.differ.is_empty() {
+            return Ok(());
+        }
+        for (leaf, path) in (0_u32..).zip(leaf_hashes(&index.tree)) {
+            if let Some(&(one, other, other_kind)) = self.differ.get(&path) {
+                let what = if other_kind {
+                    format!(
+                        "it is of another dtype or shape, or another sort of value, on rank {one} than on rank {other}"
+                    )
+                } else {
+                    format!(
+                        "it is simply there on several ranks, and rank {one} has other values than rank {other}: where it differs on purpose, pass it as sw.PerRank(…); where it \
+                         may drift, as sw.Replicated(…), and the first rank's counts"
+                    )
+                };
+                return Err(Error::Layout { leaf: index.tree.leaf_path(leaf).to_string(), what });
+            }
+        }
+        Ok(())
+    }
+}
+
 /// One index from the parts of all ranks. Refuses what does not fit together, with the leaf and the ranks.
 fn merge(mut parts: Vec<(u32, ItemPart)>) -> Result<Index> {
     take_once(&mut parts);
@@ -349,6 +402,7 @@ fn check_coverage(index: &Index, ranks: &[u32]) -> Result<()> {
 struct Head {
     attempt: Attempt,
     stale: bool,
+    claims: u64,
     failure: Option<String>,
     parts: Vec<HeadPart>,
 }
@@ -374,12 +428,18 @@ impl Vote {
             });
             indexes.extend_from_slice(&encoded);
         }
-        let stale = self.stale;
-        let head =
-            Head { attempt: self.attempt.clone(), stale, failure: self.parts.as_ref().err().cloned(), parts };
+        let (stale, claims) = (self.stale, self.claims.len() as u64);
+        let head = Head {
+            attempt: self.attempt.clone(),
+            stale,
+            claims,
+            failure: self.parts.as_ref().err().cloned(),
+            parts,
+        };
         let head = serde_json::to_vec(&head).map_err(|error| Error::Invalid(error.to_string()))?;
         let mut out = (head.len() as u64).to_le_bytes().to_vec();
         out.extend_from_slice(&head);
+        self.claims.iter().for_each(|claim| claim.encode(&mut out));
         out.extend_from_slice(&indexes);
         Ok(out)
     }
@@ -394,8 +454,12 @@ impl Vote {
         let length = usize::try_from(u64::from_le_bytes(*length)).map_err(|_| bad())?;
         let (head, mut rest) = rest.split_at_checked(length).ok_or_else(bad)?;
         let head: Head = serde_json::from_slice(head).map_err(|_| bad())?;
+        let claims = usize::try_from(head.claims).ok().and_then(|count| count.checked_mul(Claim::BYTES));
+        let (claims, after) = claims.and_then(|bytes| rest.split_at_checked(bytes)).ok_or_else(bad)?;
+        rest = after;
+        let claims: Vec<Claim> = claims.chunks(Claim::BYTES).filter_map(Claim::decode).collect();
         if let Some(failure) = head.failure {
-            return Ok(Self { rank, attempt: head.attempt, stale: head.stale, parts: Err(failure) });
+            return Ok(Self { rank, attempt: head.attempt, stale: head.stale, claims, parts: Err(failure) });
         }
         let mut parts = Vec::with_capacity(head.parts.len());
         for part in head.parts {
@@ -405,6 +469,6 @@ impl Vote {
             let index = index_v1::decode(index, &PathBuf::from(format!("the vote of rank {rank}")))?;
             parts.push(ItemPart { item: part.item, index, tensor_bytes: part.tensor_bytes });
         }
-        Ok(Self { rank, attempt: head.attempt, stale: head.stale, parts: Ok(parts) })
+        Ok(Self { rank, attempt: head.attempt, stale: head.stale, claims, parts: Ok(parts) })
     }
 }

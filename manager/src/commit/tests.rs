@@ -257,7 +257,13 @@ fn asks_for(action: &Action) -> &[u32] {
 
 #[test]
 fn the_leader_waits_for_each_rank_as_long_as_that_gets_on_and_names_who_does_not() {
-    let vote = |rank, counter| Vote { rank, attempt: attempt(counter), stale: false, parts: Ok(vec![]) };
+    let vote = |rank, counter| Vote {
+        rank,
+        attempt: attempt(counter),
+        stale: false,
+        claims: vec![],
+        parts: Ok(vec![]),
+    };
     let mut machine_ = machine(plan(0, 4));
     machine_.start();
     machine_.on(Event::Done, at(0));
@@ -292,7 +298,13 @@ fn a_rank_that_fails_is_named_on_the_others_and_keeps_its_own_error() {
     machine_.start();
     machine_.on(Event::Done, at(0));
     machine_.on(Event::Data(parts()), at(0));
-    let vote = Vote { rank: 1, attempt: attempt(1), stale: false, parts: Err("its disk is full".into()) };
+    let vote = Vote {
+        rank: 1,
+        attempt: attempt(1),
+        stale: false,
+        claims: vec![],
+        parts: Err("its disk is full".into()),
+    };
     assert!(
         matches!(machine_.on(votes(vec![vote]), at(0)), Action::Announce(Announcement::RankFailed { rank: 1, cause }) if cause == "its disk is full")
     );
@@ -348,9 +360,13 @@ fn a_root_that_the_leader_could_not_sync_is_uncertain_on_every_rank() {
     while !matches!(action, Action::SyncRoot) {
         let event = match action {
             Action::WriteData => Event::Data(parts()),
-            Action::PollVotes { .. } => {
-                votes(vec![Vote { rank: 1, attempt: attempt(1), stale: false, parts: Ok(vec![]) }])
-            }
+            Action::PollVotes { .. } => votes(vec![Vote {
+                rank: 1,
+                attempt: attempt(1),
+                stale: false,
+                claims: vec![],
+                parts: Ok(vec![]),
+            }]),
             Action::CheckFence => Event::Fence(None),
             _ => Event::Done,
         };
@@ -418,9 +434,9 @@ fn a_step_that_stands_there_is_not_called_uncommitted_where_the_leader_fell_sile
 
 #[test]
 fn a_vote_survives_its_journey() {
-    let vote = Vote { rank: 3, attempt: attempt(1), stale: false, parts: Ok(parts()) };
+    let vote = Vote { rank: 3, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) };
     assert_eq!(Vote::decode(3, &vote.encode().unwrap()).unwrap(), vote);
-    let vote = Vote { rank: 3, attempt: attempt(1), stale: false, parts: Err("no".into()) };
+    let vote = Vote { rank: 3, attempt: attempt(1), stale: false, claims: vec![], parts: Err("no".into()) };
     assert_eq!(Vote::decode(3, &vote.encode().unwrap()).unwrap(), vote);
     for bad in [&b""[..], &[255; 9], &[0; 8]] {
         assert_eq!(Vote::decode(3, bad).unwrap_err().kind(), "rank_failed");

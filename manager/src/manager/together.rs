@@ -218,7 +218,13 @@ impl Inner {
             announcement.encode(false).and_then(|verdict| self.team.send_verdict(counter, &verdict))
         } else {
             let attempt = Attempt { session: self.team.session().to_owned(), counter };
-            let vote = Vote { rank: self.team.rank(), attempt, stale: false, parts: Err(cause.to_owned()) };
+            let vote = Vote {
+                rank: self.team.rank(),
+                attempt,
+                stale: false,
+                claims: Vec::new(),
+                parts: Err(cause.to_owned()),
+            };
             vote.encode().and_then(|vote| self.team.send_vote(counter, &vote))
         };
         if let Err(error) = told {

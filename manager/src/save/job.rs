@@ -158,6 +158,7 @@ pub(crate) fn plan(
         started_unix_ns,
         plan_hash: items.plan_hash,
         items: items.drafts,
+        claims: items.claims,
         metrics,
         custom_metadata,
     };

@@ -6,11 +6,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use stepwell_core::format::index_v1::ComponentSpelling;
 use stepwell_core::region::{Region, volume};
+use stepwell_core::tree::{NodeKind, Tree};
 use stepwell_reshard::partition::{Held, Writers, shares};
 use stepwell_reshard::tiling;
 
-use super::{Fnv, Holders, LeafSource, Part, StateSource};
+use super::{Claim, Fnv, Holders, LeafSource, Part, StateSource};
 use crate::error::{Error, Result};
 
 /// What an object counts where bytes are balanced: how long it is, is known when it is encoded.
@@ -45,6 +47,12 @@ impl Writing<'_> {
         format!("i-{:016x}", hash.half())
     }
 
+    /// Whether other ranks have said that they have that leaf too.
+    fn is_shared(&self, path: u64) -> bool {
+        let holders = self.census.and_then(|census| census.holders(path));
+        holders.is_some_and(|ranks| ranks.len() > 1 && ranks.contains(&self.rank))
+    }
+
     fn ranks(&self, holders: &Holders, path: u64) -> Group {
         match holders {
             Holders::This => Group::Alone,
@@ -52,6 +60,11 @@ impl Writing<'_> {
             Holders::Ranks(ranks) => Group::Ranks(Arc::clone(ranks)),
             Holders::Replicas { count, .. } if *count <= 1 => Group::Alone,
             Holders::Replicas { index, count } => Group::Places(*index, *count),
+            Holders::First => match self.census.and_then(|census| census.holders(path)) {
+                Some(ranks) if ranks.first() == Some(&self.rank) => Group::Alone,
+                Some(ranks) if ranks.contains(&self.rank) => Group::Others,
+                _ => Group::Unsettled,
+            },
             Holders::Everyone => match self.census.and_then(|census| census.holders(path)) {
                 Some(ranks) if !ranks.contains(&self.rank) => Group::Unsettled,
                 Some(ranks) if ranks.len() > 1 => Group::Ranks(ranks),
@@ -116,9 +129,10 @@ pub(crate) fn plain_leaves(state: &StateSource) -> Vec<u64> {
     let paths = path_hashes(state);
     let is_plain = |source: &LeafSource| match source {
         LeafSource::Tensor { shape, parts, .. } => {
-            shape.contains(&0) || parts.iter().any(|part| part.holders == Holders::Everyone)
+            let is_plain = |part: &Part| matches!(part.holders, Holders::Everyone | Holders::First);
+            shape.contains(&0) || parts.iter().any(is_plain)
         }
-        LeafSource::Object(_) => true,
+        LeafSource::Object(_) | LeafSource::Drifting(_) => true,
         LeafSource::Alias(_) => false,
     };
     let mut plain: Vec<u64> =
@@ -129,11 +143,14 @@ pub(crate) fn plain_leaves(state: &StateSource) -> Vec<u64> {
 
 /// Of each leaf: a hash of its path.
 fn path_hashes(state: &StateSource) -> Vec<u64> {
-    use stepwell_core::format::index_v1::ComponentSpelling;
-    use stepwell_core::tree::NodeKind;
-    let nodes = state.tree.nodes();
+    leaf_hashes(&state.tree)
+}
+
+/// The same, of any tree.
+pub(crate) fn leaf_hashes(tree: &Tree) -> Vec<u64> {
+    let nodes = tree.nodes();
     let mut hashes: Vec<u64> = Vec::with_capacity(nodes.len());
-    let mut leaves = vec![0; state.leaves.len()];
+    let mut leaves = vec![0; tree.leaf_count()];
     for node in nodes {
         let mut hash = Fnv::new();
         if let Some(component) = &node.component {
@@ -159,11 +176,14 @@ pub(crate) struct Shares {
     mine: Vec<Option<Vec<Region>>>,
     /// Leaves that others may write too, in order.
     unsettled: Vec<u32>,
+    claims: Vec<Claim>,
 }
 
 /// Who holds a part, as far as that matters for who writes it.
 enum Group {
     Alone,
+    /// Another one writes it.
+    Others,
     /// This rank has not had it when the ranks told each other: whoever has it now writes it, and the leader takes it once.
     Unsettled,
     Ranks(Arc<[u32]>),
@@ -187,19 +207,28 @@ impl Shares {
         let paths = path_hashes(state);
         let mut mine: Vec<Option<Vec<Region>>> = vec![None; state.leaves.len()];
         let mut unsettled = Vec::new();
+        let mut claims = Vec::new();
         let mut groups: HashMap<Arc<[u32]>, Vec<Shared>> = HashMap::new();
         for (leaf, (source, &path)) in state.leaves.iter().zip(&paths).enumerate() {
             let Some(own) = mine.get_mut(leaf) else { continue };
             match source {
-                LeafSource::Tensor { dtype, shape, parts, .. } => {
+                LeafSource::Tensor { dtype, shape, parts, provider } => {
                     check_size(state, leaf, shape, dtype.size())?;
                     // Nobody holds a part of it, and somebody must say that it is there.
                     let nothing = [Part { region: Region::whole(shape), holders: Holders::Everyone }];
                     let parts = if shape.contains(&0) { nothing.as_slice() } else { parts };
+                    if writing.is_shared(path) {
+                        let same = parts.iter().filter(|part| part.holders == Holders::Everyone);
+                        let mut same = same.map(|part| &part.region).peekable();
+                        if same.peek().is_some() {
+                            claims.push(Claim::of_tensor(path, *dtype, shape, same, &**provider)?);
+                        }
+                    }
                     for Part { region, holders } in parts {
                         let held = Held { extent: region.extent.clone(), itemsize: dtype.size() as u64 };
                         match writing.ranks(holders, path) {
                             Group::Alone => own.get_or_insert_default().push(region.clone()),
+                            Group::Others => {}
                             Group::Unsettled => {
                                 unsettled.push(leaf as u32);
                                 own.get_or_insert_default().push(region.clone());
@@ -216,14 +245,20 @@ impl Shares {
                         }
                     }
                 }
-                LeafSource::Object(_) => match writing.ranks(&Holders::Everyone, path) {
+                LeafSource::Object(value) => match writing.ranks(&Holders::Everyone, path) {
                     Group::Ranks(ranks) => {
+                        claims.push(Claim::of_object(path, value)?);
                         let order = (path, Region::whole(&[]));
                         let held = Held { extent: vec![].into(), itemsize: OBJECT_BYTES };
                         groups.entry(ranks).or_default().push(Shared { leaf, order, held });
                     }
                     _ => *own = Some(Vec::new()),
                 },
+                LeafSource::Drifting(_) => {
+                    if !matches!(writing.ranks(&Holders::First, path), Group::Others) {
+                        *own = Some(Vec::new());
+                    }
+                }
                 LeafSource::Alias(_) => {}
             }
         }
@@ -245,7 +280,7 @@ impl Shares {
             // In whatever order the groups came.
             own.sort_by(|one, other| one.offset.cmp(&other.offset));
         }
-        Ok(Self { mine, unsettled })
+        Ok(Self { mine, unsettled, claims })
     }
 
     /// One process writes everything, and must have everything.
@@ -268,12 +303,17 @@ impl Shares {
             Ok(Some(regions))
         };
         let mine = state.leaves.iter().enumerate().map(share).collect::<Result<_>>()?;
-        Ok(Self { mine, unsettled: Vec::new() })
+        Ok(Self { mine, unsettled: Vec::new(), claims: Vec::new() })
     }
 
     /// Whether this rank writes something of a leaf, or is the one that says that it is empty.
     pub(super) fn is_mine(&self, leaf: u32) -> bool {
         self.mine.get(leaf as usize).is_some_and(Option::is_some)
+    }
+
+    /// What this rank has of leaves that should be the same on others.
+    pub(super) fn claims(&self) -> Vec<Claim> {
+        self.claims.clone()
     }
 
     /// Whether others may write a leaf too.

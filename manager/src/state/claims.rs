@@ -1,0 +1,103 @@
+//! What ranks have of leaves that should be the same on all of them: a little of each, compared by the leader before it commits. A step whose pieces come from ranks that
+//! had drifted apart would be the state of none of them.
+
+use stepwell_core::dtype::Dtype;
+use stepwell_core::format::checksum::crc32c;
+use stepwell_core::format::object;
+use stepwell_core::provider::StateProvider;
+use stepwell_core::region::{Region, volume};
+use stepwell_core::value::Value;
+
+use super::Fnv;
+use crate::error::Result;
+
+/// Bytes that are looked at of a large region: as many pieces, spread evenly, the last ones too.
+const PIECES: u64 = 16;
+const PIECE_BYTES: u64 = 4096;
+
+/// What a rank has of a leaf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// Hash of the leaf's path.
+    pub path: u64,
+    /// Hash of what it is: an object, or a tensor of that dtype and shape.
+    pub kind: u32,
+    /// Checksum of its value, or of samples of it; 0: nobody has looked.
+    pub value: u32,
+}
+
+impl Claim {
+    /// Bytes of one in a vote.
+    pub(crate) const BYTES: usize = 16;
+
+    pub(super) fn of_object(path: u64, value: &Value) -> Result<Self> {
+        let bytes = object::encode(value)?;
+        Ok(Self { path, kind: 1, value: crc32c(&bytes).max(1) })
+    }
+
+    pub(super) fn of_tensor<'a>(
+        path: u64,
+        dtype: Dtype,
+        shape: &[u64],
+        parts: impl Iterator<Item = &'a Region>,
+        provider: &dyn StateProvider,
+    ) -> Result<Self> {
+        let mut hash = Fnv::new();
+        hash.add(&[2, dtype.code()]);
+        for extent in shape {
+            hash.add(&extent.to_le_bytes());
+        }
+        let kind = hash.half() as u32;
+        let mut sums = Vec::new();
+        for part in parts {
+            match sampled(part, dtype.size() as u64, provider)? {
+                Some(sum) => sums.extend_from_slice(&sum.to_le_bytes()),
+                None => return Ok(Self { path, kind, value: 0 }),
+            }
+        }
+        Ok(Self { path, kind, value: crc32c(&sums).max(1) })
+    }
+
+    pub(crate) fn encode(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.path.to_le_bytes());
+        out.extend_from_slice(&self.kind.to_le_bytes());
+        out.extend_from_slice(&self.value.to_le_bytes());
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (path, rest) = bytes.split_first_chunk::<8>()?;
+        let (kind, rest) = rest.split_first_chunk::<4>()?;
+        let (value, _) = rest.split_first_chunk::<4>()?;
+        Some(Self {
+            path: u64::from_le_bytes(*path),
+            kind: u32::from_le_bytes(*kind),
+            value: u32::from_le_bytes(*value),
+        })
+    }
+}
+
+/// A checksum of a region, or of pieces of it; `None` where it cannot be looked at.
+fn sampled(region: &Region, itemsize: u64, provider: &dyn StateProvider) -> Result<Option<u32>> {
+    let bytes = volume(&region.extent).unwrap_or(0).saturating_mul(itemsize);
+    let mut all = Vec::new();
+    let mut look = |from: u64, length: u64| -> Result<bool> {
+        let at = all.len();
+        all.resize(at + length as usize, 0);
+        Ok(provider.peek(region, from, all.get_mut(at..).unwrap_or_default())?)
+    };
+    if bytes <= PIECES * PIECE_BYTES {
+        if bytes > 0 && !look(0, bytes)? {
+            return Ok(None);
+        }
+    } else {
+        let piece = PIECE_BYTES / itemsize * itemsize;
+        for number in 0..PIECES {
+            // The last one ends where the region does.
+            let from = (u128::from(bytes - piece) * u128::from(number) / u128::from(PIECES - 1)) as u64;
+            if !look(from / itemsize * itemsize, piece)? {
+                return Ok(None);
+            }
+        }
+    }
+    Ok(Some(crc32c(&all)))
+}
