@@ -54,24 +54,53 @@ pub trait World {
 }
 
 /// Runs a commit to its end.
-pub fn run(machine: &mut Machine, root: &Arc<dyn Dir>, clock: &dyn Clock, world: &mut dyn World) -> Outcome {
+pub fn run(machine: Machine, root: &Arc<dyn Dir>, clock: &dyn Clock, world: &mut dyn World) -> Outcome {
     let start = clock.monotonic();
     let mut data = Duration::ZERO;
-    let mut temporary = Temporary::default();
-    let mut action = machine.start();
+    let mut commit = Commit::begin(machine);
     loop {
-        tracing::trace!(?action, "commit");
-        if let Action::Finish(verdict) = action {
-            let commit = clock.monotonic().saturating_sub(start).saturating_sub(data);
-            return Outcome { verdict: *verdict, data, commit };
-        }
         let began = clock.monotonic();
-        let is_data = matches!(action, Action::WriteData);
-        let event = execute(machine, root, &mut temporary, world, action);
+        let is_data = commit.is_at_data();
+        if let Some(verdict) = commit.step(root, clock, world) {
+            let commit = clock.monotonic().saturating_sub(start).saturating_sub(data);
+            return Outcome { verdict, data, commit };
+        }
         if is_data {
             data += clock.monotonic().saturating_sub(began);
         }
-        action = machine.on(event, Now { monotonic: clock.monotonic(), unix_ns: clock.unix_ns() });
+    }
+}
+
+/// A commit under way: for whoever drives several of them, action by action.
+pub struct Commit {
+    machine: Machine,
+    action: Option<Action>,
+    temporary: Temporary,
+}
+
+impl Commit {
+    /// A commit of which nothing has been done.
+    pub fn begin(mut machine: Machine) -> Self {
+        let action = Some(machine.start());
+        Self { machine, action, temporary: Temporary::default() }
+    }
+
+    /// Whether the next action writes the data.
+    pub fn is_at_data(&self) -> bool {
+        matches!(self.action, Some(Action::WriteData))
+    }
+
+    /// Does what is next; the verdict, where that was the end.
+    pub fn step(&mut self, root: &Arc<dyn Dir>, clock: &dyn Clock, world: &mut dyn World) -> Option<Verdict> {
+        let action = self.action.take()?;
+        tracing::trace!(?action, "commit");
+        if let Action::Finish(verdict) = action {
+            return Some(*verdict);
+        }
+        let event = execute(&self.machine, root, &mut self.temporary, world, action);
+        let now = Now { monotonic: clock.monotonic(), unix_ns: clock.unix_ns() };
+        self.action = Some(self.machine.on(event, now));
+        None
     }
 }
 
@@ -129,6 +158,7 @@ fn execute(
         Action::WriteFile { path, bytes } => {
             done(opened(temporary).and_then(|dir| dir.write_file(&path, &bytes)))
         }
+        Action::FindFiles(files) => done(opened(temporary).and_then(|dir| find(&*dir, &files))),
         Action::SyncDir(path) => done(
             opened(temporary)
                 .and_then(|dir| if path.is_empty() { dir.sync() } else { dir.open_dir(&path)?.sync() }),
@@ -158,6 +188,17 @@ fn execute(
         // The caller returns before.
         Action::Finish(_) => Event::Done,
     }
+}
+
+/// ENOENT for the first file that is not there, or has another length.
+fn find(dir: &dyn Dir, files: &[(String, u64)]) -> stepwell_core::Result<()> {
+    for (path, length) in files {
+        if dir.stat(path)?.is_none_or(|stat| stat.len != *length) {
+            let gone = std::io::Error::from(std::io::ErrorKind::NotFound);
+            return Err(stepwell_core::Error::io("find", dir.path().join(path), gone));
+        }
+    }
+    Ok(())
 }
 
 fn reached(result: Result<Event>) -> Event {

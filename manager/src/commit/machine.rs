@@ -85,6 +85,8 @@ pub enum Action {
         /// Its content.
         bytes: Vec<u8>,
     },
+    /// Look whether these files of all ranks are below the temporary: paths and lengths.
+    FindFiles(Vec<(String, u64)>),
     /// Sync a directory: of the temporary (relative path), or the temporary itself (empty).
     SyncDir(String),
     /// Read the epoch: is this still the root's writer?
@@ -344,6 +346,13 @@ impl Machine {
     }
 
     fn failed(&self, source: stepwell_core::Error) -> Error {
+        if self.is_leader() && self.plan.world_size > 1 && source.is_not_found() {
+            return Error::CoordinationTimeout {
+                missing: vec![self.plan.rank],
+                waited_for: format!("by other ranks, which have given up on step {}", self.plan.step),
+                seconds: self.plan.stall_timeout.as_secs_f64(),
+            };
+        }
         Error::SaveFailed { step: self.plan.step, source }
     }
 
@@ -416,8 +425,12 @@ impl Machine {
         }
         let votes = std::mem::take(&mut self.votes).into_values().collect();
         match records::records(&self.draft, &self.plan.attempt, self.plan.world_size, votes, now.unix_ns) {
-            Ok(files) => {
+            Ok((data, files)) => {
                 let mut actions = VecDeque::new();
+                if self.plan.world_size > 1 {
+                    // Ranks that gave up on this one have taken the temporary away with what they wrote, and it may have been made anew.
+                    actions.push_back(Action::FindFiles(data));
+                }
                 for (dir, file) in files {
                     actions.push_back(Action::WriteFile { path: file.path, bytes: file.bytes });
                     if let Some(dir) = dir {

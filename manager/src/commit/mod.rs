@@ -16,6 +16,6 @@ pub mod records;
 mod tests;
 
 pub use announcement::{Announcement, Heard};
-pub use driver::{Outcome, run};
+pub use driver::{Commit, Outcome, run};
 pub use machine::{Action, Event, Existing, Machine, Now, Plan, Stands, Verdict};
 pub use records::{Draft, ItemPart, Vote};

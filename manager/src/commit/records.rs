@@ -159,14 +159,19 @@ pub struct Record {
     pub bytes: Vec<u8>,
 }
 
-/// The files to write, in order, each with the directory to sync after it: indexes, the lease, and the manifest last.
+/// Files below a step: their paths, and their lengths.
+pub type DataFiles = Vec<(String, u64)>;
+/// Files to write, in order, each with the directory to sync after it.
+pub type Records = Vec<(Option<String>, Record)>;
+
+/// The data files of all ranks, which must be there; and the files to write: indexes, the lease, and the manifest last.
 pub fn records(
     draft: &Draft,
     attempt: &Attempt,
     world_size: u32,
     votes: Vec<Vote>,
     committed_unix_ns: i64,
-) -> Result<Vec<(Option<String>, Record)>> {
+) -> Result<(DataFiles, Records)> {
     let mut gathered = Gathered::new(draft);
     let mut claimed = Claimed::default();
     for vote in votes {
@@ -211,10 +216,11 @@ pub fn records(
         items.push(item.draft.entry(entry, index.leaves.len() as u64, tensor_bytes));
         out.push((Some(item.draft.dir), Record { path, bytes: encoded.bytes }));
     }
+    let data = files.iter().map(|file| (file.path.clone(), file.length)).collect();
     let manifest = draft.manifest(attempt, world_size, committed_unix_ns, items, files);
     out.push((None, Record { path: LEASE.to_owned(), bytes: Vec::new() }));
     out.push((None, Record { path: MANIFEST.to_owned(), bytes: manifest.encode()? }));
-    Ok(out)
+    Ok((data, out))
 }
 
 /// What the ranks have written, by item.

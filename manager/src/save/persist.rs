@@ -67,7 +67,7 @@ fn commit(
     let temporary = plan.temporary.clone();
     let (attempt, stale) = (plan.attempt.clone(), plan.stale);
     let items = draft.items.iter().map(|item| (item.dir.clone(), item.clone())).collect();
-    let mut machine = Machine::new(plan, draft);
+    let machine = Machine::new(plan, draft);
     let mut world = SaveWorld {
         root,
         environment,
@@ -82,7 +82,7 @@ fn commit(
         heard: 0,
         stale,
     };
-    let result = commit::run(&mut machine, root, &*environment.clock, &mut world);
+    let result = commit::run(machine, root, &*environment.clock, &mut world);
     let files = save.stats().files;
     save.set_stats(|stats| {
         stats.commit_seconds = result.commit.as_secs_f64();
