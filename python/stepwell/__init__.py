@@ -55,6 +55,7 @@ if _TYPE_CHECKING:
     from .coordinators import MPI, JaxService, SharedDirectory, TorchStore
     from .events import JsonLines
     from .manager import CheckpointManager
+    from .mesh import RankMesh, Rules
     from .options import Options, StepName
     from .pending import Save, SaveStats
     from .plan import ItemPlan, RestorePlan
@@ -81,6 +82,7 @@ _MODULES = {
     "coordinators": "JaxService MPI SharedDirectory TorchStore",
     "events": "JsonLines",
     "manager": "CheckpointManager",
+    "mesh": "RankMesh Rules",
     "options": "Options StepName",
     "pending": "Save SaveStats",
     "plan": "ItemPlan RestorePlan",
@@ -147,11 +149,13 @@ __all__ = [
     "Options",
     "PerRank",
     "RankFailed",
+    "RankMesh",
     "ReadOnlyError",
     "Replicated",
     "RestorePlan",
     "RestoreReport",
     "Retention",
+    "Rules",
     "Save",
     "SaveFailed",
     "SavePolicy",

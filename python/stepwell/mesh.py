@@ -1,0 +1,262 @@
+"""Which rank has which part, said once for a whole model: :class:`RankMesh` (ranks as points of a grid) and :class:`Rules` (names of tensors → axes of that grid)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal, TypeAlias, final
+
+import numpy as np
+
+from . import template
+from .checks import one_of, shown, text, whole
+from .errors import MismatchError, MisuseError
+from .paths import named
+from .shards import LocalShard
+from .specs import AS_STORED, ArraySpec, ObjectSpec
+
+#: What a dimension of a tensor is cut along: nothing, an axis, or several (the first one outermost).
+Axes: TypeAlias = "str | tuple[str, ...] | None"
+
+
+@final
+class RankMesh:
+    """The ranks of a job as points of a grid: ``RankMesh(pp=2, dp=2, tp=4)``. The last axis varies fastest.
+
+    Args:
+        ranks: the grid of ranks, where they are not numbered in that order.
+        axes: names and sizes.
+    """
+
+    __slots__ = ("_grid", "axes")
+
+    def __init__(self, ranks: Any = None, /, **axes: int) -> None:
+        if not axes:
+            raise MisuseError("a RankMesh has axes, such as RankMesh(dp=2, tp=4)")
+        self.axes = {
+            text(name, "the name of an axis"): whole(n, f"axis {name}", 1, 2**31) for name, n in axes.items()
+        }
+        shape = tuple(self.axes.values())
+        self._grid = np.arange(prod(shape)).reshape(shape) if ranks is None else np.asarray(ranks)
+        if self._grid.shape != shape:
+            raise MisuseError(
+                f"the grid of ranks has shape {self._grid.shape}, the axes {self.axes} have {shape}"
+            )
+        if len(np.unique(self._grid)) != self._grid.size:
+            raise MisuseError("the grid of ranks names a rank twice")
+
+    @classmethod
+    def of(cls, mesh: Any) -> RankMesh:
+        """From a ``DeviceMesh`` of torch with names, or a ``jax.sharding.Mesh`` whose devices are each another process's."""
+        names = getattr(mesh, "mesh_dim_names", None) or getattr(mesh, "axis_names", None)
+        if not names:
+            raise MisuseError(
+                f"a mesh without names of its axes: {shown(mesh)}; pass RankMesh(table, dp=…, tp=…)"
+            )
+        grid = getattr(mesh, "mesh", None)
+        if grid is None:
+            grid = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+        grid = np.asarray(grid)
+        return cls(grid, **dict(zip(map(str, names), grid.shape, strict=True)))
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return int(self._grid.size)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is."""
+        found = np.argwhere(self._grid == rank)
+        if not len(found):
+            raise MisuseError(f"rank {rank} is not in {self!r}")
+        return dict(zip(self.axes, map(int, found[0]), strict=True))
+
+    def ranks(self, **fixed: int) -> list[int]:
+        """The ranks at these coordinates, whatever the others are, in order."""
+        unknown = fixed.keys() - self.axes.keys()
+        if unknown:
+            raise MisuseError(f"{self!r} has no axis {sorted(unknown)[0]!r}")
+        index = tuple(fixed.get(name, slice(None)) for name in self.axes)
+        return sorted(map(int, np.ravel(self._grid[index])))
+
+    def __repr__(self) -> str:
+        return f"RankMesh({', '.join(f'{name}={n}' for name, n in self.axes.items())})"
+
+
+@final
+class Rules:
+    """How the tensors of a model are cut: patterns of their names, and for each dimension the axes of a mesh.
+
+    The first pattern that matches a tensor counts. A pattern is matched against the leaf path with ``.`` and ``/`` alike as separators: ``*`` stands for anything between two of
+    them, ``**`` for any number of parts. ``()`` means that all ranks (of the stage) have all of it. A tensor that no pattern matches is an error: end with ``"**": ()``
+    if the rest is replicated.
+
+    Args:
+        patterns: pattern → one entry for each dimension from the first on (those that are not named are not cut): the name of an axis, several (the first one outermost), or ``None``.
+        stages: for pipelines: pattern → number of the stage, or a function of the leaf path and the number of stages that gives it. What has none (``None``) is on all stages; where the mesh has
+            one stage, everything is.
+        stage_axis: the axis of the stages.
+        uneven: where a dimension is no multiple: ``"chunk"``, as ``torch.chunk`` (the last parts are shorter, or empty), or ``"balanced"`` (the first ones have one more).
+    """
+
+    __slots__ = ("_patterns", "_stage_axis", "_stages", "_uneven")
+
+    def __init__(
+        self,
+        patterns: Mapping[str, Sequence[Axes]],
+        *,
+        stages: Mapping[str, int] | Callable[[str, int], int | None] | None = None,
+        stage_axis: str = "pp",
+        uneven: Literal["chunk", "balanced"] = "chunk",
+    ) -> None:
+        self._patterns = [
+            (text(glob, "a pattern"), tuple(map(_axes, axes))) for glob, axes in patterns.items()
+        ]
+        self._stages = stages
+        self._stage_axis = stage_axis
+        self._uneven = one_of(uneven, "uneven", ("chunk", "balanced"))
+
+    def shard(
+        self, state: Any, mesh: RankMesh, rank: int, shapes: Callable[[str], Sequence[int]] | None = None
+    ) -> Any:
+        """A state of this rank's own tensors → the same with each as a :class:`LocalShard`, to be saved. ``shapes`` gives the shape of a whole tensor by its path, where parts differ in
+        size; else each cut dimension is as many times as long as the part."""
+        part = template.parse(state)
+        for leaf in template.leaves(part):
+            leaf.result = leaf.value
+            array = leaf.value
+            if leaf.what != "array" or not hasattr(array, "shape") or isinstance(array, ArraySpec):
+                continue
+            axes = self._axes_of(leaf.path, len(array.shape))
+            if shapes is not None:
+                shape = tuple(shapes(leaf.path))
+            else:
+                shape = tuple(n * _ways(mesh, one) for n, one in zip(array.shape, axes, strict=True))
+            stage = self._stage_of(leaf.path, mesh)
+            offset, extent = self._box(shape, axes, mesh, rank)
+            if extent != tuple(array.shape):
+                raise MismatchError(
+                    f"{named(leaf.path)}: rank {rank} has shape {tuple(array.shape)}, and {axes} of {shape} over {mesh!r} gives it {extent}"
+                )
+            leaf.result = LocalShard(array, shape, offset, self._replica(axes, mesh, rank, stage))
+        return template.finish(part, False)
+
+    def abstract_state(self, metadata: Any, mesh: RankMesh, rank: int) -> Any:
+        """What this rank wants of a stored state (``manager.metadata(step)``, or a tree of :class:`ArraySpec`): for ``like=``. Each tensor is a :class:`LocalShard` over a spec; what other
+        stages have is left out (``...``)."""
+        part = template.parse(getattr(metadata, "tree", metadata))
+        for leaf in template.leaves(part):
+            leaf.result = AS_STORED if isinstance(leaf.value, ObjectSpec) else leaf.value
+            spec = leaf.value
+            if not isinstance(spec, ArraySpec) or spec.shape is None:
+                continue
+            stage = self._stage_of(leaf.path, mesh)
+            if stage is not None and mesh.coordinates(rank)[self._stage_axis] != stage:
+                leaf.result = ...
+                continue
+            axes = self._axes_of(leaf.path, len(spec.shape))
+            offset, extent = self._box(spec.shape, axes, mesh, rank)
+            replica = self._replica(axes, mesh, rank, stage)
+            leaf.result = LocalShard(ArraySpec(extent, spec.dtype), spec.shape, offset, replica)
+        return template.finish(part, False)
+
+    def _axes_of(self, path: str, ndim: int) -> tuple[tuple[str, ...], ...]:
+        for glob, axes in self._patterns:
+            if _matches(glob, path):
+                if len(axes) > ndim:
+                    raise MisuseError(
+                        f"{named(path)} has {ndim} dimensions, and the rule {glob!r} speaks of {len(axes)}"
+                    )
+                return (*axes, *((),) * (ndim - len(axes)))
+        raise MisuseError(
+            f'{named(path)} matches no rule; add one, or "**": () as the last if the rest is the same on all ranks'
+        )
+
+    def _stage_of(self, path: str, mesh: RankMesh) -> int | None:
+        count = mesh.axes.get(self._stage_axis, 1)
+        if self._stages is None or count == 1:
+            return None
+        if callable(self._stages):
+            stage = self._stages(path, count)
+        else:
+            stage = next((stage for glob, stage in self._stages.items() if _matches(glob, path)), None)
+        if stage is not None and not 0 <= stage < count:
+            raise MisuseError(
+                f"{named(path)} is of stage {stage}, and {mesh!r} has {count}; pass stages= as a function of path and count"
+            )
+        return stage
+
+    def _box(
+        self, shape: Sequence[int], axes: tuple[tuple[str, ...], ...], mesh: RankMesh, rank: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        at = mesh.coordinates(rank)
+        offset, extent = [], []
+        for size, names in zip(shape, axes, strict=True):
+            part = 0
+            for name in names:
+                if name not in mesh.axes:
+                    raise MisuseError(f"a rule names the axis {name!r}, which {mesh!r} has not")
+                part = part * mesh.axes[name] + at[name]
+            first, end = self._cut(size, _ways(mesh, names), part)
+            offset.append(first)
+            extent.append(end - first)
+        return tuple(offset), tuple(extent)
+
+    def _cut(self, size: int, ways: int, part: int) -> tuple[int, int]:
+        if self._uneven == "balanced":
+            longer, length = size % ways, size // ways
+            first = part * length + min(part, longer)
+            return first, first + length + (part < longer)
+        length = -(-size // ways)
+        return min(size, part * length), min(size, (part + 1) * length)
+
+    def _replica(
+        self, axes: tuple[tuple[str, ...], ...], mesh: RankMesh, rank: int, stage: int | None
+    ) -> tuple[int, int]:
+        """Which of the ranks that have the same this one is, and how many they are."""
+        at = mesh.coordinates(rank)
+        fixed = {name: at[name] for names in axes for name in names}
+        if stage is not None:
+            fixed[self._stage_axis] = stage
+        same = mesh.ranks(**fixed)
+        return same.index(rank), len(same)
+
+
+def _axes(axes: Any) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    if isinstance(axes, str):
+        return (axes,)
+    if isinstance(axes, (tuple, list)) and all(isinstance(one, str) for one in axes):
+        return tuple(axes)
+    raise MisuseError(f"a dimension is cut along an axis, a tuple of axes, or None, not {shown(axes)}")
+
+
+def _ways(mesh: RankMesh, names: Sequence[str]) -> int:
+    return prod(mesh.axes.get(name, 1) for name in names)
+
+
+@lru_cache(maxsize=65536)
+def _matches(glob: str, path: str) -> bool:
+    return _pattern(glob).fullmatch(_parts(path)) is not None
+
+
+def _parts(path: str) -> str:
+    """A path with one separator: dots in names, slashes and indices alike."""
+    return re.sub(r"\[(-?\d+)\]", r"/\1", path).replace("\\.", ".").replace(".", "/").strip("/")
+
+
+@lru_cache(maxsize=4096)
+def _pattern(glob: str) -> re.Pattern[str]:
+    parts = _parts(glob).split("/")
+    found = ""
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
+        if part == "**":
+            found += ".*" if last else "(?:.*/)?"
+            continue
+        found += "".join("[^/]*" if one == "*" else "[^/]" if one == "?" else re.escape(one) for one in part)
+        found += "" if last else "/"
+    return re.compile(found)
