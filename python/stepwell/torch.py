@@ -401,6 +401,9 @@ def _placed(slot: str, value: Any, parameter: torch.Tensor, optimizer: torch.opt
         group = next(one for one in optimizer.param_groups if any(p is parameter for p in one["params"]))
         on_device = slot != "step" or group.get("capturable") or group.get("fused")
         return value.to(parameter.device) if on_device else value
+    if adapter.is_over_several(parameter):
+        # What this process has of the parameter, it has of the slot.
+        return adapter.part_like(parameter, value)
     made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     if made.device == value.device and made.stride() == value.stride():
         return value

@@ -162,3 +162,59 @@ dist.destroy_process_group()
     )
     for mesh, world in (("2x2", 4), ("1x2", 2), ("3x1", 3)):
         run_forked(tmp_path, TORCH, restore, world, root, free_port(), mesh)
+
+
+TRAINING = (
+    FSDP.replace("import torch\n", "import torch\nimport stepwell.torch as st\n", 1)
+    + """
+def train(seed):
+    model, _ = build(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+def update(model, optimizer, scheduler, n):
+    loss = (model(torch.arange(48.0).reshape(4, 12) / (n + 1)) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    return float(loss.detach())
+"""
+)
+
+
+def test_training_goes_on_under_another_cut_with_the_same_losses(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save = (
+        TRAINING
+        + """
+parts = train(1)
+for n in range(3):
+    update(*parts, n)
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.save(1, {"train": st.TrainState(*parts)}).result()
+print(*[update(*parts, n) for n in range(3, 6)])
+dist.destroy_process_group()
+"""
+    )
+    restore = (
+        TRAINING
+        + """
+for steps in (0, 1):  # the optimizer has no state yet; it has some, which is filled
+    parts = train(2)
+    for n in range(steps):
+        update(*parts, n)
+    with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+        manager.restore(into={"train": st.TrainState(*parts)})
+    print(*[update(*parts, n) for n in range(3, 6)])
+dist.destroy_process_group()
+"""
+    )
+    out = run_forked(tmp_path, TORCH, save, 4, root, free_port(), "2x2")
+    losses = [float(loss) for loss in out[0].split()]
+    for mesh, world in (("2x2", 4), ("1x2", 2)):
+        for told in run_forked(tmp_path, TORCH, restore, world, root, free_port(), mesh):
+            for line in told.splitlines():
+                found = [float(loss) for loss in line.split()]
+                assert found == pytest.approx(losses, rel=1e-5)
+                assert mesh != "2x2" or found == losses, "bit for bit where nothing was cut otherwise"

@@ -172,6 +172,24 @@ def _parts(tensor: Any) -> layouts.Parts | None:
     return layouts.Parts(plain, shape, found, lambda made: tensor if made is plain else made)
 
 
+def is_over_several(tensor: Any) -> bool:
+    """Whether a tensor is a ``DTensor`` over several processes."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return mesh is not None and mesh.size() > 1
+
+
+def part_like(tensor: Any, value: torch.Tensor) -> Any:
+    """A ``DTensor`` that has of a whole tensor what another one has of its own."""
+    parts = _parts(tensor.detach())
+    assert parts is not None
+    local = torch.zeros(tuple(parts.local.shape), dtype=value.dtype, device=parts.local.device)
+    for piece in parts.pieces:
+        box = tuple(slice(first, first + n) for first, n in zip(piece.offset, piece.extent, strict=True))
+        layouts.view(local, piece).copy_(value[box])
+    assert parts.rebuild is not None
+    return parts.rebuild(local)
+
+
 @lru_cache(maxsize=4096)
 def _pieces(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> list[layouts.Piece]:
     """The boxes that the placements give to this process, and which ranks have the same."""
