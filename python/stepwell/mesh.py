@@ -90,7 +90,7 @@ class Rules:
     """How the tensors of a model are cut: patterns of their names, and for each dimension the axes of a mesh.
 
     The first pattern that matches a tensor counts. A pattern is matched against the leaf path with ``.`` and ``/`` alike as separators: ``*`` stands for anything between two of
-    them, ``**`` for any number of parts. ``()`` means that all ranks (of the stage) have all of it. A tensor that no pattern matches is an error: end with ``"**": ()``
+    them, ``**`` for any number of parts (``**norm`` is ``**/*norm``). ``()`` means that all ranks (of the stage) have all of it. A tensor that no pattern matches is an error: end with ``"**": ()``
     if the rest is replicated.
 
     Args:
@@ -257,6 +257,9 @@ def _pattern(glob: str) -> re.Pattern[str]:
         if part == "**":
             found += ".*" if last else "(?:.*/)?"
             continue
+        if part.startswith("**"):
+            # `**norm` is `**/*norm`.
+            found, part = f"{found}(?:.*/)?", part[1:]
         found += "".join("[^/]*" if one == "*" else "[^/]" if one == "?" else re.escape(one) for one in part)
         found += "" if last else "/"
     return re.compile(found)

@@ -70,6 +70,9 @@ impl Writers {
     }
 }
 
+/// Regions of at most so many bytes belong together in few files: a reader that wants them all reads few blocks for them then.
+pub const SMALL: u64 = 64 << 10;
+
 /// A region that all of a group hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Held {
@@ -80,7 +83,8 @@ pub struct Held {
 }
 
 impl Held {
-    fn bytes(&self) -> u64 {
+    /// All of it.
+    pub fn bytes(&self) -> u64 {
         self.extent.iter().fold(self.itemsize, |bytes, &n| bytes.saturating_mul(n))
     }
 }

@@ -27,7 +27,6 @@ RULES = sw.Rules(
         "**/embed.*": ("tp",),
         "**.head.weight": (("tp", "dp"), None),
         "**norm*.weight": (),
-        "**": (),
     },
     stages={"**.layers.0.**": 0, "**.layers.1.**": 1, "**.head.**": 1, "**.embed.**": 0},
 )

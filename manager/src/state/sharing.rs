@@ -9,7 +9,7 @@ use std::sync::Arc;
 use stepwell_core::format::index_v1::ComponentSpelling;
 use stepwell_core::region::{Region, volume};
 use stepwell_core::tree::{NodeKind, Tree};
-use stepwell_reshard::partition::{Held, Writers, shares};
+use stepwell_reshard::partition::{Held, SMALL, Writers, shares};
 use stepwell_reshard::tiling;
 
 use super::{Claim, Fnv, Holders, LeafSource, Part, StateSource};
@@ -264,7 +264,10 @@ impl Shares {
         }
         for (ranks, mut shared) in groups {
             shared.sort_by(|one, other| {
-                let key = |shared: &Shared| (shared.order.0, shared.order.1.offset.clone());
+                // What is small stands together, so that it comes into few files.
+                let key = |shared: &Shared| {
+                    (shared.held.bytes() > SMALL, shared.order.0, shared.order.1.offset.clone())
+                };
                 key(one).cmp(&key(other))
             });
             let writers = Writers::new(&ranks, writing.nodes, writing.writers_per_node);
@@ -327,13 +330,16 @@ impl Shares {
     }
 }
 
-/// The share of one of several replicas that do not know each other: whoever writes a small region is told by its name.
+/// The share of one of several replicas that do not know each other: the first one writes all that is small.
 fn of_places(path: u64, region: &Region, held: Held, index: u32, count: u32) -> Option<Vec<Region>> {
+    if held.bytes() <= SMALL {
+        return (index == 0).then(|| vec![region.clone()]);
+    }
     let mut hash = Fnv::new();
     hash.add(&path.to_le_bytes());
     region.offset.iter().for_each(|first| hash.add(&first.to_le_bytes()));
     let first = (hash.half() % u64::from(count)) as u32;
-    // Another one is the first for each region: none of them writes all that is small.
+    // Another one is the first for each region: none of them writes all that is not cut.
     let place = (index + count - first) % count;
     let share = shares(&[held], &Writers::alike(count), place).pop().flatten()?;
     Some(share.into_iter().map(|part| inside(region, part)).collect())
