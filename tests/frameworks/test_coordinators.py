@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -93,3 +94,44 @@ os._exit(0)
     found = start(tmp_path, script, 2, tmp_path / "run", free_port()).finish()
     assert found[1][1] in ("CoordinatorError\n", "CoordinationTimeout\n"), found[1]
     assert sw.restore(tmp_path / "run") == {"x": 1}
+
+
+def test_processes_of_mpi_save_over_its_messages(tmp_path: Path) -> None:
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    if not mpiexec.exists():
+        pytest.skip("no mpiexec beside this Python (pip install mpi4py mpich)")
+    script = tmp_path / "mpi.py"
+    script.write_text(
+        """
+import subprocess
+import sys
+import numpy as np
+from mpi4py import MPI
+import stepwell as sw
+
+comm = MPI.COMM_WORLD
+rank, world = comm.Get_rank(), comm.Get_size()
+
+def state(step):
+    part = np.full((2, 3), rank + step, np.float32)
+    return {"w": sw.LocalShard(part, (2 * world, 3), (2 * rank, 0)), "n": step}
+
+with sw.CheckpointManager(sys.argv[1], coordinator=sw.MPI(comm), options=sw.Options(stall_timeout=60.0)) as manager:
+    for step in range(3):
+        manager.save(step, state(step))
+    manager.wait_until_finished()
+    assert manager.latest_step() == 2
+    got = manager.restore(into=state(0))
+    assert (got["w"].local == rank + 2).all() and got["n"] == 2
+comm.Barrier()
+"""
+    )
+    told = subprocess.run(
+        [str(mpiexec), "-n", "3", sys.executable, str(script), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    np.testing.assert_array_equal(sw.restore(tmp_path / "run")["w"][:, 0], [2, 2, 3, 3, 4, 4])
