@@ -231,7 +231,8 @@ fn what_is_changed_before_it_is_captured_is_found_and_named_where_that_is_asked_
     let held = world.disk.hold_writes();
     let filling = world.save(3, lazily(&arrays), &[&stream]);
     let torn = world.save(4, lazily(&arrays), &[&stream]);
-    filling.wait_started(Some(LONG)).unwrap();
+    // It has its copies, not only begun them: the next one waits for slots.
+    filling.wait_captured(Some(LONG)).unwrap();
     stream.update(&arrays[3], 3);
     stream.synchronize();
     held.store(false, Ordering::SeqCst);
