@@ -290,7 +290,7 @@ fn leaf(provider: Watched) -> LeafPlan {
     LeafPlan::Tensor {
         dtype: Dtype::Uint8,
         shape: vec![LEAF],
-        chunks: vec![ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region }],
+        chunks: vec![ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region, band: 0 }],
         provider: Arc::new(provider),
     }
 }

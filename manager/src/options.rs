@@ -94,7 +94,7 @@ impl Default for Options {
             on_save_error: OnSaveError::default(),
             chunk_bytes: 8 << 20,
             min_row_bytes: 4096,
-            block_bytes: 256 << 10,
+            block_bytes: stepwell_core::format::block::DEFAULT_BLOCK_BYTES,
             writers_per_node: None,
             capture_threads: None,
             queue_depth: None,

@@ -325,11 +325,18 @@ fn leaves(
         out.push(match source {
             Some(LeafSource::Tensor { dtype, shape, provider, .. }) => {
                 let itemsize = dtype.size() as u64;
-                let cut = |region: &Region| subchunk::cut(region, itemsize, chunks);
-                let mine = shares.regions(holder).iter().flat_map(cut);
+                let options = if is_on_a_device(&**provider) { chunks.on_device() } else { *chunks };
                 // The array is the tensor, so a chunk has one address in both. No chunk reaches over the border of a part.
-                let chunk = |part: Region| ChunkPlan { region: ChunkRegion::Box(part.clone()), local: part };
-                let chunks: Vec<ChunkPlan> = mine.map(chunk).collect();
+                let cut = |share: &Region| {
+                    let chunk = |part: Region| ChunkPlan {
+                        band: subchunk::band(&part, share, shape),
+                        region: ChunkRegion::Box(part.clone()),
+                        local: part,
+                    };
+                    let parts = subchunk::cut(share, shape, itemsize, &options);
+                    parts.into_iter().map(chunk).collect::<Vec<_>>()
+                };
+                let chunks: Vec<ChunkPlan> = shares.regions(holder).iter().flat_map(cut).collect();
                 let bytes =
                     |chunk: &ChunkPlan| chunk.local.volume().unwrap_or(u64::MAX).saturating_mul(itemsize);
                 *tensor_bytes =
@@ -354,6 +361,12 @@ fn leaves(
         });
     }
     Ok(out)
+}
+
+fn is_on_a_device(provider: &dyn StateProvider) -> bool {
+    let mut found = false;
+    provider.queues(&mut |_| found = true);
+    found
 }
 
 /// A hash of the structure: paths, kinds, dtypes, shapes and ties, not of any value. It is compared between ranks and stored, so it is taken over the format's

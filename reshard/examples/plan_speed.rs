@@ -68,7 +68,7 @@ fn main() -> Result<(), stepwell_reshard::Error> {
         _ => unreachable!("every leaf here is a tensor"),
     };
     let requests: Vec<Request> = (0..index.leaves.len()).map(request).collect();
-    let options = PlanOptions::local(256 << 10);
+    let options = PlanOptions::local(64 << 10);
     let small = timed("plan 20 000 small leaves", || plan(&index, &requests, &options))?;
     println!("              {:?}", PlanStats::of(&small));
 
@@ -102,8 +102,9 @@ fn main() -> Result<(), stepwell_reshard::Error> {
     let shape = [65536, 32768];
     let chunks = subchunk::cut(
         &Region::whole(&shape),
+        &shape,
         4,
-        &subchunk::Options { target_bytes: 256 << 10, min_row_bytes: 1024 },
+        &subchunk::Options { target_bytes: 256 << 10, min_row_bytes: 1024, ..subchunk::Options::HOST },
     );
     let regions: Vec<ChunkRegion> = chunks.iter().cloned().map(ChunkRegion::Box).collect();
     println!("              one tensor in {} chunks of {:?}", chunks.len(), chunks[0].extent);
@@ -116,8 +117,7 @@ fn main() -> Result<(), stepwell_reshard::Error> {
         |rank: u64| Region { offset: vec![0, rank * 4096].into(), extent: vec![65536, 4096].into() };
     let requests: Vec<Request> =
         (0..8).map(|rank| Request::row_major(0, columns(rank), 4, rank as u32)).collect();
-    let all =
-        timed("plan it for 8 column ranks", || plan(&index, &requests, &PlanOptions::local(256 << 10)))?;
+    let all = timed("plan it for 8 column ranks", || plan(&index, &requests, &PlanOptions::local(64 << 10)))?;
     println!("              {:?}", PlanStats::of(&all));
     Ok(())
 }

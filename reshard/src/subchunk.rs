@@ -15,13 +15,24 @@ pub struct Options {
     /// Contiguous bytes that a chunk's rows keep in its region. More than half the target is read as half the target, and where
     /// the two contradict each other the target wins.
     pub min_row_bytes: u64,
+    /// The same, where a shard is cut for readers with other cuts.
+    pub min_band_row_bytes: u64,
 }
 
 impl Options {
-    /// Host memory: 8 MiB keeps 16 requests in flight within 128 MiB; copies of 4 KiB rows run at the speed of memory.
-    pub const HOST: Self = Self { target_bytes: 8 << 20, min_row_bytes: 4096 };
-    /// Device memory: a 2-d device-to-host copy needs longer rows to reach the bus's speed.
-    pub const DEVICE: Self = Self { target_bytes: 8 << 20, min_row_bytes: 16 << 10 };
+    /// Host memory: 8 MiB keeps 16 requests in flight within 128 MiB; copies of 4 KiB rows run at the speed of memory, those of 512 bytes at half of it.
+    pub const HOST: Self = Self { target_bytes: 8 << 20, min_row_bytes: 4096, min_band_row_bytes: 512 };
+
+    /// The same for device memory: a 2-d device-to-host copy needs longer rows to reach the bus's speed.
+    #[must_use]
+    pub fn on_device(self) -> Self {
+        let least = |bytes: u64| bytes.max(DEVICE_ROW_BYTES);
+        Self {
+            min_row_bytes: least(self.min_row_bytes),
+            min_band_row_bytes: least(self.min_band_row_bytes),
+            ..self
+        }
+    }
 }
 
 impl Default for Options {
@@ -30,21 +41,31 @@ impl Default for Options {
     }
 }
 
-/// Cuts `region` into boxes that tile it exactly, in row-major order. Axes are halved, the longest first, until a box has at most
-/// `target_bytes`: so boxes have between about half and all of it, stay near cubes, and fall on the borders that meshes of 2, 4, 8 … ranks have. An
-/// empty region gives no box.
-pub fn cut(region: &Region, itemsize: u64, options: &Options) -> Vec<Region> {
+/// Rows of copies from a device have at least so many bytes.
+const DEVICE_ROW_BYTES: u64 = 16 << 10;
+
+/// Along each axis that a shard has whole it is cut into up to so many parts, so that a reader whose cut is along that axis leaves most of the shard unread.
+const BANDS: u64 = 4;
+/// But no chunk gets fewer bytes by that: a chunk costs its record in the index.
+const BAND_BYTES: u64 = 64 << 10;
+
+/// Cuts `region` of a tensor of that shape into boxes that tile it exactly, in row-major order. An empty region gives no box.
+///
+/// The axes of a whole tensor are halved, the longest first, until a box has at most `target_bytes`: so boxes have between about half and all of it, stay near cubes, and
+/// fall on the borders that meshes of 2, 4, 8 … ranks have. A shard is first cut along the axes that it has whole, into [`BANDS`] parts, since other cuts of the tensor will go
+/// along those; then, until boxes are small enough, along the axes that it is a part of, and only then further along the others.
+pub fn cut(region: &Region, shape: &[u64], itemsize: u64, options: &Options) -> Vec<Region> {
     if region.is_empty() {
         return Vec::new();
     }
-    if region
-        .volume()
-        .and_then(|n| n.checked_mul(itemsize))
-        .is_some_and(|bytes| bytes <= options.target_bytes)
-    {
+    let is_whole: Vec<bool> = region.extent.iter().zip(shape).map(|(extent, all)| extent == all).collect();
+    let is_shard = is_whole.contains(&false);
+    let bytes = region.volume().and_then(|n| n.checked_mul(itemsize)).unwrap_or(u64::MAX);
+    if bytes <= options.target_bytes && (!is_shard || bytes < 2 * BAND_BYTES) {
         return vec![region.clone()]; // as most leaves of a model are; it is asked of each while training waits
     }
-    let parts = parts(&region.extent, itemsize, options);
+    let sharded: Option<Vec<bool>> = is_shard.then(|| is_whole.iter().map(|whole| !whole).collect());
+    let parts = parts(&region.extent, sharded.as_deref(), itemsize, options);
     let mut boxes = Vec::with_capacity(parts.iter().product::<u64>() as usize);
     let mut at = vec![0_u64; parts.len()];
     loop {
@@ -64,8 +85,30 @@ pub fn cut(region: &Region, itemsize: u64, options: &Options) -> Vec<Region> {
     }
 }
 
-/// Into how many parts each axis is cut.
-fn parts(extent: &[u64], itemsize: u64, options: &Options) -> Vec<u64> {
+/// Where a chunk lies in its shard, in parts of each axis. Chunks of one band stand together in a file, whatever tensors they are of: so a reader with another cut finds what it wants
+/// of many small chunks in one piece.
+pub fn band(chunk: &Region, shard: &Region, shape: &[u64]) -> u32 {
+    let mut band = 0_u32;
+    for (d, &extent) in shard.extent.iter().enumerate().filter(|&(_, &extent)| extent > 0) {
+        let bands = bands(d, shape.get(d) != Some(&extent));
+        let inside = chunk.offset[d].saturating_sub(shard.offset[d]);
+        let part = u128::from(inside) * u128::from(bands) / u128::from(extent);
+        band = band.saturating_mul(bands as u32).saturating_add(part as u32);
+    }
+    band
+}
+
+/// Into how many parts a shard is cut along an axis for readers with other cuts. Steps of the outermost axis are not cut where the shard has some of them: any others can be read of it.
+fn bands(axis: usize, is_sharded: bool) -> u64 {
+    match (axis, is_sharded) {
+        (0, true) => 1,
+        (_, true) => BANDS / 2,
+        (_, false) => BANDS,
+    }
+}
+
+/// Into how many parts each axis is cut; `sharded` says along which the region is a part of its tensor, where it is one.
+fn parts(extent: &[u64], sharded: Option<&[bool]>, itemsize: u64, options: &Options) -> Vec<u64> {
     let target = u128::from(options.target_bytes.max(1));
     let min_row = u128::from(options.min_row_bytes).min(target / 2);
     let mut row_bytes = vec![u128::from(itemsize); extent.len()]; // of one step along the axis, trailing axes whole
@@ -73,23 +116,41 @@ fn parts(extent: &[u64], itemsize: u64, options: &Options) -> Vec<u64> {
         row_bytes[d - 1] = row_bytes[d].saturating_mul(u128::from(extent[d]));
     }
     let mut parts = vec![1_u64; extent.len()];
-    loop {
-        let longest = |d: usize| extent[d].div_ceil(parts[d]);
-        let bytes = (0..extent.len())
-            .fold(u128::from(itemsize), |bytes, d| bytes.saturating_mul(u128::from(longest(d))));
-        if bytes <= target {
-            return parts;
+    let longest = |parts: &[u64], d: usize| extent[d].div_ceil(parts[d]);
+    let bytes = |parts: &[u64]| {
+        (0..extent.len())
+            .fold(u128::from(itemsize), |bytes, d| bytes.saturating_mul(u128::from(longest(parts, d))))
+    };
+    let doubled = |parts: &[u64], d: usize| parts[d].saturating_mul(2).min(extent[d]);
+    let keeps_rows = |parts: &[u64], d: usize, least: u128| {
+        u128::from(extent[d] / doubled(parts, d)).saturating_mul(row_bytes[d]) >= least
+    };
+    if let Some(sharded) = sharded {
+        let least = u128::from(BAND_BYTES).min(target / 2);
+        let band_row = u128::from(options.min_band_row_bytes).min(target / 2);
+        // Each axis as far as it goes, in turn; the first is the one whose rows are longest.
+        let whole_first =
+            (0..extent.len()).filter(|&d| !sharded[d]).chain((1..extent.len()).filter(|&d| sharded[d]));
+        for d in whole_first {
+            while parts[d] < bands(d, sharded[d])
+                && longest(&parts, d) > 1
+                && keeps_rows(&parts, d, band_row)
+                && bytes(&parts) >= 2 * least
+            {
+                parts[d] = doubled(&parts, d);
+            }
         }
-        let doubled = |d: usize| parts[d].saturating_mul(2).min(extent[d]);
-        let keeps_rows =
-            |d: usize| u128::from(extent[d] / doubled(d)).saturating_mul(row_bytes[d]) >= min_row;
-        let axis = (0..extent.len())
-            .filter(|&d| longest(d) > 1 && keeps_rows(d))
-            .max_by_key(|&d| (longest(d), std::cmp::Reverse(d)))
-            .or_else(|| (0..extent.len()).find(|&d| longest(d) > 1));
-        let Some(axis) = axis else { return parts }; // single elements: nothing is left to cut
-        parts[axis] = doubled(axis);
     }
+    while bytes(&parts) > target {
+        let is_sharded = |d: usize| sharded.is_some_and(|sharded| sharded[d]);
+        let axis = (0..extent.len())
+            .filter(|&d| longest(&parts, d) > 1 && keeps_rows(&parts, d, min_row))
+            .max_by_key(|&d| (is_sharded(d), longest(&parts, d), std::cmp::Reverse(d)))
+            .or_else(|| (0..extent.len()).find(|&d| longest(&parts, d) > 1));
+        let Some(axis) = axis else { return parts }; // single elements: nothing is left to cut
+        parts[axis] = doubled(&parts, axis);
+    }
+    parts
 }
 
 /// The run `start .. start + len` of the row-major flattened tensor as at most `2 * ndim - 1` boxes, in the run's order. Each box is itself
@@ -133,7 +194,7 @@ mod tests {
     use super::*;
 
     fn extents(shape: &[u64], itemsize: u64, options: &Options) -> Vec<Vec<u64>> {
-        let mut extents: Vec<_> = cut(&Region::whole(shape), itemsize, options)
+        let mut extents: Vec<_> = cut(&Region::whole(shape), shape, itemsize, options)
             .into_iter()
             .map(|part| part.extent.to_vec())
             .collect();
@@ -152,16 +213,45 @@ mod tests {
         assert_eq!(cuts(&[1024, 1024], 4), [[1024, 1024]], "what fits stays whole");
     }
 
+    /// Extents of the chunks of a shard, and their bands.
+    fn shard(offset: &[u64], extent: &[u64], shape: &[u64], itemsize: u64) -> Vec<(Vec<u64>, u32)> {
+        let region = Region { offset: offset.into(), extent: extent.into() };
+        let parts = cut(&region, shape, itemsize, &Options::HOST);
+        parts.into_iter().map(|part| (part.extent.to_vec(), band(&part, &region, shape))).collect()
+    }
+
+    #[test]
+    fn a_shard_is_cut_along_the_axes_that_it_has_whole() {
+        let in_four = |extent: [u64; 2]| -> Vec<_> { (0..4).map(|band| (extent.to_vec(), band)).collect() };
+        assert_eq!(shard(&[128, 0], &[128, 1024], &[1024, 1024], 4), in_four([128, 256]), "some rows");
+        assert_eq!(shard(&[0, 128], &[1024, 128], &[1024, 1024], 4), in_four([256, 128]), "some columns");
+        let small = shard(&[0, 0], &[64, 512], &[512, 512], 2);
+        assert_eq!(small, [(vec![64, 512], 0)], "chunks would be too small");
+        let half = shard(&[0, 0], &[128, 512], &[1024, 512], 2);
+        assert_eq!(half, [(vec![128, 256], 0), (vec![128, 256], 2)]);
+        let both = shard(&[64, 64], &[512, 512], &[1024, 1024], 4);
+        assert_eq!(both, [(vec![512, 512], 0)], "it has no axis whole");
+    }
+
+    #[test]
+    fn a_large_shard_is_cut_along_its_own_axes_before_the_others() {
+        // A quarter of the columns, and then rows until there are no more than 8 MiB.
+        let parts = shard(&[6656, 0], &[6656, 16384], &[53248, 16384], 2);
+        assert_eq!(parts.len(), 32);
+        assert!(parts.iter().all(|(extent, _)| *extent == [832, 4096]));
+        assert_eq!(parts.iter().map(|(_, band)| *band).max(), Some(3));
+    }
+
     #[test]
     fn scalars_are_one_chunk_and_empty_tensors_none() {
-        assert_eq!(cut(&Region::whole(&[]), 8, &Options::HOST), [Region::whole(&[])]);
-        assert_eq!(cut(&Region::whole(&[5, 0]), 8, &Options::HOST), []);
+        assert_eq!(cut(&Region::whole(&[]), &[], 8, &Options::HOST), [Region::whole(&[])]);
+        assert_eq!(cut(&Region::whole(&[5, 0]), &[5, 0], 8, &Options::HOST), []);
     }
 
     #[test]
     fn an_element_that_is_larger_than_a_chunk_is_a_chunk() {
-        let options = Options { target_bytes: 4, min_row_bytes: 4096 };
-        assert_eq!(cut(&Region::whole(&[2, 2]), 16, &options).len(), 4);
+        let options = Options { target_bytes: 4, ..Options::HOST };
+        assert_eq!(cut(&Region::whole(&[2, 2]), &[2, 2], 16, &options).len(), 4);
     }
 
     proptest! {
@@ -172,11 +262,16 @@ mod tests {
             itemsize in prop_oneof![Just(1_u64), Just(2), Just(8)],
             target_bytes in 1_u64..3000,
             min_row_bytes in 0_u64..300,
+            whole in prop::collection::vec(any::<bool>(), 4),
         ) {
-            let region = Region { offset: offset[..extent.len()].into(), extent: extent.into() };
-            let options = Options { target_bytes, min_row_bytes };
-            let parts = cut(&region, itemsize, &options);
-            prop_assert_eq!(&parts, &cut(&region, itemsize, &options));
+            let options = Options { target_bytes, min_row_bytes, min_band_row_bytes: min_row_bytes / 8 };
+            // Along an axis that it has whole, a region begins where the tensor does.
+            let has = |d: usize| extent.len() <= d || whole[d];
+            let shape: Vec<u64> = (0..extent.len()).map(|d| if has(d) { extent[d] } else { 200 }).collect();
+            let offset = (0..extent.len()).map(|d| if has(d) { 0 } else { offset[d] }).collect();
+            let region = Region { offset, extent: extent.into() };
+            let parts = cut(&region, &shape, itemsize, &options);
+            prop_assert_eq!(&parts, &cut(&region, &shape, itemsize, &options));
             let bytes = |part: &Region| part.volume().unwrap() * itemsize;
             prop_assert!(parts.iter().all(|part| bytes(part) <= target_bytes.max(itemsize)));
             let numbered = parts.iter().cloned().enumerate().collect();
@@ -196,8 +291,8 @@ mod tests {
             min_row_bytes in 1_u64..256,
         ) {
             // The target is many rows of the least length, so the two never contradict each other.
-            let options = Options { target_bytes: 16 * min_row_bytes, min_row_bytes };
-            for part in cut(&Region::whole(&[rows, columns]), 1, &options) {
+            let options = Options { target_bytes: 16 * min_row_bytes, min_row_bytes, ..Options::HOST };
+            for part in cut(&Region::whole(&[rows, columns]), &[rows, columns], 1, &options) {
                 let row = if part.extent[1] == columns { part.extent[0] * columns } else { part.extent[1] };
                 prop_assert!(row >= min_row_bytes.min(rows * columns), "{:?}", part);
             }

@@ -58,7 +58,7 @@ pub fn items(sources: &[Arc<Vec<u8>>], threads: usize) -> Result<(Vec<ItemPlan>,
         let chunks = (0..elements).step_by(CHUNK / 4).map(|start| {
             let region =
                 Region { offset: vec![start].into(), extent: vec![step.min(elements - start)].into() };
-            ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region }
+            ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region, band: 0 }
         });
         leaves.push(LeafPlan::Tensor {
             dtype: Dtype::Float32,

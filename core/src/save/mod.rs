@@ -98,6 +98,8 @@ pub struct ChunkPlan {
     pub region: ChunkRegion,
     /// In the provider's array; as many elements, in the same row-major order.
     pub local: Region,
+    /// Chunks of lower bands stand first in the file, whatever leaves they are of.
+    pub band: u32,
 }
 
 /// How a save is made.
@@ -122,7 +124,7 @@ pub struct SaveOptions {
 impl Default for SaveOptions {
     fn default() -> Self {
         Self {
-            block_bytes: 256 << 10,
+            block_bytes: crate::format::block::DEFAULT_BLOCK_BYTES,
             rank: 0,
             file_ids: Vec::new(),
             // A few threads saturate the memory bus.

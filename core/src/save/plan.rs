@@ -18,6 +18,7 @@ use crate::format::index::{
 };
 use crate::format::{index_v1, object};
 use crate::io::is_component;
+use crate::provider::Haste;
 use crate::region;
 use crate::staging::StagingPool;
 use crate::tree::Tree;
@@ -148,6 +149,18 @@ impl Cursor {
     }
 }
 
+/// A chunk that waits for its place in the file.
+struct Placed {
+    haste: Haste,
+    band: u32,
+    leaf: u32,
+    /// Its number in its leaf.
+    chunk: u32,
+    /// And among all.
+    source: u32,
+    bytes: u64,
+}
+
 fn extent(offset: u64, length: u64) -> Extent {
     Extent { source: Source::Own(0), offset, length, integrity: Integrity::BlockCrc }
 }
@@ -168,30 +181,27 @@ fn plan_item(
     let header = Header::new(file_id, options.block_bytes, options.rank).encode();
     cutter.add_bytes(cursor.place(header.len() as u64, PAGE)?, &header);
 
-    // The most urgent first: a slot is as urgent as the most urgent leaf in it, so what is captured when its caller goes on, and what can wait, do not share slots.
-    let mut leaves: Vec<(u32, LeafPlan)> = (0..).zip(leaves).collect();
-    leaves.sort_by_key(|(_, plan)| Reverse(plan.haste()));
     let mut records = Vec::with_capacity(leaves.len());
+    let mut placed = Vec::with_capacity(leaves.len());
     let mut objects = Vec::new();
     let mut tensor_bytes = 0;
     // What the index takes, roughly: names, and per leaf and chunk its numbers.
     let mut index_bytes = 64 * tree.nodes().len() as u64;
-    for (leaf, plan) in leaves {
-        let record = match plan {
+    for (leaf, plan) in (0_u32..).zip(leaves) {
+        let haste = plan.haste();
+        records.push(match plan {
             LeafPlan::Tensor { dtype, shape, chunks, provider } => {
                 index_bytes += (96 + 24 * shape.len() as u64) * (1 + chunks.len() as u64);
                 let tensor = TensorLeaf { tree: &tree, leaf, itemsize: dtype.size() };
                 tensor.check(&shape, &chunks, &*provider)?;
                 let owner = cutter.leaf(Leaf { provider, item: number, number: leaf })?;
                 let mut stored = Chunks::with_capacity(chunks.len());
-                for ChunkPlan { region, local } in chunks {
+                for (chunk, ChunkPlan { region, local, band }) in (0_u32..).zip(chunks) {
                     let bytes = tensor.bytes(&region)?;
-                    let alignment = if bytes >= PAGE_ALIGNED_FROM { PAGE } else { SMALL_ALIGNMENT };
-                    let offset = cursor.place(bytes, alignment)?;
-                    let chunk = cutter.chunk(Chunk { leaf: owner, local })?;
-                    cutter.add(offset, bytes, PartSource::Chunk(chunk), 0);
-                    stored.push(ChunkRecord { region, extent: extent(offset, bytes), codec: Codec::Raw });
                     tensor_bytes += bytes;
+                    let source = cutter.chunk(Chunk { leaf: owner, local })?;
+                    placed.push(Placed { haste, band, leaf, chunk, source, bytes });
+                    stored.push(ChunkRecord { region, extent: extent(0, bytes), codec: Codec::Raw });
                 }
                 let shape = shape.into();
                 LeafRecord::Tensor(TensorRecord { dtype, shape, view: None, rank_key: None, chunks: stored })
@@ -203,11 +213,20 @@ fn plan_item(
             // Nothing, where the first byte of something could be.
             LeafPlan::Elsewhere => LeafRecord::Object(extent(PAGE, 0)),
             LeafPlan::Alias { of } => LeafRecord::Alias { of },
-        };
-        records.push((leaf, record));
+        });
     }
-    records.sort_by_key(|&(leaf, _)| leaf);
-    let mut records: Vec<LeafRecord> = records.into_iter().map(|(_, record)| record).collect();
+    // The most urgent first: a slot is as urgent as the most urgent leaf in it, so what is captured when its caller goes on, and what can wait, do not share slots.
+    placed.sort_by_key(|placed| (Reverse(placed.haste), placed.band));
+    for Placed { leaf, chunk, source, bytes, .. } in placed {
+        let alignment = if bytes >= PAGE_ALIGNED_FROM { PAGE } else { SMALL_ALIGNMENT };
+        let offset = cursor.place(bytes, alignment)?;
+        cutter.add(offset, bytes, PartSource::Chunk(source), 0);
+        if let Some(LeafRecord::Tensor(tensor)) = records.get_mut(leaf as usize)
+            && let Some(stored) = tensor.chunks.get_mut(chunk as usize)
+        {
+            stored.extent.offset = offset;
+        }
+    }
     for (leaf, value) in objects {
         let bytes = object::encode(&value).map_err(|error| named(error, &tree, leaf))?;
         if bytes.len() as u64 > limits::MAX_OBJECT_BYTES {
@@ -288,7 +307,7 @@ impl TensorLeaf<'_> {
             });
         }
         let elements = region::volume(shape).ok_or_else(|| self.refuse("it has too many elements"))?;
-        for ChunkPlan { region, local } in chunks {
+        for ChunkPlan { region, local, .. } in chunks {
             let fits = match region {
                 ChunkRegion::Box(region) => region.fits(shape),
                 ChunkRegion::Run { start, len } => start.checked_add(*len).is_some_and(|end| end <= elements),

@@ -62,7 +62,7 @@ fn tensor_leaf(len: usize, provider: Arc<dyn StateProvider>) -> LeafPlan {
     LeafPlan::Tensor {
         dtype: Dtype::Uint8,
         shape: vec![len as u64],
-        chunks: vec![ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region }],
+        chunks: vec![ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region, band: 0 }],
         provider,
     }
 }

@@ -141,7 +141,11 @@ pub(crate) fn plan(
     let Order { root, step, state, metrics, custom_metadata, cancel, streams, begun, team, census, stale } =
         order;
     let started_unix_ns = environment.clock.unix_ns();
-    let cut = subchunk::Options { target_bytes: options.chunk_bytes, min_row_bytes: options.min_row_bytes };
+    let cut = subchunk::Options {
+        target_bytes: options.chunk_bytes,
+        min_row_bytes: options.min_row_bytes,
+        min_band_row_bytes: options.min_row_bytes.min(subchunk::Options::HOST.min_band_row_bytes),
+    };
     let writing = Writing {
         rank: team.rank(),
         world_size: team.world_size(),

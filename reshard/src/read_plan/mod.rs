@@ -61,10 +61,10 @@ pub struct PlanOptions {
 }
 
 impl PlanOptions {
-    /// A local disk. A request costs it about 0.1 ms, in which it reads some 256 KiB: bridging smaller gaps is cheaper than a second request.
+    /// A local disk. With several in flight a request costs it about as much as 64 KiB more in another: bridging smaller gaps is cheaper than a second request.
     /// Runs of 8 MiB are as fast as longer ones, and eight of them fit a restore's 64 MiB.
     pub fn local(block_bytes: u64) -> Self {
-        Self { block_bytes, file_block_bytes: Vec::new(), max_run_bytes: 8 << 20, max_gap_bytes: 256 << 10 }
+        Self { block_bytes, file_block_bytes: Vec::new(), max_run_bytes: 8 << 20, max_gap_bytes: 64 << 10 }
     }
 
     /// A parallel or network file system. A request costs a round trip of about a millisecond, in which several MiB come: bridge more, ask for more

@@ -27,7 +27,7 @@ fn tensor(seed: u64, cut: u64) -> LeafPlan {
     let chunks = [(0, cut), (cut, SHAPE[1] - cut)].into_iter().filter(|(_, extent)| *extent > 0).map(
         |(at, extent)| {
             let region = Region { offset: vec![0, at].into(), extent: vec![SHAPE[0], extent].into() };
-            ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region }
+            ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region, band: 0 }
         },
     );
     LeafPlan::Tensor {
@@ -54,7 +54,7 @@ fn item() -> ItemPlan {
         LeafPlan::Tensor {
             dtype: Dtype::Int64,
             shape: vec![0, 3],
-            chunks: vec![ChunkPlan { region: ChunkRegion::Box(none.clone()), local: none }],
+            chunks: vec![ChunkPlan { region: ChunkRegion::Box(none.clone()), local: none, band: 0 }],
             provider: Arc::new(HostProvider::new(empty)),
         },
     ];

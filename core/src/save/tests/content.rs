@@ -56,6 +56,14 @@ fn sample() -> impl Strategy<Value = Sample> {
     ]
 }
 
+/// Runs are dealt to three bands.
+fn band(region: &ChunkRegion) -> u32 {
+    match region {
+        ChunkRegion::Run { start, .. } => (start % 3) as u32,
+        ChunkRegion::Box(_) => 0,
+    }
+}
+
 /// The leaf's plan, and what its chunks must hold.
 fn plan(sample: &Sample, samples: &[Sample]) -> (LeafPlan, Vec<Vec<u8>>) {
     match sample {
@@ -67,9 +75,10 @@ fn plan(sample: &Sample, samples: &[Sample]) -> (LeafPlan, Vec<Vec<u8>>) {
             let runs = starts.map(|start| (start, (*cut).min(len - start)));
             let chunks = runs
                 .clone()
-                .map(|(start, len)| ChunkPlan {
-                    region: ChunkRegion::Run { start, len },
-                    local: Region { offset: vec![start].into(), extent: vec![len].into() },
+                .map(|(start, len)| {
+                    let region = ChunkRegion::Run { start, len };
+                    let local = Region { offset: vec![start].into(), extent: vec![len].into() };
+                    ChunkPlan { band: band(&region), region, local }
                 })
                 .collect();
             let contents = runs.map(|(start, len)| bytes[start as usize..(start + len) as usize].to_vec());
@@ -131,7 +140,7 @@ fn tensor(dtype: Dtype, shape: &[u64], order: Order, cut: u64, seed: u64) -> (Le
     let contents = regions.iter().map(|region| naive(&memory, first, item, &strides, region)).collect();
     let chunks = regions
         .into_iter()
-        .map(|region| ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region })
+        .map(|region| ChunkPlan { region: ChunkRegion::Box(region.clone()), local: region, band: 0 })
         .collect();
     let source = HostSource::owned(memory, first, item, shape, &strides).unwrap();
     let provider = Arc::new(HostProvider::new(source));
@@ -193,24 +202,28 @@ proptest! {
         prop_assert_eq!(written.index.files[0].length, written.length);
         prop_assert_eq!(written.index.files[0].trailer_crc, written.trailer_crc);
 
-        // Every chunk is where the index says, aligned, disjoint; what is in no extent is zero.
+        // Every chunk is where the index says, aligned, disjoint, those of lower bands first; what is in no extent is zero.
         let mut expected = vec![0_u8; file.len()];
         expected[..4096].copy_from_slice(&file[..4096]);
-        let mut end = 4096;
+        let mut chunks = Vec::new();
         for (record, contents) in written.index.leaves.iter().zip(&contents) {
             if let LeafRecord::Tensor(tensor) = record {
                 prop_assert_eq!(tensor.chunks.len(), contents.len());
                 for (chunk, bytes) in tensor.chunks.iter().zip(contents) {
-                    let Extent { offset, length, .. } = chunk.extent;
-                    prop_assert_eq!(length, bytes.len() as u64);
-                    prop_assert!(offset >= end, "overlap");
-                    let aligned = if length >= PAGE_ALIGNED_FROM { 4096 } else { SMALL_ALIGNMENT };
-                    prop_assert_eq!(offset % aligned, 0);
-                    prop_assert!(offset - end < aligned, "a gap wider than it must be");
-                    expected[offset as usize..][..bytes.len()].copy_from_slice(bytes);
-                    end = offset + length;
+                    chunks.push((band(&chunk.region), chunk.extent.offset, chunk.extent.length, bytes));
                 }
             }
+        }
+        chunks.sort_by_key(|(band, ..)| *band);
+        let mut end = 4096;
+        for (_, offset, length, bytes) in chunks {
+            prop_assert_eq!(length, bytes.len() as u64);
+            prop_assert!(offset >= end, "overlap");
+            let aligned = if length >= PAGE_ALIGNED_FROM { 4096 } else { SMALL_ALIGNMENT };
+            prop_assert_eq!(offset % aligned, 0);
+            prop_assert!(offset - end < aligned, "a gap wider than it must be");
+            expected[offset as usize..][..bytes.len()].copy_from_slice(bytes);
+            end = offset + length;
         }
         for (record, sample) in written.index.leaves.iter().zip(&samples) {
             if let (LeafRecord::Object(extent), Sample::Object(text)) = (record, sample) {

@@ -102,7 +102,7 @@ fn shards_are_stored_as_what_they_are_parts_of() {
                 offset: [top + half, left].as_slice().into(),
                 extent: [height / 2, width].as_slice().into(),
             };
-            chunks.push(ChunkPlan { region: ChunkRegion::Box(part.clone()), local: part });
+            chunks.push(ChunkPlan { region: ChunkRegion::Box(part.clone()), local: part, band: 0 });
         }
     }
     let provider = Arc::new(ShardedProvider::new(shards));
