@@ -63,6 +63,10 @@ demo: build ## train, save, kill -9 in the middle of a save, resume, compare: on
 	$(BIN)/python tests/demo/kill_and_resume.py
 	$(BIN)/python tests/demo/other_ranks.py
 
+.PHONY: demo-torch
+demo-torch: build ## the same with FSDP2 and tensor parallelism of PyTorch: 4 processes, then 2, then 1
+	$(BIN)/python tests/demo/torch_other_ranks.py
+
 .PHONY: test
 test: lint test-rust test-interleavings test-python docs test-disks fuzz ## everything that must hold before a change lands
 
