@@ -59,8 +59,13 @@ wheel: $(VENV)/.tools | tools ## build a release wheel into target/wheels, and i
 	@ls target/wheels/*.whl
 
 .PHONY: demo
-demo: build ## train, save, kill -9 in the middle of a save, resume, compare
+demo: build ## train, save, kill -9 in the middle of a save, resume, compare: one process, then 4, 2, 1 and 8 of them
 	$(BIN)/python tests/demo/kill_and_resume.py
+	$(BIN)/python tests/demo/other_ranks.py
+
+.PHONY: demo-torch
+demo-torch: build ## the same with FSDP2 and tensor parallelism of PyTorch: 4 processes, then 2, then 1
+	$(BIN)/python tests/demo/torch_other_ranks.py
 
 .PHONY: test
 test: lint test-rust test-interleavings test-python docs test-disks fuzz ## everything that must hold before a change lands

@@ -63,21 +63,22 @@ class Sizes:
     context: int = 16
     embedding: int = 48
     hidden: int = 1536
+    dtype: str = "float32"
 
 
 def init(sizes: Sizes, rng: np.random.Generator) -> Arrays:
     def normal(*shape: int) -> np.ndarray:
-        return (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+        return (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(sizes.dtype)
 
     width = sizes.context * sizes.embedding
     return {
-        "embedding": rng.standard_normal((sizes.vocabulary, sizes.embedding)).astype(np.float32),
+        "embedding": rng.standard_normal((sizes.vocabulary, sizes.embedding)).astype(sizes.dtype),
         "hidden_1/weight": normal(width, sizes.hidden),
-        "hidden_1/bias": np.zeros(sizes.hidden, np.float32),
+        "hidden_1/bias": np.zeros(sizes.hidden, sizes.dtype),
         "hidden_2/weight": normal(sizes.hidden, sizes.hidden),
-        "hidden_2/bias": np.zeros(sizes.hidden, np.float32),
+        "hidden_2/bias": np.zeros(sizes.hidden, sizes.dtype),
         "output/weight": normal(sizes.hidden, sizes.vocabulary),
-        "output/bias": np.zeros(sizes.vocabulary, np.float32),
+        "output/bias": np.zeros(sizes.vocabulary, sizes.dtype),
     }
 
 
@@ -121,9 +122,9 @@ def adam(state: dict[str, Any], gradients: Arrays, rate: float = 3e-4) -> None:
         state["params"][name] -= rate * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
 
 
-def train(root: Path, steps: int, every: int, losses: Path | None) -> None:
+def train(root: Path, steps: int, every: int, losses: Path | None = None, dtype: str = "float32") -> None:
     rng = np.random.default_rng(0)
-    sizes = Sizes()
+    sizes = Sizes(dtype=dtype)
     params = init(sizes, rng)
     state: dict[str, Any] = {
         "params": params,
@@ -169,5 +170,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=3)
     parser.add_argument("--losses", type=Path, help="append a JSON line per step to this file")
+    parser.add_argument("--dtype", default="float32", help="of the parameters: float32 or float64")
     options = parser.parse_args()
-    train(options.root, options.steps, options.save_every, options.losses)
+    train(options.root, options.steps, options.save_every, options.losses, options.dtype)

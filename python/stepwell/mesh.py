@@ -244,8 +244,8 @@ def _matches(glob: str, path: str) -> bool:
 
 
 def _parts(path: str) -> str:
-    """A path with one separator: dots in names, slashes and indices alike."""
-    return re.sub(r"\[(-?\d+)\]", r"/\1", path).replace("\\.", ".").replace(".", "/").strip("/")
+    """A path with one separator: dots and slashes in names, those between them, and indices alike."""
+    return re.sub(r"\\(.)", r"\1", re.sub(r"\[(-?\d+)\]", r"/\1", path)).replace(".", "/").strip("/")
 
 
 @lru_cache(maxsize=4096)

@@ -127,6 +127,14 @@ def test_dimensions_are_cut_as_torch_does_or_evenly() -> None:
         assert [one.offset[0] for one in shards] == list(np.cumsum([0, *lengths[:-1]]))
 
 
+@pytest.mark.parametrize("glob", ["**.hidden_1.weight", "**/hidden_1/weight", "**.hidden_*.weight"])
+def test_slashes_inside_a_name_separate_its_parts_as_dots_do(glob: str) -> None:
+    rules = sw.Rules({glob: (None, "tp")})
+    for name in ("hidden_1/weight", "hidden_1.weight"):
+        shard = rules.shard({name: np.zeros((4, 4))}, sw.RankMesh(tp=2), 1)[name]
+        assert (shard.global_shape, shard.offset) == ((4, 8), (0, 4))
+
+
 def test_a_tensor_without_a_rule_and_a_rule_that_does_not_fit_are_named() -> None:
     mesh = sw.RankMesh(tp=2)
     tree = {"a": {"b.c": sw.ArraySpec((4,), np.float32)}}
