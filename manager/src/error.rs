@@ -379,6 +379,8 @@ pub struct Relayed {
     errno: Option<i32>,
     /// The step that it is about, where it has one.
     pub step: Option<u64>,
+    /// The rank that has failed, where it says that one has.
+    pub rank: Option<u32>,
 }
 
 /// The kinds that a leader's answer may have.
@@ -415,7 +417,12 @@ impl Relayed {
             Error::Relayed(relayed) => relayed.step,
             _ => None,
         };
-        Self { kind: error.kind().to_owned(), text: error.to_string(), errno: error.errno(), step }
+        let rank = match error {
+            Error::RankFailed { rank, .. } => Some(*rank),
+            Error::Relayed(relayed) => relayed.rank,
+            _ => None,
+        };
+        Self { kind: error.kind().to_owned(), text: error.to_string(), errno: error.errno(), step, rank }
     }
 
     /// See [`Error::kind`].

@@ -41,6 +41,7 @@ pub fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
     }
     match error {
         ManagerError::RankFailed { rank, .. } => attributes.set_item("rank", rank)?,
+        ManagerError::Relayed(relayed) => attributes.set_item("rank", relayed.rank)?,
         ManagerError::DonatedBuffer { leaf } => attributes.set_item("leaf", leaf)?,
         ManagerError::CoordinationTimeout { missing, .. } => {
             attributes.set_item("missing", missing.clone())?;

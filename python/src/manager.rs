@@ -202,7 +202,7 @@ impl Manager {
         cause: Option<String>,
     ) -> PyResult<Vec<String>> {
         self.query(py, move |inner| {
-            inner.wanted_by_none(cause.map_or(Ok(paths), |cause| Err(Error::Invalid(cause))))
+            inner.wanted_by_none(cause.map_or(Ok(paths), |cause| Err(failed(inner, cause))))
         })
     }
 
@@ -210,7 +210,7 @@ impl Manager {
     #[pyo3(signature = (what, cause = None))]
     fn agree(&self, py: Python<'_>, what: String, cause: Option<String>) -> PyResult<()> {
         self.query(py, move |inner| {
-            let mine = cause.map_or(Ok(()), |cause| Err(Error::Invalid(cause)));
+            let mine = cause.map_or(Ok(()), |cause| Err(failed(inner, cause)));
             inner.agree(&what, mine)
         })
     }
@@ -593,6 +593,14 @@ impl Manager {
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Held {
     hold: Mutex<Option<Hold>>,
+}
+
+/// What a rank says of its own failure. The others hear of the leader's as it is, and of any other one's as the leader puts it.
+fn failed(inner: &Engined, cause: String) -> Error {
+    match inner.ranks() {
+        (0, _) => Error::RankFailed { rank: 0, cause },
+        _ => Error::Invalid(cause),
+    }
 }
 
 #[pymethods]

@@ -14,15 +14,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from . import _core
+from . import _core, adapters
 from .adapters import Box, OnDevice
 from .allocate import Allocator
 from .convert import cast_into, common_box
 from .errors import StepwellError
+from .exchange import Exchange, Region
 from .report import RestoreReport
 from .specs import native_name, to_dtype
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+
+#: The stages of what is exchanged with other ranks: what gets memory of its own; the caller's arrays that are cast or lie between others' elements; the rest of those.
+_NEW, _APART, _IN_PLACE = range(3)
 
 #: Arrays that are cast are read in batches of this many bytes, so that a cast costs no second copy of the state.
 CAST_BATCH = 256 << 20
@@ -128,6 +132,9 @@ class ArrayReads:
         self._kept = kept
         self._report = report
         self._allocator = Allocator()
+        self._exchange: Exchange | None = None
+        #: What is exchanged with other ranks, with those who want it here.
+        self._exchanged: dict[Region, list[Job]] = {}
         self.jobs = jobs
 
     def settle(self, dry: bool = False) -> None:
@@ -224,9 +231,50 @@ class ArrayReads:
                         f"`{path}` is to keep its value, and overlaps `{job.path}` in memory, which is restored; pass a copy of one of them"
                     )
 
+    def share(self, exchange: Exchange) -> None:
+        """Has what other ranks want too be read once for all of them. All ranks make this call, once they know where everything goes."""
+        wanted: dict[Region, list[Job]] = {}
+        for job in self.jobs:
+            if job.twin is None and 0 not in (box := job.box()):
+                stage = _NEW if job.target is None else _IN_PLACE if job.direct else _APART
+                region = (stage, job.stored, job.stored_dtype.itemsize, job.offset, box)
+                wanted.setdefault(region, []).append(job)
+        alike = exchange.plan({region: jobs[0].stored_dtype for region, jobs in wanted.items()})
+        self._exchange = exchange
+        self._exchanged = {region: wanted[region] for region in alike}
+        self._report.nbytes -= sum(job.nbytes for jobs in self._exchanged.values() for job in jobs)
+
+    def _run_exchange(self, stage: int, overwritten: list[str]) -> None:
+        """What is exchanged in a stage. All ranks make this call."""
+        if self._exchange is None:
+            return
+        here = [job for region, jobs in self._exchanged.items() if region[0] == stage for job in jobs]
+        if stage == _NEW:
+            for job in here:
+                self._make(job)
+        else:
+            overwritten.extend(job.path for job in here)
+
+        def deliver(region: Region, offset: tuple[int, ...], values: _Array) -> None:
+            for job in self._exchanged[region]:
+                _put(job, offset, values)
+
+        read, received = self._exchange.run(stage, deliver)
+        self._report.nbytes += read
+        self._report.received_nbytes += received
+        if stage != _NEW:
+            for job in here:
+                if isinstance(job.target, np.ndarray):
+                    _zero_outside(job.target, job.box())
+
     def batches(self, own: bool) -> Iterator[list[Job]]:
         """What is read together: into new memory, or into the caller's ``own``. Those of one batch are all read straight to where they belong, or all apart."""
-        jobs = [job for job in self.jobs if (job.target is not None) is own and job.twin is None]
+        exchanged = {job for jobs in self._exchanged.values() for job in jobs}
+        jobs = [
+            job
+            for job in self.jobs
+            if (job.target is not None) is own and job.twin is None and job not in exchanged
+        ]
         direct = [[job for job in jobs if job.direct]]
         apart = list(_batches([job for job in jobs if not job.direct]))
         # The caller's memory is written last where that cannot fail any more by a value that does not fit.
@@ -234,28 +282,30 @@ class ArrayReads:
 
     def read_new(self) -> None:
         """Reads everything that gets memory of its own."""
+        self._run_exchange(_NEW, [])
         for batch in self.batches(own=False):
             for job in batch:
-                there = (
-                    job.empty(job.shape, job.dtype)
-                    if job.empty and batch[0].direct and job.box() == job.shape
-                    else None
-                )
-                if there is not None:
-                    job.result = there
-                    continue
-                job.result = self._allocator.empty(job.shape, job.dtype)
-                if job.box() != job.shape:
-                    job.result[...] = np.zeros((), job.dtype)
+                self._make(job)
             if batch[0].direct:
                 self._read([(job, job.result) for job in batch])
             else:
                 self._read_apart(batch, [])
 
+    def _make(self, job: Job) -> None:
+        """Makes the memory that a job gets."""
+        job.result = (
+            job.empty(job.shape, job.dtype) if job.empty and job.direct and job.box() == job.shape else None
+        )
+        if job.result is None:
+            job.result = self._allocator.empty(job.shape, job.dtype)
+            if job.box() != job.shape:
+                job.result[...] = np.zeros((), job.dtype)
+
     def fill(self) -> None:
         """Reads into the caller's arrays."""
         overwritten: list[str] = []
         with telling(lambda: overwritten):
+            self._run_exchange(_APART, overwritten)
             for batch in self.batches(own=True):
                 if not batch[0].direct:
                     self._read_apart(batch, overwritten)
@@ -265,6 +315,7 @@ class ArrayReads:
                 for job in batch:
                     if isinstance(job.target, np.ndarray):
                         _zero_outside(job.target, job.box())
+            self._run_exchange(_IN_PLACE, overwritten)
         for job in self.jobs:
             if job.target is not None:
                 job.result = job.target
@@ -324,6 +375,22 @@ class ArrayReads:
             raise self._report.mismatch(
                 f"`{one.path}` and `{other.path}` are one array in memory, but their stored values differ; untie them, or restore only one"
             )
+
+
+def _put(job: Job, offset: tuple[int, ...], values: _Array) -> None:
+    """Puts a part of what a job reads, which begins there in the stored array, where it belongs."""
+    place = _memory(job.result if job.target is None else job.target)
+    box = tuple(
+        slice(at - first, at - first + n)
+        for at, first, n in zip(offset, job.offset, values.shape, strict=True)
+    )
+    there = place[(*box, ...)]  # with the dots, one element is an array too
+    if not isinstance(there, np.ndarray):
+        there.copy_(adapters.arrays("torch", [values])[0])
+    elif job.exact:
+        there[...] = values
+    else:
+        cast_into(values, there, job.path)
 
 
 def _memory(target: _Array | OnDevice) -> Any:

@@ -382,7 +382,7 @@ class Checkpoint:
     @spelled_out
     def restore(self, **options: Unpack[RestoreKeywords]) -> Any:
         """Restores; see :meth:`CheckpointManager.restore`."""
-        checked = RestoreOptions.of(options)
+        checked = RestoreOptions.of(options).reading_alone()
         if checked.fill:
             lifecycle.wait_captured()
         return restoring.run(self._open(), checked)
@@ -391,7 +391,8 @@ class Checkpoint:
     def plan(self, **options: Unpack[RestoreKeywords]) -> RestorePlan:
         """What :meth:`restore` with these keywords would read and do. Reads no array, changes nothing, and raises what ``restore`` would raise about
         what is wanted."""
-        return plan.plan(self._open(), RestoreOptions.of(options, "plan"), self.manifest["items"])
+        checked = RestoreOptions.of(options, "plan").reading_alone()
+        return plan.plan(self._open(), checked, self.manifest["items"])
 
     def verify(self, progress: Callable[[int, int], Any] | None = None) -> VerifyReport:
         """Reads everything and compares every checksum. ``progress(bytes done, bytes in all)`` is called now and then."""

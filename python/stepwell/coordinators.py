@@ -80,7 +80,8 @@ class TorchStore:
 
         if not dist.is_initialized():
             raise MisuseError("TorchStore() needs torch.distributed.init_process_group() to have run")
-        group = distributed_c10d._get_default_group() if group is None else group
+        #: What the ranks of ``restore(broadcast=…)`` exchange goes over it.
+        self.group = group = distributed_c10d._get_default_group() if group is None else group
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.name = f"torch {distributed_c10d._get_process_group_name(group)}"
@@ -326,6 +327,20 @@ def _initialised() -> Coordinator | None:
                 "torch.distributed.init_process_group() or jax.distributed.initialize(), pass coordinator=sw.SharedDirectory(rank, world_size, job_id) or sw.MPI(comm); "
                 "pass coordinator=None if only this one uses the manager"
             )
+    return None
+
+
+def initialised_framework(rank: int, world_size: int) -> str | None:
+    """``"torch"`` or ``"jax"``, where it is initialised over these ranks, numbered alike; ``None``: neither is."""
+    here = (rank, world_size)
+    dist = sys.modules.get("torch.distributed")
+    is_torch = dist is not None and dist.is_available() and dist.is_initialized()
+    if dist is not None and is_torch and (dist.get_rank(), dist.get_world_size()) == here:
+        return "torch"
+    if _jax_client() is not None:
+        import jax
+
+        return "jax" if (jax.process_index(), jax.process_count()) == here else None
     return None
 
 

@@ -8,11 +8,11 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Unpack, final
 
-from . import _core, adapters, coordinators, lifecycle, restoring, template
+from . import _core, adapters, coordinators, lifecycle, restoring, template, transports
 from .checkpoint import Checkpoint, Metadata
 from .checks import (
     flag,
@@ -26,6 +26,7 @@ from .checks import (
 )
 from .errors import ClosedError, MisuseError, StalledError, StepNotFound
 from .events import OnEvent, tell_save, telling_restore
+from .exchange import Exchange
 from .locations import absolute, check_root, explaining
 from .options import Options, StepName, to_json
 from .pending import Save
@@ -37,6 +38,7 @@ from .retention import Retention, keep_all
 from .specs import current_rank
 from .stateful import is_callable_state
 from .timeouts import seconds, stall_seconds
+from .together import Together
 
 Exists = Literal["error", "skip", "replace"]
 
@@ -108,6 +110,8 @@ class CheckpointManager:
         if on_event is not None and not callable(on_event):
             raise MisuseError(f"on_event is a function of one dict, not {shown(on_event)}")
         self._on_event = on_event
+        self._coordinator = board
+        self._stall = stall_seconds(options.stall_timeout)
         if self._policy.signals and threading.current_thread() is not threading.main_thread():
             raise MisuseError(
                 "on_preemption() listens to signals: make the manager on the main thread, or pass signals=()"
@@ -140,7 +144,7 @@ class CheckpointManager:
             if service is not None:
                 service.close()
             raise
-        self._ending = _Ending(core, self._root, self._owner, stall_seconds(options.stall_timeout), service)
+        self._ending = _Ending(core, self._root, self._owner, self._stall, service)
         lifecycle.watch(self._ending)
         # From here on somebody closes it, whatever its user does.
         weakref.finalize(self, self._ending.abandoned).atexit = False
@@ -369,13 +373,17 @@ class CheckpointManager:
         """Restores a step (``None``: the newest committed one).
 
         ``like`` says what is wanted and is never changed; ``into`` is filled where it can be and returned with new values where not; neither: everything, as
-        it is stored. All differences are reported at once, before anything is written. Never returns memory that was not filled. The keywords are those of
+        it is stored. All differences are reported at once, before anything is written. Never returns memory that was not filled. Where several processes have opened the manager, all of
+        them make this call; each reads what it wants, or with ``broadcast=`` one of them for those who want the same. The keywords are those of
         :class:`~stepwell.restore_options.RestoreKeywords`.
 
         Raises:
             StepNotFound: there is no such committed step, or none at all.
             MismatchError: what is wanted is not what is stored; nothing was written.
             CorruptCheckpoint: a stored block is not what was written; ``overwritten`` lists what ``into`` had got by then.
+            RankFailed: another rank could not restore; ``overwritten`` as above.
+            MisuseError: nothing is initialised over which ``broadcast=`` could exchange arrays.
+            CoordinatorError: an exchange has failed: another rank is gone, mostly.
         """
         checked = RestoreOptions.of(options)
         number = None if step is None else step_number(step)
@@ -383,6 +391,8 @@ class CheckpointManager:
             # It may be the state that is being captured.
             lifecycle.wait_captured()
         alone = self._open().ranks()[1] == 1
+        if alone:
+            checked = replace(checked, broadcast=False)
         with telling_restore(self._on_event, self._root, number) as told:
             with explaining(self._root), self._explaining_pending():
                 if not alone:
@@ -400,33 +410,20 @@ class CheckpointManager:
     def _restored_by_all(self, core: Any, options: RestoreOptions) -> Any:
         """What this rank restores, where all ranks do: in two steps, so that none has written anything where what another wants does not fit, and none goes on where
         another could not read."""
-        ours = self._open()
-        # Whether this rank has said what it does not want, and whether all could.
-        said = agreed = False
-
-        def together(unexpected: list[Any]) -> list[Any]:
-            nonlocal said, agreed
-            said = True
-            paths = set(ours.wanted_by_none([one[0] for one in unexpected]))
-            agreed = True
-            return [one for one in unexpected if one[0] in paths]
-
-        token = current_rank.set(ours.ranks())
+        together = Together(self._open(), f"broadcast={options.broadcast!r}")
+        token = current_rank.set(self._open().ranks())
         try:
-            answer = restoring.run(core, options, together)
-            if not said:
-                together([])
+            exchange = None
+            if options.broadcast:
+                transport = transports.find(self._coordinator, self._stall)
+                exchange = Exchange(core, transport, together, options.broadcast == "gather")
+            answer = restoring.run(core, options, together, exchange)
+            together.agree()
         except BaseException as failure:
-            why = f"{type(failure).__name__}: {failure}"
-            with suppress(Exception):  # the others' word for it; this rank has its own
-                if agreed:
-                    ours.agree("restore", why)
-                elif not said:
-                    ours.wanted_by_none([], why)
+            together.fail(failure)
             raise
         finally:
             current_rank.reset(token)
-        ours.agree("restore")
         return answer
 
     @spelled_out

@@ -54,8 +54,9 @@ class RestoreKeywords(TypedDict, total=False):
     to: Literal["numpy", "torch", "jax"] | None
     #: On which device those of ``to`` are; torch's or JAX's.
     device: Any
-    #: For many ranks; refused.
-    broadcast: bool
+    #: Of what several ranks want alike, each byte is read once in all, and exchanged among them by torch, JAX or MPI, on this thread: ``True``: the first of them reads it for the others;
+    #: ``"gather"``: each of them reads a share. All ranks pass the same. For managers that several processes have opened; in any other one there is nobody to exchange with.
+    broadcast: bool | Literal["gather"]
     #: Return the :class:`~stepwell.RestoreReport` too: ``(state, report)``.
     return_report: bool
 
@@ -77,7 +78,7 @@ class RestoreOptions:
     shardings: Any = None
     to: Literal["numpy", "torch", "jax"] | None = None
     device: Any = None
-    broadcast: bool = False
+    broadcast: bool | Literal["gather"] = False
     return_report: bool = False
 
     def __post_init__(self) -> None:
@@ -100,8 +101,10 @@ class RestoreOptions:
                 raise MisuseError('shardings= goes with to="jax", or with arrays of JAX in like= or into=')
             if self.device is not None:
                 raise MisuseError("pass shardings= or device=, not both")
-        if flag(self.broadcast, "broadcast"):
-            raise MisuseError("broadcast=True reads on one rank for the others; this is the only rank")
+        if isinstance(self.broadcast, str):
+            one_of(self.broadcast, "broadcast (where it is not True or False)", ("gather",))
+        else:
+            flag(self.broadcast, "broadcast")
         flag(self.return_report, "return_report")
         if self.rename is not None and self.like is None and self.into is None:
             raise MisuseError(
@@ -118,6 +121,14 @@ class RestoreOptions:
                     f"{function}() got an unexpected keyword argument {name!r}{meant(name, names)}"
                 )
         return cls(**keywords)
+
+    def reading_alone(self) -> RestoreOptions:
+        """These, for a call that one process makes by itself."""
+        if self.broadcast:
+            raise MisuseError(
+                "broadcast= has ranks read for each other, and this call reads for one process alone; restore() of a CheckpointManager that all of them have opened does so"
+            )
+        return self
 
     @property
     def target(self) -> Any:
@@ -145,13 +156,13 @@ class RestoreOptions:
     def to_fill(self) -> Any:
         """What of the caller's is going to be filled leaf by leaf, as far as that can be seen before the checkpoint is open. The engine takes hold of its
         arrays meanwhile."""
-        return self.into if self.is_exact and not self.return_report else None
+        return self.into if self.is_exact and not self.return_report and not self.broadcast else None
 
     @property
     def expected(self) -> bool | list[str]:
         """What is going to be read, as far as that can be seen before the checkpoint is open: ``True``: everything; a list: all of these top-level
         entries; ``False``: not known. The engine begins to read it meanwhile."""
-        if self.include is not None or self.exclude is not None or self.rename is not None:
+        if self.include is not None or self.exclude is not None or self.rename is not None or self.broadcast:
             return False
         target = self.target
         if target is None:

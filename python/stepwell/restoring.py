@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import datetime
 import difflib
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from . import _core, adapters, lifecycle, template
 from .array_reads import ArrayReads, Job, telling
 from .errors import MismatchError
+from .exchange import Exchange
 from .leaves import Reviver
 from .paths import named
 from .rebuild import Structure
@@ -22,6 +22,7 @@ from .report import RestoreReport
 from .restore_options import RestoreOptions
 from .specs import AS_STORED, ArraySpec
 from .template import Part, naming
+from .together import Together
 from .wanted import Wanted
 
 _WARNING = 30
@@ -37,8 +38,10 @@ class Restore:
         options: RestoreOptions,
         structure: Structure | None = None,
         together: Together | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.core = core
+        self._exchange = exchange
         self._together = together
         self.report = RestoreReport()
         self._options = options.plain()
@@ -69,6 +72,8 @@ class Restore:
         """The caller's structure with the stored values; in place where ``fill`` says so and it can be."""
         wanted, reads = self.prepare(part, fill)
         reads.settle()
+        if self._exchange is not None:
+            reads.share(self._exchange)
         objects = dict(
             zip(
                 self.objects,
@@ -95,6 +100,8 @@ class Restore:
         wanted = Wanted(self.structure, self.report, part, self._to, self._place_all)
         if wanted.specs or wanted.top_level or wanted.whole:
             self._match(wanted)
+        if self._together is not None:
+            self._together.settle()
         return wanted, self._reads(wanted, fill)
 
     def _check_places(self, part: Part) -> None:
@@ -211,7 +218,7 @@ class Restore:
         wanted.kept = answer["kept"]
         if self._together is not None and not _misfits(answer):
             # What another rank wants is stored for that one.
-            report.unexpected = self._together(report.unexpected)
+            report.unexpected = self._together.unexpected(report.unexpected)
             answer["ok"] = not report.unexpected
         if not answer["ok"]:
             raise report.mismatch()
@@ -273,10 +280,6 @@ class Restore:
         return self._empty_there
 
 
-#: What nobody on this rank wants → what nobody on any rank does. Every rank asks once, before it reads.
-Together: TypeAlias = Callable[[list[Any]], list[Any]]
-
-
 def _misfits(answer: dict[str, Any]) -> bool:
     """Whether something does not match, beside what is stored and not wanted."""
     names = ("missing", "wrong_dtype", "wrong_kind", "wrong_shape", "collisions")
@@ -299,7 +302,7 @@ def _direct(core: Any, target: Any, options: RestoreOptions, together: Together 
     if plan is None:
         return None
     if together is not None:
-        together([])
+        together.settle()
     objects = core.objects(plan.objects(), Reviver())
     plan.read_fresh()
     with telling(plan.in_place_paths):
@@ -316,13 +319,20 @@ def _direct(core: Any, target: Any, options: RestoreOptions, together: Together 
         return None  # what goes leaf by leaf says which
 
 
-def run(core: Any, options: RestoreOptions, together: Together | None = None) -> Any:
-    """A whole restore, with its report where that is asked for. Without ``like`` and ``into``: everything, as it is stored. ``together``: where other ranks restore too."""
-    job = Restore(core, options, together=together)
+def run(
+    core: Any,
+    options: RestoreOptions,
+    together: Together | None = None,
+    exchange: Exchange | None = None,
+) -> Any:
+    """A whole restore, with its report where that is asked for. Without ``like`` and ``into``: everything, as it is stored. ``together``: where other ranks restore too;
+    ``exchange``: and get from each other what several want."""
+    job = Restore(core, options, together=together, exchange=exchange)
     target = AS_STORED if options.target is None else options.target
     # What goes straight to a device goes leaf by leaf.
     on_host = job.makes_no_tensors_on_devices
-    if options.is_exact and on_host and options.shardings is None and not options.return_report:
+    plain = options.shardings is None and not options.return_report and exchange is None
+    if options.is_exact and on_host and plain:
         found = _direct(core, target, options, together)
         if found is not None:
             return found[0]

@@ -142,7 +142,7 @@ def _open(
 @spelled_out
 def restore(path: Path, *, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
     """Restores the checkpoint at ``path`` (a root: its newest step); see :meth:`CheckpointManager.restore`."""
-    checked = RestoreOptions.of(options)
+    checked = RestoreOptions.of(options).reading_alone()
     if checked.fill:
         lifecycle.wait_captured()
     with _open(path, step, "auto", checked.expected, checked.to_fill) as checkpoint:

@@ -236,14 +236,15 @@ with open_manager() as manager:
         assert "ranks [0, 1]" in out
 
 
-def test_a_restore_that_fails_on_one_rank_fails_on_all(tmp_path: Path, root: Path) -> None:
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_restore_that_fails_on_one_rank_fails_on_all(tmp_path: Path, root: Path, failing: int) -> None:
     script = (
         MODEL
         + """
 with open_manager() as manager:
     manager.save(1, state(1)).result()
     wanted = state(0)
-    if RANK == 1:
+    if RANK == int(sys.argv[5]):
         wanted["params"]["other"] = np.zeros(3)
     try:
         manager.restore(into=wanted)
@@ -255,7 +256,9 @@ with open_manager() as manager:
     check(manager.restore(into=state(0)), 1)
 """
     )
-    assert run(tmp_path, script, 2, root) == ["theirs 1 True\n", "mine\n"]
+    expected = [f"theirs {failing} True\n"] * 3
+    expected[failing] = "mine\n"
+    assert run(tmp_path, script, 3, root, failing) == expected
 
 
 def test_ranks_of_a_job_that_was_killed_do_not_confuse_the_next_one(tmp_path: Path, root: Path) -> None:

@@ -1,0 +1,62 @@
+"""What the ranks of one restore say to each other over the board of their manager: the same calls in the same order on all of them, and whoever fails says so in place of its
+next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from .errors import MisuseError
+
+
+class Together:
+    """The ranks of one restore. ``how`` is what must be the same on all of them, beside what is wanted."""
+
+    def __init__(self, manager: Any, how: str) -> None:
+        self._manager = manager
+        # No path of a leaf begins like that.
+        self._how = f"\0{how}"
+        self._has_said = False
+        #: Whether a call has raised: on all ranks, then, and nobody waits for a word of this one.
+        self._is_over = False
+
+    def unexpected(self, rows: list[Any]) -> list[Any]:
+        """What nobody on this rank wants (each row begins with its path) → what nobody on any rank does. All ranks make this call before they read an array."""
+        self._has_said = True
+        with self._asking():
+            found = set(self._manager.wanted_by_none([*(row[0] for row in rows), self._how]))
+        if self._how not in found:
+            raise MisuseError(
+                f"not all ranks have called restore() with {self._how[1:]}, as this one has; pass the same on all of them"
+            )
+        return [row for row in rows if row[0] in found]
+
+    def settle(self) -> None:
+        """Makes that call, where there was nothing to say."""
+        if not self._has_said:
+            self.unexpected([])
+
+    def same(self, what: str) -> bool:
+        """Whether all ranks say the same."""
+        with self._asking():
+            return bool(self._manager.wanted_by_none([what]) == [what])
+
+    def agree(self) -> None:
+        """Returns where all ranks have come as far; raises :class:`~stepwell.RankFailed` where one has failed."""
+        with self._asking():
+            self._manager.agree("restore")
+
+    def fail(self, failure: BaseException) -> None:
+        """This rank ends with that error, and the others with it: they hear of it in their next call."""
+        if not self._is_over:
+            with suppress(Exception):  # the others' word for it; this rank has its own
+                self._manager.agree("restore", f"{type(failure).__name__}: {failure}")
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._is_over = True
+            raise
