@@ -454,6 +454,37 @@ fn model_of_two(rank: u32, step: u64) -> StateSource {
 }
 
 #[test]
+fn ranks_whose_states_have_other_entries_at_the_top_save_one_step() {
+    let job = Job::new();
+    job.run(3, 3, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        let mut tree = Tree::new();
+        let root = tree.push_container(None, None, ContainerKind::Dict);
+        let entries = [&["step", "encoder"][..], &["decoder", "step"], &["lr", "head", "step"]];
+        let mut leaves = Vec::new();
+        for &entry in entries[rank as usize] {
+            if let "step" | "lr" = entry {
+                tree.push_leaf(Some(root), key(entry));
+            } else {
+                let inside = tree.push_container(Some(root), key(entry), ContainerKind::Dict);
+                tree.push_leaf(Some(inside), key("w"));
+            }
+            leaves.push(tensor(4, 4, entry.len() as u8, vec![part([0, 0], [4, 4], Holders::Everyone)]));
+        }
+        committed(&manager.save(SaveRequest::new(1, StateSource { tree, leaves })).unwrap());
+        manager.close(None).unwrap();
+    });
+    let mut found = job.restored(1);
+    found.sort();
+    let names: Vec<&str> = found.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["decoder/w", "encoder/w", "head/w", "lr", "step"]);
+    for (name, bytes) in &found {
+        let entry = name.split('/').next().unwrap();
+        assert_eq!(*bytes, expected(4, 4, entry.len() as u8), "{name}");
+    }
+}
+
+#[test]
 fn leaves_that_come_and_go_are_saved_once_and_then_shared_anew() {
     let job = Job::new();
     job.run(3, 3, |_, environment| {

@@ -1,6 +1,7 @@
 //! What is written beside the data: one index per item and the manifest, from the votes of all ranks. Pure.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -216,6 +217,7 @@ pub fn records(
         items.push(item.draft.entry(entry, index.leaves.len() as u64, tensor_bytes));
         out.push((Some(item.draft.dir), Record { path, bytes: encoded.bytes }));
     }
+    number(&mut items);
     let data = files.iter().map(|file| (file.path.clone(), file.length)).collect();
     let manifest = draft.manifest(attempt, world_size, committed_unix_ns, items, files);
     out.push((None, Record { path: LEASE.to_owned(), bytes: Vec::new() }));
@@ -229,7 +231,7 @@ struct Gathered {
     /// In the order of the leader's state; what it does not have comes after that.
     items: Vec<GatheredItem>,
     by_dir: HashMap<String, usize>,
-    /// Where a top-level entry stands in the state, as the first rank that has it says.
+    /// Where a top-level entry stands in the state of the first rank that has it.
     positions: HashMap<String, u64>,
 }
 
@@ -281,6 +283,23 @@ impl Gathered {
                 Some(TopLevel { name, position, others: Others::new() })
             })
             .collect();
+    }
+}
+
+/// Gives each top-level entry a place of its own in the state: those of an item in its order, and all as near as can be to where the ranks have them, of which each may have
+/// other entries.
+fn number(items: &mut [Item]) {
+    let head = |(item, of): (usize, &Item)| Some(Reverse((of.top_level.first()?.position, item, 0_usize)));
+    let mut heads: BinaryHeap<_> = items.iter().enumerate().filter_map(head).collect();
+    let mut places = 0_u64..;
+    while let Some(Reverse((_, item, at))) = heads.pop() {
+        let Some(entries) = items.get_mut(item).map(|item| &mut item.top_level) else { continue };
+        if let (Some(entry), Some(place)) = (entries.get_mut(at), places.next()) {
+            entry.position = place;
+        }
+        if let Some(entry) = entries.get(at + 1) {
+            heads.push(Reverse((entry.position, item, at + 1)));
+        }
     }
 }
 
