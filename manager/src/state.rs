@@ -141,14 +141,19 @@ pub(crate) fn items(state: &StateSource, chunks: &subchunk::Options, writing: &W
     let mut plans = Vec::with_capacity(groups.len());
     let mut drafts = Vec::with_capacity(groups.len());
     let mut tensor_bytes = 0_u64;
+    // A tie to another item's leaf is stored as that is.
+    let holder = |origin: u32| match state.leaves.get(origin as usize) {
+        Some(LeafSource::Alias(of)) => *of,
+        _ => origin,
+    };
     for (number, group) in groups.into_iter().enumerate() {
         let dir = writing.dir(number, &group.name);
         let (tree, origins) = branch(&state.tree, &group.nodes);
-        if origins.is_empty() || origins.iter().any(|&origin| shares.is_mine(origin)) {
+        if origins.is_empty() || origins.iter().any(|&origin| shares.is_mine(holder(origin))) {
             let leaves = leaves(state, &origins, chunks, &shares, &mut tensor_bytes)?;
             plans.push(ItemPlan { dir: dir.clone(), tree, leaves });
         }
-        let unsettled = (0_u32..).zip(&origins).filter(|(_, origin)| shares.is_unsettled(**origin));
+        let unsettled = (0_u32..).zip(&origins).filter(|(_, origin)| shares.is_unsettled(holder(**origin)));
         let unsettled = unsettled.map(|(here, _)| here).collect();
         drafts.push(DraftItem { dir, name: group.name, top_level: group.top_level, unsettled });
     }

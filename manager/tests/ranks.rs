@@ -485,6 +485,39 @@ fn ranks_whose_states_have_other_entries_at_the_top_save_one_step() {
 }
 
 #[test]
+fn a_tie_between_two_items_is_stored_whole_in_both_whoever_writes_what() {
+    let job = Job::new();
+    job.run(2, 2, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        let state = || {
+            let mut tree = Tree::new();
+            let root = tree.push_container(None, None, ContainerKind::Dict);
+            for item in ["params", "head"] {
+                let inside = tree.push_container(Some(root), key(item), ContainerKind::Dict);
+                tree.push_leaf(Some(inside), key("cut"));
+                tree.push_leaf(Some(inside), key("whole"));
+            }
+            let half = part([4 * u64::from(rank), 0], [4, 4], Holders::This);
+            let cut = tensor(8, 4, 1, vec![half]);
+            let whole = tensor(8, 4, 2, vec![part([0, 0], [8, 4], Holders::Everyone)]);
+            StateSource { tree, leaves: vec![cut, whole, LeafSource::Alias(0), LeafSource::Alias(1)] }
+        };
+        committed(&manager.save(SaveRequest::new(1, model_of_two(rank, 1))).unwrap());
+        // Its leaves are new: both ranks write what is simply there.
+        committed(&manager.save(SaveRequest::new(2, state())).unwrap());
+        for step in 3..8 {
+            committed(&manager.save(SaveRequest::new(step, state())).unwrap());
+        }
+        manager.close(None).unwrap();
+    });
+    for step in 2..8 {
+        let bytes: Vec<Vec<u8>> = job.restored(step).into_iter().map(|(_, bytes)| bytes).collect();
+        let (cut, whole) = (expected(8, 4, 1), expected(8, 4, 2));
+        assert_eq!(bytes, [cut.clone(), whole.clone(), cut, whole]);
+    }
+}
+
+#[test]
 fn leaves_that_come_and_go_are_saved_once_and_then_shared_anew() {
     let job = Job::new();
     job.run(3, 3, |_, environment| {
