@@ -6,7 +6,7 @@
 mod common;
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use common::{LONG, TestRng, read};
@@ -418,17 +418,21 @@ fn ranks_that_do_not_agree_on_an_option_are_told_which() {
 #[test]
 fn a_rank_that_votes_not_in_time_is_named_on_all_and_the_next_save_works() {
     let job = Job::new();
+    let given_up = &Barrier::new(2);
     job.run(2, 1, |rank, environment| {
         let manager =
-            open(environment, Options { stall_timeout: Duration::from_millis(600), ..options() }).unwrap();
+            open(environment, Options { stall_timeout: Duration::from_secs(2), ..options() }).unwrap();
         committed(&manager.save(SaveRequest::new(1, model_of_two(rank, 1))).unwrap());
         if rank == 1 {
-            // It hangs in its training: the leader gives up, and tells it so.
-            std::thread::sleep(Duration::from_millis(1500));
+            // It hangs in its training until the leader has given up, which tells it so.
+            given_up.wait();
         }
         let error = failure(&manager.save(SaveRequest::new(2, model_of_two(rank, 2))).unwrap());
         assert_eq!(error.kind(), "coordination_timeout", "{error}");
         assert!(error.to_string().contains("[1]"), "{error}");
+        if rank == 0 {
+            given_up.wait();
+        }
         committed(&manager.save(SaveRequest::new(3, model_of_two(rank, 3))).unwrap());
         manager.close(None).unwrap();
     });
