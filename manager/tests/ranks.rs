@@ -457,6 +457,68 @@ fn model_of_two(rank: u32, step: u64) -> StateSource {
     StateSource { tree, leaves: vec![tensor(8, 4, step as u8, vec![half])] }
 }
 
+/// `{"x": {"w": …}, "step": …}`, without the first where a rank has none.
+fn state_of_w(w: Option<LeafSource>) -> StateSource {
+    let mut tree = Tree::new();
+    let root = tree.push_container(None, None, ContainerKind::Dict);
+    let mut leaves = Vec::new();
+    if let Some(w) = w {
+        let x = tree.push_container(Some(root), key("x"), ContainerKind::Dict);
+        tree.push_leaf(Some(x), key("w"));
+        leaves.push(w);
+    }
+    tree.push_leaf(Some(root), key("step"));
+    leaves.push(LeafSource::Object(Value::Int(1)));
+    StateSource { tree, leaves }
+}
+
+#[test]
+fn what_few_ranks_or_none_write_of_an_item_is_checked_like_the_rest() {
+    type Leaf = fn(u32) -> Option<LeafSource>;
+    // Only one rank has the item, be it the leader.
+    let first: Leaf = |rank| (rank == 0).then(|| tensor(8, 4, 0, vec![part([0, 0], [4, 4], Holders::This)]));
+    // It holds nothing of it.
+    let nothing: Leaf = |rank| (rank == 1).then(|| tensor(8, 4, 0, vec![]));
+    // It says that another one holds the same, who would write it.
+    let second_of_two: Leaf = |rank| {
+        (rank == 1)
+            .then(|| tensor(4, 4, 0, vec![part([0, 0], [4, 4], Holders::Replicas { index: 1, count: 2 })]))
+    };
+    let mut cases: Vec<(Leaf, [&str; 2])> = vec![
+        (first, ["no rank holds [4:8, 0:4]", "ranks [0]"]),
+        (nothing, ["no rank holds [0:8, 0:4]", "[8, 4]"]),
+        (second_of_two, ["no rank holds [0:4, 0:4]", "[4, 4]"]),
+    ];
+    // Both hold it, and one writes it; the other one's is another.
+    let shape: Leaf = |rank| {
+        let pair = Holders::Ranks([0, 1].into());
+        Some(tensor(4 + u64::from(rank), 4, 0, vec![part([0, 0], [4, 4], pair)]))
+    };
+    let dtype: Leaf = |rank| {
+        let mut leaf = tensor(4, 4, 0, vec![part([0, 0], [4, 4], Holders::Ranks([0, 1].into()))]);
+        if let (LeafSource::Tensor { dtype, .. }, 1) = (&mut leaf, rank) {
+            *dtype = Dtype::Int8;
+        }
+        Some(leaf)
+    };
+    cases.push((shape, ["shape [4, 4]", "shape [5, 4]"]));
+    cases.push((dtype, ["uint8", "int8"]));
+    for (leaf, words) in cases {
+        let job = Job::new();
+        job.run(2, 2, |rank, environment| {
+            let manager = open(environment, options()).unwrap();
+            let error = failure(&manager.save(SaveRequest::new(1, state_of_w(leaf(rank)))).unwrap());
+            let text = error.to_string();
+            assert_eq!(error.kind(), "mismatch", "{text}");
+            assert!(text.contains("`x/w`") && words.iter().all(|word| text.contains(word)), "{text}");
+            assert_eq!(manager.latest_step().unwrap(), None);
+            committed(&manager.save(SaveRequest::new(2, state_of_w(None))).unwrap());
+            manager.close(None).unwrap();
+        });
+        assert_eq!(job.restored(2).len(), 1);
+    }
+}
+
 #[test]
 fn ranks_whose_states_have_other_entries_at_the_top_save_one_step() {
     let job = Job::new();

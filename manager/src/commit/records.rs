@@ -194,7 +194,7 @@ pub fn records(
         }
         let tensor_bytes =
             item.parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
-        let index = merge(std::mem::take(&mut item.parts))?;
+        let index = merge(std::mem::take(&mut item.parts), world_size)?;
         claimed.check(&index)?;
         gathered.order(&mut item.draft, &index);
         for file in &index.files {
@@ -348,12 +348,11 @@ impl Claimed {
 }
 
 /// One index from the parts of all ranks. Refuses what does not fit together, with the leaf and the ranks.
-fn merge(mut parts: Vec<(u32, ItemPart)>) -> Result<Index> {
+fn merge(mut parts: Vec<(u32, ItemPart)>, world_size: u32) -> Result<Index> {
     take_once(&mut parts);
     let ranks: Vec<u32> =
         parts.iter().flat_map(|(rank, part)| part.index.files.iter().map(|_| *rank)).collect();
     let whose: Vec<u32> = parts.iter().map(|(rank, _)| *rank).collect();
-    let several = parts.len() > 1;
     let merged = merge::merge(parts.into_iter().map(|(_, part)| part.index).collect(), Twice::Both);
     let index = merged.map_err(|refusal| match refusal {
         Refusal::Contradiction { leaf, first, second, what } => {
@@ -365,7 +364,8 @@ fn merge(mut parts: Vec<(u32, ItemPart)>) -> Result<Index> {
         }
         Refusal::Other(error) => error.into(),
     })?;
-    if several || ranks.first().is_some_and(|&rank| rank != LEADER) {
+    // One process's own plan covers everything by construction; one of several may be alone with an item.
+    if world_size > 1 {
         check_coverage(&index, &ranks)?;
     }
     Ok(index)
@@ -385,7 +385,7 @@ fn take_once(parts: &mut [(u32, ItemPart)]) {
     }
 }
 
-/// The chunks of every tensor must tile its shape exactly once. (One process's own plan does by construction.) `ranks`: whose the files are.
+/// The chunks of every tensor must tile its shape exactly once. `ranks`: whose the files are.
 fn check_coverage(index: &Index, ranks: &[u32]) -> Result<()> {
     for (leaf, record) in (0_u32..).zip(&index.leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
