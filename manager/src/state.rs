@@ -8,7 +8,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use stepwell_core::dtype::Dtype;
-use stepwell_core::format::index::ChunkRegion;
+use stepwell_core::format::index::{ChunkRegion, Chunks, Index, LeafRecord, TensorRecord};
 use stepwell_core::format::index_v1::{ComponentSpelling, KindSpelling};
 use stepwell_core::format::manifest::{Others, TopLevel};
 use stepwell_core::leaf_path::Component;
@@ -19,6 +19,7 @@ use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
 use stepwell_core::value::Value;
 use stepwell_reshard::subchunk;
 
+use crate::commit::ItemPart;
 use crate::commit::records::DraftItem;
 use crate::error::{Error, Result};
 pub use claims::Claim;
@@ -123,6 +124,8 @@ impl LeafSource {
 pub(crate) struct Items {
     /// What this rank writes, one data file for each.
     pub plans: Vec<ItemPlan>,
+    /// What it has of items of which others write everything, so that what nobody writes is missed, and what ranks do not agree on is found.
+    pub unwritten: Vec<ItemPart>,
     /// All items of the state.
     pub drafts: Vec<DraftItem>,
     /// What this rank has of leaves that should be the same on others.
@@ -139,20 +142,33 @@ pub(crate) fn items(state: &StateSource, chunks: &subchunk::Options, writing: &W
     let shares = Shares::of(state, writing)?;
     let groups = groups(&state.tree);
     let mut plans = Vec::with_capacity(groups.len());
+    let mut unwritten = Vec::new();
     let mut drafts = Vec::with_capacity(groups.len());
     let mut tensor_bytes = 0_u64;
+    // A tie to another item's leaf is stored as that is.
+    let holder = |origin: u32| match state.leaves.get(origin as usize) {
+        Some(LeafSource::Alias(of)) => *of,
+        _ => origin,
+    };
     for (number, group) in groups.into_iter().enumerate() {
         let dir = writing.dir(number, &group.name);
         let (tree, origins) = branch(&state.tree, &group.nodes);
-        if origins.is_empty() || origins.iter().any(|&origin| shares.is_mine(origin)) {
-            let leaves = leaves(state, &origins, chunks, &shares, &mut tensor_bytes)?;
-            plans.push(ItemPlan { dir: dir.clone(), tree, leaves });
-        }
-        let unsettled = (0_u32..).zip(&origins).filter(|(_, origin)| shares.is_unsettled(**origin));
+        let leaves = leaves(state, &origins, chunks, &shares, &mut tensor_bytes)?;
+        let unsettled = (0_u32..).zip(&origins).filter(|(_, origin)| shares.is_unsettled(holder(**origin)));
         let unsettled = unsettled.map(|(here, _)| here).collect();
-        drafts.push(DraftItem { dir, name: group.name, top_level: group.top_level, unsettled });
+        let draft = DraftItem { dir: dir.clone(), name: group.name, top_level: group.top_level, unsettled };
+        if origins.is_empty() || origins.iter().any(|&origin| shares.is_mine(holder(origin))) {
+            plans.push(ItemPlan { dir, tree, leaves });
+        } else {
+            let index = tensors(&tree, &leaves);
+            // Of objects the ranks say the same by their claims.
+            if !index.leaves.is_empty() {
+                unwritten.push(ItemPart { item: draft.clone(), index, tensor_bytes: 0 });
+            }
+        }
+        drafts.push(draft);
     }
-    Ok(Items { plans, drafts, claims: shares.claims(), plan_hash, tensor_bytes })
+    Ok(Items { plans, unwritten, drafts, claims: shares.claims(), plan_hash, tensor_bytes })
 }
 
 fn check(state: &StateSource) -> Result<()> {
@@ -294,6 +310,31 @@ fn branch(tree: &Tree, top: &BTreeSet<u32>) -> (Tree, Vec<u32>) {
         }
     }
     (out, origins)
+}
+
+/// The tensors of an item, of none of which this rank writes anything.
+fn tensors(tree: &Tree, leaves: &[LeafPlan]) -> Index {
+    let mut index = Index::default();
+    let mut numbers: Vec<u32> = Vec::with_capacity(tree.nodes().len());
+    for (number, node) in tree.nodes().iter().enumerate() {
+        let parent = if number == 0 { None } else { numbers.get(node.parent as usize).copied() };
+        let mut here = 0;
+        match &node.kind {
+            NodeKind::Container(kind) => {
+                here = index.tree.push_container(parent, node.component.clone(), kind.clone());
+            }
+            NodeKind::Leaf(leaf) => {
+                if let Some(LeafPlan::Tensor { dtype, shape, .. }) = leaves.get(*leaf as usize) {
+                    index.tree.push_leaf(parent, node.component.clone());
+                    let (shape, chunks) = (shape.as_slice().into(), Chunks::new());
+                    let tensor = TensorRecord { dtype: *dtype, shape, view: None, rank_key: None, chunks };
+                    index.leaves.push(LeafRecord::Tensor(tensor));
+                }
+            }
+        }
+        numbers.push(here);
+    }
+    index
 }
 
 fn leaves(

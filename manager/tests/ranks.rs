@@ -6,7 +6,7 @@
 mod common;
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use common::{LONG, TestRng, read};
@@ -418,17 +418,21 @@ fn ranks_that_do_not_agree_on_an_option_are_told_which() {
 #[test]
 fn a_rank_that_votes_not_in_time_is_named_on_all_and_the_next_save_works() {
     let job = Job::new();
+    let given_up = &Barrier::new(2);
     job.run(2, 1, |rank, environment| {
         let manager =
-            open(environment, Options { stall_timeout: Duration::from_millis(600), ..options() }).unwrap();
+            open(environment, Options { stall_timeout: Duration::from_secs(2), ..options() }).unwrap();
         committed(&manager.save(SaveRequest::new(1, model_of_two(rank, 1))).unwrap());
         if rank == 1 {
-            // It hangs in its training: the leader gives up, and tells it so.
-            std::thread::sleep(Duration::from_millis(1500));
+            // It hangs in its training until the leader has given up, which tells it so.
+            given_up.wait();
         }
         let error = failure(&manager.save(SaveRequest::new(2, model_of_two(rank, 2))).unwrap());
         assert_eq!(error.kind(), "coordination_timeout", "{error}");
         assert!(error.to_string().contains("[1]"), "{error}");
+        if rank == 0 {
+            given_up.wait();
+        }
         committed(&manager.save(SaveRequest::new(3, model_of_two(rank, 3))).unwrap());
         manager.close(None).unwrap();
     });
@@ -451,6 +455,132 @@ fn model_of_two(rank: u32, step: u64) -> StateSource {
     tree.push_leaf(Some(root), key("w"));
     let half = part([4 * u64::from(rank), 0], [4, 4], Holders::This);
     StateSource { tree, leaves: vec![tensor(8, 4, step as u8, vec![half])] }
+}
+
+/// `{"x": {"w": …}, "step": …}`, without the first where a rank has none.
+fn state_of_w(w: Option<LeafSource>) -> StateSource {
+    let mut tree = Tree::new();
+    let root = tree.push_container(None, None, ContainerKind::Dict);
+    let mut leaves = Vec::new();
+    if let Some(w) = w {
+        let x = tree.push_container(Some(root), key("x"), ContainerKind::Dict);
+        tree.push_leaf(Some(x), key("w"));
+        leaves.push(w);
+    }
+    tree.push_leaf(Some(root), key("step"));
+    leaves.push(LeafSource::Object(Value::Int(1)));
+    StateSource { tree, leaves }
+}
+
+#[test]
+fn what_few_ranks_or_none_write_of_an_item_is_checked_like_the_rest() {
+    type Leaf = fn(u32) -> Option<LeafSource>;
+    // Only one rank has the item, be it the leader.
+    let first: Leaf = |rank| (rank == 0).then(|| tensor(8, 4, 0, vec![part([0, 0], [4, 4], Holders::This)]));
+    // It holds nothing of it.
+    let nothing: Leaf = |rank| (rank == 1).then(|| tensor(8, 4, 0, vec![]));
+    // It says that another one holds the same, who would write it.
+    let second_of_two: Leaf = |rank| {
+        (rank == 1)
+            .then(|| tensor(4, 4, 0, vec![part([0, 0], [4, 4], Holders::Replicas { index: 1, count: 2 })]))
+    };
+    let mut cases: Vec<(Leaf, [&str; 2])> = vec![
+        (first, ["no rank holds [4:8, 0:4]", "ranks [0]"]),
+        (nothing, ["no rank holds [0:8, 0:4]", "[8, 4]"]),
+        (second_of_two, ["no rank holds [0:4, 0:4]", "[4, 4]"]),
+    ];
+    // Both hold it, and one writes it; the other one's is another.
+    let shape: Leaf = |rank| {
+        let pair = Holders::Ranks([0, 1].into());
+        Some(tensor(4 + u64::from(rank), 4, 0, vec![part([0, 0], [4, 4], pair)]))
+    };
+    let dtype: Leaf = |rank| {
+        let mut leaf = tensor(4, 4, 0, vec![part([0, 0], [4, 4], Holders::Ranks([0, 1].into()))]);
+        if let (LeafSource::Tensor { dtype, .. }, 1) = (&mut leaf, rank) {
+            *dtype = Dtype::Int8;
+        }
+        Some(leaf)
+    };
+    cases.push((shape, ["shape [4, 4]", "shape [5, 4]"]));
+    cases.push((dtype, ["uint8", "int8"]));
+    for (leaf, words) in cases {
+        let job = Job::new();
+        job.run(2, 2, |rank, environment| {
+            let manager = open(environment, options()).unwrap();
+            let error = failure(&manager.save(SaveRequest::new(1, state_of_w(leaf(rank)))).unwrap());
+            let text = error.to_string();
+            assert_eq!(error.kind(), "mismatch", "{text}");
+            assert!(text.contains("`x/w`") && words.iter().all(|word| text.contains(word)), "{text}");
+            assert_eq!(manager.latest_step().unwrap(), None);
+            committed(&manager.save(SaveRequest::new(2, state_of_w(None))).unwrap());
+            manager.close(None).unwrap();
+        });
+        assert_eq!(job.restored(2).len(), 1);
+    }
+}
+
+#[test]
+fn ranks_whose_states_have_other_entries_at_the_top_save_one_step() {
+    let job = Job::new();
+    job.run(3, 3, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        let mut tree = Tree::new();
+        let root = tree.push_container(None, None, ContainerKind::Dict);
+        let entries = [&["step", "encoder"][..], &["decoder", "step"], &["lr", "head", "step"]];
+        let mut leaves = Vec::new();
+        for &entry in entries[rank as usize] {
+            if let "step" | "lr" = entry {
+                tree.push_leaf(Some(root), key(entry));
+            } else {
+                let inside = tree.push_container(Some(root), key(entry), ContainerKind::Dict);
+                tree.push_leaf(Some(inside), key("w"));
+            }
+            leaves.push(tensor(4, 4, entry.len() as u8, vec![part([0, 0], [4, 4], Holders::Everyone)]));
+        }
+        committed(&manager.save(SaveRequest::new(1, StateSource { tree, leaves })).unwrap());
+        manager.close(None).unwrap();
+    });
+    let mut found = job.restored(1);
+    found.sort();
+    let names: Vec<&str> = found.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["decoder/w", "encoder/w", "head/w", "lr", "step"]);
+    for (name, bytes) in &found {
+        let entry = name.split('/').next().unwrap();
+        assert_eq!(*bytes, expected(4, 4, entry.len() as u8), "{name}");
+    }
+}
+
+#[test]
+fn a_tie_between_two_items_is_stored_whole_in_both_whoever_writes_what() {
+    let job = Job::new();
+    job.run(2, 2, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        let state = || {
+            let mut tree = Tree::new();
+            let root = tree.push_container(None, None, ContainerKind::Dict);
+            for item in ["params", "head"] {
+                let inside = tree.push_container(Some(root), key(item), ContainerKind::Dict);
+                tree.push_leaf(Some(inside), key("cut"));
+                tree.push_leaf(Some(inside), key("whole"));
+            }
+            let half = part([4 * u64::from(rank), 0], [4, 4], Holders::This);
+            let cut = tensor(8, 4, 1, vec![half]);
+            let whole = tensor(8, 4, 2, vec![part([0, 0], [8, 4], Holders::Everyone)]);
+            StateSource { tree, leaves: vec![cut, whole, LeafSource::Alias(0), LeafSource::Alias(1)] }
+        };
+        committed(&manager.save(SaveRequest::new(1, model_of_two(rank, 1))).unwrap());
+        // Its leaves are new: both ranks write what is simply there.
+        committed(&manager.save(SaveRequest::new(2, state())).unwrap());
+        for step in 3..8 {
+            committed(&manager.save(SaveRequest::new(step, state())).unwrap());
+        }
+        manager.close(None).unwrap();
+    });
+    for step in 2..8 {
+        let bytes: Vec<Vec<u8>> = job.restored(step).into_iter().map(|(_, bytes)| bytes).collect();
+        let (cut, whole) = (expected(8, 4, 1), expected(8, 4, 2));
+        assert_eq!(bytes, [cut.clone(), whole.clone(), cut, whole]);
+    }
 }
 
 #[test]

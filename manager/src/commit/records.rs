@@ -1,6 +1,7 @@
 //! What is written beside the data: one index per item and the manifest, from the votes of all ranks. Pure.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -193,7 +194,7 @@ pub fn records(
         }
         let tensor_bytes =
             item.parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
-        let index = merge(std::mem::take(&mut item.parts))?;
+        let index = merge(std::mem::take(&mut item.parts), world_size)?;
         claimed.check(&index)?;
         gathered.order(&mut item.draft, &index);
         for file in &index.files {
@@ -216,6 +217,7 @@ pub fn records(
         items.push(item.draft.entry(entry, index.leaves.len() as u64, tensor_bytes));
         out.push((Some(item.draft.dir), Record { path, bytes: encoded.bytes }));
     }
+    number(&mut items);
     let data = files.iter().map(|file| (file.path.clone(), file.length)).collect();
     let manifest = draft.manifest(attempt, world_size, committed_unix_ns, items, files);
     out.push((None, Record { path: LEASE.to_owned(), bytes: Vec::new() }));
@@ -229,7 +231,7 @@ struct Gathered {
     /// In the order of the leader's state; what it does not have comes after that.
     items: Vec<GatheredItem>,
     by_dir: HashMap<String, usize>,
-    /// Where a top-level entry stands in the state, as the first rank that has it says.
+    /// Where a top-level entry stands in the state of the first rank that has it.
     positions: HashMap<String, u64>,
 }
 
@@ -284,6 +286,23 @@ impl Gathered {
     }
 }
 
+/// Gives each top-level entry a place of its own in the state: those of an item in its order, and all as near as can be to where the ranks have them, of which each may have
+/// other entries.
+fn number(items: &mut [Item]) {
+    let head = |(item, of): (usize, &Item)| Some(Reverse((of.top_level.first()?.position, item, 0_usize)));
+    let mut heads: BinaryHeap<_> = items.iter().enumerate().filter_map(head).collect();
+    let mut places = 0_u64..;
+    while let Some(Reverse((_, item, at))) = heads.pop() {
+        let Some(entries) = items.get_mut(item).map(|item| &mut item.top_level) else { continue };
+        if let (Some(entry), Some(place)) = (entries.get_mut(at), places.next()) {
+            entry.position = place;
+        }
+        if let Some(entry) = entries.get(at + 1) {
+            heads.push(Reverse((entry.position, item, at + 1)));
+        }
+    }
+}
+
 /// What the ranks say of leaves that should be the same.
 #[derive(Default)]
 struct Claimed {
@@ -329,12 +348,11 @@ impl Claimed {
 }
 
 /// One index from the parts of all ranks. Refuses what does not fit together, with the leaf and the ranks.
-fn merge(mut parts: Vec<(u32, ItemPart)>) -> Result<Index> {
+fn merge(mut parts: Vec<(u32, ItemPart)>, world_size: u32) -> Result<Index> {
     take_once(&mut parts);
     let ranks: Vec<u32> =
         parts.iter().flat_map(|(rank, part)| part.index.files.iter().map(|_| *rank)).collect();
     let whose: Vec<u32> = parts.iter().map(|(rank, _)| *rank).collect();
-    let several = parts.len() > 1;
     let merged = merge::merge(parts.into_iter().map(|(_, part)| part.index).collect(), Twice::Both);
     let index = merged.map_err(|refusal| match refusal {
         Refusal::Contradiction { leaf, first, second, what } => {
@@ -346,7 +364,8 @@ fn merge(mut parts: Vec<(u32, ItemPart)>) -> Result<Index> {
         }
         Refusal::Other(error) => error.into(),
     })?;
-    if several || ranks.first().is_some_and(|&rank| rank != LEADER) {
+    // One process's own plan covers everything by construction; one of several may be alone with an item.
+    if world_size > 1 {
         check_coverage(&index, &ranks)?;
     }
     Ok(index)
@@ -366,7 +385,7 @@ fn take_once(parts: &mut [(u32, ItemPart)]) {
     }
 }
 
-/// The chunks of every tensor must tile its shape exactly once. (One process's own plan does by construction.) `ranks`: whose the files are.
+/// The chunks of every tensor must tile its shape exactly once. `ranks`: whose the files are.
 fn check_coverage(index: &Index, ranks: &[u32]) -> Result<()> {
     for (leaf, record) in (0_u32..).zip(&index.leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };

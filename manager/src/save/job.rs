@@ -15,7 +15,7 @@ use stepwell_core::sys::{UserStream, available_memory, can_map};
 use stepwell_reshard::subchunk;
 
 use super::Save;
-use crate::commit::{Draft, Existing, Plan};
+use crate::commit::{Draft, Existing, ItemPart, Plan};
 use crate::coordination::team::Team;
 use crate::directory_layout;
 use crate::environment::Environment;
@@ -63,6 +63,7 @@ pub(crate) struct Place {
 /// A save that nothing is wrong with.
 pub(crate) struct Prepared {
     draft: Draft,
+    unwritten: Vec<ItemPart>,
     capture: Capture,
     flush: Flush,
     /// Bytes of all tensors as they will be written.
@@ -82,6 +83,8 @@ pub(crate) struct Job {
     pub save: Save,
     pub plan: Plan,
     pub draft: Draft,
+    /// What this rank has of items of which others write everything.
+    pub unwritten: Vec<ItemPart>,
     pub flush: Flush,
     pub queued: Instant,
 }
@@ -181,7 +184,18 @@ pub(crate) fn plan(
         save_options.capture_threads = threads.max(1);
     }
     let (capture, flush) = stepwell_core::save::prepare(items.plans, pool, save_options)?;
-    Ok(Prepared { draft, capture, flush, tensor_bytes, cancel, streams, begun, team, stale })
+    Ok(Prepared {
+        draft,
+        unwritten: items.unwritten,
+        capture,
+        flush,
+        tensor_bytes,
+        cancel,
+        streams,
+        begun,
+        team,
+        stale,
+    })
 }
 
 impl Prepared {
@@ -207,7 +221,8 @@ impl Prepared {
         options: &Options,
         place: Place,
     ) -> (Job, Capturing) {
-        let Self { draft, capture, flush, tensor_bytes, cancel, streams, begun, team, stale } = self;
+        let Self { draft, unwritten, capture, flush, tensor_bytes, cancel, streams, begun, team, stale } =
+            self;
         let session = team.session().to_owned();
         let Place { label, target, existing, counter, fenced } = place;
         let stall_timeout = options.stall_timeout;
@@ -238,7 +253,7 @@ impl Prepared {
             alone: !fenced,
             bytes: tensor_bytes,
         };
-        (Job { save, plan, draft, flush, queued: Instant::now() }, capturing)
+        (Job { save, plan, draft, unwritten, flush, queued: Instant::now() }, capturing)
     }
 }
 

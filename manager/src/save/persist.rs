@@ -61,7 +61,7 @@ fn commit(
     deleter: &Arc<Deleter>,
     written: &dyn Fn(),
 ) -> Ended {
-    let Job { save, plan, draft, flush, queued } = job;
+    let Job { save, plan, draft, unwritten, flush, queued } = job;
     let _span = tracing::info_span!("save", step = save.step()).entered();
     save.set_stats(|stats| stats.queued_seconds = queued.elapsed().as_secs_f64());
     let temporary = plan.temporary.clone();
@@ -76,6 +76,7 @@ fn commit(
         save: &save,
         temporary,
         items,
+        unwritten,
         flush: Some(flush),
         written,
         attempt,
@@ -121,6 +122,8 @@ struct SaveWorld<'a> {
     temporary: String,
     /// By directory.
     items: HashMap<String, DraftItem>,
+    /// Parts of others, of which nothing is in a file of this rank.
+    unwritten: Vec<ItemPart>,
     flush: Option<Flush>,
     written: &'a dyn Fn(),
     attempt: Attempt,
@@ -167,7 +170,7 @@ impl World for SaveWorld<'_> {
             let item = self.items.remove(&written.dir)?;
             Some(ItemPart { item, index: written.index, tensor_bytes: written.tensor_bytes })
         };
-        Ok(written.into_iter().filter_map(part).collect())
+        Ok(written.into_iter().filter_map(part).chain(std::mem::take(&mut self.unwritten)).collect())
     }
 
     fn make_room(&mut self) -> bool {
