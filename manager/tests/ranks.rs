@@ -387,6 +387,35 @@ fn layouts_that_do_not_fit_together_are_refused_with_leaf_ranks_and_regions() {
 }
 
 #[test]
+fn what_differs_between_nodes_is_found_and_so_is_what_does_on_one() {
+    for (odd, named) in [
+        (vec![1], "rank 0 has other values than rank 1"),
+        (vec![3], "rank 2 has other values than rank 3"),
+        (vec![2, 3], "rank 0 has other values than rank 2"),
+    ] {
+        let job = Job::new();
+        job.run(4, 2, |rank, environment| {
+            let manager = open(environment, options()).unwrap();
+            let state = |value: i64| {
+                let mut tree = Tree::new();
+                let root = tree.push_container(None, None, ContainerKind::Dict);
+                tree.push_leaf(Some(root), key("norm"));
+                StateSource { tree, leaves: vec![LeafSource::Object(Value::Int(value))] }
+            };
+            committed(&manager.save(SaveRequest::new(1, state(1))).unwrap());
+            let error = failure(
+                &manager.save(SaveRequest::new(2, state(if odd.contains(&rank) { 9 } else { 2 }))).unwrap(),
+            );
+            let text = error.to_string();
+            assert_eq!(error.kind(), "mismatch", "{text}");
+            assert!(text.contains("`norm`") && text.contains(named), "{text}");
+            committed(&manager.save(SaveRequest::new(3, state(3))).unwrap());
+            manager.close(None).unwrap();
+        });
+    }
+}
+
+#[test]
 fn a_rank_that_does_not_come_is_named() {
     let job = Job::new();
     let mut ranks = InProcess::ranks(3, 1);

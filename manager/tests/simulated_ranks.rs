@@ -104,6 +104,8 @@ struct Rank {
 struct Job {
     session: String,
     ranks: u32,
+    /// For each rank its node.
+    nodes: Arc<[u32]>,
     net: Net,
 }
 
@@ -270,7 +272,7 @@ impl History {
         let mut dice = Dice(seed);
         let disk = SimDisk::new();
         let rng = Arc::new(TestRng::default());
-        let ranks = 1 + dice.below(4) as u32;
+        let ranks = 1 + dice.below(6) as u32;
         let chaos = !dice.once_in(8);
         let mut history = Self {
             disk,
@@ -305,7 +307,11 @@ impl History {
     fn begin(&mut self, ranks: u32, at: Duration) {
         let number = self.jobs.len();
         let session = format!("{:032x}", u128::from(self.dice.next()) | 1 << 100);
-        self.jobs.push(Job { session, ranks, net: Net::default() });
+        // Neighbours are on one node, or every other rank is.
+        let (nodes, neighbours) = (1 + self.dice.below(3) as u32, self.dice.once_in(2));
+        let node = |rank: u32| if neighbours { rank / nodes } else { rank % nodes };
+        let nodes = (0..ranks).map(node).collect();
+        self.jobs.push(Job { session, ranks, nodes, net: Net::default() });
         for rank in 0..ranks {
             let process = self.disk.process();
             let root = process.create_dir_all(Path::new(common::ROOT)).unwrap();
@@ -401,6 +407,7 @@ impl History {
             existing: Existing::Refuse,
             rank: rank.number,
             world_size: job.ranks,
+            nodes: job.nodes.clone(),
             stall_timeout: STALL,
             fenced: true,
             stale: false,

@@ -57,14 +57,20 @@ impl From<Refusal> for Error {
 /// See the module documentation. Refuses parts that contradict each other, with the leaf that they disagree on.
 pub fn merge(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     let several = parts.len() > 1;
+    let index = merge_some(parts, twice)?;
+    if several {
+        check_objects(&index)?;
+    }
+    Ok(index)
+}
+
+/// The same for some of the parts, to be merged with the others later: what one of them says that another writes, that other may not be here.
+pub fn merge_some(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     let mut merger = Merger::default();
     for part in parts {
         merger.add(part)?;
     }
     let index = merger.finish(twice);
-    if several {
-        check_objects(&index)?;
-    }
     check(&index, Bounds::Item).map_err(|fault| match fault {
         Fault::Limit(error) => error,
         Fault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },

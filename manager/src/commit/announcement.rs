@@ -93,6 +93,16 @@ impl Announcement {
         }
     }
 
+    /// What it means in a vote: why there are no parts. `rank`: who has sent it.
+    pub fn error(self, rank: u32) -> Error {
+        match self.verdict(std::path::Path::new("")) {
+            Verdict::NotCommitted(error) => error,
+            Verdict::Committed { .. } | Verdict::Uncertain(_) => {
+                Error::RankFailed { rank, cause: "its vote says how the step ended".to_owned() }
+            }
+        }
+    }
+
     /// As a message; `stale`: a rank's leaves are others than it has told.
     pub fn encode(&self, stale: bool) -> Result<Vec<u8>> {
         serde_json::to_vec(&(self, stale)).map_err(|error| Error::Invalid(error.to_string()))

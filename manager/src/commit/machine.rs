@@ -2,8 +2,9 @@
 //! [`Action::Finish`]. It never touches a file, a clock or another rank itself.
 //!
 //! ```text
-//! every rank:  create the temporary ─▶ write data ─▶ vote ─┐
-//! leader:      ◀────────────────────────────────── all votes
+//! every rank:          create the temporary ─▶ write data ─▶ vote ─┐
+//! first of its node:   ◀───────────────────────────── its node's votes ─▶ one vote ─┐
+//! leader:              ◀──────────────────────────────────────────── a vote of every node
 //!              indexes, lease, manifest, directories bottom-up ─▶ fence ─▶ rename (the commit point) ─▶ fsync(root) ─▶ verdict
 //! ```
 //!
@@ -11,7 +12,8 @@
 //! the trash was emptied); an error before the rename is `NotCommitted` and the temporary goes; an error after it is `Uncertain` and everything stays. What is no
 //! step and stands under the name is renamed aside, and that is synced, before the name is taken.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use stepwell_core::format::manifest::Attempt;
@@ -45,12 +47,34 @@ pub struct Plan {
     pub rank: u32,
     /// All ranks.
     pub world_size: u32,
+    /// For each rank the number of its node; ranks beyond are of node 0. The first rank of a node gathers its votes.
+    pub nodes: Arc<[u32]>,
     /// How long nothing may happen while others are waited for.
     pub stall_timeout: Duration,
     /// Whether there is an epoch file to look at before the rename.
     pub fenced: bool,
     /// This rank's leaves are others than it has told the ranks.
     pub stale: bool,
+}
+
+impl Plan {
+    fn node(&self, rank: u32) -> u32 {
+        self.nodes.get(rank as usize).copied().unwrap_or(0)
+    }
+
+    /// The ranks whose votes come to this one: those of its node, if it is the first there; on the leader also the first ones of all other nodes.
+    fn awaited(&self) -> Vec<u32> {
+        let mut gathered = BTreeSet::new();
+        // Ranks in order, and whether each is the first of its node.
+        let ranks: Vec<(u32, bool)> =
+            (0..self.world_size).map(|rank| (rank, gathered.insert(self.node(rank)))).collect();
+        let is_first = ranks.get(self.rank as usize).is_some_and(|&(_, first)| first);
+        let node = self.node(self.rank);
+        let comes_here = |&(rank, first): &(u32, bool)| {
+            (is_first && self.node(rank) == node) || (self.rank == LEADER && first)
+        };
+        ranks.into_iter().filter(comes_here).map(|(rank, _)| rank).filter(|&rank| rank != self.rank).collect()
+    }
 }
 
 /// What to do with a step that has the name already.
@@ -183,6 +207,8 @@ enum State {
     Writing,
     Voting,
     Gathering,
+    /// Between two looks for votes, whether the leader has decided without them.
+    Overhearing,
     Recording(VecDeque<Action>),
     Fencing,
     /// Looking at the target before the rename (only where a step may be replaced).
@@ -267,6 +293,12 @@ impl Machine {
             // The vote may have come through, and the leader may commit on it.
             (State::Voting | State::Awaiting { .. }, Event::Unreachable(error)) => self.forestall(error),
             (State::Gathering, Event::Votes { votes, beats }) => self.gather(votes, &beats, now),
+            (State::Overhearing, Event::Heard(heard)) => match heard.announcement {
+                Some(announcement) => self.told(announcement),
+                None => self.poll_votes(),
+            },
+            // Without its vote there is no step.
+            (State::Overhearing, Event::Unreachable(error)) => self.abort(error),
             (State::Recording(actions), Event::Done) => self.record(actions),
             (State::Fencing, Event::Fence(None)) => self.before_rename(),
             (State::Fencing, Event::Fence(Some(owner))) => {
@@ -361,24 +393,27 @@ impl Machine {
         if self.is_leader() {
             return self.abort(self.failed(error));
         }
-        let cause = error.to_string();
-        let vote = self.own_vote(Err(cause));
+        let vote = self.own_vote(Err(self.own_cause(&error)));
         self.to(State::Telling(Verdict::NotCommitted(self.failed(error))), Action::SendVote(Box::new(vote)))
     }
 
-    fn own_vote(&self, parts: Result<Vec<records::ItemPart>, String>) -> Vote {
+    fn own_cause(&self, error: &stepwell_core::Error) -> Announcement {
+        Announcement::RankFailed { rank: self.plan.rank, cause: error.to_string() }
+    }
+
+    fn own_vote(&self, parts: Result<Vec<records::ItemPart>, Announcement>) -> Vote {
         let Plan { rank, stale, .. } = self.plan;
         Vote { rank, attempt: self.plan.attempt.clone(), stale, claims: self.draft.claims.clone(), parts }
     }
 
     fn vote(&mut self, vote: Vote, now: Now) -> Action {
-        if self.is_leader() {
-            let others = (0..self.plan.world_size).filter(|&rank| rank != self.plan.rank);
-            self.missing = others.map(|rank| (rank, (0, now.monotonic))).collect();
-            self.votes.insert(vote.rank, vote);
-            return self.decide(now);
+        let awaited = self.plan.awaited();
+        if !self.is_leader() && awaited.is_empty() {
+            return self.to(State::Voting, Action::SendVote(Box::new(vote)));
         }
-        self.to(State::Voting, Action::SendVote(Box::new(vote)))
+        self.missing = awaited.into_iter().map(|rank| (rank, (0, now.monotonic))).collect();
+        self.votes.insert(vote.rank, vote);
+        self.decide(now)
     }
 
     fn gather(&mut self, votes: Vec<Vote>, beats: &[(u32, u64)], now: Now) -> Action {
@@ -401,8 +436,8 @@ impl Machine {
     fn decide(&mut self, now: Now) -> Action {
         let failed =
             self.votes.values().find_map(|vote| Some((vote.rank, vote.parts.as_ref().err()?.clone())));
-        if let Some((rank, cause)) = failed {
-            return self.abort(Error::RankFailed { rank, cause });
+        if let Some((rank, failure)) = failed {
+            return self.give_up(failure.error(rank));
         }
         if !self.missing.is_empty() {
             let silent = |since: Duration| now.monotonic.saturating_sub(since);
@@ -414,16 +449,22 @@ impl Machine {
                 .map(|(&rank, &(_, since))| (rank, silent(since)))
                 .collect();
             if let Some(waited) = over.iter().map(|&(_, waited)| waited).max() {
-                return self.abort(Error::CoordinationTimeout {
+                return self.give_up(Error::CoordinationTimeout {
                     missing: over.into_iter().map(|(rank, _)| rank).collect(),
                     waited_for: format!("to vote on step {}", self.plan.step),
                     seconds: waited.as_secs_f64(),
                 });
             }
-            let missing = self.missing.keys().copied().collect();
-            return self.to(State::Gathering, Action::PollVotes { missing, timeout: POLL });
+            if self.is_leader() {
+                return self.poll_votes();
+            }
+            return self.to(State::Overhearing, Action::Listen { timeout: Duration::ZERO });
         }
-        let votes = std::mem::take(&mut self.votes).into_values().collect();
+        let votes: Vec<Vote> = std::mem::take(&mut self.votes).into_values().collect();
+        if !self.is_leader() {
+            let vote = records::gather(&self.draft, &self.plan.attempt, self.plan.rank, votes);
+            return self.to(State::Voting, Action::SendVote(Box::new(vote)));
+        }
         match records::records(&self.draft, &self.plan.attempt, self.plan.world_size, votes, now.unix_ns) {
             Ok((data, files)) => {
                 let mut actions = VecDeque::new();
@@ -442,6 +483,25 @@ impl Machine {
             }
             Err(error) => self.abort(error),
         }
+    }
+
+    fn poll_votes(&mut self) -> Action {
+        let missing = self.missing.keys().copied().collect();
+        self.to(State::Gathering, Action::PollVotes { missing, timeout: POLL })
+    }
+
+    /// Votes that are gathered cannot be had, or one of them says no: the leader is told, and decides.
+    fn give_up(&mut self, error: Error) -> Action {
+        if self.is_leader() {
+            return self.abort(error);
+        }
+        let vote = self.own_vote(Err(Announcement::of(&Verdict::NotCommitted(error))));
+        self.to(State::Voting, Action::SendVote(Box::new(vote)))
+    }
+
+    fn told(&mut self, announcement: Announcement) -> Action {
+        let target = self.draft.root.join(&self.plan.target);
+        self.finish(announcement.verdict(&target))
     }
 
     fn record(&mut self, mut actions: VecDeque<Action>) -> Action {
@@ -499,8 +559,7 @@ impl Machine {
     /// As long as the leader gives signs of life it is waited for: it writes, or waits for others, and has a deadline for them.
     fn hear(&mut self, progress: Duration, beat: u64, heard: Heard, now: Now) -> Action {
         if let Some(announcement) = heard.announcement {
-            let target = self.draft.root.join(&self.plan.target);
-            return self.finish(announcement.verdict(&target));
+            return self.told(announcement);
         }
         let progress = if heard.beat == beat { progress } else { now.monotonic };
         let waited = now.monotonic.saturating_sub(progress);

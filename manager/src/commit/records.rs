@@ -6,13 +6,16 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::FORMAT_VERSION;
-use stepwell_core::format::index::{Index, LeafRecord};
+use stepwell_core::format::index::{FileRecord, Index, LeafRecord};
 use stepwell_core::format::index_v1;
 use stepwell_core::format::manifest::{Attempt, FileEntry, IndexEntry, Item, Manifest, Others, TopLevel};
 use stepwell_core::format::merge::{self, Refusal, Twice};
+use stepwell_core::leaf_path::LeafPath;
 use stepwell_core::limits;
 use stepwell_reshard::tiling::{self, Fault, Slices};
 
+use super::announcement::Announcement;
+use super::machine::Verdict;
 use crate::coordination::LEADER;
 use crate::directory_layout::{INDEX, LEASE, MANIFEST};
 use crate::error::{Error, Result};
@@ -41,8 +44,8 @@ pub struct Vote {
     pub stale: bool,
     /// What it has of leaves that should be the same on others.
     pub claims: Vec<Claim>,
-    /// Its parts, or its failure.
-    pub parts: Result<Vec<ItemPart>, String>,
+    /// Its parts, and those of the ranks that it has gathered; or why there are none.
+    pub parts: Result<Vec<ItemPart>, Announcement>,
 }
 
 /// The parts of a manifest that are known before the data is written.
@@ -178,7 +181,7 @@ pub fn records(
     for vote in votes {
         let rank = vote.rank;
         claimed.add(rank, &vote.claims);
-        for part in vote.parts.map_err(|cause| Error::RankFailed { rank, cause })? {
+        for part in vote.parts.map_err(|failure| failure.error(rank))? {
             gathered.add(rank, part);
         }
     }
@@ -194,7 +197,7 @@ pub fn records(
         }
         let tensor_bytes =
             item.parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
-        let index = merge(std::mem::take(&mut item.parts), world_size)?;
+        let index = merge_all(std::mem::take(&mut item.parts), world_size)?;
         claimed.check(&index)?;
         gathered.order(&mut item.draft, &index);
         for file in &index.files {
@@ -223,6 +226,56 @@ pub fn records(
     out.push((None, Record { path: LEASE.to_owned(), bytes: Vec::new() }));
     out.push((None, Record { path: MANIFEST.to_owned(), bytes: manifest.encode()? }));
     Ok((data, out))
+}
+
+/// The votes of a node's ranks as one, which that rank sends. What does not fit together is in it as its failure.
+pub fn gather(draft: &Draft, attempt: &Attempt, rank: u32, votes: Vec<Vote>) -> Vote {
+    let stale = votes.iter().any(|vote| vote.stale);
+    let (claims, parts) = match gather_parts(draft, votes) {
+        Ok((claims, parts)) => (claims, Ok(parts)),
+        Err(error) => (Vec::new(), Err(Announcement::of(&Verdict::NotCommitted(error)))),
+    };
+    Vote { rank, attempt: attempt.clone(), stale, claims, parts }
+}
+
+fn gather_parts(draft: &Draft, votes: Vec<Vote>) -> Result<(Vec<Claim>, Vec<ItemPart>)> {
+    let mut gathered = Gathered::new(draft);
+    let mut claimed = Claimed::default();
+    for vote in votes {
+        let rank = vote.rank;
+        claimed.add(rank, &vote.claims);
+        for part in vote.parts.map_err(|failure| failure.error(rank))? {
+            gathered.add(rank, part);
+        }
+    }
+    let items = gathered.items().into_iter().filter(|item| !item.parts.is_empty());
+    let merged = items.map(|item| {
+        let mut draft = item.draft;
+        // Whoever has an entry says where it stands; the leader puts them in order.
+        let mut known: HashSet<String> = draft.top_level.iter().map(|entry| entry.name.clone()).collect();
+        for (_, part) in &item.parts {
+            let new = part.item.top_level.iter().filter(|entry| known.insert(entry.name.clone()));
+            draft.top_level.extend(new.cloned());
+        }
+        let unsettled: HashSet<LeafPath> = item
+            .parts
+            .iter()
+            .flat_map(|(_, part)| part.item.unsettled.iter().map(|&leaf| part.index.tree.leaf_path(leaf)))
+            .collect();
+        let tensor_bytes =
+            item.parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
+        let index = merge(item.parts, merge::merge_some)?;
+        claimed.check(&index)?;
+        draft.unsettled = if unsettled.is_empty() {
+            Vec::new()
+        } else {
+            let leaves = 0..index.leaves.len() as u32;
+            leaves.filter(|&leaf| unsettled.contains(&index.tree.leaf_path(leaf))).collect()
+        };
+        Ok(ItemPart { item: draft, index, tensor_bytes })
+    });
+    let parts = merged.collect::<Result<_>>()?;
+    Ok((claimed.all(), parts))
 }
 
 /// What the ranks have written, by item.
@@ -314,13 +367,25 @@ struct Claimed {
 impl Claimed {
     fn add(&mut self, rank: u32, claims: &[Claim]) {
         for &claim in claims {
-            let (first, known) = *self.first.entry(claim.path).or_insert((rank, claim));
+            let entry = self.first.entry(claim.path).or_insert((rank, claim));
+            let (first, known) = *entry;
             let other_kind = known.kind != claim.kind;
             let other_value = known.value != 0 && claim.value != 0 && known.value != claim.value;
+            if known.value == 0 {
+                // Nobody has looked there: what follows is compared with this one.
+                *entry = (rank, claim);
+            }
             if other_kind || other_value {
                 self.differ.entry(claim.path).or_insert((first, rank, other_kind));
             }
         }
+    }
+
+    /// One for each leaf.
+    fn all(&self) -> Vec<Claim> {
+        let mut all: Vec<Claim> = self.first.values().map(|&(_, claim)| claim).collect();
+        all.sort_unstable_by_key(|claim| claim.path);
+        all
     }
 
     /// Refuses an item of which a leaf is not the same on all ranks.
@@ -348,27 +413,45 @@ impl Claimed {
 }
 
 /// One index from the parts of all ranks. Refuses what does not fit together, with the leaf and the ranks.
-fn merge(mut parts: Vec<(u32, ItemPart)>, world_size: u32) -> Result<Index> {
-    take_once(&mut parts);
-    let ranks: Vec<u32> =
-        parts.iter().flat_map(|(rank, part)| part.index.files.iter().map(|_| *rank)).collect();
-    let whose: Vec<u32> = parts.iter().map(|(rank, _)| *rank).collect();
-    let merged = merge::merge(parts.into_iter().map(|(_, part)| part.index).collect(), Twice::Both);
-    let index = merged.map_err(|refusal| match refusal {
-        Refusal::Contradiction { leaf, first, second, what } => {
-            let rank = |part: usize| whose.get(part).copied().unwrap_or(LEADER);
-            Error::Layout {
-                leaf,
-                what: format!("ranks {} and {} disagree: {what}", rank(first), rank(second)),
-            }
-        }
-        Refusal::Other(error) => error.into(),
-    })?;
+fn merge_all(parts: Vec<(u32, ItemPart)>, world_size: u32) -> Result<Index> {
+    let index = merge(parts, merge::merge)?;
     // One process's own plan covers everything by construction; one of several may be alone with an item.
     if world_size > 1 {
-        check_coverage(&index, &ranks)?;
+        check_coverage(&index)?;
     }
     Ok(index)
+}
+
+/// One index from the parts of some ranks. A part may itself be that of a node, under the rank that has gathered it.
+fn merge(
+    mut parts: Vec<(u32, ItemPart)>,
+    merge: impl FnOnce(Vec<Index>, Twice) -> std::result::Result<Index, Refusal>,
+) -> Result<Index> {
+    take_once(&mut parts);
+    let whose: Vec<String> = parts.iter().map(|(rank, part)| named(*rank, &part.index)).collect();
+    let merged = merge(parts.into_iter().map(|(_, part)| part.index).collect(), Twice::Both);
+    merged.map_err(|refusal| match refusal {
+        Refusal::Contradiction { leaf, first, second, what } => {
+            let who = |part: usize| whose.get(part).map_or("0", String::as_str);
+            Error::Layout { leaf, what: format!("ranks {} and {} disagree: {what}", who(first), who(second)) }
+        }
+        Refusal::Other(error) => error.into(),
+    })
+}
+
+/// Whose a part is, for messages.
+fn named(rank: u32, index: &Index) -> String {
+    let mut ranks: Vec<u32> = index.files.iter().filter_map(rank_of).collect();
+    ranks.sort_unstable();
+    match ranks.as_slice() {
+        [first, .., last] => format!("one of {first} to {last}"),
+        _ => rank.to_string(),
+    }
+}
+
+/// Whose a data file is.
+fn rank_of(file: &FileRecord) -> Option<u32> {
+    file.name.strip_suffix(".data")?.parse().ok()
 }
 
 /// Of leaves that ranks have written without knowing of each other, only what the first of them has written stays.
@@ -385,15 +468,15 @@ fn take_once(parts: &mut [(u32, ItemPart)]) {
     }
 }
 
-/// The chunks of every tensor must tile its shape exactly once. `ranks`: whose the files are.
-fn check_coverage(index: &Index, ranks: &[u32]) -> Result<()> {
+/// The chunks of every tensor must tile its shape exactly once.
+fn check_coverage(index: &Index) -> Result<()> {
     for (leaf, record) in (0_u32..).zip(&index.leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
         let regions: Vec<_> = tensor.chunks.iter().map(|chunk| chunk.region.clone()).collect();
         let Err(fault) = tiling::check(&tensor.shape, &regions) else { continue };
         let rank_of = |chunk: usize| {
             let file = tensor.chunks.get(chunk).and_then(|chunk| chunk.extent.source.file());
-            file.and_then(|file| ranks.get(file as usize)).copied().unwrap_or(LEADER)
+            file.and_then(|file| rank_of(index.files.get(file as usize)?)).unwrap_or(LEADER)
         };
         let shape = tensor.shape.as_slice();
         let what = match fault {
@@ -428,7 +511,7 @@ struct Head {
     attempt: Attempt,
     stale: bool,
     claims: u64,
-    failure: Option<String>,
+    failure: Option<Announcement>,
     parts: Vec<HeadPart>,
 }
 

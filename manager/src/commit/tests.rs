@@ -25,6 +25,7 @@ fn plan(rank: u32, world_size: u32) -> Plan {
         quarantine: "quarantine".into(),
         rank,
         world_size,
+        nodes: [].into(),
         stall_timeout: Duration::from_secs(10),
         fenced: true,
         stale: false,
@@ -294,6 +295,68 @@ fn the_leader_waits_for_each_rank_as_long_as_that_gets_on_and_names_who_does_not
     assert!(matches!(machine_.on(io(2), at(1)), Action::Announce(Announcement::RanksMissing { .. })));
 }
 
+/// Six ranks, two on each of three nodes.
+fn on_nodes(rank: u32) -> Machine {
+    let mut machine = machine(Plan { nodes: [0, 1, 0, 1, 2, 2].into(), ..plan(rank, 6) });
+    machine.start();
+    machine.on(Event::Done, at(0));
+    machine
+}
+
+fn yes(rank: u32) -> Vote {
+    Vote { rank, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) }
+}
+
+#[test]
+fn the_leader_hears_of_its_own_node_and_of_the_first_rank_of_every_other() {
+    assert_eq!(asks_for(&on_nodes(0).on(Event::Data(parts()), at(0))), [1, 2, 4]);
+    let Action::SendVote(vote) = on_nodes(5).on(Event::Data(parts()), at(0)) else { panic!() };
+    assert_eq!(vote.rank, 5);
+}
+
+#[test]
+fn the_first_rank_of_a_node_votes_for_all_of_it_once_it_has_their_votes() {
+    let mut machine_ = on_nodes(1);
+    // Between two looks it asks whether the leader has decided without it.
+    assert!(matches!(machine_.on(Event::Data(parts()), at(0)), Action::Listen { timeout: Duration::ZERO }));
+    assert_eq!(asks_for(&machine_.on(silence(1), at(0))), [3]);
+    let Action::SendVote(vote) = machine_.on(votes(vec![yes(3)]), at(1)) else { panic!() };
+    assert_eq!((vote.rank, vote.parts.is_ok()), (1, true));
+
+    let mut machine_ = on_nodes(1);
+    machine_.on(Event::Data(parts()), at(0));
+    let decided = Announcement::RankFailed { rank: 4, cause: "its disk is full".into() };
+    let verdict = finished(machine_.on(Event::Heard(Heard { announcement: Some(decided), beat: 0 }), at(0)));
+    assert!(matches!(verdict, Verdict::NotCommitted(Error::RankFailed { rank: 4, .. })));
+}
+
+#[test]
+fn what_goes_wrong_on_a_node_is_told_to_the_leader_as_it_is() {
+    let failed = Announcement::RankFailed { rank: 3, cause: "its disk is full".into() };
+    let no = Vote { parts: Err(failed.clone()), ..yes(3) };
+    let mut machine_ = on_nodes(1);
+    machine_.on(Event::Data(parts()), at(0));
+    machine_.on(silence(1), at(0));
+    let Action::SendVote(vote) = machine_.on(votes(vec![no]), at(1)) else { panic!() };
+    assert_eq!(vote.parts, Err(failed));
+
+    let mut machine_ = on_nodes(1);
+    machine_.on(Event::Data(parts()), at(0));
+    machine_.on(silence(1), at(0));
+    machine_.on(beats(&[(3, 0)]), at(9));
+    machine_.on(silence(1), at(9));
+    let Action::SendVote(vote) = machine_.on(beats(&[(3, 0)]), at(10)) else { panic!() };
+    let missing = vote.parts.clone().unwrap_err();
+    assert!(matches!(&missing, Announcement::RanksMissing { missing, .. } if missing == &[3]), "{missing:?}");
+    // And it waits for the leader's word like everybody.
+    assert!(matches!(machine_.on(Event::Done, at(10)), Action::Listen { .. }));
+
+    let mut leader = on_nodes(0);
+    leader.on(Event::Data(parts()), at(0));
+    let told = leader.on(votes(vec![*vote]), at(11));
+    assert!(matches!(&told, Action::Announce(Announcement::RanksMissing { missing, .. }) if missing == &[3]));
+}
+
 #[test]
 fn a_rank_that_fails_is_named_on_the_others_and_keeps_its_own_error() {
     let mut machine_ = machine(plan(0, 2));
@@ -305,7 +368,7 @@ fn a_rank_that_fails_is_named_on_the_others_and_keeps_its_own_error() {
         attempt: attempt(1),
         stale: false,
         claims: vec![],
-        parts: Err("its disk is full".into()),
+        parts: Err(Announcement::RankFailed { rank: 1, cause: "its disk is full".into() }),
     };
     assert!(
         matches!(machine_.on(votes(vec![vote]), at(0)), Action::Announce(Announcement::RankFailed { rank: 1, cause }) if cause == "its disk is full")
@@ -438,7 +501,13 @@ fn a_step_that_stands_there_is_not_called_uncommitted_where_the_leader_fell_sile
 fn a_vote_survives_its_journey() {
     let vote = Vote { rank: 3, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) };
     assert_eq!(Vote::decode(3, &vote.encode().unwrap()).unwrap(), vote);
-    let vote = Vote { rank: 3, attempt: attempt(1), stale: false, claims: vec![], parts: Err("no".into()) };
+    let vote = Vote {
+        rank: 3,
+        attempt: attempt(1),
+        stale: false,
+        claims: vec![],
+        parts: Err(Announcement::RankFailed { rank: 3, cause: "no".into() }),
+    };
     assert_eq!(Vote::decode(3, &vote.encode().unwrap()).unwrap(), vote);
     for bad in [&b""[..], &[255; 9], &[0; 8]] {
         assert_eq!(Vote::decode(3, bad).unwrap_err().kind(), "rank_failed");

@@ -223,7 +223,7 @@ impl Inner {
                 attempt,
                 stale: false,
                 claims: Vec::new(),
-                parts: Err(cause.to_owned()),
+                parts: Err(Announcement::RankFailed { rank: self.team.rank(), cause: cause.to_owned() }),
             };
             vote.encode().and_then(|vote| self.team.send_vote(counter, &vote))
         };

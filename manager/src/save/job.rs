@@ -236,6 +236,7 @@ impl Prepared {
             attempt: Attempt { session, counter },
             rank: team.rank(),
             world_size: team.world_size(),
+            nodes: team.nodes().into(),
             stall_timeout,
             fenced,
             stale,
