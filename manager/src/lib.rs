@@ -36,6 +36,8 @@ pub mod retire;
 pub mod root;
 pub mod save;
 pub mod save_policy;
+#[cfg(test)]
+mod scale_tests;
 pub mod singular;
 pub mod spares;
 pub mod state;

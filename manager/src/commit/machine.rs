@@ -289,7 +289,8 @@ impl Machine {
                     Action::Listen { timeout: POLL },
                 )
             }
-            (State::Gathering, Event::Unreachable(error)) => self.abort(error),
+            // Without this rank's vote there is no step.
+            (State::Gathering | State::Overhearing, Event::Unreachable(error)) => self.abort(error),
             // The vote may have come through, and the leader may commit on it.
             (State::Voting | State::Awaiting { .. }, Event::Unreachable(error)) => self.forestall(error),
             (State::Gathering, Event::Votes { votes, beats }) => self.gather(votes, &beats, now),
@@ -297,8 +298,6 @@ impl Machine {
                 Some(announcement) => self.told(announcement),
                 None => self.poll_votes(),
             },
-            // Without its vote there is no step.
-            (State::Overhearing, Event::Unreachable(error)) => self.abort(error),
             (State::Recording(actions), Event::Done) => self.record(actions),
             (State::Fencing, Event::Fence(None)) => self.before_rename(),
             (State::Fencing, Event::Fence(Some(owner))) => {
