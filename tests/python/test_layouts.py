@@ -423,6 +423,57 @@ def test_what_ranks_hold_is_stored_as_whole_tensors_and_restored_on_any_number_o
         together(world, root, restores)
 
 
+def _part(
+    first: int, rows: int, shape: tuple[int, int] = (4, 3), dtype: Any = np.float32, **options: Any
+) -> Any:
+    return sw.LocalShard(np.zeros((rows, 3), dtype), shape, (first, 0), **options)
+
+
+#: What does not fit together: what each rank has, and what is said of it.
+MISFITS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "a hole between them": (
+        lambda rank: _part(3 * rank, 1 + rank, (5, 3)),
+        r"no rank holds \[1:3, 0:3\] of its shape \[5, 3\]; ranks \[0, 1\] hold parts",
+    ),
+    "a hole behind the only one that has something": (
+        lambda rank: _part(0, 2 - 2 * rank),
+        r"no rank holds \[2:4, 0:3\] of its shape \[4, 3\]; ranks \[0\] hold parts",
+    ),
+    "a hole where one says that another has it": (
+        lambda rank: _part(2 * rank, 2, replica=(rank, 1 + rank)),
+        r"no rank holds \[2:4, 0:3\] of its shape \[4, 3\]; ranks \[0\] hold parts",
+    ),
+    "an overlap": (
+        lambda rank: _part(rank, 3),
+        r"ranks 0 and 1 both hold \[1:3, 0:3\] of its shape \[4, 3\].*replica=",
+    ),
+    "another shape": (
+        lambda rank: _part(2 * rank, 2, (4 + 2 * rank, 3)),
+        r"ranks 0 and 1 disagree: .*\[4, 3\].*\[6, 3\]",
+    ),
+    "another dtype": (
+        lambda rank: _part(2 * rank, 2, dtype=(np.float32, np.float64)[rank]),
+        r"ranks 0 and 1 disagree: .*float32.*float64",
+    ),
+    "an object": (lambda rank: (_part(0, 4), "text")[rank], "ranks 0 and 1 disagree"),
+    "flat runs that leave something out": (
+        lambda rank: sw.FlatShard(np.zeros(5, np.float32), (4, 3), 6 * rank),
+        r"no rank holds \[1:2, 2:3\] of its shape \[4, 3\]; ranks \[0, 1\]",
+    ),
+}
+
+
+def test_what_does_not_fit_together_is_refused_on_all_ranks_with_tensor_ranks_and_region(root: Path) -> None:
+    def work(rank: int, manager: sw.CheckpointManager) -> None:
+        manager.save(0, {"m": {"w": _part(2 * rank, 2)}}).result()
+        for step, (what, (leaf, why)) in enumerate(MISFITS.items(), 1):
+            with pytest.raises(sw.MismatchError, match=f"leaf `m/w`: {why}"):
+                pytest.fail(f"{what}: {manager.save(step, {'m': {'w': leaf(rank)}}).result()}")
+        assert manager.latest_step() == 0
+
+    together(2, root, work)
+
+
 def test_padding_stays_as_it_is_where_an_array_is_filled(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(0, {"w": whole("w", (10, 3))}).result()
