@@ -485,6 +485,17 @@ def test_padding_stays_as_it_is_where_an_array_is_filled(root: Path) -> None:
         assert (local[10:] == -1).all()
 
 
+def test_a_part_that_lies_behind_what_is_stored_is_padding(root: Path) -> None:
+    stored = whole("w", (8, 4))
+    sw.save(root, {"w": stored})
+    for first in (0, 4, 8):
+        expected = np.concatenate([stored, np.zeros((8, 4), np.float32)])[first : first + 8]
+        for how in ("like", "into"):
+            target = sw.LocalShard(np.full((8, 4), -1, np.float32), (16, 4), (first, 0))
+            found = sw.restore(root, **{how: {"w": target}}, resize="pad")["w"]  # type: ignore[arg-type]
+            np.testing.assert_array_equal(found.local, expected)
+
+
 def test_segments_say_what_is_wrong_with_them() -> None:
     local = np.zeros((4, 6), np.float32)
     for segments, why in [
