@@ -107,7 +107,7 @@ class Job:
 
     def box(self) -> tuple[int, ...]:
         """The extent of what is read, from ``offset`` on."""
-        if self.stored_shape == self.shape:
+        if self.stored_shape == self.shape and not any(self.offset):
             return self.shape
         there = tuple(max(0, n - first) for n, first in zip(self.stored_shape, self.offset, strict=True))
         return common_box(there, self.shape)

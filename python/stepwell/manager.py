@@ -246,7 +246,7 @@ class CheckpointManager:
         """A state, taken apart as that of this rank."""
         token = current_rank.set(self._open().ranks())
         try:
-            return _core.flatten(state)
+            return _core.flatten(adapters.as_saved(state))
         finally:
             current_rank.reset(token)
 

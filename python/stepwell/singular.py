@@ -91,7 +91,7 @@ def save_async(
     metadata = metadata_json(custom_metadata)
     where = absolute(path)
     check_destination(where)
-    flat = _core.flatten(state() if is_callable_state(state) else state)
+    flat = _core.flatten(adapters.as_saved(state() if is_callable_state(state) else state))
     text = to_json(options, every_steps(1), keep_all(), None, "auto", 1, False, "raise")
     streams = adapters.streams(flat.devices())
     handle = _core.save_path(

@@ -107,8 +107,13 @@ Part: TypeAlias = Leaf | Branch
 
 def parse(target: Any) -> Part:
     """Takes the caller's structure apart."""
-    adapters.load()
-    return _part(target, "", (), ())
+    arranged = adapters.arrange(target)
+    if arranged is None:
+        return _part(target, "", (), ())
+    part = _part(arranged.state, "", (), ())
+    assert isinstance(part, Branch)
+    part.finish = lambda _, pairs, fill: arranged.put_back(dict(pairs), fill)
+    return part
 
 
 def finish(part: Part, fill: bool) -> Any:

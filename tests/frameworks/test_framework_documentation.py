@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
 
 import pages
 
-for framework in ("torch", "jax", "flax", "optax", "equinox", "orbax.checkpoint"):
+for framework in ("torch", "jax", "flax", "optax", "equinox", "orbax.checkpoint", "megatron"):
     pytest.importorskip(framework)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import stepwell as sw
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
 
 from ranks import free_port, run_forked
+from threads import together
 
 #: Imported once for all ranks.
 TORCH = "torch,torch.distributed.tensor.parallel,torch.distributed.fsdp,stepwell.torch"
@@ -218,3 +220,68 @@ dist.destroy_process_group()
                 found = [float(loss) for loss in line.split()]
                 assert found == pytest.approx(losses, rel=1e-5)
                 assert mesh != "2x2" or found == losses, "bit for bit where nothing was cut otherwise"
+
+
+def test_a_tensor_that_says_which_boxes_it_has_is_saved_and_filled_as_them(root: Path) -> None:
+    torch = pytest.importorskip("torch")
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    if not hasattr(checkpoint, "CheckpointableTensor"):
+        pytest.skip("this torch has no CheckpointableTensor")
+    full = torch.arange(48.0).reshape(12, 4)
+
+    def part(rank: int, world: int, values: Any, parameter: bool) -> Any:
+        """Some rows of each half, with a row of padding between: (-1 …)."""
+        n = 6 // world
+        tensor = torch.full((2 * n + 1, 4), -1.0)
+        tensor[:n], tensor[n + 1 :] = values[rank * n :][:n], values[6 + rank * n :][:n]
+        tensor = torch.nn.Parameter(tensor, requires_grad=False) if parameter else tensor
+        tensor.global_shape = (12, 4)
+        tensor.global_offsets = ((rank * n, 0), (6 + rank * n, 0))
+        tensor.local_offsets = ((0, 0), (n + 1, 0))
+        tensor.local_sizes = ((n, 4), (n, 4))
+        assert isinstance(tensor, checkpoint.CheckpointableTensor)
+        return tensor
+
+    def whole_one(tensor: Any) -> Any:
+        tensor.global_shape, tensor.global_offsets = (12, 4), ((0, 0),)
+        tensor.local_offsets, tensor.local_sizes = ((),), ((12, 4),)
+        return tensor
+
+    def saves(rank: int, manager: sw.CheckpointManager) -> None:
+        for step, parameter in enumerate((False, True)):
+            manager.save(step, {"m": {"w": part(rank, 2, full, parameter), "n": 1}}).result()
+
+    together(2, root, saves)
+    for step in (0, 1):
+        np.testing.assert_array_equal(sw.restore(root, step=step)["m"]["w"], full)
+
+    for world in (1, 3):
+
+        def restores(rank: int, manager: sw.CheckpointManager, world: int = world) -> None:
+            for parameter in (False, True):
+                expected = part(rank, world, full, parameter)
+                target = part(rank, world, torch.zeros(12, 4), parameter)
+                got = manager.restore(into={"m": {"w": target, "n": 0}})["m"]["w"]
+                assert got is target
+                assert torch.equal(got, expected), "the padding is what it was"
+                new = manager.restore(like={"m": {"w": target, "n": 0}})["m"]["w"]
+                assert type(new) is type(target)
+                assert new is not target
+                # New memory has zeros there.
+                assert torch.equal(new, expected * (expected >= 0))
+                assert isinstance(new, checkpoint.CheckpointableTensor)
+                assert new.global_offsets == target.global_offsets
+            one = manager.restore(into={"m": {"w": whole_one(torch.zeros(12, 4)), "n": 0}})
+            assert torch.equal(one["m"]["w"], full)
+
+        together(world, root, restores)
+
+    wrong = part(0, 1, full, False)
+    wrong.local_sizes = ((6, 4), (7, 4))
+    with pytest.raises(
+        sw.UnsupportedLeaf, match=r"`w`.*shape \(7, 4\) at \(6, 0\) does not lie in the shape \(12, 4\)"
+    ):
+        sw.save(root.parent / "other", {"w": wrong})
+    wrong.local_sizes = ((6, 4),)
+    with pytest.raises(sw.UnsupportedLeaf, match=r"`m/w`.*differ in length"):
+        sw.restore(root, like={"m": {"w": wrong}})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import stepwell as sw
@@ -27,23 +28,59 @@ def cut(n: int, rank: int, world: int) -> tuple[int, int]:
     return n * rank // world, n * (rank + 1) // world
 
 
+@dataclass(frozen=True)
+class Grid:
+    """Ranks of a grid, tensor parallelism innermost. ``virtual``: parts of the model that each stage of a pipeline has."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    virtual: int = 1
+
+    def at(self, rank: int) -> tuple[int, int, int]:
+        """Coordinates: pipeline, data, tensor."""
+        return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
+
+    def layers(self, rank: int, count: int) -> list[int]:
+        """The layers of a rank's stage, by their numbers in the model."""
+        per = count // (self.pp * self.virtual)
+        parts = [part * self.pp + self.at(rank)[0] for part in range(self.virtual)]
+        return [first * per + i for first in parts for i in range(per)]
+
+
+#: So many ranks, or a grid of them.
+Ranks = int | Grid
+
+
+def size(ranks: Ranks) -> int:
+    """How many there are."""
+    return ranks if isinstance(ranks, int) else ranks.pp * ranks.dp * ranks.tp
+
+
 @dataclass
 class Case:
     """A kind of layout."""
 
-    #: Tensors as they are stored, by their paths.
-    tensors: dict[str, tuple[int, ...]]
-    #: Rank, ranks → what the rank has: a leaf over an array of the values that it is to have (padding is zero).
-    leaf: Callable[[int, int], Any]
-    worlds: tuple[int, ...] = (1, 2, 4)
+    #: Ranks → tensors as they are stored, by their paths: their shapes, or they themselves.
+    tensors: Callable[[Any], dict[str, tuple[int, ...] | Array]]
+    #: Rank, ranks → what the rank has: a leaf, or leaves by name, over arrays of the values that they are to have (padding is zero).
+    leaf: Callable[[int, Any], Any]
+    worlds: tuple[Any, ...] = (1, 2, 4)
+    #: Rank, ranks, ranks that have saved → the ``leaf`` that it gets back, where that depends on who has saved.
+    restored: Callable[[int, Any, Any], Any] | None = None
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(name: str, tensors: dict[str, tuple[int, ...]], worlds: tuple[int, ...] = (1, 2, 4)) -> Any:
-    def add(leaf: Callable[[int, int], Any]) -> Any:
-        CASES[name] = Case(tensors, leaf, worlds)
+def case(
+    name: str,
+    tensors: dict[str, Any] | Callable[[Any], dict[str, Any]],
+    worlds: tuple[Any, ...] = (1, 2, 4),
+    restored: Callable[[int, Any, Any], Any] | None = None,
+) -> Any:
+    def add(leaf: Callable[[int, Any], Any]) -> Any:
+        CASES[name] = Case(tensors if callable(tensors) else lambda _: tensors, leaf, worlds, restored)
         return leaf
 
     return add
@@ -55,10 +92,14 @@ def _column(rank: int, world: int) -> Any:
     return sw.LocalShard(whole("w", (12, 5))[a:b].copy(), (12, 5), (a, 0))
 
 
-@case("row parallel", {"w": (5, 12)}, (1, 3, 4))
+@case("row parallel, and its bias", {"w/weight": (5, 12), "w/bias": (5,)}, (1, 3, 4))
 def _row(rank: int, world: int) -> Any:
     a, b = cut(12, rank, world)
-    return sw.LocalShard(whole("w", (5, 12))[:, a:b].copy(), (5, 12), (0, a))
+    weight = whole("w/weight", (5, 12))[:, a:b].copy()
+    return {
+        "weight": sw.LocalShard(weight, (5, 12), (0, a)),
+        "bias": sw.LocalShard(whole("w/bias", (5,)), (5,), (0,), replica=(rank, world)),
+    }
 
 
 HEADS, GROUPS, WIDTH, COLUMNS = 3, 4, 2, 5  # query heads in each group
@@ -129,6 +170,14 @@ def _qkv_split(rank: int, world: int) -> Any:
     )
 
 
+@case("fused QKV with more ranks than groups", {"w": (2 * (HEADS + 2) * WIDTH, COLUMNS)}, (1, 2, 4, 5))
+def _qkv_few_groups(rank: int, world: int) -> Any:
+    # Then Megatron cuts the rows evenly, wherever a group ends.
+    rows = 2 * (HEADS + 2) * WIDTH
+    a, b = cut(rows, rank, world)
+    return sw.LocalShard(whole("w", (rows, COLUMNS))[a:b].copy(), (rows, COLUMNS), (a, 0))
+
+
 @case(
     "fused QKV, concatenated, with replicated K and V",
     {"w/q": (16, 3), "w/k": (4, 3), "w/v": (4, 3)},
@@ -160,6 +209,26 @@ UNEVEN = {1: [0, 7], 2: [0, 5, 7], 3: [0, 1, 1, 7]}
 def _uneven(rank: int, world: int) -> Any:
     a, b = UNEVEN[world][rank : rank + 2]
     return sw.LocalShard(whole("w", (7, 2))[a:b].copy(), (7, 2), (a, 0))
+
+
+#: By number of ranks: where the rows of each end, of queries and of keys and values.
+UNEVEN_HEADS = {1: ([0, 12], [0, 4]), 2: ([0, 8, 12], [0, 2, 4]), 3: ([0, 4, 8, 12], [0, 2, 2, 4])}
+
+
+@case("uneven heads of grouped queries, by hand", {"w/q": (12, 3), "w/k": (4, 3), "w/v": (4, 3)}, (1, 2, 3))
+def _uneven_heads(rank: int, world: int) -> Any:
+    ends_q, ends_kv = UNEVEN_HEADS[world]
+    (a, b), (c, d) = ends_q[rank : rank + 2], ends_kv[rank : rank + 2]
+    q, k, v = whole("w/q", (12, 3))[a:b], whole("w/k", (4, 3))[c:d], whole("w/v", (4, 3))[c:d]
+    at = len(q)
+    return sw.Segments(
+        np.concatenate([q, k, v]),
+        [
+            sw.Segment("q", (a, 0), into=S[:at], shape=(12, 3)),
+            sw.Segment("k", (c, 0), into=S[at : at + d - c], shape=(4, 3)),
+            sw.Segment("v", (c, 0), into=S[at + d - c :], shape=(4, 3)),
+        ],
+    )
 
 
 @case("SwiGLU, gate and up concatenated, as one logical tensor", {"w": (24, 4)})
@@ -248,13 +317,36 @@ def _unstacked(rank: int, world: int) -> Any:
     )
 
 
-@case("one layer of a stacked tensor for each array", {"w": (4, 3, 4)}, (4,))
+@case("one layer of a stacked tensor, without its axis", {"w": (LAYERS, 3, 4)}, (LAYERS, 2, 3))
 def _one_layer(rank: int, world: int) -> Any:
-    local = whole("w", (4, 3, 4))[rank].copy()
-    return sw.Segments(local, [sw.Segment(None, (rank, 0, 0), (1, 3, 4), shape=(4, 3, 4))])
+    if world < LAYERS:
+        return _stacked(rank, world)
+    local = whole("w", (LAYERS, 3, 4))[rank].copy()
+    return sw.Segments(local, [sw.Segment(None, (rank, 0, 0), (1, 3, 4), shape=(LAYERS, 3, 4))])
 
 
-@case("ZeRO: a flat part of each parameter, with padding", {"w": (5, 7)}, (1, 2, 3, 4))
+def _stages(rank: int, grid: Grid) -> Any:
+    return {
+        f"layer{i}": sw.LocalShard(
+            whole(f"w/layer{i}", (8, 3))[slice(*cut(8, grid.at(rank)[2], grid.tp))].copy(),
+            (8, 3),
+            (cut(8, grid.at(rank)[2], grid.tp)[0], 0),
+            (grid.at(rank)[1], grid.dp),
+        )
+        for i in grid.layers(rank, 4)
+    }
+
+
+STAGED = {f"w/layer{i}": (8, 3) for i in range(4)}
+case(
+    "stages that count their layers from zero",
+    STAGED,
+    (Grid(pp=2, tp=2), Grid(pp=4), Grid(dp=2, tp=2), Grid()),
+)(_stages)
+case("virtual stages", STAGED, (Grid(pp=2, virtual=2), Grid(pp=2, dp=2), Grid(tp=4)))(_stages)
+
+
+@case("ZeRO-3: a flat part of each parameter, with padding", {"w": (5, 7)}, (1, 2, 3, 4))
 def _zero3(rank: int, world: int) -> Any:
     n = -(-35 // world)
     local = np.zeros(n, np.float32)
@@ -263,43 +355,141 @@ def _zero3(rank: int, world: int) -> Any:
     return sw.FlatShard(local, (5, 7), rank * n)
 
 
-@case("ZeRO over tensor parallelism: a flat part of a row-parallel parameter", {"w": (6, 8)}, (2, 4))
-def _zero_over_tp(rank: int, world: int) -> Any:
-    tp, dp = rank % 2, rank // 2
-    ways = world // 2
-    own = np.ascontiguousarray(whole("w", (6, 8))[:, 4 * tp : 4 * tp + 4])
-    n = -(-24 // ways)
+@case(
+    "ZeRO-3 over tensor parallelism: a flat part of a row-parallel parameter",
+    {"w": (6, 8)},
+    (Grid(tp=2), Grid(dp=2, tp=2), Grid(dp=3), Grid(tp=4)),
+)
+def _zero_over_tp(rank: int, grid: Grid) -> Any:
+    _, dp, tp = grid.at(rank)
+    a, b = cut(8, tp, grid.tp)
+    own = np.ascontiguousarray(whole("w", (6, 8))[:, a:b])
+    n = -(-own.size // grid.dp)
     local = np.zeros(n, np.float32)
     mine = own.reshape(-1)[dp * n : (dp + 1) * n]
     local[: len(mine)] = mine
-    of = sw.LocalShard(sw.ArraySpec((6, 4), np.float32), (6, 8), (0, 4 * tp))
+    of = sw.LocalShard(sw.ArraySpec(own.shape, np.float32), (6, 8), (0, a))
     return sw.FlatShard(local, of, dp * n)
 
 
-PARAMETERS = {"a": (3, 5), "b": (7,), "c": (2, 2, 4), "d": ()}
+#: Parameters of a model: shape, the dimension that tensor parallelism cuts, and the layer that they are in.
+MODEL = {
+    f"layer{i}.{name}": (shape, dimension, i)
+    for i in range(4)
+    for name, shape, dimension in (("up", (8, 3), 0), ("down", (3, 8), 1), ("norm", (5,), None))
+}
+GRIDS = (
+    Grid(dp=2, tp=2),
+    Grid(pp=2, dp=2),
+    Grid(dp=3),
+    Grid(pp=2, tp=2, virtual=2),
+    Grid(dp=1, tp=4),
+    Grid(),
+)
+
+
+def partition(rank: int, grid: Grid, names: list[str], unit: int, multiple: int) -> sw.Segments:
+    """One flat array of all these parameters as tensor parallelism has cut them, each at a multiple of ``unit``; of it the part of a rank of the data parallel group, the whole a
+    multiple of so many times their number."""
+    _, dp, tp = grid.at(rank)
+    runs, end = [], 0
+    for name in names:
+        shape, dimension, _ = MODEL[name]
+        box, replica = [slice(0, n) for n in shape], (tp, grid.tp)
+        if dimension is not None:
+            box[dimension], replica = slice(*cut(shape[dimension], tp, grid.tp)), (0, 1)
+        values = np.ascontiguousarray(whole(f"w/{name}", shape)[tuple(box)])
+        of = sw.LocalShard(sw.ArraySpec(values.shape, np.float32), shape, [one.start for one in box])
+        first = -(-end // unit) * unit
+        runs.append((name, of, values.reshape(-1), first, replica))
+        end = first + values.size
+    length = -(-end // (grid.dp * multiple)) * multiple
+    local, segments = np.zeros(length, np.float32), []
+    for name, of, values, first, replica in runs:
+        a, b = max(first, dp * length), min(first + values.size, (dp + 1) * length)
+        if a < b:
+            local[a - dp * length : b - dp * length] = values[a - first : b - first]
+            segments.append(
+                sw.Segment.of_flat(name, of, a - first, b - a, at=a - dp * length, replica=replica)
+            )
+    return sw.Segments(local, segments)
+
+
+def of_stage(rank: int, grid: Grid) -> list[str]:
+    """The parameters of a rank's stage."""
+    return [name for i in grid.layers(rank, 4) for name, (_, _, layer) in MODEL.items() if layer == i]
+
+
+FLAT = {f"w/{name}": shape for name, (shape, _, _) in MODEL.items()}
+
+
+@case("ZeRO-1: the flat partition of a group, in place", FLAT, GRIDS)
+def _zero1(rank: int, grid: Grid) -> Any:
+    return partition(rank, grid, of_stage(rank, grid), unit=1, multiple=2)
+
+
+@case("a bucket of the distributed optimizer, in model space", FLAT, GRIDS)
+def _bucket(rank: int, grid: Grid) -> Any:
+    return partition(rank, grid, of_stage(rank, grid)[::-1], unit=16, multiple=32)
+
+
+@case("FSDP1: one flat parameter of a module", FLAT, (Grid(dp=2), Grid(dp=3), Grid(), Grid(dp=4)))
+def _fsdp1(rank: int, grid: Grid) -> Any:
+    return partition(rank, grid, list(MODEL), unit=1, multiple=1)
+
+
+@case("a grid of boxes", {"w": (7, 6)}, (Grid(dp=2, tp=2), Grid(dp=4), Grid(dp=2, tp=3)))
+def _boxes(rank: int, grid: Grid) -> Any:
+    _, dp, tp = grid.at(rank)
+    (a, b), (c, d) = cut(7, dp, grid.dp), cut(6, tp, grid.tp)
+    return sw.LocalShard(whole("w", (7, 6))[a:b, c:d].copy(), (7, 6), (a, c))
 
 
 @case(
-    "a bucket of the distributed optimizer, in model space",
-    {f"w/{name}": shape for name, shape in PARAMETERS.items()},
-    (1, 2, 3, 4),
+    "sharded within groups, replicated between them",
+    {"w": (9, 4)},
+    (Grid(pp=2, dp=2), Grid(pp=3, dp=1), Grid(dp=4)),
 )
-def _bucket(rank: int, world: int) -> Any:
-    sizes = {name: int(np.prod(shape)) for name, shape in PARAMETERS.items()}
-    flat = np.concatenate([whole(f"w/{name}", shape).reshape(-1) for name, shape in PARAMETERS.items()])
-    n = -(-len(flat) // world)
-    local = np.zeros(n, np.float32)
-    mine = flat[rank * n : (rank + 1) * n]
-    local[: len(mine)] = mine
-    segments, before = [], 0
-    for name, size in sizes.items():
-        first, end = max(before, rank * n), min(before + size, (rank + 1) * n)
-        if first < end:
-            segments.append(
-                sw.Segment.of_flat(name, PARAMETERS[name], first - before, end - first, at=first - rank * n)
-            )
-        before += size
-    return sw.Segments(local, segments)
+def _hybrid(rank: int, grid: Grid) -> Any:
+    group, dp, _ = grid.at(rank)
+    a, b = cut(9, dp, grid.dp)
+    return sw.LocalShard(whole("w", (9, 4))[a:b].copy(), (9, 4), (a, 0), replica=(group, grid.pp))
+
+
+@case(
+    "experts over some ranks, each with replicas",
+    {"w": (4, 3, 5)},
+    (Grid(dp=2, tp=2), Grid(tp=4), Grid(dp=3), Grid()),
+)
+def _expert_replicas(rank: int, grid: Grid) -> Any:
+    _, dp, ep = grid.at(rank)
+    a, b = cut(4, ep, grid.tp)
+    return sw.LocalShard(whole("w", (4, 3, 5))[a:b].copy(), (4, 3, 5), (a, 0, 0), replica=(dp, grid.dp))
+
+
+def ends_of(rank: int, world: int) -> list[str]:
+    """What a stage has beside its layers."""
+    return [name for name, stage in (("first", 0), ("last", world - 1)) if rank == stage]
+
+
+@case("tied: the first and the last stage, under one name", {"w/embed": (6, 3), "w/norm": (3,)}, (1, 2, 3))
+def _tied(rank: int, world: int) -> Any:
+    ends, count = ends_of(rank, world), min(world, 2)
+    found: dict[str, Any] = {"norm": whole("w/norm", (3,))}
+    if ends:
+        replica = (len(ends) - 1 if world == 1 else int(ends == ["last"]), count) if world > 1 else (0, 1)
+        found["embed"] = sw.LocalShard(whole("w/embed", (6, 3)), (6, 3), (0, 0), replica=replica)
+    return found
+
+
+@case(
+    "tied: two names, on one stage or on two",
+    {"w/norm": (3,), "w/first": whole("tied", (6, 3)), "w/last": whole("tied", (6, 3))},
+    (1, 2, 3),
+)
+def _tied_names(rank: int, world: int) -> Any:
+    tied = whole("tied", (6, 3))
+    return {"norm": whole("w/norm", (3,)), **dict.fromkeys(ends_of(rank, world), tied)}
 
 
 @case("experts in one grouped array", {f"w/expert{i}": (3, 4) for i in range(4)}, (1, 2, 4))
@@ -331,7 +521,7 @@ def _mamba(rank: int, world: int) -> Any:
     )
 
 
-@case("disjoint runs of one dimension", {"w": (16, 2)}, (2, 4))
+@case("disjoint runs of one dimension", {"w": (16, 2)}, (1, 2, 4))
 def _strided(rank: int, world: int) -> Any:
     blocks = whole("w", (16, 2)).reshape(4, world, 4 // world, 2)
     local = blocks[:, rank].reshape(-1, 2).copy()
@@ -365,25 +555,171 @@ def _scalar(rank: int, world: int) -> Any:
     return sw.LocalShard(whole("w", ()), (), (), replica=(rank, world))
 
 
+@case("many scalars", {f"w/{i}": () for i in range(40)}, (1, 2, 3))
+def _scalars(rank: int, world: int) -> Any:
+    # As the optimizers of many parameters have them: some on all ranks, some on one.
+    mine = {i: (rank, world) for i in range(20)} | {20 + i: (0, 1) for i in range(*cut(20, rank, world))}
+    return {str(i): sw.LocalShard(whole(f"w/{i}", ()), (), (), one) for i, one in mine.items()}
+
+
+def quantised() -> tuple[Array, Array]:
+    """A tensor of 8-bit floats, and a scale for each block of 4 x 4."""
+    bits = (np.arange(16 * 8) % 0x7F).astype(np.uint8)
+    return bits.view(ml_dtypes.float8_e4m3fn).reshape(16, 8), whole("w/scale", (4, 2))
+
+
+@case(
+    "quantised, with the scales of blocks", {"w/values": quantised()[0], "w/scale": quantised()[1]}, (1, 2, 4)
+)
+def _quantised(rank: int, world: int) -> Any:
+    a, b = cut(4, rank, world)
+    values, scale = quantised()
+    return {
+        "values": sw.LocalShard(values[4 * a : 4 * b].copy(), (16, 8), (4 * a, 0)),
+        "scale": sw.LocalShard(scale[a:b].copy(), (4, 2), (a, 0)),
+    }
+
+
+def _of_saver(rank: int, world: int, saved: int) -> Any:
+    """Where so many ranks have saved as restore, each its own; else those of other ranks in turn."""
+    return sw.PerRank(whole(f"w/{rank % saved}", (3,)))
+
+
+@case(
+    "a value of each rank", lambda world: {f"w/{rank}": (3,) for rank in range(world)}, (1, 2, 3), _of_saver
+)
+def _per_rank(rank: int, world: int) -> Any:
+    return sw.PerRank(whole(f"w/{rank}", (3,)), resize=lambda values, rank, world: values[rank % len(values)])
+
+
 @case("nothing at all in it", {"w": (0, 3)}, (1, 2))
 def _empty(rank: int, world: int) -> Any:
     return sw.LocalShard(np.zeros((0, 3), np.float32), (0, 3), (0, 0), replica=(rank, world))
 
 
-def local_of(leaf: Any) -> Array:
-    found: Array = leaf if isinstance(leaf, np.ndarray) else leaf.local
-    return found
+#: Of every kind of layout in the field: the rows above that are of that kind, and the tests of other files that are (of frameworks, whose tensors say by themselves how they are cut).
+KINDS = {
+    "tensor parallelism by columns": ["column parallel", "test_torch_ranks.py: column parallel"],
+    "tensor parallelism by rows": ["row parallel, and its bias", "test_torch_ranks.py: row parallel"],
+    "fused QKV of Megatron": [
+        "fused QKV, interleaved by group, as one tensor with a view",
+        "fused QKV, interleaved by group, as three tensors",
+        "fused QKV with more ranks than groups",
+    ],
+    "fused QKV, concatenated": ["fused QKV, concatenated, with replicated K and V"],
+    "uneven sections": ["uneven sections, one of them empty", "uneven heads of grouped queries, by hand"],
+    "SwiGLU": [
+        "SwiGLU, gate and up concatenated, as one logical tensor",
+        "SwiGLU, gate and up as two tensors",
+        "test_megatron.py: apply_swiglu_sharded_factory",
+    ],
+    "SwiGLU, interleaved": ["SwiGLU, interleaved in blocks"],
+    "padded vocabulary": [
+        "vocabulary padded to a multiple of the ranks",
+        "test_megatron.py: allow_shape_mismatch",
+    ],
+    "stages of a pipeline": [
+        "stages that count their layers from zero",
+        "virtual stages",
+        "test_megatron.py: virtual=2",
+    ],
+    "stacked layers": [
+        "stacked layers, cut by layers",
+        "layers by name, in one stacked array of a stage",
+        "one layer of a stacked tensor, without its axis",
+        "test_megatron.py: prepend_axis_num",
+    ],
+    "ZeRO-1 and ZeRO-2": [
+        "ZeRO-1: the flat partition of a group, in place",
+        "test_megatron.py: flattened_range",
+    ],
+    "ZeRO-3": [
+        "ZeRO-3: a flat part of each parameter, with padding",
+        "ZeRO-3 over tensor parallelism: a flat part of a row-parallel parameter",
+    ],
+    "distributed optimizer of Megatron": ["a bucket of the distributed optimizer, in model space"],
+    "FSDP1": ["FSDP1: one flat parameter of a module"],
+    "FSDP2": [
+        "uneven sections, one of them empty",
+        "test_torch_ranks.py: fully sharded",
+        "test_torch_ranks.py: uneven",
+        "test_torch_ranks.py: empty on some",
+    ],
+    "two dimensions of a mesh": ["a grid of boxes", "test_torch_ranks.py: both on one"],
+    "HSDP": ["sharded within groups, replicated between them"],
+    "HSDP and tensor parallelism": [
+        "disjoint runs of one dimension",
+        "test_torch_ranks.py: strided",
+        "test_torch_ranks.py: strided, uneven",
+    ],
+    "experts": ["experts over some ranks, each with replicas", "experts in one grouped array"],
+    "grouped GEMM": ["experts in one grouped array"],
+    "ties": [
+        "tied: the first and the last stage, under one name",
+        "tied: two names, on one stage or on two",
+        "test_megatron.py: output",
+    ],
+    "replicated norms": [
+        "replicated, and named as such",
+        "simply there",
+        "test_torch_ranks.py: replicated",
+    ],
+    "sections of Mamba": [
+        "sections of a fused projection, cut by different rules",
+        "test_megatron.py: _split_tensor_factory",
+    ],
+    "values of each rank": ["a value of each rank", "test_megatron.py: ShardedObject"],
+    "random states": ["test_layouts.py: default_rng(rank)", "test_megatron.py: rng_state"],
+    "quantised": ["quantised, with the scales of blocks"],
+    "scalars": ["a scalar", "many scalars", "test_torch_ranks.py: scalar"],
+    "boxes that a tensor says": ["test_torch_ranks.py: CheckpointableTensor"],
+    "in memory otherwise": ["transposed in memory", "nothing at all in it"],
+}
 
 
-def with_local(leaf: Any, local: Any) -> Any:
-    """The same over another array."""
+def test_every_kind_of_layout_has_its_rows_and_every_row_is_of_a_kind() -> None:
+    tests = {
+        file.name: file.read_text()
+        for folder in ("python", "frameworks")
+        for file in (Path(__file__).parents[1] / folder).glob("test_*.py")
+    }
+    rows = [row for rows in KINDS.values() for row in rows]
+    for row in rows:
+        file, _, what = row.partition(".py: ")
+        assert row in CASES or (what and what in tests[f"{file}.py"]), f"{row}: there is no such row"
+    assert not CASES.keys() - set(rows), "rows of no kind"
+    for name, kind in CASES.items():
+        assert len(kind.worlds) > 1, f"{name}: restored only as it was saved"
+
+
+def arrays_of(leaf: Any) -> list[Array]:
+    """The arrays that a rank has."""
+    if isinstance(leaf, dict):
+        return [array for one in leaf.values() for array in arrays_of(one)]
+    if isinstance(leaf, sw.PerRank):
+        return [leaf.value]
+    return [leaf if isinstance(leaf, np.ndarray) else leaf.local]
+
+
+def over(leaf: Any, make: Callable[[Array], Any]) -> Any:
+    """The same over other arrays."""
+    if isinstance(leaf, dict):
+        return {name: over(one, make) for name, one in leaf.items()}
     if isinstance(leaf, np.ndarray):
-        return local
+        return make(leaf)
+    if isinstance(leaf, sw.PerRank):
+        return sw.PerRank(make(leaf.value), leaf.key, leaf.resize)
     if isinstance(leaf, sw.LocalShard):
-        return sw.LocalShard(local, leaf.global_shape, leaf.offset, leaf.replica)
+        return sw.LocalShard(make(leaf.local), leaf.global_shape, leaf.offset, leaf.replica)
     if isinstance(leaf, sw.FlatShard):
-        return sw.FlatShard(local, leaf.of, leaf.start)
-    return sw.Segments(local, leaf.segments)
+        return sw.FlatShard(make(leaf.local), leaf.of, leaf.start, leaf.replica)
+    return sw.Segments(make(leaf.local), leaf.segments)
+
+
+def assert_alike(found: Array, expected: Array, what: str) -> None:
+    """To the bit."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), what
+    assert found.tobytes() == expected.tobytes(), f"{what}: {found} is not {expected}"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -393,34 +729,90 @@ def test_what_ranks_hold_is_stored_as_whole_tensors_and_restored_on_any_number_o
     kind = CASES[name]
     for number, world in enumerate(kind.worlds):
 
-        def saves(rank: int, manager: sw.CheckpointManager, step: int = number, ranks: int = world) -> None:
+        def saves(rank: int, manager: sw.CheckpointManager, step: int = number, ranks: Any = world) -> None:
             manager.save(step, {"m": {"w": kind.leaf(rank, ranks)}}).result()
 
-        together(world, root, saves, chunk_bytes=64)
+        together(size(world), root, saves, chunk_bytes=64)
         with sw.CheckpointManager(root, read_only=True) as reader:
             found = reader.restore(number)
-        for path, shape in kind.tensors.items():
+        for path, shape in kind.tensors(world).items():
             at: Any = found["m"]
             for key in path.split("/"):
                 at = at[key]
-            np.testing.assert_array_equal(at, whole(path, shape), err_msg=f"{path} of {world}")
-    latest = len(kind.worlds) - 1
+            expected = shape if isinstance(shape, np.ndarray) else whole(path, shape)
+            assert_alike(at, expected, f"{path} of {world}")
 
-    for world in kind.worlds:
+    for number, world in enumerate(kind.worlds):
+        # What the one after it has saved.
+        step = (number + 1) % len(kind.worlds)
 
-        def restores(rank: int, manager: sw.CheckpointManager, ranks: int = world) -> None:
-            leaf = kind.leaf(rank, ranks)
-            expected = local_of(leaf).copy()
-            target = with_local(leaf, np.zeros_like(expected))
-            got = manager.restore(latest, into={"m": {"w": target}}, unexpected="ignore")["m"]["w"]
-            np.testing.assert_array_equal(local_of(got), expected)
-            assert local_of(got) is local_of(target)
-            spec = sw.ArraySpec(expected.shape, expected.dtype)
-            like = with_local(leaf, spec)
-            got = manager.restore(latest, like={"m": {"w": like}}, unexpected="ignore")["m"]["w"]
-            np.testing.assert_array_equal(local_of(got), expected)
+        def restores(rank: int, manager: sw.CheckpointManager, ranks: Any = world, step: int = step) -> None:
+            leaf, saved = kind.leaf(rank, ranks), kind.worlds[step]
+            expected = arrays_of(leaf if kind.restored is None else kind.restored(rank, ranks, saved))
+            # What is one array stays one.
+            zeros = {id(array): np.zeros_like(array) for array in arrays_of(leaf)}
+            target = over(leaf, lambda array: zeros[id(array)])
+            like = over(leaf, lambda array: sw.ArraySpec(array.shape, array.dtype))
+            for how, wanted in (("into", target), ("like", like)):
+                options: Any = {how: {"m": {"w": wanted}}, "unexpected": "ignore"}
+                got = arrays_of(manager.restore(step, **options)["m"]["w"])
+                for one, values in zip(got, expected, strict=True):
+                    assert_alike(one, values, f"{how}: rank {rank} of {ranks}, saved by {saved}")
+                if how == "into" and not isinstance(leaf, sw.PerRank):
+                    assert all(one is mine for one, mine in zip(got, arrays_of(target), strict=True))
 
-        together(world, root, restores)
+        together(size(world), root, restores)
+
+
+def _part(
+    first: int, rows: int, shape: tuple[int, int] = (4, 3), dtype: Any = np.float32, **options: Any
+) -> Any:
+    return sw.LocalShard(np.zeros((rows, 3), dtype), shape, (first, 0), **options)
+
+
+#: What does not fit together: what each rank has, and what is said of it.
+MISFITS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "a hole between them": (
+        lambda rank: _part(3 * rank, 1 + rank, (5, 3)),
+        r"no rank holds \[1:3, 0:3\] of its shape \[5, 3\]; ranks \[0, 1\] hold parts",
+    ),
+    "a hole behind the only one that has something": (
+        lambda rank: _part(0, 2 - 2 * rank),
+        r"no rank holds \[2:4, 0:3\] of its shape \[4, 3\]; ranks \[0\] hold parts",
+    ),
+    "a hole where one says that another has it": (
+        lambda rank: _part(2 * rank, 2, replica=(rank, 1 + rank)),
+        r"no rank holds \[2:4, 0:3\] of its shape \[4, 3\]; ranks \[0\] hold parts",
+    ),
+    "an overlap": (
+        lambda rank: _part(rank, 3),
+        r"ranks 0 and 1 both hold \[1:3, 0:3\] of its shape \[4, 3\].*replica=",
+    ),
+    "another shape": (
+        lambda rank: _part(2 * rank, 2, (4 + 2 * rank, 3)),
+        r"ranks 0 and 1 disagree: .*\[4, 3\].*\[6, 3\]",
+    ),
+    "another dtype": (
+        lambda rank: _part(2 * rank, 2, dtype=(np.float32, np.float64)[rank]),
+        r"ranks 0 and 1 disagree: .*float32.*float64",
+    ),
+    "an object": (lambda rank: (_part(0, 4), "text")[rank], "ranks 0 and 1 disagree"),
+    "flat runs that leave something out": (
+        lambda rank: sw.FlatShard(np.zeros(5, np.float32), (4, 3), 6 * rank),
+        r"no rank holds \[1:2, 2:3\] of its shape \[4, 3\]; ranks \[0, 1\]",
+    ),
+}
+
+
+def test_what_does_not_fit_together_is_refused_on_all_ranks_with_tensor_ranks_and_region(root: Path) -> None:
+    def work(rank: int, manager: sw.CheckpointManager) -> None:
+        manager.save(0, {"m": {"w": _part(2 * rank, 2)}}).result()
+        for step, (what, (leaf, why)) in enumerate(MISFITS.items(), 1):
+            with pytest.raises(sw.MismatchError, match=f"leaf `m/w`: {why}"):
+                pytest.fail(f"{what}: {manager.save(step, {'m': {'w': leaf(rank)}}).result()}")
+        assert manager.latest_step() == 0
+
+    together(2, root, work)
 
 
 def test_padding_stays_as_it_is_where_an_array_is_filled(root: Path) -> None:
@@ -432,6 +824,17 @@ def test_padding_stays_as_it_is_where_an_array_is_filled(root: Path) -> None:
         )
         np.testing.assert_array_equal(local[:10], whole("w", (10, 3)))
         assert (local[10:] == -1).all()
+
+
+def test_a_part_that_lies_behind_what_is_stored_is_padding(root: Path) -> None:
+    stored = whole("w", (8, 4))
+    sw.save(root, {"w": stored})
+    for first in (0, 4, 8):
+        expected = np.concatenate([stored, np.zeros((8, 4), np.float32)])[first : first + 8]
+        for how in ("like", "into"):
+            target = sw.LocalShard(np.full((8, 4), -1, np.float32), (16, 4), (first, 0))
+            found = sw.restore(root, **{how: {"w": target}}, resize="pad")["w"]  # type: ignore[arg-type]
+            np.testing.assert_array_equal(found.local, expected)
 
 
 def test_segments_say_what_is_wrong_with_them() -> None:

@@ -12,7 +12,8 @@ A framework module has
 * ``like(values, targets)``: the same, each where a target is that is an array of a class that never changes, or an abstract array; ``None`` for a target that is not its own
   (only where it makes such classes known);
 * ``streams(devices)``: on which streams it computes now, by CUDA device (only where what is put on a stream of one's own can be ordered with its work);
-* ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named ``<framework>.…``;
+* ``arrange(state, saving)``: a state whose leaves are to be stored elsewhere than where they stand, an :class:`Arranged`, or ``None`` (only where it has such leaves);
+* ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named ``<framework>.…`` (only where it names some);
 
 and makes the classes of its arrays known to the engine when it is imported. What is not installed or not imported costs one
 dictionary look-up.
@@ -33,7 +34,11 @@ import numpy as np
 from ..specs import ArraySpec
 
 #: Framework package → the adapter module that knows it.
-_FRAMEWORKS = {"torch": "stepwell.adapters.torch", "jax": "stepwell.adapters.jax"}
+_FRAMEWORKS = {
+    "torch": "stepwell.adapters.torch",
+    "jax": "stepwell.adapters.jax",
+    "megatron.core.dist_checkpointing.mapping": "stepwell.adapters.megatron",
+}
 
 #: A part of an array: its first element, and its extent.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -94,6 +99,14 @@ class Opened:
     first: tuple[Any, Callable[[Any], str | None]] | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Arranged:
+    """A state, or a structure that is to be restored, whose leaves stand where they are stored; and what puts what was restored (and whether it was filled) to where they stood."""
+
+    state: dict[Any, Any]
+    put_back: Callable[[dict[Any, Any], bool], Any]
+
+
 class DoesNotFit(Exception):
     """The array of that number among those that were to become a framework's has values that its dtype there has not."""
 
@@ -135,6 +148,21 @@ def branch(obj: Any) -> Opened | None:
     """A container of a framework that is in use, or ``None``."""
     found: Opened | None = _first("branch", obj)
     return found
+
+
+def arrange(state: Any, saving: bool = False) -> Arranged | None:
+    """A state with leaves of a framework that is in use at the places where those are stored; ``None`` where all are stored where they stand."""
+    for module in load():
+        found: Arranged | None = module.arrange(state, saving) if hasattr(module, "arrange") else None
+        if found is not None:
+            return found
+    return None
+
+
+def as_saved(state: Any) -> Any:
+    """A state as it is stored: :func:`arrange`, for a save."""
+    arranged = arrange(state, saving=True)
+    return state if arranged is None else arranged.state
 
 
 def library_of(obj: Any) -> str | None:

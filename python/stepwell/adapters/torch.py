@@ -20,12 +20,17 @@ from ..errors import UnsupportedLeaf
 from ..specs import ArraySpec, to_dtype
 from . import OnDevice, Opened, Target
 
+#: What makes any tensor one that follows torch's protocol ``CheckpointableTensor``: a part of a tensor, or several.
+_BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
 
 def _capsule(tensor: torch.Tensor) -> Any:
-    """The memory of a tensor, where that holds its values: a view that conjugates or negates, or stands for zeros, has others there. And the storage,
-    which a capsule does not hold: the tensor lets go of it where it is given another (`tensor.data = …`, `module.to()`)."""
+    """The memory of a tensor, where that holds its values: a view that conjugates or negates, or stands for zeros, has others there; of one that says so, the values are parts of another. And the
+    storage, which a capsule does not hold: the tensor lets go of it where it is given another (`tensor.data = …`, `module.to()`)."""
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         raise BufferError("a lazy view")
+    if hasattr(tensor, _BOXES[1]):
+        raise BufferError("parts of a tensor")
     return dlpack.to_dlpack(tensor), tensor.untyped_storage()  # type: ignore[attr-defined]
 
 
@@ -154,22 +159,43 @@ def _parts(tensor: Any) -> layouts.Parts | None:
             )
 
         return layouts.Parts(local, shape, pieces, rebuild)
-    offsets = getattr(tensor, "global_offsets", None)
-    if offsets is None or not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor) or not all(hasattr(tensor, name) for name in _BOXES):
         return None
-    boxes = zip(offsets, tensor.local_offsets, tensor.local_sizes, strict=True)  # type: ignore[attr-defined]
-    found = [
-        layouts.Piece(
-            tuple(first),
-            tuple(sizes),
-            tuple(slice(at, at + n) for at, n in zip(place or (0,) * len(sizes), sizes, strict=True)),
-        )
-        for first, place, sizes in boxes
-        if 0 not in sizes
-    ]
     plain = tensor.detach()
-    shape = tuple(tensor.global_shape)  # type: ignore[attr-defined]
-    return layouts.Parts(plain, shape, found, lambda made: tensor if made is plain else made)
+
+    def remade(made: Any) -> Any:
+        if made is plain:
+            return tensor
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, tensor.requires_grad)
+        for name in _BOXES:
+            setattr(made, name, getattr(tensor, name))
+        return made
+
+    return layouts.Parts(plain, tuple(tensor.global_shape), _boxes(tensor), remade)  # type: ignore[attr-defined]
+
+
+def _boxes(tensor: Any) -> list[layouts.Piece]:
+    """The parts of a whole tensor that one says it has."""
+    found = []
+    shape, local = tuple(tensor.global_shape), tuple(tensor.shape)
+    rows = tensor.global_offsets, tensor.local_offsets, tensor.local_sizes
+    if len({len(one) for one in rows}) > 1:
+        raise UnsupportedLeaf(f"its global_offsets, local_offsets and local_sizes differ in length: {rows}")
+    for first, place, sizes in zip(*map(list, rows), strict=True):
+        at = tuple(place) or (0,) * len(sizes)
+        for start, bounds in ((first, shape), (at, local)):
+            if not len(start) == len(sizes) == len(bounds) or any(
+                a < 0 or n < 0 or a + n > size for a, n, size in zip(start, sizes, bounds, strict=True)
+            ):
+                raise UnsupportedLeaf(
+                    f"its part of shape {tuple(sizes)} at {tuple(start)} does not lie in the shape {bounds} "
+                    f"({'of the whole tensor' if bounds is shape else 'of the tensor that holds it'})"
+                )
+        if 0 not in sizes:
+            places = tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))
+            found.append(layouts.Piece(tuple(first), tuple(sizes), places))
+    return found
 
 
 def is_over_several(tensor: Any) -> bool:
