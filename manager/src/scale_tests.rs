@@ -188,7 +188,12 @@ fn written(rank: u32, plan: ItemPlan) -> Index {
     Index {
         tree: plan.tree,
         leaves,
-        files: vec![FileRecord { name, length: offset + 16_384, file_id: u128::from(rank) + 1, trailer_crc: 1 }],
+        files: vec![FileRecord {
+            name,
+            length: offset + 16_384,
+            file_id: u128::from(rank) + 1,
+            trailer_crc: 1,
+        }],
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet};
+use std::ops::Range;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -71,8 +72,33 @@ pub struct Draft {
 
 impl Draft {
     /// Refuses what a commit of this draft would refuse in its manifest, before anything of it is captured: the manifest is made as [`records`] makes it,
-    /// with the widest numbers for what is not known yet, encoded by the same code, and read back.
+    /// with the widest numbers for what is not known yet, encoded by the same code, and read back. Of many ranks, the files of two are in it, and the others' are counted.
     pub fn check(&self, session: &str, world_size: u32) -> Result<()> {
+        let limit = |what: &str, found: u64, limit: u64| match found {
+            found if found > limit => Err(stepwell_core::Error::Limit { what: what.into(), found, limit }),
+            _ => Ok(()),
+        };
+        limit(
+            "the number of data files",
+            u64::from(world_size) * self.items.len() as u64,
+            limits::MAX_FILES,
+        )?;
+        let bytes_of = |ranks: u32| -> Result<u64> {
+            let bytes = self.widest(session, world_size, world_size - ranks..world_size).encode()?;
+            Manifest::decode(&bytes, &self.root)?;
+            Ok(bytes.len() as u64)
+        };
+        let one = bytes_of(1)?;
+        if world_size > 1 {
+            let each = bytes_of(2)?.saturating_sub(one);
+            let all = one.saturating_add(each.saturating_mul(u64::from(world_size) - 1));
+            limit("a manifest's size in bytes", all, limits::MAX_MANIFEST_BYTES)?;
+        }
+        Ok(())
+    }
+
+    /// The manifest with the widest numbers for what is not known yet, and the files of some ranks.
+    fn widest(&self, session: &str, world_size: u32, ranks: Range<u32>) -> Manifest {
         let items = self.items.iter().map(|item| {
             let index = IndexEntry {
                 path: format!("{}/{INDEX}", item.dir),
@@ -82,9 +108,8 @@ impl Draft {
             };
             item.entry(index, limits::MAX_LEAVES, u64::MAX)
         });
-        let ranks =
-            (0..u64::from(world_size)).flat_map(|rank| self.items.iter().map(move |item| (rank, item)));
-        let files = ranks.take(limits::MAX_FILES as usize + 1).map(|(rank, item)| FileEntry {
+        let ranks = ranks.flat_map(|rank| self.items.iter().map(move |item| (rank, item)));
+        let files = ranks.map(|(rank, item)| FileEntry {
             path: format!("{}/{rank:05}.data", item.dir),
             length: limits::MAX_FILE_BYTES,
             trailer_crc32c: u32::MAX,
@@ -92,9 +117,7 @@ impl Draft {
             others: Others::new(),
         });
         let attempt = Attempt { session: session.to_owned(), counter: u64::MAX };
-        let manifest = self.manifest(&attempt, world_size, i64::MAX, items.collect(), files.collect());
-        Manifest::decode(&manifest.encode()?, &self.root)?;
-        Ok(())
+        self.manifest(&attempt, world_size, i64::MAX, items.collect(), files.collect())
     }
 
     /// The commit record: the only place that makes one.
