@@ -182,9 +182,7 @@ pub fn records(
             gathered.add(rank, part);
         }
     }
-    let mut out = Vec::new();
-    let mut items = Vec::new();
-    let mut files = Vec::new();
+    let mut merged = Vec::new();
     for mut item in gathered.items() {
         if item.parts.is_empty() {
             return Err(Error::Invalid(format!(
@@ -192,14 +190,27 @@ pub fn records(
                 item.draft.name, draft.step
             )));
         }
-        let tensor_bytes =
-            item.parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
-        let index = merge(std::mem::take(&mut item.parts), world_size)?;
+        let parts = std::mem::take(&mut item.parts);
+        let tensor_bytes = parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
+        let files = parts.iter().flat_map(|(rank, part)| part.index.files.iter().map(|_| *rank));
+        let whose: Vec<u32> = files.collect();
+        let index = merge(parts)?;
         claimed.check(&index)?;
-        gathered.order(&mut item.draft, &index);
+        merged.push((item.draft, index, tensor_bytes, whose));
+    }
+    // Ranks that do not agree on a tensor also share out others differently: first of all items what they do not agree on. One process's own plan covers everything by
+    // construction; one of several may be alone with an item.
+    if world_size > 1 {
+        merged.iter().try_for_each(|(_, index, _, whose)| check_coverage(index, whose))?;
+    }
+    let mut out = Vec::new();
+    let mut items = Vec::new();
+    let mut files = Vec::new();
+    for (mut item, index, tensor_bytes, _) in merged {
+        gathered.order(&mut item, &index);
         for file in &index.files {
             files.push(FileEntry {
-                path: format!("{}/{}", item.draft.dir, file.name),
+                path: format!("{}/{}", item.dir, file.name),
                 length: file.length,
                 trailer_crc32c: file.trailer_crc,
                 file_id: file.file_id,
@@ -207,15 +218,15 @@ pub fn records(
             });
         }
         let encoded = index_v1::encode(&index)?;
-        let path = format!("{}/{INDEX}", item.draft.dir);
+        let path = format!("{}/{INDEX}", item.dir);
         let entry = IndexEntry {
             path: path.clone(),
             length: encoded.bytes.len() as u64,
             crc32c: encoded.crc,
             others: Others::new(),
         };
-        items.push(item.draft.entry(entry, index.leaves.len() as u64, tensor_bytes));
-        out.push((Some(item.draft.dir), Record { path, bytes: encoded.bytes }));
+        items.push(item.entry(entry, index.leaves.len() as u64, tensor_bytes));
+        out.push((Some(item.dir), Record { path, bytes: encoded.bytes }));
     }
     number(&mut items);
     let data = files.iter().map(|file| (file.path.clone(), file.length)).collect();
@@ -348,13 +359,11 @@ impl Claimed {
 }
 
 /// One index from the parts of all ranks. Refuses what does not fit together, with the leaf and the ranks.
-fn merge(mut parts: Vec<(u32, ItemPart)>, world_size: u32) -> Result<Index> {
+fn merge(mut parts: Vec<(u32, ItemPart)>) -> Result<Index> {
     take_once(&mut parts);
-    let ranks: Vec<u32> =
-        parts.iter().flat_map(|(rank, part)| part.index.files.iter().map(|_| *rank)).collect();
     let whose: Vec<u32> = parts.iter().map(|(rank, _)| *rank).collect();
     let merged = merge::merge(parts.into_iter().map(|(_, part)| part.index).collect(), Twice::Both);
-    let index = merged.map_err(|refusal| match refusal {
+    merged.map_err(|refusal| match refusal {
         Refusal::Contradiction { leaf, first, second, what } => {
             let rank = |part: usize| whose.get(part).copied().unwrap_or(LEADER);
             Error::Layout {
@@ -363,12 +372,7 @@ fn merge(mut parts: Vec<(u32, ItemPart)>, world_size: u32) -> Result<Index> {
             }
         }
         Refusal::Other(error) => error.into(),
-    })?;
-    // One process's own plan covers everything by construction; one of several may be alone with an item.
-    if world_size > 1 {
-        check_coverage(&index, &ranks)?;
-    }
-    Ok(index)
+    })
 }
 
 /// Of leaves that ranks have written without knowing of each other, only what the first of them has written stays.
