@@ -549,6 +549,27 @@ fn what_few_ranks_or_none_write_of_an_item_is_checked_like_the_rest() {
 }
 
 #[test]
+fn the_tensor_that_ranks_disagree_on_is_named_and_none_that_they_share_out_differently_for_it() {
+    let job = Job::new();
+    job.run(2, 2, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        let mut tree = Tree::new();
+        let root = tree.push_container(None, None, ContainerKind::Dict);
+        let mut leaves = Vec::new();
+        for (item, rows) in [("first", 200), ("second", if rank == 0 { 100 } else { 120 })] {
+            let inside = tree.push_container(Some(root), key(item), ContainerKind::Dict);
+            tree.push_leaf(Some(inside), key("w"));
+            let all = part([0, 0], [rows, 300], Holders::Ranks([0, 1].into()));
+            leaves.push(tensor(rows, 300, 0, vec![all]));
+        }
+        let error = failure(&manager.save(SaveRequest::new(1, StateSource { tree, leaves })).unwrap());
+        let text = error.to_string();
+        assert!(text.contains("`second/w`") && text.contains("disagree"), "{text}");
+        manager.close(None).unwrap();
+    });
+}
+
+#[test]
 fn ranks_whose_states_have_other_entries_at_the_top_save_one_step() {
     let job = Job::new();
     job.run(3, 3, |rank, environment| {

@@ -7,12 +7,13 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::FORMAT_VERSION;
-use stepwell_core::format::index::{FileRecord, Index, LeafRecord};
+use stepwell_core::format::index::{ChunkRecord, ChunkRegion, FileRecord, Index, LeafRecord};
 use stepwell_core::format::index_v1;
 use stepwell_core::format::manifest::{Attempt, FileEntry, IndexEntry, Item, Manifest, Others, TopLevel};
 use stepwell_core::format::merge::{self, Refusal, Twice};
 use stepwell_core::leaf_path::LeafPath;
 use stepwell_core::limits;
+use stepwell_core::region::Region;
 use stepwell_reshard::tiling::{self, Fault, Slices};
 
 use super::announcement::Announcement;
@@ -208,9 +209,7 @@ pub fn records(
             gathered.add(rank, part);
         }
     }
-    let mut out = Vec::new();
-    let mut items = Vec::new();
-    let mut files = Vec::new();
+    let mut merged = Vec::new();
     for mut item in gathered.items() {
         if item.parts.is_empty() {
             return Err(Error::Invalid(format!(
@@ -218,14 +217,25 @@ pub fn records(
                 item.draft.name, draft.step
             )));
         }
-        let tensor_bytes =
-            item.parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
-        let index = merge_all(std::mem::take(&mut item.parts), world_size)?;
+        let parts = std::mem::take(&mut item.parts);
+        let tensor_bytes = parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
+        let (index, _) = merge(parts, merge::merge)?;
         claimed.check(&index)?;
-        gathered.order(&mut item.draft, &index);
+        merged.push((item.draft, index, tensor_bytes));
+    }
+    // Ranks that do not agree on a tensor also share out others differently: first of all items what they do not agree on. One process's own plan covers everything by
+    // construction; one of several may be alone with an item.
+    if world_size > 1 {
+        merged.iter().try_for_each(|(_, index, _)| check_coverage(index))?;
+    }
+    let mut out = Vec::new();
+    let mut items = Vec::new();
+    let mut files = Vec::new();
+    for (mut item, index, tensor_bytes) in merged {
+        gathered.order(&mut item, &index);
         for file in &index.files {
             files.push(FileEntry {
-                path: format!("{}/{}", item.draft.dir, file.name),
+                path: format!("{}/{}", item.dir, file.name),
                 length: file.length,
                 trailer_crc32c: file.trailer_crc,
                 file_id: file.file_id,
@@ -233,15 +243,15 @@ pub fn records(
             });
         }
         let encoded = index_v1::encode(&index)?;
-        let path = format!("{}/{INDEX}", item.draft.dir);
+        let path = format!("{}/{INDEX}", item.dir);
         let entry = IndexEntry {
             path: path.clone(),
             length: encoded.bytes.len() as u64,
             crc32c: encoded.crc,
             others: Others::new(),
         };
-        items.push(item.draft.entry(entry, index.leaves.len() as u64, tensor_bytes));
-        out.push((Some(item.draft.dir), Record { path, bytes: encoded.bytes }));
+        items.push(item.entry(entry, index.leaves.len() as u64, tensor_bytes));
+        out.push((Some(item.dir), Record { path, bytes: encoded.bytes }));
     }
     number(&mut items);
     let data = files.iter().map(|file| (file.path.clone(), file.length)).collect();
@@ -280,21 +290,13 @@ fn gather_parts(draft: &Draft, votes: Vec<Vote>) -> Result<(Vec<Claim>, Vec<Item
             let new = part.item.top_level.iter().filter(|entry| known.insert(entry.name.clone()));
             draft.top_level.extend(new.cloned());
         }
-        let unsettled: HashSet<LeafPath> = item
-            .parts
-            .iter()
-            .flat_map(|(_, part)| part.item.unsettled.iter().map(|&leaf| part.index.tree.leaf_path(leaf)))
-            .collect();
         let tensor_bytes =
             item.parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
-        let index = merge(item.parts, merge::merge_some)?;
+        let (index, unsettled) = merge(item.parts, merge::merge_some)?;
         claimed.check(&index)?;
-        draft.unsettled = if unsettled.is_empty() {
-            Vec::new()
-        } else {
-            let leaves = 0..index.leaves.len() as u32;
-            leaves.filter(|&leaf| unsettled.contains(&index.tree.leaf_path(leaf))).collect()
-        };
+        draft.unsettled = (0..index.leaves.len() as u32)
+            .filter(|&leaf| !unsettled.is_empty() && unsettled.contains(&index.tree.leaf_path(leaf)))
+            .collect();
         Ok(ItemPart { item: draft, index, tensor_bytes })
     });
     let parts = merged.collect::<Result<_>>()?;
@@ -435,31 +437,23 @@ impl Claimed {
     }
 }
 
-/// One index from the parts of all ranks. Refuses what does not fit together, with the leaf and the ranks.
-fn merge_all(parts: Vec<(u32, ItemPart)>, world_size: u32) -> Result<Index> {
-    let index = merge(parts, merge::merge)?;
-    // One process's own plan covers everything by construction; one of several may be alone with an item.
-    if world_size > 1 {
-        check_coverage(&index)?;
-    }
-    Ok(index)
-}
-
-/// One index from the parts of some ranks. A part may itself be that of a node, under the rank that has gathered it.
+/// One index from parts, each that of a rank, or of a node under the rank that has gathered it; and the leaves of which somebody's copy still counts because nobody has heard of
+/// another. Refuses what does not fit together, with the leaf and the ranks.
 fn merge(
     mut parts: Vec<(u32, ItemPart)>,
     merge: impl FnOnce(Vec<Index>, Twice) -> std::result::Result<Index, Refusal>,
-) -> Result<Index> {
-    take_once(&mut parts);
+) -> Result<(Index, HashSet<LeafPath>)> {
+    let unsettled = take_once(&mut parts);
     let whose: Vec<String> = parts.iter().map(|(rank, part)| named(*rank, &part.index)).collect();
     let merged = merge(parts.into_iter().map(|(_, part)| part.index).collect(), Twice::Both);
-    merged.map_err(|refusal| match refusal {
+    let index = merged.map_err(|refusal| match refusal {
         Refusal::Contradiction { leaf, first, second, what } => {
             let who = |part: usize| whose.get(part).map_or("0", String::as_str);
             Error::Layout { leaf, what: format!("ranks {} and {} disagree: {what}", who(first), who(second)) }
         }
         Refusal::Other(error) => error.into(),
-    })
+    })?;
+    Ok((index, unsettled))
 }
 
 /// Whose a part is, for messages.
@@ -477,18 +471,45 @@ fn rank_of(file: &FileRecord) -> Option<u32> {
     file.name.strip_suffix(".data")?.parse().ok()
 }
 
-/// Of leaves that ranks have written without knowing of each other, only what the first of them has written stays.
-fn take_once(parts: &mut [(u32, ItemPart)]) {
-    let mut seen = HashSet::new();
-    for (_, part) in parts {
-        for &leaf in &part.item.unsettled {
-            if !seen.insert(part.index.tree.leaf_path(leaf))
-                && let Some(LeafRecord::Tensor(tensor)) = part.index.leaves.get_mut(leaf as usize)
-            {
-                tensor.chunks.clear();
+/// Of leaves that ranks have written without knowing of each other, what others have settled stays, and of the rest what the first has written. Gives the leaves of which a copy of
+/// somebody who knew of nobody has stayed.
+fn take_once(parts: &mut [(u32, ItemPart)]) -> HashSet<LeafPath> {
+    let mut kept: HashMap<LeafPath, Vec<Region>> = HashMap::new();
+    for (_, part) in parts.iter() {
+        kept.extend(part.item.unsettled.iter().map(|&leaf| (part.index.tree.leaf_path(leaf), Vec::new())));
+    }
+    let mut stayed = HashSet::new();
+    if kept.is_empty() {
+        return stayed;
+    }
+    for settled in [true, false] {
+        for (_, part) in parts.iter_mut() {
+            for (leaf, record) in (0_u32..).zip(&mut part.index.leaves) {
+                let (LeafRecord::Tensor(tensor), true) =
+                    (record, part.item.unsettled.contains(&leaf) != settled)
+                else {
+                    continue;
+                };
+                let path = part.index.tree.leaf_path(leaf);
+                let Some(kept) = kept.get_mut(&path) else { continue };
+                let region_of = |chunk: &ChunkRecord| match &chunk.region {
+                    ChunkRegion::Box(region) => region.clone(),
+                    ChunkRegion::Run { .. } => Region::whole(&tensor.shape),
+                };
+                if !settled {
+                    tensor.chunks.retain(|chunk| {
+                        let region = region_of(chunk);
+                        kept.iter().all(|other| other.intersect(&region).is_none())
+                    });
+                    if !tensor.chunks.is_empty() {
+                        stayed.insert(path);
+                    }
+                }
+                kept.extend(tensor.chunks.iter().map(region_of));
             }
         }
     }
+    stayed
 }
 
 /// The chunks of every tensor must tile its shape exactly once.

@@ -1,0 +1,417 @@
+//! What is stored of a state, byte by byte; and what ranks of another job read of it, under any other layout.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use ndarray::Axis;
+use stepwell_core::format::index::{ChunkRegion, Index, LeafRecord};
+use stepwell_core::io::Disk;
+use stepwell_core::io::simulated::SimDisk;
+use stepwell_core::load::{self, FileSet, LoadOptions, LoadStats};
+use stepwell_core::read_plan::ReadPlan;
+use stepwell_core::region::{Region, row_major_strides};
+use stepwell_core::sys::HostTarget;
+use stepwell_core::value::Value;
+use stepwell_manager::Checkpoint;
+use stepwell_reshard::layout::Layout;
+use stepwell_reshard::matching::{Match, OnUnexpected, Options, PerGlob, Resize, Spec, Wanted};
+use stepwell_reshard::read_plan::{self, PlanOptions, PlanStats, Request};
+use stepwell_reshard::segment::{Place, Segment};
+
+use crate::dice::Dice;
+use crate::local::Local;
+use crate::states::{State, What, path};
+use crate::tensors::{Memory, NOTHING, Tensor, Values, any_box, cut, inside, resized, run, slice, tiles};
+use crate::world::step_path;
+
+/// For each element of a tensor, row-major: its file, and its first byte there.
+type Homes = Vec<(u32, u64)>;
+
+/// A step as it is stored.
+pub struct Stored<'a> {
+    pub checkpoint: &'a Checkpoint,
+    disk: &'a SimDisk,
+    step: u64,
+    /// By the leaf that holds the bytes.
+    homes: BTreeMap<usize, Homes>,
+    blocks: Vec<u64>,
+}
+
+impl<'a> Stored<'a> {
+    /// Looks at every byte of every tensor: each element is stored once, and is what was saved. Returns what is found.
+    pub fn check(disk: &'a SimDisk, step: u64, checkpoint: &'a Checkpoint, state: &State) -> Self {
+        let index = checkpoint.index();
+        let files: Vec<_> = index
+            .files
+            .iter()
+            .map(|file| disk.bytes(&format!("{}/{}", step_path(step), file.name)).expect("the file is there"))
+            .collect();
+        let blocks = (0..files.len() as u32).map(|file| checkpoint.block_bytes(file).unwrap()).collect();
+        let mut stored = Self { checkpoint, disk, step, homes: BTreeMap::new(), blocks };
+        let paths: BTreeSet<_> = checkpoint.leaves().iter().map(|leaf| leaf.path.clone()).collect();
+        let expected: BTreeSet<_> = state.leaves.iter().map(|leaf| path(&leaf.path)).collect();
+        assert_eq!(paths, expected, "every leaf is stored, and nothing else is");
+        for leaf in &state.leaves {
+            let (number, record) = stored.find(&leaf.path);
+            let (LeafRecord::Tensor(record), Some(tensor)) = (record, state.tensor(leaf)) else {
+                let What::Object { value, .. } = &leaf.what else {
+                    panic!("{leaf:?} is stored as an object")
+                };
+                let found = checkpoint.read_objects(&[number as u32], &LoadOptions::default()).unwrap();
+                assert_eq!(found, [Value::Int(*value)], "{leaf:?}");
+                continue;
+            };
+            assert_eq!(
+                (record.dtype, record.shape.as_slice()),
+                (tensor.dtype, tensor.shape.as_slice()),
+                "{leaf:?}"
+            );
+            if stored.homes.contains_key(&number) {
+                continue;
+            }
+            let homes = homes(index, number);
+            for (values, &(file, at)) in tensor.whole.lanes(Axis(tensor.shape.len())).into_iter().zip(&homes)
+            {
+                let bytes = files[file as usize][at as usize..].iter().copied().map(i32::from);
+                assert!(
+                    values.iter().copied().eq(bytes.take(values.len())),
+                    "{leaf:?} is stored as something else"
+                );
+            }
+            stored.homes.insert(number, homes);
+        }
+        stored
+    }
+
+    /// Of every chunk, the bytes of an element, and of all of it.
+    pub fn chunks(&self) -> impl Iterator<Item = (u64, u64)> {
+        let tensors = self.checkpoint.index().leaves.iter().filter_map(|record| match record {
+            LeafRecord::Tensor(tensor) => Some(tensor),
+            _ => None,
+        });
+        tensors.flat_map(|tensor| {
+            tensor.chunks.iter().map(|chunk| (tensor.dtype.size() as u64, chunk.extent.length))
+        })
+    }
+
+    /// The leaf that holds the bytes of a leaf.
+    fn find(&self, keys: &[String]) -> (usize, &LeafRecord) {
+        let (index, path) = (self.checkpoint.index(), path(keys));
+        let number = self.checkpoint.leaves().iter().position(|leaf| leaf.path == path).unwrap();
+        match &index.leaves[number] {
+            LeafRecord::Alias { of } => (*of as usize, &index.leaves[*of as usize]),
+            record => (number, record),
+        }
+    }
+}
+
+/// Bytes of tensors in the file of each rank that has written something.
+pub fn written(checkpoint: &Checkpoint) -> BTreeMap<u32, u64> {
+    let index = checkpoint.index();
+    let mut written = BTreeMap::new();
+    for record in &index.leaves {
+        let LeafRecord::Tensor(tensor) = record else { continue };
+        for chunk in &tensor.chunks {
+            let file = &index.files[chunk.extent.source.file().unwrap() as usize].name;
+            let rank: u32 = Path::new(&**file).file_stem().unwrap().to_str().unwrap().parse().unwrap();
+            *written.entry(rank).or_default() += chunk.extent.length;
+        }
+    }
+    written
+}
+
+fn homes(index: &Index, leaf: usize) -> Homes {
+    let LeafRecord::Tensor(tensor) = &index.leaves[leaf] else { panic!("a tensor") };
+    let (itemsize, strides) = (tensor.dtype.size() as u64, row_major_strides(&tensor.shape));
+    let mut homes = vec![None; tensor.shape.iter().product::<u64>() as usize];
+    for chunk in &tensor.chunks {
+        let ChunkRegion::Box(region) = &chunk.region else { panic!("boxes are written") };
+        let file = chunk.extent.source.file().unwrap();
+        let elements = region.volume().unwrap();
+        assert_eq!(elements * itemsize, chunk.extent.length);
+        for number in 0..elements {
+            let (mut rest, mut element) = (number, 0);
+            for d in (0..tensor.shape.len()).rev() {
+                element += (region.offset[d] + rest % region.extent[d]) * strides[d];
+                rest /= region.extent[d];
+            }
+            let home = homes[element as usize].replace((file, chunk.extent.offset + number * itemsize));
+            assert_eq!(home, None, "an element that is stored twice");
+        }
+    }
+    homes.into_iter().map(|home| home.expect("an element that is not stored")).collect()
+}
+
+/// What a rank wants of one tensor.
+struct Want<'a> {
+    leaf: usize,
+    path: &'a [String],
+    tensor: &'a Tensor,
+    /// It may want it longer or shorter than it is stored.
+    shape: Vec<u64>,
+    /// Of what it wants, only that is read.
+    within: Region,
+    pieces: Vec<Piece>,
+}
+
+impl Want<'_> {
+    /// Its pieces of an array of the stored shape.
+    fn of(&self, whole: &Values) -> impl Iterator<Item = (&Piece, Values)> {
+        let whole = inside(&resized(whole, &self.shape), &self.within);
+        self.pieces.iter().map(move |piece| {
+            let values = match &piece.what {
+                Part::Box(region) => slice(&whole, region).to_owned(),
+                Part::Run(start, len) => run(&whole, *start, *len),
+                Part::Flat(local, start, len) => run(&local.values(&whole), *start, *len),
+            };
+            (piece, values)
+        })
+    }
+}
+
+/// A part of a tensor, and where it goes.
+struct Piece {
+    memory: usize,
+    place: Place,
+    what: Part,
+}
+
+enum Part {
+    Box(Region),
+    /// A run of the flattened tensor.
+    Run(u64, u64),
+    /// A run of a flattened array of parts of the tensor.
+    Flat(Local, u64, u64),
+}
+
+/// Reads as one rank of another job does, with a layout of its own, and compares all of its memory.
+pub fn read_as_a_rank(dice: &mut Dice, stored: &Stored<'_>, state: &State) {
+    let mut memories = vec![Memory::default(); 1 + dice.below(3) as usize];
+    let wants: Vec<Want<'_>> =
+        (0..state.leaves.len()).filter_map(|leaf| want(dice, state, leaf, &mut memories)).collect();
+    let mut expected = memories.clone();
+    let mut needed = Needed::default();
+    for want in &wants {
+        for (piece, values) in want.of(&want.tensor.whole) {
+            expected[piece.memory].put(&piece.place, &values.view());
+        }
+        needed.add(stored, state, want);
+    }
+    let requests = requests(stored, &wants, &memories);
+    let checkpoint = stored.checkpoint;
+    let load = LoadOptions {
+        budget_bytes: *dice.pick(&[0, 256 << 10, 64 << 20]),
+        queue_depth: dice.between(1, 16) as usize,
+        threads: dice.between(1, 2) as usize,
+        ..LoadOptions::default()
+    };
+    let plan = checkpoint.plan(&requests, dice.once_in(2)).unwrap();
+    // Each file's blocks by their own size; small files are read in one piece then.
+    let network = PlanOptions {
+        file_block_bytes: stored.blocks.iter().copied().map(Some).collect(),
+        ..PlanOptions::network(4096)
+    };
+    needed.check(&plan, &network);
+    let mut found = memories.clone();
+    let stats =
+        checkpoint.read(&requests, &targets(&mut found), &load).map_err(|failure| failure.error).unwrap();
+    compare(&wants, &found, &expected);
+    check_stats(&plan, &stats, &load);
+
+    // The same by plans that could not be more careful of what they read.
+    let careful = PlanOptions {
+        max_run_bytes: *dice.pick(&[1, 8192, 1 << 20]),
+        max_gap_bytes: *dice.pick(&[0, 0, 4096, 10_000]),
+        ..network
+    };
+    let plan = read_plan::plan(checkpoint.index(), &requests, &careful).unwrap();
+    needed.check(&plan, &careful);
+    let dir = stored.disk.open_dir(Path::new(&step_path(stored.step))).unwrap();
+    let files = FileSet::new(dir, &checkpoint.index().files);
+    let mut found = memories;
+    let stats =
+        load::execute(stored.disk, &files, checkpoint.index(), &plan, &targets(&mut found), &load).unwrap();
+    compare(&wants, &found, &expected);
+    check_stats(&plan, &stats, &load);
+}
+
+fn targets(memories: &mut [Memory]) -> Vec<HostTarget<'_>> {
+    memories.iter_mut().map(|memory| HostTarget::from(memory.bytes.as_mut_slice())).collect()
+}
+
+fn compare(wants: &[Want<'_>], found: &[Memory], expected: &[Memory]) {
+    for (number, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let Some(at) = found.bytes.iter().zip(&expected.bytes).position(|(one, other)| one != other) else {
+            continue;
+        };
+        let inside = wants.iter().flat_map(|want| &want.pieces).filter(|piece| piece.memory == number);
+        let near =
+            inside.filter(|piece| piece.place.offset <= at as u64).max_by_key(|piece| piece.place.offset);
+        let near = near.map(|piece| &piece.place);
+        panic!("byte {at} of buffer {number} is wrong; before it begins {near:?}");
+    }
+}
+
+fn want<'a>(dice: &mut Dice, state: &'a State, leaf: usize, memories: &mut [Memory]) -> Option<Want<'a>> {
+    let (at, tensor) = (&state.leaves[leaf], state.tensor(&state.leaves[leaf])?);
+    if dice.once_in(5) {
+        return None;
+    }
+    let mut shape = tensor.shape.clone();
+    if dice.once_in(6) {
+        for n in &mut shape {
+            *n = (*n + dice.below(3)).saturating_sub(dice.below(3));
+        }
+    }
+    let within = if dice.once_in(6) { any_box(dice, &shape) } else { Region::whole(&shape) };
+    let mut pieces = Vec::new();
+    let itemsize = tensor.itemsize();
+    let elements: u64 = shape.iter().product();
+    for _ in 0..dice.between(1, 2) {
+        let memory = dice.below(memories.len() as u64) as usize;
+        let room = &mut memories[memory];
+        let stride = |bytes: u64| [bytes.cast_signed()].as_slice().into();
+        match dice.below(5) {
+            // All of it, cut in another way.
+            0 => {
+                let parts = dice.between(1, 4);
+                for region in tiles(dice, &Region::whole(&shape), parts) {
+                    let place = room.place(dice, &region.extent, itemsize);
+                    pieces.push(Piece { memory, place, what: Part::Box(region) });
+                }
+            }
+            1 => {
+                let region = any_box(dice, &shape);
+                let place = room.place(dice, &region.extent, itemsize);
+                pieces.push(Piece { memory, place, what: Part::Box(region) });
+            }
+            2 => {
+                let borders = dice.borders(elements, 3);
+                let (start, len) = (borders[1], borders[2] - borders[1]);
+                let place = room.place(dice, &[len], itemsize);
+                pieces.push(Piece { memory, place, what: Part::Run(start, len) });
+            }
+            kind => {
+                let region = any_box(dice, &shape);
+                let axis = dice.below(shape.len() as u64) as usize;
+                let boxes = if shape.is_empty() { vec![region] } else { cut(dice, &region, axis).to_vec() };
+                let local = Local::new(dice, &boxes, axis);
+                let borders =
+                    if kind == 3 { vec![0, 0, local.elements()] } else { dice.borders(local.elements(), 3) };
+                let (start, len) = (borders[1], borders[2] - borders[1]);
+                let offset = room.flat(dice, len * itemsize);
+                let place = Place { offset, strides: stride(itemsize) };
+                pieces.push(Piece { memory, place, what: Part::Flat(local, start, len) });
+            }
+        }
+    }
+    Some(Want { leaf, path: &at.path, tensor, shape, within, pieces })
+}
+
+/// What is asked of the engine: leaves matched by their paths, and their layouts clipped to what is stored.
+fn requests(stored: &Stored<'_>, wants: &[Want<'_>], memories: &[Memory]) -> Vec<Request> {
+    let wanted = wants.iter().map(|want| {
+        let spec = Spec::Tensor { dtype: Some(want.tensor.dtype), shape: Some(want.shape.clone()) };
+        Wanted { path: path(want.path), spec, holds_value: true }
+    });
+    let options = Options {
+        unexpected: PerGlob::everywhere(OnUnexpected::Ignore),
+        resize: PerGlob::everywhere(Resize::Both),
+        ..Options::default()
+    };
+    let report = stored.checkpoint.match_state(&wanted.collect::<Vec<_>>(), &options);
+    assert!(report.is_ok(), "{report}");
+    assert_eq!(report.matches.len(), wants.len());
+    let mut requests = Vec::new();
+    for Match { wanted, stored: leaf, tensor: matched, .. } in &report.matches {
+        let (want, matched) = (&wants[*wanted], matched.as_ref().unwrap());
+        let itemsize = want.tensor.itemsize();
+        let empty =
+            || Region { extent: want.shape.iter().map(|_| 0).collect(), ..Region::whole(&want.shape) };
+        let there = matched.region.intersect(&want.within).unwrap_or_else(empty);
+        for piece in &want.pieces {
+            let layout = match &piece.what {
+                Part::Box(region) => one(ChunkRegion::Box(region.clone()), &piece.place),
+                Part::Run(start, len) => one(ChunkRegion::Run { start: *start, len: *len }, &piece.place),
+                // One that is all of its array lies there as it is.
+                Part::Flat(local, 0, len) if *len == local.elements() && want.leaf % 2 == 0 => {
+                    local.layout(itemsize, piece.place.offset)
+                }
+                Part::Flat(local, start, len) => {
+                    let own = local.layout(itemsize, 0);
+                    own.flat(&local.shape, itemsize, *start, *len, piece.place.offset).unwrap()
+                }
+            };
+            layout
+                .check(&want.shape, itemsize, memories[piece.memory].bytes.len() as u64)
+                .unwrap_or_else(|e| panic!("{e} {layout:?} {:?}", want.shape));
+            let asked = layout.requests(*leaf as u32, &want.shape, &there, piece.memory as u32);
+            requests.extend(asked.unwrap());
+        }
+    }
+    requests
+}
+
+fn one(region: ChunkRegion, place: &Place) -> Layout {
+    Layout(vec![Segment { region, place: place.clone() }])
+}
+
+/// Blocks that hold a byte of what is wanted, by file.
+#[derive(Default)]
+struct Needed(BTreeMap<u32, BTreeSet<u64>>);
+
+impl Needed {
+    fn add(&mut self, stored: &Stored<'_>, state: &State, want: &Want<'_>) {
+        let (leaf, _) = stored.find(&state.leaves[want.leaf].path);
+        let homes = &stored.homes[&leaf];
+        for (_, elements) in want.of(&want.tensor.numbers()) {
+            for &element in elements.iter().filter(|&&element| element != NOTHING) {
+                let (file, at) = homes[usize::try_from(element).unwrap()];
+                let block = stored.blocks[file as usize];
+                let blocks = at / block..=(at + want.tensor.itemsize() - 1) / block;
+                self.0.entry(file).or_default().extend(blocks);
+            }
+        }
+    }
+
+    /// The plan reads each of them once, and what lies between two of them only where that is no more than the gap.
+    fn check(&self, plan: &ReadPlan, options: &PlanOptions) {
+        let mut read: BTreeMap<u32, BTreeSet<u64>> = BTreeMap::new();
+        for run in &plan.runs {
+            let block = options.file_block_bytes[run.file as usize].unwrap();
+            let blocks = run.offset / block..(run.offset + run.len).div_ceil(block);
+            assert!(run.offset.is_multiple_of(block), "{run:?}");
+            assert!(run.len <= options.max_run_bytes.max(block), "{run:?}");
+            let needed = &self.0[&run.file];
+            let inside: Vec<u64> = needed.range(blocks.clone()).copied().collect();
+            assert_eq!(inside.first(), Some(&blocks.start), "{run:?} begins with a block that nobody needs");
+            assert_eq!(inside.last(), Some(&(blocks.end - 1)), "{run:?} ends with a block that nobody needs");
+            for pair in inside.windows(2) {
+                assert!((pair[1] - pair[0] - 1) * block <= options.max_gap_bytes, "{run:?} bridges too much");
+            }
+            for number in blocks {
+                assert!(
+                    read.entry(run.file).or_default().insert(number),
+                    "block {number} of {run:?} is read twice"
+                );
+            }
+        }
+        for (file, needed) in &self.0 {
+            assert!(read.get(file).is_some_and(|read| needed.is_subset(read)), "file {file}");
+        }
+    }
+}
+
+/// No read buffer is smaller.
+const LEAST_BUFFER: u64 = 64 << 10;
+
+fn check_stats(plan: &ReadPlan, stats: &LoadStats, options: &LoadOptions) {
+    let planned = PlanStats::of(plan);
+    assert_eq!(stats.bytes_copied, planned.wanted_bytes);
+    assert!(stats.bytes_read + stats.bytes_cached <= planned.read_bytes, "{stats:?}, planned {planned:?}");
+    // Two reads, and what a thread works on; runs that touch are one read.
+    let mut longest: BTreeMap<u32, u64> = BTreeMap::new();
+    plan.runs.iter().for_each(|run| *longest.entry(run.file).or_default() += run.len);
+    let longest = longest.into_values().max().unwrap_or(0).next_power_of_two().max(LEAST_BUFFER);
+    assert!(stats.peak_buffer_bytes <= options.budget_bytes.max(3 * longest), "{stats:?} of {options:?}");
+}
