@@ -153,6 +153,10 @@ bench-peers: build bench-tools ## tensors and JAX arrays against Orbax, DCP, tor
 bench-scale: build bench-tools ## what must stay small: many leaves, many steps, saves of JAX arrays, the import (about 10 minutes)
 	$(BIN)/python tests/bench/scale.py $(ARGS)
 
+.PHONY: bench-ranks
+bench-ranks: ## what planning and committing cost jobs of up to 16384 ranks, without their data (a minute)
+	cargo test --release --quiet -p stepwell-manager --lib -- --ignored --nocapture what_planning_and_committing_cost
+
 .PHONY: bench-lazy
 bench-lazy: build ## what lazy capture costs the host, over a fake CUDA driver (half a minute)
 	$(BIN)/python tests/fake_cuda/bench.py

@@ -3,24 +3,27 @@
 //! The state is that of a Llama of 405 billion parameters: weights in bf16, cut over tensor and pipeline stages and held alike by all data-parallel ranks; master weights and
 //! two moments in fp32, of which each data-parallel rank has a flat part. Eight ranks are on a node.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::{
     ChunkRecord, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
 };
+use stepwell_core::format::index_v1::{INDEX_HEADER_BYTES, IndexHeader, Root, decode_part};
 use stepwell_core::format::manifest::Attempt;
-use stepwell_core::leaf_path::Component;
+use stepwell_core::leaf_path::{Component, LeafPath};
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
-use stepwell_core::region::Region;
+use stepwell_core::region::{Region, row_major_strides};
 use stepwell_core::save::{ItemPlan, LeafPlan};
 use stepwell_core::staging::{Filling, Slot};
 use stepwell_core::tree::{ContainerKind, Tree};
+use stepwell_reshard::read_plan::{self, PlanOptions, Request};
 use stepwell_reshard::subchunk::{self, run_to_boxes};
 
-use crate::commit::records::{Draft, ItemPart, Vote, gather, records};
+use crate::commit::records::{Draft, ItemPart, Record, Vote, gather, records};
 use crate::state::{self, Holders, LeafSource, Part, StateSource, Writing};
 
 /// Ranks of a node, and of a tensor-parallel group.
@@ -69,7 +72,7 @@ impl Job {
         }
         for layer in (0..LAYERS).filter(|&layer| of_stage(layer)) {
             let mut add = |name: &str, shape: Vec<u64>, axis| {
-                out.push((format!("layers.{layer}.{name}.weight"), shape, axis))
+                out.push((format!("layers.{layer}.{name}.weight"), shape, axis));
             };
             add("q_proj", vec![HIDDEN, HIDDEN], Some(0));
             add("k_proj", vec![KEYS, HIDDEN], Some(0));
@@ -197,15 +200,11 @@ fn written(rank: u32, plan: ItemPlan) -> Index {
     }
 }
 
-/// Milliseconds of this thread's processor that it takes.
+/// How many milliseconds it takes.
 fn timed<T>(work: impl FnOnce() -> T) -> (T, f64) {
-    let on_processor = || {
-        let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
-        text.split(' ').next().unwrap().parse::<u64>().unwrap()
-    };
-    let began = on_processor();
+    let began = Instant::now();
     let out = work();
-    (out, (on_processor() - began) as f64 / 1e6)
+    (out, began.elapsed().as_secs_f64() * 1e3)
 }
 
 fn draft(items: &mut state::Items) -> Draft {
@@ -231,14 +230,57 @@ fn planned(job: Job, nodes: &[u32], rank: u32) -> (state::Items, f64) {
     })
 }
 
+/// Of one rank of a job with 8 tensor-parallel ranks and 8 stages that restores weights and optimizer: bytes of the indexes that it needs, and how long it plans with them.
+fn replanned(records: &[(Option<String>, Record)]) -> (usize, f64) {
+    let job = Job { pp: 8, dp: 1 };
+    let wanted = job.state(9);
+    let file = PathBuf::from("index");
+    let mut read = 0;
+    let ((), took) = timed(|| {
+        for (_, record) in records.iter().filter(|(_, record)| record.path.ends_with("/index")) {
+            let header = IndexHeader::decode(&record.bytes, &file).unwrap();
+            let root = Root::decode(&header, &record.bytes, &file).unwrap();
+            let paths: Vec<LeafPath> =
+                (0..wanted.leaves.len() as u32).map(|leaf| wanted.tree.leaf_path(leaf)).collect();
+            let of_path: HashMap<&LeafPath, usize> =
+                paths.iter().enumerate().map(|(leaf, path)| (path, leaf)).collect();
+            read += (INDEX_HEADER_BYTES + header.root_length) as usize;
+            for page in root.pages_for(&paths) {
+                let page = &root.pages[page];
+                let bytes = &record.bytes[page.offset as usize..][..page.length as usize];
+                read += bytes.len();
+                let part = decode_part(&root, page, bytes, &file).unwrap();
+                let index = Index { tree: part.tree, leaves: part.leaves, files: root.files.clone() };
+                let mut requests = Vec::new();
+                for leaf in 0..index.leaves.len() as u32 {
+                    let Some(&number) = of_path.get(&index.tree.leaf_path(leaf)) else { continue };
+                    let LeafSource::Tensor { parts, dtype, .. } = &wanted.leaves[number] else { continue };
+                    for part in parts {
+                        let strides = row_major_strides(&part.region.extent);
+                        requests.push(Request {
+                            leaf,
+                            region: part.region.clone(),
+                            dst: requests.len() as u32,
+                            dst_offset: 0,
+                            dst_strides: strides.iter().map(|&n| n as i64 * dtype.size() as i64).collect(),
+                        });
+                    }
+                }
+                read_plan::plan(&index, &requests, &PlanOptions::local(64 << 10)).unwrap();
+            }
+        }
+    });
+    (read, took)
+}
+
 #[test]
 #[ignore = "a measurement: make bench-ranks"]
 fn what_planning_and_committing_cost() {
     let attempt = Attempt { session: "0".repeat(32), counter: 1 };
     println!(
-        "| ranks | nodes | chunks | plan of a save, ms | vote of a rank, KiB | of a node, KiB | gathering a node, ms | messages to the leader | MiB in all | leader, ms | index, MiB |"
+        "| ranks | nodes | chunks | plan of a save, ms | vote of a rank, KiB | of a node, KiB | gathering a node, ms | messages to the leader | MiB in all | leader, ms | index, MiB | of it for a rank's restore | its plan, ms |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     let largest: u32 = std::env::var("STEPWELL_RANKS").map_or(16_384, |ranks| ranks.parse().unwrap());
     for (pp, dp) in [(2, 1), (16, 1), (16, 8), (16, 32), (16, 128)] {
         let job = Job { pp, dp };
@@ -248,6 +290,7 @@ fn what_planning_and_committing_cost() {
         let nodes = job.nodes();
         let mut messages: Vec<(u32, Vec<u8>)> = Vec::new();
         let (mut plans, mut gathers, mut own, mut all) = (Vec::new(), Vec::new(), Vec::new(), 0);
+        let mut chunks = 0;
         let mut leader = None;
         for first in (0..job.ranks()).step_by(TP as usize) {
             let mut of_node = Vec::new();
@@ -259,7 +302,9 @@ fn what_planning_and_committing_cost() {
                     draft.items.iter().map(|item| (item.dir.clone(), item.clone())).collect();
                 let parts = std::mem::take(&mut items.plans).into_iter().map(|plan| {
                     let item = by_dir[&plan.dir].clone();
-                    ItemPart { item, index: written(rank, plan), tensor_bytes: 1 }
+                    let index = written(rank, plan);
+                    chunks += index.leaves.iter().map(|leaf| leaf.extents().count()).sum::<usize>();
+                    ItemPart { item, index, tensor_bytes: 1 }
                 });
                 let vote = Vote {
                     rank,
@@ -291,6 +336,7 @@ fn what_planning_and_committing_cost() {
             let votes = messages.iter().map(|(rank, message)| Vote::decode(*rank, message).unwrap());
             records(&draft, &attempt, job.ranks(), votes.collect(), 0).unwrap()
         });
+        let (read, replan) = replanned(&records.1);
         let index: usize = records.1.iter().map(|(_, record)| record.bytes.len()).sum();
         let median = |mut times: Vec<f64>| {
             times.sort_by(f64::total_cmp);
@@ -298,7 +344,7 @@ fn what_planning_and_committing_cost() {
         };
         let ((plan, worst), (gathered, _)) = (median(plans), median(gathers));
         println!(
-            "| {} | {} | ? | {plan:.1} (at most {worst:.1}) | {} | {} | {gathered:.1} | {} | {:.1} | {took:.0} | {:.1} |",
+            "| {} | {} | {chunks} | {plan:.1} (at most {worst:.1}) | {} | {} | {gathered:.1} | {} | {:.1} | {took:.0} | {:.1} | {:.1} | {replan:.0} |",
             job.ranks(),
             messages.len(),
             own[own.len() / 2] >> 10,
@@ -306,6 +352,7 @@ fn what_planning_and_committing_cost() {
             messages.len() - 1,
             all as f64 / f64::from(1 << 20),
             index as f64 / f64::from(1 << 20),
+            read as f64 / f64::from(1 << 20),
         );
     }
 }
