@@ -435,7 +435,9 @@ def test_large_files_of_a_retired_step_wait_for_the_next_save_unless_told_otherw
                 assert same(manager.restore(step), large(step))
             deadline = time.monotonic() + (0.5 if overwrite == 8 << 20 else 5)
             # Not by `Path.glob`, which fails where a directory is deleted under it.
-            while (waits := bool(glob.glob(f"{path}/.trash-*/.spare-*", include_hidden=True))) and time.monotonic() < deadline:
+            while (
+                waits := bool(glob.glob(f"{path}/.trash-*/.spare-*", include_hidden=True))
+            ) and time.monotonic() < deadline:
                 time.sleep(0.1)
         assert [one.name for one in path.iterdir() if one.name != ".stepwell"] == ["step_00000004"]
         return waits
