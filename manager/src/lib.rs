@@ -48,7 +48,7 @@ pub use checkpoint::{Checkpoint, Expected, ReadFailure};
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Error, Result};
 pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest};
-pub use options::{OnSaveError, Options};
+pub use options::{OnSaveError, Options, WritersPer};
 pub use retention::{Mode, Retention};
 pub use save::{Outcome, Refusal, Save, Stats, Streams};
 pub use save_policy::SavePolicy;

@@ -10,6 +10,16 @@ use crate::retention::Retention;
 use crate::save_policy::SavePolicy;
 use crate::step_name::StepName;
 
+/// Where so many ranks write at most ([`Options::writers`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WritersPer {
+    /// On each machine.
+    #[default]
+    Node,
+    /// On each socket of a machine, for ranks that are bound to one.
+    Socket,
+}
+
 /// See [`Options::default`] for the defaults: every call saves, nothing is deleted.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own; no two exclude each other")]
@@ -44,8 +54,10 @@ pub struct Options {
     pub min_row_bytes: u64,
     /// Bytes of a block: the unit of checksums and of reading.
     pub block_bytes: u64,
-    /// At most so many ranks of a node write what others hold too; `None`: all of them.
-    pub writers_per_node: Option<u32>,
+    /// At most so many ranks of each node, or socket, write what others hold too; `None`: all of them.
+    pub writers: Option<u32>,
+    /// Where so many write.
+    pub writers_per: WritersPer,
     /// Threads that capture; `None`: a few.
     pub capture_threads: Option<usize>,
     /// Reads or writes in flight; `None`: 16 writes, and as many reads as [`LoadOptions`] has by default.
@@ -95,7 +107,8 @@ impl Default for Options {
             chunk_bytes: 8 << 20,
             min_row_bytes: 4096,
             block_bytes: stepwell_core::format::block::DEFAULT_BLOCK_BYTES,
-            writers_per_node: None,
+            writers: None,
+            writers_per: WritersPer::default(),
             capture_threads: None,
             queue_depth: None,
             stall_timeout: Duration::from_secs(600),
@@ -155,7 +168,7 @@ impl Options {
                 MAX_STALL_TIMEOUT.as_secs_f64()
             )));
         }
-        if self.writers_per_node == Some(0) {
+        if self.writers == Some(0) {
             return Err(Error::Invalid(
                 "writers=0 leaves nobody to write; pass at least 1, or None".to_owned(),
             ));

@@ -221,7 +221,7 @@ fn draft(items: &mut state::Items) -> Draft {
 /// What a rank plans, and how long that takes.
 fn planned(job: Job, nodes: &[u32], rank: u32) -> (state::Items, f64) {
     let state = job.state(rank);
-    let writing = Writing { rank, world_size: job.ranks(), nodes, writers_per_node: None, census: None };
+    let writing = Writing { rank, world_size: job.ranks(), nodes, limit: None, census: None };
     timed(|| {
         let items = state::items(&state, &subchunk::Options::HOST, &writing).unwrap();
         let draft = Draft { items: items.drafts.clone(), ..Draft::default() };

@@ -11,7 +11,7 @@ use stepwell_core::io::{Engine, Purpose, shared_disk};
 use stepwell_manager::coordination::Coordinator;
 use stepwell_manager::coordination::shared_directory::SharedDirectory;
 use stepwell_manager::directory_layout::CONTROL;
-use stepwell_manager::{Environment, OnSaveError, Options, Retention, SavePolicy, StepName};
+use stepwell_manager::{Environment, OnSaveError, Options, Retention, SavePolicy, StepName, WritersPer};
 
 use crate::board::Ranks;
 use crate::errors::invalid;
@@ -37,6 +37,7 @@ struct Written {
     min_row_bytes: u64,
     block_bytes: u64,
     writers: Option<u32>,
+    writers_per: Place,
     capture_threads: Option<usize>,
     queue_depth: Option<usize>,
     /// Seconds, as `silence` and `grace`.
@@ -52,6 +53,14 @@ struct Written {
 enum Told {
     Raise,
     Warn,
+}
+
+/// Where so many write.
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Place {
+    Node,
+    Socket,
 }
 
 /// The manager's options, and which engine to use.
@@ -77,7 +86,11 @@ pub fn parse(py: Python<'_>, text: &str) -> PyResult<(Options, Engine)> {
         chunk_bytes: written.chunk_bytes,
         min_row_bytes: written.min_row_bytes,
         block_bytes: written.block_bytes,
-        writers_per_node: written.writers,
+        writers: written.writers,
+        writers_per: match written.writers_per {
+            Place::Node => WritersPer::Node,
+            Place::Socket => WritersPer::Socket,
+        },
         capture_threads: written.capture_threads,
         queue_depth: written.queue_depth,
         stall_timeout: seconds(py, "stall_timeout", written.stall_timeout)?,

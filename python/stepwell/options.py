@@ -69,8 +69,10 @@ class Options:
     min_row_bytes: int = 4096
     #: The unit of checksums and of reading.
     block_bytes: int = 64 << 10
-    #: Of what several processes hold alike, at most so many of them on each machine write; ``None``: all of them. Fewer writers write longer files.
+    #: Of what several processes hold alike, at most so many of them write, on each machine or socket (``writers_per``); ``None``: all of them. Fewer writers write longer files.
     writers: int | None = None
+    #: ``"node"``: so many on each machine. ``"socket"``: on each of its sockets, for processes that are bound to one; those that are not count together.
+    writers_per: Literal["node", "socket"] = "node"
     #: Threads that copy the state; ``None``: a few.
     capture_threads: int | None = None
     #: Reads or writes in flight; ``None``: 16 writes, 8 reads.
@@ -97,6 +99,7 @@ class Options:
         whole(self.block_bytes, "block_bytes", 1, _MOST)
         if self.writers is not None:
             whole(self.writers, "writers", 1, 2**31)
+        one_of(self.writers_per, "writers_per", ("node", "socket"))
         if self.capture_threads is not None:
             whole(self.capture_threads, "capture_threads", 1, 4096)
         if self.queue_depth is not None:
@@ -142,6 +145,7 @@ def to_json(
             "min_row_bytes": options.min_row_bytes,
             "block_bytes": options.block_bytes,
             "writers": options.writers,
+            "writers_per": options.writers_per,
             "capture_threads": options.capture_threads,
             "queue_depth": options.queue_depth,
             "stall_timeout": stall_seconds(options.stall_timeout),

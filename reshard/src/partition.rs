@@ -4,6 +4,8 @@
 //! The regions of one group of holders are laid one after another, and that line is cut into one stretch for each writer: so every byte is written once, writers
 //! get as many bytes each (first the nodes, then the ranks of a node), and most regions are cut into no more than two. Small ones are not cut at all.
 
+use std::collections::HashMap;
+
 use stepwell_core::region::{Dims, Region, row_major_strides};
 
 use crate::subchunk::run_to_boxes;
@@ -15,6 +17,15 @@ const CUT_FROM: u64 = 1 << 20;
 /// A border falls on a whole step of the outermost axis whose steps have at most so many bytes.
 const STEP_BYTES: u64 = 128 << 10;
 
+/// Of the holders of a region that are at one place, at most so many write (as FastPersist has it: one for each socket is enough, and writes longer files).
+#[derive(Clone, Copy, Debug)]
+pub struct Limit<'a> {
+    /// How many.
+    pub writers: u32,
+    /// For each rank, the number of its place: its node, or its socket.
+    pub places: &'a [u32],
+}
+
 /// The writers of a group, in the order in which the line is cut, each with its part of the whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writers {
@@ -23,17 +34,21 @@ pub struct Writers {
 }
 
 impl Writers {
-    /// The ranks that write for a group of holders. Every node has the same part, and the first `per_node` of its holders share it.
-    pub fn new(holders: &[u32], nodes: &[u32], per_node: Option<u32>) -> Self {
-        let node_of = |rank: u32| nodes.get(rank as usize).copied().unwrap_or(0);
-        let mut by_node: Vec<(u32, u32)> = holders.iter().map(|&rank| (node_of(rank), rank)).collect();
+    /// The ranks that write for a group of holders. Every node has the same part, and those of its holders that the limit allows share it: the first of each place.
+    pub fn new(holders: &[u32], nodes: &[u32], limit: Option<Limit<'_>>) -> Self {
+        let number = |of: &[u32], rank: u32| of.get(rank as usize).copied().unwrap_or(0);
+        let mut by_node: Vec<(u32, u32)> = holders.iter().map(|&rank| (number(nodes, rank), rank)).collect();
         by_node.sort_unstable();
         by_node.dedup();
-        let limit = per_node.map_or(usize::MAX, |most| most.max(1) as usize);
-        let teams: Vec<&[(u32, u32)]> = by_node
-            .chunk_by(|one, other| one.0 == other.0)
-            .map(|team| &team[..team.len().min(limit)])
-            .collect();
+        if let Some(limit) = limit {
+            let mut writers = HashMap::new();
+            by_node.retain(|&(node, rank)| {
+                let writers = writers.entry((node, number(limit.places, rank))).or_insert(0);
+                *writers += 1;
+                *writers <= limit.writers.max(1)
+            });
+        }
+        let teams: Vec<&[(u32, u32)]> = by_node.chunk_by(|one, other| one.0 == other.0).collect();
         // A weight that every number of ranks on a node divides, as far as numbers go.
         let whole = teams.iter().fold(1_u64, |all, team| {
             let n = team.len() as u64;
@@ -172,9 +187,22 @@ mod tests {
         let writers = Writers::new(&[0, 1, 2, 3], &[0, 0, 0, 1], None);
         let bytes: Vec<u64> = (0..4).map(|rank| bytes_of(&shares(&held, &writers, rank), &held)).collect();
         assert_eq!(bytes, [1 << 20, 1 << 20, 1 << 20, 3 << 20]);
-        let writers = Writers::new(&[0, 1, 2, 3], &[0, 0, 1, 1], Some(1));
-        let bytes: Vec<u64> = (0..4).map(|rank| bytes_of(&shares(&held, &writers, rank), &held)).collect();
-        assert_eq!(bytes, [3 << 20, 0, 3 << 20, 0]);
+    }
+
+    #[test]
+    fn of_each_node_or_socket_only_so_many_write_and_nodes_get_equal_parts_still() {
+        let held = [Held { extent: vec![6 << 20].into(), itemsize: 1 }];
+        let nodes = [0, 0, 0, 0, 1, 1];
+        // Sockets of two nodes; the last two ranks are on one.
+        let sockets = [0, 0, 1, 1, 2, 2];
+        let mebibytes = |writers: u32, places: &[u32]| {
+            let writers = Writers::new(&[0, 1, 2, 3, 4, 5], &nodes, Some(Limit { writers, places }));
+            (0..6).map(|rank| bytes_of(&shares(&held, &writers, rank), &held) >> 20).collect::<Vec<_>>()
+        };
+        assert_eq!(mebibytes(1, &nodes), [3, 0, 0, 0, 3, 0]);
+        assert_eq!(mebibytes(3, &nodes), [1, 1, 1, 0, 1, 1]);
+        assert_eq!(mebibytes(1, &sockets), [1, 0, 1, 0, 3, 0]);
+        assert_eq!(mebibytes(9, &sockets), [0, 0, 0, 0, 1, 1], "all of them");
     }
 
     #[test]
@@ -197,13 +225,14 @@ mod tests {
             shapes in prop::collection::vec(prop::collection::vec(0_u64..200, 0..4), 1..8),
             ranks in prop::collection::btree_set(0_u32..40, 1..9),
             nodes in prop::collection::vec(0_u32..4, 40),
-            per_node in prop::option::of(1_u32..3),
+            limit in prop::option::of(1_u32..3),
+            places in prop::collection::vec(0_u32..8, 40),
             itemsize in prop_oneof![Just(1_u64), Just(2), Just(4), Just(16)],
         ) {
             let held: Vec<Held> =
                 shapes.iter().map(|shape| Held { extent: shape.clone().into(), itemsize }).collect();
             let ranks: Vec<u32> = ranks.into_iter().collect();
-            let writers = Writers::new(&ranks, &nodes, per_node);
+            let writers = Writers::new(&ranks, &nodes, limit.map(|writers| Limit { writers, places: &places }));
             let parts: Vec<_> = ranks.iter().map(|&rank| shares(&held, &writers, rank)).collect();
             for (number, held) in held.iter().enumerate() {
                 let boxes: Vec<Region> = parts.iter().flat_map(|part| part[number].clone().unwrap_or_default()).collect();

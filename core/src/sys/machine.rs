@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{self, Read as _};
+use std::path::Path;
 
 use super::control_group;
 
@@ -25,6 +26,28 @@ fn bytes_in(meminfo: &str, name: &str) -> Option<u64> {
 /// The machine's name, for people; empty where the kernel does not say.
 pub fn host_name() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
+}
+
+/// The socket that this process may run on; `None` where it may run on several, or the kernel does not say.
+pub fn socket() -> Option<u32> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    socket_of(&status, Path::new("/sys/devices/system/cpu"))
+}
+
+fn socket_of(status: &str, processors: &Path) -> Option<u32> {
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?.trim();
+    let mut found = None;
+    for range in list.split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        for processor in first.parse::<u32>().ok()?..=last.parse::<u32>().ok()? {
+            let file = processors.join(format!("cpu{processor}/topology/physical_package_id"));
+            let socket = fs::read_to_string(file).ok()?.trim().parse().ok()?;
+            if *found.get_or_insert(socket) != socket {
+                return None;
+            }
+        }
+    }
+    found
 }
 
 /// A number from the kernel's random source.
@@ -55,6 +78,31 @@ mod tests {
         }
         assert!(available_memory().is_some_and(|bytes| bytes > 0));
         assert!(total_memory() >= available_memory());
+    }
+
+    #[test]
+    fn a_process_is_on_a_socket_if_all_processors_that_it_may_use_are_there() {
+        let processors = tempfile::tempdir().unwrap();
+        for (processor, socket) in ["0\n", "0\n", "1\n", "1\n", "-1\n"].into_iter().enumerate() {
+            let topology = processors.path().join(format!("cpu{processor}/topology"));
+            fs::create_dir_all(&topology).unwrap();
+            fs::write(topology.join("physical_package_id"), socket).unwrap();
+        }
+        for (list, socket) in [
+            ("0-1", Some(0)),
+            ("2,3", Some(1)),
+            ("3", Some(1)),
+            ("0-3", None),
+            ("1,3", None),
+            ("4", None),
+            ("5", None),
+            ("", None),
+            ("x-y", None),
+        ] {
+            let status = format!("Name:\tx\nCpus_allowed:\tf\nCpus_allowed_list:\t{list}\n");
+            assert_eq!(socket_of(&status, processors.path()), socket, "{list}");
+        }
+        assert_eq!(socket_of("", processors.path()), None);
     }
 
     #[test]

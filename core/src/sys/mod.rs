@@ -29,7 +29,7 @@ pub use fork::{Birth, generation};
 pub use host_source::HostSource;
 pub use host_target::HostTarget;
 pub use lock::HeldLock;
-pub use machine::{available_memory, host_name, random, total_memory};
+pub use machine::{available_memory, host_name, random, socket, total_memory};
 pub use memory::{Buffer, Mapping, can_map, try_reserve_huge};
 pub(crate) use scatter::{Scatter, Window};
 pub use thread::{both, cores, each, spawn};

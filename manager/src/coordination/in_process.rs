@@ -86,4 +86,9 @@ impl Coordinator for InProcess {
     fn node(&self) -> String {
         format!("node-{}", self.rank / self.per_node)
     }
+
+    /// Pairs of them have one.
+    fn socket(&self) -> Option<u32> {
+        Some(self.rank / 2)
+    }
 }

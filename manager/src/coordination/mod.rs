@@ -52,6 +52,11 @@ pub trait Coordinator: Send + Sync {
     fn node(&self) -> String {
         stepwell_core::sys::host_name()
     }
+
+    /// The socket of that machine that it is bound to, if it is to one.
+    fn socket(&self) -> Option<u32> {
+        stepwell_core::sys::socket()
+    }
 }
 
 /// One process.

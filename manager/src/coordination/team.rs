@@ -11,6 +11,8 @@
 //!
 //! All ranks make the same calls in the same order; one that makes another is told so. The leader takes off what everybody has read.
 
+use std::collections::HashMap;
+use std::hash::Hash;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -36,6 +38,8 @@ pub struct Hello {
     what: String,
     /// The machine that it is on.
     node: String,
+    /// The socket of that machine.
+    socket: Option<u32>,
     /// What must be the same on all ranks, each with its name.
     agreed: Vec<(String, String)>,
 }
@@ -44,8 +48,7 @@ pub struct Hello {
 #[derive(Serialize, Deserialize)]
 struct Welcome {
     session: String,
-    /// For each rank, the number of its node.
-    nodes: Vec<u32>,
+    places: Places,
     answer: serde_json::Value,
 }
 
@@ -71,8 +74,7 @@ pub struct Team {
     /// Where this team has met.
     namespace: String,
     session: String,
-    /// For each rank, the number of its node.
-    nodes: Vec<u32>,
+    places: Places,
     patience: Duration,
     /// Calls that all ranks make, so far.
     calls: AtomicU64,
@@ -91,7 +93,7 @@ impl Team {
             coordinator: Arc::new(super::SingleProcess),
             namespace: String::new(),
             session,
-            nodes: vec![0],
+            places: Places { nodes: vec![0], sockets: vec![0] },
             patience: Duration::ZERO,
             calls: AtomicU64::new(0),
             kept_from: Mutex::new(0),
@@ -114,6 +116,7 @@ impl Team {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             what: what.to_owned(),
             node: coordinator.node(),
+            socket: coordinator.socket(),
             agreed,
         };
         let (rank, size) = (coordinator.rank(), coordinator.world_size());
@@ -122,11 +125,11 @@ impl Team {
         let mut led = None;
         let welcome = if rank == LEADER {
             let welcome = (|| {
-                let nodes = board.gather_hellos(&namespace, &hello, size)?;
+                let places = board.gather_hellos(&namespace, &hello, size)?;
                 let (session, answer) = lead()?;
                 let value = json(&answer)?;
                 led = Some(answer);
-                Ok(Welcome { session, nodes, answer: value })
+                Ok(Welcome { session, places, answer: value })
             })();
             let answer = match &welcome {
                 Ok(welcome) => Answer::Said(json(welcome)?),
@@ -138,7 +141,7 @@ impl Team {
             coordinator.put(&format!("{namespace}/hello/{rank}"), &encoded(&hello)?)?;
             board.answer(&welcome_key, "to open")?
         };
-        let Welcome { session, nodes, answer } = welcome;
+        let Welcome { session, places, answer } = welcome;
         let answer = match led {
             Some(answer) => answer,
             None => decoded_value(answer)?,
@@ -147,7 +150,7 @@ impl Team {
             coordinator: Arc::clone(coordinator),
             namespace,
             session,
-            nodes,
+            places,
             patience,
             calls: AtomicU64::new(0),
             kept_from: Mutex::new(0),
@@ -184,7 +187,12 @@ impl Team {
 
     /// For each rank, the number of its node.
     pub fn nodes(&self) -> &[u32] {
-        &self.nodes
+        &self.places.nodes
+    }
+
+    /// For each rank, the number of its socket, counted over all nodes. Ranks of a node that are bound to none are on one of their own.
+    pub fn sockets(&self) -> &[u32] {
+        &self.places.sockets
     }
 
     fn board(&self) -> Board<'_> {
@@ -435,9 +443,11 @@ impl Board<'_> {
     }
 
     /// Who has come, and on which nodes; refuses ranks that mean something else.
-    fn gather_hellos(&self, namespace: &str, own: &Hello, size: u32) -> Result<Vec<u32>> {
-        let mut names = vec![own.node.clone()];
-        let mut nodes = vec![0];
+    fn gather_hellos(&self, namespace: &str, own: &Hello, size: u32) -> Result<Places> {
+        let mut nodes = Numbered::default();
+        let mut sockets = Numbered::default();
+        nodes.add(own.node.clone());
+        sockets.add((own.node.clone(), own.socket));
         let deadline = deadline_after(self.patience);
         let begun = Instant::now();
         for rank in 1..size {
@@ -456,13 +466,36 @@ impl Board<'_> {
             };
             let hello: Hello = decoded(rank, &message)?;
             own.check(rank, &hello)?;
-            let node = names.iter().position(|name| *name == hello.node).unwrap_or_else(|| {
-                names.push(hello.node);
-                names.len() - 1
-            });
-            nodes.push(node as u32);
+            nodes.add(hello.node.clone());
+            sockets.add((hello.node, hello.socket));
         }
-        Ok(nodes)
+        Ok(Places { nodes: nodes.of, sockets: sockets.of })
+    }
+}
+
+/// Where each rank is: numbers of nodes, and of sockets.
+#[derive(Serialize, Deserialize)]
+struct Places {
+    nodes: Vec<u32>,
+    sockets: Vec<u32>,
+}
+
+/// Names in the order in which they were first heard.
+struct Numbered<T> {
+    known: HashMap<T, u32>,
+    of: Vec<u32>,
+}
+
+impl<T> Default for Numbered<T> {
+    fn default() -> Self {
+        Self { known: HashMap::new(), of: Vec::new() }
+    }
+}
+
+impl<T: Eq + Hash> Numbered<T> {
+    fn add(&mut self, name: T) {
+        let next = self.known.len() as u32;
+        self.of.push(*self.known.entry(name).or_insert(next));
     }
 }
 

@@ -141,7 +141,10 @@ impl Manager {
 
 /// What must be the same on all ranks: what they plan by, and what they count by.
 fn agreed(options: &Options) -> Vec<(String, String)> {
-    let writers = options.writers_per_node.map_or_else(|| "all".to_owned(), |most| most.to_string());
+    let writers = options.writers.map_or_else(
+        || "all".to_owned(),
+        |most| format!("{most} per {:?}", options.writers_per).to_lowercase(),
+    );
     [
         ("read_only", options.read_only.to_string()),
         ("max_pending", options.max_pending.to_string()),

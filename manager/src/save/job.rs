@@ -12,6 +12,7 @@ use stepwell_core::format::manifest::Attempt;
 use stepwell_core::save::{Capture, Flush, SaveOptions};
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::{UserStream, available_memory, can_map};
+use stepwell_reshard::partition::Limit;
 use stepwell_reshard::subchunk;
 
 use super::Save;
@@ -20,7 +21,7 @@ use crate::coordination::team::Team;
 use crate::directory_layout;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::options::Options;
+use crate::options::{Options, WritersPer};
 use crate::state::{self, Census, StateSource, Writing};
 
 /// Free memory where the system does not say how much there is.
@@ -153,7 +154,13 @@ pub(crate) fn plan(
         rank: team.rank(),
         world_size: team.world_size(),
         nodes: team.nodes(),
-        writers_per_node: options.writers_per_node,
+        limit: options.writers.map(|writers| Limit {
+            writers,
+            places: match options.writers_per {
+                WritersPer::Node => team.nodes(),
+                WritersPer::Socket => team.sockets(),
+            },
+        }),
         census: census.as_deref(),
     };
     let items = state::items(&state, &cut, &writing)?;

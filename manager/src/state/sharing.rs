@@ -9,7 +9,7 @@ use std::sync::Arc;
 use stepwell_core::format::index_v1::ComponentSpelling;
 use stepwell_core::region::{Region, volume};
 use stepwell_core::tree::{NodeKind, Tree};
-use stepwell_reshard::partition::{Held, SMALL, Writers, shares};
+use stepwell_reshard::partition::{Held, Limit, SMALL, Writers, shares};
 use stepwell_reshard::tiling;
 
 use super::{Claim, Fnv, Holders, LeafSource, Part, StateSource};
@@ -25,8 +25,8 @@ pub(crate) struct Writing<'a> {
     pub world_size: u32,
     /// For each rank, the number of its node.
     pub nodes: &'a [u32],
-    /// At most so many writers for each node.
-    pub writers_per_node: Option<u32>,
+    /// At most so many writers, of what several have.
+    pub limit: Option<Limit<'a>>,
     /// Who has the leaves that are simply there; `None`: nobody has asked yet, and every rank writes all of its own.
     pub census: Option<&'a Census>,
 }
@@ -34,8 +34,7 @@ pub(crate) struct Writing<'a> {
 impl Writing<'_> {
     /// One process.
     #[cfg(test)]
-    pub(crate) const ALONE: Self =
-        Self { rank: 0, world_size: 1, nodes: &[0], writers_per_node: None, census: None };
+    pub(crate) const ALONE: Self = Self { rank: 0, world_size: 1, nodes: &[0], limit: None, census: None };
 
     /// The directory of an item. One process numbers them; ranks whose states differ must come to the same name by themselves.
     pub(super) fn dir(&self, number: usize, name: &str) -> String {
@@ -270,7 +269,7 @@ impl Shares {
                 };
                 key(one).cmp(&key(other))
             });
-            let writers = Writers::new(&ranks, writing.nodes, writing.writers_per_node);
+            let writers = Writers::new(&ranks, writing.nodes, writing.limit);
             let (places, held): (Vec<(usize, Region)>, Vec<Held>) =
                 shared.into_iter().map(|shared| ((shared.leaf, shared.order.1), shared.held)).unzip();
             let shares = shares(&held, &writers, writing.rank);

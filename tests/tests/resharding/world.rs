@@ -11,7 +11,7 @@ use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::staging::StagingPool;
 use stepwell_manager::coordination::in_process::InProcess;
 use stepwell_manager::{
-    Checkpoint, Environment, Expected, Manager, Options, Outcome, SaveRequest, StateSource,
+    Checkpoint, Environment, Expected, Manager, Options, Outcome, SaveRequest, StateSource, WritersPer,
 };
 
 use crate::dice::Dice;
@@ -25,7 +25,8 @@ pub const LONG: Duration = Duration::from_secs(100);
 pub struct Setting {
     pub world: u32,
     per_node: u32,
-    writers_per_node: Option<u32>,
+    writers: Option<u32>,
+    writers_per: WritersPer,
     pub chunk_bytes: u64,
     min_row_bytes: u64,
     block_bytes: u64,
@@ -40,7 +41,8 @@ impl Setting {
         Self {
             world,
             per_node: dice.between(1, u64::from(world)) as u32,
-            writers_per_node: if dice.once_in(4) { Some(dice.between(1, 2) as u32) } else { None },
+            writers: if dice.once_in(4) { Some(dice.between(1, 2) as u32) } else { None },
+            writers_per: *dice.pick(&[WritersPer::Node, WritersPer::Socket]),
             chunk_bytes: *dice.pick(&[100, 500, 3000, 8 << 20]),
             min_row_bytes: *dice.pick(&[0, 8, 64, 4096]),
             block_bytes,
@@ -55,7 +57,8 @@ impl Setting {
         Self {
             world,
             per_node,
-            writers_per_node: None,
+            writers: None,
+            writers_per: WritersPer::Node,
             chunk_bytes,
             min_row_bytes,
             block_bytes,
@@ -70,7 +73,8 @@ impl Setting {
             chunk_bytes: self.chunk_bytes,
             min_row_bytes: self.min_row_bytes,
             block_bytes: self.block_bytes,
-            writers_per_node: self.writers_per_node,
+            writers: self.writers,
+            writers_per: self.writers_per,
             capture_threads: Some(1),
             stall_timeout: LONG,
             ..Options::default()
