@@ -397,7 +397,9 @@ class CheckpointManager:
             with explaining(self._root), self._explaining_pending():
                 if not alone:
                     number = self._open().choose(number)
-                core = self._open().checkpoint(number, checked.expected, checked.to_fill)
+                # Of several ranks each reads a part, mostly: every one of them would begin to read the same files, most of it in vain.
+                expected = checked.expected if alone else False
+                core = self._open().checkpoint(number, expected, checked.to_fill)
             with Checkpoint(core) as checkpoint:
                 told.opened(checkpoint.step)
                 if alone:

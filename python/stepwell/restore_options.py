@@ -15,6 +15,7 @@ from .checks import flag, meant, one_of, shown
 from .errors import MisuseError
 from .leaves import storable_name
 from .paths import escape
+from .shards import FlatShard, LocalShard, Segments
 from .specs import ArraySpec, to_dtype
 
 #: One glob over rendered leaf paths, or several.
@@ -161,14 +162,18 @@ class RestoreOptions:
     @property
     def expected(self) -> bool | list[str]:
         """What is going to be read, as far as that can be seen before the checkpoint is open: ``True``: everything; a list: all of these top-level
-        entries; ``False``: not known. The engine begins to read it meanwhile."""
+        entries; ``False``: not known. The engine begins to read it meanwhile, from the beginnings of the files."""
         if self.include is not None or self.exclude is not None or self.rename is not None or self.broadcast:
             return False
         target = self.target
         if target is None:
             return True
         if type(target) is dict and all(type(key) is str for key in target):
-            return [escape(key) for key, value in target.items() if value is not ...]
+            return [
+                escape(key)
+                for key, value in target.items()
+                if value is not ... and not _begins_with_part(value)
+            ]
         return False
 
     def placement(self) -> Callable[[str, ArraySpec], Any] | None:
@@ -190,6 +195,13 @@ class RestoreOptions:
             "cast": _cast(self.cast),
             "resize": _choice(self.resize, "resize", ("pad", "truncate", "both", None)),
         }
+
+
+def _begins_with_part(value: Any) -> bool:
+    """Whether the first leaf is a part of a tensor: others beside it are then, too, and of their files not all is read."""
+    while type(value) is dict and value:
+        value = next(iter(value.values()))
+    return isinstance(value, (LocalShard, Segments, FlatShard))
 
 
 def spelled_out(function: _Function) -> _Function:

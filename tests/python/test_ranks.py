@@ -89,6 +89,38 @@ with open_manager() as manager:
     assert sorted(one.name for one in root.glob("step_*"))[-1] == "step_00000005"
 
 
+def test_ranks_read_their_parts_and_nothing_ahead_of_them(tmp_path: Path, root: Path) -> None:
+    script = """
+def data_read():
+    return int(next(line for line in open("/proc/self/io") if line.startswith("rchar")).split()[1])
+
+def state(array, rank):
+    norm, w = np.ones(1024), sw.LocalShard(array, (3 * 4096, 1024), (rank * 4096, 0))
+    # Of the first leaf alone ranks could not see that others are parts.
+    return {"model": {"norm": norm, "w": w} if WORLD > 1 else {"w": w, "norm": norm}}
+
+def check(manager, rank):
+    mine = np.full((4096, 1024), rank + 1.0, np.float32)
+    for how in ("into", "like"):
+        array = np.zeros_like(mine) if how == "into" else sw.ArraySpec(mine.shape, mine.dtype)
+        before = data_read()
+        found = manager.restore(**{how: state(array, rank)})
+        read = data_read() - before
+        assert (found["model"]["w"].local == mine).all()
+        assert mine.nbytes <= read <= 1.05 * mine.nbytes, (how, read)
+
+with open_manager(settings={"engine": "threads"}) as manager:
+    if WORLD == 3:
+        manager.save(1, state(np.full((4096, 1024), RANK + 1.0, np.float32), RANK)).result()
+        check(manager, RANK)
+    else:
+        check(manager, 2)
+"""
+    run(tmp_path, script, 3, root)
+    # Nor does one that reads its part by itself.
+    run(tmp_path, script, 1, root, job="alone")
+
+
 def test_one_process_goes_on_where_several_were(tmp_path: Path, root: Path) -> None:
     run(tmp_path, MODEL + "with open_manager() as manager: manager.save(1, state(1))", 2, root)
     with sw.CheckpointManager(root) as manager:
