@@ -78,7 +78,7 @@ pub struct Part {
 pub enum Holders {
     /// This process alone.
     This,
-    /// Every process whose state has this leaf, and all have the same: what they have is compared.
+    /// Every process whose state has this box of this leaf, and all have the same: what they have is compared. For whoever knows some of them, but perhaps not all.
     Everyone,
     /// The same, but they may differ: the first one's counts.
     First,

@@ -658,6 +658,76 @@ fn leaves_that_come_and_go_are_saved_once_and_then_shared_anew() {
     }
 }
 
+/// A leaf cut into halves over pairs of ranks (0 and 2, 1 and 3), which know nothing of each other: each says only that whoever has its box has the same.
+fn boxes(rank: u32, seed: u8) -> LeafSource {
+    tensor(8, 4, seed, vec![part([4 * u64::from(rank % 2), 0], [4, 4], Holders::Everyone)])
+}
+
+fn one_leaf(leaf: LeafSource) -> StateSource {
+    let mut tree = Tree::new();
+    let root = tree.push_container(None, None, ContainerKind::Dict);
+    tree.push_leaf(Some(root), key("w"));
+    StateSource { tree, leaves: vec![leaf] }
+}
+
+#[test]
+fn a_box_that_is_simply_there_on_several_ranks_is_written_once() {
+    let job = Job::new();
+    job.run(4, 2, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        for step in 1..=3 {
+            committed(&manager.save(SaveRequest::new(step, one_leaf(boxes(rank, step as u8)))).unwrap());
+        }
+        manager.close(None).unwrap();
+    });
+    for step in 1..=3 {
+        assert_eq!(job.restored(step)[0].1, expected(8, 4, step as u8));
+    }
+}
+
+#[test]
+fn boxes_that_nobody_has_heard_of_are_taken_once() {
+    let job = Job::new();
+    job.run(4, 2, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        for step in 0..6 {
+            let mut state = one_leaf(boxes(rank, step as u8));
+            if step >= 2 {
+                // As the slots of an optimizer, which come with its first step.
+                state.tree.push_leaf(Some(0), key("slot"));
+                state.leaves.push(boxes(rank, step as u8 + 100));
+            }
+            committed(&manager.save(SaveRequest::new(step, state)).unwrap());
+        }
+        manager.close(None).unwrap();
+    });
+    for step in 2..6 {
+        assert_eq!(job.restored(step)[1].1, expected(8, 4, step as u8 + 100));
+    }
+}
+
+#[test]
+fn a_leaf_that_some_ranks_had_before_others_is_taken_once() {
+    for first in 0..3 {
+        let job = Job::new();
+        job.run(3, 3, |rank, environment| {
+            let manager = open(environment, options()).unwrap();
+            for step in 0..6 {
+                let mut state = one_leaf(tensor(8, 4, 7, vec![part([0, 0], [8, 4], Holders::Everyone)]));
+                if step >= 2 || rank == first {
+                    state.tree.push_leaf(Some(0), key("late"));
+                    state.leaves.push(tensor(8, 4, 9, vec![part([0, 0], [8, 4], Holders::Everyone)]));
+                }
+                committed(&manager.save(SaveRequest::new(step, state)).unwrap());
+            }
+            manager.close(None).unwrap();
+        });
+        for step in 0..6 {
+            assert_eq!(job.restored(step)[1].1, expected(8, 4, 9));
+        }
+    }
+}
+
 #[test]
 fn retention_and_changes_are_the_leaders_and_every_rank_sees_them() {
     let job = Job::new();
@@ -688,7 +758,14 @@ fn values_that_should_be_the_same_and_are_not_refuse_the_commit_by_leaf_and_rank
     type Leaves = fn(u32) -> LeafSource;
     let large = |seed: u8| LeafSource::whole(Dtype::Uint8, vec![300_000], Arc::new(Filled(seed)));
     let object: Leaves = |rank| LeafSource::Object(Value::Int(i64::from(rank / 2)));
-    for (number, leaf) in [(0, None), (1, Some(object))] {
+    // Ranks 0 and 2 have the one half, rank 1 the other.
+    let half: Leaves = |rank| LeafSource::Tensor {
+        dtype: Dtype::Uint8,
+        shape: vec![8, 4],
+        parts: vec![part([4 * u64::from(rank % 2), 0], [4, 4], Holders::Everyone)],
+        provider: Arc::new(Filled((rank / 2) as u8)),
+    };
+    for (number, leaf) in [(0, None), (1, Some(object)), (2, Some(half))] {
         let job = Job::new();
         job.run(3, 3, |rank, environment| {
             let manager = open(environment, options()).unwrap();
@@ -697,7 +774,7 @@ fn values_that_should_be_the_same_and_are_not_refuse_the_commit_by_leaf_and_rank
                 let root = tree.push_container(None, None, ContainerKind::Dict);
                 tree.push_leaf(Some(root), key("w"));
                 let leaf = match leaf {
-                    Some(leaf) => leaf(if differs { rank } else { 0 }),
+                    Some(leaf) => leaf(if differs { rank } else { rank % 2 }),
                     None => large(if differs { (rank / 2) as u8 } else { 0 }),
                 };
                 StateSource { tree, leaves: vec![leaf] }

@@ -18,7 +18,7 @@ from .checks import shown
 from .errors import UnsupportedLeaf
 from .specs import ArraySpec, native_name, to_dtype
 
-#: Who holds the same box: ``None`` (this process alone), ``(index, count)`` of replicas that are not named, a list of ranks, ``"everyone"`` who has the leaf.
+#: Who holds the same box: ``None`` (this process alone), ``(index, count)`` of replicas that are not named, a list of ranks, ``"everyone"`` who has that box of the leaf.
 Holders: TypeAlias = "tuple[int, int] | list[int] | str | None"
 
 

@@ -84,3 +84,30 @@ def test_what_some_processes_save_others_restore_in_any_sharding(tmp_path: Path)
     assert stored < sum(array.nbytes for array in found["params"].values()) + 6 * 5 * 4096
     run(tmp_path, RESTORE, 2, root, free_port(), 2, "1x4")
     run(tmp_path, RESTORE, 4, root, free_port(), 1, "2x2")
+
+
+SOME = (
+    PREAMBLE
+    + """
+halves = devices.reshape(2, -1)[RANK // 2]  # of this process and another
+values = np.arange(48, dtype=np.float32).reshape(16, 3)
+on = {"half": Mesh(halves, ("x",)), "local": Mesh(np.array(jax.local_devices()), ("x",))}
+state = {
+    f"{name} {spec}": jax.make_array_from_callback(values.shape, NamedSharding(some, spec), lambda index: values[index])
+    for name, some in on.items()
+    for spec in (P("x"), P())
+}
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.save(1, state).result()
+jax.distributed.shutdown()
+"""
+)
+
+
+def test_what_some_devices_have_is_saved_once_by_all_processes_that_have_it(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    run(tmp_path, SOME, 4, root, free_port(), 2, "8x1")
+    found = sw.restore(root)
+    assert len(found) == 4
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, np.arange(48, dtype=np.float32).reshape(16, 3), err_msg=name)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
+import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
 
@@ -285,3 +286,96 @@ def test_a_tensor_that_says_which_boxes_it_has_is_saved_and_filled_as_them(root:
     wrong.local_sizes = ((6, 4),)
     with pytest.raises(sw.UnsupportedLeaf, match=r"`m/w`.*differ in length"):
         sw.restore(root, like={"m": {"w": wrong}})
+
+
+SUBMESHES = """
+import torch
+import torch.distributed as dist
+import stepwell.torch as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[5]}", rank=RANK, world_size=WORLD)
+MESH = tuple(map(int, sys.argv[6].split("x")))
+mesh = init_device_mesh("cpu", MESH, mesh_dim_names=("pp", "dp", "tp"))
+
+def layer(number, seed):
+    torch.manual_seed(10 * number + seed)
+    one = torch.nn.Sequential()
+    one.add_module("norm", torch.nn.LayerNorm(7))  # in no plan: FSDP alone cuts it, unevenly
+    one.add_module("up", torch.nn.Linear(7, 20))
+    one.add_module("down", torch.nn.Linear(20, 7))
+    torch.nn.init.normal_(one.norm.weight)
+    parallelize_module(one, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return one
+
+def build(seed):
+    \"\"\"The layers of this stage, each with its optimizer. Odd ones are under DDP: their parameters are on the `tp` mesh alone.\"\"\"
+    found = {}
+    for number in range(4):
+        if number % MESH[0] == mesh.get_coordinate()[0]:
+            one = layer(number, seed)
+            if number < 2:
+                fully_shard(one, mesh=mesh["dp"])
+            found[f"layer{number}"] = one, torch.optim.AdamW(one.parameters(), lr=0.1)
+    return found, {name: st.TrainState(*parts) for name, parts in found.items()}
+
+def step(layers):
+    for model, optimizer in layers.values():
+        model(torch.ones(3, 7)).sum().backward()
+        optimizer.step()
+
+def values(layers):
+    return {
+        f"{name}/{key}": value.full_tensor() if isinstance(value, DTensor) else value
+        for name, (model, _) in layers.items()
+        for key, value in model.state_dict().items()
+    }
+"""
+
+
+def test_what_a_mesh_of_some_ranks_cuts_is_saved_once_by_all_that_have_it(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save = (
+        SUBMESHES
+        + """
+layers, states = build(1)
+alike = distribute_tensor(torch.arange(9.0), mesh["dp"], [Replicate()], src_data_rank=None)
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.save(1, {"alike": alike, **states}).result()
+    step(layers)  # the optimizer has slots now, of which nobody has told the others
+    for number in (2, 3, 4, 5):
+        manager.save(number, {"alike": alike, **states}).result()
+found = values(layers)
+if tuple(mesh.get_coordinate())[1:] == (0, 0):
+    torch.save(found, f"{ROOT}-{mesh.get_coordinate()[0]}.pt")
+dist.destroy_process_group()
+"""
+    )
+    run_forked(tmp_path, TORCH, save, 8, root, free_port(), "2x2x2")
+    expected = {}
+    for stage in (0, 1):
+        expected.update(torch.load(f"{root}-{stage}.pt"))
+    for number in (2, 5):
+        stored = sw.restore(root, step=number, to="torch")
+        assert torch.equal(stored["alike"], torch.arange(9.0))
+        for name, tensor in expected.items():
+            layer, _, key = name.partition("/")
+            assert torch.equal(stored[layer]["model"][key], tensor), (number, name)
+    restore = (
+        SUBMESHES
+        + """
+layers, states = build(2)
+step(layers)
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.restore(into=states, unexpected="ignore")
+expected = {}
+for stage in (0, 1):
+    expected.update(torch.load(f"{ROOT}-{stage}.pt"))
+for name, value in values(layers).items():
+    assert torch.equal(value, expected[name]), name
+dist.destroy_process_group()
+"""
+    )
+    run_forked(tmp_path, TORCH, restore, 4, root, free_port(), "1x2x2")

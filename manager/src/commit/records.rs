@@ -159,7 +159,7 @@ pub struct DraftItem {
     pub name: String,
     /// Its top-level entries.
     pub top_level: Vec<TopLevel>,
-    /// Leaves that this rank has written whole without knowing who else has: those of the first rank count.
+    /// Leaves of which this rank has written all that it has without knowing who else has it, in order: what the first rank has counts.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unsettled: Vec<u32>,
 }
@@ -384,6 +384,7 @@ fn number(items: &mut [Item]) {
 /// What the ranks say of leaves that should be the same.
 #[derive(Default)]
 struct Claimed {
+    /// By the part.
     first: HashMap<u64, (u32, Claim)>,
     /// By the leaf's path: two ranks that do not say the same.
     differ: HashMap<u64, (u32, u32, bool)>,
@@ -392,7 +393,7 @@ struct Claimed {
 impl Claimed {
     fn add(&mut self, rank: u32, claims: &[Claim]) {
         for &claim in claims {
-            let entry = self.first.entry(claim.path).or_insert((rank, claim));
+            let entry = self.first.entry(claim.part).or_insert((rank, claim));
             let (first, known) = *entry;
             let other_kind = known.kind != claim.kind;
             let other_value = known.value != 0 && claim.value != 0 && known.value != claim.value;
@@ -406,10 +407,10 @@ impl Claimed {
         }
     }
 
-    /// One for each leaf.
+    /// One for each part.
     fn all(&self) -> Vec<Claim> {
         let mut all: Vec<Claim> = self.first.values().map(|&(_, claim)| claim).collect();
-        all.sort_unstable_by_key(|claim| claim.path);
+        all.sort_unstable_by_key(|claim| (claim.path, claim.part));
         all
     }
 
@@ -471,8 +472,8 @@ fn rank_of(file: &FileRecord) -> Option<u32> {
     file.name.strip_suffix(".data")?.parse().ok()
 }
 
-/// Of leaves that ranks have written without knowing of each other, what others have settled stays, and of the rest what the first has written. Gives the leaves of which a copy of
-/// somebody who knew of nobody has stayed.
+/// Of leaves of which ranks have written boxes without knowing of each other, what others have settled stays, and of the rest what the first has written. Gives the leaves of
+/// which a copy of somebody who knew of nobody has stayed.
 fn take_once(parts: &mut [(u32, ItemPart)]) -> HashSet<LeafPath> {
     let mut kept: HashMap<LeafPath, Vec<Region>> = HashMap::new();
     for (_, part) in parts.iter() {
@@ -486,7 +487,7 @@ fn take_once(parts: &mut [(u32, ItemPart)]) -> HashSet<LeafPath> {
         for (_, part) in parts.iter_mut() {
             for (leaf, record) in (0_u32..).zip(&mut part.index.leaves) {
                 let (LeafRecord::Tensor(tensor), true) =
-                    (record, part.item.unsettled.contains(&leaf) != settled)
+                    (record, part.item.unsettled.binary_search(&leaf).is_err() == settled)
                 else {
                     continue;
                 };

@@ -20,6 +20,8 @@ const PIECE_BYTES: u64 = 4096;
 pub struct Claim {
     /// Hash of the leaf's path.
     pub path: u64,
+    /// Hash of which part of it that is; of all of it, the path's.
+    pub part: u64,
     /// Hash of what it is: an object, or a tensor of that dtype and shape.
     pub kind: u32,
     /// Checksum of its value, or of samples of it; 0: nobody has looked.
@@ -28,18 +30,19 @@ pub struct Claim {
 
 impl Claim {
     /// Bytes of one in a vote.
-    pub(crate) const BYTES: usize = 16;
+    pub(crate) const BYTES: usize = 24;
 
     pub(super) fn of_object(path: u64, value: &Value) -> Result<Self> {
         let bytes = object::encode(value)?;
-        Ok(Self { path, kind: 1, value: crc32c(&bytes).max(1) })
+        Ok(Self { path, part: path, kind: 1, value: crc32c(&bytes).max(1) })
     }
 
-    pub(super) fn of_tensor<'a>(
+    pub(super) fn of_tensor(
         path: u64,
+        part: u64,
         dtype: Dtype,
         shape: &[u64],
-        parts: impl Iterator<Item = &'a Region>,
+        region: &Region,
         provider: &dyn StateProvider,
     ) -> Result<Self> {
         let mut hash = Fnv::new();
@@ -48,28 +51,25 @@ impl Claim {
             hash.add(&extent.to_le_bytes());
         }
         let kind = hash.half() as u32;
-        let mut sums = Vec::new();
-        for part in parts {
-            match sampled(part, dtype.size() as u64, provider)? {
-                Some(sum) => sums.extend_from_slice(&sum.to_le_bytes()),
-                None => return Ok(Self { path, kind, value: 0 }),
-            }
-        }
-        Ok(Self { path, kind, value: crc32c(&sums).max(1) })
+        let value = sampled(region, dtype.size() as u64, provider)?.map_or(0, |sum| sum.max(1));
+        Ok(Self { path, part, kind, value })
     }
 
     pub(crate) fn encode(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.path.to_le_bytes());
+        out.extend_from_slice(&self.part.to_le_bytes());
         out.extend_from_slice(&self.kind.to_le_bytes());
         out.extend_from_slice(&self.value.to_le_bytes());
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let (path, rest) = bytes.split_first_chunk::<8>()?;
+        let (part, rest) = rest.split_first_chunk::<8>()?;
         let (kind, rest) = rest.split_first_chunk::<4>()?;
         let (value, _) = rest.split_first_chunk::<4>()?;
         Some(Self {
             path: u64::from_le_bytes(*path),
+            part: u64::from_le_bytes(*part),
             kind: u32::from_le_bytes(*kind),
             value: u32::from_le_bytes(*value),
         })

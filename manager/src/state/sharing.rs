@@ -1,7 +1,7 @@
 //! What this rank writes of its state: all of what it alone holds, and its share of what others hold too ([`stepwell_reshard::partition`]).
 //!
-//! Whoever holds a region knows who else does: the layouts say so, and of leaves that are simply there (whole, on every rank that has them) the ranks have told each
-//! other. Then the plan needs no message.
+//! Whoever holds a region knows who else does: the layouts say so, and of what is simply there (a leaf, whole, on every rank that has it; a box, where the layout knows
+//! some of its holders and perhaps not all) the ranks have told each other. Then the plan needs no message.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -46,25 +46,25 @@ impl Writing<'_> {
         format!("i-{:016x}", hash.half())
     }
 
-    /// Whether other ranks have said that they have that leaf too.
-    fn is_shared(&self, path: u64) -> bool {
-        let holders = self.census.and_then(|census| census.holders(path));
+    /// Whether other ranks have said that they have that part too.
+    fn is_shared(&self, part: u64) -> bool {
+        let holders = self.census.and_then(|census| census.holders(part));
         holders.is_some_and(|ranks| ranks.len() > 1 && ranks.contains(&self.rank))
     }
 
-    fn ranks(&self, holders: &Holders, path: u64) -> Group {
+    fn ranks(&self, holders: &Holders, part: u64) -> Group {
         match holders {
             Holders::This => Group::Alone,
             Holders::Ranks(ranks) if ranks.len() <= 1 => Group::Alone,
             Holders::Ranks(ranks) => Group::Ranks(Arc::clone(ranks)),
             Holders::Replicas { count, .. } if *count <= 1 => Group::Alone,
             Holders::Replicas { index, count } => Group::Places(*index, *count),
-            Holders::First => match self.census.and_then(|census| census.holders(path)) {
+            Holders::First => match self.census.and_then(|census| census.holders(part)) {
                 Some(ranks) if ranks.first() == Some(&self.rank) => Group::Alone,
                 Some(ranks) if ranks.contains(&self.rank) => Group::Others,
                 _ => Group::Unsettled,
             },
-            Holders::Everyone => match self.census.and_then(|census| census.holders(path)) {
+            Holders::Everyone => match self.census.and_then(|census| census.holders(part)) {
                 Some(ranks) if !ranks.contains(&self.rank) => Group::Unsettled,
                 Some(ranks) if ranks.len() > 1 => Group::Ranks(ranks),
                 Some(_) => Group::Alone,
@@ -74,10 +74,10 @@ impl Writing<'_> {
     }
 }
 
-/// Which ranks have the leaves that are simply there.
+/// Which ranks have what is simply there: leaves, and boxes of leaves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Census {
-    /// Path hashes, in order, each with the number of its set of ranks.
+    /// Hashes ([`part_hash`]), in order, each with the number of its set of ranks.
     leaves: Vec<(u64, u32)>,
     sets: Vec<Arc<[u32]>>,
 }
@@ -107,9 +107,9 @@ impl Census {
         Self { leaves, sets }
     }
 
-    /// Who has a leaf; `None` where nobody has said so.
-    fn holders(&self, path: u64) -> Option<Arc<[u32]>> {
-        let at = self.leaves.binary_search_by_key(&path, |&(leaf, _)| leaf).ok()?;
+    /// Who has a part; `None` where nobody has said so.
+    fn holders(&self, part: u64) -> Option<Arc<[u32]>> {
+        let at = self.leaves.binary_search_by_key(&part, |&(leaf, _)| leaf).ok()?;
         let (_, set) = self.leaves.get(at)?;
         self.sets.get(*set as usize).cloned()
     }
@@ -123,21 +123,35 @@ impl Census {
     }
 }
 
-/// Hashes of the paths of those leaves of a state that are simply there, in order.
+/// Hashes of what is simply there in a state, in order: of leaves, and of boxes of leaves.
 pub(crate) fn plain_leaves(state: &StateSource) -> Vec<u64> {
-    let paths = path_hashes(state);
-    let is_plain = |source: &LeafSource| match source {
-        LeafSource::Tensor { shape, parts, .. } => {
-            let is_plain = |part: &Part| matches!(part.holders, Holders::Everyone | Holders::First);
-            shape.contains(&0) || parts.iter().any(is_plain)
+    let mut plain = Vec::new();
+    for (source, path) in state.leaves.iter().zip(path_hashes(state)) {
+        match source {
+            LeafSource::Tensor { shape, .. } if shape.contains(&0) => plain.push(path),
+            LeafSource::Tensor { shape, parts, .. } => {
+                let is_plain = |part: &&Part| matches!(part.holders, Holders::Everyone | Holders::First);
+                let parts = parts.iter().filter(is_plain);
+                plain.extend(parts.map(|part| part_hash(path, shape, &part.region)));
+            }
+            LeafSource::Object(_) | LeafSource::Drifting(_) => plain.push(path),
+            LeafSource::Alias(_) => {}
         }
-        LeafSource::Object(_) | LeafSource::Drifting(_) => true,
-        LeafSource::Alias(_) => false,
-    };
-    let mut plain: Vec<u64> =
-        state.leaves.iter().zip(paths).filter(|(source, _)| is_plain(source)).map(|(_, path)| path).collect();
+    }
     plain.sort_unstable();
     plain
+}
+
+/// A hash of a leaf's path and of a box of it; of all of it, the path's own.
+fn part_hash(path: u64, shape: &[u64], region: &Region) -> u64 {
+    if *region.extent == *shape {
+        return path;
+    }
+    let mut hash = Fnv::new();
+    for number in [path].iter().chain(&region.offset).chain(&region.extent) {
+        hash.add(&number.to_le_bytes());
+    }
+    hash.half()
 }
 
 /// Of each leaf: a hash of its path.
@@ -216,16 +230,13 @@ impl Shares {
                     // Nobody holds a part of it, and somebody must say that it is there.
                     let nothing = [Part { region: Region::whole(shape), holders: Holders::Everyone }];
                     let parts = if shape.contains(&0) { nothing.as_slice() } else { parts };
-                    if writing.is_shared(path) {
-                        let same = parts.iter().filter(|part| part.holders == Holders::Everyone);
-                        let mut same = same.map(|part| &part.region).peekable();
-                        if same.peek().is_some() {
-                            claims.push(Claim::of_tensor(path, *dtype, shape, same, &**provider)?);
-                        }
-                    }
                     for Part { region, holders } in parts {
+                        let part = part_hash(path, shape, region);
+                        if *holders == Holders::Everyone && writing.is_shared(part) {
+                            claims.push(Claim::of_tensor(path, part, *dtype, shape, region, &**provider)?);
+                        }
                         let held = Held { extent: region.extent.clone(), itemsize: dtype.size() as u64 };
-                        match writing.ranks(holders, path) {
+                        match writing.ranks(holders, part) {
                             Group::Alone => own.get_or_insert_default().push(region.clone()),
                             Group::Others => {}
                             Group::Unsettled => {

@@ -139,7 +139,7 @@ def _array(array: Any) -> Any:
     shards = (
         _one_of_each(array) if several else [one for one in array.addressable_shards if one.replica_id == 0]
     )
-    holders = _holders(array.sharding, array.shape) if several else {}
+    holders = _holders(array.sharding, array.shape, jax.process_count())
     name = array.dtype.name
     # What cannot be held is copied: what lies on a device, and packed elements (int4), which have no memory that could be shared.
     held = bool(shards) and _can_be_held(shards[0].data)
@@ -147,8 +147,7 @@ def _array(array: Any) -> Any:
         parts: list[Any] = []
         for shard in shards:
             box = _box(shard.index, array.shape)
-            part = (box[0], shard.data if held else np.asarray(shard.data), True)
-            parts.append((*part, holders[box]) if several else part)
+            parts.append((box[0], shard.data if held else np.asarray(shard.data), True, holders[box]))
         return ("sharded", name, list(array.shape), parts, "jax")
     return ("copied", np.asarray(array), None, "jax")
 
@@ -164,12 +163,14 @@ def _one_of_each(array: Any) -> list[Any]:
 
 
 @lru_cache(maxsize=4096)
-def _holders(sharding: Any, shape: tuple[int, ...]) -> dict[Box, list[int]]:
-    """Which processes have each box of an array over several."""
+def _holders(sharding: Any, shape: tuple[int, ...], count: int) -> dict[Box, list[int] | str]:
+    """Which of so many processes have each box of an array. A sharding that is not over all of them does not know of those that have the same on devices of their own: they find out by
+    themselves."""
     found: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         found.setdefault(_box(index, shape), set()).add(device.process_index)
-    return {box: sorted(processes) for box, processes in found.items()}
+    over_all = len(set().union(*found.values())) == count
+    return {box: sorted(processes) if over_all else "everyone" for box, processes in found.items()}
 
 
 def _can_be_held(array: Any) -> bool:

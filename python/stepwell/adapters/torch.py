@@ -136,7 +136,7 @@ def _parts(tensor: Any) -> layouts.Parts | None:
         with torch.no_grad():
             local = tensor.to_local()
         local = local.wait() if hasattr(local, "wait") else local
-        pieces = _pieces(mesh, placements, shape)
+        pieces = _pieces(mesh, placements, shape, _is_over_all(mesh))
         there = layouts.extent_of(pieces)
         if pieces and there != tuple(local.shape):
             raise UnsupportedLeaf(
@@ -216,9 +216,18 @@ def part_like(tensor: Any, value: torch.Tensor) -> Any:
     return parts.rebuild(local)
 
 
+def _is_over_all(mesh: Any) -> bool:
+    """Whether a mesh is of all ranks of the job."""
+    distributed = torch.distributed
+    return bool(not distributed.is_initialized() or mesh.size() == distributed.get_world_size())
+
+
 @lru_cache(maxsize=4096)
-def _pieces(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> list[layouts.Piece]:
-    """The boxes that the placements give to this process, and which ranks have the same."""
+def _pieces(
+    mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], over_all: bool
+) -> list[layouts.Piece]:
+    """The boxes that the placements give to this process, and which ranks have the same. A mesh that is not ``over_all`` ranks does not know of those that have the same on another
+    such mesh (a norm under FSDP that tensor parallelism leaves alone, a TP weight under DDP): the ranks find out by themselves."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
@@ -233,7 +242,8 @@ def _pieces(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> l
         same.append(at)
     ranks = sorted(mesh.mesh[tuple(same)].flatten().tolist())
     runs = [layouts.runs_of_chunks(n, cut) for n, cut in zip(shape, cuts, strict=True)]
-    return layouts.pieces_of_runs(runs, ranks if len(ranks) > 1 else None)
+    alike = ranks if len(ranks) > 1 else None
+    return layouts.pieces_of_runs(runs, alike if over_all else "everyone")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
