@@ -158,7 +158,7 @@ bench-ranks: ## what planning and committing cost jobs of up to 16384 ranks, wit
 	cargo test --release --quiet -p stepwell-manager --lib -- --ignored --nocapture what_planning_and_committing_cost
 
 .PHONY: bench-reshard
-bench-reshard: build bench-tools ## saved by some ranks and restored by others, beside DCP, Orbax, safetensors and the raw disk (about 15 minutes)
+bench-reshard: build bench-tools ## saved by some ranks and restored by others, beside DCP, Orbax, safetensors and the raw disk (about 20 minutes)
 	$(BIN)/python tests/bench/reshard.py $(ARGS)
 
 .PHONY: bench-lazy
