@@ -1,7 +1,7 @@
 """Measure what other ranks than those that saved pay for it: bytes, time, memory; and what several processes pay to save to one disk.
 
     make bench-reshard                          # everything, about 20 minutes
-    make bench-reshard ARGS="--quick"           # a quarter of the state, one round
+    make bench-reshard ARGS="--quick"           # a quarter of the state, one round of some cases: a minute or two
 
 One layer of a Llama is saved by ranks and restored by others, cut otherwise (``CASES``): by stepwell, DCP, Orbax and slices of safetensors files, and as many bytes are read from the bare disk.
 Every contestant restores everything in every round, in shuffled order, from the disk and then from the page cache; ratios are taken within a round. Every restore of the first round is
