@@ -157,6 +157,10 @@ bench-scale: build bench-tools ## what must stay small: many leaves, many steps,
 bench-ranks: ## what planning and committing cost jobs of up to 16384 ranks, without their data (a minute)
 	cargo test --release --quiet -p stepwell-manager --lib -- --ignored --nocapture what_planning_and_committing_cost
 
+.PHONY: bench-reshard
+bench-reshard: build bench-tools ## saved by some ranks and restored by others, beside DCP, Orbax, safetensors and the raw disk (about 20 minutes)
+	$(BIN)/python tests/bench/reshard.py $(ARGS)
+
 .PHONY: bench-lazy
 bench-lazy: build ## what lazy capture costs the host, over a fake CUDA driver (half a minute)
 	$(BIN)/python tests/fake_cuda/bench.py
