@@ -333,6 +333,51 @@ fn a_failure_that_one_rank_has_not_seen_is_raised_by_the_same_call_on_all() {
     assert_eq!(later, others, "{raised:?}");
 }
 
+fn whole(step: u64) -> StateSource {
+    one_leaf(tensor(4, 4, step as u8, vec![part([0, 0], [4, 4], Holders::Everyone)]))
+}
+
+#[test]
+fn who_waits_for_a_save_is_told_which_rank_was_silent() {
+    let job = Job::new();
+    let given_up = &Barrier::new(4);
+    job.run(4, 2, |rank, environment| {
+        let manager =
+            open(environment, Options { stall_timeout: Duration::from_secs(1), ..options() }).unwrap();
+        committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
+        // Without a deadline of its own it has the patience of the save.
+        let save = (rank != 0).then(|| manager.save(SaveRequest::new(2, whole(2))).unwrap());
+        let ended = save.map(|save| save.wait(None));
+        given_up.wait();
+        if let Some(ended) = ended {
+            let error = ended.unwrap().unwrap().error().cloned().unwrap();
+            assert_eq!(error.kind(), "coordination_timeout", "{error}");
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_was_missed_is_not_waited_for_again_at_the_close() {
+    let job = Job::new();
+    job.run(2, 1, |rank, environment| {
+        let manager =
+            open(environment, Options { stall_timeout: Duration::from_secs(1), ..options() }).unwrap();
+        committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
+        if rank == 1 {
+            // As one that is killed: it does not say that it goes.
+            std::mem::forget(manager);
+            return;
+        }
+        let error = failure(&manager.save(SaveRequest::new(2, whole(2))).unwrap());
+        assert!(matches!(&*error, Error::CoordinationTimeout { missing, .. } if missing == &[1]), "{error}");
+        let error = manager.close(Some(LONG)).unwrap_err();
+        let Error::CoordinationTimeout { missing, seconds, .. } = error else { panic!("{error}") };
+        assert_eq!(missing, [1]);
+        assert!(seconds < LONG.as_secs_f64(), "{seconds}");
+        manager.close(Some(LONG)).unwrap();
+    });
+}
+
 #[test]
 fn layouts_that_do_not_fit_together_are_refused_with_leaf_ranks_and_regions() {
     type Leaf = fn(u32) -> LeafSource;

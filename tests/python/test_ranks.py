@@ -113,6 +113,15 @@ try:
     print("saved")
 except sw.CoordinationTimeout as error:
     print("missing", error.missing)
+manager.save(3, state(3))
+try:
+    manager.wait_until_finished()
+except sw.StepwellError as error:
+    print("later", type(error).__name__, getattr(error, "missing", None))
+try:
+    manager.close()
+except sw.StepwellError as error:
+    print("closed", type(error).__name__, getattr(error, "missing", None))
 os._exit(0)
 """
     )
@@ -120,7 +129,10 @@ os._exit(0)
     assert found[2][0] == -signal.SIGKILL
     for rank in (0, 1, 3):
         code, out, err = found[rank]
-        assert (code, out) == (0, "missing [2]\n"), f"{rank}: {out} {err}"
+        told = ["missing [2]", "later CoordinationTimeout [2]"]
+        if rank == 0:
+            told.append("closed CoordinationTimeout [2]")
+        assert (code, out.splitlines()) == (0, told), f"{rank}: {out} {err}"
     check_whole(root, 1)
     run(
         tmp_path,
