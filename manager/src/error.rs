@@ -104,6 +104,16 @@ pub enum Error {
         /// For how long, in seconds.
         seconds: f64,
     },
+    /// The other ranks have given up on this one, which decides: they had waited for it.
+    #[error(
+        "the other ranks have given up on step {step}: they had no sign of life of this one, which decides, for {seconds:.1} s; the step was not committed"
+    )]
+    GivenUpOn {
+        /// The step.
+        step: u64,
+        /// For how long they wait, in seconds.
+        seconds: f64,
+    },
     /// The ranks' layouts of a tensor do not fit together; nothing is visible of the save.
     #[error("leaf `{leaf}`: {what}; the step was not committed on any rank")]
     Layout {
@@ -319,7 +329,7 @@ impl Error {
             },
             Self::DurabilityUncertain { .. } => "durability_uncertain",
             Self::RankFailed { .. } => "rank_failed",
-            Self::CoordinationTimeout { .. } => "coordination_timeout",
+            Self::CoordinationTimeout { .. } | Self::GivenUpOn { .. } => "coordination_timeout",
             Self::Layout { .. } => "mismatch",
             Self::Unreachable(_) => "unreachable",
             Self::Relayed(relayed) => relayed.kind(),
@@ -381,6 +391,8 @@ pub struct Relayed {
     pub step: Option<u64>,
     /// The rank that has failed, where it says that one has.
     pub rank: Option<u32>,
+    /// The ranks that were missing, where it says that some were.
+    pub missing: Option<Vec<u32>>,
 }
 
 /// The kinds that a leader's answer may have.
@@ -413,6 +425,7 @@ impl Relayed {
             Error::StepExists { step, .. }
             | Error::StepOrder { step, .. }
             | Error::SaveFailed { step, .. }
+            | Error::GivenUpOn { step, .. }
             | Error::DurabilityUncertain { step, .. } => Some(*step),
             Error::Relayed(relayed) => relayed.step,
             _ => None,
@@ -422,7 +435,19 @@ impl Relayed {
             Error::Relayed(relayed) => relayed.rank,
             _ => None,
         };
-        Self { kind: error.kind().to_owned(), text: error.to_string(), errno: error.errno(), step, rank }
+        let missing = match error {
+            Error::CoordinationTimeout { missing, .. } => Some(missing.clone()),
+            Error::Relayed(relayed) => relayed.missing.clone(),
+            _ => None,
+        };
+        Self {
+            kind: error.kind().to_owned(),
+            text: error.to_string(),
+            errno: error.errno(),
+            step,
+            rank,
+            missing,
+        }
     }
 
     /// See [`Error::kind`].

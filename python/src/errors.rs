@@ -39,13 +39,23 @@ pub fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
     if let Some(core) = error.core() {
         core_attributes(core, &attributes)?;
     }
-    match error {
+    // One that is told late has what it had.
+    let told = match error {
+        ManagerError::Earlier { source, .. } => source,
+        error => error,
+    };
+    match told {
         ManagerError::RankFailed { rank, .. } => attributes.set_item("rank", rank)?,
-        ManagerError::Relayed(relayed) => attributes.set_item("rank", relayed.rank)?,
+        ManagerError::Relayed(relayed) => {
+            attributes.set_item("rank", relayed.rank)?;
+            attributes.set_item("missing", relayed.missing.clone())?;
+        }
         ManagerError::DonatedBuffer { leaf } => attributes.set_item("leaf", leaf)?,
         ManagerError::CoordinationTimeout { missing, .. } => {
             attributes.set_item("missing", missing.clone())?;
         }
+        // This rank was: it has missed nobody.
+        ManagerError::GivenUpOn { .. } => attributes.set_item("missing", Vec::<u32>::new())?,
         ManagerError::StepExists { step, .. }
         | ManagerError::StepOrder { step, .. }
         | ManagerError::SaveFailed { step, .. }

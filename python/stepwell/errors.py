@@ -106,7 +106,8 @@ class RankFailed(StepwellError):
 
 
 class CoordinationTimeout(StepwellError, TimeoutError):
-    """Ranks were missing at the deadline; ``missing`` lists them. The step was not committed on any rank, and the next save starts afresh."""
+    """Ranks were missing at the deadline; ``missing`` lists them (none, where this is the one that the others have missed). The step was not committed on any rank, and the
+    next save starts afresh."""
 
     kind = "coordination_timeout"
     missing: list[int] | None = None

@@ -200,14 +200,14 @@ class CheckpointManager:
         metadata = metadata_json(custom_metadata)
         with self._lock:
             answers = self._answers(step)
-            refusal, pending, replaces = core.decide(step, force, exists, answers)
-            if refusal is not None:
-                self._tell_read_only()
-                return Save(step, None, refusal)
-            if pending is not None:
-                # Its result is that of the step: whoever waits for this one has it when the step is durable.
-                return Save(step, pending)
             try:
+                refusal, pending, replaces = core.decide(step, force, exists, answers)
+                if refusal is not None:
+                    self._tell_read_only()
+                    return Save(step, None, refusal)
+                if pending is not None:
+                    # Its result is that of the step: whoever waits for this one has it when the step is durable.
+                    return Save(step, pending)
                 if is_callable_state(state):
                     state = state()
                     # It may have taken long, and saved something itself.
@@ -216,25 +216,25 @@ class CheckpointManager:
                         if refusal is not None or pending is not None:
                             return Save(step, pending, refusal)
                 flat = self._flat(state)
+                updating = bool(self._stepping) or threading.get_ident() in self._guarded
+                if updating and snapshot == "lazy":
+                    snapshot = "auto"
+                streams, attached = self._on_devices(flat, updating)
+                handle = core.save(
+                    step,
+                    flat,
+                    numbers,
+                    metadata,
+                    replaces,
+                    snapshot,
+                    streams,
+                    attached,
+                    lifecycle.notifier.events,
+                )
             except BaseException as failure:
-                # The other ranks have begun this save.
+                # The other ranks may have begun this save, and wait for this one.
                 core.abstain(step, f"{type(failure).__name__}: {failure}")
                 raise
-            updating = bool(self._stepping) or threading.get_ident() in self._guarded
-            if updating and snapshot == "lazy":
-                snapshot = "auto"
-            streams, attached = self._on_devices(flat, updating)
-            handle = core.save(
-                step,
-                flat,
-                numbers,
-                metadata,
-                replaces,
-                snapshot,
-                streams,
-                attached,
-                lifecycle.notifier.events,
-            )
             save = Save(step, handle)
             self._saves = [one for one in self._saves if not one.done()]
             self._saves.append(save)

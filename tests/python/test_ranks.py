@@ -145,6 +145,15 @@ try:
     print("saved")
 except sw.CoordinationTimeout as error:
     print("missing", error.missing)
+manager.save(3, state(3))
+try:
+    manager.wait_until_finished()
+except sw.StepwellError as error:
+    print("later", type(error).__name__, getattr(error, "missing", None))
+try:
+    manager.close()
+except sw.StepwellError as error:
+    print("closed", type(error).__name__, getattr(error, "missing", None))
 os._exit(0)
 """
     )
@@ -152,7 +161,10 @@ os._exit(0)
     assert found[2][0] == -signal.SIGKILL
     for rank in (0, 1, 3):
         code, out, err = found[rank]
-        assert (code, out) == (0, "missing [2]\n"), f"{rank}: {out} {err}"
+        told = ["missing [2]", "later CoordinationTimeout [2]"]
+        if rank == 0:
+            told.append("closed CoordinationTimeout [2]")
+        assert (code, out.splitlines()) == (0, told), f"{rank}: {out} {err}"
     check_whole(root, 1)
     run(
         tmp_path,
@@ -248,6 +260,48 @@ with open_manager() as manager:
     out = run(tmp_path, script, 3, root)
     assert out == ["theirs 1 True\n", "mine step\n", "theirs 1 True\n"]
     check_whole(root, 3)
+
+
+def test_a_rank_that_is_interrupted_in_a_save_ends_it_for_all_at_once(tmp_path: Path, root: Path) -> None:
+    script = (
+        MODEL
+        + """
+import pathlib, threading
+def told(step):
+    try:
+        manager.save(step, state(step)).result()
+    except KeyboardInterrupt:
+        print("interrupted")
+    except sw.RankFailed as error:
+        print("failed", error.rank, "KeyboardInterrupt" in str(error))
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+with open_manager() as manager:
+    interrupted = pathlib.Path(sys.argv[5])
+    if RANK == 1:
+        # In the first save it waits for the others.
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        told(1)
+        interrupted.touch()
+    else:
+        while not interrupted.exists():
+            time.sleep(0.01)
+        told(1)
+    manager.save(2, state(2)).result()
+    between = sw.CheckpointManager._on_devices
+    if RANK == 1:
+        sw.CheckpointManager._on_devices = interrupt
+    told(3)
+    sw.CheckpointManager._on_devices = between
+    manager.save(4, state(4)).result()
+"""
+    )
+    out = run(tmp_path, script, 2, root, tmp_path / "interrupted")
+    assert out == ["failed 1 True\n" * 2, "interrupted\n" * 2]
+    assert sorted(one.name for one in root.glob("step_*")) == ["step_00000002", "step_00000004"]
+    check_whole(root, 4)
 
 
 def test_shards_that_leave_a_hole_are_refused_with_the_tensor_the_ranks_and_the_region(

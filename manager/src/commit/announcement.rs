@@ -68,6 +68,11 @@ impl Announcement {
                     seconds: *seconds,
                 }
             }
+            Verdict::NotCommitted(Error::GivenUpOn { step, seconds }) => Self::RanksMissing {
+                missing: vec![LEADER],
+                waited_for: format!("to decide on step {step}"),
+                seconds: *seconds,
+            },
             Verdict::NotCommitted(Error::Layout { leaf, what }) => {
                 Self::Layout { leaf: leaf.clone(), what: what.clone() }
             }

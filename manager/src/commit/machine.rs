@@ -378,11 +378,8 @@ impl Machine {
 
     fn failed(&self, source: stepwell_core::Error) -> Error {
         if self.is_leader() && self.plan.world_size > 1 && source.is_not_found() {
-            return Error::CoordinationTimeout {
-                missing: vec![self.plan.rank],
-                waited_for: format!("by other ranks, which have given up on step {}", self.plan.step),
-                seconds: self.plan.stall_timeout.as_secs_f64(),
-            };
+            let (step, seconds) = (self.plan.step, self.plan.stall_timeout.as_secs_f64());
+            return Error::GivenUpOn { step, seconds };
         }
         Error::SaveFailed { step: self.plan.step, source }
     }

@@ -11,7 +11,7 @@
 //!
 //! All ranks make the same calls in the same order; one that makes another is told so. The leader takes off what everybody has read.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -84,6 +84,8 @@ pub struct Team {
     verdicts_from: Mutex<u64>,
     /// The save before which the ranks have told each other their leaves, and the first one since of which a rank has said that its own are others.
     told: Mutex<(u64, Option<u64>)>,
+    /// The leader's last save, and the ranks that it has waited for in vain, each with its last sign of life.
+    missed: Mutex<(u64, BTreeMap<u32, u64>)>,
 }
 
 impl Team {
@@ -99,6 +101,7 @@ impl Team {
             kept_from: Mutex::new(0),
             verdicts_from: Mutex::new(0),
             told: Mutex::new((0, None)),
+            missed: Mutex::default(),
         }
     }
 
@@ -156,6 +159,7 @@ impl Team {
             kept_from: Mutex::new(0),
             verdicts_from: Mutex::new(0),
             told: Mutex::new((0, None)),
+            missed: Mutex::default(),
         };
         Ok((team, answer))
     }
@@ -381,12 +385,29 @@ impl Team {
         Ok(beat.and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes))
     }
 
+    /// The leader's save has waited for these ranks in vain.
+    pub fn has_missed(&self, save: u64, ranks: &[u32]) {
+        let beats = ranks.iter().map(|&rank| (rank, self.beat_of(rank).unwrap_or_default())).collect();
+        *self.missed.lock().unwrap_or_else(PoisonError::into_inner) = (save, beats);
+    }
+
+    /// Whether the last save has missed a rank, and that has given no sign of life since, nor a vote that came too late.
+    fn is_gone(&self, rank: u32) -> Result<bool> {
+        let (save, beat) = {
+            let missed = self.missed.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(&beat) = missed.1.get(&rank) else { return Ok(false) };
+            (missed.0, beat)
+        };
+        let vote = self.coordinator.get(&self.key(&format!("vote/{save}/{rank}")), Duration::ZERO)?;
+        Ok(vote.is_none() && self.beat_of(rank)? == beat)
+    }
+
     /// How often to beat, so that nobody takes this rank for a silent one.
     pub fn beat_interval(&self) -> Duration {
         (self.patience / 8).clamp(Duration::from_millis(10), Duration::from_secs(5))
     }
 
-    /// This rank needs nobody any more. The leader waits until nobody needs it, and takes everything off; `saves`: how many there were.
+    /// This rank needs nobody any more. The leader waits until nobody needs it, and takes everything off; `saves`: how many there were. Whoever is gone is not waited for.
     pub fn leave(&self, saves: u64, timeout: Duration) -> Result<()> {
         if self.is_alone() {
             return Ok(());
@@ -394,8 +415,9 @@ impl Team {
         if !self.leads() {
             return self.coordinator.put(&self.key(&format!("bye/{}", self.rank())), b"");
         }
-        let board = Board { coordinator: &self.coordinator, patience: timeout };
         for rank in 1..self.world_size() {
+            let patience = if self.is_gone(rank)? { Duration::ZERO } else { timeout };
+            let board = Board { coordinator: &self.coordinator, patience };
             board.wait(&self.key(&format!("bye/{rank}")), rank, "to close")?;
         }
         self.forget_calls(self.calls.load(Ordering::Relaxed))?;

@@ -55,6 +55,7 @@ use persister::Turns;
 pub use queries::{ItemReport, StepReport};
 use retaining::Inspection;
 pub use saving::{Decision, Ready};
+use together::Owed;
 use trail::Trail;
 
 /// What is saved, and how.
@@ -128,6 +129,8 @@ struct Inner {
     deleter: Arc<Deleter>,
     birth: Birth,
     state: Mutex<State>,
+    /// Held while the ranks tell each other which leaves they have: a call that was interrupted may still be at it when the next one begins.
+    telling: Mutex<()>,
     changed: Condvar,
 }
 
@@ -170,6 +173,8 @@ struct State {
     chosen: Option<u64>,
     /// Who has which leaves, as the ranks have told each other.
     census: Option<Arc<Census>>,
+    /// Steps of which a call of `save` that all ranks make has begun, and that have no number here yet.
+    owed: BTreeMap<u64, Owed>,
     /// Steps that stand under their name and may not be durable.
     uncertain: BTreeSet<u64>,
     /// What was saved and restored, in order.

@@ -73,6 +73,7 @@ impl Manager {
                 deleter,
                 birth: Birth::now(),
                 state: Mutex::new(state),
+                telling: Mutex::default(),
                 changed: Condvar::new(),
             }),
         };
@@ -93,10 +94,11 @@ impl Manager {
         self.inner.raise_unseen(None)
     }
 
-    /// [`Manager::check_for_errors`] by a save that is not begun where this raises: the error says so.
+    /// [`Manager::check_for_errors`] by a save that is not begun where this raises: the error says so. Several ranks raise it by the same call, and so where they have agreed on
+    /// it: [`Manager::decide`].
     pub fn check_before_saving(&self, step: u64) -> Result<()> {
         self.inner.birth.check("manager")?;
-        self.inner.raise_unseen(Some(step))
+        if self.inner.team.is_alone() { self.inner.raise_unseen(Some(step)) } else { Ok(()) }
     }
 
     /// Takes back a failure that was raised here and could not be told: it is raised again. What is no earlier failure is ignored.

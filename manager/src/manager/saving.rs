@@ -98,8 +98,8 @@ impl Manager {
         let begun = Instant::now();
         let inner = &self.inner;
         inner.check_usable()?;
-        let (census, stale) = inner.census(&request.state)?.unzip();
         let step = request.step;
+        let (census, stale) = inner.census(step, &request.state)?.unzip();
         let existing = if replaces { Existing::Replace } else { Existing::Refuse };
         let cancel = request.cancel;
         let order = Order {
@@ -374,7 +374,6 @@ impl Inner {
             state.may_be_replaced(step)?;
         }
         let counter = state.counter;
-        state.counter += 1;
         let place = Place {
             label: directory_layout::label(step),
             target: self.names.format(step),
@@ -392,6 +391,8 @@ impl Inner {
             self.capture_later(&mut state, capturing.into_rest(), false)?;
             Enqueued::Later(job.save.clone())
         };
+        state.counter += 1;
+        state.owed.remove(&step);
         if existing == Existing::Replace {
             // From here on a hold waits.
             state.replacing.push(step);

@@ -2,12 +2,12 @@
 //!
 //! * Nobody asks the leader whether a step is saved where every rank can know: the policy needs nothing but the step, and the step is above all that were ever
 //!   begun. Else (clocks, signals, callables, a step that may be there) the leader's answer binds all.
-//! * Every save has the same number on all ranks. So a rank whose call of `save` raises takes part all the same: it votes that it could not ([`Inner::abstain`]).
+//! * Every save has the same number on all ranks. So a rank whose call of `save` raises takes part all the same: it says that it does not ([`Inner::abstain`]).
 //! * The failure of a save is raised by the same call on all ranks: by the first `save` before which that save has ended on each of them.
 //! * Before the first save, and after one of which a rank has said that its leaves are others, the ranks tell each other which leaves they have ([`Census`]).
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
@@ -32,6 +32,9 @@ enum Said {
     Exists,
     Pending,
 }
+
+/// A rank, and what it has ([`plain_leaves`]).
+type Told = (u32, Vec<u64>);
 
 /// What can be known on every rank alike.
 struct Alike<'a> {
@@ -66,6 +69,19 @@ impl Facts for Alike<'_> {
     }
 }
 
+/// What this rank owes the others in a save that all begin: to take part, or to say that it does not.
+pub(super) enum Owed {
+    /// Its part, once it is decided that the step is saved.
+    Asked,
+    /// Its part.
+    Part {
+        /// Whether the ranks have told each other which leaves they have, if they are to.
+        told: bool,
+    },
+    /// To say that it does not, if the step is saved: why.
+    Left(String),
+}
+
 impl Inner {
     /// [`Inner::decide`], where there are others: the same on all ranks.
     pub(super) fn decide_together(
@@ -78,6 +94,32 @@ impl Inner {
         if self.team.is_alone() || self.options.read_only || step > MAX_STEP {
             return self.decide(step, force, exists, custom);
         }
+        self.lock().owed.insert(step, Owed::Asked);
+        let decision = self.decide_with_others(step, force, exists, custom);
+        let left = {
+            let mut state = self.lock();
+            match (state.owed.remove(&step), &decision) {
+                (Some(Owed::Left(cause)), Ok(Decision::Save | Decision::Replace)) => Some(cause),
+                (_, Ok(Decision::Save | Decision::Replace)) => {
+                    state.owed.insert(step, Owed::Part { told: false });
+                    None
+                }
+                _ => None,
+            }
+        };
+        if let Some(cause) = left {
+            self.take_no_part(step, false, &cause);
+        }
+        decision
+    }
+
+    fn decide_with_others(
+        &self,
+        step: u64,
+        force: bool,
+        exists: Exists,
+        custom: &BTreeMap<String, bool>,
+    ) -> Result<Decision> {
         self.settle_failures(step)?;
         if force || self.options.save_policy.is_deterministic() {
             if !force && !self.says_yes_alike(step, custom)? {
@@ -198,10 +240,36 @@ impl Inner {
         }
     }
 
-    /// A call of `save` that all ranks make has raised on this one before anything was begun: the save has its number all the same, and fails on all of them.
+    /// A call of `save` that all ranks make has raised on this one: where it has not begun anything, the save has its number all the same, and fails on all of them.
     pub(super) fn abstain(&self, step: u64, cause: &str) {
-        if self.team.is_alone() || self.options.read_only {
-            return;
+        let mut state = self.lock();
+        let told = match state.owed.get_mut(&step) {
+            Some(Owed::Part { told }) => *told,
+            Some(owed) => {
+                *owed = Owed::Left(cause.to_owned());
+                return;
+            }
+            None => return,
+        };
+        state.owed.remove(&step);
+        drop(state);
+        self.take_no_part(step, told, cause);
+    }
+
+    fn take_no_part(&self, step: u64, told: bool, cause: &str) {
+        if !told {
+            // They may wait for what this rank has.
+            let _telling = self.telling.lock().unwrap_or_else(PoisonError::into_inner);
+            if self.known_census().is_none() {
+                let cause = cause.to_owned();
+                let failed = if self.team.leads() {
+                    Error::RankFailed { rank: self.team.rank(), cause }
+                } else {
+                    Error::Invalid(cause)
+                };
+                // It gives that failure back.
+                drop(self.team.settle("save", Err::<Told, _>(failed), Ok));
+            }
         }
         let counter = {
             let mut state = self.lock();
@@ -210,6 +278,9 @@ impl Inner {
             state.highest = state.highest.max(Some(step));
             state.over.insert(counter);
             state.unsettled.insert(counter);
+            // By the call that raises the failure on ranks that have not seen it, this one raises too.
+            let error = Error::RankFailed { rank: self.team.rank(), cause: cause.to_owned() };
+            state.last_failure = Some(Save::broken_off(step, error));
             counter
         };
         let told = if self.team.leads() {
@@ -233,30 +304,39 @@ impl Inner {
     }
 
     /// Who has the leaves that are simply there: as the ranks have told each other, now if nobody has yet or that is no longer so. And whether this rank's are others.
-    pub(super) fn census(&self, state: &StateSource) -> Result<Option<(Arc<Census>, bool)>> {
+    pub(super) fn census(&self, step: u64, state: &StateSource) -> Result<Option<(Arc<Census>, bool)>> {
         if self.team.is_alone() {
             return Ok(None);
         }
         let leaves = plain_leaves(state);
         let rank = self.team.rank();
-        let known = {
-            let state = self.lock();
-            // All saves that may have said so have ended on all ranks: see `settle_failures`.
-            let lag = self.options.max_pending as u64 + 2;
-            let outdated = self.team.outdated_by().is_some_and(|save| state.counter >= save + lag);
-            state.census.clone().filter(|_| !outdated)
-        };
-        if let Some(census) = known {
+        let _telling = self.telling.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Owed::Part { told }) = self.lock().owed.get_mut(&step) {
+            *told = true;
+        } else {
+            let source = stepwell_core::Error::Cancelled("its caller has left it".to_owned());
+            return Err(Error::SaveFailed { step, source });
+        }
+        if let Some(census) = self.known_census() {
             let stale = !census.has(rank, &leaves);
             return Ok(Some((census, stale)));
         }
-        let all: Vec<(u32, Vec<u64>)> = self.team.settle("save", Ok((rank, leaves)), Ok)?;
+        let all: Vec<Told> = self.team.settle("save", Ok((rank, leaves)), Ok)?;
         let census = Arc::new(Census::new(&all));
         let mut state = self.lock();
         state.census = Some(Arc::clone(&census));
         self.team.have_told(state.counter);
         drop(state);
         Ok(Some((census, false)))
+    }
+
+    /// What the ranks have told each other of their leaves; `None` where nobody has yet or that is no longer so, and they are to before the next save.
+    fn known_census(&self) -> Option<Arc<Census>> {
+        let state = self.lock();
+        // All saves that may have said so have ended on all ranks: see `settle_failures`.
+        let lag = self.options.max_pending as u64 + 2;
+        let outdated = self.team.outdated_by().is_some_and(|save| state.counter >= save + lag);
+        state.census.clone().filter(|_| !outdated)
     }
 
     /// Verdicts that all ranks have read, since they have voted on this save.
@@ -272,8 +352,7 @@ impl Inner {
 }
 
 impl Manager {
-    /// Says that a call of `save` which all ranks make has raised on this one, after [`Manager::decide`] has said that the step is saved and before [`Manager::save_with`] or
-    /// [`Manager::plan_save`] was called.
+    /// Says that a call of `save` has raised on this rank, wherever that was: if all make it, and this one has not taken part by then, the others need not wait.
     pub fn abstain(&self, step: u64, cause: &str) {
         if self.inner.birth.is_here() {
             self.inner.abstain(step, cause);

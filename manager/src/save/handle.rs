@@ -126,6 +126,24 @@ struct Shared {
     stall_timeout: Duration,
 }
 
+impl Shared {
+    /// Of a save of which there is nothing to wait for.
+    fn over(step: u64) -> Self {
+        Self {
+            step,
+            refusal: None,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            progress: None,
+            moves: AtomicU64::new(0),
+            queues: Vec::new(),
+            begun: Instant::now(),
+            cancel: Arc::default(),
+            stall_timeout: Duration::ZERO,
+        }
+    }
+}
+
 /// See the module documentation. Clones are the same save.
 #[derive(Clone)]
 pub struct Save {
@@ -165,18 +183,15 @@ impl Save {
     }
 
     pub(crate) fn refused(step: u64, refusal: Refusal) -> Self {
-        Self::of(Shared {
-            step,
-            refusal: Some(refusal),
-            state: Mutex::default(),
-            changed: Condvar::new(),
-            progress: None,
-            moves: AtomicU64::new(0),
-            queues: Vec::new(),
-            begun: Instant::now(),
-            cancel: Arc::default(),
-            stall_timeout: Duration::ZERO,
-        })
+        Self::of(Shared { refusal: Some(refusal), ..Shared::over(step) })
+    }
+
+    /// One that has failed before anything was begun; its caller knows.
+    pub(crate) fn broken_off(step: u64, error: Error) -> Self {
+        let save = Self::of(Shared::over(step));
+        save.settle(Outcome::NotCommitted(Arc::new(error)));
+        save.acknowledge();
+        save
     }
 
     fn of(shared: Shared) -> Self {

@@ -66,6 +66,7 @@ fn commit(
     save.set_stats(|stats| stats.queued_seconds = queued.elapsed().as_secs_f64());
     let temporary = plan.temporary.clone();
     let (attempt, stale) = (plan.attempt.clone(), plan.stale);
+    let counter = attempt.counter;
     let items = draft.items.iter().map(|item| (item.dir.clone(), item.clone())).collect();
     let machine = Machine::new(plan, draft);
     let mut world = SaveWorld {
@@ -80,10 +81,16 @@ fn commit(
         flush: Some(flush),
         written,
         attempt,
-        heard: 0,
         stale,
     };
     let result = commit::run(machine, root, &*environment.clock, &mut world);
+    if team.leads() && !team.is_alone() {
+        let missing = match &result.verdict {
+            Verdict::NotCommitted(Error::CoordinationTimeout { missing, .. }) => missing.as_slice(),
+            _ => &[],
+        };
+        team.has_missed(counter, missing);
+    }
     let files = save.stats().files;
     save.set_stats(|stats| {
         stats.commit_seconds = result.commit.as_secs_f64();
@@ -127,8 +134,6 @@ struct SaveWorld<'a> {
     flush: Option<Flush>,
     written: &'a dyn Fn(),
     attempt: Attempt,
-    /// The leader's last sign of life.
-    heard: u64,
     /// A rank's leaves are others than it has told.
     stale: bool,
 }
@@ -212,11 +217,8 @@ impl World for SaveWorld<'_> {
             }
             return Ok(Heard { announcement: Some(announcement), beat: 0 });
         }
-        let beat = self.team.beat_of(LEADER)?;
-        if beat != self.heard {
-            self.heard = beat;
-            self.save.gets_on();
-        }
-        Ok(Heard { announcement: None, beat })
+        // Whoever waits for this save has the patience that it has with the leader: it ends by itself, with an error that says who was silent.
+        self.save.gets_on();
+        Ok(Heard { announcement: None, beat: self.team.beat_of(LEADER)? })
     }
 }
