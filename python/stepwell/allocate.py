@@ -56,17 +56,37 @@ class _Slabs:
     def __init__(self, size: int, mapper: Mapper) -> None:
         self._map = mapper
         self._size = size
-        self._current: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        self._current: _Mapping | None = None
         self._used = 0
 
     def take(self, nbytes: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
         """A slab and an aligned offset in it with room for ``nbytes``."""
         if self._current is None or self._used + nbytes > self._size:
-            self._current = self._map(self._size)
+            if self._current is not None:
+                self._map.end(self._current, self._used)
+            self._current = self._map.mapping(self._size)
             self._used = 0
         offset = self._used
         self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return self._current, offset
+        return self._current.memory, offset
+
+
+class _Mapping:
+    """Memory that begins on a huge page, which is ``skip`` bytes behind the beginning of what the system gave."""
+
+    __slots__ = ("_mapped", "_skip", "memory")
+
+    def __init__(self, mapped: mmap.mmap, size: int) -> None:
+        raw = np.frombuffer(mapped, np.uint8)
+        self._mapped = mapped
+        self._skip = -raw.ctypes.data % SLAB
+        self.memory: np.ndarray[Any, np.dtype[np.uint8]] = raw[self._skip : self._skip + size]
+
+    def advise(self, advice: str, start: int, length: int) -> None:
+        option = getattr(mmap, advice, None)
+        if option is not None and length:
+            with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+                self._mapped.madvise(option, self._skip + start, length)
 
 
 class Mapper:
@@ -81,23 +101,31 @@ class Mapper:
         self._left = MOST_WASTE
 
     def __call__(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """``size`` bytes of a mapping of their own. It is longer by up to two huge pages, which are never touched."""
+        """``size`` bytes of a mapping of their own."""
+        return self.mapping(size).memory
+
+    def mapping(self, size: int) -> _Mapping:
+        """The same, of which not all may be used. It is longer by up to two huge pages, which are never touched."""
         length = -(-size // SLAB) * SLAB
         try:
-            mapping = mmap.mmap(-1, length + SLAB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapped = mmap.mmap(-1, length + SLAB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
             raise MemoryError(
                 f"the system gives no {length} bytes of memory for restored arrays: {error}"
             ) from error
-        raw = np.frombuffer(mapping, np.uint8)
-        skip = -raw.ctypes.data % SLAB
-        huge, waste = length, length - size
+        mapping = _Mapping(mapped, size)
+        mapping.advise("MADV_HUGEPAGE", 0, length if self._is_worth(length - size) else length - SLAB)
+        return mapping
+
+    def end(self, mapping: _Mapping, used: int) -> None:
+        """Nothing comes behind the first ``used`` bytes, which nobody has touched yet."""
+        waste = -used % SLAB
+        if not self._is_worth(waste):
+            mapping.advise("MADV_NOHUGEPAGE", used + waste - SLAB, SLAB)
+
+    def _is_worth(self, waste: int) -> bool:
+        """Whether a huge page is taken of which so much is not used."""
         if waste > min(SLAB // 2, self._left):
-            huge -= SLAB
-        else:
-            self._left -= waste
-        advice = getattr(mmap, "MADV_HUGEPAGE", None)
-        if advice is not None and huge:
-            with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
-                mapping.madvise(advice, skip, huge)
-        return raw[skip : skip + size]
+            return False
+        self._left -= waste
+        return True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import textwrap
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +352,30 @@ def test_restored_memory_is_aligned_and_dense(tmp_path: Path) -> None:
     pages = {address >> 21 for address in addresses[:2000]}
     assert len(pages) <= 6, "2000 small arrays of 8 MB lie in a few huge pages"
     assert all(a.flags.writeable for a in back["p"].values())
+
+
+def test_memory_for_arrays_of_any_size_is_little_more_than_they_are(python: Callable[..., Any]) -> None:
+    script = """
+    import re
+    import numpy as np
+    from stepwell.allocate import Allocator
+
+    def resident():
+        return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+
+    for mebibytes in (0.3, 0.7, 2.05, 2.7, 4.1):
+        size = int(mebibytes * 2**20)
+        allocator = Allocator()
+        before = resident()
+        arrays = [allocator.empty((size,), np.dtype(np.uint8)) for _ in range(60)]
+        for array in arrays:
+            array[:] = 1
+        more = resident() - before - 60 * size
+        assert more < 8 << 20, f"60 arrays of {mebibytes} MiB: {more >> 20} MiB more"
+        del arrays, array
+    """
+    done = python(textwrap.dedent(script))
+    assert done.returncode == 0, done.stderr
 
 
 def test_options_that_make_no_sense_say_so(path: Path) -> None:
