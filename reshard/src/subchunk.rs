@@ -45,14 +45,16 @@ impl Default for Options {
 const DEVICE_ROW_BYTES: u64 = 16 << 10;
 
 /// Along each axis that a shard has whole it is cut into up to so many parts, so that a reader whose cut is along that axis leaves most of the shard unread.
-const BANDS: u64 = 4;
+const BANDS: u64 = 8;
 /// But no chunk gets fewer bytes by that: a chunk costs its record in the index.
 const BAND_BYTES: u64 = 64 << 10;
+/// Nor fewer than this by the last halving, which fewer readers gain from.
+const LAST_BAND_BYTES: u64 = 128 << 10;
 
 /// Cuts `region` of a tensor of that shape into boxes that tile it exactly, in row-major order. An empty region gives no box.
 ///
 /// The axes of a whole tensor are halved, the longest first, until a box has at most `target_bytes`: so boxes have between about half and all of it, stay near cubes, and
-/// fall on the borders that meshes of 2, 4, 8 … ranks have. A shard is first cut along the axes that it has whole, into [`BANDS`] parts, since other cuts of the tensor will go
+/// fall on the borders that meshes of 2, 4, 8 … ranks have. A shard is first cut along the axes that it has whole, into up to [`BANDS`] parts, since other cuts of the tensor will go
 /// along those; then, until boxes are small enough, along the axes that it is a part of, and only then further along the others.
 pub fn cut(region: &Region, shape: &[u64], itemsize: u64, options: &Options) -> Vec<Region> {
     if region.is_empty() {
@@ -102,7 +104,7 @@ pub fn band(chunk: &Region, shard: &Region, shape: &[u64]) -> u32 {
 fn bands(axis: usize, is_sharded: bool) -> u64 {
     match (axis, is_sharded) {
         (0, true) => 1,
-        (_, true) => BANDS / 2,
+        (_, true) => BANDS / 4,
         (_, false) => BANDS,
     }
 }
@@ -126,7 +128,9 @@ fn parts(extent: &[u64], sharded: Option<&[bool]>, itemsize: u64, options: &Opti
         u128::from(extent[d] / doubled(parts, d)).saturating_mul(row_bytes[d]) >= least
     };
     if let Some(sharded) = sharded {
-        let least = u128::from(BAND_BYTES).min(target / 2);
+        let least = |parts: u64| {
+            u128::from(if parts < BANDS / 2 { BAND_BYTES } else { LAST_BAND_BYTES }).min(target / 2)
+        };
         let band_row = u128::from(options.min_band_row_bytes).min(target / 2);
         // Each axis as far as it goes, in turn; the first is the one whose rows are longest.
         let whole_first =
@@ -135,7 +139,7 @@ fn parts(extent: &[u64], sharded: Option<&[bool]>, itemsize: u64, options: &Opti
             while parts[d] < bands(d, sharded[d])
                 && longest(&parts, d) > 1
                 && keeps_rows(&parts, d, band_row)
-                && bytes(&parts) >= 2 * least
+                && bytes(&parts) >= 2 * least(parts[d])
             {
                 parts[d] = doubled(&parts, d);
             }
@@ -222,24 +226,46 @@ mod tests {
 
     #[test]
     fn a_shard_is_cut_along_the_axes_that_it_has_whole() {
-        let in_four = |extent: [u64; 2]| -> Vec<_> { (0..4).map(|band| (extent.to_vec(), band)).collect() };
-        assert_eq!(shard(&[128, 0], &[128, 1024], &[1024, 1024], 4), in_four([128, 256]), "some rows");
-        assert_eq!(shard(&[0, 128], &[1024, 128], &[1024, 1024], 4), in_four([256, 128]), "some columns");
-        let small = shard(&[0, 0], &[64, 512], &[512, 512], 2);
-        assert_eq!(small, [(vec![64, 512], 0)], "chunks would be too small");
-        let half = shard(&[0, 0], &[128, 512], &[1024, 512], 2);
-        assert_eq!(half, [(vec![128, 256], 0), (vec![128, 256], 2)]);
-        let both = shard(&[64, 64], &[512, 512], &[1024, 1024], 4);
-        assert_eq!(both, [(vec![512, 512], 0)], "it has no axis whole");
+        let cut = |offset, extent, shape, itemsize| {
+            shard(offset, extent, shape, itemsize).into_iter().map(|(extent, _)| extent).collect::<Vec<_>>()
+        };
+        let in_four = |extent: [u64; 2]| vec![extent.to_vec(); 4];
+        assert_eq!(cut(&[128, 0], &[128, 1024], &[1024, 1024], 4), in_four([128, 256]), "some rows");
+        assert_eq!(cut(&[0, 128], &[1024, 128], &[1024, 1024], 4), in_four([256, 128]), "some columns");
+        assert_eq!(cut(&[512, 0], &[512, 4096], &[4096, 4096], 2), vec![[512, 512]; 8], "chunks stay large");
+        assert_eq!(cut(&[0, 0], &[64, 512], &[512, 512], 2), [[64, 512]], "chunks would be too small");
+        assert_eq!(cut(&[0, 0], &[128, 512], &[1024, 512], 2), [[128, 256]; 2], "or smaller than 64 KiB");
+        assert_eq!(
+            cut(&[64, 64], &[512, 512], &[1024, 1024], 4),
+            [[512, 256]; 2],
+            "no axis whole: the inner one once"
+        );
+    }
+
+    #[test]
+    fn bands_of_different_tensors_are_the_same_parts_of_them() {
+        let bands = |extent: &[u64], shape: &[u64]| {
+            shard(&[0, 0], extent, shape, 2).into_iter().map(|(_, band)| band).collect::<Vec<_>>()
+        };
+        assert_eq!(bands(&[512, 4096], &[4096, 4096]), [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(
+            bands(&[128, 1024], &[1024, 1024]),
+            [0, 2, 4, 6],
+            "quarters are the halves of two eighths"
+        );
+        assert_eq!(bands(&[64, 512], &[512, 512]), [0], "and what is not cut comes first");
+        let columns = bands(&[4096, 512], &[4096, 4096]);
+        assert!(columns.is_sorted());
+        assert_eq!(columns.len(), 16, "eighths of the rows, and each of them in two");
     }
 
     #[test]
     fn a_large_shard_is_cut_along_its_own_axes_before_the_others() {
-        // A quarter of the columns, and then rows until there are no more than 8 MiB.
+        // An eighth of the columns, and then rows until there are no more than 8 MiB.
         let parts = shard(&[6656, 0], &[6656, 16384], &[53248, 16384], 2);
         assert_eq!(parts.len(), 32);
-        assert!(parts.iter().all(|(extent, _)| *extent == [832, 4096]));
-        assert_eq!(parts.iter().map(|(_, band)| *band).max(), Some(3));
+        assert!(parts.iter().all(|(extent, _)| *extent == [1664, 2048]));
+        assert_eq!(parts.iter().map(|(_, band)| *band).max(), Some(7));
     }
 
     #[test]
