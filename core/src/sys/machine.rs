@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io::{self, Read as _};
-use std::path::Path;
 
 use super::control_group;
 
@@ -30,18 +29,19 @@ pub fn host_name() -> String {
 
 /// The socket that this process may run on; `None` where it may run on several, or the kernel does not say.
 pub fn socket() -> Option<u32> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    socket_of(&status, Path::new("/sys/devices/system/cpu"))
+    let of_processor = |number: u32| {
+        fs::read_to_string(format!("/sys/devices/system/cpu/cpu{number}/topology/physical_package_id")).ok()
+    };
+    socket_of(&fs::read_to_string("/proc/self/status").ok()?, of_processor)
 }
 
-fn socket_of(status: &str, processors: &Path) -> Option<u32> {
+fn socket_of(status: &str, of_processor: impl Fn(u32) -> Option<String>) -> Option<u32> {
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?.trim();
     let mut found = None;
     for range in list.split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         for processor in first.parse::<u32>().ok()?..=last.parse::<u32>().ok()? {
-            let file = processors.join(format!("cpu{processor}/topology/physical_package_id"));
-            let socket = fs::read_to_string(file).ok()?.trim().parse().ok()?;
+            let socket = of_processor(processor)?.trim().parse().ok()?;
             if *found.get_or_insert(socket) != socket {
                 return None;
             }
@@ -82,12 +82,8 @@ mod tests {
 
     #[test]
     fn a_process_is_on_a_socket_if_all_processors_that_it_may_use_are_there() {
-        let processors = tempfile::tempdir().unwrap();
-        for (processor, socket) in ["0\n", "0\n", "1\n", "1\n", "-1\n"].into_iter().enumerate() {
-            let topology = processors.path().join(format!("cpu{processor}/topology"));
-            fs::create_dir_all(&topology).unwrap();
-            fs::write(topology.join("physical_package_id"), socket).unwrap();
-        }
+        let sockets = ["0\n", "0\n", "1\n", "1\n", "-1\n"];
+        let of_processor = |number: u32| sockets.get(number as usize).map(ToString::to_string);
         for (list, socket) in [
             ("0-1", Some(0)),
             ("2,3", Some(1)),
@@ -100,9 +96,9 @@ mod tests {
             ("x-y", None),
         ] {
             let status = format!("Name:\tx\nCpus_allowed:\tf\nCpus_allowed_list:\t{list}\n");
-            assert_eq!(socket_of(&status, processors.path()), socket, "{list}");
+            assert_eq!(socket_of(&status, of_processor), socket, "{list}");
         }
-        assert_eq!(socket_of("", processors.path()), None);
+        assert_eq!(socket_of("", of_processor), None);
     }
 
     #[test]
