@@ -452,10 +452,11 @@ API int cuCtxPushCurrent_v2(void *context) {
 }
 
 API int cuCtxPopCurrent_v2(void **context) {
+    /* The stack is the thread's own: its top is taken off whatever has become of the device. */
+    Device *top = depth ? stack[--depth] : NULL;
     BEGIN;
-    if (!depth) FAIL(INVALID_CONTEXT);
-    depth--;
-    if (context) *context = stack[depth];
+    if (!top) FAIL(INVALID_CONTEXT);
+    if (context) *context = top;
     END;
 }
 
