@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use serde::Deserialize;
 use stepwell_core::load::LoadOptions;
 use stepwell_core::sys::total_memory;
 
@@ -11,7 +12,8 @@ use crate::save_policy::SavePolicy;
 use crate::step_name::StepName;
 
 /// Where so many ranks write at most ([`Options::writers`]).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum WritersPer {
     /// On each machine.
     #[default]

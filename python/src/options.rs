@@ -37,7 +37,7 @@ struct Written {
     min_row_bytes: u64,
     block_bytes: u64,
     writers: Option<u32>,
-    writers_per: Place,
+    writers_per: WritersPer,
     capture_threads: Option<usize>,
     queue_depth: Option<usize>,
     /// Seconds, as `silence` and `grace`.
@@ -53,14 +53,6 @@ struct Written {
 enum Told {
     Raise,
     Warn,
-}
-
-/// Where so many write.
-#[derive(Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Place {
-    Node,
-    Socket,
 }
 
 /// The manager's options, and which engine to use.
@@ -87,10 +79,7 @@ pub fn parse(py: Python<'_>, text: &str) -> PyResult<(Options, Engine)> {
         min_row_bytes: written.min_row_bytes,
         block_bytes: written.block_bytes,
         writers: written.writers,
-        writers_per: match written.writers_per {
-            Place::Node => WritersPer::Node,
-            Place::Socket => WritersPer::Socket,
-        },
+        writers_per: written.writers_per,
         capture_threads: written.capture_threads,
         queue_depth: written.queue_depth,
         stall_timeout: seconds(py, "stall_timeout", written.stall_timeout)?,

@@ -251,7 +251,7 @@ mod tests {
         assert_eq!(
             bands(&[128, 1024], &[1024, 1024]),
             [0, 2, 4, 6],
-            "quarters are the halves of two eighths"
+            "a quarter begins where every second eighth does"
         );
         assert_eq!(bands(&[64, 512], &[512, 512]), [0], "and what is not cut comes first");
         let columns = bands(&[4096, 512], &[4096, 4096]);

@@ -381,19 +381,16 @@ except sw.CoordinationTimeout as error:
     assert out[0] == "[2]\n"
 
 
-def test_of_a_machine_or_a_socket_only_so_many_processes_write_what_all_have(
-    tmp_path: Path, root: Path
-) -> None:
+def test_of_each_socket_only_so_many_processes_write_what_all_have(tmp_path: Path, root: Path) -> None:
     run(
         tmp_path,
         """
         alike = {"w": np.arange(1 << 20, dtype=np.float32)}
-        with open_manager(settings={"writers": 1, "writers_per": sys.argv[5]}) as manager:
+        with open_manager(settings={"writers": 1, "writers_per": "socket"}) as manager:
             manager.save(1, alike).result()
         """,
         3,
         root,
-        "socket",
     )
     files = sorted(path.name for path in root.glob("step_00000001/i-*/*.data"))
     np.testing.assert_array_equal(sw.restore(root, step=1)["w"], np.arange(1 << 20, dtype=np.float32))

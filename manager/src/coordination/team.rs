@@ -464,7 +464,7 @@ impl Board<'_> {
         }
     }
 
-    /// Who has come, and on which nodes; refuses ranks that mean something else.
+    /// Who has come, and where they are; refuses ranks that mean something else.
     fn gather_hellos(&self, namespace: &str, own: &Hello, size: u32) -> Result<Places> {
         let mut nodes = Numbered::default();
         let mut sockets = Numbered::default();
