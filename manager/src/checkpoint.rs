@@ -1,7 +1,8 @@
 //! One step, opened for reading: leased, its items merged into one tree in the order that was saved.
 //!
-//! Leaves have one numbering over all items: positions in [`Checkpoint::index`], which is also what [`Checkpoint::match_state`] speaks of. Data files are opened
-//! lazily below one directory descriptor; a file that is not there any more is [`Error::StepGone`], never other data.
+//! Leaves have one numbering over all items: positions in [`Checkpoint::outline`], which is also what [`Checkpoint::match_state`] speaks of. Where the chunks of a
+//! tensor are is read with the rest of the index or, where that is large, when they are wanted. Data files are opened lazily below one directory descriptor; a file that is not there
+//! any more is [`Error::StepGone`], never other data.
 
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -13,6 +14,7 @@ use stepwell_core::io::Dir;
 use stepwell_core::load::{
     self, Destination, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport,
 };
+use stepwell_core::read_plan::ReadPlan;
 use stepwell_core::sys::{Birth, cores, each, spawn};
 use stepwell_core::tree::Tree;
 use stepwell_core::value::Value;
@@ -25,7 +27,7 @@ use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::lease::{self, Lease};
 use crate::options::Options;
-use crate::stored_index;
+use crate::stored_index::{self, StoredIndex};
 
 /// How long a lease that is held exclusively (by a thinning) is waited for, where nobody says otherwise.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -38,7 +40,7 @@ pub struct Checkpoint {
     dir: Arc<dyn Dir>,
     lease: Lease,
     manifest: Arc<Manifest>,
-    index: Arc<Index>,
+    index: StoredIndex,
     /// Made when matching asks for it: a path for every leaf.
     stored: OnceLock<Vec<StoredLeaf>>,
     files: Arc<FileSet>,
@@ -60,17 +62,21 @@ pub enum Expected {
 }
 
 impl Expected {
-    /// The files of the items that are wanted as a whole.
-    fn files(&self, manifest: &Manifest, files: &[FileRecord]) -> Vec<u32> {
-        let whole = |item: &Item| match self {
+    /// Whether an item is wanted as a whole.
+    fn is_whole(&self, item: &Item) -> bool {
+        match self {
             Self::Nothing => false,
             Self::Everything => true,
             Self::Entries(wanted) => {
                 !item.top_level.is_empty() && item.top_level.iter().all(|entry| wanted.contains(&entry.name))
             }
-        };
-        let dirs: Vec<&str> =
-            manifest.items.iter().filter(|item| whole(item)).map(|item| item.dir.as_str()).collect();
+        }
+    }
+
+    /// The files of the items that are wanted as a whole.
+    fn files(&self, manifest: &Manifest, files: &[FileRecord]) -> Vec<u32> {
+        let whole = manifest.items.iter().filter(|item| self.is_whole(item));
+        let dirs: Vec<&str> = whole.map(|item| item.dir.as_str()).collect();
         (0_u32..)
             .zip(files)
             .filter(|(_, file)| file.name.split('/').next().is_some_and(|dir| dirs.contains(&dir)))
@@ -84,7 +90,7 @@ const MANY_LEAVES: usize = 4096;
 
 impl Drop for Checkpoint {
     fn drop(&mut self) {
-        if self.index.leaves.len() >= MANY_LEAVES {
+        if self.index.outline().leaves.len() >= MANY_LEAVES {
             let index = std::mem::take(&mut self.index);
             // Nobody need wait for that. Without a thread it is freed here.
             let _ = spawn("stepwell-free", move || drop(index));
@@ -162,11 +168,11 @@ impl Checkpoint {
         if !wanted.is_empty() {
             files.begin(Arc::clone(&environment.disk), wanted, load_options.clone());
         }
-        let index = stored_index::read(&*dir, &manifest, &|| files.has_begun())?;
-        if files.records() != index.files {
-            files = Arc::new(FileSet::new(Arc::clone(&dir), &index.files));
+        let is_whole = |item: &Item| expected.is_whole(item);
+        let index = StoredIndex::read(&*dir, &manifest, &is_whole, &|| files.has_begun())?;
+        if files.records() != index.outline().files {
+            files = Arc::new(FileSet::new(Arc::clone(&dir), &index.outline().files));
         }
-        let index = Arc::new(index);
         Ok(Some(Self {
             dir,
             lease,
@@ -211,19 +217,29 @@ impl Checkpoint {
         &self.load_options
     }
 
-    /// All items merged: one tree, one numbering of leaves, file names relative to the step.
-    pub fn index(&self) -> &Arc<Index> {
-        &self.index
+    /// All items merged: one tree, one numbering of leaves, file names relative to the step. Of a large index the chunks of tensors are not here: see [`Checkpoint::index_of`].
+    pub fn outline(&self) -> &Arc<Index> {
+        self.index.outline()
+    }
+
+    /// [`Checkpoint::outline`] with at least the chunks of those leaves, and of those that they are tied to.
+    pub fn index_of(&self, leaves: impl IntoIterator<Item = u32>) -> Result<Arc<Index>> {
+        self.index.with(leaves)
+    }
+
+    /// All of the index.
+    pub fn index(&self) -> Result<Arc<Index>> {
+        self.index.whole()
     }
 
     /// The structure of the state.
     pub fn tree(&self) -> &Tree {
-        &self.index.tree
+        &self.outline().tree
     }
 
     /// The leaves, as matching sees them.
     pub fn leaves(&self) -> &[StoredLeaf] {
-        self.stored.get_or_init(|| matching::stored_leaves(&self.index))
+        self.stored.get_or_init(|| matching::stored_leaves(self.outline()))
     }
 
     /// Matches what is wanted against what is stored. Nothing is read.
@@ -231,12 +247,18 @@ impl Checkpoint {
         matching::match_state(wanted, self.leaves(), options)
     }
 
-    /// Plans the reads of `requests`, whose leaves are numbers of [`Checkpoint::index`].
-    pub fn plan(&self, requests: &[Request], network: bool) -> Result<stepwell_core::read_plan::ReadPlan> {
-        let mut sizes = vec![None; self.index.files.len()];
+    /// Plans the reads of `requests`, whose leaves are numbers of [`Checkpoint::outline`].
+    pub fn plan(&self, requests: &[Request], network: bool) -> Result<ReadPlan> {
+        self.planned(requests, network).map(|(_, plan)| plan)
+    }
+
+    /// The same, with the index that the plan is one of.
+    fn planned(&self, requests: &[Request], network: bool) -> Result<(Arc<Index>, ReadPlan)> {
+        let index = self.index_of(requests.iter().map(|request| request.leaf))?;
+        let mut sizes = vec![None; index.files.len()];
         for request in requests {
-            let record = match self.index.leaves.get(request.leaf as usize) {
-                Some(LeafRecord::Alias { of }) => self.index.leaves.get(*of as usize),
+            let record = match index.leaves.get(request.leaf as usize) {
+                Some(LeafRecord::Alias { of }) => index.leaves.get(*of as usize),
                 record => record,
             };
             for file in
@@ -251,17 +273,18 @@ impl Checkpoint {
         let options = if network { PlanOptions::network(block) } else { PlanOptions::local(block) };
         let threads = cores().min(requests.len() / PLANNED_BY_ONE).max(1);
         let shares: Vec<&[Request]> = requests.chunks(requests.len().div_ceil(threads).max(1)).collect();
-        let planned = each("stepwell-plan", threads, &shares, |share| read_plan::copies(&self.index, share));
+        let planned = each("stepwell-plan", threads, &shares, |share| read_plan::copies(&index, share));
         let mut copies = Vec::new();
         for share in planned {
             let mut share = share?;
             if copies.is_empty() { copies = share } else { copies.append(&mut share) }
         }
         let options = PlanOptions { file_block_bytes: sizes, ..options };
-        Ok(read_plan::of_copies(&self.index, copies, &options)?)
+        let plan = read_plan::of_copies(&index, copies, &options)?;
+        Ok((index, plan))
     }
 
-    /// Bytes per block of a data file, by its ordinal in [`Checkpoint::index`].
+    /// Bytes per block of a data file, by its ordinal in [`Checkpoint::outline`].
     pub fn block_bytes(&self, file: u32) -> Result<u64> {
         self.files.block_bytes(file).map_err(|error| self.gone_or(error))
     }
@@ -285,9 +308,9 @@ impl Checkpoint {
         go_on: &mut dyn FnMut(u64) -> bool,
     ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
         self.birth.check("checkpoint").map_err(Error::from)?;
-        let plan = self.plan(requests, false)?;
+        let (index, plan) = self.planned(requests, false)?;
         let disk = &*self.environment.disk;
-        load::execute_while(disk, &self.files, &self.index, &plan, targets, options, go_on).map_err(
+        load::execute_while(disk, &self.files, &index, &plan, targets, options, go_on).map_err(
             |LoadFailure { error, overwritten }| {
                 Box::new(ReadFailure { error: self.gone_or(error), overwritten })
             },
@@ -297,7 +320,7 @@ impl Checkpoint {
     /// The values of object leaves.
     pub fn read_objects(&self, leaves: &[u32], options: &LoadOptions) -> Result<Vec<Value>> {
         self.birth.check("checkpoint")?;
-        load::read_objects(&*self.environment.disk, &self.files, &self.index, leaves, options)
+        load::read_objects(&*self.environment.disk, &self.files, self.outline(), leaves, options)
             .map_err(|error| self.gone_or(error))
     }
 
@@ -308,11 +331,11 @@ impl Checkpoint {
         progress: &mut dyn FnMut(VerifyProgress) -> bool,
     ) -> Result<VerifyReport> {
         self.birth.check("checkpoint")?;
-        let mut report = load::verify(&*self.environment.disk, &self.files, &self.index, options, progress)
+        let index = self.index()?;
+        let mut report = load::verify(&*self.environment.disk, &self.files, &index, options, progress)
             .map_err(|error| self.gone_or(error))?;
         // A file that the manifest knows and no index names is as much damage as one that is missing.
-        let known: std::collections::HashSet<&str> =
-            self.index.files.iter().map(|file| &*file.name).collect();
+        let known: std::collections::HashSet<&str> = index.files.iter().map(|file| &*file.name).collect();
         for file in &self.manifest.files {
             if !known.contains(file.path.as_str()) {
                 report.damages.push(load::Damage {

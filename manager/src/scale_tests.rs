@@ -4,7 +4,7 @@
 //! two moments in fp32, of which each data-parallel rank has a flat part. Eight ranks are on a node.
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -12,9 +12,11 @@ use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::{
     ChunkRecord, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
 };
-use stepwell_core::format::index_v1::{INDEX_HEADER_BYTES, IndexHeader, Root, decode_part};
-use stepwell_core::format::manifest::Attempt;
+use stepwell_core::format::manifest::{Attempt, Manifest};
+use stepwell_core::io::Disk;
+use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::leaf_path::{Component, LeafPath};
+use stepwell_core::limits::MAX_MANIFEST_BYTES;
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
 use stepwell_core::region::{Region, row_major_strides};
 use stepwell_core::save::{ItemPlan, LeafPlan};
@@ -24,7 +26,9 @@ use stepwell_reshard::read_plan::{self, PlanOptions, Request};
 use stepwell_reshard::subchunk::{self, run_to_boxes};
 
 use crate::commit::records::{Draft, ItemPart, Record, Vote, gather, records};
+use crate::directory_layout::MANIFEST;
 use crate::state::{self, Holders, LeafSource, Part, StateSource, Writing};
+use crate::stored_index::StoredIndex;
 
 /// Ranks of a node, and of a tensor-parallel group.
 const TP: u32 = 8;
@@ -230,47 +234,45 @@ fn planned(job: Job, nodes: &[u32], rank: u32) -> (state::Items, f64) {
     })
 }
 
-/// Of one rank of a job with 8 tensor-parallel ranks and 8 stages that restores weights and optimizer: bytes of the indexes that it needs, and how long it plans with them.
-fn replanned(records: &[(Option<String>, Record)]) -> (usize, f64) {
+/// Of one rank of a job with 8 tensor-parallel ranks and 8 stages that restores weights and optimizer: bytes of the indexes that it reads, and how long it reads them and plans.
+fn replanned(records: &[(Option<String>, Record)]) -> (u64, f64) {
     let job = Job { pp: 8, dp: 1 };
     let wanted = job.state(9);
-    let file = PathBuf::from("index");
-    let mut read = 0;
-    let ((), took) = timed(|| {
-        for (_, record) in records.iter().filter(|(_, record)| record.path.ends_with("/index")) {
-            let header = IndexHeader::decode(&record.bytes, &file).unwrap();
-            let root = Root::decode(&header, &record.bytes, &file).unwrap();
-            let paths: Vec<LeafPath> =
-                (0..wanted.leaves.len() as u32).map(|leaf| wanted.tree.leaf_path(leaf)).collect();
-            let of_path: HashMap<&LeafPath, usize> =
-                paths.iter().enumerate().map(|(leaf, path)| (path, leaf)).collect();
-            read += (INDEX_HEADER_BYTES + header.root_length) as usize;
-            for page in root.pages_for(&paths) {
-                let page = &root.pages[page];
-                let bytes = &record.bytes[page.offset as usize..][..page.length as usize];
-                read += bytes.len();
-                let part = decode_part(&root, page, bytes, &file).unwrap();
-                let index = Index { tree: part.tree, leaves: part.leaves, files: root.files.clone() };
-                let mut requests = Vec::new();
-                for leaf in 0..index.leaves.len() as u32 {
-                    let Some(&number) = of_path.get(&index.tree.leaf_path(leaf)) else { continue };
-                    let LeafSource::Tensor { parts, dtype, .. } = &wanted.leaves[number] else { continue };
-                    for part in parts {
-                        let strides = row_major_strides(&part.region.extent);
-                        requests.push(Request {
-                            leaf,
-                            region: part.region.clone(),
-                            dst: requests.len() as u32,
-                            dst_offset: 0,
-                            dst_strides: strides.iter().map(|&n| n as i64 * dtype.size() as i64).collect(),
-                        });
-                    }
-                }
-                read_plan::plan(&index, &requests, &PlanOptions::local(64 << 10)).unwrap();
+    let dir = SimDisk::new().create_dir_all(Path::new("/step")).unwrap();
+    for (item, record) in records {
+        if let Some(item) = item {
+            let _ = dir.create_dir(item);
+        }
+        dir.write_file(&record.path, &record.bytes).unwrap();
+    }
+    let manifest = dir.read_file(MANIFEST, MAX_MANIFEST_BYTES).unwrap();
+    let manifest = Manifest::decode(&manifest, Path::new(MANIFEST)).unwrap();
+    let paths: Vec<LeafPath> =
+        (0..wanted.leaves.len() as u32).map(|leaf| wanted.tree.leaf_path(leaf)).collect();
+    let (stored, took) = timed(|| {
+        let stored = StoredIndex::read(&*dir, &manifest, &|_| false, &|| ()).unwrap();
+        let of_path: HashMap<&LeafPath, &LeafSource> = paths.iter().zip(&wanted.leaves).collect();
+        let mut requests = Vec::new();
+        for leaf in 0..stored.outline().leaves.len() as u32 {
+            let path = stored.outline().tree.leaf_path(leaf);
+            let Some(LeafSource::Tensor { parts, dtype, .. }) = of_path.get(&path) else { continue };
+            for part in parts {
+                let strides = row_major_strides(&part.region.extent);
+                requests.push(Request {
+                    leaf,
+                    region: part.region.clone(),
+                    dst: requests.len() as u32,
+                    dst_offset: 0,
+                    dst_strides: strides.iter().map(|&n| n as i64 * dtype.size() as i64).collect(),
+                });
             }
         }
+        assert!(requests.len() >= wanted.leaves.len());
+        let index = stored.with(requests.iter().map(|request| request.leaf)).unwrap();
+        read_plan::plan(&index, &requests, &PlanOptions::local(64 << 10)).unwrap();
+        stored
     });
-    (read, took)
+    (stored.bytes_read().0, took)
 }
 
 #[test]

@@ -2,116 +2,331 @@
 //!
 //! Indexes of some size are read and decoded on several threads: they are what a restore waits for before it can plan.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use stepwell_core::format::checksum::crc32c;
-use stepwell_core::format::index::{FileRecord, Index, LeafRecord};
-use stepwell_core::format::index_v1;
-use stepwell_core::format::manifest::{FileEntry, Manifest};
-use stepwell_core::io::Dir;
+use stepwell_core::format::index::{FileRecord, Index, LeafRecord, TensorRecord};
+use stepwell_core::format::index_v1::{self, INDEX_HEADER_BYTES, IndexHeader, Outline};
+use stepwell_core::format::manifest::{FileEntry, Item, Manifest};
+use stepwell_core::io::{Dir, File};
 use stepwell_core::sys::{both, cores, each, try_reserve_huge};
-use stepwell_core::tree::{Node, NodeKind};
+use stepwell_core::tree::{Node, NodeKind, Tree};
+
+#[cfg(test)]
+mod tests;
+
+#[cfg(test)]
+use stepwell_core::format::page::PageRef;
 
 use crate::directory_layout::MANIFEST;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Indexes of fewer bytes are not worth a thread.
 const WORTH_A_THREAD: u64 = 128 << 10;
+/// Of fewer bytes there is no outline, mostly: a few pages.
+const WORTH_AN_OUTLINE: u64 = 4 << 20;
 const THREAD: &str = "stepwell-index";
 
-/// One index out of those of the items, each of which is what the manifest says: top-level entries in the order that was saved, files by their paths below the step.
-/// `between` is called for each when it has been read and is about to be decoded, which takes a core.
-pub(crate) fn read(dir: &dyn Dir, manifest: &Manifest, between: &(dyn Fn() + Sync)) -> Result<Index> {
-    let entries: HashMap<&str, &FileEntry> =
-        manifest.files.iter().map(|entry| (entry.path.as_str(), entry)).collect();
-    let large = manifest.items.iter().filter(|item| item.index.length >= WORTH_A_THREAD).count();
-    let decoded = each(THREAD, large.min(cores()), &manifest.items, |item| {
-        let file = dir.path().join(&item.index.path);
-        let bytes = match dir.read_file(&item.index.path, item.index.length) {
-            Ok(bytes) => bytes,
-            Err(error) if error.is_not_found() => {
-                return Err(
-                    stepwell_core::Error::corrupt(file, "its manifest lists it, and it is missing").into()
-                );
-            }
-            Err(stepwell_core::Error::Limit { .. }) => {
-                return Err(stepwell_core::Error::corrupt(file, "it is longer than its manifest says").into());
-            }
-            Err(error) => return Err(error.into()),
-        };
-        between();
-        let apart = item.index.length >= WORTH_A_THREAD && large < cores();
-        let (crc, opened) = both(THREAD, apart, || crc32c(&bytes), || index_v1::Opened::new(&bytes, &file));
-        if bytes.len() as u64 != item.index.length || crc != item.index.crc32c {
-            return Err(
-                stepwell_core::Error::corrupt(file, "it is not the index that its manifest names").into()
-            );
-        }
-        let opened = opened?;
-        let leaves = || {
-            let mut room = Vec::new();
-            // A help and no more: whoever fills it asks again.
-            let _ = try_reserve_huge(&mut room, opened.leaf_count());
-            opened.leaves(room)
-        };
-        let (tree, leaves) = both(THREAD, apart, || opened.tree(), leaves);
-        let mut index = opened.join(tree?, leaves?)?;
-        let check = |leaves: Range<usize>| -> Result<()> {
-            opened.check(&index, leaves.clone())?;
-            check_claims(&index, leaves, &file)
-        };
-        let (half, end) = (index.leaves.len() / 2, index.leaves.len());
-        let (lower, upper) = both(THREAD, apart, || check(0..half), || check(half..end));
-        lower.and(upper)?;
-        for record in &mut index.files {
-            let path = format!("{}/{}", item.dir, record.name);
-            let agrees = entries.get(path.as_str()).is_some_and(|entry| {
-                entry.length == record.length
-                    && entry.file_id == record.file_id
-                    && entry.trailer_crc32c == record.trailer_crc
-            });
-            if !agrees {
-                let what = format!("index and manifest do not agree on {path}");
-                return Err(stepwell_core::Error::corrupt(file, what).into());
-            }
-            record.name = path.into();
-        }
-        Ok(index)
-    });
-    let mut indexes = decoded.into_iter().collect::<Result<Vec<Index>>>()?;
-    if indexes.len() <= 1 {
-        return Ok(indexes.pop().unwrap_or_default());
-    }
-    merge(dir, manifest, indexes)
+/// The indexes of all items as one: top-level entries in the order that was saved, files by their paths below the step. Of an item whose index is large, the structure is here and
+/// the chunks of a tensor are read where they are asked for.
+#[derive(Default)]
+pub(crate) struct StoredIndex {
+    /// All of it, but for the chunks that are read later.
+    outline: Arc<Index>,
+    paged: Option<Paged>,
 }
 
-/// Readers take memory for a tensor before its chunks are looked at one by one: they must add up to it.
-fn check_claims(index: &Index, leaves: Range<usize>, file: &Path) -> Result<()> {
-    for (leaf, record) in leaves.clone().zip(index.leaves.get(leaves).unwrap_or_default()) {
+/// What is read later.
+struct Paged {
+    items: Vec<PagedItem>,
+    /// By leaf: where its chunks are, as item of `items` and leaf of that, where they are not in the outline.
+    places: Vec<Option<(usize, u32)>>,
+    filled: Mutex<Filled>,
+}
+
+struct PagedItem {
+    outline: Outline,
+    numbers: Numbers,
+    file: Arc<dyn File>,
+    path: PathBuf,
+}
+
+struct Filled {
+    index: Arc<Index>,
+    /// Item and page.
+    pages: HashSet<(usize, usize)>,
+}
+
+/// What was read of an item.
+enum Read {
+    Whole(Index),
+    Outlined(Index, Outline, Arc<dyn File>),
+}
+
+impl StoredIndex {
+    /// Reads and checks the indexes of a step, each of which is what the manifest says; those of the items that `is_whole` says, or that are small, as a whole.
+    /// `between` is called for each when it has been read and is about to be decoded, which takes a core.
+    pub fn read(
+        dir: &dyn Dir,
+        manifest: &Manifest,
+        is_whole: &(dyn Fn(&Item) -> bool + Sync),
+        between: &(dyn Fn() + Sync),
+    ) -> Result<Self> {
+        let entries: HashMap<&str, &FileEntry> =
+            manifest.files.iter().map(|entry| (entry.path.as_str(), entry)).collect();
+        let large = manifest.items.iter().filter(|item| item.index.length >= WORTH_A_THREAD).count();
+        let each_read = each(THREAD, large.min(cores()), &manifest.items, |item| -> Result<Read> {
+            let mut read = match outlined(dir, item, is_whole(item))? {
+                Some(read) => read,
+                None => Read::Whole(whole(dir, item, large < cores(), between)?),
+            };
+            let (Read::Whole(index) | Read::Outlined(index, ..)) = &mut read;
+            name_files(index, item, &entries, &dir.path().join(&item.index.path))?;
+            Ok(read)
+        });
+        let (mut indexes, mut later) = (Vec::new(), Vec::new());
+        for (number, read) in each_read.into_iter().enumerate() {
+            match read? {
+                Read::Whole(index) => indexes.push(index),
+                Read::Outlined(index, outline, file) => {
+                    later.push((number, outline, file));
+                    indexes.push(index);
+                }
+            }
+        }
+        let (index, mut numbers) = match indexes.len() {
+            0 | 1 => (indexes.pop().unwrap_or_default(), vec![Numbers::default()]),
+            _ => merge(dir, manifest, indexes)?,
+        };
+        let outline = Arc::new(index);
+        if later.is_empty() {
+            return Ok(Self { outline, paged: None });
+        }
+        let mut places = vec![None; outline.leaves.len()];
+        let mut items = Vec::with_capacity(later.len());
+        for (number, item_outline, file) in later {
+            let path = manifest.items.get(number).map(|item| dir.path().join(&item.index.path));
+            let numbers = numbers.get_mut(number).map(std::mem::take).unwrap_or_default();
+            for leaf in 0..item_outline.index().leaves.len() as u32 {
+                if let Some(place) = places.get_mut(numbers.leaf(leaf) as usize) {
+                    *place = Some((items.len(), leaf));
+                }
+            }
+            items.push(PagedItem { outline: item_outline, numbers, file, path: path.unwrap_or_default() });
+        }
+        let filled = Mutex::new(Filled { index: Arc::clone(&outline), pages: HashSet::new() });
+        Ok(Self { outline, paged: Some(Paged { items, places, filled }) })
+    }
+
+    /// The structure: all of the index, but for the chunks of tensors that were left for later.
+    pub fn outline(&self) -> &Arc<Index> {
+        &self.outline
+    }
+
+    /// All of it.
+    pub fn whole(&self) -> Result<Arc<Index>> {
+        self.with(0..self.outline.leaves.len() as u32)
+    }
+
+    /// The index, with at least the chunks of those leaves, and of those that they are tied to.
+    pub fn with(&self, leaves: impl IntoIterator<Item = u32>) -> Result<Arc<Index>> {
+        let Some(paged) = &self.paged else { return Ok(Arc::clone(&self.outline)) };
+        let mut filled = paged.filled.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut wanted = BTreeSet::new();
+        for leaf in leaves {
+            let place = paged.places.get(self.holder(leaf) as usize).copied().flatten();
+            let page =
+                place.and_then(|(item, leaf)| Some((item, paged.items.get(item)?.outline.page_of(leaf)?)));
+            wanted.extend(page.filter(|page| !filled.pages.contains(page)));
+        }
+        let wanted: Vec<_> = wanted.into_iter().collect();
+        let read = each(THREAD, wanted.len().min(cores()), &wanted, |&(item, page)| {
+            paged.items.get(item).map_or_else(|| Ok(Vec::new()), |item| item.leaves(page))
+        });
+        for (at, leaves) in wanted.into_iter().zip(read) {
+            let index = Arc::make_mut(&mut filled.index);
+            for (leaf, record) in leaves? {
+                if let Some(place) = index.leaves.get_mut(leaf as usize) {
+                    *place = record;
+                }
+            }
+            filled.pages.insert(at);
+        }
+        Ok(Arc::clone(&filled.index))
+    }
+
+    /// Of the indexes that are read page by page, the bytes that have been read, and all of them.
+    #[cfg(test)]
+    pub(crate) fn bytes_read(&self) -> (u64, u64) {
+        let Some(paged) = &self.paged else { return (0, 0) };
+        let filled = paged.filled.lock().unwrap();
+        let (mut read, mut all) = (0, 0);
+        for (number, item) in paged.items.iter().enumerate() {
+            let pages = item.outline.pages();
+            let front = pages.first().map_or(0, |page| page.offset);
+            read += front;
+            all += front + pages.iter().map(|page| page.length).sum::<u64>();
+            let is_read = |&(at, _): &(usize, &PageRef)| filled.pages.contains(&(number, at));
+            read += pages.iter().enumerate().filter(is_read).map(|(_, page)| page.length).sum::<u64>();
+        }
+        (read, all)
+    }
+
+    /// The leaf that holds the bytes of one: another where it is a tie or a view.
+    fn holder(&self, leaf: u32) -> u32 {
+        let of = |leaf: u32| match self.outline.leaves.get(leaf as usize) {
+            Some(LeafRecord::Alias { of }) => Some(*of),
+            Some(LeafRecord::Tensor(tensor)) => tensor.view.as_ref().map(|view| view.of),
+            _ => None,
+        };
+        // A tie may be one to a view, which is of a tensor.
+        of(leaf).map_or(leaf, |leaf| of(leaf).unwrap_or(leaf))
+    }
+}
+
+impl PagedItem {
+    /// The leaves of a page, read and checked, each with its number in the index of the step.
+    fn leaves(&self, page: usize) -> Result<Vec<(u32, LeafRecord)>> {
+        let Some(page) = self.outline.pages().get(page) else { return Ok(Vec::new()) };
+        let bytes = self.file.read_at(page.offset, page.length as usize)?;
+        let leaves = self.outline.leaves(page, &bytes, &self.path)?;
+        let first = page.first as usize;
+        check_claims(&self.outline.index().tree, first, &leaves, &self.path)?;
+        let numbered = (page.first as u32..).zip(leaves).map(|(leaf, mut record)| {
+            self.numbers.renumber(&mut record);
+            (self.numbers.leaf(leaf), record)
+        });
+        Ok(numbered.collect())
+    }
+}
+
+/// The structure of a large index, without its chunks; `None` where it is to be read as a whole.
+fn outlined(dir: &dyn Dir, item: &Item, is_whole: bool) -> Result<Option<Read>> {
+    if is_whole || item.index.length < WORTH_AN_OUTLINE {
+        return Ok(None);
+    }
+    let path = dir.path().join(&item.index.path);
+    let file = dir.open_file(&item.index.path).map_err(|error| not_there(error, &path))?;
+    let header = IndexHeader::decode(&file.read_at(0, INDEX_HEADER_BYTES as usize)?, &path)?;
+    if header.outline_length == 0 {
+        return Ok(None);
+    }
+    if header.file_length != item.index.length || file.len()? != item.index.length {
+        return Err(not_its(&path));
+    }
+    let front = file.read_at(0, header.pages_at() as usize)?;
+    let outline = Outline::decode(&header, &front, item.index.crc32c, &path)?;
+    let index = outline.index().clone();
+    // As `check_claims`, as far as can be said without the chunks.
+    let stored = index.files.iter().map(|file| u128::from(file.length)).sum::<u128>();
+    for (leaf, record) in (0_u32..).zip(&index.leaves) {
+        let LeafRecord::Tensor(tensor) = record else { continue };
+        if tensor.view.is_none() && claimed(tensor).is_none_or(|bytes| bytes > stored) {
+            return Err(claims_too_much(&index.tree, leaf, tensor, stored, &path));
+        }
+    }
+    Ok(Some(Read::Outlined(index, outline, file)))
+}
+
+fn not_there(error: stepwell_core::Error, file: &Path) -> Error {
+    if error.is_not_found() {
+        return stepwell_core::Error::corrupt(file, "its manifest lists it, and it is missing").into();
+    }
+    error.into()
+}
+
+fn not_its(file: &Path) -> Error {
+    stepwell_core::Error::corrupt(file, "it is not the index that its manifest names").into()
+}
+
+/// The index of an item, all of it. `alone`: there is a core for half of the work.
+fn whole(dir: &dyn Dir, item: &Item, alone: bool, between: &(dyn Fn() + Sync)) -> Result<Index> {
+    let file = dir.path().join(&item.index.path);
+    let bytes = match dir.read_file(&item.index.path, item.index.length) {
+        Ok(bytes) => bytes,
+        Err(stepwell_core::Error::Limit { .. }) => {
+            return Err(stepwell_core::Error::corrupt(file, "it is longer than its manifest says").into());
+        }
+        Err(error) => return Err(not_there(error, &file)),
+    };
+    between();
+    let apart = item.index.length >= WORTH_A_THREAD && alone;
+    let (crc, opened) = both(THREAD, apart, || crc32c(&bytes), || index_v1::Opened::new(&bytes, &file));
+    if bytes.len() as u64 != item.index.length || crc != item.index.crc32c {
+        return Err(not_its(&file));
+    }
+    let opened = opened?;
+    let leaves = || {
+        let mut room = Vec::new();
+        // A help and no more: whoever fills it asks again.
+        let _ = try_reserve_huge(&mut room, opened.leaf_count());
+        opened.leaves(room)
+    };
+    let (tree, leaves) = both(THREAD, apart, || opened.tree(), leaves);
+    let index = opened.join(tree?, leaves?)?;
+    let check = |leaves: Range<usize>| -> Result<()> {
+        opened.check(&index, leaves.clone())?;
+        let records = index.leaves.get(leaves.clone()).unwrap_or_default();
+        check_claims(&index.tree, leaves.start, records, &file)
+    };
+    let (half, end) = (index.leaves.len() / 2, index.leaves.len());
+    let (lower, upper) = both(THREAD, apart, || check(0..half), || check(half..end));
+    lower.and(upper)?;
+    Ok(index)
+}
+
+/// Has the files of an item's index be what the manifest says, and be named as there.
+fn name_files(
+    index: &mut Index,
+    item: &Item,
+    entries: &HashMap<&str, &FileEntry>,
+    file: &Path,
+) -> Result<()> {
+    for record in &mut index.files {
+        let path = format!("{}/{}", item.dir, record.name);
+        let agrees = entries.get(path.as_str()).is_some_and(|entry| {
+            entry.length == record.length
+                && entry.file_id == record.file_id
+                && entry.trailer_crc32c == record.trailer_crc
+        });
+        if !agrees {
+            let what = format!("index and manifest do not agree on {path}");
+            return Err(stepwell_core::Error::corrupt(file, what).into());
+        }
+        record.name = path.into();
+    }
+    Ok(())
+}
+
+/// Readers take memory for a tensor before its chunks are looked at one by one: they must add up to it. `leaves` are those of the tree from `first` on.
+fn check_claims(tree: &Tree, first: usize, leaves: &[LeafRecord], file: &Path) -> Result<()> {
+    for (leaf, record) in (first as u32..).zip(leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
         if tensor.view.is_some() {
             continue;
         }
-        let size = tensor.dtype.size() as u128;
-        let claimed = tensor.shape.iter().try_fold(size, |bytes, &n| bytes.checked_mul(u128::from(n)));
         let stored = tensor.chunks.iter().map(|chunk| u128::from(chunk.extent.length)).sum::<u128>();
-        if claimed != Some(stored) {
-            return Err(stepwell_core::Error::Corrupt {
-                file: file.to_owned(),
-                leaf: Some(index.tree.leaf_path(leaf as u32).to_string()),
-                block: None,
-                what: format!(
-                    "its {stored} bytes are not those of a {} of shape {:?}",
-                    tensor.dtype.name(),
-                    tensor.shape
-                ),
-            }
-            .into());
+        if claimed(tensor) != Some(stored) {
+            return Err(claims_too_much(tree, leaf, tensor, stored, file));
         }
     }
     Ok(())
+}
+
+/// Bytes of a tensor.
+fn claimed(tensor: &TensorRecord) -> Option<u128> {
+    let size = tensor.dtype.size() as u128;
+    tensor.shape.iter().try_fold(size, |bytes, &n| bytes.checked_mul(u128::from(n)))
+}
+
+fn claims_too_much(tree: &Tree, leaf: u32, tensor: &TensorRecord, stored: u128, file: &Path) -> Error {
+    let what =
+        format!("its {stored} bytes are not those of a {} of shape {:?}", tensor.dtype.name(), tensor.shape);
+    let leaf = Some(tree.leaf_path(leaf).to_string());
+    stepwell_core::Error::Corrupt { file: file.to_owned(), leaf, block: None, what }.into()
 }
 
 /// The data files as the manifest has them, item by item: the numbering that [`read`] gives them, where indexes list theirs in the same order.
@@ -137,7 +352,8 @@ struct Branch {
     end: usize,
 }
 
-fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<Index> {
+/// All of them as one, and for each how its numbers have changed.
+fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<(Index, Vec<Numbers>)> {
     let mut branches = Vec::new();
     for (number, (item, index)) in manifest.items.iter().zip(&indexes).enumerate() {
         let nodes = index.tree.nodes();
@@ -179,9 +395,9 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<Inde
     for index in indexes {
         let first_file = out.files.len() as u32;
         out.files.extend(index.files);
-        let new_leaf = vec![u32::MAX; index.leaves.len()];
+        let numbers = Numbers { first_file, new_leaf: Some(vec![u32::MAX; index.leaves.len()]) };
         let leaves = index.leaves.into_iter().map(Some).collect();
-        parts.push(Part { nodes: index.tree.into_nodes(), leaves, first_file, new_leaf });
+        parts.push(Part { nodes: index.tree.into_nodes(), leaves, numbers });
     }
     // Which item each leaf came from: a tie is told by the item's numbers, and may point forward.
     let mut origins = Vec::with_capacity(out.leaves.capacity());
@@ -202,7 +418,9 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<Inde
                 }
                 NodeKind::Leaf(leaf) => {
                     let new = out.tree.push_leaf(Some(parent), component);
-                    if let Some(place) = part.new_leaf.get_mut(leaf as usize) {
+                    if let Some(place) =
+                        part.numbers.new_leaf.as_mut().and_then(|new_leaf| new_leaf.get_mut(leaf as usize))
+                    {
                         *place = new;
                     }
                     let Some(record) = part.leaves.get_mut(leaf as usize).and_then(Option::take) else {
@@ -221,26 +439,40 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<Inde
     }
     for (record, item) in out.leaves.iter_mut().zip(origins) {
         let Some(part) = parts.get(item) else { continue };
-        part.renumber(record);
+        part.numbers.renumber(record);
     }
-    Ok(out)
+    Ok((out, parts.into_iter().map(|part| part.numbers).collect()))
 }
 
 /// What is left of an item's index, and how its numbers change.
 struct Part {
     nodes: Vec<Node>,
     leaves: Vec<Option<LeafRecord>>,
-    first_file: u32,
-    new_leaf: Vec<u32>,
+    numbers: Numbers,
 }
 
-impl Part {
+/// From the numbers of an item's index to those of the step's.
+#[derive(Default)]
+struct Numbers {
+    first_file: u32,
+    /// `None`: the same.
+    new_leaf: Option<Vec<u32>>,
+}
+
+impl Numbers {
+    fn leaf(&self, leaf: u32) -> u32 {
+        match &self.new_leaf {
+            Some(new_leaf) => new_leaf.get(leaf as usize).copied().unwrap_or(u32::MAX),
+            None => leaf,
+        }
+    }
+
     fn renumber(&self, record: &mut LeafRecord) {
         for file in record.extents_mut().filter_map(|extent| extent.source.file_mut()) {
             *file += self.first_file;
         }
         if let Some(of) = record.refers_to() {
-            *of = self.new_leaf.get(*of as usize).copied().unwrap_or(u32::MAX);
+            *of = self.leaf(*of);
         }
     }
 }

@@ -73,7 +73,7 @@ type PlanRow = (String, u64, u64, u64, u64);
 type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>, bool);
 
 fn leaf_row(inner: &Engined, leaf: usize) -> LeafRow {
-    let leaves = &inner.index().leaves;
+    let leaves = &inner.outline().leaves;
     let (record, tied) = match leaves.get(leaf) {
         Some(LeafRecord::Alias { of }) => (leaves.get(*of as usize), true),
         record => (record, false),
@@ -176,7 +176,7 @@ impl Checkpoint {
     /// What each leaf is: `(kind, dtype, shape, tied)`.
     fn leaves(&self, py: Python<'_>) -> PyResult<Vec<LeafRow>> {
         let inner = self.get(py)?;
-        Ok((0..inner.index().leaves.len()).map(|leaf| leaf_row(&inner, leaf)).collect())
+        Ok((0..inner.outline().leaves.len()).map(|leaf| leaf_row(&inner, leaf)).collect())
     }
 
     /// What one leaf is.
@@ -189,7 +189,7 @@ impl Checkpoint {
     /// of an object none.
     fn places(&self, py: Python<'_>) -> PyResult<(Vec<String>, Vec<PlaceRow>)> {
         let inner = self.get(py)?;
-        let index = inner.index();
+        let index = py.detach(|| inner.index()).map_err(|error| raise_manager(py, &error))?;
         let files = index.files.iter().map(|file| file.name.to_string()).collect();
         Ok((files, index.leaves.iter().map(place_row).collect()))
     }
@@ -226,8 +226,8 @@ impl Checkpoint {
                 )));
             }
             let itemsize = target.itemsize() as u64;
-            let stored = inner.index().leaves.get(leaf as usize).and_then(|record| match record {
-                LeafRecord::Alias { of } => inner.index().leaves.get(*of as usize),
+            let stored = inner.outline().leaves.get(leaf as usize).and_then(|record| match record {
+                LeafRecord::Alias { of } => inner.outline().leaves.get(*of as usize),
                 record => Some(record),
             });
             match stored {

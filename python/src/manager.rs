@@ -196,17 +196,14 @@ impl Manager {
         self.query(py, move |inner| inner.choose(step))
     }
 
-    /// Of these stored paths, those that no rank wants. Every rank asks once in a restore, before it reads; where one cannot (`cause`), all raise.
-    #[pyo3(signature = (paths, cause = None))]
-    fn wanted_by_none(
-        &self,
-        py: Python<'_>,
-        paths: Vec<String>,
-        cause: Option<String>,
-    ) -> PyResult<Vec<String>> {
-        self.query(py, move |inner| {
-            inner.wanted_by_none(cause.map_or(Ok(paths), |cause| Err(failed(inner, cause))))
-        })
+    /// Of these stored leaves, in order, those that no rank wants; `None`: the ranks do not restore in the same way. Every rank asks once in a restore, before it reads.
+    fn wanted_by_none(&self, py: Python<'_>, how: String, leaves: Vec<u32>) -> PyResult<Option<Vec<u32>>> {
+        self.query(py, move |inner| inner.wanted_by_none(&how, leaves))
+    }
+
+    /// Whether all ranks say the same; all of them ask.
+    fn alike(&self, py: Python<'_>, what: String) -> PyResult<bool> {
+        self.query(py, move |inner| inner.alike(&what))
     }
 
     /// One end for all ranks: where one has failed (`cause`), all raise.

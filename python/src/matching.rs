@@ -1,5 +1,7 @@
 //! What is wanted, from Python; and the report, to Python.
 
+use std::collections::HashSet;
+
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -113,6 +115,7 @@ fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Option
             .into_iter()
             .map(|(item, when)| Dropped { item, when })
             .collect(),
+        elsewhere: get("elsewhere")?.extract::<Option<HashSet<usize>>>()?.unwrap_or_default(),
     })
 }
 
@@ -175,6 +178,8 @@ fn rendered<'py>(
     let unexpected =
         report.unexpected.iter().map(|leaf| (leaf.path.clone(), leaf.renamed.clone(), leaf.near.clone()));
     out.set_item("unexpected", unexpected.collect::<Vec<_>>())?;
+    let numbers = report.unexpected.iter().map(|leaf| leaf.stored);
+    out.set_item("unexpected_leaves", numbers.collect::<Vec<_>>())?;
     let shapes = report
         .wrong_shape
         .iter()

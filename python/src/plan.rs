@@ -82,15 +82,19 @@ pub fn files(
         }
     }
     for (file, plan) in &mut found {
-        plan.path =
-            inner.index().files.get(*file as usize).map(|record| record.name.to_string()).unwrap_or_default();
+        plan.path = inner
+            .outline()
+            .files
+            .get(*file as usize)
+            .map(|record| record.name.to_string())
+            .unwrap_or_default();
     }
     Ok(found.into_values().collect())
 }
 
 /// What a leaf is, ties followed.
 fn record(inner: &Engined, leaf: u32) -> Result<&LeafRecord, Error> {
-    let leaves = &inner.index().leaves;
+    let leaves = &inner.outline().leaves;
     let found = match leaves.get(leaf as usize) {
         Some(LeafRecord::Alias { of }) => leaves.get(*of as usize),
         found => found,

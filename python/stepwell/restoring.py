@@ -197,6 +197,13 @@ class Restore:
             "dropped": [(item, _when(ns)) for item, ns in self.core.dropped()],
         }
         answer = _core.match_state(self.core, wanted.specs, wanted.top_level, given)
+        if self._together is not None and not _misfits(answer):
+            # What another rank wants is stored for that one.
+            mine = answer["unexpected_leaves"]
+            of_none = set(self._together.unexpected(mine))
+            given["elsewhere"] = set(mine) - of_none
+            if given["elsewhere"]:
+                answer = _core.match_state(self.core, wanted.specs, wanted.top_level, given)
         report, paths = self.report, self.structure.leaf_paths()
         for name in (
             "missing",
@@ -216,10 +223,6 @@ class Restore:
         report.ignored = [paths[leaf] for leaf in answer["ignored"]]
         report.left_out = [paths[leaf] for leaf in answer["left_out"]]
         wanted.kept = answer["kept"]
-        if self._together is not None and not _misfits(answer):
-            # What another rank wants is stored for that one.
-            report.unexpected = self._together.unexpected(report.unexpected)
-            answer["ok"] = not report.unexpected
         if not answer["ok"]:
             raise report.mismatch()
         if report.unmatched or report.idle_renames:

@@ -15,22 +15,21 @@ class Together:
 
     def __init__(self, manager: Any, how: str) -> None:
         self._manager = manager
-        # No path of a leaf begins like that.
-        self._how = f"\0{how}"
+        self._how = how
         self._has_said = False
         #: Whether a call has raised: on all ranks, then, and nobody waits for a word of this one.
         self._is_over = False
 
-    def unexpected(self, rows: list[Any]) -> list[Any]:
-        """What nobody on this rank wants (each row begins with its path) → what nobody on any rank does. All ranks make this call before they read an array."""
+    def unexpected(self, leaves: list[int]) -> list[int]:
+        """What nobody on this rank wants, by the numbers of stored leaves, in order → what nobody on any rank does. All ranks make this call before they read an array."""
         self._has_said = True
         with self._asking():
-            found = set(self._manager.wanted_by_none([*(row[0] for row in rows), self._how]))
-        if self._how not in found:
+            found: list[int] | None = self._manager.wanted_by_none(self._how, leaves)
+        if found is None:
             raise MisuseError(
-                f"not all ranks have called restore() with {self._how[1:]}, as this one has; pass the same on all of them"
+                f"not all ranks have called restore() with {self._how}, as this one has; pass the same on all of them"
             )
-        return [row for row in rows if row[0] in found]
+        return found
 
     def settle(self) -> None:
         """Makes that call, where there was nothing to say."""
@@ -40,7 +39,7 @@ class Together:
     def same(self, what: str) -> bool:
         """Whether all ranks say the same."""
         with self._asking():
-            return bool(self._manager.wanted_by_none([what]) == [what])
+            return bool(self._manager.alike(what))
 
     def agree(self) -> None:
         """Returns where all ranks have come as far; raises :class:`~stepwell.RankFailed` where one has failed."""

@@ -122,7 +122,7 @@ fn index_paths(checkpoint: &Checkpoint) -> Vec<String> {
 }
 
 fn data_files(reader: &Reader, checkpoint: &Checkpoint) -> Vec<DataFile> {
-    let index = checkpoint.index();
+    let index = &checkpoint.index().unwrap();
     let step = reader.step_path(STEP);
     index.files.iter().map(|file| DataFile::of(&step, &file.name, index).unwrap()).collect()
 }
@@ -192,7 +192,7 @@ fn every_flipped_bit_of_the_header_footer_and_trailer_of_a_data_file_is_found() 
                         found(look::verify(&fresh), damage)
                     } else {
                         by_restore.fetch_add(1, Ordering::Relaxed);
-                        found(first_look(&dir, checkpoint.index(), file), damage)
+                        found(first_look(&dir, &checkpoint.index().unwrap(), file), damage)
                     };
                     assert_eq!(first.file.as_ref(), Some(&victim.path), "{}: {}", damage(), first.what);
                     // The whole way of a reader, for a part of them.
@@ -333,7 +333,7 @@ fn every_truncation_of_every_file_is_found() {
         }
         for (file, layout) in (0_u32..).zip(data_files(reader, &checkpoint)) {
             let victim = Victim::open(layout.path.clone());
-            let path = &checkpoint.index().files[file as usize].name;
+            let path = &checkpoint.outline().files[file as usize].name;
             let is_data = |length: u64| length >= 4096 && length < layout.data_end;
             for length in (0..layout.length).filter(mine) {
                 if is_data(length) && !long() && length % 64 > 1 && length % 4096 < 4094 {
@@ -342,7 +342,7 @@ fn every_truncation_of_every_file_is_found() {
                 let damage = || format!("{path}, cut to {length} bytes");
                 victim.cut(length, || {
                     assert!(found(reader.lengths(STEP), damage).what.contains(&**path), "{}", damage());
-                    let first = found(first_look(&dir, checkpoint.index(), file), damage);
+                    let first = found(first_look(&dir, &checkpoint.index().unwrap(), file), damage);
                     assert_eq!(first.file.as_ref(), Some(&victim.path), "{}", damage());
                     if mix(length, 3).is_multiple_of(101) {
                         assert_eq!(reader.manager().latest_step().unwrap(), Some(OTHER), "{}", damage());

@@ -8,9 +8,29 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
     crc_fast::crc32_iscsi(bytes)
 }
 
+/// The CRC-32C of bytes that are known in two parts: those of both, and how long the second is.
+pub fn crc32c_of_both(first: u32, second: u32, second_length: u64) -> u32 {
+    let both = crc_fast::checksum_combine(
+        crc_fast::CrcAlgorithm::Crc32Iscsi,
+        u64::from(first),
+        u64::from(second),
+        second_length,
+    );
+    both as u32
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_checksum_of_both_parts_is_that_of_the_whole() {
+        let bytes: Vec<u8> = (0..1000_u32).map(|n| (n * 31 % 251) as u8).collect();
+        for cut in [0, 1, 7, 500, 999, 1000] {
+            let (first, second) = bytes.split_at(cut);
+            assert_eq!(crc32c_of_both(crc32c(first), crc32c(second), second.len() as u64), crc32c(&bytes));
+        }
+    }
 
     #[test]
     fn it_is_the_castagnoli_polynomial_of_rfc_3720() {

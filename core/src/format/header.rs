@@ -86,7 +86,7 @@ impl Header {
                 header.format_version
             )));
         }
-        features::check_required(header.required_features).map_err(format)?;
+        features::check_required(header.required_features, features::OF_DATA_FILES).map_err(format)?;
         block::check_size(header.block_bytes).map_err(format)?;
         Ok(header)
     }

@@ -6,7 +6,7 @@
 //! * The failure of a save is raised by the same call on all ranks: by the first `save` before which that save has ended on each of them.
 //! * Before the first save, and after one of which a rank has said that its leaves are others, the ranks tell each other which leaves they have ([`Census`]).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
@@ -367,17 +367,29 @@ impl Manager {
         Ok(chosen)
     }
 
-    /// Of stored paths that this rank does not want, those that no other wants either. Where one rank cannot say, all fail.
-    pub fn wanted_by_none(&self, unwanted: Result<Vec<String>>) -> Result<Vec<String>> {
+    /// Of the stored leaves (by their numbers) that this rank does not want, those that no other wants either. `None`: the ranks do not all restore in the same way (`how`).
+    pub fn wanted_by_none(&self, how: &str, mut unwanted: Vec<u32>) -> Result<Option<Vec<u32>>> {
         self.inner.check_usable()?;
-        self.inner.team.settle("restore", unwanted, |all| {
+        unwanted.sort_unstable();
+        // Of a stage or an expert they lie together: a few runs, where thousands of ranks each have thousands of leaves that they do not want.
+        let said = (how.to_owned(), runs_of(&unwanted));
+        let found = self.inner.team.settle("restore", Ok(said), |all| {
             let mut all = all.into_iter();
-            let mut found = all.next().unwrap_or_default();
-            for unwanted in all {
-                let unwanted: BTreeSet<String> = unwanted.into_iter().collect();
-                found.retain(|path| unwanted.contains(path));
+            let Some((how, first)) = all.next() else { return Ok(None) };
+            let mut found = Some(first);
+            for (other, unwanted) in all {
+                found = found.filter(|_| other == how).map(|found| in_both(&found, &unwanted));
             }
             Ok(found)
+        })?;
+        Ok(found.map(|runs| runs.into_iter().flat_map(|(first, end)| first..end).collect()))
+    }
+
+    /// Whether all ranks say the same.
+    pub fn alike(&self, what: &str) -> Result<bool> {
+        self.inner.check_usable()?;
+        self.inner.team.settle("restore", Ok(what.to_owned()), |all| {
+            Ok(all.windows(2).all(|two| matches!(two, [one, other] if one == other)))
         })
     }
 
@@ -405,4 +417,34 @@ impl Manager {
         }
         planned
     }
+}
+
+/// First and end of each run of numbers, which ascend.
+fn runs_of(numbers: &[u32]) -> Vec<(u32, u32)> {
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for &number in numbers {
+        match runs.last_mut() {
+            Some((_, end)) if *end == number => *end += 1,
+            _ => runs.push((number, number + 1)),
+        }
+    }
+    runs
+}
+
+/// What lies in the runs of both, in order.
+fn in_both(one: &[(u32, u32)], other: &[(u32, u32)]) -> Vec<(u32, u32)> {
+    let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
+    let mut found = Vec::new();
+    while let (Some(&&(first, end)), Some(&&(other_first, other_end))) = (one.peek(), other.peek()) {
+        let both = (first.max(other_first), end.min(other_end));
+        if both.0 < both.1 {
+            found.push(both);
+        }
+        if end <= other_end {
+            one.next();
+        } else {
+            other.next();
+        }
+    }
+    found
 }

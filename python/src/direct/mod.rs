@@ -150,7 +150,7 @@ pub fn plan_direct(
 }
 
 fn record(inner: &Engined, leaf: u32) -> (u32, Option<&TensorRecord>) {
-    let leaves = &inner.index().leaves;
+    let leaves = &inner.outline().leaves;
     let source = match leaves.get(leaf as usize) {
         Some(LeafRecord::Alias { of }) => *of,
         _ => leaf,

@@ -13,7 +13,7 @@ mod report;
 mod resolve;
 mod unmatched;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::{Index, LeafRecord};
@@ -198,6 +198,8 @@ pub struct Options {
     pub whole: bool,
     /// Items that the step had and has no longer, so that what is missing can be explained.
     pub dropped: Vec<Dropped>,
+    /// Stored leaves that other ranks want: that this one does not is no difference.
+    pub elsewhere: HashSet<usize>,
 }
 
 /// An item that was thinned away.
@@ -395,6 +397,9 @@ impl Matching<'_> {
                 }
                 None => match self.options.unexpected.of(stored_text) {
                     OnUnexpected::Ignore => self.report.ignored.push(s),
+                    OnUnexpected::Error if self.options.elsewhere.contains(&s) => {
+                        self.report.not_wanted.push(s);
+                    }
                     OnUnexpected::Error => self.unexpected(s),
                 },
             }

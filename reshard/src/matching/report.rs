@@ -21,7 +21,7 @@ pub struct Report {
     pub ignored: Vec<usize>,
     /// Stored leaves below [`super::Spec::Skip`].
     pub skipped: Vec<usize>,
-    /// Stored leaves in top-level entries that are not wanted.
+    /// Stored leaves in top-level entries that are not wanted, and those that other ranks want.
     pub not_wanted: Vec<usize>,
     /// Stored leaves that the selection left out.
     pub deselected: Vec<usize>,

@@ -86,7 +86,14 @@ pub fn index(bytes: &mut [u8], files: &[File]) {
     let length = bytes.len();
     put(bytes, 24 + 8, &(length as u64).to_le_bytes());
     if let Some(root) = usize_at(bytes, 40).and_then(|length| window(bytes, 128, length)) {
-        pages(bytes, root.clone());
+        let outline = usize_at(bytes, 72).and_then(|length| window(bytes, root.end, length));
+        if let Some(outline) = outline.filter(|outline| !outline.is_empty()) {
+            let crc = crc32c(&bytes[outline.clone()]);
+            put(bytes, 80, &crc.to_le_bytes());
+            pages(bytes, root.clone(), outline.end);
+        } else {
+            pages(bytes, root.clone(), root.end);
+        }
         records(&mut bytes[root.clone()], files);
         let crc = crc32c(&bytes[root]);
         put(bytes, 48, &crc.to_le_bytes());
@@ -97,13 +104,13 @@ pub fn index(bytes: &mut [u8], files: &[File]) {
     }
 }
 
-fn pages(bytes: &mut [u8], root: std::ops::Range<usize>) {
+/// Those of the root table, the first of which begins at `at`.
+fn pages(bytes: &mut [u8], root: std::ops::Range<usize>, mut at: usize) {
     let table = &bytes[root.clone()];
     let (Some((lengths, count)), Some((crcs, _))) = (column(table, PAGE_LENGTH), column(table, PAGE_CRC))
     else {
         return;
     };
-    let mut at = root.end;
     for number in 0..count {
         let place = root.start + lengths + 8 * number;
         let Some(mut length) = usize_at(&bytes[..root.end], place) else { return };

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use stepwell_core::dtype::Dtype;
+use stepwell_core::format::index::LeafRecord;
+use stepwell_core::format::index_v1::{self, IndexHeader};
 use stepwell_core::format::object;
 use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::leaf_path::Component;
@@ -84,6 +86,7 @@ pub fn write(corpus: &Path) -> std::io::Result<usize> {
             };
             put(target, &flagged(1, bytes))?;
             if target == "index" {
+                put("index", &flagged(1, &outlined(bytes)))?;
                 put("message", &flagged(1, &vote(bytes)))?;
             }
         }
@@ -111,11 +114,33 @@ pub fn write(corpus: &Path) -> std::io::Result<usize> {
     Ok(written)
 }
 
+/// The same index with an outline before its pages, as a large one has it. Written from `docs/format.md`.
+fn outlined(bytes: &[u8]) -> Vec<u8> {
+    let file = Path::new("index");
+    let mut index = index_v1::decode(bytes, file).expect("a sound index");
+    for leaf in &mut index.leaves {
+        if let LeafRecord::Tensor(tensor) = leaf {
+            tensor.chunks.clear();
+        }
+    }
+    // The page of an index without chunks is the outline of that with them.
+    let outline = index_v1::encode(&index).expect("an index without chunks can be written").bytes;
+    let end = |bytes: &[u8]| IndexHeader::decode(bytes, file).expect("a sound header").pages_at() as usize;
+    let (front, pages) = bytes.split_at(end(bytes));
+    let outline = &outline[end(&outline)..];
+    let mut out = [front, outline, pages].concat();
+    out[16] = 1;
+    out[72..80].copy_from_slice(&(outline.len() as u64).to_le_bytes());
+    crate::seal::index(&mut out, &[]);
+    index_v1::decode(&out, file).expect("an outlined index is sound");
+    out
+}
+
 /// The vote of a rank that wrote one item.
 fn vote(index: &[u8]) -> Vec<u8> {
     let session = "0".repeat(32);
     let head = format!(
-        r#"{{"attempt":{{"session":"{session}","counter":1}},"failure":null,"parts":[{{"dir":"i0","index_bytes":{},"tensor_bytes":7}}]}}"#,
+        r#"{{"attempt":{{"session":"{session}","counter":1}},"stale":false,"claims":0,"failure":null,"parts":[{{"item":{{"dir":"i0","name":".","top_level":[]}},"index_bytes":{},"tensor_bytes":7}}]}}"#,
         index.len()
     );
     [&(head.len() as u64).to_le_bytes(), head.as_bytes(), index].concat()

@@ -154,7 +154,7 @@ pub fn load_options() -> LoadOptions {
 
 /// Reads one leaf; a tie gives what it is tied to.
 pub fn read(checkpoint: &Checkpoint, leaf: u32) -> Result<Content, Error> {
-    let index = checkpoint.index();
+    let index = checkpoint.index()?;
     let record = match index.leaves.get(leaf as usize) {
         Some(LeafRecord::Alias { of }) => index.leaves.get(*of as usize),
         record => record,
@@ -174,7 +174,7 @@ pub fn read(checkpoint: &Checkpoint, leaf: u32) -> Result<Content, Error> {
 
 /// Reads every leaf in one restore (all tensors) and one reading of all objects, and gives what was read in leaf order.
 pub fn read_all(checkpoint: &Checkpoint) -> Result<Vec<Content>, Error> {
-    let index = checkpoint.index();
+    let index = checkpoint.index()?;
     let mut requests = Vec::new();
     let mut buffers = Vec::new();
     let mut objects = Vec::new();

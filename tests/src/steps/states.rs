@@ -88,7 +88,7 @@ pub fn verify(checkpoint: &Checkpoint) -> Result<String, String> {
         let path = stored.path.to_string();
         match &stored.spec {
             StoredSpec::Tensor { .. } => {
-                let index = checkpoint.index();
+                let index = checkpoint.outline();
                 let Some(LeafRecord::Tensor(record)) = index.leaves.get(leaf as usize) else {
                     return Err(format!("`{path}` of step {step} has no tensor"));
                 };

@@ -40,7 +40,7 @@ pub struct Stored<'a> {
 impl<'a> Stored<'a> {
     /// Looks at every byte of every tensor: each element is stored once, and is what was saved. Returns what is found.
     pub fn check(disk: &'a SimDisk, step: u64, checkpoint: &'a Checkpoint, state: &State) -> Self {
-        let index = checkpoint.index();
+        let index = checkpoint.index().unwrap();
         let files: Vec<_> = index
             .files
             .iter()
@@ -69,7 +69,7 @@ impl<'a> Stored<'a> {
             if stored.homes.contains_key(&number) {
                 continue;
             }
-            let homes = homes(index, number);
+            let homes = homes(&index, number);
             for (values, &(file, at)) in tensor.whole.lanes(Axis(tensor.shape.len())).into_iter().zip(&homes)
             {
                 let bytes = files[file as usize][at as usize..].iter().copied().map(i32::from);
@@ -85,7 +85,7 @@ impl<'a> Stored<'a> {
 
     /// Of every chunk, the bytes of an element, and of all of it.
     pub fn chunks(&self) -> impl Iterator<Item = (u64, u64)> {
-        let tensors = self.checkpoint.index().leaves.iter().filter_map(|record| match record {
+        let tensors = self.checkpoint.outline().leaves.iter().filter_map(|record| match record {
             LeafRecord::Tensor(tensor) => Some(tensor),
             _ => None,
         });
@@ -96,7 +96,7 @@ impl<'a> Stored<'a> {
 
     /// The leaf that holds the bytes of a leaf.
     fn find(&self, keys: &[String]) -> (usize, &LeafRecord) {
-        let (index, path) = (self.checkpoint.index(), path(keys));
+        let (index, path) = (self.checkpoint.outline(), path(keys));
         let number = self.checkpoint.leaves().iter().position(|leaf| leaf.path == path).unwrap();
         match &index.leaves[number] {
             LeafRecord::Alias { of } => (*of as usize, &index.leaves[*of as usize]),
@@ -107,7 +107,7 @@ impl<'a> Stored<'a> {
 
 /// Bytes of tensors in the file of each rank that has written something.
 pub fn written(checkpoint: &Checkpoint) -> BTreeMap<u32, u64> {
-    let index = checkpoint.index();
+    let index = checkpoint.index().unwrap();
     let mut written = BTreeMap::new();
     for record in &index.leaves {
         let LeafRecord::Tensor(tensor) = record else { continue };
@@ -224,13 +224,14 @@ pub fn read_as_a_rank(dice: &mut Dice, stored: &Stored<'_>, state: &State) {
         max_gap_bytes: *dice.pick(&[0, 0, 4096, 10_000]),
         ..network
     };
-    let plan = read_plan::plan(checkpoint.index(), &requests, &careful).unwrap();
+    let plan = read_plan::plan(&checkpoint.index().unwrap(), &requests, &careful).unwrap();
     needed.check(&plan, &careful);
     let dir = stored.disk.open_dir(Path::new(&step_path(stored.step))).unwrap();
-    let files = FileSet::new(dir, &checkpoint.index().files);
+    let files = FileSet::new(dir, &checkpoint.outline().files);
     let mut found = memories;
     let stats =
-        load::execute(stored.disk, &files, checkpoint.index(), &plan, &targets(&mut found), &load).unwrap();
+        load::execute(stored.disk, &files, &checkpoint.index().unwrap(), &plan, &targets(&mut found), &load)
+            .unwrap();
     compare(&wants, &found, &expected);
     check_stats(&plan, &stats, &load);
 }

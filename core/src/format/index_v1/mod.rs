@@ -3,16 +3,19 @@
 //! ```text
 //! 0     header, 128 bytes: magic, own CRC, version, features, lengths, CRC of the root table
 //! 128   root table (rkyv): where the pages are and their CRCs, hashes of leaf paths, files
+//! …     outline, of a large index: one page with all of it but the chunks
 //! …     pages (rkyv), one after the other, each about 1 MiB
 //! ```
 //!
-//! Pages are self-contained: each repeats the containers above its first node, so that a reader may read only those that hold its leaves.
+//! Pages are self-contained: each repeats the containers above its first node. Of a large index, which is nearly all chunks, a reader reads the [`Outline`] and
+//! then the pages that hold the leaves whose chunks it wants.
 //! Bytes are checked before they are interpreted (CRC, then bytecheck, then the columns, then [`super::check`]); what is written is checked
 //! by the same rules. Encoding is deterministic, and decoding what was encoded gives the same index.
 //!
 //! The leader of a commit writes index files, the save pipeline writes footers, every reader reads them.
 
 mod columns;
+mod outline;
 mod page;
 mod read;
 mod root;
@@ -24,6 +27,7 @@ mod write;
 use std::ops::Range;
 use std::path::Path;
 
+pub use self::outline::Outline;
 pub use self::root::{INDEX_HEADER_BYTES, IndexHeader, Root, path_hash};
 pub use self::spelling::{ComponentSpelling, KindSpelling};
 use self::write::Paging;
@@ -48,10 +52,11 @@ pub struct IndexFile {
 
 /// The index file of an item. Refuses what [`decode`] would refuse.
 pub fn encode(index: &Index) -> Result<IndexFile> {
-    encode_paged(index, Paging::DEFAULT)
+    encode_as(index, Paging::DEFAULT, outline::is_worthwhile)
 }
 
-fn encode_paged(index: &Index, paging: Paging) -> Result<IndexFile> {
+/// `is_outlined`: whether an index of so many pages gets an outline.
+fn encode_as(index: &Index, paging: Paging, is_outlined: fn(&Index, usize) -> bool) -> Result<IndexFile> {
     let pages = pages(index, Bounds::Item, paging)?;
     let mut root = Root {
         pages: pages.iter().map(|&(_, page)| page).collect(),
@@ -61,18 +66,22 @@ fn encode_paged(index: &Index, paging: Paging) -> Result<IndexFile> {
     };
     let table = root.encode()?;
     root.pages.clear();
+    let outline = if is_outlined(index, pages.len()) { outline::encode(index)? } else { Vec::new() };
     let pages_length: usize = pages.iter().map(|(bytes, _)| bytes.len()).sum();
-    let file_length = INDEX_HEADER_BYTES as usize + table.len() + pages_length;
+    let file_length = INDEX_HEADER_BYTES as usize + table.len() + outline.len() + pages_length;
     let header = IndexHeader {
         file_length: file_length as u64,
         root_length: table.len() as u64,
         root_crc: crc32c(&table),
         leaves: index.leaves.len() as u64,
         nodes: root.nodes,
+        outline_length: outline.len() as u64,
+        outline_crc: crc32c(&outline),
     };
     let mut bytes = Vec::with_capacity(file_length);
     bytes.extend_from_slice(&header.encode());
     bytes.extend_from_slice(&table);
+    bytes.extend_from_slice(&outline);
     for (page, _) in &pages {
         bytes.extend_from_slice(page);
     }
@@ -95,6 +104,7 @@ pub struct Opened<'a> {
     file: &'a Path,
     header: IndexHeader,
     root: Root,
+    outline: Option<Index>,
     pages: Pages<'a>,
 }
 
@@ -109,11 +119,12 @@ impl<'a> Opened<'a> {
             ));
         }
         let root = Root::decode(&header, bytes, file)?;
+        let outline = outline::decode(&header, &root, bytes, file)?;
         let cut = || Error::corrupt(file, "its pages are cut");
         let pages =
             root.pages.iter().map(|page| page.slice(bytes, 0).map(|bytes| (*page, bytes)).ok_or_else(cut));
         let pages = Pages::open(pages.collect::<Result<Vec<_>>>()?, file)?;
-        Ok(Self { file, header, root, pages })
+        Ok(Self { file, header, root, outline, pages })
     }
 
     /// The structure, checked.
@@ -144,6 +155,9 @@ impl<'a> Opened<'a> {
     pub fn join(&self, tree: Tree, leaves: Vec<LeafRecord>) -> Result<Index> {
         let index = Index { tree, leaves, files: self.root.files.clone() };
         check_counts(&index, Bounds::Item).map_err(|fault| on_read(&index.tree, fault, self.file))?;
+        if self.outline.as_ref().is_some_and(|outline| !outline::is_of(outline, &index)) {
+            return Err(Error::corrupt(self.file, "its outline is not that of its pages"));
+        }
         Ok(index)
     }
 

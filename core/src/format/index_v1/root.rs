@@ -1,5 +1,4 @@
-//! The front of an index file: a fixed header, then the root table, which lists pages, files and leaves. A reader that needs few leaves reads
-//! this much and then the pages that hold them.
+//! The front of an index file: a fixed header, then the root table, which lists pages, files and leaves.
 
 use std::path::Path;
 
@@ -25,7 +24,7 @@ const MAGIC: [u8; 8] = *b"\x89SWI\r\n\x1a\n";
 /// The root table, version 1; columns as in [`super::page`]. Never change it.
 #[derive(Archive, Serialize, Debug, Default)]
 pub(super) struct IndexRootV1 {
-    /// Of each page, in order: bytes. The first page begins where the root table ends, and each where the one before it ends.
+    /// Of each page, in order: bytes. The first page begins where the outline ends (the root table, where there is none), and each where the one before it ends.
     pub page_length: Vec<u64>,
     /// CRC-32C of those bytes.
     pub page_crc: Vec<u32>,
@@ -74,15 +73,24 @@ pub struct IndexHeader {
     pub leaves: u64,
     /// Number of nodes.
     pub nodes: u64,
+    /// Bytes of the outline, which begins where the root table ends; 0: there is none.
+    pub outline_length: u64,
+    /// CRC-32C of the outline.
+    pub outline_crc: u32,
 }
 
 impl IndexHeader {
+    /// Where the pages begin.
+    pub fn pages_at(&self) -> u64 {
+        INDEX_HEADER_BYTES + self.root_length + self.outline_length
+    }
+
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(INDEX_HEADER_BYTES as usize);
         bytes.put(&MAGIC);
         bytes.put_u32(0); // the CRC's place
         bytes.put_u32(FORMAT_VERSION);
-        bytes.put_u64(0); // required features
+        bytes.put_u64(if self.outline_length > 0 { features::OUTLINE } else { 0 });
         bytes.put_u64(0); // optional features
         bytes.put_u64(self.file_length);
         bytes.put_u64(self.root_length);
@@ -90,6 +98,8 @@ impl IndexHeader {
         bytes.put_u32(0);
         bytes.put_u64(self.leaves);
         bytes.put_u64(self.nodes);
+        bytes.put_u64(self.outline_length);
+        bytes.put_u32(self.outline_crc);
         bytes.resize(INDEX_HEADER_BYTES as usize, 0);
         seal_front(&mut bytes);
         bytes
@@ -105,7 +115,10 @@ impl IndexHeader {
             let (file_length, root_length, root_crc) = (fields.u64()?, fields.u64()?, fields.u32()?);
             fields.u32()?;
             let (leaves, nodes) = (fields.u64()?, fields.u64()?);
-            Some((version, required, Self { file_length, root_length, root_crc, leaves, nodes }))
+            let (outline_length, outline_crc) = (fields.u64()?, fields.u32()?);
+            let header =
+                Self { file_length, root_length, root_crc, leaves, nodes, outline_length, outline_crc };
+            Some((version, required, header))
         };
         let (version, required, header) = read().ok_or_else(cut)?;
         let format = |what: String| Error::Format { file: file.to_owned(), what };
@@ -114,11 +127,15 @@ impl IndexHeader {
                 "it is an index of version {version}; this version of stepwell reads version {FORMAT_VERSION}"
             )));
         }
-        features::check_required(required).map_err(format)?;
+        features::check_required(required, features::OF_INDEXES).map_err(format)?;
         limit("the size of the root table of an index in bytes", header.root_length, MAX_ROOT_BYTES)?;
         limit("the number of leaves", header.leaves, MAX_LEAVES)?;
         limit("the number of nodes", header.nodes, MAX_NODES)?;
-        if header.file_length < INDEX_HEADER_BYTES + header.root_length {
+        limit("the size of the outline of an index in bytes", header.outline_length, MAX_PAGE_BYTES)?;
+        if (required & features::OUTLINE != 0) != (header.outline_length > 0) {
+            return Err(Error::corrupt(file, "its header does not say whether it has an outline"));
+        }
+        if header.file_length < header.pages_at() {
             return Err(Error::corrupt(file, "its header says that it is shorter than its root table"));
         }
         Ok(header)
@@ -184,7 +201,7 @@ impl Root {
         let mut crcs = Column::new(&root.page_crc, "page_crc");
         let mut leaves = Column::new(&root.page_leaves, "page_leaves");
         let mut pages = Vec::with_capacity(lengths.len());
-        let (mut offset, mut first) = (INDEX_HEADER_BYTES + header.root_length, 0_u64);
+        let (mut offset, mut first) = (header.pages_at(), 0_u64);
         for _ in 0..lengths.len() {
             let (length, crc, count) = (lengths.next()?, crcs.next()?, leaves.next()?);
             if length > MAX_PAGE_BYTES {
@@ -222,17 +239,6 @@ impl Root {
         ids.end()?;
         crcs.end()?;
         Ok(files)
-    }
-
-    /// Numbers, in [`Self::pages`], of the pages that may hold one of these leaves, in order. A page too many is possible (hashes collide),
-    /// one too few is not.
-    pub fn pages_for<'a>(&self, paths: impl IntoIterator<Item = &'a LeafPath>) -> Vec<usize> {
-        let wanted: std::collections::HashSet<u32> = paths.into_iter().map(path_hash).collect();
-        let holds = |page: &PageRef| {
-            let leaves = self.leaf_hashes.iter().skip(page.first as usize).take(page.count as usize);
-            leaves.into_iter().any(|hash| wanted.contains(hash))
-        };
-        self.pages.iter().enumerate().filter(|(_, page)| holds(page)).map(|(number, _)| number).collect()
     }
 }
 

@@ -8,8 +8,8 @@ use smallvec::smallvec;
 
 use super::root::leaf_hashes;
 use super::{
-    Bounds, INDEX_HEADER_BYTES, IndexHeader, Paging, Root, decode, decode_pages, decode_part, encode,
-    encode_paged, path_hash, write,
+    Bounds, INDEX_HEADER_BYTES, IndexHeader, Outline, Paging, Root, decode, decode_pages, decode_part,
+    encode, encode_as, path_hash, write,
 };
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -255,13 +255,13 @@ proptest! {
         prop_assert_eq!(file.crc, crc32c(&file.bytes));
         prop_assert_eq!(&read(&file.bytes).unwrap(), &index);
         prop_assert_eq!(&encode(&index).unwrap(), &file, "the encoding is not deterministic");
-        let paged = encode_paged(&index, Paging { bytes, leaves }).unwrap();
+        let paged = encode_as(&index, Paging { bytes, leaves }, |_, _| false).unwrap();
         prop_assert_eq!(&read(&paged.bytes).unwrap(), &index);
     }
 
     #[test]
     fn a_page_alone_holds_whole_paths(index in any_index(), leaves in 1_u64..6) {
-        let bytes = encode_paged(&index, Paging { leaves, bytes: 1 << 20 }).unwrap().bytes;
+        let bytes = encode_as(&index, Paging { leaves, bytes: 1 << 20 }, |_, _| false).unwrap().bytes;
         let file = Path::new("i0/index");
         let header = IndexHeader::decode(&bytes[..INDEX_HEADER_BYTES as usize], file).unwrap();
         let root = Root::decode(&header, &bytes[..(INDEX_HEADER_BYTES + header.root_length) as usize], file).unwrap();
@@ -275,12 +275,63 @@ proptest! {
             }
         }
         for leaf in 0..index.leaves.len() as u32 {
-            let path = index.tree.leaf_path(leaf);
-            prop_assert_eq!(path_hash(&path), root.leaf_hashes[leaf as usize]);
-            let holds = |&page: &usize| (root.pages[page].first..root.pages[page].first + root.pages[page].count).contains(&u64::from(leaf));
-            prop_assert!(root.pages_for([&path]).iter().any(holds));
+            prop_assert_eq!(path_hash(&index.tree.leaf_path(leaf)), root.leaf_hashes[leaf as usize]);
         }
-        prop_assert_eq!(root.pages_for([&LeafPath(vec![Component::Key("nobody has this".into())])]), Vec::<usize>::new());
+    }
+
+    #[test]
+    fn an_outline_is_the_index_without_its_chunks_and_each_page_gives_those_of_its_leaves(
+        index in any_index(), leaves in 1_u64..6,
+    ) {
+        let outlined = encode_as(&index, Paging { leaves, bytes: 1 << 20 }, |index, _| !index.tree.nodes().is_empty()).unwrap();
+        prop_assert_eq!(outlined.crc, crc32c(&outlined.bytes));
+        prop_assert_eq!(&read(&outlined.bytes).unwrap(), &index);
+        if index.tree.nodes().is_empty() {
+            return Ok(());
+        }
+        let (file, bytes) = (Path::new("i0/index"), &outlined.bytes);
+        let header = IndexHeader::decode(bytes, file).unwrap();
+        let front = &bytes[..header.pages_at() as usize];
+        prop_assert!(Outline::decode(&header, front, outlined.crc ^ 1, file).is_err(), "another file");
+        let outline = Outline::decode(&header, front, outlined.crc, file).unwrap();
+        prop_assert_eq!(&outline.index().tree, &index.tree);
+        prop_assert_eq!(&outline.index().files, &index.files);
+        for (number, record) in index.leaves.iter().enumerate() {
+            let page = outline.page_of(number as u32).expect("each leaf is in a page");
+            let page = &outline.pages()[page];
+            let of_page = outline.leaves(page, page.slice(bytes, 0).unwrap(), file).unwrap();
+            prop_assert_eq!(&of_page[number - page.first as usize], record);
+        }
+        prop_assert_eq!(outline.page_of(index.leaves.len() as u32), None);
+    }
+
+    /// What a defect could write.
+    #[test]
+    fn an_outline_that_says_something_else_than_the_pages_is_refused_however_it_is_read(
+        index in any_index(), other in any_index(),
+    ) {
+        let encode = |index| encode_as(index, Paging { leaves: 2, bytes: 1 << 20 }, |_, _| true).unwrap();
+        let (sound, stranger) = (encode(&index), encode(&other));
+        let file = Path::new("i0/index");
+        let (header, strange) = (IndexHeader::decode(&sound.bytes, file).unwrap(), IndexHeader::decode(&stranger.bytes, file).unwrap());
+        let root_end = (INDEX_HEADER_BYTES + header.root_length) as usize;
+        let strange_outline = &stranger.bytes[(INDEX_HEADER_BYTES + strange.root_length) as usize..strange.pages_at() as usize];
+        let header = IndexHeader {
+            outline_length: strange.outline_length,
+            outline_crc: strange.outline_crc,
+            file_length: header.file_length - header.outline_length + strange.outline_length,
+            ..header
+        };
+        let bytes = [&header.encode()[..], &sound.bytes[INDEX_HEADER_BYTES as usize..root_end], strange_outline, &sound.bytes[IndexHeader::decode(&sound.bytes, file).unwrap().pages_at() as usize..]].concat();
+        if let Ok(read) = read(&bytes) {
+            prop_assert_eq!(&read, &index);
+        }
+        let Ok(outline) = Outline::decode(&header, &bytes[..header.pages_at() as usize], crc32c(&bytes), file) else { return Ok(()) };
+        for page in outline.pages() {
+            if let Ok(leaves) = outline.leaves(page, page.slice(&bytes, 0).unwrap(), file) {
+                prop_assert_eq!(&leaves[..], &index.leaves[page.first as usize..][..leaves.len()]);
+            }
+        }
     }
 
     #[test]
@@ -365,7 +416,7 @@ pub(crate) fn sample() -> Index {
 
 #[test]
 fn every_flipped_bit_and_every_truncation_is_refused() {
-    let bytes = encode_paged(&sample(), Paging { leaves: 2, bytes: 1 << 20 }).unwrap().bytes;
+    let bytes = encode_as(&sample(), Paging { leaves: 2, bytes: 1 << 20 }, |_, _| false).unwrap().bytes;
     assert_eq!(read(&bytes).unwrap(), sample());
     for at in 0..bytes.len() * 8 {
         let mut flipped = bytes.clone();

@@ -1,0 +1,149 @@
+//! The outline of a large index: all of it but the chunks of its tensors, which are nearly all of it where many ranks have saved. So a reader knows the whole structure
+//! at once, and reads a page of chunks where it wants one of its leaves: thousands of ranks must not each read all pages.
+
+use std::path::Path;
+
+use super::write::{self, Paging};
+use super::{Bounds, INDEX_HEADER_BYTES, IndexHeader, Pages, Part, Root, check, decode_part, on_read, root};
+use crate::error::{Error, Result};
+use crate::format::checksum::{crc32c, crc32c_of_both};
+use crate::format::index::{Chunks, Index, LeafRecord, TensorRecord};
+use crate::format::page::{PageKind, PageRef};
+
+/// Of fewer pages there is nothing to be left out.
+const LEAST_PAGES: usize = 4;
+/// So many chunks to a leaf, and an outline is a small part of the index.
+const LEAST_CHUNKS: usize = 4;
+
+/// Whether an index of so many pages gets an outline.
+pub(super) fn is_worthwhile(index: &Index, pages: usize) -> bool {
+    let chunks = || index.leaves.iter().map(|leaf| leaf.extents().count()).sum::<usize>();
+    pages >= LEAST_PAGES && chunks() >= LEAST_CHUNKS * index.leaves.len()
+}
+
+/// The outline of an index; nothing, if it would be larger than a page may be.
+pub(super) fn encode(index: &Index) -> Result<Vec<u8>> {
+    let leaves = index.leaves.iter().map(without_chunks).collect();
+    let outline = Index { tree: index.tree.clone(), leaves, files: Vec::new() };
+    match write::pages(&outline, Paging { bytes: u64::MAX, leaves: u64::MAX }) {
+        Ok(mut pages) => Ok(pages.pop().map(|(bytes, _)| bytes).unwrap_or_default()),
+        Err(Error::Limit { .. }) => Ok(Vec::new()),
+        Err(error) => Err(error),
+    }
+}
+
+/// The outline in the front of an index file, checked, where it has one.
+pub(super) fn decode(header: &IndexHeader, root: &Root, bytes: &[u8], file: &Path) -> Result<Option<Index>> {
+    if header.outline_length == 0 {
+        return Ok(None);
+    }
+    let page = PageRef {
+        kind: PageKind::Index,
+        offset: INDEX_HEADER_BYTES + header.root_length,
+        length: header.outline_length,
+        crc: header.outline_crc,
+        first: 0,
+        count: header.leaves,
+    };
+    let bytes = page.slice(bytes, 0).ok_or_else(|| Error::corrupt(file, "its outline is cut"))?;
+    let pages = Pages::open(vec![(page, bytes)], file)?;
+    let outline = Index { tree: pages.tree()?, leaves: pages.leaves(Vec::new())?, files: root.files.clone() };
+    check(&outline, Bounds::Item).map_err(|fault| on_read(&outline.tree, fault, file))?;
+    let has_chunks =
+        |leaf: &LeafRecord| matches!(leaf, LeafRecord::Tensor(tensor) if !tensor.chunks.is_empty());
+    let is_listed = root::leaf_hashes(&outline.tree) == root.leaf_hashes;
+    if !is_listed
+        || outline.tree.nodes().len() as u64 != header.nodes
+        || outline.leaves.iter().any(has_chunks)
+    {
+        return Err(Error::corrupt(file, "its outline is not that of its pages"));
+    }
+    Ok(Some(outline))
+}
+
+/// Whether it is what [`encode`] makes of that index.
+pub(super) fn is_of(outline: &Index, index: &Index) -> bool {
+    outline.tree == index.tree && are_of(&outline.leaves, &index.leaves)
+}
+
+fn are_of(outlined: &[LeafRecord], leaves: &[LeafRecord]) -> bool {
+    let same = |(outlined, leaf): (&LeafRecord, &LeafRecord)| match (outlined, leaf) {
+        (LeafRecord::Tensor(outlined), LeafRecord::Tensor(tensor)) => {
+            let TensorRecord { dtype, shape, view, rank_key, chunks: _ } = outlined;
+            *dtype == tensor.dtype
+                && *shape == tensor.shape
+                && *view == tensor.view
+                && *rank_key == tensor.rank_key
+        }
+        (outlined, leaf) => outlined == leaf,
+    };
+    outlined.len() == leaves.len() && outlined.iter().zip(leaves).all(same)
+}
+
+fn without_chunks(leaf: &LeafRecord) -> LeafRecord {
+    match leaf {
+        LeafRecord::Tensor(TensorRecord { dtype, shape, view, rank_key, chunks: _ }) => {
+            let (shape, view, rank_key) = (shape.clone(), view.clone(), rank_key.clone());
+            LeafRecord::Tensor(TensorRecord { dtype: *dtype, shape, view, rank_key, chunks: Chunks::new() })
+        }
+        other => other.clone(),
+    }
+}
+
+/// An index file of which the front has been read: its outline, and what its pages are.
+#[derive(Debug)]
+pub struct Outline {
+    root: Root,
+    /// The index, whose tensors have no chunks.
+    index: Index,
+}
+
+impl Outline {
+    /// From the first [`IndexHeader::pages_at`] bytes of a file that has an outline, as the manifest knows it: `crc` is that of all of it, of which what the root table says of
+    /// the pages is a part.
+    pub fn decode(header: &IndexHeader, bytes: &[u8], crc: u32, file: &Path) -> Result<Self> {
+        let root = Root::decode(header, bytes, file)?;
+        let index = decode(header, &root, bytes, file)?
+            .ok_or_else(|| Error::Misuse(format!("{} has no outline", file.display())))?;
+        let front = bytes.get(..header.pages_at() as usize).unwrap_or(bytes);
+        let found =
+            root.pages.iter().fold(crc32c(front), |crc, page| crc32c_of_both(crc, page.crc, page.length));
+        if found != crc {
+            return Err(Error::corrupt(file, "it is not the index that its manifest names"));
+        }
+        Ok(Self { root, index })
+    }
+
+    /// All of the index but the chunks.
+    pub fn index(&self) -> &Index {
+        &self.index
+    }
+
+    /// The pages, in order.
+    pub fn pages(&self) -> &[PageRef] {
+        &self.root.pages
+    }
+
+    /// The number of the page that holds a leaf.
+    pub fn page_of(&self, leaf: u32) -> Option<usize> {
+        let leaf = u64::from(leaf);
+        let after = self.root.pages.partition_point(|page| page.first <= leaf);
+        let page = after.checked_sub(1)?;
+        self.root.pages.get(page).is_some_and(|found| leaf - found.first < found.count).then_some(page)
+    }
+
+    /// The leaves of a page, with their chunks, from its bytes.
+    pub fn leaves(&self, page: &PageRef, bytes: &[u8], file: &Path) -> Result<Vec<LeafRecord>> {
+        let Part { first_leaf, tree, leaves } = decode_part(&self.root, page, bytes, file)?;
+        let first = usize::try_from(first_leaf).unwrap_or(usize::MAX);
+        let its = first..first.saturating_add(leaves.len());
+        let listed = self.root.leaf_hashes.get(its.clone());
+        let outlined = self.index.leaves.get(its).unwrap_or_default();
+        if listed != Some(&root::leaf_hashes(&tree)[..]) || !are_of(outlined, &leaves) {
+            let what =
+                format!("the index page at offset {} does not hold the leaves of its outline", page.offset);
+            return Err(Error::corrupt(file, what));
+        }
+        Ok(leaves)
+    }
+}
