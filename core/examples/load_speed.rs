@@ -171,6 +171,7 @@ fn write_file(path: &Path) -> std::io::Result<Index> {
         length: (bytes.len() + footer.bytes.len()) as u64,
         file_id: 1,
         trailer_crc: footer.trailer_crc,
+        within: None,
     });
     Ok(index)
 }

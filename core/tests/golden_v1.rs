@@ -172,6 +172,7 @@ fn data_file() -> (Vec<u8>, FileRecord) {
         length: bytes.len() as u64,
         file_id: FILE_ID,
         trailer_crc: footer.trailer_crc,
+        within: None,
     };
     (bytes, record)
 }
@@ -184,6 +185,7 @@ fn index() -> Index {
         length: 1000,
         file_id: 0,
         trailer_crc: 0,
+        within: None,
     });
     let bias = index.tree.push_leaf(Some(0), Some(Component::Key("foreign".into())));
     assert_eq!(bias, 6);
@@ -241,6 +243,7 @@ fn manifest() -> Manifest {
             length: file.length,
             trailer_crc32c: file.trailer_crc,
             file_id: file.file_id,
+            within: None,
             others: Others::new(),
         }],
         dropped: vec![Tombstone {

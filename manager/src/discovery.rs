@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use stepwell_core::format::manifest::Manifest;
+use stepwell_core::format::manifest::{Manifest, stored_files};
 use stepwell_core::io::noting::Notes;
 use stepwell_core::io::{Dir, EntryKind, Stat};
 use stepwell_core::limits::MAX_MANIFEST_BYTES;
@@ -432,8 +432,8 @@ pub(crate) fn damage_by(
     manifest: &Manifest,
     stat: impl Fn(&str) -> stepwell_core::Result<Option<Stat>>,
 ) -> stepwell_core::Result<Option<String>> {
-    let files = manifest.files.iter().map(|file| (&file.path, file.length));
-    let indexes = manifest.items.iter().map(|item| (&item.index.path, item.index.length));
+    let files = stored_files(&manifest.files).into_iter();
+    let indexes = manifest.items.iter().map(|item| (item.index.path.as_str(), item.index.length));
     for (path, length) in files.chain(indexes) {
         match stat(path) {
             Ok(Some(stat)) if stat.kind == EntryKind::File && stat.len == length => {}

@@ -93,9 +93,7 @@ pub enum Error {
         cause: String,
     },
     /// Ranks did not answer in time.
-    #[error(
-        "waited {seconds:.1} s without progress for rank(s) {missing:?} ({waited_for}); the step was not committed"
-    )]
+    #[error("waited {seconds:.1} s without progress for rank(s) {missing:?} {waited_for}")]
     CoordinationTimeout {
         /// The ranks that are missing.
         missing: Vec<u32>,

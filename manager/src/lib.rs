@@ -34,6 +34,7 @@ pub mod recovery;
 pub mod retention;
 pub mod retire;
 pub mod root;
+mod runs;
 pub mod save;
 pub mod save_policy;
 #[cfg(test)]
@@ -48,7 +49,7 @@ pub use checkpoint::{Checkpoint, Expected, ReadFailure};
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Error, Result};
 pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest};
-pub use options::{OnSaveError, Options, WritersPer};
+pub use options::{FilesPer, OnSaveError, Options, WritersPer};
 pub use retention::{Mode, Retention};
 pub use save::{Outcome, Refusal, Save, Stats, Streams};
 pub use save_policy::SavePolicy;

@@ -22,6 +22,17 @@ pub enum WritersPer {
     Socket,
 }
 
+/// What has a data file of its own for each item.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FilesPer {
+    /// Each rank.
+    #[default]
+    Rank,
+    /// Each machine: its ranks write side by side.
+    Node,
+}
+
 /// See [`Options::default`] for the defaults: every call saves, nothing is deleted.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own; no two exclude each other")]
@@ -60,6 +71,8 @@ pub struct Options {
     pub writers: Option<u32>,
     /// Where so many write.
     pub writers_per: WritersPer,
+    /// Into how many files the ranks write.
+    pub files_per: FilesPer,
     /// Threads that capture; `None`: a few.
     pub capture_threads: Option<usize>,
     /// Reads or writes in flight; `None`: 16 writes, and as many reads as [`LoadOptions`] has by default.
@@ -111,6 +124,7 @@ impl Default for Options {
             block_bytes: stepwell_core::format::block::DEFAULT_BLOCK_BYTES,
             writers: None,
             writers_per: WritersPer::default(),
+            files_per: FilesPer::default(),
             capture_threads: None,
             queue_depth: None,
             stall_timeout: Duration::from_secs(600),

@@ -200,6 +200,7 @@ fn written(rank: u32, plan: ItemPlan) -> Index {
             length: offset + 16_384,
             file_id: u128::from(rank) + 1,
             trailer_crc: 1,
+            within: None,
         }],
     }
 }

@@ -68,7 +68,8 @@ impl Spares {
 
     fn look(&self, trash: &str, files: &[FileEntry]) -> stepwell_core::Result<Option<Kept>> {
         let Some(from_bytes) = self.from_bytes else { return Ok(None) };
-        let large = files.iter().filter(|file| file.length >= from_bytes);
+        // A part of a file is not written over: others have theirs in it.
+        let large = files.iter().filter(|file| file.length >= from_bytes && file.within.is_none());
         let paths: Vec<&str> = large.map(|file| file.path.as_str()).collect();
         if paths.is_empty() {
             return Ok(None);

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use stepwell_core::format::checksum::crc32c;
-use stepwell_core::format::index::{FileRecord, Index, LeafRecord, TensorRecord};
+use stepwell_core::format::index::{FileRecord, Index, LeafRecord, TensorRecord, Within};
 use stepwell_core::format::index_v1::{self, INDEX_HEADER_BYTES, IndexHeader, Outline};
 use stepwell_core::format::manifest::{FileEntry, Item, Manifest};
 use stepwell_core::io::{Dir, File};
@@ -287,16 +287,17 @@ fn name_files(
 ) -> Result<()> {
     for record in &mut index.files {
         let path = format!("{}/{}", item.dir, record.name);
-        let agrees = entries.get(path.as_str()).is_some_and(|entry| {
+        let entry = entries.get(path.as_str()).filter(|entry| {
             entry.length == record.length
                 && entry.file_id == record.file_id
                 && entry.trailer_crc32c == record.trailer_crc
         });
-        if !agrees {
+        let Some(entry) = entry else {
             let what = format!("index and manifest do not agree on {path}");
             return Err(stepwell_core::Error::corrupt(file, what).into());
-        }
+        };
         record.name = path.into();
+        record.within = within(entry);
     }
     Ok(())
 }
@@ -339,9 +340,16 @@ pub(crate) fn files(manifest: &Manifest) -> Vec<FileRecord> {
             length: entry.length,
             file_id: entry.file_id,
             trailer_crc: entry.trailer_crc32c,
+            within: within(entry),
         });
     }
     manifest.items.iter().flat_map(|item| of_item.remove(item.dir.as_str()).unwrap_or_default()).collect()
+}
+
+/// Where a data file is, if it has no file of its own.
+fn within(entry: &FileEntry) -> Option<Within> {
+    let within = entry.within.as_ref()?;
+    Some(Within { name: within.path.as_str().into(), offset: within.offset })
 }
 
 /// Nodes `first..end` of an item's tree, which stand at that place in the state.

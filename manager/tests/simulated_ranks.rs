@@ -21,12 +21,14 @@ use common::TestRng;
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::{
     ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
+    Within,
 };
 use stepwell_core::format::manifest::{Attempt, Others, TopLevel};
 use stepwell_core::io::simulated::SimDisk;
-use stepwell_core::io::{Dir, Disk};
+use stepwell_core::io::{Dir, Disk, File, LockKind, Section, Transfer};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::region::Region;
+use stepwell_core::sys::Buffer;
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_manager::commit::driver::{Polled, World};
 use stepwell_manager::commit::records::DraftItem;
@@ -106,6 +108,8 @@ struct Job {
     ranks: u32,
     /// For each rank its node.
     nodes: Arc<[u32]>,
+    /// Whether the ranks of a node write into one file.
+    node_files: bool,
     net: Net,
 }
 
@@ -113,6 +117,7 @@ struct SimWorld<'a> {
     job: &'a mut Job,
     dice: &'a mut Dice,
     now: Duration,
+    disk: SimDisk,
     root: Arc<dyn Dir>,
     rank: u32,
     save: u64,
@@ -150,6 +155,7 @@ fn index(rank: u32, ranks: u32, file_id: u128) -> Index {
         length: FILE_BYTES as u64,
         file_id,
         trailer_crc: rank,
+        within: None,
     };
     Index { tree, leaves: vec![LeafRecord::Tensor(tensor)], files: vec![file] }
 }
@@ -196,8 +202,25 @@ impl World for SimWorld<'_> {
             made => made?,
         };
         let byte = byte_of(&self.job.session, self.save, self.rank);
-        dir.write_file(&format!("{:05}.data", self.rank), &vec![byte; FILE_BYTES])?;
-        let index = index(self.rank, self.job.ranks, u128::from(byte) + 1);
+        let mut index = index(self.rank, self.job.ranks, u128::from(byte) + 1);
+        if self.job.node_files {
+            let name = format!("n{:05}.data", self.job.nodes[self.rank as usize]);
+            let lock = dir.try_lock(&name, LockKind::Exclusive, true)?;
+            let (file, offset) = dir.extend_file(&name, FILE_BYTES as u64)?;
+            drop(lock);
+            let part: Arc<dyn File> = Arc::new(Section::new(file, offset, FILE_BYTES as u64));
+            let mut buffer = Buffer::alone(FILE_BYTES)?;
+            buffer.get_mut(..FILE_BYTES).unwrap().fill(byte);
+            let mut queue = self.disk.queue(1)?;
+            queue.submit(Transfer::Write, &part, 0, FILE_BYTES, buffer, 0);
+            while let Some(completion) = queue.complete(Duration::ZERO) {
+                completion.result?;
+            }
+            part.sync()?;
+            index.files[0].within = Some(Within { name: name.into(), offset });
+        } else {
+            dir.write_file(&format!("{:05}.data", self.rank), &vec![byte; FILE_BYTES])?;
+        }
         Ok(vec![ItemPart { item: item(), index, tensor_bytes: 1 }])
     }
 
@@ -311,7 +334,8 @@ impl History {
         let (nodes, neighbours) = (1 + self.dice.below(3) as u32, self.dice.once_in(2));
         let node = |rank: u32| if neighbours { rank / nodes } else { rank % nodes };
         let nodes = (0..ranks).map(node).collect();
-        self.jobs.push(Job { session, ranks, nodes, net: Net::default() });
+        let node_files = self.dice.once_in(8);
+        self.jobs.push(Job { session, ranks, nodes, node_files, net: Net::default() });
         for rank in 0..ranks {
             let process = self.disk.process();
             let root = process.create_dir_all(Path::new(common::ROOT)).unwrap();
@@ -350,10 +374,12 @@ impl History {
         let mut commit = self.ranks[at].commit.take().unwrap();
         let rank = &self.ranks[at];
         let (job, save, number, root) = (rank.job, rank.save, rank.number, Arc::clone(&rank.root));
+        let disk = rank.process.clone();
         let mut world = SimWorld {
             job: &mut self.jobs[job],
             dice: &mut self.dice,
             now,
+            disk,
             root: Arc::clone(&root),
             rank: number,
             save,
@@ -436,7 +462,15 @@ impl History {
             let job = self.jobs.iter().find(|job| job.session == manifest.attempt.session).unwrap();
             assert_eq!(manifest.files.len(), job.ranks as usize);
             for rank in 0..job.ranks {
-                let bytes = root.read_file(&format!("{}/i0/{rank:05}.data", entry.name), 1 << 20).unwrap();
+                let file =
+                    manifest.files.iter().find(|file| file.path == format!("i0/{rank:05}.data")).unwrap();
+                let (path, offset) = match &file.within {
+                    Some(within) => (&within.path, within.offset),
+                    None => (&file.path, 0),
+                };
+                let stored = root.open_file(&format!("{}/{path}", entry.name)).unwrap();
+                let bytes = stored.read_at(offset, FILE_BYTES).unwrap();
+                assert_eq!(bytes.len(), FILE_BYTES);
                 let byte = byte_of(&job.session, manifest.attempt.counter, rank);
                 assert!(
                     bytes.iter().all(|&found| found == byte),

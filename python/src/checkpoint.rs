@@ -9,7 +9,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use stepwell_core::format::index::{ChunkRegion, Extent, LeafRecord};
+use stepwell_core::format::index::{ChunkRegion, Extent, FileRecord, Index, LeafRecord};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::VerifyProgress;
 use stepwell_core::region::Region;
@@ -92,9 +92,12 @@ type ChunkRow = (Option<u32>, u64, u64, Vec<u64>, Vec<u64>);
 /// Of what a leaf is an alias or a view, and its chunks.
 type PlaceRow = (Option<u32>, Vec<ChunkRow>);
 
-fn place_row(record: &LeafRecord) -> PlaceRow {
+fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
     let row = |extent: &Extent, first: Vec<u64>, count: Vec<u64>| {
-        (extent.source.file(), extent.offset, extent.length, first, count)
+        let file = extent.source.file();
+        let begins =
+            file.and_then(|file| index.files.get(file as usize)).map_or(0, FileRecord::stored_offset);
+        (file, begins + extent.offset, extent.length, first, count)
     };
     match record {
         LeafRecord::Alias { of } => (Some(*of), Vec::new()),
@@ -190,8 +193,8 @@ impl Checkpoint {
     fn places(&self, py: Python<'_>) -> PyResult<(Vec<String>, Vec<PlaceRow>)> {
         let inner = self.get(py)?;
         let index = py.detach(|| inner.index()).map_err(|error| raise_manager(py, &error))?;
-        let files = index.files.iter().map(|file| file.name.to_string()).collect();
-        Ok((files, index.leaves.iter().map(place_row).collect()))
+        let files = index.files.iter().map(|file| file.stored_name().to_owned()).collect();
+        Ok((files, index.leaves.iter().map(|leaf| place_row(&index, leaf)).collect()))
     }
 
     /// The values of object leaves.

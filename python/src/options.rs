@@ -11,7 +11,9 @@ use stepwell_core::io::{Engine, Purpose, shared_disk};
 use stepwell_manager::coordination::Coordinator;
 use stepwell_manager::coordination::shared_directory::SharedDirectory;
 use stepwell_manager::directory_layout::CONTROL;
-use stepwell_manager::{Environment, OnSaveError, Options, Retention, SavePolicy, StepName, WritersPer};
+use stepwell_manager::{
+    Environment, FilesPer, OnSaveError, Options, Retention, SavePolicy, StepName, WritersPer,
+};
 
 use crate::board::Ranks;
 use crate::errors::invalid;
@@ -38,6 +40,7 @@ struct Written {
     block_bytes: u64,
     writers: Option<u32>,
     writers_per: WritersPer,
+    files_per: FilesPer,
     capture_threads: Option<usize>,
     queue_depth: Option<usize>,
     /// Seconds, as `silence` and `grace`.
@@ -80,6 +83,7 @@ pub fn parse(py: Python<'_>, text: &str) -> PyResult<(Options, Engine)> {
         block_bytes: written.block_bytes,
         writers: written.writers,
         writers_per: written.writers_per,
+        files_per: written.files_per,
         capture_threads: written.capture_threads,
         queue_depth: written.queue_depth,
         stall_timeout: seconds(py, "stall_timeout", written.stall_timeout)?,

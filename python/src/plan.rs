@@ -86,7 +86,7 @@ pub fn files(
             .outline()
             .files
             .get(*file as usize)
-            .map(|record| record.name.to_string())
+            .map(|record| record.stored_name().to_owned())
             .unwrap_or_default();
     }
     Ok(found.into_values().collect())

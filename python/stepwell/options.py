@@ -73,6 +73,9 @@ class Options:
     writers: int | None = None
     #: ``"node"``: so many on each machine. ``"socket"``: on each of its sockets, for processes that are bound to one; those that are not count together.
     writers_per: Literal["node", "socket"] = "node"
+    #: ``"rank"``: each process writes a data file of its own for each item. ``"node"``: those of a machine write side by side into one, for file systems that are slow to make and to
+    #: open files; needs locks between processes of a machine (without them, each has its own file again), and does not write over the files of retired steps.
+    files_per: Literal["rank", "node"] = "rank"
     #: Threads that copy the state; ``None``: a few.
     capture_threads: int | None = None
     #: Reads or writes in flight; ``None``: 16 writes, 8 reads.
@@ -100,6 +103,7 @@ class Options:
         if self.writers is not None:
             whole(self.writers, "writers", 1, 2**31)
         one_of(self.writers_per, "writers_per", ("node", "socket"))
+        one_of(self.files_per, "files_per", ("rank", "node"))
         if self.capture_threads is not None:
             whole(self.capture_threads, "capture_threads", 1, 4096)
         if self.queue_depth is not None:
@@ -146,6 +150,7 @@ def to_json(
             "block_bytes": options.block_bytes,
             "writers": options.writers,
             "writers_per": options.writers_per,
+            "files_per": options.files_per,
             "capture_threads": options.capture_threads,
             "queue_depth": options.queue_depth,
             "stall_timeout": stall_seconds(options.stall_timeout),

@@ -47,7 +47,8 @@ fn many_leaves(count: u32) -> Index {
             leaves.push(tensor(&[16, 16], vec![Region::whole(&[16, 16])], &mut at));
         }
     }
-    let files = vec![FileRecord { name: "00000.data".into(), length: at, file_id: 0, trailer_crc: 0 }];
+    let files =
+        vec![FileRecord { name: "00000.data".into(), length: at, file_id: 0, trailer_crc: 0, within: None }];
     Index { tree, leaves, files }
 }
 
@@ -111,7 +112,8 @@ fn main() -> Result<(), stepwell_reshard::Error> {
     timed("check its tiling", || tiling::check(&shape, &regions)).ok();
     let mut at = 4096;
     let big = tensor(&shape, chunks, &mut at);
-    let files = vec![FileRecord { name: "00000.data".into(), length: at, file_id: 0, trailer_crc: 0 }];
+    let files =
+        vec![FileRecord { name: "00000.data".into(), length: at, file_id: 0, trailer_crc: 0, within: None }];
     let index = Index { tree: Tree::new(), leaves: vec![big], files };
     let columns =
         |rank: u64| Region { offset: vec![0, rank * 4096].into(), extent: vec![65536, 4096].into() };

@@ -77,6 +77,8 @@ PEERS = {
 #: Of the process of JAX: as many as there are ranks at most.
 DEVICES = 8
 RAW = "raw disk"
+#: What the processes of a machine write into, by contestant.
+SAVING = {"stepwell": "rank", "stepwell, one file": "node"}
 #: Those whose files do not depend on who saves.
 WHOLE = (RAW, "safetensors slices")
 CONTESTANTS = (RAW, *OURS.values(), *PEERS)
@@ -238,23 +240,31 @@ class Bench:
     # ---- saves --------------------------------------------------------------------------------------------------------
 
     def rounds_of_saves(self, rounds: int, saves: int) -> None:
-        """Four processes at once, ours and the bare disk's."""
+        """Four processes at once, ours, into files of their own and into one, and the bare disk's."""
         order = np.random.default_rng(6)
         for number in range(1, rounds + 1):
             found = {}
-            for index in order.permutation(2):
-                who = ("stepwell", RAW)[index]
+            for index in order.permutation(3):
+                who = (*SAVING, RAW)[index]
                 place = self.base / f"saves-{index}"
                 place.mkdir()
-                function = "stepwell_durable" if who == "stepwell" else "raw_durable"
-                arguments = (place / "root", self.job()) if who == "stepwell" else (place,)
-                found[who] = self.run(
-                    "numpy", function, WRITERS.world, *arguments, WRITERS, saves, before_go=settle
-                )
+                if who == RAW:
+                    work: tuple[Any, ...] = ("raw_durable", WRITERS.world, place, WRITERS, saves)
+                else:
+                    work = (
+                        "stepwell_durable",
+                        WRITERS.world,
+                        place / "root",
+                        self.job(),
+                        WRITERS,
+                        saves,
+                        SAVING[who],
+                    )
+                found[who] = self.run("numpy", *work, before_go=settle)
             if None not in found.values():
                 for who, done in found.items():
                     self.saved[who].append(done)
-            for index in range(2):
+            for index in range(3):
                 shutil.rmtree(self.base / f"saves-{index}", ignore_errors=True)
             settle()
             print(f"  saves, round {number} of {rounds}", flush=True)
@@ -414,15 +424,13 @@ def shown_saves(bench: Bench) -> str:
         cpu = statistics.median(sum(one.cpu for one in save) for save in every)
         seconds = [wall(save) for save in every]
         rows.append([who, f"{blocked:.3f}", spread(seconds), f"{written / 1e9:.3f}", f"{cpu:.2f}"])
-    ratios = [
-        durable(ours) / durable(raw)
-        for ours, raw in zip(bench.saved["stepwell"], bench.saved[RAW], strict=True)
-    ]
-    if not ratios:
-        return table(rows)
-    middle = statistics.median(ratios)
     limits = [["ratio within a round: median (quartiles)", "measured", "at most", ""]]
-    limits.append([f"durable: stepwell / {RAW}", spread(ratios), f"{OF_RAW:g}", verdict(middle, OF_RAW)])
+    for who in SAVING:
+        pairs = zip(bench.saved[who], bench.saved[RAW], strict=True)
+        ratios = [durable(ours) / durable(raw) for ours, raw in pairs]
+        if ratios:
+            middle = statistics.median(ratios)
+            limits.append([f"durable: {who} / {RAW}", spread(ratios), f"{OF_RAW:g}", verdict(middle, OF_RAW)])
     return table(rows) + "\n\n" + table(limits)
 
 

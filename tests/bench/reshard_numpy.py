@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import stepwell as sw
@@ -100,12 +100,15 @@ def compare(rank: Rank, layout: Layout, found: dict[str, Any]) -> None:
         raise AssertionError(f"restored other bytes: {wrong[:5]}")
 
 
-def stepwell_durable(rank: Rank, root: Path, job: str, layout: Layout, saves: int) -> list[Done]:
+def stepwell_durable(
+    rank: Rank, root: Path, job: str, layout: Layout, saves: int, files_per: Literal["rank", "node"]
+) -> list[Done]:
     """Saves in a row; the first one, of a process that was prepared, is not counted."""
     state = _shards(rank.state, layout, rank.number, held)
     staging = layout.needed(rank.state, rank.number) + (64 << 20)
     found = []
-    with _manager(rank, root, job, staging_bytes=staging) as manager:
+    options = sw.Options(files_per=files_per)
+    with _manager(rank, root, job, staging_bytes=staging, options=options) as manager:
         manager.prepare(state)
         for step in range(saves + 1):
 

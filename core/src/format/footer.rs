@@ -121,6 +121,7 @@ pub fn decode_index(trailer: &Trailer, footer: &[u8], name: &str, file: &Path) -
         length: trailer.file_length(),
         file_id: trailer.file_id,
         trailer_crc: trailer.crc,
+        within: None,
     };
     let bounds = index_v1::Bounds::Footer { footer_offset: trailer.footer_offset };
     index_v1::decode_pages(pages.collect::<Result<Vec<_>>>()?, vec![record], bounds, file)

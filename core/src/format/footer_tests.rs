@@ -179,8 +179,13 @@ fn an_index_is_rebuilt_from_the_footers_of_many_ranks() {
 #[test]
 fn a_replica_that_was_written_twice_counts_once_and_contradictions_are_refused_by_name() {
     let with_file = |mut index: Index, name: &str| {
-        index.files =
-            vec![super::index::FileRecord { name: name.into(), length: 1 << 20, file_id: 1, trailer_crc: 2 }];
+        index.files = vec![super::index::FileRecord {
+            name: name.into(),
+            length: 1 << 20,
+            file_id: 1,
+            trailer_crc: 2,
+            within: None,
+        }];
         index
     };
     let index = rebuild_index(vec![with_file(part(0, 1), "a"), with_file(part(0, 1), "b")]).unwrap();

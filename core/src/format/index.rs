@@ -188,4 +188,27 @@ pub struct FileRecord {
     pub file_id: u128,
     /// CRC-32C of its trailer: the link between manifest, index and file.
     pub trailer_crc: u32,
+    /// Where it is, if it has no file of its own. Not in the index file: the manifest says it.
+    pub within: Option<Within>,
+}
+
+impl FileRecord {
+    /// The name under which its bytes stand.
+    pub fn stored_name(&self) -> &str {
+        self.within.as_ref().map_or(&self.name, |within| &within.name)
+    }
+
+    /// Where they begin there.
+    pub fn stored_offset(&self) -> u64 {
+        self.within.as_ref().map_or(0, |within| within.offset)
+    }
+}
+
+/// The place of a data file that is a part of another file.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Within {
+    /// Path of that file, relative as [`FileRecord::name`].
+    pub name: Box<str>,
+    /// Where in it the data file begins.
+    pub offset: u64,
 }

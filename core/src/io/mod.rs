@@ -12,6 +12,7 @@ pub mod noting;
 mod posix;
 mod probe;
 mod room;
+mod section;
 mod shared;
 #[cfg(any(test, feature = "test-support"))]
 pub mod simulated;
@@ -30,6 +31,7 @@ use crate::sys::{Buffer, Mapping};
 
 pub use probe::{Engine, open_disk};
 pub use room::{NoRoom, Room, with_room};
+pub use section::{SECTION_ALIGNMENT, Section};
 pub use shared::{Purpose, shared_disk};
 
 /// Which engine serves a directory, and why: what a capability probe found.
@@ -173,6 +175,10 @@ pub trait Dir: Send + Sync {
         Ok(None)
     }
 
+    /// Opens a file for writing, as [`Dir::create_file`] does, makes it where it is not there, and adds so many bytes at its end: the file, and where they begin, a multiple of
+    /// [`SECTION_ALIGNMENT`]. One caller at a time: each holds a lock on it.
+    fn extend_file(&self, name: &str, len: u64) -> Result<(Arc<dyn File>, u64)>;
+
     /// Opens a file for reading, for direct I/O where this engine does that.
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>>;
 
@@ -226,6 +232,11 @@ pub trait File: Send + Sync + std::any::Any {
 
     /// How many bytes of the range the page cache holds, where the system can say (`cachestat`); `None` where not.
     fn cached(&self, offset: u64, len: u64) -> Option<u64>;
+
+    /// Where in the engine's file it begins: 0, but for a [`Section`].
+    fn base(&self) -> u64 {
+        0
+    }
 
     /// For engines: their own file behind the trait.
     fn as_any(&self) -> &dyn std::any::Any;

@@ -173,6 +173,10 @@ impl Dir for Noting {
         self.change(&[from, to], || self.dir.take_over(from, to, len_hint))
     }
 
+    fn extend_file(&self, name: &str, len: u64) -> Result<(Arc<dyn File>, u64)> {
+        self.change(&[name], || self.dir.extend_file(name, len))
+    }
+
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
         self.dir.open_file(name)
     }

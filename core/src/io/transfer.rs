@@ -59,11 +59,15 @@ impl Job {
         buffer: Buffer,
         token: u64,
     ) -> Result<Self, Box<Completion>> {
+        let within = file.base().checked_add(offset);
         let problem = if len > buffer.len() {
             Some(format!("{len} bytes do not fit a buffer of {}", buffer.len()))
         } else if !offset.is_multiple_of(alignment as u64) || !len.is_multiple_of(alignment) {
             Some(format!("offset {offset} or length {len} is not a multiple of {alignment}"))
-        } else if offset.checked_add(len as u64).is_none_or(|end| i64::try_from(end).is_err()) {
+        } else if within
+            .and_then(|at| at.checked_add(len as u64))
+            .is_none_or(|end| i64::try_from(end).is_err())
+        {
             Some(format!("no file reaches from {offset} for {len} bytes"))
         } else {
             None
@@ -81,7 +85,7 @@ impl Job {
         if let Err(error) = descriptor.get() {
             return Err(refuse(buffer, error));
         }
-        let file = Arc::clone(file);
+        let (file, offset) = (Arc::clone(file), within.unwrap_or(offset));
         let moving = Moving { transfer, file, token, offset, len, done: 0, alignment, again: 0, stalls: 0 };
         Ok(Self { buffer, descriptor, moving })
     }
@@ -138,7 +142,9 @@ impl Moving {
         // A direct transfer cannot go on from inside a block. That is the end of the file, or the block is moved again.
         if !self.writes() {
             match self.file.len() {
-                Ok(end) if self.offset + self.done as u64 >= end => return Some(Ok(self.done)),
+                Ok(end) if self.offset + self.done as u64 >= self.file.base() + end => {
+                    return Some(Ok(self.done));
+                }
                 Ok(_) => {}
                 Err(error) => return Some(Err(error)),
             }

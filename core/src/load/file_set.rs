@@ -17,7 +17,7 @@ use super::head_start::{Coming, HeadStart};
 use super::options::LoadOptions;
 use super::schedule::Shape;
 use crate::format::index::FileRecord;
-use crate::io::{Dir, Disk, File, is_component};
+use crate::io::{Dir, Disk, File, Section, is_component};
 use crate::{Error, Result};
 
 /// Files that are held open at a time. An item of a large job has more files than a process may open.
@@ -156,7 +156,7 @@ impl FileSet {
 
     /// Where a file is, for messages.
     pub fn path(&self, file: u32) -> PathBuf {
-        let name = self.records.get(file as usize).map_or("", |record| &record.name);
+        let name = self.records.get(file as usize).map_or("", FileRecord::stored_name);
         self.dir.path().join(name)
     }
 
@@ -205,11 +205,15 @@ impl FileSet {
         let record = self.records.get(file as usize).ok_or_else(|| {
             Error::corrupt(self.dir.path(), format!("the index names file {file} of {}", self.records.len()))
         })?;
-        if !record.name.split('/').all(is_component) {
-            let what = format!("the index names a file `{}`, which is no path below the item", record.name);
+        let name = record.stored_name();
+        if !name.split('/').all(is_component) {
+            let what = format!("the index names a file `{name}`, which is no path below the item");
             return Err(Error::corrupt(self.dir.path(), what));
         }
-        let handle = self.dir.open_file(&record.name)?;
+        let mut handle = self.dir.open_file(name)?;
+        if let Some(within) = &record.within {
+            handle = Arc::new(Section::new(handle, within.offset, record.length));
+        }
         let known = self.lock().known.get(&file).cloned();
         let info = match known {
             Some(info) => info,

@@ -123,6 +123,9 @@ impl Dir for MemoryDisk {
     fn create_file(&self, _: &str, _: u64) -> Result<Arc<dyn File>> {
         unsupported()
     }
+    fn extend_file(&self, _: &str, _: u64) -> Result<(Arc<dyn File>, u64)> {
+        unsupported()
+    }
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
         let bytes = self.files.lock().unwrap().get(name).cloned();
         let path = Path::new("/step/i0").join(name);
@@ -311,6 +314,7 @@ pub(super) fn data_file(id: u128, block: u64, data: &[u8], index: &Index) -> (Ve
         length: bytes.len() as u64,
         file_id: id,
         trailer_crc: footer.trailer_crc,
+        within: None,
     };
     (bytes, record)
 }

@@ -92,6 +92,7 @@ fn collect(items: Vec<PlannedItem>, indexes: Vec<Index>, files: &[writer::FileEn
             if let Some(file) = index.files.first_mut() {
                 file.length = end.length;
                 file.trailer_crc = end.trailer_crc;
+                file.within.clone_from(&end.within);
             }
             WrittenItem {
                 dir: item.dir,

@@ -109,6 +109,8 @@ pub struct SaveOptions {
     pub block_bytes: u64,
     /// This process's rank: names the data file.
     pub rank: u32,
+    /// The number of its node, where the ranks of a node write into one file for each item, side by side.
+    pub node: Option<u32>,
     /// A random id per item. Injected, so that the same state gives the same bytes where a test wants that.
     pub file_ids: Vec<u128>,
     /// Threads that capture, the caller's included.
@@ -126,6 +128,7 @@ impl Default for SaveOptions {
         Self {
             block_bytes: crate::format::block::DEFAULT_BLOCK_BYTES,
             rank: 0,
+            node: None,
             file_ids: Vec::new(),
             // A few threads saturate the memory bus.
             capture_threads: crate::sys::cores().min(8),

@@ -246,7 +246,8 @@ fn plan_item(
     cutter.finish(data_bytes);
 
     let file_name = format!("{:05}.data", options.rank);
-    let file = FileRecord { name: file_name.as_str().into(), length: 0, file_id, trailer_crc: 0 };
+    let file =
+        FileRecord { name: file_name.as_str().into(), length: 0, file_id, trailer_crc: 0, within: None };
     let index = Index { tree, leaves: records, files: vec![file] };
     // As the footer's writer will, when the state is long captured.
     index_v1::check_to_write(&index, index_v1::Bounds::Footer { footer_offset: data_bytes })?;

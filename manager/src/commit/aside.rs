@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use stepwell_core::format::manifest::{Manifest, Others, Tombstone};
+use stepwell_core::format::manifest::{Manifest, Others, Tombstone, stored_files};
 use stepwell_core::io::{Dir, LockKind, Rename};
 
 use crate::directory_layout::{self, LEASE, MANIFEST, MANIFEST_NEW};
@@ -154,11 +154,12 @@ pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -
     let names = dropped.iter().map(|item| item.name.clone()).collect();
     for item in dropped {
         let below = format!("{}/", item.dir);
-        let (gone, files) = std::mem::take(&mut manifest.files)
+        let (gone, files): (Vec<_>, _) = std::mem::take(&mut manifest.files)
             .into_iter()
             .partition(|file: &stepwell_core::format::manifest::FileEntry| file.path.starts_with(&below));
         manifest.files = files;
-        let paths = std::iter::once(item.index.path).chain(gone.into_iter().map(|file| file.path)).collect();
+        let files = stored_files(&gone).into_iter().map(|(path, _)| path.to_owned());
+        let paths = std::iter::once(item.index.path).chain(files).collect();
         let others = Others::new();
         manifest.dropped.push(Tombstone { item: item.name, dir: item.dir, paths, unix_ns, others });
     }

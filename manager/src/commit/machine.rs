@@ -447,7 +447,7 @@ impl Machine {
             if let Some(waited) = over.iter().map(|&(_, waited)| waited).max() {
                 return self.give_up(Error::CoordinationTimeout {
                     missing: over.into_iter().map(|(rank, _)| rank).collect(),
-                    waited_for: format!("to vote on step {}", self.plan.step),
+                    waited_for: format!("to vote on step {}, which was not committed", self.plan.step),
                     seconds: waited.as_secs_f64(),
                 });
             }
@@ -564,7 +564,7 @@ impl Machine {
         }
         let error = Error::CoordinationTimeout {
             missing: vec![LEADER],
-            waited_for: format!("to decide on step {}", self.plan.step),
+            waited_for: format!("to decide on step {}, which was not committed", self.plan.step),
             seconds: waited.as_secs_f64(),
         };
         self.forestall(error)

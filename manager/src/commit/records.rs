@@ -7,9 +7,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::FORMAT_VERSION;
-use stepwell_core::format::index::{ChunkRecord, ChunkRegion, FileRecord, Index, LeafRecord};
+use stepwell_core::format::index::{ChunkRecord, ChunkRegion, FileRecord, Index, LeafRecord, Within};
 use stepwell_core::format::index_v1;
-use stepwell_core::format::manifest::{Attempt, FileEntry, IndexEntry, Item, Manifest, Others, TopLevel};
+use stepwell_core::format::manifest::{
+    self, Attempt, FileEntry, IndexEntry, Item, Manifest, NODE_FILES, Others, TopLevel, stored_files,
+};
 use stepwell_core::format::merge::{self, Refusal, Twice};
 use stepwell_core::leaf_path::LeafPath;
 use stepwell_core::limits;
@@ -112,9 +114,14 @@ impl Draft {
         let ranks = ranks.flat_map(|rank| self.items.iter().map(move |item| (rank, item)));
         let files = ranks.map(|(rank, item)| FileEntry {
             path: format!("{}/{rank:05}.data", item.dir),
-            length: limits::MAX_FILE_BYTES,
+            length: limits::MAX_FILE_BYTES / 2,
             trailer_crc32c: u32::MAX,
             file_id: u128::MAX,
+            within: Some(manifest::Within {
+                path: format!("{}/n{rank:05}.data", item.dir),
+                offset: limits::MAX_FILE_BYTES / 2,
+                others: Others::new(),
+            }),
             others: Others::new(),
         });
         let attempt = Attempt { session: session.to_owned(), counter: u64::MAX };
@@ -132,7 +139,11 @@ impl Draft {
     ) -> Manifest {
         Manifest {
             format_version: FORMAT_VERSION,
-            required_features: Vec::new(),
+            required_features: if files.iter().any(|file| file.within.is_some()) {
+                vec![NODE_FILES.to_owned()]
+            } else {
+                Vec::new()
+            },
             writer: format!("stepwell {}", env!("CARGO_PKG_VERSION")),
             step: self.step,
             attempt: attempt.clone(),
@@ -239,6 +250,11 @@ pub fn records(
                 length: file.length,
                 trailer_crc32c: file.trailer_crc,
                 file_id: file.file_id,
+                within: file.within.as_ref().map(|within| manifest::Within {
+                    path: format!("{}/{}", item.dir, within.name),
+                    offset: within.offset,
+                    others: Others::new(),
+                }),
                 others: Others::new(),
             });
         }
@@ -254,7 +270,7 @@ pub fn records(
         out.push((Some(item.dir), Record { path, bytes: encoded.bytes }));
     }
     number(&mut items);
-    let data = files.iter().map(|file| (file.path.clone(), file.length)).collect();
+    let data = stored_files(&files).into_iter().map(|(path, length)| (path.to_owned(), length)).collect();
     let manifest = draft.manifest(attempt, world_size, committed_unix_ns, items, files);
     out.push((None, Record { path: LEASE.to_owned(), bytes: Vec::new() }));
     out.push((None, Record { path: MANIFEST.to_owned(), bytes: manifest.encode()? }));
@@ -565,6 +581,9 @@ struct HeadPart {
     item: DraftItem,
     index_bytes: u64,
     tensor_bytes: u64,
+    /// Of each file of the index: the one that it is a part of, and where it begins there.
+    #[serde(default)]
+    within: Vec<Option<(Box<str>, u64)>>,
 }
 
 impl Vote {
@@ -574,10 +593,14 @@ impl Vote {
         let mut parts = Vec::new();
         for part in self.parts.iter().flatten() {
             let encoded = index_v1::encode(&part.index)?.bytes;
+            let files = part.index.files.iter();
+            let within =
+                files.map(|file| file.within.as_ref().map(|within| (within.name.clone(), within.offset)));
             parts.push(HeadPart {
                 item: part.item.clone(),
                 index_bytes: encoded.len() as u64,
                 tensor_bytes: part.tensor_bytes,
+                within: within.collect(),
             });
             indexes.extend_from_slice(&encoded);
         }
@@ -619,7 +642,10 @@ impl Vote {
             let length = usize::try_from(part.index_bytes).map_err(|_| bad())?;
             let (index, after) = rest.split_at_checked(length).ok_or_else(bad)?;
             rest = after;
-            let index = index_v1::decode(index, &PathBuf::from(format!("the vote of rank {rank}")))?;
+            let mut index = index_v1::decode(index, &PathBuf::from(format!("the vote of rank {rank}")))?;
+            for (file, within) in index.files.iter_mut().zip(part.within) {
+                file.within = within.map(|(name, offset)| Within { name, offset });
+            }
             parts.push(ItemPart { item: part.item, index, tensor_bytes: part.tensor_bytes });
         }
         Ok(Self { rank, attempt: head.attempt, stale: head.stale, claims, parts: Ok(parts) })

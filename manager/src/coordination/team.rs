@@ -194,6 +194,12 @@ impl Team {
         &self.places.nodes
     }
 
+    /// The number of this rank's node, where there are others on it.
+    pub fn shared_node(&self) -> Option<u32> {
+        let own = *self.nodes().get(self.rank() as usize)?;
+        (self.nodes().iter().filter(|&&node| node == own).count() > 1).then_some(own)
+    }
+
     /// For each rank, the number of its socket, counted over all nodes. Ranks of a node that are bound to none are on one of their own.
     pub fn sockets(&self) -> &[u32] {
         &self.places.sockets
@@ -415,10 +421,21 @@ impl Team {
         if !self.leads() {
             return self.coordinator.put(&self.key(&format!("bye/{}", self.rank())), b"");
         }
+        // One deadline for all: of a machine that is gone, several ranks are missing.
+        let (begun, deadline) = (Instant::now(), deadline_after(timeout));
+        let mut missing = Vec::new();
         for rank in 1..self.world_size() {
-            let patience = if self.is_gone(rank)? { Duration::ZERO } else { timeout };
+            let left = deadline.saturating_duration_since(Instant::now());
+            let patience = if self.is_gone(rank)? { Duration::ZERO } else { left };
             let board = Board { coordinator: &self.coordinator, patience };
-            board.wait(&self.key(&format!("bye/{rank}")), rank, "to close")?;
+            match board.wait(&self.key(&format!("bye/{rank}")), rank, "to close") {
+                Err(Error::CoordinationTimeout { .. }) => missing.push(rank),
+                answer => drop(answer?),
+            }
+        }
+        if !missing.is_empty() {
+            let (waited_for, seconds) = ("to close".to_owned(), begun.elapsed().as_secs_f64());
+            return Err(Error::CoordinationTimeout { missing, waited_for, seconds });
         }
         self.forget_calls(self.calls.load(Ordering::Relaxed))?;
         self.forget_verdicts(saves)?;

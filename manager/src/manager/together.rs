@@ -19,6 +19,7 @@ use super::saving::Decision;
 use super::{Exists, Inner, Manager, SaveRequest};
 use crate::commit::{Announcement, Verdict, Vote};
 use crate::error::{Error, Result};
+use crate::runs::{in_both, numbers_of, runs_of};
 use crate::save::{Refusal, Save};
 use crate::save_policy::Facts;
 use crate::state::{Census, StateSource, plain_leaves};
@@ -321,8 +322,8 @@ impl Inner {
             let stale = !census.has(rank, &leaves);
             return Ok(Some((census, stale)));
         }
-        let all: Vec<Told> = self.team.settle("save", Ok((rank, leaves)), Ok)?;
-        let census = Arc::new(Census::new(&all));
+        let told = |all: Vec<Told>| Ok(Census::new(&all).told());
+        let census = Arc::new(Census::of_told(self.team.settle("save", Ok((rank, leaves)), told)?));
         let mut state = self.lock();
         state.census = Some(Arc::clone(&census));
         self.team.have_told(state.counter);
@@ -382,7 +383,7 @@ impl Manager {
             }
             Ok(found)
         })?;
-        Ok(found.map(|runs| runs.into_iter().flat_map(|(first, end)| first..end).collect()))
+        Ok(found.map(numbers_of))
     }
 
     /// Whether all ranks say the same.
@@ -417,34 +418,4 @@ impl Manager {
         }
         planned
     }
-}
-
-/// First and end of each run of numbers, which ascend.
-fn runs_of(numbers: &[u32]) -> Vec<(u32, u32)> {
-    let mut runs: Vec<(u32, u32)> = Vec::new();
-    for &number in numbers {
-        match runs.last_mut() {
-            Some((_, end)) if *end == number => *end += 1,
-            _ => runs.push((number, number + 1)),
-        }
-    }
-    runs
-}
-
-/// What lies in the runs of both, in order.
-fn in_both(one: &[(u32, u32)], other: &[(u32, u32)]) -> Vec<(u32, u32)> {
-    let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
-    let mut found = Vec::new();
-    while let (Some(&&(first, end)), Some(&&(other_first, other_end))) = (one.peek(), other.peek()) {
-        let both = (first.max(other_first), end.min(other_end));
-        if both.0 < both.1 {
-            found.push(both);
-        }
-        if end <= other_end {
-            one.next();
-        } else {
-            other.next();
-        }
-    }
-    found
 }

@@ -21,7 +21,7 @@ use crate::coordination::team::Team;
 use crate::directory_layout;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::options::{Options, WritersPer};
+use crate::options::{FilesPer, Options, WritersPer};
 use crate::state::{self, Census, StateSource, Writing};
 
 /// Free memory where the system does not say how much there is.
@@ -181,6 +181,10 @@ pub(crate) fn plan(
     let mut save_options = SaveOptions {
         block_bytes: options.block_bytes,
         rank: team.rank(),
+        node: match options.files_per {
+            FilesPer::Rank => None,
+            FilesPer::Node => team.shared_node(),
+        },
         file_ids: items.plans.iter().map(|_| environment.rng.next_u128()).collect(),
         stall_timeout: options.stall_timeout,
         queue_depth: options.write_depth(),

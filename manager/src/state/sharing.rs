@@ -14,6 +14,7 @@ use stepwell_reshard::tiling;
 
 use super::{Claim, Fnv, Holders, LeafSource, Part, StateSource};
 use crate::error::{Error, Result};
+use crate::runs::{numbers_of, runs_of};
 
 /// What an object counts where bytes are balanced: how long it is, is known when it is encoded.
 const OBJECT_BYTES: u64 = 64;
@@ -82,6 +83,9 @@ pub(crate) struct Census {
     sets: Vec<Arc<[u32]>>,
 }
 
+/// Leaves, each with the number of its set of ranks; and those sets, as runs.
+pub(crate) type ToldCensus = (Vec<(u64, u32)>, Vec<Vec<(u32, u32)>>);
+
 impl Census {
     /// From what each rank has: ranks in order, and their leaves' hashes.
     pub(crate) fn new(ranks: &[(u32, Vec<u64>)]) -> Self {
@@ -105,6 +109,16 @@ impl Census {
         }
         leaves.sort_unstable();
         Self { leaves, sets }
+    }
+
+    /// As it is told: every leaf once, however many ranks have it.
+    pub(crate) fn told(self) -> ToldCensus {
+        (self.leaves, self.sets.iter().map(|set| runs_of(set)).collect())
+    }
+
+    /// From what was told.
+    pub(crate) fn of_told((leaves, sets): ToldCensus) -> Self {
+        Self { leaves, sets: sets.into_iter().map(|set| numbers_of(set).into()).collect() }
     }
 
     /// Who has a part; `None` where nobody has said so.

@@ -24,6 +24,7 @@ fn index(item: u32, entries: &[(&str, u64)]) -> Index {
         length: 1 << 40,
         file_id: u128::from(item) << 64 | number,
         trailer_crc: item,
+        within: None,
     };
     let mut index = Index { files: vec![file(0), file(1)], ..Index::default() };
     let root = index.tree.push_container(None, None, ContainerKind::Dict);
@@ -116,6 +117,7 @@ impl Step {
                 length: file.length,
                 trailer_crc32c: file.trailer_crc,
                 file_id: file.file_id,
+                within: None,
                 others: Others::new(),
             }));
         }

@@ -81,6 +81,7 @@ impl Stored {
                 length: file.len() as u64,
                 file_id: 0,
                 trailer_crc: 0,
+                within: None,
             })
             .collect();
         self

@@ -130,6 +130,11 @@ impl Dir for ForgetfulDir {
         Ok(self.mind.file(self.inner.create_file(name, len_hint)?))
     }
 
+    fn extend_file(&self, name: &str, len: u64) -> Result<(Arc<dyn File>, u64)> {
+        let (file, first) = self.inner.extend_file(name, len)?;
+        Ok((self.mind.file(file), first))
+    }
+
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
         Ok(self.mind.file(self.inner.open_file(name)?))
     }
@@ -201,6 +206,10 @@ impl File for ForgetfulFile {
 
     fn cached(&self, offset: u64, len: u64) -> Option<u64> {
         self.0.cached(offset, len)
+    }
+
+    fn base(&self) -> u64 {
+        self.0.base()
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Arc;
 
 use ndarray::Axis;
 use stepwell_core::format::index::{ChunkRegion, Index, LeafRecord};
@@ -44,7 +45,17 @@ impl<'a> Stored<'a> {
         let files: Vec<_> = index
             .files
             .iter()
-            .map(|file| disk.bytes(&format!("{}/{}", step_path(step), file.name)).expect("the file is there"))
+            .map(|file| {
+                let bytes = |name: &str| disk.bytes(&format!("{}/{name}", step_path(step)));
+                match &file.within {
+                    None => bytes(&file.name).expect("the file is there"),
+                    Some(within) => {
+                        assert_eq!(bytes(&file.name), None, "it has no file of its own");
+                        let all = bytes(&within.name).expect("the file of its node is there");
+                        Arc::new(all[within.offset as usize..][..file.length as usize].to_vec())
+                    }
+                }
+            })
             .collect();
         let blocks = (0..files.len() as u32).map(|file| checkpoint.block_bytes(file).unwrap()).collect();
         let mut stored = Self { checkpoint, disk, step, homes: BTreeMap::new(), blocks };

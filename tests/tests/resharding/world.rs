@@ -11,7 +11,8 @@ use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::staging::StagingPool;
 use stepwell_manager::coordination::in_process::InProcess;
 use stepwell_manager::{
-    Checkpoint, Environment, Expected, Manager, Options, Outcome, SaveRequest, StateSource, WritersPer,
+    Checkpoint, Environment, Expected, FilesPer, Manager, Options, Outcome, SaveRequest, StateSource,
+    WritersPer,
 };
 
 use crate::dice::Dice;
@@ -27,6 +28,7 @@ pub struct Setting {
     per_node: u32,
     writers: Option<u32>,
     writers_per: WritersPer,
+    files_per: FilesPer,
     pub chunk_bytes: u64,
     min_row_bytes: u64,
     block_bytes: u64,
@@ -43,6 +45,7 @@ impl Setting {
             per_node: dice.between(1, u64::from(world)) as u32,
             writers: if dice.once_in(4) { Some(dice.between(1, 2) as u32) } else { None },
             writers_per: *dice.pick(&[WritersPer::Node, WritersPer::Socket]),
+            files_per: *dice.pick(&[FilesPer::Rank, FilesPer::Rank, FilesPer::Node]),
             chunk_bytes: *dice.pick(&[100, 500, 3000, 8 << 20]),
             min_row_bytes: *dice.pick(&[0, 8, 64, 4096]),
             block_bytes,
@@ -59,6 +62,7 @@ impl Setting {
             per_node,
             writers: None,
             writers_per: WritersPer::Node,
+            files_per: FilesPer::Rank,
             chunk_bytes,
             min_row_bytes,
             block_bytes,
@@ -75,6 +79,7 @@ impl Setting {
             block_bytes: self.block_bytes,
             writers: self.writers,
             writers_per: self.writers_per,
+            files_per: self.files_per,
             capture_threads: Some(1),
             stall_timeout: LONG,
             ..Options::default()

@@ -232,6 +232,7 @@ impl Root {
                 length: lengths.next()?,
                 file_id: u128::from(ids.next()?) | u128::from(ids.next()?) << 64,
                 trailer_crc: crcs.next()?,
+                within: None,
             });
         }
         names.end()?;

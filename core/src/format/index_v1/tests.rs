@@ -67,6 +67,7 @@ fn files() -> Vec<FileRecord> {
             length: FILE_BYTES,
             file_id: u128::from(rank) << 100 | 5,
             trailer_crc: 77 * rank,
+            within: None,
         })
         .collect()
 }

@@ -5,8 +5,8 @@ use std::io;
 
 use serde_json::Value;
 
-use super::Manifest;
 use super::json::is_hex;
+use super::{Manifest, NODE_FILES};
 use crate::error::Result;
 use crate::format::limit;
 use crate::format::paths::{check_visible, is_below};
@@ -89,6 +89,7 @@ fn check_meaning(manifest: &Manifest) -> std::result::Result<(), String> {
             ));
         }
     }
+    check_parts(manifest, &paths)?;
     // What a tombstone names will be deleted: it must be nothing that lives.
     for tombstone in &manifest.dropped {
         check_dir(&tombstone.dir)?;
@@ -102,6 +103,30 @@ fn check_meaning(manifest: &Manifest) -> std::result::Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// What is to hold of data files that are parts of others: `paths` are all files that stand by themselves.
+fn check_parts(manifest: &Manifest, paths: &HashSet<&str>) -> std::result::Result<(), String> {
+    let mut parts: Vec<(&str, u64, u64)> = Vec::new();
+    for entry in &manifest.files {
+        let Some(within) = &entry.within else { continue };
+        let dir = entry.path.split('/').next().unwrap_or_default();
+        check_visible(&within.path)?;
+        if !is_below(&within.path, dir) || paths.contains(within.path.as_str()) {
+            return Err(format!("`{}` cannot be a part of `{}`", entry.path, within.path));
+        }
+        let end = within.offset.checked_add(entry.length).filter(|&end| end <= MAX_FILE_BYTES);
+        let end = end.ok_or_else(|| format!("`{}` lies too far in `{}`", entry.path, within.path))?;
+        parts.push((&within.path, within.offset, end));
+    }
+    if !parts.is_empty() && !manifest.required_features.iter().any(|name| name == NODE_FILES) {
+        return Err(format!("data files are parts of others, which is the feature `{NODE_FILES}`"));
+    }
+    parts.sort_unstable();
+    match parts.windows(2).find(|two| matches!(two, [one, next] if one.0 == next.0 && next.1 < one.2)) {
+        Some(two) => Err(format!("data files in `{}` overlap", two.first().map_or("", |part| part.0))),
+        None => Ok(()),
+    }
 }
 
 fn check_dir(dir: &str) -> std::result::Result<(), String> {

@@ -14,7 +14,7 @@ mod json;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -28,8 +28,10 @@ use crate::limits::MAX_MANIFEST_BYTES;
 const FORMAT_NAME: &str = "stepwell";
 /// `{"crc32c": "xxxxxxxx"}` and a line feed.
 const LAST_LINE_BYTES: usize = 23;
+/// Data files are parts of others: [`FileEntry::within`].
+pub const NODE_FILES: &str = "node_files";
 /// Features that a manifest may require of this reader.
-const KNOWN_FEATURES: &[&str] = &[];
+const KNOWN_FEATURES: &[&str] = &[NODE_FILES];
 
 /// Keys that this version does not know: they mean nothing to it, and are written back by whoever rewrites a record (thinning), so that what a later version
 /// has noted survives an earlier one.
@@ -146,9 +148,45 @@ pub struct FileEntry {
     /// The random id of its header and trailer.
     #[serde(with = "json::hex_u128")]
     pub file_id: u128,
+    /// Where it is, if it has no file of its own: then there is nothing under `path`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub within: Option<Within>,
     /// Keys that this version does not know.
     #[serde(flatten)]
     pub others: Others,
+}
+
+/// The place of a data file that is a part of another file: the ranks of a node may write into one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Within {
+    /// That file, relative to the step.
+    pub path: String,
+    /// Where in it the data file begins, in bytes.
+    pub offset: u64,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Others,
+}
+
+/// The files that stand in a directory for these data files: paths and lengths, in order.
+pub fn stored_files(entries: &[FileEntry]) -> Vec<(&str, u64)> {
+    let mut found: Vec<(&str, u64)> = Vec::with_capacity(entries.len());
+    let mut shared: HashMap<&str, usize> = HashMap::new();
+    for entry in entries {
+        let Some(within) = &entry.within else {
+            found.push((&entry.path, entry.length));
+            continue;
+        };
+        let end = within.offset.saturating_add(entry.length);
+        let at = *shared.entry(&within.path).or_insert_with(|| {
+            found.push((&within.path, 0));
+            found.len() - 1
+        });
+        if let Some((_, length)) = found.get_mut(at) {
+            *length = end.max(*length);
+        }
+    }
+    found
 }
 
 /// An item that was thinned away: its files may or may not be there still.

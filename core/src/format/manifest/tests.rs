@@ -4,9 +4,13 @@ use std::path::Path;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::{Attempt, FileEntry, IndexEntry, Item, Manifest, Others, Tombstone, TopLevel};
+use super::{
+    Attempt, FileEntry, IndexEntry, Item, Manifest, NODE_FILES, Others, Tombstone, TopLevel, Within,
+    stored_files,
+};
 use crate::error::{Error, Result};
 use crate::format::checksum::crc32c;
+use crate::limits::MAX_FILE_BYTES;
 
 fn decode(bytes: &[u8]) -> Result<Manifest> {
     Manifest::decode(bytes, Path::new("manifest.json"))
@@ -44,6 +48,7 @@ pub(crate) fn sample() -> Manifest {
                 length: 12288,
                 trailer_crc32c: 1,
                 file_id: u128::MAX,
+                within: None,
                 others: Others::new(),
             },
             FileEntry {
@@ -51,6 +56,7 @@ pub(crate) fn sample() -> Manifest {
                 length: 8192,
                 trailer_crc32c: 2,
                 file_id: 3,
+                within: None,
                 others: Others::new(),
             },
         ],
@@ -236,6 +242,47 @@ fn paths_that_leave_the_step_are_refused() {
 fn a_tombstone_names_nothing_that_lives() {
     refused_with(edited(|text| text.replace("i2", "i1")), "format", "stands twice");
     refused_with(replaced("i2/00000.data", "i0/00000.data"), "format", "not below");
+}
+
+/// Two data files in the file of their node.
+fn shared() -> Manifest {
+    let within = |offset| Within { path: "i0/n00000.data".into(), offset, others: Others::new() };
+    let mut manifest = sample();
+    manifest.required_features = vec![NODE_FILES.into()];
+    let own = manifest.files[0].clone();
+    manifest.files[0].within = Some(within(1 << 20));
+    manifest.files.push(FileEntry { path: "i0/00001.data".into(), within: Some(within(0)), ..own });
+    manifest
+}
+
+#[test]
+fn data_files_that_are_parts_of_another_are_one_file_on_the_disk() {
+    let manifest = shared();
+    assert_eq!(Manifest::decode(&manifest.encode().unwrap(), Path::new("m")).unwrap(), manifest);
+    let stored = stored_files(&manifest.files);
+    assert_eq!(stored, [("i0/n00000.data", (1 << 20) + 12288), ("i1/g000/00001.data", 8192)]);
+}
+
+#[test]
+fn parts_that_overlap_or_lie_in_what_is_something_else_are_refused() {
+    type Change = fn(&mut Within);
+    let cases: [(Change, &str); 6] = [
+        (|within| within.offset = 12287, "overlap"),
+        (|within| within.path = "i1/n00000.data".into(), "cannot be a part"),
+        (|within| within.path = "i0/00001.data".into(), "cannot be a part"),
+        (|within| within.path = "i0/index".into(), "cannot be a part"),
+        (|within| within.path = "i0/../x".into(), "i0/../x"),
+        (|within| within.offset = MAX_FILE_BYTES, "too far"),
+    ];
+    for (change, text) in cases {
+        let mut manifest = shared();
+        change(manifest.files[0].within.as_mut().unwrap());
+        let error = manifest.encode().unwrap_err().to_string();
+        assert!(error.contains(text), "{error}");
+    }
+    let mut manifest = shared();
+    manifest.required_features.clear();
+    assert!(manifest.encode().unwrap_err().to_string().contains(NODE_FILES));
 }
 
 #[test]

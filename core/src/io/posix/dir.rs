@@ -253,6 +253,14 @@ impl Dir for PosixDir {
         file.map(|_| None)
     }
 
+    fn extend_file(&self, name: &str, len: u64) -> Result<(Arc<dyn File>, u64)> {
+        let (flags, mode) = (OFlags::RDWR | OFlags::CREATE, Mode::from_raw_mode(0o666));
+        let fd = open_beneath(self.fd()?, name, flags, mode).map_err(self.failed("open", name))?;
+        let file = PosixFile::adopt(fd, self.path.join(name), &self.settings)?;
+        let first = file.extend(len)?;
+        Ok((Arc::new(file), first))
+    }
+
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
         let fd = self.open(name, OFlags::RDONLY | OFlags::NONBLOCK)?;
         Ok(Arc::new(PosixFile::adopt(fd, self.path.join(name), &self.settings)?))

@@ -9,7 +9,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::Settings;
-use crate::io::{File, Transfer};
+use crate::io::{File, SECTION_ALIGNMENT, Transfer};
 use crate::sys::{Descriptor, cached_bytes};
 use crate::{Error, Result};
 
@@ -109,6 +109,20 @@ impl PosixFile {
         let mode = rustix::fs::FallocateFlags::empty();
         match retry_on_intr(|| rustix::fs::fallocate(fd, mode, 0, len)) {
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            Err(errno) => Err(Error::io("allocate", &self.path, errno)),
+        }
+    }
+
+    /// Adds bytes at its end, from a multiple of [`SECTION_ALIGNMENT`] on: where they begin.
+    pub(super) fn extend(&self, len: u64) -> Result<u64> {
+        let no_room = || Error::io("allocate", &self.path, Errno::FBIG);
+        let first = self.len()?.checked_next_multiple_of(SECTION_ALIGNMENT).ok_or_else(no_room)?;
+        let end = first.checked_add(len).ok_or_else(no_room)?;
+        // Where blocks cannot be reserved, the length says what is taken.
+        let (fd, mode) = (self.fd()?, rustix::fs::FallocateFlags::empty());
+        match retry_on_intr(|| rustix::fs::fallocate(fd, mode, first, len)) {
+            Ok(()) => Ok(first),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.set_len(end).map(|()| first),
             Err(errno) => Err(Error::io("allocate", &self.path, errno)),
         }
     }

@@ -9,7 +9,7 @@ use super::disk::{Context, failed};
 use super::faults::{Action, Kind};
 use super::log::Op;
 use super::world::World;
-use crate::io::{Dir, Entry, File, Lock, LockKind, Rename, Stat, join};
+use crate::io::{Dir, Entry, File, Lock, LockKind, Rename, SECTION_ALIGNMENT, Stat, join};
 use crate::{Error, Result};
 
 /// The device number that every simulated inode shows.
@@ -164,6 +164,22 @@ impl Dir for SimDir {
             self.allocate(&file, to, len_hint)?;
         }
         Ok(Some(file))
+    }
+
+    fn extend_file(&self, name: &str, len: u64) -> Result<(Arc<dyn File>, u64)> {
+        let file = match self.create(name) {
+            Err(error) if error.already_exists() => self.open_as(name, Access::Write)?,
+            other => other?,
+        };
+        let first = file.len()?.next_multiple_of(SECTION_ALIGNMENT);
+        let (path, ino) = (&file.0.path, file.0.ino);
+        let extend = |world: &mut World| world.set_len(ino, first + len);
+        match self.context().perform(Kind::Allocate, "allocate", path, extend) {
+            Ok(()) => {}
+            Err(error) if error.errno() == Some(libc::EOPNOTSUPP) => file.set_len(first + len)?,
+            Err(error) => return Err(error),
+        }
+        Ok((file, first))
     }
 
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {

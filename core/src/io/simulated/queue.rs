@@ -203,6 +203,7 @@ impl Queue for SimQueue {
             self.advance();
         }
         let mut id = 0;
+        let offset = file.base().saturating_add(offset);
         let mut refused = self.refuse(transfer, file, offset, len, buffer.len());
         if refused.is_none() && transfer == Transfer::Write {
             let ino = file.as_any().downcast_ref::<SimFile>().map_or(0, SimFile::ino);

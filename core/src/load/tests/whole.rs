@@ -121,6 +121,7 @@ fn a_foreign_file_of_odd_length_is_read_whole() {
         length: bytes.len() as u64,
         file_id: 0,
         trailer_crc: 0,
+        within: None,
     };
     let files = FileSet::foreign(item.disk.dir(), &[record]);
     for cached in [false, true] {

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Parts;
+use crate::format::index::Within;
 use crate::format::{block, footer};
-use crate::io::{Completion, Dir, Disk, File, Queue, Room, Transfer, with_room};
+use crate::io::{Completion, Dir, Disk, File, LockKind, Queue, Room, Section, Transfer, with_room};
 use crate::save::capture::Message;
 use crate::save::windows::Windows;
 use crate::staging::{Filled, Flushing, Full, Slot, Written};
@@ -20,10 +21,14 @@ const GLANCE: Duration = Duration::from_millis(1);
 /// How long to look away when nothing can arrive but a completion, or a cancellation.
 const NAP: Duration = Duration::from_millis(100);
 
+/// How long another rank of the node is given to reserve its part of a file, at a time.
+const TURN: Duration = Duration::from_millis(1);
+
 /// How a file ended.
 pub(super) struct FileEnd {
     pub length: u64,
     pub trailer_crc: u32,
+    pub within: Option<Within>,
 }
 
 /// Writes and syncs all files.
@@ -74,13 +79,29 @@ fn create(parts: &Parts, step_dir: &Arc<dyn Dir>, room: &mut dyn Room) -> Result
             Err(error) if error.already_exists() => step_dir.open_dir(&item.dir)?,
             other => other?,
         };
-        let len = item.data_bytes + item.footer_hint;
-        let file = match room.take_over(&format!("{}/{}", item.dir, item.file_name), len) {
-            Some(file) => file,
-            None => create_file(&*dir, &item.file_name, len, room)?,
-        };
         let blocks = item.data_bytes.div_ceil(parts.options.block_bytes) as usize;
-        files.push(OpenFile { file, crcs: vec![0; blocks], unsummed: 0, footer: None });
+        let crcs = vec![0; blocks];
+        let part = match (parts.options.node, parts.indexes.get(files.len())) {
+            (Some(node), Some(index)) => {
+                // The footer is as long whatever the checksums are: a part has its exact length from the beginning.
+                let footer =
+                    footer::encode(item.file_id, parts.options.block_bytes, item.data_bytes, index, &crcs)?;
+                let length = item.data_bytes + footer.bytes.len() as u64;
+                part_of_file(&*dir, &format!("n{node:05}.data"), length, room, parts.options.stall_timeout)?
+            }
+            _ => None,
+        };
+        let (file, within) = if let Some((file, within)) = part {
+            (file, Some(within))
+        } else {
+            let len = item.data_bytes + item.footer_hint;
+            let file = match room.take_over(&format!("{}/{}", item.dir, item.file_name), len) {
+                Some(file) => file,
+                None => create_file(&*dir, &item.file_name, len, room)?,
+            };
+            (file, None)
+        };
+        files.push(OpenFile { file, within, crcs, unsummed: 0, footer: None });
     }
     for window in &parts.windows {
         if let Some(file) = files.get_mut(window.item as usize) {
@@ -104,9 +125,41 @@ fn create_file(dir: &dyn Dir, name: &str, len: u64, room: &mut dyn Room) -> Resu
     })
 }
 
+/// A part of so many bytes of the file that the ranks of a node share, reserved. `None`: there are no locks, and without them two ranks would reserve the same.
+fn part_of_file(
+    dir: &dyn Dir,
+    name: &str,
+    length: u64,
+    room: &mut dyn Room,
+    patience: Duration,
+) -> Result<Option<(Arc<dyn File>, Within)>> {
+    let begun = Instant::now();
+    let lock = loop {
+        match dir.try_lock(name, LockKind::Exclusive, true) {
+            Ok(Some(lock)) => break lock,
+            Ok(None) if begun.elapsed() < patience => std::thread::sleep(TURN),
+            Ok(None) => {
+                let waited_for = format!("another rank of the node to reserve its part of {name}");
+                return Err(Error::Timeout { waited_for, seconds: begun.elapsed().as_secs_f64() });
+            }
+            Err(error) if error.is_without_locks() => {
+                tracing::info!(name, "no locks here: this rank writes a file of its own");
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        }
+    };
+    let (file, offset) = with_room(&mut || room.make(), || dir.extend_file(name, length))?;
+    drop(lock);
+    let part: Arc<dyn File> = Arc::new(Section::new(file, offset, length));
+    Ok(Some((part, Within { name: name.into(), offset })))
+}
+
 /// A data file being written.
 struct OpenFile {
     file: Arc<dyn File>,
+    /// The file that it is a part of.
+    within: Option<Within>,
     /// Of its blocks.
     crcs: Vec<u32>,
     /// Windows not yet checksummed.
@@ -117,12 +170,12 @@ struct OpenFile {
 impl OpenFile {
     /// Cuts and syncs it: all its writes have completed.
     fn end(&self) -> Result<FileEnd> {
-        let Some(FileEnd { length, trailer_crc }) = self.footer else {
+        let Some(FileEnd { length, trailer_crc, .. }) = self.footer else {
             return Err(Error::Misuse(format!("{} has no footer", self.file.path().display())));
         };
         self.file.set_len(length)?;
         self.file.sync()?;
-        Ok(FileEnd { length, trailer_crc })
+        Ok(FileEnd { length, trailer_crc, within: self.within.clone() })
     }
 }
 
@@ -343,10 +396,12 @@ impl Writer<'_> {
         };
         let block_bytes = self.parts.options.block_bytes;
         let footer = footer::encode(item.file_id, block_bytes, item.data_bytes, index, &file.crcs)?;
-        file.footer = Some(FileEnd {
-            length: item.data_bytes + footer.bytes.len() as u64,
-            trailer_crc: footer.trailer_crc,
-        });
+        let length = item.data_bytes + footer.bytes.len() as u64;
+        if file.within.is_some() {
+            // Refused where it is not what was reserved: behind it is another rank's part.
+            file.file.set_len(length)?;
+        }
+        file.footer = Some(FileEnd { length, trailer_crc: footer.trailer_crc, within: None });
         let mut offset = item.data_bytes;
         for bytes in footer.bytes.chunks(self.parts.pool.slot_bytes()) {
             let len = bytes.len() as u64;

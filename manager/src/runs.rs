@@ -1,0 +1,57 @@
+//! Ascending numbers as runs (first, and the one after the last): what many ranks say of ranks and leaves is mostly that.
+
+/// The runs of numbers that ascend.
+pub(crate) fn runs_of(numbers: &[u32]) -> Vec<(u32, u32)> {
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for &number in numbers {
+        match runs.last_mut() {
+            Some((_, end)) if *end == number => *end += 1,
+            _ => runs.push((number, number + 1)),
+        }
+    }
+    runs
+}
+
+/// The numbers of runs.
+pub(crate) fn numbers_of(runs: Vec<(u32, u32)>) -> Vec<u32> {
+    runs.into_iter().flat_map(|(first, end)| first..end).collect()
+}
+
+/// What lies in the runs of both, in order.
+pub(crate) fn in_both(one: &[(u32, u32)], other: &[(u32, u32)]) -> Vec<(u32, u32)> {
+    let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
+    let mut found = Vec::new();
+    while let (Some(&&(first, end)), Some(&&(other_first, other_end))) = (one.peek(), other.peek()) {
+        let both = (first.max(other_first), end.min(other_end));
+        if both.0 < both.1 {
+            found.push(both);
+        }
+        if end <= other_end {
+            one.next();
+        } else {
+            other.next();
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn runs_say_what_the_numbers_say(
+            one in prop::collection::btree_set(0_u32..40, 0..30), other in prop::collection::btree_set(0_u32..40, 0..30),
+        ) {
+            let runs = |numbers: &BTreeSet<u32>| runs_of(&numbers.iter().copied().collect::<Vec<_>>());
+            prop_assert_eq!(numbers_of(runs(&one)).into_iter().collect::<BTreeSet<_>>(), one.clone());
+            let both: Vec<u32> = one.intersection(&other).copied().collect();
+            prop_assert_eq!(numbers_of(in_both(&runs(&one), &runs(&other))), both);
+        }
+    }
+}
