@@ -139,7 +139,7 @@ test-long: build ## hours: longer sweeps of the same proofs, and the licences of
 	cargo deny check
 
 .PHONY: bench
-bench: bench-disk bench-peers ## measure against the raw disk and the peers (about 80 minutes; ARGS="--quick" for a look)
+bench: bench-disk bench-peers bench-reshard bench-ranks ## measure against the raw disk and the peers, and what many ranks cost (about 100 minutes; ARGS="--quick" for a look)
 
 .PHONY: bench-disk
 bench-disk: build bench-tools ## numpy arrays against the raw disk and safetensors (about 30 minutes)

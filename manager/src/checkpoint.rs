@@ -139,7 +139,7 @@ impl Checkpoint {
             Err(error) if error.is_not_found() => return Err(gone()),
             Err(error) => return Err(error.into()),
         };
-        let load_options = Options::default().load_options();
+        let load_options = Options::default().load_options(false);
         Self::lease(&parent, name, environment, PATIENCE, expected, load_options)?.ok_or_else(gone)
     }
 

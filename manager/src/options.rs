@@ -140,9 +140,12 @@ impl Options {
         self.queue_depth.unwrap_or(WRITES_IN_FLIGHT)
     }
 
-    /// How checkpoints are read.
-    pub fn load_options(&self) -> LoadOptions {
-        let ours = LoadOptions::default();
+    /// How checkpoints are read; `shares`: whether other ranks do so on this machine. Then half of the buffers keep its disks as busy, and are half of the memory that a restore has to touch first.
+    pub fn load_options(&self, shares: bool) -> LoadOptions {
+        let mut ours = LoadOptions::default();
+        if shares {
+            ours.budget_bytes /= 2;
+        }
         LoadOptions {
             queue_depth: self.queue_depth.unwrap_or(ours.queue_depth),
             stall_timeout: self.stall_timeout,

@@ -68,7 +68,7 @@ class Options:
     #: Chunks are cut along inner axes only where rows stay at least so long.
     min_row_bytes: int = 4096
     #: The unit of checksums and of reading.
-    block_bytes: int = 64 << 10
+    block_bytes: int = 16 << 10
     #: Of what several processes hold alike, at most so many of them write, on each machine or socket (``writers_per``); ``None``: all of them. Fewer writers write longer files.
     writers: int | None = None
     #: ``"node"``: so many on each machine. ``"socket"``: on each of its sockets, for processes that are bound to one; those that are not count together.

@@ -9,7 +9,8 @@ use crate::{Error, Result};
 /// Sections begin at multiples of it: no page and no stripe of a file system is two ranks'.
 pub const SECTION_ALIGNMENT: u64 = 1 << 20;
 
-/// `length` bytes of a file from `first` on, as a file: offsets count from there, and nothing reaches beyond it. Engines add [`File::base`] to the offsets of transfers.
+/// `length` bytes of a file from `first` on, as a file: offsets count from there. Engines add [`File::base`] to the offsets of transfers, and do not know where it ends: whoever
+/// reads and writes by a queue does.
 pub struct Section {
     file: Arc<dyn File>,
     first: u64,

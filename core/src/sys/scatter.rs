@@ -297,9 +297,10 @@ unsafe fn copy_tile(dst: *mut u8, src: *const u8, tile: &Tile) {
                 for row in 0..tile.rows.extent {
                     for col in 0..tile.cols.extent {
                         let (to, from) = at(dst, src, tile, row, col);
-                        stream::run(to, from, unit);
+                        stream::row(to, from, unit);
                     }
                 }
+                stream::fence();
             }
         }
     }

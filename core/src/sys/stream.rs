@@ -1,12 +1,14 @@
 //! Copying a run of bytes past the cache, where it is long enough for that to pay.
 //!
-//! Streaming (non-temporal) stores do not read the destination first, and leave in the caches what training holds there. Every call ends with its stores
-//! ordered before anything that follows (`sfence`), so that another thread may be told of the bytes.
+//! Streaming (non-temporal) stores do not read the destination first, and leave in the caches what training holds there. They are ordered before what follows by a
+//! [`fence`], so that another thread may be told of the bytes; it waits until the last of them has left the core, which is as long as a few KiB take.
 
 use std::ptr;
 
-/// Below this many bytes a streaming copy does not pay: its last stores must leave the core before the call returns.
+/// Below this many bytes a streaming copy with a fence of its own does not pay.
 const STREAM_FROM: usize = 4096;
+/// And below this many one of several with a fence for all: of a short row too much is lines that are not filled.
+const ROW_FROM: usize = 256;
 
 /// Copies `len` bytes; large runs go past the cache.
 ///
@@ -18,10 +20,35 @@ pub(super) unsafe fn run(dst: *mut u8, src: *const u8, len: usize) {
     if len >= STREAM_FROM && std::arch::is_x86_feature_detected!("avx2") {
         // SAFETY: as promised by the caller; the processor has AVX2.
         unsafe { x86::stream(dst, src, len) };
+        fence();
         return;
     }
     // SAFETY: as promised by the caller.
     unsafe { ptr::copy_nonoverlapping(src, dst, len) };
+}
+
+/// [`run`] for one row of several, after the last of which the caller calls [`fence`]: rows that lie apart in the destination are mostly the first touch of a page and of
+/// each of their lines, which a copy through the cache waits for.
+///
+/// # Safety
+/// As [`run`].
+#[inline]
+pub(super) unsafe fn row(dst: *mut u8, src: *const u8, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if len >= ROW_FROM && std::arch::is_x86_feature_detected!("avx2") {
+        // SAFETY: as promised by the caller; the processor has AVX2.
+        unsafe { x86::stream(dst, src, len) };
+        return;
+    }
+    // SAFETY: as promised by the caller.
+    unsafe { ptr::copy_nonoverlapping(src, dst, len) };
+}
+
+/// Orders what was streamed before what follows.
+#[inline]
+pub(super) fn fence() {
+    #[cfg(target_arch = "x86_64")]
+    x86::fence();
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -62,6 +89,10 @@ mod x86 {
             }
             ptr::copy_nonoverlapping(from, to, len - head - turns * TURN);
         }
-        _mm_sfence();
+    }
+
+    pub(super) fn fence() {
+        // SAFETY: every x86-64 has SSE.
+        unsafe { _mm_sfence() };
     }
 }

@@ -262,7 +262,8 @@ impl Inner {
 
     fn lease(&self, step: Option<u64>, expected: &Expected) -> Result<Checkpoint> {
         self.with_step(step, |found| {
-            let (patience, load) = (self.options.stall_timeout, self.options.load_options());
+            let (patience, load) =
+                (self.options.stall_timeout, self.options.load_options(self.team.shared_node().is_some()));
             Checkpoint::lease(&self.root, &found.name, &self.environment, patience, expected, load)
         })
     }

@@ -7,7 +7,7 @@ use libc::{EBADF, EEXIST, ENOENT};
 
 use super::{BLOCK, Check, PATIENCE, Scene, assert_bytes, assert_errno, buffers, finish, pattern};
 use crate::Error;
-use crate::io::{File, Queue, Transfer};
+use crate::io::{File, Queue, SECTION_ALIGNMENT, Section, Transfer};
 use crate::sys::{Buffer, Mapping};
 
 pub(super) const CHECKS: &[(&str, Check)] = &[
@@ -17,6 +17,7 @@ pub(super) const CHECKS: &[(&str, Check)] = &[
     ("reads-are-short-only-at-the-end", reads_are_short_only_at_the_end),
     ("a-padded-tail-is-cut", a_padded_tail_is_cut),
     ("a-file-that-nobody-has-is-taken-over", a_file_that_nobody_has_is_taken_over),
+    ("sections-of-a-file-are-files", sections_of_a_file_are_files),
     ("read-at-takes-any-offset", read_at_takes_any_offset),
     ("cutting-and-growing-leaves-zeros", cutting_and_growing_leaves_zeros),
     ("a-transfer-touches-its-bytes-only", a_transfer_touches_its_bytes_only),
@@ -161,6 +162,40 @@ fn a_file_that_nobody_has_is_taken_over(scene: &Scene<'_>) {
     assert!(dir.take_over("a/missing", "a/new", 0).is_err_and(|error| error.is_not_found()));
     assert_eq!(dir.read_file("b/g", 1 << 20).unwrap(), now);
     assert_eq!(dir.read_file("a/f", 16).unwrap(), b"there");
+}
+
+fn sections_of_a_file_are_files(scene: &Scene<'_>) {
+    let long = 3 * BLOCK as u64;
+    let mut sections = Vec::new();
+    for number in 0..3 {
+        let (file, first) = scene.dir.extend_file("f", long).unwrap();
+        assert_eq!(first, number * SECTION_ALIGNMENT, "each behind the last");
+        sections.push(Arc::new(Section::new(file, first, long)) as Arc<dyn File>);
+    }
+    let mut queue = scene.disk.queue(4).unwrap();
+    for (seed, section) in [1, 2, 3].into_iter().zip(&sections).rev() {
+        assert_eq!(section.len().unwrap(), long);
+        section.set_len(long).unwrap();
+        assert!(section.set_len(long + 1).is_err(), "behind it is another's");
+        write(queue.as_mut(), section, 0, &pattern(long as usize, seed));
+        section.sync().unwrap();
+    }
+    let all = scene.dir.open_file("f").unwrap();
+    assert_eq!(all.len().unwrap(), 2 * SECTION_ALIGNMENT + long);
+    for (seed, number) in (1..).zip(0..3) {
+        let expected = pattern(long as usize, seed);
+        let first = number * SECTION_ALIGNMENT;
+        let section: Arc<dyn File> = Arc::new(Section::new(Arc::clone(&all), first, long));
+        assert_bytes(&section.read_at(0, usize::MAX).unwrap(), &expected, "all");
+        assert_bytes(&section.read_at(5, 100).unwrap(), &expected[5..105], "inside");
+        assert_bytes(&section.read_at(long - 3, 100).unwrap(), &expected[expected.len() - 3..], "at its end");
+        for how in READS {
+            assert_bytes(&read(queue.as_mut(), how, &section, BLOCK, 2 * BLOCK), &expected[BLOCK..], how);
+        }
+    }
+    let cut = Section::new(Arc::clone(&all), 2 * SECTION_ALIGNMENT, long + 1);
+    assert_eq!(cut.len().unwrap(), long, "no more than there is");
+    assert_eq!(Section::new(all, 9 * SECTION_ALIGNMENT, long).len().unwrap(), 0);
 }
 
 fn read_at_takes_any_offset(scene: &Scene<'_>) {
