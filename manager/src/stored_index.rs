@@ -15,14 +15,11 @@ use stepwell_core::io::{Dir, File};
 use stepwell_core::sys::{both, cores, each, try_reserve_huge};
 use stepwell_core::tree::{Node, NodeKind, Tree};
 
-#[cfg(test)]
-mod tests;
-
-#[cfg(test)]
-use stepwell_core::format::page::PageRef;
-
 use crate::directory_layout::MANIFEST;
 use crate::error::{Error, Result};
+
+#[cfg(test)]
+mod tests;
 
 /// Indexes of fewer bytes are not worth a thread.
 const WORTH_A_THREAD: u64 = 128 << 10;
@@ -169,8 +166,9 @@ impl StoredIndex {
             let front = pages.first().map_or(0, |page| page.offset);
             read += front;
             all += front + pages.iter().map(|page| page.length).sum::<u64>();
-            let is_read = |&(at, _): &(usize, &PageRef)| filled.pages.contains(&(number, at));
-            read += pages.iter().enumerate().filter(is_read).map(|(_, page)| page.length).sum::<u64>();
+            for (at, page) in pages.iter().enumerate() {
+                read += if filled.pages.contains(&(number, at)) { page.length } else { 0 };
+            }
         }
         (read, all)
     }

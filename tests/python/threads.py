@@ -14,7 +14,11 @@ _jobs = count()
 
 
 def together(
-    world: int, root: Path, work: Callable[[int, sw.CheckpointManager], Any], **options: Any
+    world: int,
+    root: Path,
+    work: Callable[[int, sw.CheckpointManager], Any],
+    retention: sw.Retention | None = None,
+    **options: Any,
 ) -> list[Any]:
     """Runs ``work(rank, manager)`` for every rank at once; what each returns. What one raises is raised here."""
     job = f"job-{next(_jobs)}"
@@ -27,6 +31,7 @@ def together(
                 root,
                 coordinator=sw.SharedDirectory(rank, world, job) if world > 1 else None,
                 options=sw.Options(stall_timeout=60.0, **options),
+                retention=sw.keep_all() if retention is None else retention,
             ) as manager:
                 results[rank] = work(rank, manager)
         except BaseException as failure:

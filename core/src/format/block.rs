@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::limits::BLOCK_BYTES;
 
 /// Bytes of a block where nothing else is asked for: small enough that a resharded read wastes little, large enough that the checksums
-/// are 64 bytes per MiB.
+/// are 256 bytes per MiB.
 pub const DEFAULT_BLOCK_BYTES: u64 = 16 << 10;
 
 /// How many blocks tile `[0, bytes)`.

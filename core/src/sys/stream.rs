@@ -16,15 +16,15 @@ const ROW_FROM: usize = 256;
 /// `src .. src + len` is readable, `dst .. dst + len` writable, and they do not overlap.
 #[inline]
 pub(super) unsafe fn run(dst: *mut u8, src: *const u8, len: usize) {
-    #[cfg(target_arch = "x86_64")]
-    if len >= STREAM_FROM && std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: as promised by the caller; the processor has AVX2.
-        unsafe { x86::stream(dst, src, len) };
-        fence();
-        return;
-    }
     // SAFETY: as promised by the caller.
-    unsafe { ptr::copy_nonoverlapping(src, dst, len) };
+    unsafe {
+        if len < STREAM_FROM {
+            ptr::copy_nonoverlapping(src, dst, len);
+        } else {
+            row(dst, src, len);
+            fence();
+        }
+    }
 }
 
 /// [`run`] for one row of several, after the last of which the caller calls [`fence`]: rows that lie apart in the destination are mostly the first touch of a page and of
