@@ -31,7 +31,7 @@ def together(
                 root,
                 coordinator=sw.SharedDirectory(rank, world, job) if world > 1 else None,
                 options=sw.Options(stall_timeout=60.0, **options),
-                retention=sw.keep_all() if retention is None else retention,
+                retention=retention,
             ) as manager:
                 results[rank] = work(rank, manager)
         except BaseException as failure:
