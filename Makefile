@@ -155,7 +155,7 @@ bench-scale: build bench-tools ## what must stay small: many leaves, many steps,
 
 .PHONY: bench-ranks
 bench-ranks: ## what planning and committing cost jobs of up to 16384 ranks, without their data (a minute)
-	cargo test --release --quiet -p stepwell-manager --lib -- --ignored --nocapture what_planning_and_committing_cost
+	cargo test --release --quiet -p stepwell-manager --lib -- --ignored --nocapture --test-threads=1 scale_tests
 
 .PHONY: bench-reshard
 bench-reshard: build bench-tools ## saved by some ranks and restored by others, beside DCP, Orbax, safetensors and the raw disk (about 20 minutes)

@@ -27,7 +27,7 @@ use stepwell_reshard::subchunk::{self, run_to_boxes};
 
 use crate::commit::records::{Draft, ItemPart, Record, Vote, gather, records};
 use crate::directory_layout::MANIFEST;
-use crate::state::{self, Holders, LeafSource, Part, StateSource, Writing};
+use crate::state::{self, Census, Holders, LeafSource, Part, StateSource, Writing, plain_leaves};
 use crate::stored_index::StoredIndex;
 
 /// Ranks of a node, and of a tensor-parallel group.
@@ -212,6 +212,19 @@ fn timed<T>(work: impl FnOnce() -> T) -> (T, f64) {
     (out, began.elapsed().as_secs_f64() * 1e3)
 }
 
+/// The jobs that are looked at, up to `STEPWELL_RANKS` ranks.
+fn jobs() -> impl Iterator<Item = Job> {
+    let largest: u32 = std::env::var("STEPWELL_RANKS").map_or(16_384, |ranks| ranks.parse().unwrap());
+    let jobs = [(2, 1), (16, 1), (16, 8), (16, 32), (16, 128)].map(|(pp, dp)| Job { pp, dp });
+    jobs.into_iter().filter(move |job| job.ranks() <= largest)
+}
+
+/// The one in the middle, and the longest.
+fn median(mut times: Vec<f64>) -> (f64, f64) {
+    times.sort_by(f64::total_cmp);
+    (times[times.len() / 2], times[times.len() - 1])
+}
+
 fn draft(items: &mut state::Items) -> Draft {
     Draft {
         root: PathBuf::from("/root"),
@@ -284,12 +297,7 @@ fn what_planning_and_committing_cost() {
         "| ranks | nodes | chunks | plan of a save, ms | vote of a rank, KiB | of a node, KiB | gathering a node, ms | messages to the leader | MiB in all | leader, ms | index, MiB | of it for a rank's restore | its plan, ms |"
     );
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
-    let largest: u32 = std::env::var("STEPWELL_RANKS").map_or(16_384, |ranks| ranks.parse().unwrap());
-    for (pp, dp) in [(2, 1), (16, 1), (16, 8), (16, 32), (16, 128)] {
-        let job = Job { pp, dp };
-        if job.ranks() > largest {
-            continue;
-        }
+    for job in jobs() {
         let nodes = job.nodes();
         let mut messages: Vec<(u32, Vec<u8>)> = Vec::new();
         let (mut plans, mut gathers, mut own, mut all) = (Vec::new(), Vec::new(), Vec::new(), 0);
@@ -341,10 +349,6 @@ fn what_planning_and_committing_cost() {
         });
         let (read, replan) = replanned(&records.1);
         let index: usize = records.1.iter().map(|(_, record)| record.bytes.len()).sum();
-        let median = |mut times: Vec<f64>| {
-            times.sort_by(f64::total_cmp);
-            (times[times.len() / 2], times[times.len() - 1])
-        };
         let ((plan, worst), (gathered, _)) = (median(plans), median(gathers));
         println!(
             "| {} | {} | {chunks} | {plan:.1} (at most {worst:.1}) | {} | {} | {gathered:.1} | {} | {:.1} | {took:.0} | {:.1} | {:.1} | {replan:.0} |",
@@ -356,6 +360,53 @@ fn what_planning_and_committing_cost() {
             all as f64 / f64::from(1 << 20),
             index as f64 / f64::from(1 << 20),
             read as f64 / f64::from(1 << 20),
+        );
+    }
+}
+
+/// The same state, where no layout says who holds what: ranks tell each other, once before the first save.
+fn told_by_nobody(job: Job, rank: u32) -> StateSource {
+    let mut state = job.state(rank);
+    for leaf in &mut state.leaves {
+        let LeafSource::Tensor { parts, .. } = leaf else { continue };
+        for part in parts.iter_mut().filter(|part| matches!(part.holders, Holders::Ranks(_))) {
+            part.holders = Holders::Everyone;
+        }
+    }
+    state
+}
+
+#[test]
+#[ignore = "a measurement: make bench-ranks"]
+fn what_it_costs_to_ask_who_holds_what() {
+    println!(
+        "| ranks | parts of a rank | its hashes, ms | said by a rank, KiB | in all, MiB | leader, ms | told to each, KiB | read by a rank, ms |"
+    );
+    println!("|---|---|---|---|---|---|---|---|");
+    for job in jobs() {
+        let mut hashing = Vec::new();
+        let mut parts = 0;
+        let said: Vec<Vec<u8>> = (0..job.ranks())
+            .map(|rank| {
+                let state = told_by_nobody(job, rank);
+                let (leaves, took) = timed(|| plain_leaves(&state));
+                parts = parts.max(leaves.len());
+                hashing.push(took);
+                serde_json::to_vec(&(rank, leaves)).unwrap()
+            })
+            .collect();
+        let (told, leader) = timed(|| {
+            let said = said.iter().map(|said| serde_json::from_slice(said).unwrap());
+            serde_json::to_vec(&Census::new(&said.collect::<Vec<_>>()).told()).unwrap()
+        });
+        let (_, heard) = timed(|| Census::of_told(serde_json::from_slice(&told).unwrap()));
+        println!(
+            "| {} | {parts} | {:.1} | {:.1} | {:.1} | {leader:.0} | {:.0} | {heard:.1} |",
+            job.ranks(),
+            median(hashing).0,
+            said[0].len() as f64 / 1024.0,
+            said.iter().map(Vec::len).sum::<usize>() as f64 / f64::from(1 << 20),
+            told.len() as f64 / 1024.0,
         );
     }
 }

@@ -1,0 +1,11 @@
+//! Several ranks save together: each byte once, all or nothing, the same answer on every rank.
+
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests end by them")]
+#![expect(clippy::unnecessary_wraps, reason = "what a tree takes")]
+
+#[path = "../common/mod.rs"]
+mod common;
+mod failing;
+mod job;
+mod refused;
+mod saving;
