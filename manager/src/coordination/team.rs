@@ -7,6 +7,7 @@
 //! | `<session>/part/<n>/<rank>` | each | what it has to say in that call, where the leader asks |
 //! | `<session>/vote/<save>/<rank>`, `<session>/verdict/<save>` | each, the leader | the commit |
 //! | `<session>/beat/<rank>` | each | a number that changes as long as its saves get on |
+//! | `<session>/signal` | whoever hears of it | the job is to be preempted |
 //! | `<session>/bye/<rank>` | each | it has closed |
 //!
 //! All ranks make the same calls in the same order; one that makes another is told so. The leader takes off what everybody has read.
@@ -270,6 +271,16 @@ impl Team {
         answer
     }
 
+    /// The job is to be preempted, this rank has heard.
+    pub fn tell_signal(&self) -> Result<()> {
+        self.coordinator.put(&self.key("signal"), b"")
+    }
+
+    /// Whether a rank has heard that.
+    pub fn is_told_signal(&self) -> Result<bool> {
+        Ok(!self.is_alone() && self.coordinator.get(&self.key("signal"), Duration::ZERO)?.is_some())
+    }
+
     fn say<T: Serialize>(&self, number: u64, what: &str, answer: &Result<T>) -> Result<()> {
         let answer = match answer {
             Ok(said) => Answer::Said(json(said)?),
@@ -445,6 +456,7 @@ impl Team {
             }
             self.coordinator.remove(&format!("{}/hello/{rank}", self.namespace))?;
         }
+        self.coordinator.remove(&self.key("signal"))?;
         self.coordinator.remove(&format!("{}/welcome", self.namespace))
     }
 }

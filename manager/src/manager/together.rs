@@ -161,7 +161,8 @@ impl Inner {
         self.options.save_policy.should_save(&Alike { step, is_first, custom })
     }
 
-    /// The leader's answer, where that may depend on whether the job is to be preempted: whoever has got the signal, all ranks know of it when they have the answer.
+    /// The leader's answer, where that may depend on whether the job is to be preempted: whoever has got the signal leaves a mark, and when the leader has found it, all ranks
+    /// know of it by the same answer. So a call costs as much as any that the leader answers, and not a word of each rank.
     pub(super) fn ask_with_signals<T: Serialize + for<'de> Deserialize<'de>>(
         &self,
         what: &str,
@@ -170,9 +171,17 @@ impl Inner {
         if !self.options.save_policy.listens() {
             return self.team.ask(what, answer);
         }
-        let mine = self.lock().preemption_asked;
-        let (answer, preempted) = self.team.settle(what, Ok(mine), |asked| {
-            self.lock().preemption_asked |= asked.contains(&true);
+        let (mine, known) = {
+            let state = self.lock();
+            (state.preemption_asked, state.preempted.is_some())
+        };
+        if mine && !known && !self.team.leads() {
+            self.team.tell_signal()?;
+        }
+        let (answer, preempted) = self.team.ask(what, || {
+            if !known && self.team.is_told_signal()? {
+                self.lock().preemption_asked = true;
+            }
             let answer = answer()?;
             Ok((answer, self.lock().preempted))
         })?;

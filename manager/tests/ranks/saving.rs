@@ -8,7 +8,7 @@ use stepwell_core::value::Value;
 use stepwell_manager::coordination::SingleProcess;
 use stepwell_manager::coordination::in_process::InProcess;
 use stepwell_manager::state::Holders;
-use stepwell_manager::{Environment, LeafSource, Options, Retention, SaveRequest, StateSource};
+use stepwell_manager::{Environment, LeafSource, Options, Retention, SavePolicy, SaveRequest, StateSource};
 
 use crate::job::{
     Filled, Job, committed, expected, key, model_of_two, one_leaf, open, options, part, tensor,
@@ -313,4 +313,27 @@ fn what_may_drift_is_stored_as_the_first_rank_has_it() {
         manager.close(None).unwrap();
     });
     assert!(job.restored(1)[0].1.iter().all(|&byte| byte == 7), "not stitched from several ranks");
+}
+
+#[test]
+fn a_signal_that_one_rank_gets_ends_all_of_them_after_the_same_step_which_is_saved() {
+    let job = Job::new();
+    let last = job.run(4, 2, |rank, environment| {
+        let policy = SavePolicy::every_steps(100) | SavePolicy::on_preemption();
+        let manager = open(environment, Options { save_policy: policy, ..options() }).unwrap();
+        let end = (0..50).find(|&step| {
+            if (rank, step) == (3, 7) {
+                manager.request_preemption();
+            }
+            let save = manager.save(SaveRequest::new(step, model(rank, step))).unwrap();
+            if save.refusal().is_none() {
+                committed(&save);
+            }
+            manager.reached_preemption(step).unwrap()
+        });
+        manager.close(None).unwrap();
+        end.unwrap()
+    });
+    assert!((7..10).contains(&last[0]) && last.iter().all(|&step| step == last[0]), "{last:?}");
+    assert_model(&job, last[0]);
 }
