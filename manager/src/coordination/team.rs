@@ -12,7 +12,7 @@
 //!
 //! All ranks make the same calls in the same order; one that makes another is told so. The leader takes off what everybody has read.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -83,6 +83,8 @@ pub struct Team {
     kept_from: Mutex<u64>,
     /// The first save whose verdict has not been taken off.
     verdicts_from: Mutex<u64>,
+    /// The leader's saves from there on that have failed.
+    failed: Mutex<BTreeSet<u64>>,
     /// The save before which the ranks have told each other their leaves, and the first one since of which a rank has said that its own are others.
     told: Mutex<(u64, Option<u64>)>,
     /// The leader's last save, and the ranks that it has waited for in vain, each with its last sign of life.
@@ -101,6 +103,7 @@ impl Team {
             calls: AtomicU64::new(0),
             kept_from: Mutex::new(0),
             verdicts_from: Mutex::new(0),
+            failed: Mutex::default(),
             told: Mutex::new((0, None)),
             missed: Mutex::default(),
         }
@@ -159,6 +162,7 @@ impl Team {
             calls: AtomicU64::new(0),
             kept_from: Mutex::new(0),
             verdicts_from: Mutex::new(0),
+            failed: Mutex::default(),
             told: Mutex::new((0, None)),
             missed: Mutex::default(),
         };
@@ -352,8 +356,11 @@ impl Team {
         Ok(found)
     }
 
-    /// Tells all ranks how a save has ended.
-    pub fn send_verdict(&self, save: u64, verdict: &[u8]) -> Result<()> {
+    /// Tells all ranks how a save has ended. One that has failed may leave votes that nobody reads: they go with its verdict.
+    pub fn send_verdict(&self, save: u64, verdict: &[u8], has_failed: bool) -> Result<()> {
+        if has_failed {
+            self.failed.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
+        }
         self.coordinator.put(&self.key(&format!("verdict/{save}")), verdict)
     }
 
@@ -381,6 +388,11 @@ impl Team {
         let mut from = self.verdicts_from.lock().unwrap_or_else(PoisonError::into_inner);
         for save in *from..before {
             self.coordinator.remove(&self.key(&format!("verdict/{save}")))?;
+            if self.failed.lock().unwrap_or_else(PoisonError::into_inner).remove(&save) {
+                for rank in 0..self.world_size() {
+                    self.coordinator.remove(&self.key(&format!("vote/{save}/{rank}")))?;
+                }
+            }
         }
         *from = before.max(*from);
         Ok(())

@@ -296,7 +296,7 @@ impl Inner {
         let told = if self.team.leads() {
             let error = Error::RankFailed { rank: 0, cause: cause.to_owned() };
             let announcement = Announcement::of(&Verdict::NotCommitted(error));
-            announcement.encode(false).and_then(|verdict| self.team.send_verdict(counter, &verdict))
+            announcement.encode(false).and_then(|verdict| self.team.send_verdict(counter, &verdict, true))
         } else {
             let attempt = Attempt { session: self.team.session().to_owned(), counter };
             let vote = Vote {

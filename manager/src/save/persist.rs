@@ -206,7 +206,8 @@ impl World for SaveWorld<'_> {
         if self.stale {
             self.team.is_outdated_by(self.attempt.counter);
         }
-        self.team.send_verdict(self.attempt.counter, &announcement.encode(self.stale)?)
+        let has_failed = !matches!(announcement, Announcement::Committed);
+        self.team.send_verdict(self.attempt.counter, &announcement.encode(self.stale)?, has_failed)
     }
 
     fn listen(&mut self, timeout: Duration) -> Result<Heard> {

@@ -5,10 +5,11 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use stepwell_core::tree::Tree;
+use stepwell_manager::coordination::SingleProcess;
 use stepwell_manager::coordination::in_process::InProcess;
 use stepwell_manager::state::Holders;
 use stepwell_manager::{
-    Decision, Error, Exists, LeafSource, Manager, Options, SavePolicy, SaveRequest, StateSource,
+    Decision, Environment, Error, Exists, LeafSource, Manager, Options, SavePolicy, SaveRequest, StateSource,
 };
 
 use crate::common;
@@ -126,6 +127,38 @@ fn a_rank_that_breaks_off_a_save_ends_it_for_all_at_once_and_the_next_one_works(
             manager.close(None).unwrap();
         });
     }
+}
+
+#[test]
+fn nothing_is_left_of_votes_on_saves_that_nobody_has_counted() {
+    let job = Job::new();
+    let ranks: Vec<Arc<InProcess>> = InProcess::ranks(4, 2).into_iter().map(Arc::new).collect();
+    std::thread::scope(|scope| {
+        for (rank, coordinator) in ranks.iter().enumerate() {
+            let environment =
+                Environment { coordinator: coordinator.clone(), ..job.environment(SingleProcess) };
+            scope.spawn(move || {
+                let manager = open(environment, options()).unwrap();
+                committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
+                // The leader does not look for what the others say; nor does the first of a node, in the second one.
+                for (step, breaking) in [(2, [0, 3]), (30, [2, 3])] {
+                    if breaking.contains(&rank) {
+                        breaks_off(&manager, step);
+                    } else {
+                        failure(&manager.save(SaveRequest::new(step, whole(step))).unwrap());
+                    }
+                    // Raised once, on all ranks, by the first call of them that comes late enough.
+                    for later in 10 * step..10 * step + 8 {
+                        if let Ok(save) = manager.save(SaveRequest::new(later, whole(later))) {
+                            committed(&save);
+                        }
+                    }
+                }
+                manager.close(None).unwrap();
+            });
+        }
+    });
+    assert_eq!(ranks[0].left(), Vec::<String>::new());
 }
 
 #[test]
