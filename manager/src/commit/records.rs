@@ -491,9 +491,11 @@ fn rank_of(file: &FileRecord) -> Option<u32> {
 /// Of leaves of which ranks have written boxes without knowing of each other, what others have settled stays, and of the rest what the first has written. Gives the leaves of
 /// which a copy of somebody who knew of nobody has stayed.
 fn take_once(parts: &mut [(u32, ItemPart)]) -> HashSet<LeafPath> {
-    let mut kept: HashMap<LeafPath, Vec<Region>> = HashMap::new();
+    let mut kept: HashMap<LeafPath, HashSet<Region>> = HashMap::new();
     for (_, part) in parts.iter() {
-        kept.extend(part.item.unsettled.iter().map(|&leaf| (part.index.tree.leaf_path(leaf), Vec::new())));
+        kept.extend(
+            part.item.unsettled.iter().map(|&leaf| (part.index.tree.leaf_path(leaf), HashSet::new())),
+        );
     }
     let mut stayed = HashSet::new();
     if kept.is_empty() {
@@ -516,7 +518,8 @@ fn take_once(parts: &mut [(u32, ItemPart)]) -> HashSet<LeafPath> {
                 if !settled {
                     tensor.chunks.retain(|chunk| {
                         let region = region_of(chunk);
-                        kept.iter().all(|other| other.intersect(&region).is_none())
+                        // Most are copies of one another; all others are held against each that is kept.
+                        !kept.contains(&region) && kept.iter().all(|other| other.intersect(&region).is_none())
                     });
                     if !tensor.chunks.is_empty() {
                         stayed.insert(path);
