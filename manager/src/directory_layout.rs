@@ -26,6 +26,7 @@ pub const BEAT_PREFIX: &str = "beat-";
 pub const METRICS: &str = "metrics";
 
 const TEMPORARY_PREFIX: &str = ".tmp-";
+const GIVEN_UP_PREFIX: &str = ".given-up-";
 const TRASH_PREFIX: &str = ".trash-";
 const QUARANTINE_PREFIX: &str = ".quarantine-";
 const BRANCH_PREFIX: &str = ".branch-";
@@ -43,6 +44,11 @@ pub enum OwnName {
         session: String,
         /// The save's number within its session.
         counter: u64,
+    },
+    /// A rank has given up on its leader in a save, which can be no step any more.
+    GivenUp {
+        /// The session of that save.
+        session: String,
     },
     /// Something on its way out.
     Trash {
@@ -83,6 +89,11 @@ pub fn is_step_label(text: &str) -> bool {
 /// A save in flight. Every rank derives it itself from the attempt.
 pub fn temporary(label: &str, session: &str, counter: u64) -> String {
     format!("{TEMPORARY_PREFIX}{}-{session}-{counter}", shortened(label))
+}
+
+/// Says of a save of several ranks that one of them has given up on the leader: whoever comes to it later leaves it. Every rank derives it itself.
+pub fn given_up(label: &str, session: &str, counter: u64) -> String {
+    format!("{GIVEN_UP_PREFIX}{}-{session}-{counter}", shortened(label))
 }
 
 /// Something on its way out; `unique` makes that two steps of one number are both kept until they are deleted.
@@ -134,11 +145,20 @@ pub fn parse(name: &str) -> Option<OwnName> {
         let (branch, step_name) = rest.split_once('.')?;
         return Some(OwnName::Branch { branch: branch.to_owned(), step_name: step_name.to_owned() });
     }
-    let rest = name.strip_prefix(TEMPORARY_PREFIX)?;
+    if let Some(rest) = name.strip_prefix(GIVEN_UP_PREFIX) {
+        let (_, session, _) = of_a_save(rest)?;
+        return Some(OwnName::GivenUp { session });
+    }
+    let (label, session, counter) = of_a_save(name.strip_prefix(TEMPORARY_PREFIX)?)?;
+    Some(OwnName::Temporary { label, session, counter })
+}
+
+/// What a name says behind its prefix that is a save's: label, session, counter.
+fn of_a_save(rest: &str) -> Option<(String, String, u64)> {
     let mut parts = rest.rsplitn(3, '-');
     let counter = parts.next()?.parse().ok()?;
     let session = parts.next().filter(|session| is_unique(session))?;
-    Some(OwnName::Temporary { label: parts.next()?.to_owned(), session: session.to_owned(), counter })
+    Some((parts.next()?.to_owned(), session.to_owned(), counter))
 }
 
 /// Whether this is an identity as we draw them: only a name that ends in one is ours, and what is ours is deleted. Somebody's `.trash-old` is not.
@@ -167,6 +187,8 @@ mod tests {
             parse(&temporary),
             Some(OwnName::Temporary { label: "00000005".into(), session: session.into(), counter: 3 })
         );
+        let given_up = given_up(&label(5), session, 3);
+        assert_eq!(parse(&given_up), Some(OwnName::GivenUp { session: session.into() }));
         assert_eq!(parse(&trash("00000005", 1)), Some(OwnName::Trash { label: "00000005".into() }));
         assert_eq!(
             parse(&quarantine("step_00000005", 1)),
@@ -177,7 +199,9 @@ mod tests {
             Some(OwnName::Branch { branch: "main-2".into(), step_name: "step_00000005".into() })
         );
         let any = StepName::new("", 0).unwrap();
-        for name in [temporary, trash("5", 1), quarantine("5", 1), branch("x", "5"), CONTROL.to_owned()] {
+        for name in
+            [temporary, given_up, trash("5", 1), quarantine("5", 1), branch("x", "5"), CONTROL.to_owned()]
+        {
             assert_eq!(any.parse(&name), None);
         }
     }

@@ -37,6 +37,10 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
     for entry in root.entries()? {
         match directory_layout::parse(&entry.name) {
             Some(OwnName::Trash { .. }) if entry.kind == EntryKind::Dir => recovered.trash.push(entry.name),
+            // Empty. Where it cannot be removed now, the next one tries it again.
+            Some(OwnName::GivenUp { session: owner }) if owner != session => {
+                let _ = root.remove_dir(&entry.name);
+            }
             Some(OwnName::Temporary { session: owner, label, .. })
                 if owner != session && entry.kind == EntryKind::Dir =>
             {

@@ -319,6 +319,7 @@ fn what_planning_and_committing_cost() {
                 });
                 let vote = Vote {
                     rank,
+                    step: 1,
                     attempt: attempt.clone(),
                     stale: false,
                     claims: draft.claims.clone(),

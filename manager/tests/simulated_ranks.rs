@@ -110,6 +110,8 @@ struct Job {
     nodes: Arc<[u32]>,
     /// Whether the ranks of a node write into one file.
     node_files: bool,
+    /// The ranks that write, in order; all others have nothing of their own.
+    writers: Vec<u32>,
     net: Net,
 }
 
@@ -136,16 +138,17 @@ fn item() -> DraftItem {
     DraftItem { dir: "i0".into(), name: ".".into(), top_level: vec![entry], unsettled: vec![] }
 }
 
-fn index(rank: u32, ranks: u32, file_id: u128) -> Index {
+fn index(rank: u32, writers: &[u32], file_id: u128) -> Index {
     let mut tree = Tree::new();
     let top = tree.push_container(None, None, ContainerKind::Dict);
     tree.push_leaf(Some(top), Some(Component::Key("w".into())));
-    let region = Region { offset: [u64::from(rank)].as_slice().into(), extent: [1].as_slice().into() };
+    let place = writers.iter().position(|&writer| writer == rank).unwrap() as u64;
+    let region = Region { offset: [place].as_slice().into(), extent: [1].as_slice().into() };
     let extent = Extent { source: Source::Own(0), offset: 4096, length: 1, integrity: Integrity::BlockCrc };
     let chunk = ChunkRecord { region: ChunkRegion::Box(region), extent, codec: Codec::Raw };
     let tensor = TensorRecord {
         dtype: Dtype::Uint8,
-        shape: [u64::from(ranks)].as_slice().into(),
+        shape: [writers.len() as u64].as_slice().into(),
         view: None,
         rank_key: None,
         chunks: [chunk].into_iter().collect(),
@@ -197,12 +200,15 @@ impl World for SimWorld<'_> {
         if self.chaos && self.dice.once_in(30) {
             return Err(stepwell_core::Error::io("write", "/data", std::io::Error::from_raw_os_error(28)));
         }
+        if !self.job.writers.contains(&self.rank) {
+            return Ok(Vec::new());
+        }
         let dir = match temporary.create_dir("i0") {
             Err(error) if error.already_exists() => temporary.open_dir("i0")?,
             made => made?,
         };
         let byte = byte_of(&self.job.session, self.save, self.rank);
-        let mut index = index(self.rank, self.job.ranks, u128::from(byte) + 1);
+        let mut index = index(self.rank, &self.job.writers, u128::from(byte) + 1);
         if self.job.node_files {
             let name = format!("n{:05}.data", self.job.nodes[self.rank as usize]);
             let lock = dir.try_lock(&name, LockKind::Exclusive, true)?;
@@ -335,7 +341,12 @@ impl History {
         let node = |rank: u32| if neighbours { rank / nodes } else { rank % nodes };
         let nodes = (0..ranks).map(node).collect();
         let node_files = self.dice.once_in(8);
-        self.jobs.push(Job { session, ranks, nodes, node_files, net: Net::default() });
+        let all = self.dice.once_in(2);
+        let mut writers: Vec<u32> = (0..ranks).filter(|_| all || self.dice.once_in(2)).collect();
+        if writers.is_empty() {
+            writers.push(self.dice.below(u64::from(ranks)) as u32);
+        }
+        self.jobs.push(Job { session, ranks, nodes, node_files, writers, net: Net::default() });
         for rank in 0..ranks {
             let process = self.disk.process();
             let root = process.create_dir_all(Path::new(common::ROOT)).unwrap();
@@ -427,6 +438,7 @@ impl History {
             step: save + 10,
             attempt: Attempt { session: session.clone(), counter: save },
             temporary: directory_layout::temporary(&directory_layout::label(save + 10), &session, save),
+            given_up: directory_layout::given_up(&directory_layout::label(save + 10), &session, save),
             trash: directory_layout::trash("5", u128::from(self.dice.next())),
             quarantine: directory_layout::quarantine(&target, u128::from(self.dice.next())),
             target,
@@ -460,8 +472,8 @@ impl History {
             assert_eq!(manifest.step, step);
             assert_eq!(damage(&*root, &entry.name, &manifest).unwrap(), None, "{}", entry.name);
             let job = self.jobs.iter().find(|job| job.session == manifest.attempt.session).unwrap();
-            assert_eq!(manifest.files.len(), job.ranks as usize);
-            for rank in 0..job.ranks {
+            assert_eq!(manifest.files.len(), job.writers.len());
+            for &rank in &job.writers {
                 let file =
                     manifest.files.iter().find(|file| file.path == format!("i0/{rank:05}.data")).unwrap();
                 let (path, offset) = match &file.within {

@@ -131,19 +131,21 @@ fn execute(
         Err(error) => Event::Failed(error),
     };
     match action {
-        Action::CreateTemporary if !plan.fenced => {
-            let made = with_room(&mut || world.make_room(), || {
-                own_temporary(&**root, &plan.temporary, plan.world_size > 1)
-            });
-            done(made.map(|Owned { dir, life }| *temporary = Temporary { dir: Some(dir), life }))
-        }
         Action::CreateTemporary => {
-            let made = match with_room(&mut || world.make_room(), || root.create_dir(&plan.temporary)) {
-                Err(error) if plan.world_size > 1 && error.already_exists() => root.open_dir(&plan.temporary),
-                made => made,
-            };
-            done(made.map(|dir| temporary.dir = Some(dir)))
+            let made = with_room(&mut || world.make_room(), || create(machine, &**root));
+            match made.and_then(|made| Ok((made, is_given_up(machine, &**root)?))) {
+                Ok((made, false)) => {
+                    *temporary = made;
+                    Event::Done
+                }
+                Ok((_, true)) => Event::GivenUp,
+                Err(error) => Event::Failed(error),
+            }
         }
+        Action::GiveUp => match root.create_dir(&plan.given_up) {
+            Err(error) if !error.already_exists() => Event::Failed(error),
+            _ => Event::Done,
+        },
         Action::WriteData => match opened(temporary).and_then(|dir| world.write_data(&dir)) {
             Ok(parts) => Event::Data(parts),
             Err(error) => Event::Failed(error),
@@ -181,6 +183,10 @@ fn execute(
                 }
                 _ => {}
             }
+            if plan.world_size > 1 {
+                // Mostly nobody has.
+                let _ = root.remove_dir(&plan.given_up);
+            }
             Event::Done
         }
         Action::Announce(announcement) => reached(world.announce(&announcement).map(|()| Event::Done)),
@@ -188,6 +194,26 @@ fn execute(
         // The caller returns before.
         Action::Finish(_) => Event::Done,
     }
+}
+
+/// The temporary: made, or found where another rank has.
+fn create(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<Temporary> {
+    let plan = machine.plan();
+    if !plan.fenced {
+        let Owned { dir, life } = own_temporary(root, &plan.temporary, plan.world_size > 1)?;
+        return Ok(Temporary { dir: Some(dir), life });
+    }
+    let dir = match root.create_dir(&plan.temporary) {
+        Err(error) if plan.world_size > 1 && error.already_exists() => root.open_dir(&plan.temporary),
+        made => made,
+    };
+    Ok(Temporary { dir: Some(dir?), life: None })
+}
+
+/// Whether a rank has given up on the leader, asked after the temporary was made: whoever makes it later than that finds this.
+fn is_given_up(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<bool> {
+    let plan = machine.plan();
+    Ok(plan.world_size > 1 && root.stat(&plan.given_up)?.is_some())
 }
 
 /// ENOENT for the first file that is not there, or has another length.

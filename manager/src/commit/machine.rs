@@ -35,6 +35,8 @@ pub struct Plan {
     pub attempt: Attempt,
     /// The directory while it is written.
     pub temporary: String,
+    /// A directory that says, where there is one, that a rank has given up on the leader.
+    pub given_up: String,
     /// The name that it gets.
     pub target: String,
     /// What to do with a step that stands there.
@@ -89,8 +91,10 @@ pub enum Existing {
 /// What the machine asks for.
 #[derive(Debug)]
 pub enum Action {
-    /// Make [`Plan::temporary`]; another rank may have made it (world size > 1).
+    /// Make [`Plan::temporary`]; another rank may have made it (world size > 1), or be through with it: [`Event::GivenUp`].
     CreateTemporary,
+    /// Make [`Plan::given_up`]; another rank may have.
+    GiveUp,
     /// Run the save pipeline into the temporary; answer with [`Event::Data`].
     WriteData,
     /// Publish this rank's vote.
@@ -128,7 +132,7 @@ pub enum Action {
     },
     /// Make the root's entries durable.
     SyncRoot,
-    /// Remove the temporary and all in it; failing to is no error (the next writer does it).
+    /// Remove the temporary and all in it, and what says that it was given up; failing to is no error (the next writer does it).
     RemoveTemporary,
     /// Tell the other ranks.
     Announce(Announcement),
@@ -148,6 +152,8 @@ pub enum Event {
     Done,
     /// It failed.
     Failed(stepwell_core::Error),
+    /// A rank has given up on the leader: nobody may go on.
+    GivenUp,
     /// The data files of this rank are written and synced.
     Data(Vec<records::ItemPart>),
     /// The votes that have come.
@@ -236,7 +242,9 @@ enum State {
         /// What the leader's last sign of life said.
         beat: u64,
     },
-    /// The leader is silent: what it has not renamed yet, it must not rename any more.
+    /// The leader is silent: whoever comes to this save from now on leaves it.
+    GivingUp(Error),
+    /// What the leader has not renamed yet, it must not rename any more.
     Forestalling(Error),
     /// It has, or somebody else was before: does the step stand there?
     Inquiring(Error),
@@ -278,6 +286,7 @@ impl Machine {
     pub fn on(&mut self, event: Event, now: Now) -> Action {
         match (std::mem::replace(&mut self.state, State::Finished), event) {
             (State::Creating, Event::Done) => self.to(State::Writing, Action::WriteData),
+            (State::Creating, Event::GivenUp) => self.given_up(),
             (State::Creating | State::Writing, Event::Failed(error)) => self.own_failure(error),
             (State::Writing, Event::Data(parts)) => {
                 let vote = self.own_vote(Ok(parts));
@@ -351,12 +360,17 @@ impl Machine {
                 self.finish(Verdict::NotCommitted(error))
             }
             (State::Awaiting { progress, beat }, Event::Heard(heard)) => self.hear(progress, beat, heard, now),
+            (State::GivingUp(error), Event::Done) => {
+                let (from, to) = (self.plan.temporary.clone(), self.plan.trash.clone());
+                let how = stepwell_core::io::Rename::NoReplace;
+                self.to(State::Forestalling(error), Action::Rename { from, to, how })
+            }
             // Where the directory is gone, the leader or another rank was faster; where it may be there still, nobody knows what becomes of it.
             (State::Forestalling(error), Event::Failed(failed)) if failed.is_not_found() => {
                 let look = Action::Look(self.plan.target.clone());
                 self.to(State::Inquiring(error), look)
             }
-            (State::Forestalling(_), Event::Failed(failed)) => self.finish(Verdict::Uncertain(failed)),
+            (State::GivingUp(_) | State::Forestalling(_), Event::Failed(failed)) => self.finish(Verdict::Uncertain(failed)),
             (State::Inquiring(error), event) => self.inquired(error, &event),
             (State::Telling(verdict), _) => Action::Finish(Box::new(verdict)),
             (_, Event::Failed(error)) => self.abort(self.failed(error)),
@@ -378,10 +392,23 @@ impl Machine {
 
     fn failed(&self, source: stepwell_core::Error) -> Error {
         if self.is_leader() && self.plan.world_size > 1 && source.is_not_found() {
-            let (step, seconds) = (self.plan.step, self.plan.stall_timeout.as_secs_f64());
-            return Error::GivenUpOn { step, seconds };
+            return self.late();
         }
         Error::SaveFailed { step: self.plan.step, source }
+    }
+
+    fn late(&self) -> Error {
+        Error::GivenUpOn { step: self.plan.step, seconds: self.plan.stall_timeout.as_secs_f64() }
+    }
+
+    /// This rank comes to a save that another one has left.
+    fn given_up(&mut self) -> Action {
+        if self.is_leader() {
+            return self.abort(self.late());
+        }
+        let verdict = Verdict::NotCommitted(self.late());
+        let vote = self.own_vote(Err(Announcement::of(&verdict)));
+        self.to(State::Telling(verdict), Action::SendVote(Box::new(vote)))
     }
 
     /// This rank's data could not be written: the others are told, then it is over here.
@@ -398,8 +425,15 @@ impl Machine {
     }
 
     fn own_vote(&self, parts: Result<Vec<records::ItemPart>, Announcement>) -> Vote {
-        let Plan { rank, stale, .. } = self.plan;
-        Vote { rank, attempt: self.plan.attempt.clone(), stale, claims: self.draft.claims.clone(), parts }
+        let Plan { rank, step, stale, .. } = self.plan;
+        Vote {
+            rank,
+            step,
+            attempt: self.plan.attempt.clone(),
+            stale,
+            claims: self.draft.claims.clone(),
+            parts,
+        }
     }
 
     fn vote(&mut self, vote: Vote, now: Now) -> Action {
@@ -413,9 +447,16 @@ impl Machine {
     }
 
     fn gather(&mut self, votes: Vec<Vote>, beats: &[(u32, u64)], now: Now) -> Action {
-        for vote in votes {
+        for mut vote in votes {
             // A straggler of a dead attempt does not count.
             if vote.attempt == self.plan.attempt && self.missing.remove(&vote.rank).is_some() {
+                if vote.step != self.plan.step {
+                    let cause = format!(
+                        "it saves step {} where rank {} saves step {}: all ranks make the same calls, in the same order",
+                        vote.step, self.plan.rank, self.plan.step
+                    );
+                    vote.parts = Err(Announcement::RankFailed { rank: vote.rank, cause });
+                }
                 self.votes.insert(vote.rank, vote);
             }
         }
@@ -570,15 +611,14 @@ impl Machine {
         self.forestall(error)
     }
 
-    /// Nothing is heard of the leader any more. What it has not renamed yet is taken from it: then it is certain that it never will.
+    /// Nothing is heard of the leader any more. What it has not renamed yet is taken from it, once it is said to whoever makes it anew: then it is certain that there never will
+    /// be such a step. (When the leader comes to its rename, all ranks have made the directory or found it there, so that nobody puts another one in its place.)
     fn forestall(&mut self, error: Error) -> Action {
         if self.plan.existing == Existing::Replace {
             // The temporary may be what was replaced by now, which is nobody's to take away before that is durable.
             return self.unknown("the leader to say what became of the step that is replaced");
         }
-        let (from, to) = (self.plan.temporary.clone(), self.plan.trash.clone());
-        let how = stepwell_core::io::Rename::NoReplace;
-        self.to(State::Forestalling(error), Action::Rename { from, to, how })
+        self.to(State::GivingUp(error), Action::GiveUp)
     }
 
     /// A leader that fell silent may have renamed before: then the step is there, and nobody knows for how long. Where it is not, it never will be: its directory is gone.

@@ -42,6 +42,8 @@ pub struct ItemPart {
 pub struct Vote {
     /// The rank.
     pub rank: u32,
+    /// The step that it saves.
+    pub step: u64,
     /// The attempt that it votes on.
     pub attempt: Attempt,
     /// Its leaves are others than it has told the ranks.
@@ -284,7 +286,7 @@ pub fn gather(draft: &Draft, attempt: &Attempt, rank: u32, votes: Vec<Vote>) -> 
         Ok((claims, parts)) => (claims, Ok(parts)),
         Err(error) => (Vec::new(), Err(Announcement::of(&Verdict::NotCommitted(error)))),
     };
-    Vote { rank, attempt: attempt.clone(), stale, claims, parts }
+    Vote { rank, step: draft.step, attempt: attempt.clone(), stale, claims, parts }
 }
 
 fn gather_parts(draft: &Draft, votes: Vec<Vote>) -> Result<(Vec<Claim>, Vec<ItemPart>)> {
@@ -572,6 +574,7 @@ fn check_coverage(index: &Index) -> Result<()> {
 /// How a vote travels: a JSON head, then the encoded indexes back to back.
 #[derive(Serialize, Deserialize)]
 struct Head {
+    step: u64,
     attempt: Attempt,
     stale: bool,
     claims: u64,
@@ -609,6 +612,7 @@ impl Vote {
         }
         let (stale, claims) = (self.stale, self.claims.len() as u64);
         let head = Head {
+            step: self.step,
             attempt: self.attempt.clone(),
             stale,
             claims,
@@ -638,7 +642,14 @@ impl Vote {
         rest = after;
         let claims: Vec<Claim> = claims.chunks(Claim::BYTES).filter_map(Claim::decode).collect();
         if let Some(failure) = head.failure {
-            return Ok(Self { rank, attempt: head.attempt, stale: head.stale, claims, parts: Err(failure) });
+            return Ok(Self {
+                rank,
+                step: head.step,
+                attempt: head.attempt,
+                stale: head.stale,
+                claims,
+                parts: Err(failure),
+            });
         }
         let mut parts = Vec::with_capacity(head.parts.len());
         for part in head.parts {
@@ -651,6 +662,6 @@ impl Vote {
             }
             parts.push(ItemPart { item: part.item, index, tensor_bytes: part.tensor_bytes });
         }
-        Ok(Self { rank, attempt: head.attempt, stale: head.stale, claims, parts: Ok(parts) })
+        Ok(Self { rank, step: head.step, attempt: head.attempt, stale: head.stale, claims, parts: Ok(parts) })
     }
 }

@@ -19,6 +19,7 @@ fn plan(rank: u32, world_size: u32) -> Plan {
         step: 5,
         attempt: attempt(1),
         temporary: "tmp".into(),
+        given_up: "given-up".into(),
         target: "step".into(),
         existing: Existing::Refuse,
         trash: "trash".into(),
@@ -260,6 +261,7 @@ fn asks_for(action: &Action) -> &[u32] {
 fn the_leader_waits_for_each_rank_as_long_as_that_gets_on_and_names_who_does_not() {
     let vote = |rank, counter| Vote {
         rank,
+        step: 5,
         attempt: attempt(counter),
         stale: false,
         claims: vec![],
@@ -312,7 +314,7 @@ fn on_nodes(rank: u32) -> Machine {
 }
 
 fn yes(rank: u32) -> Vote {
-    Vote { rank, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) }
+    Vote { rank, step: 5, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) }
 }
 
 #[test]
@@ -373,6 +375,7 @@ fn a_rank_that_fails_is_named_on_the_others_and_keeps_its_own_error() {
     machine_.on(Event::Data(parts()), at(0));
     let vote = Vote {
         rank: 1,
+        step: 5,
         attempt: attempt(1),
         stale: false,
         claims: vec![],
@@ -435,6 +438,7 @@ fn a_root_that_the_leader_could_not_sync_is_uncertain_on_every_rank() {
             Action::WriteData => Event::Data(parts()),
             Action::PollVotes { .. } => votes(vec![Vote {
                 rank: 1,
+                step: 5,
                 attempt: attempt(1),
                 stale: false,
                 claims: vec![],
@@ -462,8 +466,9 @@ fn a_rank_waits_for_the_leader_as_long_as_that_gives_signs_of_life_and_then_keep
     for (second, beat) in [(9, 1), (18, 2), (27, 2)] {
         assert!(matches!(follower.on(silence(beat), at(second)), Action::Listen { .. }), "{second}");
     }
+    assert!(matches!(follower.on(silence(2), at(28)), Action::GiveUp));
     assert!(
-        matches!(follower.on(silence(2), at(28)), Action::Rename { from, to, .. } if from == "tmp" && to == "trash")
+        matches!(follower.on(Event::Done, at(28)), Action::Rename { from, to, .. } if from == "tmp" && to == "trash")
     );
     let end = finished(follower.on(Event::Done, at(28)));
     assert!(
@@ -480,7 +485,8 @@ fn a_step_that_stands_there_is_not_called_uncommitted_where_the_leader_fell_sile
         (io(5), true),
     ] {
         let mut follower = listening();
-        assert!(matches!(follower.on(silence(0), at(10)), Action::Rename { .. }));
+        assert!(matches!(follower.on(silence(0), at(10)), Action::GiveUp));
+        assert!(matches!(follower.on(Event::Done, at(10)), Action::Rename { .. }));
         assert!(matches!(follower.on(io(2), at(10)), Action::Look(_)));
         let end = finished(follower.on(stands, at(10)));
         assert_eq!(matches!(end, Verdict::Uncertain(_)), uncertain, "{end:?}");
@@ -488,14 +494,20 @@ fn a_step_that_stands_there_is_not_called_uncommitted_where_the_leader_fell_sile
     // The same where the ranks cannot reach each other any more: the leader may have committed.
     let mut follower = listening();
     let gone = Event::Unreachable(Error::Unreachable("the store is gone".into()));
-    assert!(matches!(follower.on(gone, at(1)), Action::Rename { to, .. } if to == "trash"));
+    assert!(matches!(follower.on(gone, at(1)), Action::GiveUp));
+    assert!(matches!(follower.on(Event::Done, at(1)), Action::Rename { to, .. } if to == "trash"));
     assert!(matches!(follower.on(io(2), at(1)), Action::Look(_)));
     let end = finished(follower.on(Event::Stands(Stands::Step(attempt(1))), at(1)));
     assert!(matches!(end, Verdict::Uncertain(_)), "{end:?}");
     // What could not be taken from the leader, it may still rename.
-    let mut follower = listening();
-    follower.on(silence(0), at(10));
-    assert!(matches!(finished(follower.on(io(5), at(10))), Verdict::Uncertain(_)));
+    for said in [true, false] {
+        let mut follower = listening();
+        follower.on(silence(0), at(10));
+        if said {
+            follower.on(Event::Done, at(10));
+        }
+        assert!(matches!(finished(follower.on(io(5), at(10))), Verdict::Uncertain(_)));
+    }
     // What is swapped may be the old step by now.
     let mut follower = machine(Plan { existing: Existing::Replace, ..plan(1, 2) });
     follower.start();
@@ -506,11 +518,46 @@ fn a_step_that_stands_there_is_not_called_uncommitted_where_the_leader_fell_sile
 }
 
 #[test]
+fn whoever_comes_to_a_save_that_was_given_up_leaves_it() {
+    let mut late = machine(plan(1, 3));
+    late.start();
+    let Action::SendVote(vote) = late.on(Event::GivenUp, at(0)) else { panic!("it says so") };
+    assert!(vote.parts.is_err());
+    assert!(matches!(
+        finished(late.on(Event::Done, at(0))),
+        Verdict::NotCommitted(Error::GivenUpOn { step: 5, .. })
+    ));
+    let mut leader = machine(plan(0, 3));
+    leader.start();
+    assert!(matches!(leader.on(Event::GivenUp, at(0)), Action::Announce(Announcement::RanksMissing { .. })));
+    assert!(matches!(leader.on(Event::Done, at(0)), Action::RemoveTemporary));
+    assert!(matches!(
+        finished(leader.on(Event::Done, at(0))),
+        Verdict::NotCommitted(Error::GivenUpOn { step: 5, .. })
+    ));
+}
+
+#[test]
+fn a_vote_on_another_step_is_none_on_this_one() {
+    let mut leader = machine(plan(0, 2));
+    leader.start();
+    leader.on(Event::Done, at(0));
+    leader.on(Event::Data(parts()), at(0));
+    let other =
+        Vote { rank: 1, step: 6, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) };
+    let told = leader.on(votes(vec![other]), at(1));
+    let Action::Announce(Announcement::RankFailed { rank: 1, cause }) = &told else { panic!("{told:?}") };
+    assert!(cause.contains("step 6") && cause.contains("step 5"), "{cause}");
+}
+
+#[test]
 fn a_vote_survives_its_journey() {
-    let vote = Vote { rank: 3, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) };
+    let vote =
+        Vote { rank: 3, step: 5, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) };
     assert_eq!(Vote::decode(3, &vote.encode().unwrap()).unwrap(), vote);
     let vote = Vote {
         rank: 3,
+        step: 5,
         attempt: attempt(1),
         stale: false,
         claims: vec![],

@@ -14,7 +14,7 @@ use super::{Inner, Manager, State};
 use crate::beat::{self, Heart};
 use crate::coordination::pulse::Pulse;
 use crate::coordination::team::Team;
-use crate::directory_layout;
+use crate::directory_layout::{self, OwnName};
 use crate::discovery::Discovery;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -488,7 +488,8 @@ impl Inner {
             for entry in self.root.entries()? {
                 let is_ours = matches!(
                     directory_layout::parse(&entry.name),
-                    Some(directory_layout::OwnName::Temporary { session, .. }) if session == self.team.session()
+                    Some(OwnName::Temporary { session, .. } | OwnName::GivenUp { session })
+                        if session == self.team.session()
                 );
                 if is_ours {
                     self.deleter.enqueue([entry.name]);

@@ -301,6 +301,7 @@ impl Inner {
             let attempt = Attempt { session: self.team.session().to_owned(), counter };
             let vote = Vote {
                 rank: self.team.rank(),
+                step,
                 attempt,
                 stale: false,
                 claims: Vec::new(),

@@ -240,6 +240,7 @@ impl Prepared {
         let plan = Plan {
             step: draft.step,
             temporary: directory_layout::temporary(&label, &session, counter),
+            given_up: directory_layout::given_up(&label, &session, counter),
             trash: directory_layout::trash(&label, environment.rng.next_u128()),
             quarantine: directory_layout::quarantine(&target, environment.rng.next_u128()),
             target,

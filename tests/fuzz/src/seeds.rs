@@ -140,7 +140,7 @@ fn outlined(bytes: &[u8]) -> Vec<u8> {
 fn vote(index: &[u8]) -> Vec<u8> {
     let session = "0".repeat(32);
     let head = format!(
-        r#"{{"attempt":{{"session":"{session}","counter":1}},"stale":false,"claims":0,"failure":null,"parts":[{{"item":{{"dir":"i0","name":".","top_level":[]}},"index_bytes":{},"tensor_bytes":7}}]}}"#,
+        r#"{{"step":1,"attempt":{{"session":"{session}","counter":1}},"stale":false,"claims":0,"failure":null,"parts":[{{"item":{{"dir":"i0","name":".","top_level":[]}},"index_bytes":{},"tensor_bytes":7}}]}}"#,
         index.len()
     );
     [&(head.len() as u64).to_le_bytes(), head.as_bytes(), index].concat()
