@@ -85,7 +85,7 @@ pub enum Error {
         source: stepwell_core::Error,
     },
     /// Another rank failed, so that no rank has committed.
-    #[error("rank {rank} failed: {cause}; the step was not committed on any rank")]
+    #[error("rank {rank} failed: {cause}; so it has ended on all ranks")]
     RankFailed {
         /// The rank.
         rank: u32,

@@ -196,12 +196,23 @@ class CheckpointManager:
         one_of(exists, "exists", ("error", "skip", "replace"))
         one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
         force = flag(force, "force")
-        numbers = real_numbers(metrics)
-        metadata = metadata_json(custom_metadata)
+        alone = core.ranks()[1] == 1
         with self._lock:
-            answers = self._answers(step)
+            failure: BaseException | None = None
+            answers: dict[str, bool] = {}
+            try:
+                numbers = real_numbers(metrics)
+                metadata = metadata_json(custom_metadata)
+                answers = self._answers(step)
+            except BaseException as error:
+                if alone:
+                    raise
+                failure = error
             try:
                 refusal, pending, replaces = core.decide(step, force, exists, answers)
+                if failure is not None:
+                    # The others may have begun this save all the same.
+                    raise failure
                 if refusal is not None:
                     self._tell_read_only()
                     return Save(step, None, refusal)
@@ -211,7 +222,7 @@ class CheckpointManager:
                 if is_callable_state(state):
                     state = state()
                     # It may have taken long, and saved something itself.
-                    if core.ranks()[1] == 1:
+                    if alone:
                         refusal, pending, replaces = core.decide(step, True, exists, answers)
                         if refusal is not None or pending is not None:
                             return Save(step, pending, refusal)
@@ -231,9 +242,9 @@ class CheckpointManager:
                     attached,
                     lifecycle.notifier.events,
                 )
-            except BaseException as failure:
+            except BaseException as error:
                 # The other ranks may have begun this save, and wait for this one.
-                core.abstain(step, f"{type(failure).__name__}: {failure}")
+                core.abstain(step, f"{type(error).__name__}: {error}")
                 raise
             save = Save(step, handle)
             self._saves = [one for one in self._saves if not one.done()]
@@ -385,34 +396,42 @@ class CheckpointManager:
             MisuseError: nothing is initialised over which ``broadcast=`` could exchange arrays.
             CoordinatorError: an exchange has failed: another rank is gone, mostly.
         """
-        checked = RestoreOptions.of(options)
+        manager = self._open()
+        alone = manager.ranks()[1] == 1
         number = None if step is None else step_number(step)
-        if checked.fill:
-            # It may be the state that is being captured.
-            lifecycle.wait_captured()
-        alone = self._open().ranks()[1] == 1
-        if alone:
-            checked = replace(checked, broadcast=False)
         with telling_restore(self._on_event, self._root, number) as told:
             with explaining(self._root), self._explaining_pending():
                 if not alone:
-                    number = self._open().choose(number)
-                # Of several ranks each reads a part, mostly: every one of them would begin to read the same files, most of it in vain.
-                expected = checked.expected if alone else False
-                core = self._open().checkpoint(number, expected, checked.to_fill)
-            with Checkpoint(core) as checkpoint:
-                told.opened(checkpoint.step)
+                    number = manager.choose(number)
+            together = None if alone else Together(manager)
+            try:
+                checked = RestoreOptions.of(options)
+                if checked.fill:
+                    # It may be the state that is being captured.
+                    lifecycle.wait_captured()
                 if alone:
-                    answer = restoring.run(checkpoint._open(), checked)
-                else:
-                    answer = self._restored_by_all(checkpoint._open(), checked)
-                self._open().restored(checkpoint.step)
+                    checked = replace(checked, broadcast=False)
+                with explaining(self._root), self._explaining_pending():
+                    # Of several ranks each reads a part, mostly: every one of them would begin to read the same files, most of it in vain.
+                    expected = checked.expected if alone else False
+                    core = manager.checkpoint(number, expected, checked.to_fill)
+                with Checkpoint(core) as checkpoint:
+                    told.opened(checkpoint.step)
+                    if together is None:
+                        answer = restoring.run(checkpoint._open(), checked)
+                    else:
+                        answer = self._restored_by_all(checkpoint._open(), checked, together)
+                    manager.restored(checkpoint.step)
+            except BaseException as failure:
+                if together is not None:
+                    together.fail(failure)
+                raise
         return answer
 
-    def _restored_by_all(self, core: Any, options: RestoreOptions) -> Any:
+    def _restored_by_all(self, core: Any, options: RestoreOptions, together: Together) -> Any:
         """What this rank restores, where all ranks do: in two steps, so that none has written anything where what another wants does not fit, and none goes on where
         another could not read."""
-        together = Together(self._open(), f"broadcast={options.broadcast!r}")
+        together.how = f"broadcast={options.broadcast!r}"
         token = current_rank.set(self._open().ranks())
         try:
             exchange = None
@@ -421,9 +440,6 @@ class CheckpointManager:
                 exchange = Exchange(core, transport, together, options.broadcast == "gather")
             answer = restoring.run(core, options, together, exchange)
             together.agree()
-        except BaseException as failure:
-            together.fail(failure)
-            raise
         finally:
             current_rank.reset(token)
         return answer

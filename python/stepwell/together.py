@@ -11,11 +11,12 @@ from .errors import MisuseError
 
 
 class Together:
-    """The ranks of one restore. ``how`` is what must be the same on all of them, beside what is wanted."""
+    """The ranks of one restore."""
 
-    def __init__(self, manager: Any, how: str) -> None:
+    def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._how = how
+        #: What must be the same on all of them, beside what is wanted.
+        self.how = ""
         self._has_said = False
         #: Whether a call has raised: on all ranks, then, and nobody waits for a word of this one.
         self._is_over = False
@@ -24,10 +25,10 @@ class Together:
         """What nobody on this rank wants, by the numbers of stored leaves, in order → what nobody on any rank does. All ranks make this call before they read an array."""
         self._has_said = True
         with self._asking():
-            found: list[int] | None = self._manager.wanted_by_none(self._how, leaves)
+            found: list[int] | None = self._manager.wanted_by_none(self.how, leaves)
         if found is None:
             raise MisuseError(
-                f"not all ranks have called restore() with {self._how}, as this one has; pass the same on all of them"
+                f"not all ranks have called restore() with {self.how}, as this one has; pass the same on all of them"
             )
         return found
 
@@ -45,6 +46,7 @@ class Together:
         """Returns where all ranks have come as far; raises :class:`~stepwell.RankFailed` where one has failed."""
         with self._asking():
             self._manager.agree("restore")
+        self._is_over = True
 
     def fail(self, failure: BaseException) -> None:
         """This rank ends with that error, and the others with it: they hear of it in their next call."""

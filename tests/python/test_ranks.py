@@ -347,6 +347,41 @@ with open_manager() as manager:
     assert run(tmp_path, script, 3, root, failing) == expected
 
 
+def test_a_call_that_one_rank_makes_wrongly_fails_on_all_and_they_go_on(tmp_path: Path, root: Path) -> None:
+    script = (
+        MODEL
+        + """
+def fails(call):
+    try:
+        call()
+    except sw.StepwellError as error:
+        return type(error).__name__
+
+with open_manager(on_save_error="warn", save_policy=sw.every_seconds(0) | sw.on_preemption(signals=())) as manager:
+    manager.save(0, state(0)).result()
+    told = []
+    # Refused before it is asked whether the step is saved.
+    told.append(fails(lambda: manager.save(1, state(1), metrics={"loss": "high" if RANK == 1 else 0.5}).result()))
+    told.append(fails(lambda: manager.save(2, state(2), custom_metadata={"x": object() if RANK == 0 else 1}).result()))
+    # And before it is known which step is restored.
+    told.append(fails(lambda: manager.restore(0, into=state(0), broadcast="no such way" if RANK == 1 else False)))
+    told.append(fails(lambda: manager.restore(0, into=state(0), resize="no function" if RANK == 0 else None)))
+    print(told)
+    assert manager.latest_step() == 0
+    check(manager.restore(into=state(5)), 0)
+    for step in range(3, 6):
+        manager.save(step, state(step)).result()
+    check(manager.restore(into=state(0)), 5)
+"""
+    )
+    out = run(tmp_path, script, 2, root)
+    check_whole(root, 5)
+    own = [eval(line) for line in out]  # what the test itself printed
+    for call, rank in enumerate([1, 0, 1, 0]):
+        assert own[rank][call] not in (None, "RankFailed"), own
+        assert own[1 - rank][call] == "RankFailed", own
+
+
 def test_ranks_of_a_job_that_was_killed_do_not_confuse_the_next_one(tmp_path: Path, root: Path) -> None:
     killed = (
         MODEL

@@ -10,11 +10,11 @@
 //! | `<session>/signal` | whoever hears of it | the job is to be preempted |
 //! | `<session>/bye/<rank>` | each | it has closed |
 //!
-//! All ranks make the same calls in the same order; one that makes another is told so. The leader takes off what everybody has read.
+//! All ranks make the same calls in the same order; one that makes another is told so. One that has left a call before it was answered (its wait was over) is still at that call: it has
+//! the answer before it makes another. The leader takes off what everybody has read.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -77,8 +77,8 @@ pub struct Team {
     session: String,
     places: Places,
     patience: Duration,
-    /// Calls that all ranks make, so far.
-    calls: AtomicU64,
+    /// Calls that all ranks make, so far. Held while one is made: they have one order.
+    calls: Mutex<Calls>,
     /// The first call whose answer has not been taken off.
     kept_from: Mutex<u64>,
     /// The first save whose verdict has not been taken off.
@@ -91,6 +91,15 @@ pub struct Team {
     missed: Mutex<(u64, BTreeMap<u32, u64>)>,
 }
 
+/// What a rank knows of the calls that all make.
+#[derive(Default)]
+struct Calls {
+    /// Those that have ended here: the number of the next one.
+    ended: u64,
+    /// The next one has been made, and left before it was answered: what it was, and whether this rank was to say something, and has.
+    left: Option<(String, bool)>,
+}
+
 impl Team {
     /// One process that asks nobody.
     pub fn alone(session: String) -> Self {
@@ -100,7 +109,7 @@ impl Team {
             session,
             places: Places { nodes: vec![0], sockets: vec![0] },
             patience: Duration::ZERO,
-            calls: AtomicU64::new(0),
+            calls: Mutex::default(),
             kept_from: Mutex::new(0),
             verdicts_from: Mutex::new(0),
             failed: Mutex::default(),
@@ -159,7 +168,7 @@ impl Team {
             session,
             places,
             patience,
-            calls: AtomicU64::new(0),
+            calls: Mutex::default(),
             kept_from: Mutex::new(0),
             verdicts_from: Mutex::new(0),
             failed: Mutex::default(),
@@ -227,13 +236,14 @@ impl Team {
         if self.is_alone() {
             return answer();
         }
-        let number = self.calls.fetch_add(1, Ordering::Relaxed);
-        if self.leads() {
-            let answer = answer();
-            self.say(number, what, &answer)?;
-            return answer;
-        }
-        self.hear(number, what)
+        self.call(what, false, |number, _| {
+            if self.leads() {
+                let answer = answer();
+                self.say(number, what, &answer)?;
+                return Ok(answer);
+            }
+            self.hear(number, what)
+        })
     }
 
     /// What each rank has to say becomes one answer for all. Where one has failed, all do; `answer` runs on the leader alone, with what was said, by rank.
@@ -246,33 +256,77 @@ impl Team {
         if self.is_alone() {
             return answer(vec![mine?]);
         }
-        let number = self.calls.fetch_add(1, Ordering::Relaxed);
-        let part_key = |rank: u32| self.key(&format!("part/{number}/{rank}"));
-        if !self.leads() {
-            let part = match &mine {
-                Ok(said) => Part::Said(json(said)?),
-                Err(error) => Part::Failed(error.to_string()),
-            };
-            self.coordinator.put(&part_key(self.rank()), &encoded(&part)?)?;
-            // Its own failure is told here as it is, and not as the leader has heard of it.
-            mine?;
-            return self.hear(number, what);
-        }
-        let answer = mine.and_then(|mine| {
-            let mut said = vec![mine];
-            for rank in 1..self.world_size() {
-                let key = part_key(rank);
-                let part: Part = decoded(rank, &self.board().wait(&key, rank, what)?)?;
-                self.coordinator.remove(&key)?;
-                said.push(match part {
-                    Part::Said(value) => decoded_value(value)?,
-                    Part::Failed(cause) => return Err(Error::RankFailed { rank, cause }),
-                });
+        self.call(what, true, |number, has_said| {
+            let part_key = |rank: u32| self.key(&format!("part/{number}/{rank}"));
+            if !self.leads() {
+                if !has_said {
+                    let part = match &mine {
+                        Ok(said) => Part::Said(json(said)?),
+                        Err(error) => Part::Failed(error.to_string()),
+                    };
+                    self.coordinator.put(&part_key(self.rank()), &encoded(&part)?)?;
+                }
+                // Its own failure is told here as it is, and not as the leader has heard of it.
+                return match mine {
+                    Ok(_) => self.hear(number, what),
+                    Err(error) => Ok(Err(error)),
+                };
             }
-            answer(said)
-        });
-        self.say(number, what, &answer)?;
-        answer
+            let answer = mine.and_then(|mine| {
+                let mut said = vec![mine];
+                for rank in 1..self.world_size() {
+                    let key = part_key(rank);
+                    let part: Part = decoded(rank, &self.wait(&key, rank, what)?)?;
+                    self.coordinator.remove(&key)?;
+                    said.push(match part {
+                        Part::Said(value) => decoded_value(value)?,
+                        Part::Failed(cause) => return Err(Error::RankFailed { rank, cause }),
+                    });
+                }
+                answer(said)
+            });
+            self.say(number, what, &answer)?;
+            Ok(answer)
+        })
+    }
+
+    /// One call of all ranks: its number, and whether this rank has said its part already. `make` gives the answer, or the error for which there is none: then the call is still the
+    /// next one here. Whoever makes it again gets its answer, and whoever makes another one waits for that answer first.
+    fn call<T>(
+        &self,
+        what: &str,
+        says: bool,
+        make: impl FnOnce(u64, bool) -> Result<Result<T>>,
+    ) -> Result<T> {
+        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut has_said = false;
+        if let Some((left, said)) = &calls.left {
+            if left == what && *said == says {
+                has_said = says;
+            } else {
+                // Whatever it is, the others have it, and go on.
+                if self.leads() {
+                    let cause = "it could not tell its answer".to_owned();
+                    self.say(calls.ended, left, &Err::<(), _>(Error::RankFailed { rank: LEADER, cause }))?;
+                } else {
+                    let _: Result<serde_json::Value> = self.hear(calls.ended, left)?;
+                }
+                *calls = Calls { ended: calls.ended + 1, left: None };
+            }
+        }
+        let answer = make(calls.ended, has_said);
+        *calls = match &answer {
+            Ok(_) => Calls { ended: calls.ended + 1, left: None },
+            // The wrong one, which is none.
+            Err(Error::Invalid(_)) => Calls { ended: calls.ended, left: None },
+            Err(_) => Calls { ended: calls.ended, left: Some((what.to_owned(), says)) },
+        };
+        answer?
+    }
+
+    /// Whether this rank has left a call without its answer.
+    pub fn has_left(&self) -> bool {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner).left.is_some()
     }
 
     /// The job is to be preempted, this rank has heard.
@@ -297,23 +351,29 @@ impl Team {
         Ok(())
     }
 
-    fn hear<T: DeserializeOwned>(&self, number: u64, what: &str) -> Result<T> {
-        let message = self.board().wait(&self.key(&format!("call/{number}")), LEADER, what)?;
+    /// The leader's answer; an error where there is none.
+    fn hear<T: DeserializeOwned>(&self, number: u64, what: &str) -> Result<Result<T>> {
+        let message = self.wait(&self.key(&format!("call/{number}")), LEADER, what)?;
         let (called, answer): (String, Answer) = decoded(LEADER, &message)?;
-        if number % CALLS_KEPT == CALLS_KEPT - 1 {
-            let read = self.key(&format!("read/{}", self.rank()));
-            self.coordinator.put(&read, &number.to_le_bytes())?;
-        }
         if called != what {
             let rank = self.rank();
             return Err(Error::Invalid(format!(
                 "rank {rank} has called {what} where rank {LEADER} has called {called}: all ranks make the same calls of a manager, in the same order"
             )));
         }
-        match answer {
+        if number % CALLS_KEPT == CALLS_KEPT - 1 {
+            let read = self.key(&format!("read/{}", self.rank()));
+            self.coordinator.put(&read, &number.to_le_bytes())?;
+        }
+        Ok(match answer {
             Answer::Said(value) => decoded_value(value),
             Answer::Failed(error) => Err(Error::Relayed(error)),
-        }
+        })
+    }
+
+    /// The message of a rank, as long as that gives signs of life.
+    fn wait(&self, key: &str, rank: u32, what: &str) -> Result<Message> {
+        self.board().wait(key, rank, &format!("to call {what}"), || self.beat_of(rank))
     }
 
     /// Takes off the answers that everybody has read.
@@ -451,7 +511,7 @@ impl Team {
             let left = deadline.saturating_duration_since(Instant::now());
             let patience = if self.is_gone(rank)? { Duration::ZERO } else { left };
             let board = Board { coordinator: &self.coordinator, patience };
-            match board.wait(&self.key(&format!("bye/{rank}")), rank, "to close") {
+            match board.wait(&self.key(&format!("bye/{rank}")), rank, "to close", || Ok(0)) {
                 Err(Error::CoordinationTimeout { .. }) => missing.push(rank),
                 answer => drop(answer?),
             }
@@ -460,7 +520,8 @@ impl Team {
             let (waited_for, seconds) = ("to close".to_owned(), begun.elapsed().as_secs_f64());
             return Err(Error::CoordinationTimeout { missing, waited_for, seconds });
         }
-        self.forget_calls(self.calls.load(Ordering::Relaxed))?;
+        let calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner).ended;
+        self.forget_calls(calls)?;
         self.forget_verdicts(saves)?;
         for rank in 0..self.world_size() {
             for what in ["bye", "beat", "read"] {
@@ -480,26 +541,32 @@ struct Board<'a> {
 }
 
 impl Board<'_> {
-    fn wait(&self, key: &str, rank: u32, what: &str) -> Result<Message> {
+    /// `life`: a number that changes as long as that rank lives.
+    fn wait(&self, key: &str, rank: u32, what: &str, life: impl Fn() -> Result<u64>) -> Result<Message> {
         let begun = Instant::now();
-        let deadline = deadline_after(self.patience);
+        let mut deadline = deadline_after(self.patience);
+        let mut last = None;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if let Some(message) = self.coordinator.get(key, left.min(LOOK))? {
                 return Ok(message);
             }
-            if left.is_zero() {
+            let now = life()?;
+            if last.is_some_and(|last| last != now) {
+                deadline = deadline_after(self.patience);
+            } else if left.is_zero() {
                 return Err(Error::CoordinationTimeout {
                     missing: vec![rank],
                     waited_for: what.to_owned(),
                     seconds: begun.elapsed().as_secs_f64(),
                 });
             }
+            last = Some(now);
         }
     }
 
     fn answer<T: DeserializeOwned>(&self, key: &str, what: &str) -> Result<T> {
-        match decoded(LEADER, &self.wait(key, LEADER, what)?)? {
+        match decoded(LEADER, &self.wait(key, LEADER, what, || Ok(0))?)? {
             Answer::Said(value) => decoded_value(value),
             Answer::Failed(error) => Err(Error::Relayed(error)),
         }

@@ -10,6 +10,7 @@ use stepwell_core::io::LockKind;
 use super::{Inner, Manager, State};
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
+use crate::coordination::LEADER;
 use crate::directory_layout::{self, LEASE, OwnName};
 use crate::discovery::damage;
 use crate::error::{Error, Result};
@@ -178,7 +179,7 @@ impl Manager {
         };
         let drained = inner.drain(None);
         let (branch, moved) =
-            inner.team.settle("rewind", drained, |_| inner.set_newer_aside(step, branch))?;
+            inner.team()?.settle("rewind", drained, |_| inner.set_newer_aside(step, branch))?;
         let mut state = inner.lock();
         state.trail.restored(step);
         state.highest = Some(step);
@@ -190,12 +191,18 @@ impl Manager {
     pub fn delete(&self, step: u64) -> Result<()> {
         let inner = &self.inner;
         inner.check_writable("delete a step")?;
-        inner.team.ask("delete", || inner.delete(step))
+        inner.team()?.ask("delete", || inner.delete(step))
     }
-    /// Keeps a step from retention and deletion as long as the [`Hold`] lives.
+    /// Keeps a step from retention and deletion as long as the [`Hold`] lives. Of several ranks the leader does.
     pub fn hold(&self, step: u64) -> Result<Hold> {
         // A reader keeps the files of a step, by its lease, and not its place: that is the writer's.
         self.inner.check_writable("hold a step in its place (sw.open keeps its files until it is closed)")?;
+        if !self.inner.team.leads() {
+            return Err(Error::Invalid(format!(
+                "rank {} cannot hold step {step} in its place: rank {LEADER} retires steps, and holds them; sw.open keeps a step's files, on any rank, until it is closed",
+                self.inner.team.rank()
+            )));
+        }
         // Counted before it is leased: in between retention would take it.
         self.inner.keep(step)?;
         match self.checkpoint(Some(step)) {

@@ -204,6 +204,10 @@ struct State {
     heart: Option<Heart>,
     /// Where there are other ranks: this one's.
     pulse: Option<Pulse>,
+    /// A call of `save` that this rank has left before it knew what the others do.
+    unfinished: Option<together::Unfinished>,
+    /// This rank takes part in a restore: it lives, however long it reads.
+    restoring: bool,
 }
 
 impl Inner {

@@ -53,6 +53,7 @@ impl Manager {
         if inner.options.save_policy.is_deterministic() && !inner.team.is_alone() {
             return inner.says_yes_alike(step, custom);
         }
+        inner.make_up()?;
         inner.ask_with_signals("should_save", || inner.policy_says_yes(step, custom))
     }
 
@@ -200,6 +201,7 @@ impl Manager {
     /// Whether the job counts as preempted at this step: not where the save policy was asked about it before that was known, since it may not have been saved.
     pub fn reached_preemption(&self, step: u64) -> Result<bool> {
         self.inner.check_usable()?;
+        self.inner.make_up()?;
         self.inner.ask_with_signals("reached_preemption", || {
             let mut state = self.inner.lock();
             let first = if state.decided >= Some(step) { step.saturating_add(1) } else { step };

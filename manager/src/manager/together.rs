@@ -18,6 +18,7 @@ use stepwell_core::limits::MAX_STEP;
 use super::saving::Decision;
 use super::{Exists, Inner, Manager, SaveRequest};
 use crate::commit::{Announcement, Verdict, Vote};
+use crate::coordination::team::Team;
 use crate::error::{Error, Result};
 use crate::runs::{in_both, numbers_of, runs_of};
 use crate::save::{Refusal, Save};
@@ -83,6 +84,32 @@ pub(super) enum Owed {
     Left(String),
 }
 
+/// A call of `save` that this rank has left before it knew what the others do.
+#[derive(Clone, Debug)]
+pub(super) struct Unfinished {
+    step: u64,
+    force: bool,
+    exists: Exists,
+    custom: BTreeMap<String, bool>,
+    cause: String,
+}
+
+/// Why a call of `save` is not decided.
+enum Undecided {
+    /// All ranks know it.
+    Alike(Error),
+    /// This one alone does: the others may save.
+    Alone(Error),
+}
+
+impl From<Undecided> for Error {
+    fn from(undecided: Undecided) -> Self {
+        match undecided {
+            Undecided::Alike(error) | Undecided::Alone(error) => error,
+        }
+    }
+}
+
 impl Inner {
     /// [`Inner::decide`], where there are others: the same on all ranks.
     pub(super) fn decide_together(
@@ -95,8 +122,14 @@ impl Inner {
         if self.team.is_alone() || self.options.read_only || step > MAX_STEP {
             return self.decide(step, force, exists, custom);
         }
+        self.make_up()?;
         self.lock().owed.insert(step, Owed::Asked);
         let decision = self.decide_with_others(step, force, exists, custom);
+        if let Err(Undecided::Alone(error)) = &decision {
+            let (custom, cause) = (custom.clone(), error.to_string());
+            self.lock().unfinished = Some(Unfinished { step, force, exists, custom, cause });
+        }
+        let decision = decision.map_err(Error::from);
         let left = {
             let mut state = self.lock();
             match (state.owed.remove(&step), &decision) {
@@ -114,23 +147,50 @@ impl Inner {
         decision
     }
 
+    /// What the others have come to in a call of `save` that this rank has left, it takes note of before it makes another call: where they save, it says that it does not. Else it would
+    /// count differently from then on.
+    pub(super) fn make_up(&self) -> Result<()> {
+        let unfinished = self.lock().unfinished.take();
+        let Some(left) = unfinished else { return Ok(()) };
+        match self.decide_with_others(left.step, left.force, left.exists, &left.custom) {
+            Ok(Decision::Save | Decision::Replace) => self.take_no_part(left.step, false, &left.cause),
+            Ok(_) | Err(Undecided::Alike(_)) => {}
+            Err(Undecided::Alone(error)) => {
+                self.lock().unfinished = Some(left);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// The ranks, for a call that all make.
+    pub(super) fn team(&self) -> Result<&Team> {
+        self.make_up()?;
+        Ok(&self.team)
+    }
+
+    /// Whether the others know of that failure of a call.
+    fn undecided(&self, error: Error) -> Undecided {
+        if self.team.has_left() { Undecided::Alone(error) } else { Undecided::Alike(error) }
+    }
+
     fn decide_with_others(
         &self,
         step: u64,
         force: bool,
         exists: Exists,
         custom: &BTreeMap<String, bool>,
-    ) -> Result<Decision> {
+    ) -> std::result::Result<Decision, Undecided> {
         self.settle_failures(step)?;
         if force || self.options.save_policy.is_deterministic() {
-            if !force && !self.says_yes_alike(step, custom)? {
+            if !force && !self.says_yes_alike(step, custom).map_err(Undecided::Alike)? {
                 return Ok(Decision::Refuse(Refusal::Policy));
             }
             if self.lock().highest.is_none_or(|highest| step > highest) {
                 return Ok(Decision::Save);
             }
         }
-        let said = self.ask_with_signals("save", || {
+        let asked = self.ask_with_signals("save", || {
             Ok(match self.decide(step, force, exists, custom)? {
                 Decision::Save => Said::Save,
                 Decision::Replace => Said::Replace,
@@ -138,8 +198,8 @@ impl Inner {
                 Decision::Refuse(Refusal::Exists) => Said::Exists,
                 Decision::Pending(_) => Said::Pending,
             })
-        })?;
-        Ok(match said {
+        });
+        Ok(match asked.map_err(|error| self.undecided(error))? {
             Said::Save => Decision::Save,
             Said::Replace => Decision::Replace,
             Said::Policy => Decision::Refuse(Refusal::Policy),
@@ -194,7 +254,7 @@ impl Inner {
 
     /// Waits until all saves have ended, on this rank, that must have before the next one may be begun. Raises the failure of one of them, on all ranks, if one of
     /// them has not seen it.
-    fn settle_failures(&self, step: u64) -> Result<()> {
+    fn settle_failures(&self, step: u64) -> std::result::Result<(), Undecided> {
         let before = {
             let state = self.lock();
             state.counter.saturating_sub(self.options.max_pending as u64 + 1)
@@ -212,7 +272,7 @@ impl Inner {
             }
             if Instant::now() >= deadline {
                 let waited_for = "an earlier save to end".to_owned();
-                return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
+                return Err(Undecided::Alone(Error::Timeout { waited_for, waited: begun.elapsed() }));
             }
             let pause = deadline_after(std::time::Duration::from_millis(20));
             state = match self.wait(state, pause.min(deadline)) {
@@ -224,17 +284,19 @@ impl Inner {
             state.over.remove(&counter);
         }
         state.over_before = state.over_before.max(before);
-        let later = state.unsettled.split_off(&before);
-        let failed = std::mem::replace(&mut state.unsettled, later);
-        if failed.is_empty() {
+        if state.unsettled.range(..before).next().is_none() {
             return Ok(());
         }
         let unseen = state.failed.iter().any(Save::is_unseen);
         drop(state);
-        let raise: bool = self
+        let raise = self
             .team
-            .settle("save after one that failed", Ok(unseen), |unseen| Ok(unseen.contains(&true)))?;
-        if raise { self.raise_failure(step) } else { Ok(()) }
+            .settle("save after one that failed", Ok(unseen), |unseen| Ok(unseen.contains(&true)))
+            .map_err(|error| self.undecided(error))?;
+        let mut state = self.lock();
+        state.unsettled = state.unsettled.split_off(&before);
+        drop(state);
+        if raise { self.raise_failure(step).map_err(Undecided::Alike) } else { Ok(()) }
     }
 
     /// Raises the failure that this rank has not seen, or has: another has not.
@@ -278,7 +340,7 @@ impl Inner {
                     Error::Invalid(cause)
                 };
                 // It gives that failure back.
-                drop(self.team.settle("save", Err::<Told, _>(failed), Ok));
+                drop(self.team.settle("save: who holds what", Err::<Told, _>(failed), Ok));
             }
         }
         let counter = {
@@ -333,7 +395,8 @@ impl Inner {
             return Ok(Some((census, stale)));
         }
         let told = |all: Vec<Told>| Ok(Census::new(&all).told());
-        let census = Arc::new(Census::of_told(self.team.settle("save", Ok((rank, leaves)), told)?));
+        let census =
+            Arc::new(Census::of_told(self.team.settle("save: who holds what", Ok((rank, leaves)), told)?));
         let mut state = self.lock();
         state.census = Some(Arc::clone(&census));
         self.team.have_told(state.counter);
@@ -373,8 +436,12 @@ impl Manager {
     /// The step that a restore takes (`None`: the latest): the leader's answer, on every rank.
     pub fn choose(&self, step: Option<u64>) -> Result<u64> {
         self.inner.check_usable()?;
-        let chosen = self.inner.team.ask("restore", || Ok(self.inner.find(step)?.manifest.step))?;
-        self.inner.lock().chosen = Some(chosen);
+        let chosen = self.inner.team()?.ask("restore", || Ok(self.inner.find(step)?.manifest.step))?;
+        let mut state = self.inner.lock();
+        state.chosen = Some(chosen);
+        // The leader has it.
+        state.uncertain.remove(&chosen);
+        state.restoring = true;
         Ok(chosen)
     }
 
@@ -384,7 +451,7 @@ impl Manager {
         unwanted.sort_unstable();
         // Of a stage or an expert they lie together: a few runs, where thousands of ranks each have thousands of leaves that they do not want.
         let said = (how.to_owned(), runs_of(&unwanted));
-        let found = self.inner.team.settle("restore", Ok(said), |all| {
+        let found = self.restoring("restore", Ok(said), |all| {
             let mut all = all.into_iter();
             let Some((how, first)) = all.next() else { return Ok(None) };
             let mut found = Some(first);
@@ -399,7 +466,7 @@ impl Manager {
     /// Whether all ranks say the same.
     pub fn alike(&self, what: &str) -> Result<bool> {
         self.inner.check_usable()?;
-        self.inner.team.settle("restore", Ok(what.to_owned()), |all| {
+        self.restoring("restore", Ok(what.to_owned()), |all| {
             Ok(all.windows(2).all(|two| matches!(two, [one, other] if one == other)))
         })
     }
@@ -407,7 +474,23 @@ impl Manager {
     /// What each rank has come to becomes one end for all: where one has failed, so have all, with its cause.
     pub fn agree(&self, what: &str, mine: Result<()>) -> Result<()> {
         self.inner.check_usable()?;
-        self.inner.team.settle(what, mine, |_| Ok(()))
+        let agreed = self.restoring(what, mine, |_| Ok(()));
+        self.inner.lock().restoring = false;
+        agreed
+    }
+
+    /// What ranks say to each other in a restore. By an error it ends on all of them.
+    fn restoring<S: Serialize + for<'de> Deserialize<'de>, T: Serialize + for<'de> Deserialize<'de>>(
+        &self,
+        what: &str,
+        mine: Result<S>,
+        answer: impl FnOnce(Vec<S>) -> Result<T>,
+    ) -> Result<T> {
+        let settled = self.inner.team()?.settle(what, mine, answer);
+        if settled.is_err() {
+            self.inner.lock().restoring = false;
+        }
+        settled
     }
 
     /// This process, and all of them.

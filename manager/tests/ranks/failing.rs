@@ -9,7 +9,8 @@ use stepwell_manager::coordination::SingleProcess;
 use stepwell_manager::coordination::in_process::InProcess;
 use stepwell_manager::state::Holders;
 use stepwell_manager::{
-    Decision, Environment, Error, Exists, LeafSource, Manager, Options, SavePolicy, SaveRequest, StateSource,
+    Decision, Environment, Error, Exists, LeafSource, Manager, Options, Outcome, SavePolicy, SaveRequest,
+    StateSource,
 };
 
 use crate::common;
@@ -332,4 +333,99 @@ fn a_rank_that_votes_not_in_time_is_named_on_all_and_the_next_save_works() {
         .map(|(name, _)| name.to_string())
         .collect();
     assert_eq!(names, [".stepwell", "step_00000001", "step_00000003"]);
+}
+
+#[test]
+fn a_rank_that_leaves_a_call_before_its_answer_makes_up_for_it_and_counts_as_the_others_do() {
+    // Whether a step is saved is the leader's to say, each time; then only where a save has failed before.
+    for policy in [SavePolicy::every_seconds(0.0), SavePolicy::every_steps(1)] {
+        let job = Job::new();
+        let left = &Barrier::new(2);
+        let named = job.run(2, 1, |rank, environment| {
+            let impatient =
+                Options { stall_timeout: Duration::from_secs(1), save_policy: policy.clone(), ..options() };
+            let manager = open(environment, impatient).unwrap();
+            committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
+            if policy.is_deterministic() {
+                breaks_off(&manager, 2);
+                // The ranks tell each other, by one of the next saves, who has seen that.
+                let mut late = false;
+                for step in 3..9 {
+                    if rank == 0 && step == 5 {
+                        left.wait();
+                    }
+                    let save = manager.save(SaveRequest::new(step, whole(step)));
+                    if rank == 1
+                        && !late
+                        && matches!(&save, Err(error) if error.kind() == "coordination_timeout")
+                    {
+                        late = true;
+                        left.wait();
+                    }
+                }
+                if rank == 1 && !late {
+                    left.wait();
+                }
+            } else {
+                if rank == 0 {
+                    left.wait();
+                }
+                let save = manager.save(SaveRequest::new(2, whole(2)));
+                if rank == 1 {
+                    assert_eq!(save.unwrap_err().kind(), "coordination_timeout");
+                    left.wait();
+                } else {
+                    // The other one says so with its next call.
+                    let _ = save.unwrap();
+                }
+            }
+            let mut told = Vec::new();
+            for step in 20..26 {
+                match manager.save(SaveRequest::new(step, whole(step))) {
+                    Ok(save) if matches!(save.wait(Some(LONG)).unwrap(), Some(Outcome::Committed)) => {
+                        told.push(step);
+                    }
+                    _ => {}
+                }
+            }
+            manager.close(Some(LONG)).unwrap();
+            told
+        });
+        assert_eq!(named[0], named[1]);
+        assert!(named[0].contains(&25), "{named:?}");
+        let there: Vec<u64> = (20..26).filter(|&step| job.has(step)).collect();
+        assert_eq!(there, named[0]);
+    }
+}
+
+#[test]
+fn the_leader_alone_holds_a_step_in_its_place() {
+    let job = Job::new();
+    job.run(2, 1, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
+        match manager.hold(1) {
+            Ok(hold) if rank == 0 => drop(hold),
+            Err(error) if rank == 1 => assert!(error.to_string().contains("rank 0 retires"), "{error}"),
+            other => panic!("rank {rank}: {:?}", other.map(drop)),
+        }
+        manager.close(None).unwrap();
+    });
+}
+
+#[test]
+fn a_rank_that_reads_for_long_is_waited_for() {
+    let job = Job::new();
+    job.run(2, 1, |rank, environment| {
+        let impatient = Options { stall_timeout: Duration::from_secs(1), ..options() };
+        let manager = open(environment, impatient).unwrap();
+        committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
+        assert_eq!(manager.choose(None).unwrap(), 1);
+        assert_eq!(manager.wanted_by_none("", vec![]).unwrap(), Some(vec![]));
+        if rank == 1 {
+            std::thread::sleep(Duration::from_secs(3));
+        }
+        manager.agree("restore", Ok(())).unwrap();
+        manager.close(None).unwrap();
+    });
 }
