@@ -48,3 +48,6 @@ pub const MAX_TYPE_NAME_BYTES: u64 = 256 << 20;
 pub const MAX_OBJECT_VALUES: u64 = 64 << 20;
 /// Bytes of an index file.
 pub const MAX_INDEX_BYTES: u64 = 4 << 30;
+
+/// Up to so many ranks, what layouts declare to be replicas is compared: of each, every rank's vote says a little. Of many thousands the leader could not hear that in time.
+pub const COMPARED_RANKS: usize = 1024;

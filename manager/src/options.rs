@@ -73,6 +73,8 @@ pub struct Options {
     pub writers_per: WritersPer,
     /// Into how many files the ranks write.
     pub files_per: FilesPer,
+    /// Whether replicas that layouts declare are compared, by samples; what is simply there on several ranks always is.
+    pub compare_replicas: bool,
     /// Threads that capture; `None`: a few.
     pub capture_threads: Option<usize>,
     /// Reads or writes in flight; `None`: 16 writes, and as many reads as [`LoadOptions`] has by default.
@@ -125,6 +127,7 @@ impl Default for Options {
             writers: None,
             writers_per: WritersPer::default(),
             files_per: FilesPer::default(),
+            compare_replicas: true,
             capture_threads: None,
             queue_depth: None,
             stall_timeout: Duration::from_secs(600),

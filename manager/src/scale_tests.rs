@@ -16,7 +16,7 @@ use stepwell_core::format::manifest::{Attempt, Manifest};
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::leaf_path::{Component, LeafPath};
-use stepwell_core::limits::MAX_MANIFEST_BYTES;
+use stepwell_core::limits::{COMPARED_RANKS, MAX_MANIFEST_BYTES};
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
 use stepwell_core::region::{Region, row_major_strides};
 use stepwell_core::save::{ItemPlan, LeafPlan};
@@ -239,7 +239,14 @@ fn draft(items: &mut state::Items) -> Draft {
 /// What a rank plans, and how long that takes.
 fn planned(job: Job, nodes: &[u32], rank: u32) -> (state::Items, f64) {
     let state = job.state(rank);
-    let writing = Writing { rank, world_size: job.ranks(), nodes, limit: None, census: None };
+    let writing = Writing {
+        rank,
+        world_size: job.ranks(),
+        nodes,
+        limit: None,
+        compares: nodes.len() <= COMPARED_RANKS,
+        census: None,
+    };
     timed(|| {
         let items = state::items(&state, &subchunk::Options::HOST, &writing).unwrap();
         let draft = Draft { items: items.drafts.clone(), ..Draft::default() };

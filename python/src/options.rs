@@ -41,6 +41,7 @@ struct Written {
     writers: Option<u32>,
     writers_per: WritersPer,
     files_per: FilesPer,
+    compare_replicas: bool,
     capture_threads: Option<usize>,
     queue_depth: Option<usize>,
     /// Seconds, as `silence` and `grace`.
@@ -84,6 +85,7 @@ pub fn parse(py: Python<'_>, text: &str) -> PyResult<(Options, Engine)> {
         writers: written.writers,
         writers_per: written.writers_per,
         files_per: written.files_per,
+        compare_replicas: written.compare_replicas,
         capture_threads: written.capture_threads,
         queue_depth: written.queue_depth,
         stall_timeout: seconds(py, "stall_timeout", written.stall_timeout)?,

@@ -76,6 +76,9 @@ class Options:
     #: ``"rank"``: each process writes a data file of its own for each item. ``"node"``: those of a machine write side by side into one, for file systems that are slow to make and to
     #: open files; needs locks between processes of a machine (without them, each has its own file again), and does not write over the files of retired steps.
     files_per: Literal["rank", "node"] = "rank"
+    #: Whether processes compare what is declared to be the same on several of them (``replica=``, ``Rules``, a ``DTensor`` or an array of JAX that is replicated), by samples, in jobs of
+    #: up to 1024; what is simply there on several is compared in any case. False, where replicas may drift: parts of them are stored from each.
+    compare_replicas: bool = True
     #: Threads that copy the state; ``None``: a few.
     capture_threads: int | None = None
     #: Reads or writes in flight; ``None``: 16 writes, 8 reads.
@@ -104,6 +107,7 @@ class Options:
             whole(self.writers, "writers", 1, 2**31)
         one_of(self.writers_per, "writers_per", ("node", "socket"))
         one_of(self.files_per, "files_per", ("rank", "node"))
+        flag(self.compare_replicas, "compare_replicas")
         if self.capture_threads is not None:
             whole(self.capture_threads, "capture_threads", 1, 4096)
         if self.queue_depth is not None:
@@ -151,6 +155,7 @@ def to_json(
             "writers": options.writers,
             "writers_per": options.writers_per,
             "files_per": options.files_per,
+            "compare_replicas": options.compare_replicas,
             "capture_threads": options.capture_threads,
             "queue_depth": options.queue_depth,
             "stall_timeout": stall_seconds(options.stall_timeout),

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use stepwell_core::format::manifest::Attempt;
+use stepwell_core::limits::COMPARED_RANKS;
 use stepwell_core::save::{Capture, Flush, SaveOptions};
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::{UserStream, available_memory, can_map};
@@ -161,6 +162,7 @@ pub(crate) fn plan(
                 WritersPer::Socket => team.sockets(),
             },
         }),
+        compares: options.compare_replicas && team.nodes().len() <= COMPARED_RANKS,
         census: census.as_deref(),
     };
     let items = state::items(&state, &cut, &writing)?;

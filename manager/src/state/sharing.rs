@@ -28,6 +28,8 @@ pub(crate) struct Writing<'a> {
     pub nodes: &'a [u32],
     /// At most so many writers, of what several have.
     pub limit: Option<Limit<'a>>,
+    /// Whether what layouts say that several have is compared too.
+    pub compares: bool,
     /// Who has the leaves that are simply there; `None`: nobody has asked yet, and every rank writes all of its own.
     pub census: Option<&'a Census>,
 }
@@ -35,7 +37,8 @@ pub(crate) struct Writing<'a> {
 impl Writing<'_> {
     /// One process.
     #[cfg(test)]
-    pub(crate) const ALONE: Self = Self { rank: 0, world_size: 1, nodes: &[0], limit: None, census: None };
+    pub(crate) const ALONE: Self =
+        Self { rank: 0, world_size: 1, nodes: &[0], limit: None, compares: false, census: None };
 
     /// The directory of an item. One process numbers them; ranks whose states differ must come to the same name by themselves.
     pub(super) fn dir(&self, number: usize, name: &str) -> String {
@@ -45,6 +48,16 @@ impl Writing<'_> {
         let mut hash = Fnv::new();
         hash.add(name.as_bytes());
         format!("i-{:016x}", hash.half())
+    }
+
+    /// Whether that part should be the same on others, who say what they have of it.
+    fn is_compared(&self, holders: &Holders, part: u64) -> bool {
+        match holders {
+            Holders::Everyone => self.is_shared(part),
+            Holders::Ranks(ranks) => self.compares && ranks.len() > 1,
+            Holders::Replicas { count, .. } => self.compares && *count > 1,
+            Holders::This | Holders::First => false,
+        }
     }
 
     /// Whether other ranks have said that they have that part too.
@@ -246,7 +259,7 @@ impl Shares {
                     let parts = if shape.contains(&0) { nothing.as_slice() } else { parts };
                     for Part { region, holders } in parts {
                         let part = part_hash(path, shape, region);
-                        if *holders == Holders::Everyone && writing.is_shared(part) {
+                        if writing.is_compared(holders, part) {
                             claims.push(Claim::of_tensor(path, part, *dtype, shape, region, &**provider)?);
                         }
                         let held = Held { extent: region.extent.clone(), itemsize: dtype.size() as u64 };

@@ -9,7 +9,7 @@ use stepwell_manager::state::Holders;
 use stepwell_manager::{LeafSource, Options, SaveRequest, StateSource};
 
 use crate::common;
-use crate::job::{Filled, Job, committed, failure, key, open, options, part, tensor};
+use crate::job::{Filled, Job, committed, failure, key, one_leaf, open, options, part, tensor};
 
 /// `{"x": {"w": …}, "step": …}`, without the first where a rank has none.
 fn state_of_w(w: Option<LeafSource>) -> StateSource {
@@ -218,6 +218,38 @@ fn values_that_should_be_the_same_and_are_not_refuse_the_commit_by_leaf_and_rank
             assert_eq!(error.kind(), "mismatch", "{number}: {error}");
             assert!(error.to_string().contains("`w`") && error.to_string().contains("rank 2"), "{error}");
             committed(&manager.save(SaveRequest::new(3, state(false))).unwrap());
+            manager.close(None).unwrap();
+        });
+    }
+}
+
+#[test]
+fn replicas_that_have_drifted_are_refused_unless_they_may() {
+    let places = |rank| Holders::Replicas { index: rank, count: 2 };
+    let named = |_| Holders::Ranks([0, 1].into());
+    let holders: [&(dyn Fn(u32) -> Holders + Sync); 2] = [&places, &named];
+    let leaf = |value: u32, holders: Holders| {
+        let parts = vec![part([0, 0], [256, 512], holders)];
+        let provider = Arc::new(Filled(value as u8));
+        one_leaf(LeafSource::Tensor { dtype: Dtype::Uint8, shape: vec![256, 512], parts, provider })
+    };
+    for holders in holders {
+        for per_node in [1, 2] {
+            let job = Job::new();
+            job.run(2, per_node, |rank, environment| {
+                let manager = open(environment, options()).unwrap();
+                let error = failure(&manager.save(SaveRequest::new(1, leaf(rank, holders(rank)))).unwrap());
+                let text = error.to_string();
+                assert!(text.contains("rank 0 has other values than rank 1"), "{text}");
+                committed(&manager.save(SaveRequest::new(2, leaf(7, holders(rank)))).unwrap());
+                manager.close(None).unwrap();
+            });
+        }
+        let job = Job::new();
+        job.run(2, 1, |rank, environment| {
+            let leaf = leaf(rank, holders(rank));
+            let manager = open(environment, Options { compare_replicas: false, ..options() }).unwrap();
+            committed(&manager.save(SaveRequest::new(1, leaf)).unwrap());
             manager.close(None).unwrap();
         });
     }
