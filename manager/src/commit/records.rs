@@ -213,15 +213,7 @@ pub fn records(
     votes: Vec<Vote>,
     committed_unix_ns: i64,
 ) -> Result<(DataFiles, Records)> {
-    let mut gathered = Gathered::new(draft);
-    let mut claimed = Claimed::default();
-    for vote in votes {
-        let rank = vote.rank;
-        claimed.add(rank, &vote.claims);
-        for part in vote.parts.map_err(|failure| failure.error(rank))? {
-            gathered.add(rank, part);
-        }
-    }
+    let (mut gathered, claimed) = Gathered::of(draft, votes)?;
     let mut merged = Vec::new();
     for mut item in gathered.items() {
         if item.parts.is_empty() {
@@ -233,9 +225,9 @@ pub fn records(
         let parts = std::mem::take(&mut item.parts);
         let tensor_bytes = parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
         let (index, _) = merge(parts, merge::merge)?;
-        claimed.check(&index)?;
         merged.push((item.draft, index, tensor_bytes));
     }
+    claimed.check(merged.iter().map(|(_, index, _)| index))?;
     // Ranks that do not agree on a tensor also share out others differently: first of all items what they do not agree on. One process's own plan covers everything by
     // construction; one of several may be alone with an item.
     if world_size > 1 {
@@ -290,15 +282,7 @@ pub fn gather(draft: &Draft, attempt: &Attempt, rank: u32, votes: Vec<Vote>) -> 
 }
 
 fn gather_parts(draft: &Draft, votes: Vec<Vote>) -> Result<(Vec<Claim>, Vec<ItemPart>)> {
-    let mut gathered = Gathered::new(draft);
-    let mut claimed = Claimed::default();
-    for vote in votes {
-        let rank = vote.rank;
-        claimed.add(rank, &vote.claims);
-        for part in vote.parts.map_err(|failure| failure.error(rank))? {
-            gathered.add(rank, part);
-        }
-    }
+    let (mut gathered, claimed) = Gathered::of(draft, votes)?;
     let items = gathered.items().into_iter().filter(|item| !item.parts.is_empty());
     let merged = items.map(|item| {
         let mut draft = item.draft;
@@ -311,14 +295,14 @@ fn gather_parts(draft: &Draft, votes: Vec<Vote>) -> Result<(Vec<Claim>, Vec<Item
         let tensor_bytes =
             item.parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.tensor_bytes));
         let (index, unsettled) = merge(item.parts, merge::merge_some)?;
-        claimed.check(&index)?;
         draft.unsettled = (0..index.leaves.len() as u32)
             .filter(|&leaf| !unsettled.is_empty() && unsettled.contains(&index.tree.leaf_path(leaf)))
             .collect();
         Ok(ItemPart { item: draft, index, tensor_bytes })
     });
     let parts = merged.collect::<Result<_>>()?;
-    Ok((claimed.all(), parts))
+    // What differs on this node, too: the leaf may be one of which only others have written.
+    Ok((claimed.told(), parts))
 }
 
 /// What the ranks have written, by item.
@@ -338,12 +322,19 @@ struct GatheredItem {
 }
 
 impl Gathered {
-    fn new(draft: &Draft) -> Self {
-        let mut gathered = Self::default();
+    /// From votes, with what the ranks claim in them. One that is a failure is that of all.
+    fn of(draft: &Draft, votes: Vec<Vote>) -> Result<(Self, Claimed)> {
+        let (mut gathered, mut claimed) = (Self::default(), Claimed::default());
         for item in &draft.items {
             gathered.item(item);
         }
-        gathered
+        for vote in votes {
+            claimed.add(&vote.claims);
+            for part in vote.parts.map_err(|failure| failure.error(vote.rank))? {
+                gathered.add(vote.rank, part);
+            }
+        }
+        Ok((gathered, claimed))
     }
 
     fn item(&mut self, draft: &DraftItem) -> Option<&mut GatheredItem> {
@@ -403,42 +394,55 @@ fn number(items: &mut [Item]) {
 #[derive(Default)]
 struct Claimed {
     /// By the part.
-    first: HashMap<u64, (u32, Claim)>,
-    /// By the leaf's path: two ranks that do not say the same.
-    differ: HashMap<u64, (u32, u32, bool)>,
+    first: HashMap<u64, Claim>,
+    /// By the leaf's path: two claims that do not say the same.
+    differ: HashMap<u64, (Claim, Claim)>,
 }
 
 impl Claimed {
-    fn add(&mut self, rank: u32, claims: &[Claim]) {
+    fn add(&mut self, claims: &[Claim]) {
         for &claim in claims {
-            let entry = self.first.entry(claim.part).or_insert((rank, claim));
-            let (first, known) = *entry;
-            let other_kind = known.kind != claim.kind;
-            let other_value = known.value != 0 && claim.value != 0 && known.value != claim.value;
+            let entry = self.first.entry(claim.part).or_insert(claim);
+            let known = *entry;
             if known.value == 0 {
                 // Nobody has looked there: what follows is compared with this one.
-                *entry = (rank, claim);
+                *entry = claim;
             }
-            if other_kind || other_value {
-                self.differ.entry(claim.path).or_insert((first, rank, other_kind));
+            let other_value = known.value != 0 && claim.value != 0 && known.value != claim.value;
+            if known.kind != claim.kind || other_value {
+                self.differ.entry(claim.path).or_insert((known, claim));
             }
         }
     }
 
-    /// One for each part.
-    fn all(&self) -> Vec<Claim> {
-        let mut all: Vec<Claim> = self.first.values().map(|&(_, claim)| claim).collect();
-        all.sort_unstable_by_key(|claim| (claim.path, claim.part));
-        all
+    /// What somebody who adds it up with others' needs of it: one claim for each part, and all that differ.
+    fn told(&self) -> Vec<Claim> {
+        let differ = self.differ.values().flat_map(|&(one, other)| [one, other]);
+        let mut told: Vec<Claim> = self.first.values().copied().chain(differ).collect();
+        told.sort_unstable_by_key(|claim| (claim.path, claim.part, claim.rank));
+        told.dedup();
+        told
     }
 
-    /// Refuses an item of which a leaf is not the same on all ranks.
-    fn check(&self, index: &Index) -> Result<()> {
+    /// Refuses a step of which a leaf is not the same on all ranks; the indexes are those of all its items.
+    fn check<'a>(&self, mut items: impl Iterator<Item = &'a Index>) -> Result<()> {
         if self.differ.is_empty() {
             return Ok(());
         }
+        items.try_for_each(|index| self.check_item(index))?;
+        // No difference is passed over, whatever became of its leaf.
+        let ranks = self.differ.values().map(|(one, other)| (one.rank, other.rank)).min();
+        let (one, other) = ranks.unwrap_or_default();
+        Err(Error::Invalid(format!(
+            "ranks {one} and {other} differ in a leaf of which no rank has written anything"
+        )))
+    }
+
+    fn check_item(&self, index: &Index) -> Result<()> {
         for (leaf, path) in (0_u32..).zip(leaf_hashes(&index.tree)) {
-            if let Some(&(one, other, other_kind)) = self.differ.get(&path) {
+            if let Some((one, other)) = self.differ.get(&path) {
+                let other_kind = one.kind != other.kind;
+                let (one, other) = (one.rank, other.rank);
                 let what = if other_kind {
                     format!(
                         "it is of another dtype or shape, or another sort of value, on rank {one} than on rank {other}"

@@ -9,6 +9,7 @@ use stepwell_core::io::Rename;
 use super::records::DraftItem;
 use super::*;
 use crate::error::Error;
+use crate::state::Claim;
 
 fn attempt(counter: u64) -> Attempt {
     Attempt { session: "0".repeat(32), counter }
@@ -551,9 +552,29 @@ fn a_vote_on_another_step_is_none_on_this_one() {
 }
 
 #[test]
-fn a_vote_survives_its_journey() {
+fn a_difference_within_a_node_is_refused_even_where_nobody_has_written_the_leaf() {
     let vote =
-        Vote { rank: 3, step: 5, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) };
+        |rank, value| Vote { claims: vec![Claim { rank, path: 7, part: 7, kind: 1, value }], ..yes(rank) };
+    let draft = Draft { step: 5, items: vec![item()], ..Draft::default() };
+    let refusal = |odd: u32| {
+        let node = |first: u32| {
+            let votes = [first, first + 1].map(|rank| vote(rank, if rank == odd { 9 } else { 1 }));
+            let told = records::gather(&draft, &attempt(1), first, votes.into()).encode().unwrap();
+            Vote::decode(first, &told).unwrap()
+        };
+        records::records(&draft, &attempt(1), 4, vec![node(0), node(2)], 0).err()
+    };
+    assert!(refusal(4).is_none(), "all say the same");
+    for odd in 0..4 {
+        let named = format!("ranks 0 and {} differ", odd.max(1));
+        assert!(refusal(odd).is_some_and(|error| error.to_string().contains(&named)), "{named}");
+    }
+}
+
+#[test]
+fn a_vote_survives_its_journey() {
+    let claims = vec![Claim { rank: 2, path: u64::MAX, part: 1, kind: u32::MAX, value: 3 }];
+    let vote = Vote { rank: 3, step: 5, attempt: attempt(1), stale: false, claims, parts: Ok(parts()) };
     assert_eq!(Vote::decode(3, &vote.encode().unwrap()).unwrap(), vote);
     let vote = Vote {
         rank: 3,

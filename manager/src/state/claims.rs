@@ -18,6 +18,8 @@ const PIECE_BYTES: u64 = 4096;
 /// What a rank has of a leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Claim {
+    /// Whose it is.
+    pub rank: u32,
     /// Hash of the leaf's path.
     pub path: u64,
     /// Hash of which part of it that is; of all of it, the path's.
@@ -30,14 +32,15 @@ pub struct Claim {
 
 impl Claim {
     /// Bytes of one in a vote.
-    pub(crate) const BYTES: usize = 24;
+    pub(crate) const BYTES: usize = 28;
 
-    pub(super) fn of_object(path: u64, value: &Value) -> Result<Self> {
+    pub(super) fn of_object(rank: u32, path: u64, value: &Value) -> Result<Self> {
         let bytes = object::encode(value)?;
-        Ok(Self { path, part: path, kind: 1, value: crc32c(&bytes).max(1) })
+        Ok(Self { rank, path, part: path, kind: 1, value: crc32c(&bytes).max(1) })
     }
 
     pub(super) fn of_tensor(
+        rank: u32,
         path: u64,
         part: u64,
         dtype: Dtype,
@@ -52,10 +55,11 @@ impl Claim {
         }
         let kind = hash.half() as u32;
         let value = sampled(region, dtype.size() as u64, provider)?.map_or(0, |sum| sum.max(1));
-        Ok(Self { path, part, kind, value })
+        Ok(Self { rank, path, part, kind, value })
     }
 
     pub(crate) fn encode(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.rank.to_le_bytes());
         out.extend_from_slice(&self.path.to_le_bytes());
         out.extend_from_slice(&self.part.to_le_bytes());
         out.extend_from_slice(&self.kind.to_le_bytes());
@@ -63,11 +67,13 @@ impl Claim {
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
-        let (path, rest) = bytes.split_first_chunk::<8>()?;
+        let (rank, rest) = bytes.split_first_chunk::<4>()?;
+        let (path, rest) = rest.split_first_chunk::<8>()?;
         let (part, rest) = rest.split_first_chunk::<8>()?;
         let (kind, rest) = rest.split_first_chunk::<4>()?;
         let (value, _) = rest.split_first_chunk::<4>()?;
         Some(Self {
+            rank: u32::from_le_bytes(*rank),
             path: u64::from_le_bytes(*path),
             part: u64::from_le_bytes(*part),
             kind: u32::from_le_bytes(*kind),

@@ -260,7 +260,8 @@ impl Shares {
                     for Part { region, holders } in parts {
                         let part = part_hash(path, shape, region);
                         if writing.is_compared(holders, part) {
-                            claims.push(Claim::of_tensor(path, part, *dtype, shape, region, &**provider)?);
+                            let (rank, provider) = (writing.rank, &**provider);
+                            claims.push(Claim::of_tensor(rank, path, part, *dtype, shape, region, provider)?);
                         }
                         let held = Held { extent: region.extent.clone(), itemsize: dtype.size() as u64 };
                         match writing.ranks(holders, part) {
@@ -284,7 +285,7 @@ impl Shares {
                 }
                 LeafSource::Object(value) => match writing.ranks(&Holders::Everyone, path) {
                     Group::Ranks(ranks) => {
-                        claims.push(Claim::of_object(path, value)?);
+                        claims.push(Claim::of_object(writing.rank, path, value)?);
                         let order = (path, Region::whole(&[]));
                         let held = Held { extent: vec![].into(), itemsize: OBJECT_BYTES };
                         groups.entry(ranks).or_default().push(Shared { leaf, order, held });

@@ -83,7 +83,7 @@ fn layouts_that_do_not_fit_together_are_refused_with_leaf_ranks_and_regions() {
 fn what_differs_between_nodes_is_found_and_so_is_what_does_on_one() {
     for (odd, named) in [
         (vec![1], "rank 0 has other values than rank 1"),
-        (vec![3], "rank 2 has other values than rank 3"),
+        (vec![3], "rank 0 has other values than rank 3"),
         (vec![2, 3], "rank 0 has other values than rank 2"),
     ] {
         let job = Job::new();
@@ -103,6 +103,46 @@ fn what_differs_between_nodes_is_found_and_so_is_what_does_on_one() {
             assert_eq!(error.kind(), "mismatch", "{text}");
             assert!(text.contains("`norm`") && text.contains(named), "{text}");
             committed(&manager.save(SaveRequest::new(3, state(3))).unwrap());
+            manager.close(None).unwrap();
+        });
+    }
+}
+
+#[test]
+fn what_differs_on_one_node_is_found_whoever_writes_it() {
+    // Items of one object each: of most of them a node writes nothing.
+    const ITEMS: usize = 6;
+    let state = |odd: Option<usize>| {
+        let mut tree = Tree::new();
+        let root = tree.push_container(None, None, ContainerKind::Dict);
+        let mut leaves = Vec::new();
+        for number in 0..ITEMS {
+            let item = tree.push_container(Some(root), key(&format!("item{number}")), ContainerKind::Dict);
+            tree.push_leaf(Some(item), key("n"));
+            leaves.push(LeafSource::Object(Value::Int(if odd == Some(number) { 9 } else { 1 })));
+        }
+        StateSource { tree, leaves }
+    };
+    for (ranks, per_node) in [(4, 2), (5, 3), (6, 2), (4, 4)] {
+        let job = Job::new();
+        job.run(ranks, per_node, |rank, environment| {
+            let manager = open(environment, options()).unwrap();
+            committed(&manager.save(SaveRequest::new(0, state(None))).unwrap());
+            let mut step = 0;
+            for odd in 0..ranks {
+                for number in 0..ITEMS {
+                    step += 1;
+                    let mine = state((rank == odd).then_some(number));
+                    let error = failure(&manager.save(SaveRequest::new(step, mine)).unwrap());
+                    let text = error.to_string();
+                    assert_eq!(error.kind(), "mismatch", "{text}");
+                    let is_named = text.contains(&format!("`item{number}/n`"))
+                        && text.contains(&format!("rank {odd}"))
+                        && text.contains("other values");
+                    assert!(is_named, "{ranks} ranks, {per_node} on a node, rank {odd}: {text}");
+                }
+            }
+            committed(&manager.save(SaveRequest::new(step + 1, state(None))).unwrap());
             manager.close(None).unwrap();
         });
     }
