@@ -1,24 +1,31 @@
 //! Ranks that share nothing but a file system: each message is a small file, which begins with its length and checksum. One that is not whole is not there yet.
 //!
-//! A directory may hold what an earlier run of the same job id has left. So nothing is said before all ranks have met:
+//! The directory of a job may hold what earlier runs of it have left, and what another manager of these processes says. So nothing is said before all ranks have met:
 //!
 //! ```text
-//! each rank   hello-<rank>: a number that it has drawn
+//! each rank   hello-<rank>: a number that it has drawn, and the meetings that its process still holds
 //! leader      meeting: an id that it has drawn, and everybody's numbers          (anew, where a number changes: it was an earlier run's)
 //! each rank   seen-<id>-<rank>, where its own number is in it
-//! leader      met-<id>, once all have seen it
+//! leader      <id>/, once all have seen it
 //! ```
 //!
-//! What an earlier run has left names other ids. All later messages carry this one in their names.
+//! What an earlier run has left names other ids. All later messages stand in that directory, which is this meeting's alone; what was said on the way there each rank takes away again.
+//!
+//! Whoever has ended says so (`<id>/left-<rank>`), and the last one takes the directory away, so that the leader's last word (why it could not open, say) is there for whoever
+//! comes to read it later than the leader ends. Of a rank that was killed nobody hears that: what is left then goes with the next meeting, whose leader deletes all of the job's that no
+//! rank says it holds.
 
-use std::sync::Arc;
+use std::cell::RefCell;
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::format::checksum::crc32c;
-use stepwell_core::io::Dir;
+use stepwell_core::io::{Dir, EntryKind};
 
 use super::{Coordinator, LEADER, Message};
 use crate::environment::Rng;
@@ -32,6 +39,11 @@ const HEAD_BYTES: usize = 12;
 /// Between two looks for a file: a message that is on its way arrives within the first few, and nobody waits for one that takes long.
 const FIRST_PAUSE: Duration = Duration::from_micros(500);
 const LAST_PAUSE: Duration = Duration::from_millis(20);
+/// The directory of a job is taken away where it is empty, perhaps by another rank while this one comes: so often it is made again.
+const TRIES: usize = 32;
+
+/// The meetings of this process that are not over, each once for every rank that is a thread of it.
+static HELD: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 /// Which of how many processes, of which job.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,16 +71,28 @@ impl Membership {
         }
         Ok(())
     }
+
+    /// The directory of the job.
+    fn directory(&self) -> String {
+        format!("ranks-{}", self.job_id)
+    }
 }
 
 /// One rank of a job.
 pub struct SharedDirectory {
     parent: Arc<dyn Dir>,
-    name: String,
-    dir: Arc<dyn Dir>,
+    job: Arc<dyn Dir>,
     membership: Membership,
     meeting: String,
+    /// The meeting's own directory.
+    messages: Arc<dyn Dir>,
     namespaces: AtomicU64,
+}
+
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Hello {
+    number: String,
+    holds: Vec<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -86,38 +110,90 @@ impl SharedDirectory {
         patience: Duration,
     ) -> Result<Self> {
         membership.check()?;
-        let name = format!("ranks-{}", membership.job_id);
-        let dir = match parent.create_dir(&name) {
-            Err(error) if error.already_exists() => parent.open_dir(&name)?,
-            made => made?,
-        };
-        let mut board = Self {
-            parent: Arc::clone(parent),
-            name,
-            dir,
-            membership,
-            meeting: String::new(),
-            namespaces: AtomicU64::new(0),
-        };
-        let number = hex(rng);
-        let deadline = deadline_after(patience);
-        board.write(&format!("hello-{}", board.membership.rank), number.as_bytes())?;
-        board.meeting = if board.membership.rank == LEADER {
-            board.convene(rng, deadline, patience)?
-        } else {
-            board.attend(&number, deadline, patience)?
-        };
-        Ok(board)
+        let hello = Hello { number: hex(rng), holds: held().clone() };
+        let coming = Coming::new(&**parent, &membership, &hello, patience)?;
+        let (meeting, messages) =
+            if membership.rank == LEADER { coming.convene(rng)? } else { coming.attend(&hello.number)? };
+        let job = Arc::clone(&coming.job);
+        drop(coming);
+        held().push(meeting.clone());
+        let (parent, namespaces) = (Arc::clone(parent), AtomicU64::new(0));
+        Ok(Self { parent, job, membership, meeting, messages, namespaces })
     }
 
-    fn convene(&self, rng: &dyn Rng, deadline: Instant, patience: Duration) -> Result<String> {
+    /// This rank needs nobody any more, and the last one takes everything away.
+    fn leave(&self) -> Result<()> {
+        let Membership { rank, world_size, .. } = self.membership;
+        write(&*self.messages, &left(rank), b"")?;
+        // The leader is among the last ones: only those look for the others who come after it.
+        if rank != LEADER && read(&*self.messages, &left(LEADER))?.is_none() {
+            return Ok(());
+        }
+        let gone = self.messages.unsorted_entries()?;
+        let gone = gone.iter().filter(|entry| entry.name.starts_with(LEFT)).count();
+        if gone == world_size as usize {
+            delete_tree(&*self.job, &self.meeting)?;
+            remove_if_empty(&*self.parent, &self.membership);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for SharedDirectory {
+    fn drop(&mut self) {
+        let mut held = held();
+        if let Some(at) = held.iter().position(|id| *id == self.meeting) {
+            held.swap_remove(at);
+        }
+        drop(held);
+        if let Err(error) = self.leave() {
+            tracing::debug!(%error, "the ranks' messages stay for now");
+        }
+    }
+}
+
+/// A rank on its way to a meeting. What it has said is taken away when it is there, or has given up.
+struct Coming<'a> {
+    parent: &'a dyn Dir,
+    membership: &'a Membership,
+    job: Arc<dyn Dir>,
+    deadline: Instant,
+    patience: Duration,
+    /// Names of the files that this rank has written.
+    said: RefCell<Vec<String>>,
+}
+
+impl<'a> Coming<'a> {
+    fn new(
+        parent: &'a dyn Dir,
+        membership: &'a Membership,
+        hello: &Hello,
+        patience: Duration,
+    ) -> Result<Self> {
+        let mut tries = 0;
+        loop {
+            let coming = open(parent, &membership.directory()).and_then(|job| {
+                let (deadline, said) = (deadline_after(patience), RefCell::default());
+                let coming = Self { parent, membership, job, deadline, patience, said };
+                coming.say(&format!("hello-{}", membership.rank), hello)?;
+                Ok(coming)
+            });
+            match coming {
+                // With a hello in it, it stays.
+                Err(Error::Core(error)) if error.is_gone() && tries < TRIES => tries += 1,
+                coming => return coming,
+            }
+        }
+    }
+
+    fn convene(&self, rng: &dyn Rng) -> Result<(String, Arc<dyn Dir>)> {
         let size = self.membership.world_size;
-        let mut known: Vec<Option<String>> = vec![None; size as usize];
+        let mut known: Vec<Option<Hello>> = vec![None; size as usize];
         let mut id = None;
         loop {
             let mut changed = false;
             for (rank, known) in (0..size).zip(&mut known) {
-                let found = self.read(&format!("hello-{rank}"))?.map(|bytes| text(&bytes));
+                let found = self.heard(&format!("hello-{rank}"))?;
                 if found.is_some() && found != *known {
                     *known = found;
                     changed = true;
@@ -125,9 +201,8 @@ impl SharedDirectory {
             }
             if changed && known.iter().all(Option::is_some) {
                 let new = hex(rng);
-                let numbers = known.iter().flatten().cloned().collect();
-                let meeting = serde_json::to_vec(&Meeting { id: new.clone(), numbers });
-                self.write("meeting", &meeting.map_err(|error| Error::Invalid(error.to_string()))?)?;
+                let numbers = known.iter().flatten().map(|hello| hello.number.clone()).collect();
+                self.say("meeting", &Meeting { id: new.clone(), numbers })?;
                 id = Some(new);
             }
             let missing: Vec<u32> = match &id {
@@ -137,7 +212,7 @@ impl SharedDirectory {
                 Some(id) => {
                     let mut missing = Vec::new();
                     for rank in 1..size {
-                        if self.read(&format!("seen-{id}-{rank}"))?.is_none() {
+                        if read(&*self.job, &seen(id, rank))?.is_none() {
                             missing.push(rank);
                         }
                     }
@@ -145,98 +220,91 @@ impl SharedDirectory {
                 }
             };
             if let (Some(id), true) = (&id, missing.is_empty()) {
-                self.write(&format!("met-{id}"), b"")?;
-                self.forget_earlier(id)?;
-                return Ok(id.clone());
+                let messages = self.job.create_dir(id)?;
+                let holds = known.iter().flatten().flat_map(|hello| &hello.holds);
+                self.forget_others(&holds.chain([id]).map(String::as_str).collect())?;
+                return Ok((id.clone(), messages));
             }
-            self.wait(deadline, patience, || missing.clone())?;
+            self.wait(|| missing.clone())?;
         }
     }
 
-    fn attend(&self, number: &str, deadline: Instant, patience: Duration) -> Result<String> {
-        let mut seen = String::new();
+    fn attend(&self, number: &str) -> Result<(String, Arc<dyn Dir>)> {
+        let Membership { rank, world_size, .. } = *self.membership;
+        let mut last: Option<String> = None;
         loop {
-            let meeting =
-                self.read("meeting")?.and_then(|bytes| serde_json::from_slice::<Meeting>(&bytes).ok());
-            if let Some(Meeting { id, numbers }) = meeting
-                && numbers.len() == self.membership.world_size as usize
-                && numbers.get(self.membership.rank as usize).is_some_and(|mine| mine == number)
-            {
-                if id != seen {
-                    self.write(&format!("seen-{id}-{}", self.membership.rank), b"")?;
-                    seen = id;
-                }
-                if self.read(&format!("met-{seen}"))?.is_some() {
-                    return Ok(seen);
+            let meeting: Option<Meeting> = self.heard("meeting")?;
+            // Looked for after that: what was heard may be the leader's next meeting, which it has begun after this one.
+            if let Some(id) = &last {
+                match self.job.open_dir(id) {
+                    Err(error) if error.is_gone() => {}
+                    messages => return Ok((id.clone(), messages?)),
                 }
             }
-            self.wait(deadline, patience, || vec![LEADER])?;
+            if let Some(Meeting { id, numbers }) = meeting
+                && numbers.len() == world_size as usize
+                && numbers.get(rank as usize).is_some_and(|mine| mine == number)
+                && last.as_ref() != Some(&id)
+            {
+                self.say(&seen(&id, rank), &())?;
+                last = Some(id);
+            }
+            self.wait(|| vec![LEADER])?;
         }
     }
 
-    fn wait(&self, deadline: Instant, patience: Duration, missing: impl Fn() -> Vec<u32>) -> Result<()> {
-        if Instant::now() >= deadline {
+    fn wait(&self, missing: impl Fn() -> Vec<u32>) -> Result<()> {
+        if Instant::now() >= self.deadline {
             return Err(Error::CoordinationTimeout {
                 missing: missing(),
-                waited_for: format!("to come to {}", self.dir.path().display()),
-                seconds: patience.as_secs_f64(),
+                waited_for: format!("to come to {}", self.job.path().display()),
+                seconds: self.patience.as_secs_f64(),
             });
         }
         std::thread::sleep(LAST_PAUSE / 4);
         Ok(())
     }
 
-    /// What earlier runs of this job have left.
-    fn forget_earlier(&self, id: &str) -> Result<()> {
-        for entry in self.dir.entries()? {
-            let is_new =
-                entry.name.contains(id) || entry.name.starts_with("hello-") || entry.name == "meeting";
-            if !is_new {
-                self.delete(&entry.name)?;
+    /// Deletes what earlier runs of this job have left, but no meeting of these.
+    fn forget_others(&self, meetings: &HashSet<&str>) -> Result<()> {
+        let hellos: HashSet<String> =
+            (0..self.membership.world_size).map(|rank| format!("hello-{rank}")).collect();
+        for entry in self.job.unsorted_entries()? {
+            // A hello may be one to the next meeting; each rank takes its own away.
+            if meetings.contains(&*entry.name) || hellos.contains(&entry.name) {
+                continue;
+            }
+            let deleted = match entry.kind {
+                EntryKind::Dir => delete_tree(&*self.job, &entry.name).map_err(Error::from),
+                _ => delete(&*self.job, &entry.name),
+            };
+            if let Err(error) = deleted {
+                tracing::debug!(%error, "what an earlier run of this job has left stays for now");
             }
         }
         Ok(())
     }
 
-    fn write(&self, name: &str, message: &[u8]) -> Result<()> {
-        let mut bytes = Vec::with_capacity(HEAD_BYTES + message.len());
-        bytes.extend_from_slice(&(message.len() as u64).to_le_bytes());
-        bytes.extend_from_slice(&crc32c(message).to_le_bytes());
-        bytes.extend_from_slice(message);
-        // A message of an earlier run, or an older sign of life.
-        self.delete(name)?;
-        self.dir.write_file(name, &bytes)?;
-        Ok(())
+    fn say(&self, name: &str, message: &impl Serialize) -> Result<()> {
+        let message = serde_json::to_vec(message).map_err(|error| Error::Invalid(error.to_string()))?;
+        self.said.borrow_mut().push(name.to_owned());
+        write(&*self.job, name, &message)
     }
 
-    fn read(&self, name: &str) -> Result<Option<Message>> {
-        match self.dir.read_file(name, MAX_MESSAGE_BYTES) {
-            Ok(bytes) => Ok(whole(&bytes)),
-            Err(error) if error.is_not_found() || error.is_gone() => Ok(None),
-            Err(error) => Err(error.into()),
-        }
-    }
-
-    fn delete(&self, name: &str) -> Result<()> {
-        match self.dir.remove_file(name) {
-            Err(error) if !error.is_not_found() => Err(error.into()),
-            _ => Ok(()),
-        }
-    }
-
-    fn file(&self, key: &str) -> String {
-        format!("{}-{}", self.meeting, key.replace('/', "-"))
+    fn heard<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
+        Ok(read(&*self.job, name)?.and_then(|bytes| serde_json::from_slice(&bytes).ok()))
     }
 }
 
-impl Drop for SharedDirectory {
+impl Drop for Coming<'_> {
     fn drop(&mut self) {
-        // The leader's manager is closed when all others are.
-        if self.membership.rank == LEADER
-            && let Err(error) = delete_tree(&*self.parent, &self.name)
-        {
-            tracing::debug!(%error, "the ranks' messages stay for now");
+        for name in self.said.take() {
+            if let Err(error) = delete(&*self.job, &name) {
+                tracing::debug!(%error, "what this rank has said to meet the others stays for now");
+            }
         }
+        // It is, where nobody has come.
+        remove_if_empty(self.parent, self.membership);
     }
 }
 
@@ -254,14 +322,14 @@ impl Coordinator for SharedDirectory {
     }
 
     fn put(&self, key: &str, message: &[u8]) -> Result<()> {
-        self.write(&self.file(key), message)
+        write(&*self.messages, &file(key), message)
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Option<Message>> {
-        let (name, deadline) = (self.file(key), deadline_after(timeout));
+        let (name, deadline) = (file(key), deadline_after(timeout));
         let mut pause = FIRST_PAUSE;
         loop {
-            if let Some(message) = self.read(&name)? {
+            if let Some(message) = read(&*self.messages, &name)? {
                 return Ok(Some(message));
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -274,7 +342,64 @@ impl Coordinator for SharedDirectory {
     }
 
     fn remove(&self, key: &str) -> Result<()> {
-        self.delete(&self.file(key))
+        delete(&*self.messages, &file(key))
+    }
+}
+
+fn held() -> MutexGuard<'static, Vec<String>> {
+    HELD.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+const LEFT: &str = "left-";
+
+fn left(rank: u32) -> String {
+    format!("{LEFT}{rank}")
+}
+
+fn seen(id: &str, rank: u32) -> String {
+    format!("seen-{id}-{rank}")
+}
+
+/// The file of a message.
+fn file(key: &str) -> String {
+    key.replace('/', "-")
+}
+
+fn open(parent: &dyn Dir, name: &str) -> Result<Arc<dyn Dir>> {
+    match parent.create_dir(name) {
+        Err(error) if error.already_exists() => Ok(parent.open_dir(name)?),
+        made => Ok(made?),
+    }
+}
+
+/// The directory of a job stays where another meeting has something in it.
+fn remove_if_empty(parent: &dyn Dir, membership: &Membership) {
+    let _ = parent.remove_dir(&membership.directory());
+}
+
+fn write(dir: &dyn Dir, name: &str, message: &[u8]) -> Result<()> {
+    let mut bytes = Vec::with_capacity(HEAD_BYTES + message.len());
+    bytes.extend_from_slice(&(message.len() as u64).to_le_bytes());
+    bytes.extend_from_slice(&crc32c(message).to_le_bytes());
+    bytes.extend_from_slice(message);
+    // A message of an earlier run, or an older sign of life.
+    delete(dir, name)?;
+    dir.write_file(name, &bytes)?;
+    Ok(())
+}
+
+fn read(dir: &dyn Dir, name: &str) -> Result<Option<Message>> {
+    match dir.read_file(name, MAX_MESSAGE_BYTES) {
+        Ok(bytes) => Ok(whole(&bytes)),
+        Err(error) if error.is_gone() => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn delete(dir: &dyn Dir, name: &str) -> Result<()> {
+    match dir.remove_file(name) {
+        Err(error) if !error.is_not_found() => Err(error.into()),
+        _ => Ok(()),
     }
 }
 
@@ -289,8 +414,4 @@ fn whole(bytes: &[u8]) -> Option<Message> {
 
 fn hex(rng: &dyn Rng) -> String {
     format!("{:032x}", rng.next_u128())
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
 }

@@ -7,5 +7,6 @@
 mod common;
 mod failing;
 mod job;
+mod meeting;
 mod refused;
 mod saving;
