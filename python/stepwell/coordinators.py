@@ -45,7 +45,7 @@ class Board(Protocol):
 
 @final
 class SharedDirectory:
-    """Processes that share a directory and nothing else.
+    """Processes that share a directory and nothing else. They may open several managers under one ``job_id``, one after the other: all of them in the same order.
 
     Args:
         rank: this process, from 0 on.

@@ -403,6 +403,23 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not list((root / ".stepwell").glob("ranks-*"))
 
 
+def test_why_the_first_process_cannot_open_is_told_by_all_though_it_ends_at_once(
+    tmp_path: Path, root: Path
+) -> None:
+    script = """
+try:
+    open_manager()
+except sw.LockedError:
+    print("locked", flush=True)
+if RANK == 0:
+    os._exit(0)
+"""
+    with sw.CheckpointManager(root, coordinator=None):
+        assert run(tmp_path, script, 2, root) == ["locked\n"] * 2
+    run(tmp_path, "with open_manager() as manager: assert manager.latest_step() is None", 2, root)
+    assert not list((root / ".stepwell").glob("ranks-*"))
+
+
 def test_a_process_that_does_not_come_is_named(tmp_path: Path, root: Path) -> None:
     script = """
 if RANK == 2:
