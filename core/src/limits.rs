@@ -2,6 +2,8 @@
 
 /// Leaves of one item.
 pub const MAX_LEAVES: u64 = 16_000_000;
+/// Chunks into which one process cuts its part of an item. A bound of plans alone: those of a file are bounded by its bytes.
+pub const MAX_CHUNKS: u64 = 32_000_000;
 /// Nodes (containers and leaves) of one item.
 pub const MAX_NODES: u64 = 32_000_000;
 /// Dimensions of a tensor (numpy's own bound is 64).

@@ -12,6 +12,7 @@ use stepwell_core::format::index::{ChunkRegion, Chunks, Index, LeafRecord, Tenso
 use stepwell_core::format::index_v1::{ComponentSpelling, KindSpelling};
 use stepwell_core::format::manifest::{Others, TopLevel};
 use stepwell_core::leaf_path::Component;
+use stepwell_core::limits::MAX_CHUNKS;
 use stepwell_core::provider::{ShardedProvider, StateProvider};
 use stepwell_core::region::Region;
 use stepwell_core::save::{ChunkPlan, ItemPlan, LeafPlan};
@@ -351,6 +352,8 @@ fn leaves(
         .map(|(here, &origin)| (origin, here))
         .collect();
     let mut out = Vec::with_capacity(origins.len());
+    // Chunks that the item may still have.
+    let mut room = MAX_CHUNKS;
     for (here, &origin) in (0_u32..).zip(origins) {
         let mut holder = origin;
         let mut source = state.leaves.get(origin as usize);
@@ -368,16 +371,18 @@ fn leaves(
                 let itemsize = dtype.size() as u64;
                 let options = if is_on_a_device(&**provider) { chunks.on_device() } else { *chunks };
                 // The array is the tensor, so a chunk has one address in both. No chunk reaches over the border of a part.
-                let cut = |share: &Region| {
-                    let chunk = |part: Region| ChunkPlan {
+                let mut chunks: Vec<ChunkPlan> = Vec::new();
+                for share in shares.regions(holder) {
+                    let parts = subchunk::cut(share, shape, itemsize, &options);
+                    room = room
+                        .checked_sub(parts.len() as u64)
+                        .ok_or_else(|| too_many_chunks(&state.tree, origin, &parts, &options))?;
+                    chunks.extend(parts.map(|part| ChunkPlan {
                         band: subchunk::band(&part, share, shape),
                         region: ChunkRegion::Box(part.clone()),
                         local: part,
-                    };
-                    let parts = subchunk::cut(share, shape, itemsize, &options);
-                    parts.into_iter().map(chunk).collect::<Vec<_>>()
-                };
-                let chunks: Vec<ChunkPlan> = shares.regions(holder).iter().flat_map(cut).collect();
+                    }));
+                }
                 let bytes =
                     |chunk: &ChunkPlan| chunk.local.volume().unwrap_or(u64::MAX).saturating_mul(itemsize);
                 *tensor_bytes =
@@ -402,6 +407,15 @@ fn leaves(
         });
     }
     Ok(out)
+}
+
+fn too_many_chunks(tree: &Tree, leaf: u32, parts: &subchunk::Cut<'_>, options: &subchunk::Options) -> Error {
+    let what = format!(
+        "it would be cut into {} chunks of at most {} bytes, and its item then have more than {MAX_CHUNKS}: save with larger Options.chunk_bytes",
+        parts.len(),
+        options.target_bytes
+    );
+    stepwell_core::Error::Leaf { leaf: tree.leaf_path(leaf).to_string(), what }.into()
 }
 
 fn is_on_a_device(provider: &dyn StateProvider) -> bool {

@@ -17,6 +17,8 @@ from .timeouts import finite_seconds, stall_seconds
 ENGINES = ("auto", "uring", "threads", "buffered")
 #: Numbers of the engine's options are smaller.
 _MOST = 2**62
+#: No chunk is asked to be smaller: a tensor would get more records than bytes.
+_LEAST_CHUNK = 4096
 
 
 @final
@@ -63,7 +65,7 @@ class Options:
     #: Files of so many bytes of the last retired step are written over by the next save, which costs the disk less than new ones; until then they take room on the disk.
     #: ``None``: all are deleted at once; for roots that are exported to other machines, and where a disk has no room for one step more than is kept.
     overwrite_from_bytes: int | None = 8 << 20
-    #: About so much in one chunk: what a resharded read cannot avoid to read.
+    #: About so much in one chunk: what a resharded read cannot avoid to read. At least 4096; each chunk costs its record in the index.
     chunk_bytes: int = 8 << 20
     #: Chunks are cut along inner axes only where rows stay at least so long.
     min_row_bytes: int = 4096
@@ -100,7 +102,7 @@ class Options:
         finite_seconds(self.grace, "grace")
         if self.overwrite_from_bytes is not None:
             whole(self.overwrite_from_bytes, "overwrite_from_bytes", 1, _MOST)
-        whole(self.chunk_bytes, "chunk_bytes", 1, _MOST)
+        whole(self.chunk_bytes, "chunk_bytes", _LEAST_CHUNK, _MOST)
         whole(self.min_row_bytes, "min_row_bytes", 0, _MOST)
         whole(self.block_bytes, "block_bytes", 1, _MOST)
         if self.writers is not None:

@@ -101,12 +101,13 @@ fn main() -> Result<(), stepwell_reshard::Error> {
     println!("              {} missing; {:?}", report.missing.len(), report.missing[0].near);
 
     let shape = [65536, 32768];
-    let chunks = subchunk::cut(
+    let chunks: Vec<Region> = subchunk::cut(
         &Region::whole(&shape),
         &shape,
         4,
         &subchunk::Options { target_bytes: 256 << 10, min_row_bytes: 1024, ..subchunk::Options::HOST },
-    );
+    )
+    .collect();
     let regions: Vec<ChunkRegion> = chunks.iter().cloned().map(ChunkRegion::Box).collect();
     println!("              one tensor in {} chunks of {:?}", chunks.len(), chunks[0].extent);
     timed("check its tiling", || tiling::check(&shape, &regions)).ok();

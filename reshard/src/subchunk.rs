@@ -51,26 +51,25 @@ const BAND_BYTES: u64 = 64 << 10;
 /// Nor fewer than this by the last halving, which fewer readers gain from.
 const LAST_BAND_BYTES: u64 = 128 << 10;
 
-/// Cuts `region` of a tensor of that shape into boxes that tile it exactly, in row-major order. An empty region gives no box.
-///
-/// The axes of a whole tensor are halved, the longest first, until a box has at most `target_bytes`: so boxes have between about half and all of it, stay near cubes, and
-/// fall on the borders that meshes of 2, 4, 8 … ranks have. A shard is first cut along the axes that it has whole, into up to [`BANDS`] parts, since other cuts of the tensor will go
-/// along those; then, until boxes are small enough, along the axes that it is a part of, and only then further along the others.
-pub fn cut(region: &Region, shape: &[u64], itemsize: u64, options: &Options) -> Vec<Region> {
-    if region.is_empty() {
-        return Vec::new();
-    }
-    let is_whole: Vec<bool> = region.extent.iter().zip(shape).map(|(extent, all)| extent == all).collect();
-    let is_shard = is_whole.contains(&false);
-    let bytes = region.volume().and_then(|n| n.checked_mul(itemsize)).unwrap_or(u64::MAX);
-    if bytes <= options.target_bytes && (!is_shard || bytes < 2 * BAND_BYTES) {
-        return vec![region.clone()]; // as most leaves of a model are; it is asked of each while training waits
-    }
-    let sharded: Option<Vec<bool>> = is_shard.then(|| is_whole.iter().map(|whole| !whole).collect());
-    let parts = parts(&region.extent, sharded.as_deref(), itemsize, options);
-    let mut boxes = Vec::with_capacity(parts.iter().product::<u64>() as usize);
-    let mut at = vec![0_u64; parts.len()];
-    loop {
+/// The boxes of a region, in row-major order. How many there are is known before the first one: `len`, at most what 64 bits hold.
+pub struct Cut<'a> {
+    region: &'a Region,
+    /// Into how many parts each axis is cut; empty: it stays whole.
+    parts: Vec<u64>,
+    /// Of the next box.
+    at: Vec<u64>,
+    left: u64,
+}
+
+impl Iterator for Cut<'_> {
+    type Item = Region;
+
+    fn next(&mut self) -> Option<Region> {
+        let Self { region, parts, at, left } = self;
+        *left = left.checked_sub(1)?;
+        if parts.is_empty() {
+            return Some(region.clone());
+        }
         let border = |d: usize, i: u64| {
             // Parts differ by at most one element, and no part is empty because there are never more parts than elements.
             (u128::from(region.extent[d]) * u128::from(i) / u128::from(parts[d])) as u64
@@ -80,11 +79,40 @@ pub fn cut(region: &Region, shape: &[u64], itemsize: u64, options: &Options) -> 
             offset.push(region.offset[d] + border(d, i));
             extent.push(border(d, i + 1) - border(d, i));
         }
-        boxes.push(Region { offset: offset.into(), extent: extent.into() });
-        let Some(d) = (0..at.len()).rev().find(|&d| at[d] + 1 < parts[d]) else { return boxes };
-        at[d] += 1;
-        at[d + 1..].fill(0);
+        if let Some(d) = (0..at.len()).rev().find(|&d| at[d] + 1 < parts[d]) {
+            at[d] += 1;
+            at[d + 1..].fill(0);
+        }
+        Some(Region { offset: offset.into(), extent: extent.into() })
     }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (self.left as usize, Some(self.left as usize))
+    }
+}
+
+impl ExactSizeIterator for Cut<'_> {}
+
+/// Cuts `region` of a tensor of that shape into boxes that tile it exactly. An empty region gives no box. There may be more of them than any memory holds: ask for their number first.
+///
+/// The axes of a whole tensor are halved, the longest first, until a box has at most `target_bytes`: so boxes have between about half and all of it, stay near cubes, and
+/// fall on the borders that meshes of 2, 4, 8 … ranks have. A shard is first cut along the axes that it has whole, into up to [`BANDS`] parts, since other cuts of the tensor will go
+/// along those; then, until boxes are small enough, along the axes that it is a part of, and only then further along the others.
+pub fn cut<'a>(region: &'a Region, shape: &[u64], itemsize: u64, options: &Options) -> Cut<'a> {
+    let whole = |left| Cut { region, parts: Vec::new(), at: Vec::new(), left };
+    if region.is_empty() {
+        return whole(0);
+    }
+    let is_whole: Vec<bool> = region.extent.iter().zip(shape).map(|(extent, all)| extent == all).collect();
+    let is_shard = is_whole.contains(&false);
+    let bytes = region.volume().and_then(|n| n.checked_mul(itemsize)).unwrap_or(u64::MAX);
+    if bytes <= options.target_bytes && (!is_shard || bytes < 2 * BAND_BYTES) {
+        return whole(1); // as most leaves of a model are; it is asked of each while training waits
+    }
+    let sharded: Option<Vec<bool>> = is_shard.then(|| is_whole.iter().map(|whole| !whole).collect());
+    let parts = parts(&region.extent, sharded.as_deref(), itemsize, options);
+    let left = parts.iter().fold(1_u64, |chunks, &parts| chunks.saturating_mul(parts));
+    Cut { region, at: vec![0; parts.len()], parts, left }
 }
 
 /// Where a chunk lies in its shard, in parts of each axis. Chunks of one band stand together in a file, whatever tensors they are of: so a reader with another cut finds what it wants
@@ -198,10 +226,8 @@ mod tests {
     use super::*;
 
     fn extents(shape: &[u64], itemsize: u64, options: &Options) -> Vec<Vec<u64>> {
-        let mut extents: Vec<_> = cut(&Region::whole(shape), shape, itemsize, options)
-            .into_iter()
-            .map(|part| part.extent.to_vec())
-            .collect();
+        let mut extents: Vec<_> =
+            cut(&Region::whole(shape), shape, itemsize, options).map(|part| part.extent.to_vec()).collect();
         extents.dedup();
         extents
     }
@@ -221,7 +247,7 @@ mod tests {
     fn shard(offset: &[u64], extent: &[u64], shape: &[u64], itemsize: u64) -> Vec<(Vec<u64>, u32)> {
         let region = Region { offset: offset.into(), extent: extent.into() };
         let parts = cut(&region, shape, itemsize, &Options::HOST);
-        parts.into_iter().map(|part| (part.extent.to_vec(), band(&part, &region, shape))).collect()
+        parts.map(|part| (part.extent.to_vec(), band(&part, &region, shape))).collect()
     }
 
     #[test]
@@ -270,14 +296,29 @@ mod tests {
 
     #[test]
     fn scalars_are_one_chunk_and_empty_tensors_none() {
-        assert_eq!(cut(&Region::whole(&[]), &[], 8, &Options::HOST), [Region::whole(&[])]);
-        assert_eq!(cut(&Region::whole(&[5, 0]), &[5, 0], 8, &Options::HOST), []);
+        let boxes = |shape: &[u64]| cut(&Region::whole(shape), shape, 8, &Options::HOST).collect::<Vec<_>>();
+        assert_eq!(boxes(&[]), [Region::whole(&[])]);
+        assert_eq!(boxes(&[5, 0]), []);
     }
 
     #[test]
     fn an_element_that_is_larger_than_a_chunk_is_a_chunk() {
         let options = Options { target_bytes: 4, ..Options::HOST };
-        assert_eq!(cut(&Region::whole(&[2, 2]), &[2, 2], 16, &options).len(), 4);
+        assert_eq!(cut(&Region::whole(&[2, 2]), &[2, 2], 16, &options).count(), 4);
+    }
+
+    #[test]
+    fn more_chunks_than_any_memory_holds_are_counted_and_not_made() {
+        let options = Options { target_bytes: 1, min_row_bytes: 0, min_band_row_bytes: 0 };
+        for (shape, count) in
+            [(vec![1 << 40], 1 << 40), (vec![1 << 21, 1 << 21], 1 << 42), (vec![1 << 40; 3], u64::MAX)]
+        {
+            let whole = Region::whole(&shape);
+            let mut chunks = cut(&whole, &shape, 1, &options);
+            assert_eq!(chunks.len() as u64, count);
+            assert_eq!(chunks.next().map(|first| first.extent.to_vec()), Some(vec![1; shape.len()]));
+            assert_eq!(chunks.len() as u64, count - 1);
+        }
     }
 
     proptest! {
@@ -296,8 +337,11 @@ mod tests {
             let shape: Vec<u64> = (0..extent.len()).map(|d| if has(d) { extent[d] } else { 200 }).collect();
             let offset = (0..extent.len()).map(|d| if has(d) { 0 } else { offset[d] }).collect();
             let region = Region { offset, extent: extent.into() };
-            let parts = cut(&region, &shape, itemsize, &options);
-            prop_assert_eq!(&parts, &cut(&region, &shape, itemsize, &options));
+            let chunks = cut(&region, &shape, itemsize, &options);
+            let count = chunks.len();
+            let parts: Vec<Region> = chunks.collect();
+            prop_assert_eq!(parts.len(), count);
+            prop_assert_eq!(&parts, &cut(&region, &shape, itemsize, &options).collect::<Vec<_>>());
             let bytes = |part: &Region| part.volume().unwrap() * itemsize;
             prop_assert!(parts.iter().all(|part| bytes(part) <= target_bytes.max(itemsize)));
             let numbered = parts.iter().cloned().enumerate().collect();

@@ -285,7 +285,7 @@ NAN = math.nan
         lambda: sw.keep_latest(-1), lambda: sw.keep_latest(NAN), lambda: sw.keep_every(0), lambda: sw.keep_every(3, items="p"),
         lambda: sw.keep_every(3, items=[]), lambda: sw.keep_best(1, "", "min"), lambda: sw.keep_best(1, "a", "lo"), lambda: sw.keep_best(NAN, "a", "min"),
         lambda: sw.keep_steps(3), lambda: sw.keep_steps([NAN]), lambda: sw.keep_newer_than(NAN), lambda: sw.keep_newer_than(-3),
-        lambda: sw.Options(chunk_bytes=-1), lambda: sw.Options(queue_depth=0), lambda: sw.Options(capture_threads=0),
+        lambda: sw.Options(chunk_bytes=-1), lambda: sw.Options(chunk_bytes=4095), lambda: sw.Options(queue_depth=0), lambda: sw.Options(capture_threads=0),
         lambda: sw.Options(block_bytes="4k"), lambda: sw.Options(engine="fast"), lambda: sw.Options(create="no"), lambda: sw.Options(stall_timeout=NAN),
         lambda: sw.Options(silence=-1), lambda: sw.Options(silence=None), lambda: sw.Options(grace=NAN), lambda: sw.Options(grace="long"),
         lambda: sw.StepName(3), lambda: sw.StepName("x", -1), lambda: sw.StepName("x", 8, ["y"]),

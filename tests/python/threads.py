@@ -18,19 +18,24 @@ def together(
     root: Path,
     work: Callable[[int, sw.CheckpointManager], Any],
     retention: sw.Retention | None = None,
+    chunk_bytes: int | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Runs ``work(rank, manager)`` for every rank at once; what each returns. What one raises is raised here."""
+    """Runs ``work(rank, manager)`` for every rank at once; what each returns. What one raises is raised here. ``chunk_bytes`` may be less than users can ask for."""
     job = f"job-{next(_jobs)}"
     results: list[Any] = [None] * world
     failures: list[BaseException] = []
+
+    settings = sw.Options(stall_timeout=60.0, **options)
+    if chunk_bytes is not None:
+        object.__setattr__(settings, "chunk_bytes", chunk_bytes)
 
     def rank_work(rank: int) -> None:
         try:
             with sw.CheckpointManager(
                 root,
                 coordinator=sw.SharedDirectory(rank, world, job) if world > 1 else None,
-                options=sw.Options(stall_timeout=60.0, **options),
+                options=settings,
                 retention=retention,
             ) as manager:
                 results[rank] = work(rank, manager)

@@ -160,6 +160,24 @@ fn a_shape_that_is_larger_than_any_memory_is_refused_by_path() {
 }
 
 #[test]
+fn more_chunks_than_an_item_may_have_are_refused_by_path_before_they_are_made() {
+    let one = subchunk::Options { target_bytes: 1, min_row_bytes: 1, min_band_row_bytes: 1 };
+    let whole = |shape: &[u64]| LeafSource::whole(Dtype::Uint8, shape.into(), Arc::new(Nothing));
+    for (first, second, path) in [
+        (whole(&[1 << 50]), tensor(), "`one`"),
+        (tensor(), whole(&[1 << 21, 1 << 21]), "`two`"),
+        // By neither alone.
+        (whole(&[10]), whole(&[MAX_CHUNKS - 5]), "`two`"),
+    ] {
+        let error =
+            items(&state(vec![tensor(), first, tensor(), second]), &one, &Writing::ALONE).err().unwrap();
+        assert_eq!(error.kind(), "unsupported_leaf");
+        let text = error.to_string();
+        assert!(text.contains(path) && text.contains("larger Options.chunk_bytes"), "{text}");
+    }
+}
+
+#[test]
 fn the_plan_hash_tells_structures_apart_and_not_values() {
     let hash = |leaves| items(&state(leaves), &subchunk::Options::HOST, &Writing::ALONE).unwrap().plan_hash;
     let base = hash(vec![tensor(), tensor(), tensor(), LeafSource::Object(Value::Int(1))]);

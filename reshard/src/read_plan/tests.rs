@@ -185,7 +185,7 @@ fn chunks(shape: Vec<u64>) -> impl Strategy<Value = (Vec<u64>, Vec<ChunkRegion>)
         let whole = whole.clone();
         move |target_bytes| {
             let options = subchunk::Options { target_bytes, min_row_bytes: 4, ..subchunk::Options::HOST };
-            subchunk::cut(&whole, &whole.extent, 1, &options).into_iter().map(ChunkRegion::Box).collect()
+            subchunk::cut(&whole, &whole.extent, 1, &options).map(ChunkRegion::Box).collect()
         }
     });
     let runs = prop::collection::btree_set(0..=n, 0..5).prop_map(move |mut borders| {
