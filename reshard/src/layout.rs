@@ -7,7 +7,6 @@ use stepwell_core::region::{Dims, Region, row_major_strides, volume};
 use crate::read_plan::Request;
 use crate::segment::{Place, Segment, SegmentError};
 use crate::subchunk::run_to_boxes;
-use crate::tiling;
 
 /// See the module documentation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -32,17 +31,6 @@ impl Layout {
         let segment =
             |region: Region| Segment { place: whole.of_box(&region), region: ChunkRegion::Box(region) };
         Self(boxes.map(segment).collect())
-    }
-
-    /// Whether it is [`Layout::boxes`] that cover the tensor exactly once.
-    pub fn tiles_whole(&self, shape: &[u64], itemsize: u64) -> bool {
-        let whole = Place::row_major(shape, itemsize);
-        let in_place = |segment: &Segment| match &segment.region {
-            ChunkRegion::Box(region) => region.fits(shape) && segment.place == whole.of_box(region),
-            ChunkRegion::Run { .. } => false,
-        };
-        let regions = || self.0.iter().map(|segment| segment.region.clone()).collect::<Vec<_>>();
-        self.0.iter().all(in_place) && tiling::check(shape, &regions()).is_ok()
     }
 
     /// A box of a tensor in a buffer of its own.
