@@ -3,11 +3,11 @@
 The ranks tell each other which regions of which stored leaves each one wants; what two or more want alike is exchanged among those, and everything else is read by whoever wants it. From
 then on each knows by itself what happens: regions are cut into pieces, pieces are put into batches, and a *round* is a batch for each rank at most. In a round
 
-1. who reads, reads its pieces into a buffer: the first of those who want the batch (``True``), or each of them a share (``"gather"``);
+1. who reads, reads its pieces into a buffer: the first of those who want the batch (``True``), or each of them a share (``"gather"``); and each takes the memory that it needs;
 2. all ranks say whether they could, over the board of their manager, so that nobody waits in a collective for one that has failed;
 3. the bytes go through the collective of a :class:`~stepwell.transports.Transport`, and out of the buffer to where they belong.
 
-So what a restore takes beside its result is one buffer (of XLA, some more of that size).
+No collective is entered otherwise: whatever may fail on one rank alone comes before the word of all, or is said in place of the next one. So what a restore takes beside its result is one buffer (of XLA, some more of that size).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -26,7 +25,7 @@ import numpy as np
 
 from .errors import CoordinatorError, RankFailed, StepwellError
 from .together import Together
-from .transports import Bytes, Ranks, Transport
+from .transports import Bytes, Carry, Ranks, Transport
 
 #: What goes through one collective, in bytes: as much as the read buffers of a restore take, and far more than what a collective takes as long for as for nothing (a few MiB).
 BATCH = 64 << 20
@@ -78,6 +77,7 @@ class Exchange:
         self._transport = transport
         self._together = together
         self._all_read = all_read
+        together.exchange_over(transport.name)
         self._dtypes: Mapping[Region, np.dtype[Any]] = {}
         #: By stage, the rounds, each with the batch of this rank, where it has one.
         self._rounds: dict[int, list[_Batch | None]] = {}
@@ -112,18 +112,18 @@ class Exchange:
         transport = self._transport
         everyone = tuple(range(transport.world_size))
         message = np.frombuffer(zlib.compress(json.dumps(mine).encode()), np.uint8)
-        digest = hashlib.sha256(message.tobytes()).digest()
-        head = np.frombuffer(len(message).to_bytes(8, "little") + digest, np.uint8).copy()
-        with self._carrying():
-            heads = transport.gather(head, everyone)
-        if (heads == heads[0]).all():
+        size = np.frombuffer(len(message).to_bytes(8, "little"), np.uint8).copy()
+        carry = transport.gather(size, everyone)
+        # Where they differ, all ranks have come as far by this call, and the sizes can go.
+        if self._together.same(hashlib.sha256(message.tobytes()).hexdigest()):
             return dict.fromkeys(mine, everyone)
-        sizes = [int.from_bytes(row[:8].tobytes(), "little") for row in heads]
+        sizes = [int.from_bytes(row.tobytes(), "little") for row in self._carried(carry)]
         padded = np.zeros(max(sizes), np.uint8)
         padded[: len(message)] = message
+        carry = transport.gather(padded, everyone)
+        self._together.agree()
+        rows = self._carried(carry)
         found: dict[Region, list[int]] = defaultdict(list)
-        with self._carrying():
-            rows = transport.gather(padded, everyone)
         for rank, row in enumerate(rows):
             for stage, leaf, itemsize, offset, extent in json.loads(zlib.decompress(row[: sizes[rank]])):
                 found[stage, leaf, itemsize, tuple(offset), tuple(extent)].append(rank)
@@ -134,20 +134,25 @@ class Exchange:
         gets nothing in it."""
         nbytes = [0, 0]
         for batch in self._rounds.get(stage, []):
-            share = None if batch is None else self._read(batch)
+            carry = None if batch is None else self._ready(batch)
             self._together.agree()
-            if batch is None or share is None:
+            if batch is None or carry is None:
                 continue
-            with self._carrying():
-                if self._all_read:
-                    rows = self._transport.gather(share, batch.ranks)
-                else:
-                    rows = self._transport.broadcast(share, batch.ranks)[None]
+            rows = self._carried(carry)
+            if not self._all_read:
+                rows = rows[None]
             for reader, row, pieces in zip(batch.ranks, rows, batch.shares, strict=False):
                 for piece in pieces:
                     nbytes[reader != self._transport.rank] += piece.nbytes
                     deliver(piece.region, piece.offset, self._values(row, piece))
         return nbytes[0], nbytes[1]
+
+    def _ready(self, batch: _Batch) -> Carry:
+        """What carries a batch, when all ranks have come to it: this rank has read its share, and has the memory for those of the others."""
+        share = self._read(batch)
+        if self._all_read:
+            return self._transport.gather(share, batch.ranks)
+        return self._transport.broadcast(share, batch.ranks)
 
     def _read(self, batch: _Batch) -> Bytes:
         """A buffer of a share's length, with this rank's share in it."""
@@ -163,11 +168,10 @@ class Exchange:
             )
         return buffer
 
-    @contextmanager
-    def _carrying(self) -> Iterator[None]:
-        """Around a call of the transport: what a framework raises there is about other ranks."""
+    def _carried(self, carry: Carry) -> Bytes:
+        """What a collective has carried. What a framework raises in it is about other ranks."""
         try:
-            yield
+            return carry()
         except StepwellError:
             raise
         except Exception as failure:

@@ -19,12 +19,16 @@ from .errors import CoordinationTimeout, MisuseError
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Ranks: TypeAlias = tuple[int, ...]
+#: Enters a collective, and returns what it has brought.
+Carry: TypeAlias = Callable[[], Bytes]
 #: Sends an array to a rank, and fills another one with what a rank sends; either may be ``None``.
 _Swap: TypeAlias = Callable[[tuple[Any, int] | None, tuple[Any, int] | None], None]
 
 
 class Transport(Protocol):
-    """Carries bytes among some of the ranks, in ascending order. All of these make the call; no other rank does."""
+    """Carries bytes among some of the ranks, in ascending order. All of these make the call; no other rank does.
+
+    A call takes what memory this rank needs, waits for nobody, and returns what enters the collective: whatever may fail on one rank alone fails before any rank is in it."""
 
     #: For messages.
     name: str
@@ -32,10 +36,10 @@ class Transport(Protocol):
     rank: int
     world_size: int
 
-    def broadcast(self, buffer: Bytes, ranks: Ranks) -> Bytes:
+    def broadcast(self, buffer: Bytes, ranks: Ranks) -> Carry:
         """What the first of the ranks has. ``buffer`` is as long on all, and may be overwritten."""
 
-    def gather(self, share: Bytes, ranks: Ranks) -> Bytes:
+    def gather(self, share: Bytes, ranks: Ranks) -> Carry:
         """A row for each of the ranks: what that one has. ``share`` is as long on all."""
 
 
@@ -103,25 +107,33 @@ class _Torch:
     def _tensor(self, array: Bytes) -> Any:
         return self._torch.from_numpy(array).to(self._device)
 
-    def broadcast(self, buffer: Bytes, ranks: Ranks) -> Bytes:
+    def broadcast(self, buffer: Bytes, ranks: Ranks) -> Carry:
         tensor = self._tensor(buffer)
-        if len(ranks) == self.world_size:
-            self._dist.broadcast(tensor, self._global(ranks[0]), group=self._group)
-        else:
-            _tree(tensor, ranks, self.rank, self._swap)
-        found: Bytes = tensor.cpu().numpy()
-        return found
 
-    def gather(self, share: Bytes, ranks: Ranks) -> Bytes:
+        def carry() -> Bytes:
+            if len(ranks) == self.world_size:
+                self._dist.broadcast(tensor, self._global(ranks[0]), group=self._group)
+            else:
+                _tree(tensor, ranks, self.rank, self._swap)
+            found: Bytes = tensor.cpu().numpy()
+            return found
+
+        return carry
+
+    def gather(self, share: Bytes, ranks: Ranks) -> Carry:
         mine = self._tensor(share)
         rows = mine.new_empty((len(ranks), share.size))
-        if len(ranks) == self.world_size:
-            self._dist.all_gather_into_tensor(rows.view(-1), mine, group=self._group)
-        else:
-            rows[ranks.index(self.rank)] = mine
-            _ring(rows, ranks, self.rank, self._swap)
-        found: Bytes = rows.cpu().numpy()
-        return found
+
+        def carry() -> Bytes:
+            if len(ranks) == self.world_size:
+                self._dist.all_gather_into_tensor(rows.view(-1), mine, group=self._group)
+            else:
+                rows[ranks.index(self.rank)] = mine
+                _ring(rows, ranks, self.rank, self._swap)
+            found: Bytes = rows.cpu().numpy()
+            return found
+
+        return carry
 
     def _swap(self, out: tuple[Any, int] | None, into: tuple[Any, int] | None) -> None:
         dist = self._dist
@@ -149,25 +161,36 @@ class _Jax:
         self.rank: int = jax.process_index()
         self.world_size: int = jax.process_count()
 
-    def broadcast(self, buffer: Bytes, ranks: Ranks) -> Bytes:
+    def broadcast(self, buffer: Bytes, ranks: Ranks) -> Carry:
         if self.rank != ranks[0]:
             buffer[...] = 0
-        return self._run("sum", buffer, ranks)[: buffer.size]
+        run = self._ready("sum", buffer, ranks)
+        return lambda: run()[: buffer.size]
 
-    def gather(self, share: Bytes, ranks: Ranks) -> Bytes:
-        return self._run("rows", share, ranks)[:, : share.size]
+    def gather(self, share: Bytes, ranks: Ranks) -> Carry:
+        run = self._ready("rows", share, ranks)
+        return lambda: run()[:, : share.size]
 
-    def _run(self, what: str, row: Bytes, ranks: Ranks) -> Bytes:
+    def _ready(self, what: str, row: Bytes, ranks: Ranks) -> Carry:
         jax, length = self._jax, _rounded(row.size)
         if length != row.size:
             row = np.concatenate([row, np.zeros(length - row.size, np.uint8)])
         sharding, mine, program = _program(what, ranks)
-        # The caller may have set a mesh of all devices, on which nothing runs over some of them.
-        with jax.set_mesh(sharding.mesh) if hasattr(jax, "set_mesh") else nullcontext():
-            part = jax.device_put(row[None], mine)
+
+        def set_mesh() -> Any:
+            # The caller may have set a mesh of all devices, on which nothing runs over some of them.
+            return jax.set_mesh(sharding.mesh) if hasattr(jax, "set_mesh") else nullcontext()
+
+        with set_mesh():
+            part = jax.block_until_ready(jax.device_put(row[None], mine))
             shards = jax.make_array_from_single_device_arrays((len(ranks), length), sharding, [part])
-            found: Bytes = jax.device_get(program(shards).addressable_data(0))
-        return found
+
+        def carry() -> Bytes:
+            with set_mesh():
+                found: Bytes = jax.device_get(program(shards).addressable_data(0))
+            return found
+
+        return carry
 
 
 def _rounded(length: int) -> int:
@@ -210,15 +233,22 @@ class _Mpi:
         self.rank = coordinator.rank
         self.world_size = coordinator.world_size
 
-    def broadcast(self, buffer: Bytes, ranks: Ranks) -> Bytes:
-        _tree(buffer, ranks, self.rank, self._swap)
-        return buffer
+    def broadcast(self, buffer: Bytes, ranks: Ranks) -> Carry:
+        def carry() -> Bytes:
+            _tree(buffer, ranks, self.rank, self._swap)
+            return buffer
 
-    def gather(self, share: Bytes, ranks: Ranks) -> Bytes:
+        return carry
+
+    def gather(self, share: Bytes, ranks: Ranks) -> Carry:
         rows = np.empty((len(ranks), share.size), np.uint8)
         rows[ranks.index(self.rank)] = share
-        _ring(rows, ranks, self.rank, self._swap)
-        return rows
+
+        def carry() -> Bytes:
+            _ring(rows, ranks, self.rank, self._swap)
+            return rows
+
+        return carry
 
     def _swap(self, out: tuple[Any, int] | None, into: tuple[Any, int] | None) -> None:
         requests = [] if out is None else [self._comm.Isend(out[0], dest=out[1], tag=self._TAG)]
