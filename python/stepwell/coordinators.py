@@ -13,16 +13,21 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any, Final, Protocol, final, runtime_checkable
 
 from . import _core
 from .checks import shown, text, whole
-from .errors import MisuseError
+from .errors import CoordinationTimeout, MisuseError
 
 #: What tells how many processes a launcher has started.
 _SIZES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 #: How many managers this process has opened over a store, by its name: all processes open them in the same order.
 _opened: Counter[str] = Counter()
+#: Numbers of the objects of MPI that this process has made.
+_made = count()
 
 
 @runtime_checkable
@@ -172,6 +177,10 @@ class MPI:
     """
 
     _ASK, _ANSWER = 1, 2
+    #: How long a process waits for the first one to answer: less than the engine waits for a board, so that the error says who is missing.
+    _PATIENCE = 100.0
+    #: How long the first one, when nobody asks any more, stays for answers that were not taken yet.
+    _LAST_ANSWERS = 2.0
 
     def __init__(self, comm: Any) -> None:
         from mpi4py import MPI as mpi  # type: ignore[import-not-found, unused-ignore]
@@ -184,39 +193,67 @@ class MPI:
         self._comm = comm.Dup()
         self.rank: int = self._comm.Get_rank()
         self.world_size: int = self._comm.Get_size()
-        self.name = f"mpi {id(self)}"
+        self.name = f"mpi {next(_made)}"
         self._messages: dict[str, bytes] = {}
         self._lock = threading.Lock()
+        #: The managers that are open over it, and what answers on the first process as long as there is one.
+        self._users = 0
+        self._serving = threading.Lock()
         self._stop = threading.Event()
         self._server: threading.Thread | None = None
+        #: One question at a time, each with a number, by which an answer that came too late is known.
+        self._asking = threading.Lock()
         self._asked = 0
+        #: Messages on their way to and from a process that may be gone: their memory is MPI's until they have arrived.
+        self._under_way: list[Any] = []
 
     def start(self) -> None:
-        """The first process keeps what all leave."""
-        if self.rank == 0 and self._server is None:
-            self._stop.clear()
-            self._server = threading.Thread(target=self._serve, name="stepwell-mpi", daemon=True)
-            self._server.start()
+        """One more manager asks. The first process keeps what all leave."""
+        with self._serving:
+            self._users += 1
+            if self.rank == 0 and self._server is None:
+                self._stop.clear()
+                self._server = threading.Thread(target=self._serve, name="stepwell-mpi", daemon=True)
+                self._server.start()
 
     def stop(self) -> None:
-        """Nobody asks any more."""
-        self._stop.set()
-        if self._server is not None:
-            self._server.join(5)
-            self._server = None
+        """A manager asks no more; with the last one, nobody does."""
+        with self._serving:
+            self._users -= 1
+            if self._users == 0 and self._server is not None:
+                self._stop.set()
+                self._server.join(5)
+                self._server = None
 
     def _serve(self) -> None:
+        """Answers, and waits for no process: one that is gone must not keep the others from being answered."""
         pause = 0.0
         status = self._mpi.Status()
-        while not self._stop.is_set():
-            if not self._comm.iprobe(source=self._mpi.ANY_SOURCE, tag=self._ASK, status=status):
-                pause = min(pause * 1.5 + 0.0001, 0.005)
-                time.sleep(pause)
-                continue
-            pause = 0.0
-            source = status.Get_source()
-            operation, key, message = self._comm.recv(source=source, tag=self._ASK)
-            self._comm.send(self._do(operation, key, message), dest=source, tag=self._ANSWER)
+        coming: list[tuple[int, Any]] = []
+        end = None
+        while end is None or (self._under_way and time.monotonic() < end):
+            if end is None and self._stop.is_set():
+                end = time.monotonic() + self._LAST_ANSWERS
+            found = self._comm.improbe(source=self._mpi.ANY_SOURCE, tag=self._ASK, status=status)
+            if found is not None:
+                coming.append((status.Get_source(), found.irecv()))
+            waiting = []
+            for source, request in coming:
+                question = _arrived(request)
+                if question is None:
+                    waiting.append((source, request))
+                    continue
+                number, operation, key, message = question
+                answer = number, self._do(operation, key, message)
+                self._under_way.append(self._comm.isend(answer, dest=source, tag=self._ANSWER))
+            coming = waiting
+            self._forget_arrived()
+            pause = 0.0 if found is not None else min(pause * 1.5 + 0.0001, 0.005)
+            time.sleep(pause)
+        self._under_way += [request for _, request in coming]
+
+    def _forget_arrived(self) -> None:
+        self._under_way = [one for one in self._under_way if not one.test()[0]]
 
     def _do(self, operation: str, key: str, message: bytes | None) -> bytes | None:
         with self._lock:
@@ -228,9 +265,41 @@ class MPI:
     def _ask(self, operation: str, key: str, message: bytes | None = None) -> bytes | None:
         if self.rank == 0:
             return self._do(operation, key, message)
-        self._comm.send((operation, key, message), dest=0, tag=self._ASK)
-        answer: bytes | None = self._comm.recv(source=0, tag=self._ANSWER)
-        return answer
+        deadline = time.monotonic() + self._PATIENCE
+        if not self._asking.acquire(timeout=self._PATIENCE):
+            raise self._unanswered()
+        try:
+            self._asked += 1
+            question = (self._asked, operation, key, message)
+            self._under_way.append(self._comm.isend(question, dest=0, tag=self._ASK))
+            number = None
+            while number != self._asked:
+                found = self._awaited(deadline, lambda: self._comm.improbe(source=0, tag=self._ANSWER))
+                coming = found.irecv()
+                self._under_way.append(coming)
+                number, answer = self._awaited(deadline, partial(_arrived, coming))
+                self._under_way.remove(coming)
+            self._forget_arrived()
+            return answer
+        finally:
+            self._asking.release()
+
+    def _awaited(self, deadline: float, look: Callable[[], Any]) -> Any:
+        """What a look finds, as soon as there is something."""
+        pause = 0.0
+        while (found := look()) is None:
+            if time.monotonic() > deadline:
+                raise self._unanswered()
+            time.sleep(pause)
+            pause = min(pause * 1.5 + 0.0001, 0.005)
+        return found
+
+    def _unanswered(self) -> CoordinationTimeout:
+        error = CoordinationTimeout(
+            f"waited {self._PATIENCE:.0f} s for rank 0 to answer, which keeps the messages of sw.MPI while it has a manager open"
+        )
+        error.missing = [0]
+        return error
 
     def put(self, key: str, message: bytes) -> None:
         """See :class:`Board`."""
@@ -243,6 +312,12 @@ class MPI:
     def remove(self, key: str) -> None:
         """See :class:`Board`."""
         self._ask("remove", key)
+
+
+def _arrived(request: Any) -> Any:
+    """The message of a request, if it is there."""
+    is_there, message = request.test()
+    return message if is_there else None
 
 
 Coordinator = SharedDirectory | TorchStore | JaxService | MPI | Board
@@ -261,6 +336,7 @@ class Service:
         start = getattr(board, "start", None)
         if start is not None:
             start()
+        self._stop = getattr(board, "stop", None)
         self._thread = threading.Thread(target=self._run, name="stepwell-coordinator", daemon=True)
         self._thread.start()
 
@@ -280,11 +356,11 @@ class Service:
                 self.engine.fail(f"{type(self._board).__qualname__}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """The manager is closed: nothing is said any more."""
+        """The manager is closed: nothing is said any more. Closing twice is fine."""
         self.engine.close()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
-        stop = getattr(self._board, "stop", None)
+        stop, self._stop = self._stop, None
         if stop is not None:
             stop()
 

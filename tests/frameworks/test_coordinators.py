@@ -96,22 +96,37 @@ os._exit(0)
     assert sw.restore(tmp_path / "run") == {"x": 1}
 
 
-def test_processes_of_mpi_save_over_its_messages(tmp_path: Path) -> None:
+def run_mpi(folder: Path, script: str, world: int, root: Path) -> None:
+    """Runs a script in processes of MPI; all must end well."""
     mpiexec = Path(sys.executable).with_name("mpiexec")
     if not mpiexec.exists():
         pytest.skip("no mpiexec beside this Python (pip install mpi4py mpich)")
-    script = tmp_path / "mpi.py"
-    script.write_text(
-        """
-import subprocess
+    file = folder / "mpi.py"
+    file.write_text(MPI + script)
+    told = subprocess.run(
+        [str(mpiexec), "-n", str(world), sys.executable, str(file), str(root)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+MPI = """
 import sys
+import threading
 import numpy as np
 from mpi4py import MPI
 import stepwell as sw
 
 comm = MPI.COMM_WORLD
 rank, world = comm.Get_rank(), comm.Get_size()
+"""
 
+
+def test_processes_of_mpi_save_over_its_messages(tmp_path: Path) -> None:
+    script = """
 def state(step):
     part = np.full((2, 3), rank + step, np.float32)
     return {"w": sw.LocalShard(part, (2 * world, 3), (2 * rank, 0)), "n": step}
@@ -125,13 +140,84 @@ with sw.CheckpointManager(sys.argv[1], coordinator=sw.MPI(comm), options=sw.Opti
     assert (got["w"].local == rank + 2).all() and got["n"] == 2
 comm.Barrier()
 """
-    )
-    told = subprocess.run(
-        [str(mpiexec), "-n", "3", sys.executable, str(script), str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert told.returncode == 0, told.stdout + told.stderr
+    run_mpi(tmp_path, script, 3, tmp_path / "run")
     np.testing.assert_array_equal(sw.restore(tmp_path / "run")["w"][:, 0], [2, 2, 3, 3, 4, 4])
+
+
+def test_managers_over_one_object_of_mpi_go_on_when_the_first_is_closed(tmp_path: Path) -> None:
+    script = """
+board = sw.MPI(comm)
+
+def opened(name):
+    return sw.CheckpointManager(sys.argv[1] + name, coordinator=board, options=sw.Options(stall_timeout=60.0))
+
+with opened("-second") as second:
+    with opened("-first") as first:
+        saves = [manager.save(1, {"rank": sw.PerRank(rank)}) for manager in (first, second)]
+        for save in saves:
+            save.result()
+    second.save(2, {"rank": sw.PerRank(rank)}).result()
+    assert second.latest_step() == 2
+with opened("-first") as first:
+    assert first.latest_step() == 1
+comm.Barrier()
+"""
+    run_mpi(tmp_path, script, 3, tmp_path / "run")
+    assert sw.open(f"{tmp_path}/run-second").step == 2
+
+
+def test_threads_that_ask_over_mpi_at_once_get_each_their_own_answer(tmp_path: Path) -> None:
+    script = """
+board = sw.MPI(comm)
+board.start()
+done = []
+
+def ask(name):
+    for number in range(300):
+        message = f"{name} {number}".encode()
+        board.put(f"{rank}/{name}", message)
+        assert board.get(f"{rank}/{name}") == message
+    board.remove(f"{rank}/{name}")
+    assert board.get(f"{rank}/{name}") is None
+    done.append(name)
+
+threads = [threading.Thread(target=ask, args=(name,)) for name in "ab"]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert sorted(done) == ["a", "b"], done
+comm.Barrier()
+board.stop()
+"""
+    run_mpi(tmp_path, script, 3, tmp_path / "run")
+
+
+def test_a_process_of_mpi_that_nobody_answers_names_rank_0_and_its_next_question_has_its_own_answer(
+    tmp_path: Path,
+) -> None:
+    script = """
+board = sw.MPI(comm)
+long = bytes(range(256)) * 20_000  # which waits for whoever takes it
+board.start()
+board.put(f"{rank}", b"mine")
+comm.Barrier()
+board.stop()  # as if the first process were gone: it answers no more
+if rank:
+    sw.MPI._PATIENCE = 0.5
+    for ask in (lambda: board.get(f"{rank}"), lambda: board.put(f"{rank}/long", long)):
+        try:
+            ask()
+            raise AssertionError("answered")
+        except sw.CoordinationTimeout as error:
+            assert error.missing == [0] and "rank 0" in str(error), error
+    sw.MPI._PATIENCE = 60.0
+comm.Barrier()
+board.start()
+assert board.get("nothing") is None
+assert board.get(f"{rank}") == b"mine"
+assert board.get(f"{rank}/long") == (long if rank else None)
+comm.Barrier()
+board.stop()
+"""
+    run_mpi(tmp_path, script, 3, tmp_path / "run")
