@@ -375,7 +375,12 @@ class CheckpointManager:
             self._core.guard(adapters.streams(devices) if devices else {})
 
     def _answers(self, step: int) -> dict[str, bool]:
-        return self._policy.answers(step, self._open().latest_step()) if self._policy._predicates else {}
+        """What the policy's callables say: on the first process, whose answer counts for all."""
+        if not self._policy._predicates:
+            return {}
+        core = self._open()
+        latest = core.latest_step()  # which all processes ask for
+        return self._policy.answers(step, latest) if core.ranks()[0] == 0 else {}
 
     # ---- restoring ----------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
 """Save policies: which calls of ``save`` write. They compose with ``|`` (one of them says yes) and ``&`` (all of them do), and are plain
-data that the engine decides by; a callable is asked here, on the leader, and its answer handed over."""
+data that the engine decides by; a callable is asked here, on the leader, and its answer handed over by the callable's name: its place among those of the policy, and what it
+is called, which are the same in every process of a job."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 from ._core import MAX_STEP
@@ -20,11 +21,19 @@ Predicate = Callable[[int, int | None], bool]
 
 @final
 @dataclass(frozen=True, slots=True)
+class _Asked:
+    """A callable, where the rule has its name."""
+
+    ask: Predicate
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class SavePolicy:
     """A save policy; make one with the functions of this module."""
 
     _rule: dict[str, Any]
-    _predicates: dict[str, Predicate] = field(default_factory=dict)
+    _predicates: tuple[Predicate, ...] = ()
     #: Signals that announce a preemption, where the policy listens to one.
     signals: tuple[int, ...] = ()
 
@@ -41,11 +50,12 @@ class SavePolicy:
 
     def to_json(self) -> str:
         """What the engine reads."""
-        return json.dumps(self._rule)
+        names = {id(ask): _name(number, ask) for number, ask in enumerate(self._predicates)}
+        return json.dumps(self._rule, default=lambda asked: names[id(asked.ask)])
 
     def answers(self, step: int, latest: int | None) -> dict[str, bool]:
         """What the callables say about a step, by name."""
-        return {name: bool(ask(step, latest)) for name, ask in self._predicates.items()}
+        return {_name(number, ask): bool(ask(step, latest)) for number, ask in enumerate(self._predicates)}
 
     def __repr__(self) -> str:
         return f"SavePolicy({self.to_json()})"
@@ -56,7 +66,13 @@ def _combine(how: str, left: SavePolicy, right: object) -> SavePolicy:
         raise MisuseError(f"a save policy combines with a save policy, not with {shown(right)}")
     parts = combined(how, left._rule, right._rule)
     signals = tuple(dict.fromkeys(left.signals + right.signals))
-    return SavePolicy(parts, left._predicates | right._predicates, signals)
+    # One that is there twice is asked once.
+    others = tuple(one for one in right._predicates if all(one is not other for other in left._predicates))
+    return SavePolicy(parts, left._predicates + others, signals)
+
+
+def _name(number: int, ask: Predicate) -> str:
+    return f"{number} {getattr(ask, '__qualname__', type(ask).__qualname__)}"
 
 
 def every_steps(n: int, *, initial: bool = True) -> SavePolicy:
@@ -95,15 +111,14 @@ def on_preemption(signals: Iterable[int] | None = None) -> SavePolicy:
         raise MisuseError(
             "SIGKILL and SIGSTOP cannot be listened to; a scheduler sends another signal before them"
         )
-    return SavePolicy({"policy": "on_preemption"}, {}, numbers)
+    return SavePolicy({"policy": "on_preemption"}, (), numbers)
 
 
 def when(predicate: Predicate) -> SavePolicy:
-    """When ``predicate(step, latest)`` says so; ``latest`` is ``None`` in an empty root."""
+    """When ``predicate(step, latest)`` says so; ``latest`` is ``None`` in an empty root. Of several processes only the first one's is asked."""
     if not callable(predicate):
         raise MisuseError(f"when() takes a callable of (step, latest), not {shown(predicate)}")
-    name = f"{getattr(predicate, '__qualname__', type(predicate).__qualname__)}-{id(predicate):x}"
-    return SavePolicy({"policy": "custom", "name": name}, {name: predicate})
+    return SavePolicy({"policy": "custom", "name": _Asked(predicate)}, (predicate,))
 
 
 def combined(how: str, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:

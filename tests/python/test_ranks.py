@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import stepwell as sw
 from ranks import run, start
+from threads import together
 
 #: A model of which each rank holds some rows of one tensor, some columns of another, and all of a third.
 MODEL = """
@@ -431,6 +432,36 @@ except sw.CoordinationTimeout as error:
 """
     out = run(tmp_path, script, 3, root)
     assert out[0] == "[2]\n"
+
+
+def test_the_callables_of_a_policy_are_asked_on_the_first_rank_and_its_answers_count_for_all(
+    root: Path,
+) -> None:
+    asked: list[tuple[int, int, int | None]] = []
+
+    def policy(rank: int) -> sw.SavePolicy:
+        # Each rank makes its own, of which the first one's say something else. Two have one name.
+        def odd(step: int, latest: int | None) -> bool:
+            asked.append((rank, step, latest))
+            return step % 2 == 1
+
+        low, high = (2, 4) if rank == 0 else (8, 0)
+        small, large = sw.when(lambda step, _: step < low), sw.when(lambda step, _: step > high)
+        return (sw.when(odd) & small) | (sw.when(odd) & large)
+
+    def work(_: int, manager: sw.CheckpointManager) -> tuple[list[bool], list[bool]]:
+        told, saved = [], []
+        for step in range(8):
+            told.append(manager.should_save(step))
+            saved.append(bool(manager.save(step, {"w": np.arange(3)})))
+            manager.wait_until_finished()
+        return told, saved
+
+    saved = [step in (1, 5, 7) for step in range(8)]
+    assert together(2, root, work, save_policy=policy) == [(saved, saved)] * 2
+    assert [step for step in range(8) if (root / f"step_{step:08}").exists()] == [1, 5, 7]
+    latest = [None, None, 1, 1, 1, 1, 5, 5]
+    assert asked == [(0, step, latest[step]) for step in range(8) for _ in range(2)]
 
 
 def test_of_each_socket_only_so_many_processes_write_what_all_have(tmp_path: Path, root: Path) -> None:

@@ -18,10 +18,12 @@ def together(
     root: Path,
     work: Callable[[int, sw.CheckpointManager], Any],
     retention: sw.Retention | None = None,
+    save_policy: Callable[[int], sw.SavePolicy] | None = None,
     chunk_bytes: int | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Runs ``work(rank, manager)`` for every rank at once; what each returns. What one raises is raised here. ``chunk_bytes`` may be less than users can ask for."""
+    """Runs ``work(rank, manager)`` for every rank at once; what each returns. What one raises is raised here. ``save_policy`` gives the policy of a rank; ``chunk_bytes`` may be
+    less than users can ask for."""
     job = f"job-{next(_jobs)}"
     results: list[Any] = [None] * world
     failures: list[BaseException] = []
@@ -37,6 +39,7 @@ def together(
                 coordinator=sw.SharedDirectory(rank, world, job) if world > 1 else None,
                 options=settings,
                 retention=retention,
+                save_policy=None if save_policy is None else save_policy(rank),
             ) as manager:
                 results[rank] = work(rank, manager)
         except BaseException as failure:
