@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
@@ -18,7 +19,10 @@ from .errors import MisuseError
 
 def shown(value: Any) -> str:
     """A value in a message."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = "of more digits than Python shows"
     return f"{type(value).__qualname__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
@@ -45,8 +49,41 @@ def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
     except TypeError as error:  # an array of several
         raise MisuseError(f"{name} is an integer, {bounds}, not {shown(value)}") from error
     if number < least or (most is not None and number > most):
-        raise MisuseError(f"{name} is an integer, {bounds}, not {number}")
+        raise MisuseError(f"{name} is an integer, {bounds}, not {shown(number).removeprefix('int ')}")
     return number
+
+
+#: Sizes of arrays, and places in them, are signed numbers of 64 bits everywhere.
+MAX_SIZE = 2**63 - 1
+
+
+def sizes(values: Any, name: str) -> tuple[int, ...]:
+    """A number for each dimension: of a shape, or of a place in one."""
+    try:
+        found = tuple(map(operator.index, values))
+    except TypeError as error:
+        raise MisuseError(f"{name} is a tuple of integers, not {shown(values)}") from error
+    if any(n < 0 for n in found):
+        raise MisuseError(f"{name} has no negative numbers: {shown(found)}")
+    if any(n > MAX_SIZE for n in found):
+        raise MisuseError(f"{name} has no numbers beyond 64 bits: {shown(found)}")
+    return found
+
+
+def shape_of(array: Any, what: str) -> tuple[int, ...]:
+    """The shape of what a process has: an array, or a description of one."""
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        raise MisuseError(f"{what} holds an array, or an ArraySpec with a shape, not {shown(array)}")
+    return sizes(shape, f"the shape of what {what} holds")
+
+
+def listed(values: Any, what: str) -> list[Any]:
+    """Several values; text is one."""
+    if not isinstance(values, (str, bytes)):
+        with contextlib.suppress(TypeError):
+            return list(values)
+    raise MisuseError(f"{what}, not {shown(values)}")
 
 
 def step_number(step: Any) -> int:

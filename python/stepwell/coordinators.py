@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol, final, runtime_checkable
 from . import _core
 from .checks import shown, text, whole
 from .errors import CoordinationTimeout, MisuseError
+from .locations import absolute
 
 #: What tells how many processes a launcher has started.
 _SIZES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -65,7 +66,7 @@ class SharedDirectory:
         self.world_size = whole(world_size, "world_size", 1, 2**32 - 1)
         self.rank = whole(rank, "rank", 0, self.world_size - 1)
         self.job_id = text(str(job_id), "job_id")
-        self.path = None if path is None else os.path.abspath(os.fspath(path))
+        self.path = None if path is None else absolute(path, "the directory that processes share")
 
     def __repr__(self) -> str:
         return f"SharedDirectory({self.rank}, {self.world_size}, {self.job_id!r})"

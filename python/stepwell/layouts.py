@@ -14,8 +14,8 @@ import numpy as np
 
 from . import adapters
 from .adapters import OnDevice, Target
-from .checks import shown
-from .errors import UnsupportedLeaf
+from .checks import shown, sizes
+from .errors import MisuseError, UnsupportedLeaf
 from .specs import ArraySpec, native_name, to_dtype
 
 #: Who holds the same box: ``None`` (this process alone), ``(index, count)`` of replicas that are not named, a list of ranks, ``"everyone"`` who has that box of the leaf.
@@ -159,6 +159,7 @@ def describe(parts: Parts) -> tuple[Any, ...]:
     if parts.global_shape is None:
         return ("refuse", f"{parts.what} does not say the shape of the whole tensor; pass shape=")
     try:
+        _check(parts)
         inner = _inner(parts.local)
     except UnsupportedLeaf as error:
         return ("refuse", str(error))
@@ -167,6 +168,17 @@ def describe(parts: Parts) -> tuple[Any, ...]:
     held = [(one.offset, view(parts.local, one), library == "jax", one.holders) for one in parts.pieces]
     known = library if adapters.is_known(library) else None
     return ("sharded", native_name(inner.spec.dtype), list(parts.global_shape), held, known)
+
+
+def _check(parts: Parts) -> None:
+    """Raises where a class of another package says what no tensor has; ours have looked at it when they were made."""
+    try:
+        if parts.global_shape is not None:
+            sizes(parts.global_shape, f"the whole shape of {parts.what}")
+        for one in parts.pieces:
+            sizes(one.offset, f"the place of {parts.what}")
+    except MisuseError as error:
+        raise UnsupportedLeaf(str(error)) from error
 
 
 def _inner(local: Any) -> Target:
@@ -186,6 +198,7 @@ def _inner(local: Any) -> Target:
 
 def target(parts: Parts) -> Target:
     """What is wanted where a process has parts of a tensor: its boxes, read into its own array (``into``), or into a new one like it."""
+    _check(parts)
     inner = _inner(parts.local)
     memory = inner.memory
     memories: list[Any] = []
@@ -228,15 +241,27 @@ def filled(local: Any, found: list[tuple[Piece, Any]], fill: bool) -> Any:
         for piece, value in found:
             _put(view(local, piece), value)
         return local
-    assert inner.spec.dtype is not None
     shape = tuple(local.shape)
     if len(found) == 1 and tuple(found[0][1].shape) == shape and not isinstance(found[0][0].place, Strided):
         made = found[0][1]
     else:
-        made = np.zeros(shape, to_dtype(native_name(inner.spec.dtype)))
+        made = np.zeros(shape, _made_of(inner.spec.dtype, found))
         for piece, value in found:
             view(made, piece)[...] = value
     return inner.finish([(inner, made)], False)[0]
+
+
+def _made_of(dtype: np.dtype[Any] | None, found: list[tuple[Piece, Any]]) -> np.dtype[Any]:
+    """Of which dtype a new array is; where the caller has left that open, of that of its pieces."""
+    if dtype is not None:
+        return to_dtype(native_name(dtype))
+    dtypes = {value.dtype for _, value in found}
+    if len(dtypes) != 1:
+        raise MisuseError(
+            f"an ArraySpec without dtype takes that of what is stored, and that is {len(dtypes)} dtypes; give it one"
+        )
+    made: np.dtype[Any] = dtypes.pop()
+    return made
 
 
 def _put(there: Any, value: Any) -> None:

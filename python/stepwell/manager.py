@@ -525,6 +525,7 @@ class CheckpointManager:
     def rewind(self, step: int, branch: str | None = None) -> Rewound:
         """Goes back to ``step``: newer steps are moved to a kept branch (``.branch-<name>.…``), whose name is drawn where none is given. Returns those steps, newest
         first, and the branch's name: :class:`stepwell.manager.Rewound`."""
+        branch = None if branch is None else text(branch, "the name of a branch")
         name, moved = self._open().rewind(step_number(step), branch)
         return Rewound(moved, name if moved else None)
 

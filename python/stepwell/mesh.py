@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, final
 import numpy as np
 
 from . import template
-from .checks import one_of, shown, text, whole
+from .checks import instance, listed, one_of, shown, sizes, text, whole
 from .errors import MismatchError, MisuseError
 from .paths import named
 from .shards import LocalShard
@@ -19,6 +19,10 @@ from .specs import AS_STORED, ArraySpec, ObjectSpec
 
 #: What a dimension of a tensor is cut along: nothing, an axis, or several (the first one outermost).
 Axes: TypeAlias = "str | tuple[str, ...] | None"
+
+
+#: Ranks are numbers of 32 bits.
+_MOST_RANKS = 2**32 - 1
 
 
 @final
@@ -30,7 +34,7 @@ class RankMesh:
         axes: names and sizes.
     """
 
-    __slots__ = ("_grid", "axes")
+    __slots__ = ("_places", "_table", "axes")
 
     def __init__(self, ranks: Any = None, /, **axes: int) -> None:
         if not axes:
@@ -39,12 +43,24 @@ class RankMesh:
             text(name, "the name of an axis"): whole(n, f"axis {name}", 1, 2**31) for name, n in axes.items()
         }
         shape = tuple(self.axes.values())
-        self._grid = np.arange(prod(shape)).reshape(shape) if ranks is None else np.asarray(ranks)
-        if self._grid.shape != shape:
-            raise MisuseError(
-                f"the grid of ranks has shape {self._grid.shape}, the axes {self.axes} have {shape}"
-            )
-        if len(np.unique(self._grid)) != self._grid.size:
+        if self.size > _MOST_RANKS:
+            raise MisuseError(f"{self!r} has {self.size} ranks, and a job has at most {_MOST_RANKS}")
+        #: Where ranks are numbered otherwise: which is at each point of the grid, and at which point each is.
+        self._table: list[int] | None = None
+        self._places: dict[int, int] = {}
+        if ranks is None:
+            return
+        try:
+            grid = np.asarray(ranks)
+        except ValueError as error:
+            raise MisuseError(f"the grid of ranks is an array of integers: {error}") from error
+        if grid.shape != shape:
+            raise MisuseError(f"the grid of ranks has shape {grid.shape}, the axes {self.axes} have {shape}")
+        if grid.dtype.kind not in "iu" or grid.min() < 0:
+            raise MisuseError(f"the grid of ranks is an array of integers from 0 on, not {shown(ranks)}")
+        self._table = grid.ravel().tolist()
+        self._places = {rank: place for place, rank in enumerate(self._table)}
+        if len(self._places) != len(self._table):
             raise MisuseError("the grid of ranks names a rank twice")
 
     @classmethod
@@ -64,22 +80,29 @@ class RankMesh:
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        return int(self._grid.size)
+        return prod(self.axes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank is."""
-        found = np.argwhere(self._grid == rank)
-        if not len(found):
+        rank = whole(rank, "a rank", 0)
+        place = self._places.get(rank) if self._table is not None else rank if rank < self.size else None
+        if place is None:
             raise MisuseError(f"rank {rank} is not in {self!r}")
-        return dict(zip(self.axes, map(int, found[0]), strict=True))
+        found = {}
+        for name, n in reversed(self.axes.items()):
+            place, found[name] = divmod(place, n)
+        return {name: found[name] for name in self.axes}
 
     def ranks(self, **fixed: int) -> list[int]:
         """The ranks at these coordinates, whatever the others are, in order."""
         unknown = fixed.keys() - self.axes.keys()
         if unknown:
             raise MisuseError(f"{self!r} has no axis {sorted(unknown)[0]!r}")
-        index = tuple(fixed.get(name, slice(None)) for name in self.axes)
-        return sorted(map(int, np.ravel(self._grid[index])))
+        places = [0]
+        for name, n in self.axes.items():
+            at = [whole(fixed[name], f"the place along {name}", 0, n - 1)] if name in fixed else range(n)
+            places = [place * n + one for place in places for one in at]
+        return places if self._table is None else sorted(self._table[place] for place in places)
 
     def __repr__(self) -> str:
         return f"RankMesh({', '.join(f'{name}={n}' for name, n in self.axes.items())})"
@@ -111,11 +134,19 @@ class Rules:
         stage_axis: str = "pp",
         uneven: Literal["chunk", "balanced"] = "chunk",
     ) -> None:
+        if not isinstance(patterns, Mapping):
+            raise MisuseError(f"patterns is a dict of patterns and axes, not {shown(patterns)}")
         self._patterns = [
-            (text(glob, "a pattern"), tuple(map(_axes, axes))) for glob, axes in patterns.items()
+            (
+                text(glob, "a pattern"),
+                tuple(map(_axes, listed(axes, f"the axes of {glob!r} are a tuple, one for each dimension"))),
+            )
+            for glob, axes in patterns.items()
         ]
+        if stages is not None and not isinstance(stages, Mapping) and not callable(stages):
+            raise MisuseError(f"stages is a dict of patterns and numbers, or a function, not {shown(stages)}")
         self._stages = stages
-        self._stage_axis = stage_axis
+        self._stage_axis = text(stage_axis, "stage_axis")
         self._uneven = one_of(uneven, "uneven", ("chunk", "balanced"))
 
     def shard(
@@ -123,6 +154,7 @@ class Rules:
     ) -> Any:
         """A state of this rank's own tensors → the same with each as a :class:`LocalShard`, to be saved. ``shapes`` gives the shape of a whole tensor by its path, where parts differ in
         size; else each cut dimension is as many times as long as the part."""
+        instance(mesh, RankMesh, "mesh", "sw.RankMesh(…)")
         part = template.parse(state)
         for leaf in template.leaves(part):
             leaf.result = leaf.value
@@ -131,7 +163,11 @@ class Rules:
                 continue
             axes = self._axes_of(leaf.path, len(array.shape))
             if shapes is not None:
-                shape = tuple(shapes(leaf.path))
+                shape = sizes(shapes(leaf.path), f"the shape of {named(leaf.path)}")
+                if len(shape) != len(axes):
+                    raise MisuseError(
+                        f"{named(leaf.path)} has {len(axes)} dimensions, and shapes= says {shape}"
+                    )
             else:
                 shape = tuple(n * _ways(mesh, one) for n, one in zip(array.shape, axes, strict=True))
             stage = self._stage_of(leaf.path, mesh)
@@ -146,6 +182,7 @@ class Rules:
     def abstract_state(self, metadata: Any, mesh: RankMesh, rank: int) -> Any:
         """What this rank wants of a stored state (``manager.metadata(step)``, or a tree of :class:`ArraySpec`): for ``like=``. Each tensor is a :class:`LocalShard` over a spec; what other
         stages have is left out (``...``)."""
+        instance(mesh, RankMesh, "mesh", "sw.RankMesh(…)")
         part = template.parse(getattr(metadata, "tree", metadata))
         for leaf in template.leaves(part):
             leaf.result = AS_STORED if isinstance(leaf.value, ObjectSpec) else leaf.value
@@ -182,7 +219,7 @@ class Rules:
             stage = self._stages(path, count)
         else:
             stage = next((stage for glob, stage in self._stages.items() if _matches(glob, path)), None)
-        if stage is not None and not 0 <= stage < count:
+        if stage is not None and whole(stage, f"the stage of {named(path)}", 0) >= count:
             raise MisuseError(
                 f"{named(path)} is of stage {stage}, and {mesh!r} has {count}; pass stages= as a function of path and count"
             )

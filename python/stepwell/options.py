@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -166,7 +167,8 @@ def to_json(
             "root_metadata": None
             if options.root_metadata is None
             else plain_json(options.root_metadata, "root_metadata"),
-        }
+        },
+        default=operator.index,  # integers of numpy
     )
 
 

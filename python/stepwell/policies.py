@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from ._core import MAX_STEP
-from .checks import flag, shown, whole
+from .checks import flag, listed, shown, whole
 from .errors import MisuseError
 from .timeouts import NO_DEADLINE
 from .timeouts import seconds as seconds_of
@@ -102,9 +102,8 @@ def on_preemption(signals: Iterable[int] | None = None) -> SavePolicy:
 
     if signals is None:
         signals = (signal.SIGTERM,)
-    if isinstance(signals, (str, bytes)) or not isinstance(signals, Iterable):
-        raise MisuseError(f"signals is a list of signals, such as [signal.SIGTERM], not {shown(signals)}")
-    numbers = tuple(whole(one, "a signal", 1) for one in signals)
+    given = listed(signals, "signals is a list of signals, such as [signal.SIGTERM]")
+    numbers = tuple(whole(one, "a signal", 1) for one in given)
     if unknown := [number for number in numbers if number not in signal.valid_signals()]:
         raise MisuseError(f"this system has no signal {unknown[0]}")
     if any(number in (9, 19) for number in numbers):
@@ -131,9 +130,8 @@ def combined(how: str, left: dict[str, Any], right: dict[str, Any]) -> dict[str,
 
 def numbers(steps: Iterable[int], name: str) -> list[int]:
     """Steps that a rule names, in order."""
-    if isinstance(steps, (str, bytes)) or not isinstance(steps, Iterable):
-        raise MisuseError(f"{name} takes a list of steps, such as [10, 20], not {shown(steps)}")
-    return sorted({whole(step, f"a step of {name}", 0, MAX_STEP) for step in steps})
+    given = listed(steps, f"{name} takes a list of steps, such as [10, 20]")
+    return sorted({whole(step, f"a step of {name}", 0, MAX_STEP) for step in given})
 
 
 def length(seconds: float, name: str) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 
 from . import _core
 from .adapters import Target
+from .checks import listed, sizes
 from .errors import MisuseError, UnsupportedLeaf
 from .specs import ArraySpec, native_name, to_dtype
 
@@ -56,23 +57,21 @@ _Row: TypeAlias = tuple[tuple[int, ...], Any, bool]
 
 def _chunks(provider: Any) -> list[_Row]:
     """The chunks. What is wrong with one of them is a :class:`MisuseError`."""
-    shape = tuple(provider.shape)
+    shape = sizes(provider.shape, "the shape of a provider")
     found: list[_Row] = []
-    for chunk in provider.stepwell_chunks():
+    for chunk in listed(provider.stepwell_chunks(), "stepwell_chunks() gives several sw.Chunk(…)"):
         if not isinstance(chunk, Chunk):
             raise MisuseError(f"stepwell_chunks() gives sw.Chunk(…), not {type(chunk).__qualname__}")
         if chunk.capture not in ("now", "lazy"):
             raise MisuseError(f'capture={chunk.capture!r} of a Chunk is neither "now" nor "lazy"')
-        if not hasattr(chunk.array, "shape"):
+        if not hasattr(chunk.array, "shape") or isinstance(chunk.array, ArraySpec):
             raise MisuseError(f"a Chunk holds an array, not {type(chunk.array).__qualname__}")
-        offset = tuple(chunk.offset) or (0,) * len(shape)
-        if not all(isinstance(first, int | np.integer) and first >= 0 for first in offset):
-            raise MisuseError(f"offset={chunk.offset!r} of a Chunk is not made of numbers from 0 on")
+        offset = sizes(chunk.offset, "the offset of a Chunk") or (0,) * len(shape)
         if not len(offset) == len(chunk.array.shape) == len(shape):
             raise MisuseError(
                 f"a Chunk of shape {tuple(chunk.array.shape)} at {offset}, of an array of shape {shape}: all three have one number for each dimension"
             )
-        found.append((tuple(map(int, offset)), chunk.array, chunk.capture == "lazy"))
+        found.append((offset, chunk.array, chunk.capture == "lazy"))
     return found
 
 
@@ -100,7 +99,7 @@ def _fault(provider: Any, chunks: list[_Row]) -> str | None:
 def _dtype(provider: Any) -> np.dtype[Any]:
     try:
         return to_dtype(provider.dtype)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise MisuseError(
             f"dtype of a provider: {error}; give numpy's dtype, or its name as a string"
         ) from error
@@ -128,7 +127,7 @@ def target(provider: Any) -> Target:
     chunks: list[_Row] = []
     unfillable = None
     try:
-        spec = ArraySpec(tuple(provider.shape), _dtype(provider))
+        spec = ArraySpec(sizes(provider.shape, "the shape of a provider"), _dtype(provider))
         chunks = _chunks(provider)
         unfillable = _fault(provider, chunks) or _unwritable(chunks)
     except MisuseError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from ._core import MAX_STEP
-from .checks import one_of, shown, text, whole
+from .checks import listed, one_of, shown, text, whole
 from .errors import MisuseError
 from .policies import combined, length, numbers
 
@@ -62,9 +62,7 @@ def keep_every(
         if rule["seconds"] <= 0:
             raise MisuseError(f"keep_every(seconds={seconds}) is no interval; pass more than 0")
     if items is not None:
-        if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
-            raise MisuseError(f'items takes a list of globs, such as items=["params"], not {shown(items)}')
-        items = list(items)
+        items = listed(items, 'items takes a list of globs, such as items=["params"]')
         if not items:
             raise MisuseError("items=[] would keep nothing of these steps; name items, or leave items= out")
         rule["items"] = [text(item, "a glob of items") for item in items]

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, final
 
 from . import _core
-from .checks import shown, text, whole
+from .checks import MAX_SIZE, listed, shape_of, shown, sizes, text, whole
 from .errors import MisuseError
 from .layouts import Parts, Piece, Strided, filled, is_in_one_piece
 from .specs import ArraySpec
@@ -37,9 +37,9 @@ class LocalShard:
         replica: tuple[int, int] = (0, 1),
     ) -> None:
         self.local = local
-        self.global_shape = _sizes(global_shape, "global_shape")
-        self.offset = _sizes(offset, "offset")
-        extent = tuple(getattr(local, "shape", None) or ())
+        self.global_shape = sizes(global_shape, "global_shape")
+        self.offset = sizes(offset, "offset")
+        extent = shape_of(local, "a LocalShard")
         if len(self.offset) != len(self.global_shape) or len(extent) != len(self.global_shape):
             raise MisuseError(
                 f"a LocalShard has as many dimensions in all: its array has shape {extent}, global_shape is {self.global_shape}, offset is {self.offset}"
@@ -70,16 +70,6 @@ class LocalShard:
         extent = tuple(self.local.shape)
         box = ", ".join(f"{first}:{first + n}" for first, n in zip(self.offset, extent, strict=True))
         return f"LocalShard([{box}] of {self.global_shape})"
-
-
-def _sizes(values: Any, name: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(map(operator.index, values))
-    except TypeError as error:
-        raise MisuseError(f"{name} is a tuple of integers, not {shown(values)}") from error
-    if any(n < 0 for n in sizes):
-        raise MisuseError(f"{name} has no negative numbers: {sizes}")
-    return sizes
 
 
 def _replica(replica: Any) -> tuple[int, int]:
@@ -134,13 +124,13 @@ class Segment:
         replica: tuple[int, int] = (0, 1),
     ) -> None:
         self.name = None if name is None else text(name, "the name of a Segment")
-        self.offset = _sizes(offset, "offset")
-        self.extent = None if extent is None else _sizes(extent, "extent")
+        self.offset = sizes(offset, "offset")
+        self.extent = None if extent is None else sizes(extent, "extent")
         self.into = into
-        self.shape = None if shape is None else _sizes(shape, "shape")
-        self.view = None if view is None else _sizes(view, "view")
-        self.into_shape = None if into_shape is None else _sizes(into_shape, "into_shape")
-        self.permute = None if permute is None else _sizes(permute, "permute")
+        self.shape = None if shape is None else sizes(shape, "shape")
+        self.view = None if view is None else sizes(view, "view")
+        self.into_shape = None if into_shape is None else sizes(into_shape, "into_shape")
+        self.permute = None if permute is None else sizes(permute, "permute")
         self.replica = _replica(replica)
         #: The part of a flattened parameter: what that is, its first element, how many, and where they begin in the array.
         self.flat: tuple[Any, int, int, int] | None = None
@@ -168,7 +158,8 @@ class Segment:
             replica: as above.
         """
         made = cls(name, (), replica=replica)
-        least = [whole(one, what, 0) for one, what in ((start, "start"), (length, "length"), (at, "at"))]
+        numbers = ((start, "start"), (length, "length"), (at, "at"))
+        least = [whole(one, what, 0, MAX_SIZE) for one, what in numbers]
         made.flat = (of, *least)
         return made
 
@@ -250,12 +241,11 @@ class Segments:
 
     def __init__(self, local: Any, segments: Sequence[Segment]) -> None:
         self.local = local
-        self.segments = tuple(segments)
+        self.segments = tuple(listed(segments, "segments is a list of sw.Segment(…)"))
         wrong = [one for one in self.segments if type(one) is not Segment]
         if wrong:
             raise MisuseError(f"segments are made by sw.Segment(…), not {shown(wrong[0])}")
-        if not hasattr(local, "shape"):
-            raise MisuseError(f"Segments hold an array or an ArraySpec, not {shown(local)}")
+        shape_of(local, "an object of Segments")
         if not isinstance(local, ArraySpec) and not is_in_one_piece(local):
             raise MisuseError("the array of Segments lies in one piece, row-major; pass a contiguous one")
         names = {one.name for one in self.segments}
@@ -328,11 +318,11 @@ class FlatShard:
     __slots__ = ("local", "of", "replica", "start")
 
     def __init__(self, local: Any, of: Any, start: int, replica: tuple[int, int] = (0, 1)) -> None:
-        if len(tuple(getattr(local, "shape", ()))) != 1:
+        if len(shape_of(local, "a FlatShard")) != 1:
             raise MisuseError(f"a FlatShard is a 1-d array, not {shown(local)}")
         self.local = local
         self.of = of
-        self.start = whole(start, "start", 0)
+        self.start = whole(start, "start", 0, MAX_SIZE)
         self.replica = _replica(replica)
         self.parts()
 
@@ -354,6 +344,13 @@ class FlatShard:
 
 def _own_parameter(of: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...], list[Piece]]:
     """What a process has of a parameter: the tensor's shape, that of its own array, and the pieces in that."""
+    shape, own, pieces = _described(of)
+    if prod(own) > MAX_SIZE:
+        raise MisuseError(f"of= has more elements than 64 bits count: its shape is {own}")
+    return shape, own, pieces
+
+
+def _described(of: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...], list[Piece]]:
     if isinstance(of, LocalShard):
         shape = tuple(of.local.shape)
         piece = Piece(of.offset, shape, Strided(0, tuple(_steps(shape))))
@@ -363,7 +360,7 @@ def _own_parameter(of: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...], li
             raise MisuseError("of= is what the process has of one tensor; segments with names are several")
         parts = of.parts()
         return parts.global_shape, tuple(of.local.shape), parts.pieces
-    shape = _sizes(getattr(of, "shape", of), "of")
+    shape = sizes(getattr(of, "shape", of), "of")
     piece = Piece((0,) * len(shape), shape, Strided(0, tuple(_steps(shape))))
     return shape, shape, [] if 0 in shape else [piece]
 
@@ -379,23 +376,32 @@ def _steps(shape: Sequence[int]) -> list[int]:
 def _indexed(shape: Sequence[int], index: Any) -> tuple[int, list[int], list[int]]:
     """First element, shape and steps of what an index takes of a row-major array."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    if entries.count(...) > 1 or len([one for one in entries if one is not ...]) > len(shape):
+    # By identity: an array in its place is compared with each of its elements.
+    dots = [at for at, one in enumerate(entries) if one is ...]
+    if len(dots) > 1 or len(entries) - len(dots) > len(shape):
         raise MisuseError(f"into={index!r} has more dimensions than an array of shape {tuple(shape)}")
-    if ... not in entries:
+    if not dots:
+        dots = [len(entries)]
         entries.append(...)
-    at = entries.index(...)
+    [at] = dots
     entries[at : at + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
     first, sizes, steps = 0, list[int](), list[int]()
     for entry, size, step in zip(entries, shape, _steps(shape), strict=True):
         if isinstance(entry, slice):
-            start, stop, stride = entry.indices(size)
+            try:
+                start, stop, stride = entry.indices(size)
+            except (TypeError, ValueError) as error:
+                raise MisuseError(f"into={index!r} is no index: {error}") from error
             if stride <= 0:
                 raise MisuseError(f"into={index!r} goes backwards; an array is filled forwards")
             first += start * step
             sizes.append(len(range(start, stop, stride)))
             steps.append(stride * step)
             continue
-        number = operator.index(entry)
+        try:
+            number = operator.index(entry)
+        except TypeError as error:
+            raise MisuseError(f"into={index!r} has integers, slices and `...`, not {shown(entry)}") from error
         if not -size <= number < size:
             raise MisuseError(f"into={index!r} passes the end of an array of shape {tuple(shape)}")
         first += (number % size) * step

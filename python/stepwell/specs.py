@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from .checks import shown
+from .checks import shown, sizes
 from .errors import MisuseError
 
 T = TypeVar("T")
@@ -36,13 +35,7 @@ def native_name(dtype: np.dtype[Any]) -> str:
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
-    try:
-        sizes = (operator.index(shape),) if hasattr(shape, "__index__") else tuple(map(operator.index, shape))
-    except TypeError as error:
-        raise MisuseError(f"the shape of an ArraySpec is a tuple of integers, not {shown(shape)}") from error
-    if any(n < 0 for n in sizes):
-        raise MisuseError(f"the shape of an ArraySpec has no negative sizes: {sizes}")
-    return sizes
+    return sizes((shape,) if hasattr(shape, "__index__") else shape, "the shape of an ArraySpec")
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:

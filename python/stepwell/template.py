@@ -139,7 +139,10 @@ def as_state(like: Any) -> Any:
                 raise MisuseError(
                     f"{named(leaf.path)}: {leaf.spec} does not say how large it is; give shape and dtype"
                 )
-            leaf.result = np.broadcast_to(np.zeros((), dtype), shape)
+            try:
+                leaf.result = np.broadcast_to(np.zeros((), dtype), shape)
+            except ValueError as error:
+                raise MisuseError(f"{named(leaf.path)}: {leaf.spec} is larger than any memory") from error
     return finish(part, False)
 
 

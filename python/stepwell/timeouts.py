@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .checks import shown
 from .errors import MisuseError
 
 #: Thirty years: whoever asks for more asks for no deadline. The clocks of the engine end not far beyond.
@@ -17,9 +18,9 @@ def seconds(timeout: float | None, what: str = "a timeout") -> float | None:
     except OverflowError:  # an integer beyond all floats
         number = NO_DEADLINE if timeout > 0 else -1.0
     except (TypeError, ValueError) as error:
-        raise MisuseError(f"{what} is a number of seconds or None, not {timeout!r}") from error
+        raise MisuseError(f"{what} is a number of seconds or None, not {shown(timeout)}") from error
     if not number >= 0:  # a NaN too
-        raise MisuseError(f"{what} is a number of seconds, at least 0, not {timeout!r}")
+        raise MisuseError(f"{what} is a number of seconds, at least 0, not {shown(timeout)}")
     return None if number >= NO_DEADLINE else number
 
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import adapters, template
-from .errors import MismatchError
+from . import _core, adapters, template
+from .errors import MismatchError, UnsupportedLeaf
 from .nested import Nested, try_on
 from .paths import Component, named
 from .rebuild import Structure, kind_of, library, protocol_name
@@ -15,6 +15,9 @@ from .report import RestoreReport
 from .specs import AS_STORED, ArraySpec, ObjectSpec, native_name
 from .stateful import give, name_of
 from .template import Branch, Leaf, Part
+
+#: Of all arrays that are stored.
+_DTYPES = frozenset(_core.dtype_names())
 
 
 class Wanted:
@@ -91,6 +94,12 @@ class Wanted:
         if leaf.what == "array":
             spec = leaf.spec or ArraySpec()
             dtype = None if spec.dtype is None else native_name(spec.dtype)
+            if dtype is not None and dtype not in _DTYPES:
+                error = UnsupportedLeaf(
+                    f"{named(leaf.path)}: arrays of dtype {spec.dtype} are never stored; ask for what the checkpoint holds"
+                )
+                error.leaf = leaf.path
+                raise error
             has_value = leaf.has_array
             self._number[id(leaf)] = self._add(leaf, "tensor", dtype, spec.shape, has_value)
             return

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import stepwell as sw
 from numpy.lib.stride_tricks import as_strided
-from stepwell import _core, restore_options
+from stepwell import _core, layouts, restore_options
 from stepwell.options import to_json
 
 STATE: dict[str, Any] = {
@@ -272,6 +272,8 @@ def test_mistyped_paths_say_what_they_are_and_what_to_pass(tmp_path: Path) -> No
 # ---- arguments ----------------------------------------------------------------------------------------------------
 
 NAN = math.nan
+ROW = np.zeros(4, np.float32)
+RULES = sw.Rules({"**": ()})
 
 
 @pytest.mark.parametrize(
@@ -291,11 +293,79 @@ NAN = math.nan
         lambda: sw.StepName(3), lambda: sw.StepName("x", -1), lambda: sw.StepName("x", 8, ["y"]),
         lambda: sw.ArraySpec("abc"), lambda: sw.ArraySpec((-1,)), lambda: sw.ArraySpec((2.5,)), lambda: sw.ArraySpec((2,), "flot32"),
         lambda: sw.register(3), lambda: sw.register(dict), lambda: sw.register(dict, dict),
+        lambda: sw.every_steps(10**5000), lambda: sw.every_seconds(-10**5000), lambda: sw.at_steps(np.array(3)), lambda: sw.keep_every(3, items=np.array(3)),
+        lambda: sw.SharedDirectory(0, 2, "job", []), lambda: sw.ArraySpec((2**70,)), lambda: sw.ArraySpec(2**63), lambda: sw.ArraySpec((10**5000,)),
+        lambda: sw.LocalShard(ROW, (2**70,), (0,)), lambda: sw.LocalShard(ROW, (2**62,), (2**63,)), lambda: sw.LocalShard(ROW, (4,), (0,), (0, 2**70)),
+        lambda: sw.LocalShard(3, (), ()), lambda: sw.LocalShard(sw.ArraySpec(), (), ()),
+        lambda: sw.Segment(None, (2**64,)), lambda: sw.Segment(None, (0,), (2**64,)), lambda: sw.Segment(None, (0,), shape=(2**64,)),
+        lambda: sw.Segment(None, (0,), view=(2**64,)), lambda: sw.Segment(None, (0,), into_shape=(2**64,)), lambda: sw.Segment(None, (0,), permute=(2**64,)),
+        lambda: sw.Segment.of_flat(None, (4,), 2**64, 4), lambda: sw.Segment.of_flat(None, (4,), 0, 2**64), lambda: sw.Segment.of_flat(None, (4,), 0, 4, at=2**64),
+        lambda: sw.Segments(ROW, 3), lambda: sw.Segments(sw.ArraySpec(), []), lambda: sw.Segments(ROW, [sw.Segment(None, (0,), into=1.5)]),
+        lambda: sw.Segments(ROW, [sw.Segment(None, (0,), into=slice(0, "1"))]), lambda: sw.Segments(ROW, [sw.Segment(None, (0,), into=ROW)]),
+        lambda: sw.FlatShard(ROW, (2**40, 2**40), 0), lambda: sw.FlatShard(ROW, (4,), 2**64), lambda: sw.FlatShard(sw.ArraySpec(), (4,), 0),
+        lambda: sw.RankMesh(a=2**31, b=2**31), lambda: sw.RankMesh([[0], [1, 2]], a=2), lambda: sw.RankMesh([0.5, 1.0], a=2), lambda: sw.RankMesh([-1, 0], a=2),
+        lambda: sw.RankMesh(a=2).ranks(a=2), lambda: sw.RankMesh(a=2).ranks(a=2**64), lambda: sw.RankMesh(a=2).coordinates(2**64),
+        lambda: sw.Rules([]), lambda: sw.Rules({"**": 3}), lambda: sw.Rules({"**": "tp"}), lambda: sw.Rules({"**": ()}, stages=3), lambda: RULES.shard({}, 3, 0),
+        lambda: RULES.shard({"a": ROW}, sw.RankMesh(pp=2), 0, lambda path: (2**70,)), lambda: RULES.shard({"a": ROW}, sw.RankMesh(pp=2), 0, lambda path: ()),
+        lambda: sw.Rules({"**": ()}, stages={"**": "x"}).shard({"a": ROW}, sw.RankMesh(pp=2), 0),
     ],
 )  # fmt: skip
 def test_numbers_and_names_that_mean_nothing_are_refused_where_they_are_given(make: Any) -> None:
     with pytest.raises(sw.MisuseError, match=" "):
         make()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        layouts.Parts(ROW, (2**70,), [layouts.Piece((0,), (4,), (slice(0, 4),))], None),
+        layouts.Parts(ROW, (8,), [layouts.Piece((2**70,), (4,), (slice(0, 4),))], None),
+    ],
+)
+def test_what_another_package_says_of_its_parts_is_refused_by_leaf_path(
+    root: Path, parts: layouts.Parts
+) -> None:
+    sw.save(root, {"a": [ROW]})
+    for refused in (
+        lambda: sw.save(root.with_name("other"), {"a": [parts]}),
+        lambda: sw.restore(root, like={"a": [parts]}),
+        lambda: sw.restore(root, into={"a": [parts]}),
+    ):
+        with pytest.raises(sw.UnsupportedLeaf, match=r"leaf `a\[0\]`: .* 64 bits") as caught:
+            refused()
+        assert caught.value.leaf == "a[0]"
+
+
+@pytest.mark.parametrize("dtype", ["O", "V4", "S3", "longdouble", [("x", "f4")]])
+def test_a_dtype_that_is_never_stored_cannot_be_wanted_and_is_refused_by_leaf_path(
+    root: Path, dtype: Any
+) -> None:
+    sw.save(root, {"a": ROW})
+    for wanted in (sw.ArraySpec((4,), dtype), np.zeros(4, dtype)):
+        with pytest.raises(sw.UnsupportedLeaf, match="leaf `a`: arrays of dtype"):
+            sw.restore(root, like={"a": wanted})
+
+
+def test_a_part_that_leaves_its_dtype_open_takes_that_of_what_is_stored(root: Path) -> None:
+    sw.save(root, {"a": np.arange(4, dtype=np.int16)})
+    part = sw.LocalShard(sw.ArraySpec((2,)), (4,), (2,))
+    found = sw.restore(root, like={"a": part})["a"].local
+    np.testing.assert_array_equal(found, np.array([2, 3], np.int16), strict=True)
+    padded = sw.Segments(sw.ArraySpec((3,)), [sw.Segment(None, (2,), into=np.s_[1:])])
+    found = sw.restore(root, like={"a": padded})["a"].local
+    np.testing.assert_array_equal(found, np.array([0, 2, 3], np.int16), strict=True)
+
+
+def test_integers_of_numpy_are_integers(root: Path) -> None:
+    options = sw.Options(block_bytes=np.int64(4096), queue_depth=np.uint8(4))  # type: ignore[arg-type]
+    name = sw.StepName(width=np.int32(4))  # type: ignore[arg-type]
+    with sw.CheckpointManager(root, options=options, step_name=name) as manager:
+        manager.save(np.int64(3), {"a": ROW}).result()  # type: ignore[arg-type]
+        with pytest.raises(sw.MisuseError, match=r"leaf `a`: .* larger than any memory"):
+            manager.prepare({"a": sw.ArraySpec((2**62,), "f8")})
+        with pytest.raises(sw.MisuseError, match="branch"):
+            manager.rewind(3, branch=3)  # type: ignore[arg-type]
+    assert (root / "step_0003").is_dir()
 
 
 @pytest.mark.parametrize(

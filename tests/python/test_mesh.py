@@ -117,6 +117,20 @@ def test_a_mesh_knows_its_ranks_and_their_places() -> None:
             bad()
 
 
+def test_a_mesh_of_many_ranks_is_no_table_and_answers_as_one_does() -> None:
+    plain, table = sw.RankMesh(a=3, b=4, c=5), sw.RankMesh(np.arange(60).reshape(3, 4, 5), a=3, b=4, c=5)
+    for rank in range(60):
+        a, b, c = map(int, np.unravel_index(rank, (3, 4, 5)))
+        assert plain.coordinates(rank) == table.coordinates(rank) == {"a": a, "b": b, "c": c}
+        assert plain.ranks(b=b, c=c) == table.ranks(b=b, c=c) == [20 * n + 5 * b + c for n in range(3)]
+    assert plain.ranks() == table.ranks() == list(range(60))
+    # A grid of so many numbers would be 16 GiB.
+    large = sw.RankMesh(a=2**15, b=2**16)
+    assert large.size == 2**31
+    assert large.coordinates(2**31 - 1) == {"a": 2**15 - 1, "b": 2**16 - 1}
+    assert large.ranks(a=3, b=7) == [3 * 2**16 + 7]
+
+
 def test_dimensions_are_cut_as_torch_does_or_evenly() -> None:
     mesh = sw.RankMesh(tp=4)
     tree = {"w": sw.ArraySpec((10,), np.float32)}

@@ -99,7 +99,7 @@ BUFFER = np.zeros((5, 4), np.float32)
     [
         ([np.zeros((10, 4), np.float32)], r"gives sw\.Chunk"),
         ([sw.Chunk([[0.0] * 4] * 10)], "a Chunk holds an array, not list"),
-        ([rows(-1, 10)], "offset=.* is not made of numbers from 0 on"),
+        ([rows(-1, 10)], "the offset of a Chunk has no negative numbers"),
         ([sw.Chunk(np.zeros((10, 4), np.float32), (0,))], "one number for each dimension"),
         ([rows(0, 3), rows(5, 5)], r"no chunk holds \[3:5, 0:4\]"),
         ([rows(0, 6), rows(5, 5)], r"chunks 0 and 1 both hold \[5:6, 0:4\]"),
