@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -184,7 +183,9 @@ def test_a_rank_that_is_stopped_past_the_deadline_hears_what_was_decided_without
     script = (
         MODEL
         + """
-manager = open_manager(settings={"stall_timeout": 3.0})
+import pathlib
+has_heard = pathlib.Path(sys.argv[5])
+manager = open_manager(settings={"stall_timeout": 5.0})
 manager.save(1, state(1)).result()
 if RANK == 1:
     print("stops", flush=True)
@@ -193,22 +194,25 @@ try:
     manager.save(2, state(2)).result()
     print("saved")
 except sw.CoordinationTimeout as error:
-    print("missing", error.missing)
-if RANK == 0:
-    time.sleep(3.5)
+    print("missing", error.missing, flush=True)
+if RANK == 1:
+    has_heard.touch()
+deadline = time.monotonic() + 60
+while not has_heard.exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
 manager.save(3, state(3)).result()
 manager.close()
 """
     )
-    ranks = start(tmp_path, script, 2, root)
-    stopped = ranks.processes[1]
+    ranks = start(tmp_path, script, 2, root, tmp_path / "heard")
+    leader, stopped = ranks.processes
+    assert leader.stdout is not None
     assert stopped.stdout is not None
     assert stopped.stdout.readline() == "stops\n"
-    time.sleep(5)
+    assert leader.stdout.readline() == "missing [1]\n"
     stopped.send_signal(signal.SIGCONT)
-    out = ranks.succeed()
-    assert out[0] == "missing [1]\n"
-    assert out[1] == "missing [1]\n"
+    assert ranks.succeed() == ["", "missing [1]\n"]
     assert sorted(one.name for one in root.glob("step_*")) == ["step_00000001", "step_00000003"]
     check_whole(root, 3)
 
