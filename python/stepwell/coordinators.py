@@ -273,7 +273,8 @@ class MPI:
             self._asked += 1
             question = (self._asked, operation, key, message)
             self._under_way.append(self._comm.isend(question, dest=0, tag=self._ASK))
-            number = None
+            number: int | None = None
+            answer: bytes | None = None
             while number != self._asked:
                 found = self._awaited(deadline, lambda: self._comm.improbe(source=0, tag=self._ANSWER))
                 coming = found.irecv()

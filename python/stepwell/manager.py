@@ -201,9 +201,10 @@ class CheckpointManager:
             failure: BaseException | None = None
             answers: dict[str, bool] = {}
             try:
+                # First of all: it is a call that all make.
+                answers = self._answers(step)
                 numbers = real_numbers(metrics)
                 metadata = metadata_json(custom_metadata)
-                answers = self._answers(step)
             except BaseException as error:
                 if alone:
                     raise
@@ -279,8 +280,14 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Whether :meth:`save` would save that step."""
-        number = step_number(step)
-        return bool(self._open().should_save(number, self._answers(number)))
+        number, core = step_number(step), self._open()
+        try:
+            answers = self._answers(number)
+        except BaseException:
+            if core.ranks()[1] > 1:
+                core.should_save(number, {})  # as the others do
+            raise
+        return bool(core.should_save(number, answers))
 
     def reached_preemption(self, step: int) -> bool:
         """Whether this job is to be preempted, so that the loop should leave: a signal came before the policy was asked about ``step``, which is saved then."""

@@ -23,7 +23,7 @@ class Together:
 
     def exchange_over(self, name: str) -> None:
         """What they exchange goes over that, on all of them: two kinds of collectives would not meet."""
-        self._how += f" over {name}"
+        self.how += f" over {name}"
 
     def unexpected(self, leaves: list[int]) -> list[int]:
         """What nobody on this rank wants, by the numbers of stored leaves, in order → what nobody on any rank does. All ranks make this call before they read an array."""

@@ -468,6 +468,35 @@ def test_the_callables_of_a_policy_are_asked_on_the_first_rank_and_its_answers_c
     assert asked == [(0, step, latest[step]) for step in range(8) for _ in range(2)]
 
 
+def test_a_callable_of_a_policy_that_raises_does_not_set_the_ranks_apart(root: Path) -> None:
+    def policy(rank: int) -> sw.SavePolicy:
+        def odd(step: int, latest: int | None) -> bool:
+            if step == 3:
+                raise ZeroDivisionError("in the policy")
+            return step % 2 == 1
+
+        return sw.when(odd) | sw.at_steps({3})
+
+    def work(rank: int, manager: sw.CheckpointManager) -> list[str]:
+        told = []
+        for step in range(6):
+            for call in (manager.should_save, lambda step: manager.save(step, {"w": np.arange(3)})):
+                try:
+                    said = bool(call(step))
+                    manager.wait_until_finished()
+                    told.append(str(said))
+                except (ZeroDivisionError, sw.StepwellError) as error:
+                    told.append(type(error).__name__)
+        assert manager.latest_step() == 5
+        return told
+
+    first, other = together(2, root, work, save_policy=policy)
+    assert first[6:8] == ["ZeroDivisionError"] * 2
+    assert other[6:8] == ["True", "RankFailed"]
+    assert first[:6] == other[:6] == ["False", "False", "True", "True", "False", "False"]
+    assert first[8:] == other[8:] == ["False", "False", "True", "True"]
+
+
 def test_of_each_socket_only_so_many_processes_write_what_all_have(tmp_path: Path, root: Path) -> None:
     run(
         tmp_path,
