@@ -451,7 +451,7 @@ class CheckpointManager:
                 transport = transports.find(self._coordinator, self._stall)
                 exchange = Exchange(core, transport, together, options.broadcast == "gather")
             answer = restoring.run(core, options, together, exchange)
-            together.agree()
+            together.end()
         finally:
             current_rank.reset(token)
         return answer

@@ -50,6 +50,10 @@ class Together:
         """Returns where all ranks have come as far; raises :class:`~stepwell.RankFailed` where one has failed."""
         with self._asking():
             self._manager.agree("restore")
+
+    def end(self) -> None:
+        """The last such call: nobody waits for a word of this rank afterwards."""
+        self.agree()
         self._is_over = True
 
     def fail(self, failure: BaseException) -> None:

@@ -212,7 +212,9 @@ impl Manager {
     /// Says that a step was restored: [`Manager::next_step`] goes on from it.
     pub fn restored(&self, step: u64) {
         if self.inner.birth.is_here() {
-            self.inner.lock().trail.restored(step);
+            let mut state = self.inner.lock();
+            state.trail.restored(step);
+            state.restoring = false;
         }
     }
 }

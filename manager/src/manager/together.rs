@@ -474,12 +474,10 @@ impl Manager {
     /// What each rank has come to becomes one end for all: where one has failed, so have all, with its cause.
     pub fn agree(&self, what: &str, mine: Result<()>) -> Result<()> {
         self.inner.check_usable()?;
-        let agreed = self.restoring(what, mine, |_| Ok(()));
-        self.inner.lock().restoring = false;
-        agreed
+        self.restoring(what, mine, |_| Ok(()))
     }
 
-    /// What ranks say to each other in a restore. By an error it ends on all of them.
+    /// What ranks say to each other in a restore. By an error it ends on all of them; else by [`Manager::restored`].
     fn restoring<S: Serialize + for<'de> Deserialize<'de>, T: Serialize + for<'de> Deserialize<'de>>(
         &self,
         what: &str,
