@@ -165,7 +165,10 @@ def describe(parts: Parts) -> tuple[Any, ...]:
         return ("refuse", str(error))
     assert inner.spec.dtype is not None
     library = type(parts.local).__module__.partition(".")[0].replace("jaxlib", "jax")
-    held = [(one.offset, view(parts.local, one), library == "jax", one.holders) for one in parts.pieces]
+    held = [
+        (one.offset, adapters.with_values(view(parts.local, one)), library == "jax", one.holders)
+        for one in parts.pieces
+    ]
     known = library if adapters.is_known(library) else None
     return ("sharded", native_name(inner.spec.dtype), list(parts.global_shape), held, known)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from . import _core
+from . import _core, adapters
 from .adapters import Target
 from .checks import listed, sizes
 from .errors import MisuseError, UnsupportedLeaf
@@ -119,7 +119,8 @@ def describe(
     fault = _fault(provider, chunks)
     if fault is not None:
         return ("refuse", fault)
-    return ("sharded", native_name(dtype), list(provider.shape), list(chunks), None)
+    held = [(offset, adapters.with_values(array), is_lazy) for offset, array, is_lazy in chunks]
+    return ("sharded", native_name(dtype), list(provider.shape), held, None)
 
 
 def target(provider: Any) -> Target:
@@ -163,8 +164,6 @@ def _fill(array: Any, values: np.ndarray[Any, Any]) -> None:
     if isinstance(array, np.ndarray):
         np.copyto(array, values)
         return
-    from .adapters import arrays
-
     # A parameter is one that autograd watches.
     plain = array.detach() if hasattr(array, "detach") else array
-    plain.copy_(arrays("torch", [np.ascontiguousarray(values)])[0])
+    plain.copy_(adapters.arrays("torch", [np.ascontiguousarray(values)])[0])

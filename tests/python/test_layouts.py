@@ -837,6 +837,35 @@ def test_a_part_that_lies_behind_what_is_stored_is_padding(root: Path) -> None:
             np.testing.assert_array_equal(found.local, expected)
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">c8", ">M8[s]"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda array: sw.LocalShard(array, (8,), (0,)),
+        lambda array: sw.Segments(array, [sw.Segment(None, (0,), shape=(8,))]),
+        lambda array: sw.Segments(
+            array, [sw.Segment(None, (4 * i,), into=S[i::2], shape=(8,)) for i in (0, 1)]
+        ),
+        lambda array: sw.Segments(array, [sw.Segment("q", (0,), shape=(8,))]),
+        lambda array: sw.FlatShard(array, (2, 4), 0),
+    ],
+)
+def test_parts_in_another_byte_order_are_stored_as_their_values_and_filled_with_them(
+    root: Path, dtype: str, made: Callable[[Array], Any]
+) -> None:
+    native = np.dtype(dtype).newbyteorder("=")
+    values = (np.arange(8) * 1000 + 1).astype(dtype)
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"w": made(values.astype(native))}).result()
+        manager.save(1, {"w": made(values)}).result()
+        for step in (0, 1):
+            found = np.zeros(8, dtype)
+            manager.restore(step, into={"w": made(found)})
+            np.testing.assert_array_equal(found, values)
+            like = made(np.zeros(8, dtype))
+            np.testing.assert_array_equal(manager.restore(step, like={"w": like})["w"].local, values)
+
+
 def test_segments_say_what_is_wrong_with_them() -> None:
     local = np.zeros((4, 6), np.float32)
     for segments, why in [

@@ -139,3 +139,25 @@ def test_a_dtype_that_is_none_of_numpys_is_refused_by_path(root: Path) -> None:
         pytest.raises(sw.UnsupportedLeaf, match=r"`table`.*dtype of a provider"),
     ):
         mgr.save(0, {"table": Given([rows(0, 10)], dtype=object())})
+
+
+class Rows:
+    """Two halves in another byte order than this machine's."""
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        self.dtype, self.shape = values.dtype, values.shape
+        middle = len(values) // 2
+        self.halves = (values[:middle].copy(), values[middle:].copy())
+
+    def stepwell_chunks(self) -> Iterable[sw.Chunk]:
+        yield sw.Chunk(self.halves[0], (0,))
+        yield sw.Chunk(self.halves[1], (len(self.halves[0]),), "lazy")
+
+
+def test_chunks_in_another_byte_order_are_stored_as_their_values_and_filled_with_them(root: Path) -> None:
+    values = (np.arange(10) * 1000 + 1).astype(">f8")
+    sw.save(root, {"table": Rows(values)})
+    np.testing.assert_array_equal(sw.restore(root)["table"], values)
+    table = Rows(np.zeros(10, ">f8"))
+    sw.restore(root, into={"table": table})
+    np.testing.assert_array_equal(np.concatenate(table.halves), values)

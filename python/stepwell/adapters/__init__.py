@@ -11,6 +11,7 @@ A framework module has
 * ``TAKES_OVER``: whether those take over the memory of what they are made of, for good: nobody else may write to it then (not there: no);
 * ``like(values, targets)``: the same, each where a target is that is an array of a class that never changes, or an abstract array; ``None`` for a target that is not its own
   (only where it makes such classes known);
+* ``with_values(array)``: an array of its own whose memory holds its values: itself, or a new one (only where it has lazy views);
 * ``streams(devices)``: on which streams it computes now, by CUDA device (only where what is put on a stream of one's own can be ordered with its work);
 * ``arrange(state, saving)``: a state whose leaves are to be stored elsewhere than where they stand, an :class:`Arranged`, or ``None`` (only where it has such leaves);
 * ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named ``<framework>.…`` (only where it names some);
@@ -213,6 +214,16 @@ def like(values: list[Any], targets: list[Any]) -> list[Any]:
                 if array is not None:
                     results[number] = array
     return results
+
+
+def with_values(array: Any) -> Any:
+    """An array whose memory holds its values as they are stored: itself, or a new one where they lie there in another byte order, or a view is to conjugate or negate them."""
+    if isinstance(array, np.ndarray):
+        return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    for module in load():
+        if hasattr(module, "with_values"):
+            array = module.with_values(array)
+    return array
 
 
 def streams(devices: Iterable[int]) -> dict[int, int]:
