@@ -240,7 +240,8 @@ def _finished(parts: Parts, values: Any, fill: bool) -> Any:
 def filled(local: Any, found: list[tuple[Piece, Any]], fill: bool) -> Any:
     """The array of a process with these values: the one that it has, or a new one like it, with zeros where no piece is."""
     inner = _inner(local)
-    if fill and inner.has_value and inner.memory is not None:
+    # A tensor can be changed, also where its memory does not hold its values.
+    if fill and inner.has_value and (inner.memory is not None or hasattr(local, "copy_")):
         for piece, value in found:
             _put(view(local, piece), value)
         return local

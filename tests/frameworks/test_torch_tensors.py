@@ -84,6 +84,45 @@ def test_conjugated_and_negated_views_are_stored_as_what_they_show(root: Path) -
     assert torch.equal(back["neg"], values.conj().imag.resolve_neg())
 
 
+def test_parts_that_are_conjugated_or_negated_are_stored_as_what_they_show_and_filled_with_it(
+    root: Path,
+) -> None:
+    views = {
+        "conj": torch.tensor([1 + 2j, 3 - 4j, 5 + 6j]).conj(),
+        "neg": torch.tensor([1 + 2j, 3 - 4j, 5 + 6j]).conj().imag,
+    }
+
+    def parts(views: dict[str, torch.Tensor]) -> dict[str, Any]:
+        conj, neg = views["conj"], views["neg"]
+        return {
+            "conj": sw.LocalShard(conj, (3,), (0,)),
+            "neg": sw.LocalShard(neg, (3,), (0,)),
+            "segments": sw.Segments(
+                conj,
+                [
+                    sw.Segment("a", (0,), into=np.s_[:1], shape=(1,)),
+                    sw.Segment("b", (0,), into=np.s_[1:], shape=(2,)),
+                ],
+            ),
+            "flat": sw.FlatShard(conj, (3,), 0),
+        }
+
+    sw.save(root, parts(views))
+    back = sw.restore(root, to="torch")
+    shown = {name: view.resolve_conj().resolve_neg() for name, view in views.items()}
+    assert torch.equal(back["conj"], shown["conj"])
+    assert torch.equal(back["neg"], shown["neg"])
+    assert torch.equal(torch.cat([back["segments"]["a"], back["segments"]["b"]]), shown["conj"])
+    assert torch.equal(back["flat"], shown["conj"])
+    empty = {
+        "conj": torch.zeros(3, dtype=torch.complex64).conj(),
+        "neg": torch.zeros(3, dtype=torch.complex64).conj().imag,
+    }
+    sw.restore(root, into=parts(empty))
+    for name, view in empty.items():
+        assert torch.equal(view.resolve_conj().resolve_neg(), shown[name])
+
+
 def test_a_parameter_is_stored_as_a_tensor_and_requires_grad_comes_from_the_target(root: Path) -> None:
     sw.save(root, {"w": torch.nn.Parameter(torch.arange(4.0))})
     frozen = torch.nn.Parameter(torch.zeros(4), requires_grad=False)

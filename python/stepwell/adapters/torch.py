@@ -27,11 +27,22 @@ _BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 def _capsule(tensor: torch.Tensor) -> Any:
     """The memory of a tensor, where that holds its values: a view that conjugates or negates, or stands for zeros, has others there; of one that says so, the values are parts of another. And the
     storage, which a capsule does not hold: the tensor lets go of it where it is given another (`tensor.data = …`, `module.to()`)."""
-    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+    if _is_lazy_view(tensor):
         raise BufferError("a lazy view")
     if hasattr(tensor, _BOXES[1]):
         raise BufferError("parts of a tensor")
     return dlpack.to_dlpack(tensor), tensor.untyped_storage()  # type: ignore[attr-defined]
+
+
+def _is_lazy_view(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+
+
+def with_values(array: Any) -> Any:
+    """A tensor whose memory holds its values: a new one, of a lazy view."""
+    if not isinstance(array, torch.Tensor) or not _is_lazy_view(array):
+        return array
+    return array.detach().resolve_conj().resolve_neg().clone()
 
 
 #: Tensors that are nothing else: what a subclass is, and where its values are, is asked one by one.
