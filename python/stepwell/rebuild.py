@@ -24,12 +24,14 @@ BARE_STATE = "stepwell.state"
 class Structure:
     """A stored tree, with its paths at hand."""
 
-    __slots__ = ("_paths", "children", "leaf_nodes", "nodes")
+    __slots__ = ("_child_at", "_paths", "children", "leaf_nodes", "nodes")
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = nodes
         self.children: list[list[int]] = [[] for _ in nodes]
         self._paths: list[str] | None = None
+        #: Of the containers in which somebody has looked: place → child.
+        self._child_at: dict[int, dict[tuple[bool, str | int], int]] = {}
         leaves: list[tuple[int, int]] = []
         for number, (parent, component, kind) in enumerate(nodes):
             if component is not None:
@@ -54,13 +56,21 @@ class Structure:
             return None
         at = 0
         for component in components:
-            for child in self.children[at]:
-                if same_place(self.nodes[child][1], component):
-                    at = child
-                    break
-            else:
+            child = self._children_by_place(at).get(_place(component))
+            if child is None:
                 return None
+            at = child
         return at
+
+    def _children_by_place(self, node: int) -> dict[tuple[bool, str | int], int]:
+        found = self._child_at.get(node)
+        if found is None:
+            found = self._child_at[node] = {}
+            for child in self.children[node]:
+                component = self.nodes[child][1]
+                assert component is not None
+                found.setdefault(_place(component), child)
+        return found
 
     def leaves_below(self, node: int) -> list[int]:
         """Numbers of the leaves at or below a node."""
@@ -143,11 +153,9 @@ class Structure:
         return "" if component is None else component[1]
 
 
-def same_place(one: Component | None, other: Component) -> bool:
-    """Whether two components render alike: keys and fields by name, indices and integer keys by number."""
-    if one is None or one[1] != other[1]:
-        return False
-    return (one[0] in "kf") == (other[0] in "kf")
+def _place(component: Component) -> tuple[bool, str | int]:
+    """What components that render alike have in common: keys and fields the name, indices and integer keys the number."""
+    return component[0] in "kf", component[1]
 
 
 def kind_of(kind: ContainerKind) -> str:
