@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Unpack, final
 
-from . import _core, adapters, coordinators, lifecycle, restoring, template, transports
+from . import _core, adapters, coordinators, lifecycle, plan, restoring, template, transports
 from .checkpoint import Checkpoint, Metadata
 from .checks import (
     flag,
@@ -38,7 +38,7 @@ from .retention import Retention, keep_all
 from .specs import current_rank
 from .stateful import is_callable_state
 from .timeouts import seconds, stall_seconds
-from .together import Together
+from .together import Together, Unasked
 
 Exists = Literal["error", "skip", "replace"]
 
@@ -459,9 +459,19 @@ class CheckpointManager:
     @spelled_out
     def plan(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> RestorePlan:
         """What :meth:`restore` with these keywords would read and do: bytes, blocks and files, by item and in all; leaves by what happens to them. Reads no
-        array, changes nothing, and raises what ``restore`` would raise about what is wanted."""
-        with self.checkpoint(step) as checkpoint:
-            return checkpoint.plan(**options)
+        array, changes nothing, and raises what ``restore`` would raise about what is wanted.
+
+        It is this process's own, and asks the others nothing: of several processes each plans what it reads itself. What others want is not known to it, so that leaves which it does not
+        want itself are listed as left to them (``report.left_out``), where ``restore`` raises if nobody wants them."""
+        checked = RestoreOptions.of(options, "plan").reading_alone()
+        ranks = self._open().ranks()
+        token = current_rank.set(ranks)
+        try:
+            with self.checkpoint(step) as checkpoint:
+                others = None if ranks[1] == 1 else Unasked()
+                return plan.plan(checkpoint._open(), checked, checkpoint.manifest["items"], others)
+        finally:
+            current_rank.reset(token)
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
         """Opens a step (``None``: the newest) for reading, under a lease."""

@@ -13,6 +13,7 @@ from .report import RestoreReport
 from .restore_options import RestoreOptions
 from .restoring import Restore
 from .specs import AS_STORED
+from .together import Unasked
 
 _SHOWN = 8
 
@@ -115,9 +116,11 @@ def _reads(blocks: int, reads: int, files: int) -> str:
     return f"{_count(blocks, 'block', 'blocks')} in {_count(reads, 'read', 'reads')} of {_count(files, 'file', 'files')}"
 
 
-def plan(core: Any, options: RestoreOptions, items: Sequence[dict[str, Any]]) -> RestorePlan:
-    """Plans a restore. ``items`` are those of the manifest."""
-    job = Restore(core, options)
+def plan(
+    core: Any, options: RestoreOptions, items: Sequence[dict[str, Any]], others: Unasked | None = None
+) -> RestorePlan:
+    """Plans a restore. ``items`` are those of the manifest; ``others`` stands for the other ranks, where there are some."""
+    job = Restore(core, options, together=others)
     name_of = {str(item["dir"]): str(item["name"]) for item in items}
     item_of_top = {str(top["name"]): str(item["name"]) for item in items for top in item["top_level"]}
     target = AS_STORED if options.target is None else options.target

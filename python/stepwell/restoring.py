@@ -22,7 +22,7 @@ from .report import RestoreReport
 from .restore_options import RestoreOptions
 from .specs import AS_STORED, ArraySpec
 from .template import Part, naming
-from .together import Together
+from .together import Together, Unasked
 from .wanted import Wanted
 
 _WARNING = 30
@@ -37,7 +37,7 @@ class Restore:
         core: Any,
         options: RestoreOptions,
         structure: Structure | None = None,
-        together: Together | None = None,
+        together: Together | Unasked | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         self.core = core

@@ -69,3 +69,14 @@ class Together:
         except BaseException:
             self._is_over = True
             raise
+
+
+class Unasked:
+    """In place of the others, for a rank that looks by itself at what they would restore together: nobody knows here what they want, and any leaf that this one does not may be theirs."""
+
+    def unexpected(self, leaves: list[int]) -> list[int]:
+        """See :meth:`Together.unexpected`."""
+        return []
+
+    def settle(self) -> None:
+        """See :meth:`Together.settle`."""

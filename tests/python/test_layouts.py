@@ -934,6 +934,34 @@ def test_every_rank_gets_its_own_value_back_and_other_ranks_need_to_be_told_whos
     together(2, root, elsewhere)
 
 
+def test_a_rank_plans_what_it_would_restore_itself_and_asks_nobody(root: Path) -> None:
+    def state(rank: int, start: float) -> dict[str, Any]:
+        return {
+            "rng": sw.PerRank(np.full(2, start)),
+            "seen": sw.PerRank(start, key=f"dp={rank}"),
+            "layers": {str(rank): np.full(3, start)},
+            "x": 1,
+        }
+
+    def saves(rank: int, manager: sw.CheckpointManager) -> None:
+        manager.save(0, state(rank, float(rank))).result()
+        if rank == 1:  # the others are not there to answer
+            for keywords in ({"into": state(1, 7.0)}, {"like": state(1, 7.0)}):
+                plan = manager.plan(**keywords)  # type: ignore[arg-type]
+                assert set(plan.report.restored) == {"rng/1", "seen/dp=1", "layers/1", "x"}
+                assert set(plan.report.left_out) >= {"rng/0", "layers/0", "layers/2"}
+            with pytest.raises(sw.MismatchError, match="missing"):
+                manager.plan(like={"layers": {"4": sw.ArraySpec()}})
+        got = manager.restore(into=state(rank, 7.0))
+        assert (got["rng"].value == rank).all()
+
+    together(3, root, saves)
+    with sw.CheckpointManager(root) as alone, pytest.raises(sw.MismatchError, match="saved by 3 ranks"):
+        alone.plan(like=state(0, 7.0))
+    with sw.CheckpointManager(root) as alone, pytest.raises(sw.MismatchError, match="unexpected"):
+        alone.plan(like={"layers": {"0": sw.ArraySpec()}})
+
+
 def test_leaves_of_other_stages_are_not_unexpected_and_those_of_nobody_are(root: Path) -> None:
     def stage(rank: int, world: int) -> dict[str, Any]:
         a, b = cut(LAYERS, rank, world)
