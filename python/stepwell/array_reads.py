@@ -56,6 +56,7 @@ class Job:
     apart: bool = False
     #: The job that fills the same memory with the same values.
     twin: Job | None = None
+    _box: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -107,10 +108,10 @@ class Job:
 
     def box(self) -> tuple[int, ...]:
         """The extent of what is read, from ``offset`` on."""
-        if self.stored_shape == self.shape and not any(self.offset):
-            return self.shape
-        there = tuple(max(0, n - first) for n, first in zip(self.stored_shape, self.offset, strict=True))
-        return common_box(there, self.shape)
+        if self._box is None:
+            there = tuple(max(0, n - first) for n, first in zip(self.stored_shape, self.offset, strict=True))
+            self._box = common_box(there, self.shape)
+        return self._box
 
     @property
     def nbytes(self) -> int:
@@ -414,6 +415,8 @@ def telling(overwritten: Callable[[], list[str]]) -> Iterator[None]:
 
 def nested(array: _Array | OnDevice) -> bool:
     """Whether its strides grow so that no two elements can share memory (those of a broadcast or a sliding window do not)."""
+    if isinstance(array, np.ndarray) and array.flags.c_contiguous:
+        return True
     reach = array.dtype.itemsize
     for stride, n in sorted(
         (abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1

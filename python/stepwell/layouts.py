@@ -52,8 +52,11 @@ class Parts:
     pieces: list[Piece]
     #: New local array → what the caller has there. ``None``: whoever put several such parts into one array takes the values of the pieces.
     rebuild: Callable[[Any], Any] | None
-    #: What stands in a state for it, for messages.
-    what: str = "a part of a tensor"
+    #: What stands in a state for it, for messages: text, or the object, which is put into words where there is something to say.
+    what: object = "a part of a tensor"
+
+    def __str__(self) -> str:
+        return self.what if isinstance(self.what, str) else repr(self.what)
 
 
 def runs_of_chunks(size: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
@@ -155,9 +158,9 @@ def is_in_one_piece(local: Any) -> bool:
 def describe(parts: Parts) -> tuple[Any, ...]:
     """What a process holds of a tensor, for the walk over a state: see ``leaves.describe``."""
     if isinstance(parts.local, ArraySpec):
-        return ("refuse", f"{parts.what} without data belongs into like=, not into a state")
+        return ("refuse", f"{parts} without data belongs into like=, not into a state")
     if parts.global_shape is None:
-        return ("refuse", f"{parts.what} does not say the shape of the whole tensor; pass shape=")
+        return ("refuse", f"{parts} does not say the shape of the whole tensor; pass shape=")
     try:
         _check(parts)
         inner = _inner(parts.local)
@@ -215,12 +218,9 @@ def target(parts: Parts) -> Target:
         else:
             memories.append(None)
 
-    def finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
-        return [_finished(one.value, values, fill) for one, values in found]
-
     return Target(
         ArraySpec(parts.global_shape, inner.spec.dtype),
-        finish,
+        _finish,
         parts,
         has_value=inner.has_value,
         boxes=[(one.offset, one.extent) for one in parts.pieces],
@@ -229,22 +229,30 @@ def target(parts: Parts) -> Target:
     )
 
 
-def _finished(parts: Parts, values: Any, fill: bool) -> Any:
+def _finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
+    return [_finished(one, values, fill) for one, values in found]
+
+
+def _finished(target: Target, values: Any, fill: bool) -> Any:
     """What the caller has there, with the values of the pieces."""
     values = values if isinstance(values, list) else [values]
+    parts: Parts = target.value
     if parts.rebuild is None:
         return values
+    memories = target.memories if fill and target.has_value else None
+    if memories is not None and all(value is there for value, there in zip(values, memories, strict=True)):
+        return parts.rebuild(parts.local)
     return parts.rebuild(filled(parts.local, list(zip(parts.pieces, values, strict=True)), fill))
 
 
 def filled(local: Any, found: list[tuple[Piece, Any]], fill: bool) -> Any:
     """The array of a process with these values: the one that it has, or a new one like it, with zeros where no piece is."""
+    if fill and isinstance(local, np.ndarray):
+        return _put_all(local, found)
     inner = _inner(local)
     # A tensor can be changed, also where its memory does not hold its values.
     if fill and inner.has_value and (inner.memory is not None or hasattr(local, "copy_")):
-        for piece, value in found:
-            _put(view(local, piece), value)
-        return local
+        return _put_all(local, found)
     shape = tuple(local.shape)
     if len(found) == 1 and tuple(found[0][1].shape) == shape and not isinstance(found[0][0].place, Strided):
         made = found[0][1]
@@ -266,6 +274,12 @@ def _made_of(dtype: np.dtype[Any] | None, found: list[tuple[Piece, Any]]) -> np.
         )
     made: np.dtype[Any] = dtypes.pop()
     return made
+
+
+def _put_all(local: Any, found: list[tuple[Piece, Any]]) -> Any:
+    for piece, value in found:
+        _put(view(local, piece), value)
+    return local
 
 
 def _put(there: Any, value: Any) -> None:

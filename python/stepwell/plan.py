@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, final
 
-from . import template
+from . import collecting, template
 from .paths import printable, render
 from .report import RestoreReport
 from .restore_options import RestoreOptions
@@ -116,6 +116,7 @@ def _reads(blocks: int, reads: int, files: int) -> str:
     return f"{_count(blocks, 'block', 'blocks')} in {_count(reads, 'read', 'reads')} of {_count(files, 'file', 'files')}"
 
 
+@collecting.paused()
 def plan(
     core: Any, options: RestoreOptions, items: Sequence[dict[str, Any]], others: Unasked | None = None
 ) -> RestorePlan:

@@ -11,7 +11,7 @@ import datetime
 import difflib
 from typing import Any
 
-from . import _core, adapters, lifecycle, template
+from . import _core, adapters, collecting, lifecycle, template
 from .array_reads import ArrayReads, Job, telling
 from .errors import MismatchError
 from .exchange import Exchange
@@ -322,6 +322,8 @@ def _direct(core: Any, target: Any, options: RestoreOptions, together: Together 
         return None  # what goes leaf by leaf says which
 
 
+# A dozen objects for each leaf are made, which are all there until it returns.
+@collecting.paused()
 def run(
     core: Any,
     options: RestoreOptions,

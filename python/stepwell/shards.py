@@ -56,15 +56,12 @@ class LocalShard:
         extent = tuple(self.local.shape)
         place = tuple(slice(0, n) for n in extent)
         pieces = [] if 0 in extent else [Piece(self.offset, extent, place, self.replica)]
+        return Parts(self.local, self.global_shape, pieces, self._with, self)
 
-        def rebuild(local: Any) -> LocalShard:
-            return (
-                self
-                if local is self.local
-                else LocalShard(local, self.global_shape, self.offset, self.replica)
-            )
-
-        return Parts(self.local, self.global_shape, pieces, rebuild, repr(self))
+    def _with(self, local: Any) -> LocalShard:
+        if local is self.local:
+            return self
+        return LocalShard(local, self.global_shape, self.offset, self.replica)
 
     def __repr__(self) -> str:
         extent = tuple(self.local.shape)

@@ -12,7 +12,6 @@ import dataclasses
 import enum
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -352,18 +351,25 @@ def _target(value: Any, path: str) -> adapters.Target | None:
         raise _refused(path, str(error)) from error
 
 
-@contextmanager
-def naming(path: str, what: str) -> Iterator[None]:
+class naming:
     """Has what a framework says of a place name the leaf."""
-    try:
-        yield
-    except StepwellError as error:
-        error.leaf = error.leaf or path
-        raise
-    except ValueError as failure:
-        wrong = MismatchError(f"{named(path)}: {what}: {failure}")
-        wrong.leaf = path
-        raise wrong from failure
+
+    __slots__ = ("_path", "_what")
+
+    def __init__(self, path: str, what: str) -> None:
+        self._path = path
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, failure: BaseException | None, __: Any) -> None:
+        if isinstance(failure, StepwellError):
+            failure.leaf = failure.leaf or self._path
+        elif isinstance(failure, ValueError):
+            wrong = MismatchError(f"{named(self._path)}: {self._what}: {failure}")
+            wrong.leaf = self._path
+            raise wrong from failure
 
 
 def _type_leaf(value: type, path: str, components: tuple[Component, ...]) -> Leaf:

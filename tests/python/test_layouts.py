@@ -1010,3 +1010,20 @@ def test_values_that_differ_where_they_should_not_are_refused_by_leaf_and_what_m
     found = sw.restore(root)["m"]
     assert (found["big"] == 5.0).all()
     assert found["n"] == {"a": 0, "b": [0]}
+
+
+def test_a_part_is_put_into_words_only_where_there_is_something_to_say(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    words = sw.LocalShard.__repr__
+    monkeypatch.setattr(sw.LocalShard, "__repr__", lambda self: said.append(self) or words(self))
+    state = {f"w{i}": sw.LocalShard(whole("w", (3,)), (3,), (0,)) for i in range(10)}
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"m": state}).result()
+        manager.restore(into={"m": state})
+        manager.plan(like={"m": state})
+        assert not said
+        with pytest.raises(sw.UnsupportedLeaf, match=r"`w`: LocalShard\(\[0:3\] of \(3,\)\) without data"):
+            manager.save(1, {"w": sw.LocalShard(sw.ArraySpec((3,), "float32"), (3,), (0,))})
+        assert said

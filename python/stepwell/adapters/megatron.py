@@ -276,7 +276,7 @@ def _parts(leaf: Any, saving: bool) -> layouts.Parts:
                 f"its flattened_range {run} has not the {data.numel()} elements of its data"
             )
         parts = FlatShard(data, own, run.start).parts()
-    parts.what = repr(leaf)
+    parts.what = leaf
     if leaf.allow_shape_mismatch and not saving:
         parts.global_shape = None
     return parts
