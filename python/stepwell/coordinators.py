@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import sys
 import threading
@@ -19,12 +20,13 @@ from itertools import count
 from typing import Any, Final, Protocol, final, runtime_checkable
 
 from . import _core
-from .checks import shown, text, whole
+from .checks import shown, whole
 from .errors import CoordinationTimeout, MisuseError
 from .locations import absolute
 
 #: What tells how many processes a launcher has started.
 _SIZES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_JOB_ID: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 #: How many managers this process has opened over a store, by its name: all processes open them in the same order.
 _opened: Counter[str] = Counter()
 #: Numbers of the objects of MPI that this process has made.
@@ -56,8 +58,8 @@ class SharedDirectory:
     Args:
         rank: this process, from 0 on.
         world_size: how many there are.
-        job_id: what tells this job from others that use the same directory at the same time: the scheduler's job number, say.
-        path: the directory, seen by all; default: one inside the root of the manager.
+        job_id: what tells this job from others that use the same directory at the same time: the scheduler's job number, say. 1 to 128 letters, digits, ``_``, ``-`` or ``.``.
+        path: the directory, which is there and seen by all; default: one inside the root of the manager.
     """
 
     def __init__(
@@ -65,8 +67,17 @@ class SharedDirectory:
     ) -> None:
         self.world_size = whole(world_size, "world_size", 1, 2**32 - 1)
         self.rank = whole(rank, "rank", 0, self.world_size - 1)
-        self.job_id = text(str(job_id), "job_id")
+        self.job_id = str(job_id)
+        # The name of a directory; what the engine refuses only where there are others to meet is refused for one process, too.
+        if not _JOB_ID.fullmatch(self.job_id):
+            raise MisuseError(
+                f"job_id is 1 to 128 letters, digits, `_`, `-` or `.`, such as the scheduler's job number, not {shown(job_id)}"
+            )
         self.path = None if path is None else absolute(path, "the directory that processes share")
+        if self.path is not None and not os.path.isdir(self.path):
+            raise MisuseError(
+                f"path={self.path!r} is no directory; make it where all processes see it, or leave it out for one inside the root"
+            )
 
     def __repr__(self) -> str:
         return f"SharedDirectory({self.rank}, {self.world_size}, {self.job_id!r})"

@@ -315,6 +315,21 @@ def test_numbers_and_names_that_mean_nothing_are_refused_where_they_are_given(ma
         make()
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_shared_directory_that_cannot_be_is_refused_for_one_process_as_for_many(
+    tmp_path: Path, world: int
+) -> None:
+    for job in ("", "a/b", "a b", "ä", "x\n", "x" * 129, "\ud800"):
+        with pytest.raises(sw.MisuseError, match="job_id is 1 to 128 letters"):
+            sw.SharedDirectory(0, world, job)
+    (tmp_path / "file").touch()
+    for path in ("file", "gone"):
+        with pytest.raises(sw.MisuseError, match=f"{path}' is no directory"):
+            sw.SharedDirectory(0, world, "job", tmp_path / path)
+    for fine in ("x" * 128, "Az_09-.", 4711):
+        assert sw.SharedDirectory(0, world, fine, tmp_path).job_id == str(fine)
+
+
 @pytest.mark.parametrize(
     "parts",
     [
