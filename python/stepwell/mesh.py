@@ -150,11 +150,19 @@ class Rules:
         self._uneven = one_of(uneven, "uneven", ("chunk", "balanced"))
 
     def shard(
-        self, state: Any, mesh: RankMesh, rank: int, shapes: Callable[[str], Sequence[int]] | None = None
+        self,
+        state: Any,
+        mesh: RankMesh,
+        rank: int,
+        shapes: Mapping[str, Sequence[int]] | Callable[[str], Sequence[int]] | None = None,
     ) -> Any:
-        """A state of this rank's own tensors → the same with each as a :class:`LocalShard`, to be saved. ``shapes`` gives the shape of a whole tensor by its path, where parts differ in
-        size; else each cut dimension is as many times as long as the part."""
+        """A state of this rank's own tensors → the same with each as a :class:`LocalShard`, to be saved. ``shapes``, where parts differ in size: leaf path → shape of the whole tensor, or a function
+        of the leaf path that gives it; of what it does not name, each cut dimension is as many times as long as the part."""
         instance(mesh, RankMesh, "mesh", "sw.RankMesh(…)")
+        if shapes is not None and not isinstance(shapes, Mapping) and not callable(shapes):
+            raise MisuseError(
+                f"shapes is {{leaf path: shape of the whole tensor}}, or a function of the leaf path that gives it, not {shown(shapes)}"
+            )
         part = template.parse(state)
         for leaf in template.leaves(part):
             leaf.result = leaf.value
@@ -162,8 +170,9 @@ class Rules:
             if leaf.what != "array" or not hasattr(array, "shape") or isinstance(array, ArraySpec):
                 continue
             axes = self._axes_of(leaf.path, len(array.shape))
-            if shapes is not None:
-                shape = sizes(shapes(leaf.path), f"the shape of {named(leaf.path)}")
+            given = shapes(leaf.path) if callable(shapes) else (shapes or {}).get(leaf.path)
+            if given is not None:
+                shape = sizes(given, f"the shape of {named(leaf.path)}")
                 if len(shape) != len(axes):
                     raise MisuseError(
                         f"{named(leaf.path)} has {len(axes)} dimensions, and shapes= says {shape}"

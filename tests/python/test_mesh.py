@@ -99,6 +99,18 @@ def test_a_model_goes_from_any_mesh_to_any_other(root: Path) -> None:
         together(mesh.size, root, restores)
 
 
+def test_shapes_of_whole_tensors_are_a_mapping_or_a_function_of_their_paths() -> None:
+    mesh, rules = sw.RankMesh(tp=2), sw.Rules({"**": ("tp",)})
+    state = {"a": {"odd": np.zeros(2), "even": np.zeros(3)}}
+    shapes = {"a/odd": (5,), "a/of/another/stage": (9,)}
+    for given in (shapes, shapes.get):
+        shards = rules.shard(state, mesh, 1, shapes=given)["a"]  # type: ignore[arg-type]
+        assert (shards["odd"].global_shape, shards["odd"].offset) == ((5,), (3,))
+        assert (shards["even"].global_shape, shards["even"].offset) == ((6,), (3,))
+    with pytest.raises(sw.MisuseError, match=r"shapes is \{leaf path: shape"):
+        rules.shard(state, mesh, 1, shapes=[(5,)])  # type: ignore[arg-type]
+
+
 def test_a_mesh_knows_its_ranks_and_their_places() -> None:
     mesh = sw.RankMesh(pp=2, dp=3, tp=4)
     assert mesh.size == 24
