@@ -379,3 +379,51 @@ dist.destroy_process_group()
 """
     )
     run_forked(tmp_path, TORCH, restore, 4, root, free_port(), "1x2x2")
+
+
+FSDP1 = """
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[5]}", rank=RANK, world_size=WORLD)
+mesh = init_device_mesh("cpu", (WORLD,))
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.Linear(7, 5))
+    model = FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=True)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+def step(model, optimizer):
+    loss = model(torch.arange(20.0).reshape(4, 5)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+one, other = build(1), build(2)
+step(*one)
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    parameters, slots = get_state_dict(*one)
+    manager.save(0, {"model": parameters, "optimizer": slots}).result()
+    parameters, slots = get_state_dict(*other)
+    found = manager.restore(into={"model": parameters, "optimizer": slots})
+    set_state_dict(*other, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+assert [step(*one) for _ in range(3)] == [step(*other) for _ in range(3)]
+dist.destroy_process_group()
+"""
+
+
+def test_what_torch_gives_of_fsdp1_as_dtensors_is_saved_whole_and_restored(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    run_forked(tmp_path, TORCH, FSDP1, 2, root, free_port())
+    found = sw.restore(root, to="torch")
+    assert {name: tuple(one.shape) for name, one in found["model"].items()} == {
+        "0.weight": (7, 5),
+        "0.bias": (7,),
+        "2.weight": (5, 7),
+        "2.bias": (5,),
+    }
+    assert found["optimizer"]["state"]["2.weight"]["exp_avg"].shape == (5, 7)
