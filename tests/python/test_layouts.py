@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -1027,3 +1028,22 @@ def test_a_part_is_put_into_words_only_where_there_is_something_to_say(
         with pytest.raises(sw.UnsupportedLeaf, match=r"`w`: LocalShard\(\[0:3\] of \(3,\)\) without data"):
             manager.save(1, {"w": sw.LocalShard(sw.ArraySpec((3,), "float32"), (3,), (0,))})
         assert said
+
+
+def test_the_collector_rests_while_many_parts_are_restored_or_planned(root: Path) -> None:
+    def state(value: float) -> dict[str, Any]:
+        return {f"w{i}": sw.LocalShard(np.full(3, value), (3,), (0,)) for i in range(3000)}
+
+    collections = []
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"m": state(1.0)}).result()
+        target = {"m": state(2.0)}
+        gc.callbacks.append(lambda phase, info: collections.append(phase))
+        try:
+            manager.restore(into=target)
+            manager.plan(like=target)
+        finally:
+            gc.callbacks.pop()
+        assert len(collections) < 20  # not one for each few hundred objects
+        assert gc.isenabled()
+    assert (target["m"]["w7"].local == 1).all()
