@@ -180,11 +180,11 @@ def _check(parts: Parts) -> None:
     """Raises where a class of another package says what no tensor has; ours have looked at it when they were made."""
     try:
         if parts.global_shape is not None:
-            sizes(parts.global_shape, f"the whole shape of {parts.what}")
+            sizes(parts.global_shape, "the whole shape")
         for one in parts.pieces:
-            sizes(one.offset, f"the place of {parts.what}")
+            sizes(one.offset, "the place")
     except MisuseError as error:
-        raise UnsupportedLeaf(str(error)) from error
+        raise UnsupportedLeaf(f"of {parts}, {error}") from error
 
 
 def _inner(local: Any) -> Target:
