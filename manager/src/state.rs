@@ -162,8 +162,8 @@ pub(crate) fn items(state: &StateSource, chunks: &subchunk::Options, writing: &W
             plans.push(ItemPlan { dir, tree, leaves });
         } else {
             let index = tensors(&tree, &leaves);
-            // Of objects the ranks say the same by their claims.
-            if !index.leaves.is_empty() {
+            // Of objects the ranks say the same by their claims; an empty container has nothing else that tells of it.
+            if !index.leaves.is_empty() || has_empty_container(&tree) {
                 unwritten.push(ItemPart { item: draft.clone(), index, tensor_bytes: 0 });
             }
         }
@@ -313,7 +313,14 @@ fn branch(tree: &Tree, top: &BTreeSet<u32>) -> (Tree, Vec<u32>) {
     (out, origins)
 }
 
-/// The tensors of an item, of none of which this rank writes anything.
+fn has_empty_container(tree: &Tree) -> bool {
+    let parents: HashSet<u32> = tree.nodes().iter().skip(1).map(|node| node.parent).collect();
+    (0_u32..)
+        .zip(tree.nodes())
+        .any(|(number, node)| matches!(node.kind, NodeKind::Container(_)) && !parents.contains(&number))
+}
+
+/// The containers and the tensors of an item, of none of which this rank writes anything.
 fn tensors(tree: &Tree, leaves: &[LeafPlan]) -> Index {
     let mut index = Index::default();
     let mut numbers: Vec<u32> = Vec::with_capacity(tree.nodes().len());

@@ -80,14 +80,14 @@ def describe(obj: Any) -> Description:
     if is_provider(obj):
         return describe_provider(obj)
     if cls is LocalShard or cls is FlatShard:
-        return layouts.describe(obj.parts())
+        return _parts(obj.parts())
     if cls is Segments:
         if not obj.is_named:
-            return layouts.describe(obj.parts())
+            return _parts(obj.parts())
         # Its tensors stand below it.
         return ("mapping", "dict", list(obj.tensors().items()))
     if cls is layouts.Parts:
-        return layouts.describe(obj)
+        return _parts(obj)
     if isinstance(obj, np.generic):
         return _numpy_scalar(obj)
     if isinstance(obj, enum.Enum):
@@ -155,29 +155,44 @@ def enum_names(member: enum.Enum) -> list[str]:
 
 
 def _array(array: np.ndarray[Any, Any]) -> Description:
+    why = _not_storable(array)
+    if why is not None:
+        return ("refuse", why)
+    return ("array", np.asarray(array, dtype=_native(array.dtype)))
+
+
+def _parts(parts: layouts.Parts) -> Description:
+    """What a process holds of a tensor."""
+    if isinstance(parts.local, np.ndarray) and (why := _not_storable(parts.local)) is not None:
+        return ("refuse", why)
+    return layouts.describe(parts)
+
+
+def _not_storable(array: np.ndarray[Any, Any]) -> str | None:
+    """Why an array cannot be stored, or ``None``."""
     cls = type(array)
     if isinstance(array, np.ma.MaskedArray):
-        return ("refuse", "a masked array has no storable mask; store .data and .mask as two arrays")
+        return "a masked array has no storable mask; store .data and .mask as two arrays"
     if cls is not np.ndarray and cls is not np.memmap:
         return (
-            "refuse",
             f"{type_name(cls)} is a subclass of ndarray and would not come back as what it is; "
-            "pass np.asarray(...) of it",
+            "pass np.asarray(...) of it"
         )
     dtype = array.dtype
     if dtype.hasobject:
-        return ("refuse", "an array of Python objects cannot be stored; use a list, or a numeric dtype")
+        return "an array of Python objects cannot be stored; use a list, or a numeric dtype"
     if dtype.fields is not None:
-        return (
-            "refuse",
-            f"a structured array ({dtype}) cannot be stored; store its fields as arrays of their own",
-        )
+        return f"a structured array ({dtype}) cannot be stored; store its fields as arrays of their own"
     if dtype.kind in "SUT":
-        return ("refuse", f"an array of strings ({dtype}) cannot be stored; use a list of str or bytes")
-    native = dtype if dtype.isnative else dtype.newbyteorder("=")
-    if storable_name(native) is None:
-        return ("refuse", f"arrays of dtype {dtype} cannot be stored; convert with .astype() first")
-    return ("array", np.asarray(array, dtype=native))
+        return f"an array of strings ({dtype}) cannot be stored; use a list of str or bytes"
+    if storable_name(_native(dtype)) is None:
+        return f"arrays of dtype {dtype} cannot be stored; convert with .astype() first"
+    return None
+
+
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The same elements in the byte order of this machine."""
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
 def _numpy_scalar(value: np.generic) -> Description:
@@ -186,7 +201,7 @@ def _numpy_scalar(value: np.generic) -> Description:
     if isinstance(value, np.bytes_):
         return ("extension", "numpy.bytes_", bytes(value))
     dtype = value.dtype
-    native = dtype if dtype.isnative else dtype.newbyteorder("=")
+    native = _native(dtype)
     name = storable_name(native)
     if name is None:
         return (

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -814,6 +814,67 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks_with_tensor_ranks_an
         assert manager.latest_step() == 0
 
     together(2, root, work)
+
+
+EMPTY_OR_NOT = {
+    "nothing or None": ({"x": {}}, {"x": None}),
+    "a leaf at the top": ({"x": 1}, {"x": {}}),
+    "a dict and a leaf": ({"x": {"a": 1}, "y": 1}, {"x": 2, "y": 1}),
+    "a dict and a list": ({"m": {"x": {}, "y": 1}}, {"m": {"x": [], "y": 1}}),
+    "a leaf and a dict": ({"m": {"x": 1, "y": 1}}, {"m": {"x": {}, "y": 1}}),
+}
+
+
+@pytest.mark.parametrize("what", EMPTY_OR_NOT)
+def test_a_container_on_one_rank_and_something_else_on_another_is_refused(root: Path, what: str) -> None:
+    def work(rank: int, manager: sw.CheckpointManager) -> None:
+        for order in (1, -1):
+            with pytest.raises(sw.MismatchError, match=r"leaf `(m/)?x`: ranks 0 and 1 disagree: .* a leaf"):
+                manager.save(0, EMPTY_OR_NOT[what][::order][rank]).result()
+
+    together(2, root, work)
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_an_empty_container_is_kept_whoever_has_it(root: Path, whose: int) -> None:
+    """Also of a rank that writes nothing else beside it: the other has the same number, and one of the two writes it."""
+
+    def work(rank: int, manager: sw.CheckpointManager) -> dict[str, Any]:
+        empty = {"e": {}, "f": [()]} if rank == whose else {}
+        manager.save(0, {"m": {"y": 1, **empty}, "n": {"w": whole("w", (4,))}}).result()
+        return cast(dict[str, Any], manager.restore(0)["m"])
+
+    assert together(2, root, work) == [{"y": 1, "e": {}, "f": [()]}] * 2
+
+
+def test_a_leaf_of_which_ranks_have_empty_parts_only_has_no_ranks_to_name(root: Path) -> None:
+    def work(rank: int, manager: sw.CheckpointManager) -> None:
+        with pytest.raises(sw.MismatchError, match=r"no rank writes any part of it, of shape \[4, 3\]"):
+            manager.save(0, {"w": _part(0, 0)}).result()
+
+    together(2, root, work)
+
+
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        (np.ma.masked_array(np.zeros(4), [0, 1, 0, 1]), "a masked array"),
+        (np.array(["a"] * 4), "an array of strings"),
+        (np.array([object()] * 4), "an array of Python objects"),
+        (np.zeros(4, [("a", "f4")]), "a structured array"),
+    ],
+)
+def test_an_array_that_cannot_be_stored_is_none_that_a_part_lies_in(
+    root: Path, array: Array, why: str
+) -> None:
+    with sw.CheckpointManager(root) as manager:
+        for part in (
+            sw.LocalShard(array, (4,), (0,)),
+            sw.FlatShard(array, (4,), 0),
+            sw.Segments(array, [sw.Segment("q", (0,), shape=(4,))]),
+        ):
+            with pytest.raises(sw.UnsupportedLeaf, match=rf"leaf `w.*`: {why}"):
+                manager.save(0, {"w": part}).result()
 
 
 def test_padding_stays_as_it_is_where_an_array_is_filled(root: Path) -> None:

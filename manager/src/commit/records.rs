@@ -24,7 +24,7 @@ use crate::coordination::LEADER;
 use crate::directory_layout::{INDEX, LEASE, MANIFEST};
 use crate::error::{Error, Result};
 use crate::state::claims::Claim;
-use crate::state::leaf_hashes;
+use crate::state::{MAX_SPLIT_ITEMS, leaf_hashes};
 
 /// What a rank wrote of one item.
 #[derive(Clone, Debug, PartialEq)]
@@ -313,6 +313,8 @@ struct Gathered {
     by_dir: HashMap<String, usize>,
     /// Where a top-level entry stands in the state of the first rank that has it.
     positions: HashMap<String, u64>,
+    /// The item that a top-level entry is in, and whose part says so.
+    item_of: HashMap<String, (usize, String)>,
 }
 
 struct GatheredItem {
@@ -331,13 +333,14 @@ impl Gathered {
         for vote in votes {
             claimed.add(&vote.claims);
             for part in vote.parts.map_err(|failure| failure.error(vote.rank))? {
-                gathered.add(vote.rank, part);
+                gathered.add(vote.rank, part)?;
             }
         }
         Ok((gathered, claimed))
     }
 
-    fn item(&mut self, draft: &DraftItem) -> Option<&mut GatheredItem> {
+    /// The number of an item, which is there from now on.
+    fn item(&mut self, draft: &DraftItem) -> usize {
         for entry in &draft.top_level {
             self.positions.entry(entry.name.clone()).or_insert(entry.position);
         }
@@ -346,13 +349,26 @@ impl Gathered {
         if at == next {
             self.items.push(GatheredItem { draft: draft.clone(), parts: Vec::new() });
         }
-        self.items.get_mut(at)
+        at
     }
 
-    fn add(&mut self, rank: u32, part: ItemPart) {
-        if let Some(item) = self.item(&part.item) {
+    fn add(&mut self, rank: u32, part: ItemPart) -> Result<()> {
+        let at = self.item(&part.item);
+        for entry in &part.item.top_level {
+            let (known, who) =
+                self.item_of.entry(entry.name.clone()).or_insert_with(|| (at, named(rank, &part.index)));
+            if *known != at {
+                let what = format!(
+                    "ranks {who} and {} disagree: it is a container on one and a leaf on the other, or only one of them has more than {MAX_SPLIT_ITEMS} containers beside it",
+                    named(rank, &part.index)
+                );
+                return Err(Error::Layout { leaf: entry.name.clone(), what });
+            }
+        }
+        if let Some(item) = self.items.get_mut(at) {
             item.parts.push((rank, part));
         }
+        Ok(())
     }
 
     fn items(&mut self) -> Vec<GatheredItem> {
@@ -554,10 +570,16 @@ fn check_coverage(index: &Index) -> Result<()> {
                 let mut holders: Vec<u32> = (0..tensor.chunks.len()).map(rank_of).collect();
                 holders.sort_unstable();
                 holders.dedup();
-                format!(
-                    "no rank holds {} of its shape {shape:?}; ranks {holders:?} hold parts of it",
-                    Slices(&region)
-                )
+                if holders.is_empty() {
+                    format!(
+                        "no rank writes any part of it, of shape {shape:?}: none holds one, or replica= counts ranks that do not have it"
+                    )
+                } else {
+                    format!(
+                        "no rank holds {} of its shape {shape:?}; ranks {holders:?} hold parts of it",
+                        Slices(&region)
+                    )
+                }
             }
             Fault::Overlap { first, second, region } => {
                 let (one, other) = (rank_of(first), rank_of(second));

@@ -155,6 +155,7 @@ fn agreed(options: &Options) -> Vec<(String, String)> {
         ("min_row_bytes", options.min_row_bytes.to_string()),
         ("block_bytes", options.block_bytes.to_string()),
         ("writers", writers),
+        ("files_per", format!("{:?}", options.files_per).to_lowercase()),
         ("save_policy", serde_json::to_string(&options.save_policy).unwrap_or_default()),
         ("on_save_error", format!("{:?}", options.on_save_error)),
     ]
