@@ -572,7 +572,7 @@ fn check_coverage(index: &Index) -> Result<()> {
                 holders.dedup();
                 if holders.is_empty() {
                     format!(
-                        "no rank writes any part of it, of shape {shape:?}: none holds one, or replica= counts ranks that do not have it"
+                        "no rank writes any part of it, of shape {shape:?}: none holds one, or all say that another one's copy counts (replica=, replica_id)"
                     )
                 } else {
                     format!(
