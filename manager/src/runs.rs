@@ -35,6 +35,29 @@ pub(crate) fn in_both(one: &[(u32, u32)], other: &[(u32, u32)]) -> Vec<(u32, u32
     found
 }
 
+/// Numbers of which mostly many in a row are the same, for serde: each with how often it comes.
+pub(crate) mod repeats {
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    /// More ranks than any job has.
+    const MAX: u64 = 1 << 24;
+
+    pub(crate) fn serialize<S: Serializer>(numbers: &[u32], serializer: S) -> Result<S::Ok, S::Error> {
+        let repeated = numbers.chunk_by(|one, other| one == other);
+        let repeated = repeated.filter_map(|same| Some((*same.first()?, same.len() as u32)));
+        repeated.collect::<Vec<(u32, u32)>>().serialize(serializer)
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u32>, D::Error> {
+        let repeated: Vec<(u32, u32)> = Vec::deserialize(deserializer)?;
+        if repeated.iter().map(|&(_, count)| u64::from(count)).sum::<u64>() > MAX {
+            return Err(D::Error::custom("more numbers than there are ranks"));
+        }
+        Ok(repeated.into_iter().flat_map(|(number, count)| (0..count).map(move |_| number)).collect())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -52,6 +75,14 @@ mod tests {
             prop_assert_eq!(numbers_of(runs(&one)).into_iter().collect::<BTreeSet<_>>(), one.clone());
             let both: Vec<u32> = one.intersection(&other).copied().collect();
             prop_assert_eq!(numbers_of(in_both(&runs(&one), &runs(&other))), both);
+        }
+
+        #[test]
+        fn repeated_numbers_are_read_as_they_were(numbers in prop::collection::vec(0_u32..3, 0..20)) {
+            let mut bytes = Vec::new();
+            repeats::serialize(&numbers, &mut serde_json::Serializer::new(&mut bytes)).unwrap();
+            let read = repeats::deserialize(&mut serde_json::Deserializer::from_slice(&bytes)).unwrap();
+            prop_assert_eq!(read, numbers);
         }
     }
 }

@@ -36,10 +36,13 @@ use stepwell_manager::commit::{
     Announcement, Commit, Draft, Existing, Heard, ItemPart, Machine, Plan, Verdict, Vote,
 };
 use stepwell_manager::coordination::SingleProcess;
+use stepwell_manager::coordination::team::Beat;
 use stepwell_manager::discovery::{damage, read_manifest};
 use stepwell_manager::{Clock, Environment, directory_layout, recovery, root};
 
 const STALL: Duration = Duration::from_secs(10);
+/// After so long nothing goes wrong any more: whoever waits then must come to an end by itself, and not because somebody is killed at last.
+const TROUBLE: Duration = Duration::from_secs(60);
 /// Bytes of a rank's data file: room for what every file begins and ends with.
 const FILE_BYTES: usize = 3 * 4096;
 const STEPS: u64 = 3;
@@ -84,7 +87,9 @@ impl Clock for SimClock {
 #[derive(Default)]
 struct Net {
     messages: BTreeMap<String, (Duration, Vec<u8>)>,
-    beats: BTreeMap<String, u64>,
+    beats: BTreeMap<u32, Beat>,
+    /// Ranks, and the saves on which they have voted.
+    voted: BTreeSet<(u32, u64)>,
 }
 
 /// One rank of a job.
@@ -123,7 +128,7 @@ struct SimWorld<'a> {
     root: Arc<dyn Dir>,
     rank: u32,
     save: u64,
-    chaos: bool,
+    trouble: bool,
     /// How long the action that was asked for takes.
     took: Duration,
 }
@@ -166,10 +171,10 @@ fn index(rank: u32, writers: &[u32], file_id: u128) -> Index {
 impl SimWorld<'_> {
     /// When a message arrives; `None`: never.
     fn journey(&mut self) -> Option<Duration> {
-        if self.chaos && self.dice.once_in(25) {
+        if self.trouble && self.dice.once_in(25) {
             return None;
         }
-        let late = if self.chaos && self.dice.once_in(10) { 25_000 } else { 200 };
+        let late = if self.trouble && self.dice.once_in(10) { 25_000 } else { 200 };
         Some(self.now + Duration::from_millis(self.dice.below(late)))
     }
 
@@ -185,19 +190,25 @@ impl SimWorld<'_> {
     }
 
     fn beat(&mut self) {
-        let beats = self.job.net.beats.entry(format!("{}", self.rank)).or_default();
-        *beats += 1;
+        let beat = self.job.net.beats.entry(self.rank).or_default();
+        let voted = self.job.net.voted.contains(&(self.rank, self.save));
+        *beat = Beat { save: self.save + u64::from(voted), moved: beat.moved + 1 };
+    }
+
+    /// A rank's last sign of life, if it is not through with this save.
+    fn life_of(&self, rank: u32) -> Option<u64> {
+        self.job.net.beats.get(&rank).copied().unwrap_or_default().in_save(self.save)
     }
 
     fn unreachable(&mut self) -> bool {
-        self.chaos && self.dice.once_in(400)
+        self.trouble && self.dice.once_in(400)
     }
 }
 
 impl World for SimWorld<'_> {
     fn write_data(&mut self, temporary: &Arc<dyn Dir>) -> stepwell_core::Result<Vec<ItemPart>> {
         self.beat();
-        if self.chaos && self.dice.once_in(30) {
+        if self.trouble && self.dice.once_in(30) {
             return Err(stepwell_core::Error::io("write", "/data", std::io::Error::from_raw_os_error(28)));
         }
         if !self.job.writers.contains(&self.rank) {
@@ -239,6 +250,7 @@ impl World for SimWorld<'_> {
     }
 
     fn send_vote(&mut self, vote: &Vote) -> stepwell_manager::Result<()> {
+        self.job.net.voted.insert((self.rank, self.save));
         if self.unreachable() {
             return Err(stepwell_manager::Error::Unreachable("the board is gone".into()));
         }
@@ -259,10 +271,7 @@ impl World for SimWorld<'_> {
             .collect();
         let votes: Vec<Vote> =
             found.iter().map(|(rank, message)| Vote::decode(*rank, message)).collect::<Result<_, _>>()?;
-        let beats = missing
-            .iter()
-            .map(|rank| (*rank, self.job.net.beats.get(&format!("{rank}")).copied().unwrap_or(0)))
-            .collect();
+        let beats = missing.iter().filter_map(|&rank| Some((rank, self.life_of(rank)?))).collect();
         Ok(Polled { votes, beats })
     }
 
@@ -272,6 +281,7 @@ impl World for SimWorld<'_> {
     }
 
     fn listen(&mut self, timeout: Duration) -> stepwell_manager::Result<Heard> {
+        self.beat();
         self.took = timeout;
         if self.unreachable() {
             return Err(stepwell_manager::Error::Unreachable("the board is gone".into()));
@@ -280,7 +290,7 @@ impl World for SimWorld<'_> {
             Some(message) => Some(Announcement::decode(&message)?.0),
             None => None,
         };
-        Ok(Heard { announcement, beat: self.job.net.beats.get("0").copied().unwrap_or(0) })
+        Ok(Heard { announcement, beat: self.life_of(0).unwrap_or_default() })
     }
 }
 
@@ -292,6 +302,8 @@ struct History {
     ranks: Vec<Rank>,
     dice: Dice,
     chaos: bool,
+    /// As long as anything may go wrong.
+    trouble: bool,
     /// What every rank could still look at, for the seed that fails.
     log: Vec<String>,
 }
@@ -311,6 +323,7 @@ impl History {
             ranks: Vec::new(),
             dice,
             chaos,
+            trouble: chaos,
             log: Vec::new(),
         };
         history.begin(ranks, Duration::ZERO);
@@ -370,7 +383,10 @@ impl History {
         let due = self.ranks.iter().enumerate().filter_map(|(at, rank)| Some((rank.next?, at))).min();
         let Some((now, at)) = due else { return false };
         self.clock.0.store(now.as_nanos() as u64, Ordering::Relaxed);
-        if self.chaos && self.dice.once_in(300) {
+        if now >= TROUBLE {
+            self.trouble = false;
+        }
+        if self.trouble && self.dice.once_in(300) {
             let rank = &mut self.ranks[at];
             self.log.push(format!("{now:?} job {} rank {} is killed", rank.job, rank.number));
             rank.process.kill();
@@ -394,7 +410,7 @@ impl History {
             root: Arc::clone(&root),
             rank: number,
             save,
-            chaos: self.chaos,
+            trouble: self.trouble,
             took: Duration::ZERO,
         };
         let verdict = commit.step(&root, &*self.clock, &mut world);
@@ -417,7 +433,7 @@ impl History {
 
     /// The time until a rank's next action: mostly little, sometimes longer than everybody's patience.
     fn pause(&mut self) -> Duration {
-        let longest = if self.chaos && self.dice.once_in(60) { 40_000 } else { 30 };
+        let longest = if self.trouble && self.dice.once_in(60) { 40_000 } else { 30 };
         Duration::from_millis(self.dice.below(longest))
     }
 

@@ -198,21 +198,28 @@ impl Manager {
 
     /// Of these stored leaves, in order, those that no rank wants; `None`: the ranks do not restore in the same way. Every rank asks once in a restore, before it reads.
     fn wanted_by_none(&self, py: Python<'_>, how: String, leaves: Vec<u32>) -> PyResult<Option<Vec<u32>>> {
-        self.query(py, move |inner| inner.wanted_by_none(&how, leaves))
+        self.together(py, move |inner| inner.wanted_by_none(&how, leaves))
     }
 
     /// Whether all ranks say the same; all of them ask.
     fn alike(&self, py: Python<'_>, what: String) -> PyResult<bool> {
-        self.query(py, move |inner| inner.alike(&what))
+        self.together(py, move |inner| inner.alike(&what))
     }
 
     /// One end for all ranks: where one has failed (`cause`), all raise.
     #[pyo3(signature = (what, cause = None))]
     fn agree(&self, py: Python<'_>, what: String, cause: Option<String>) -> PyResult<()> {
-        self.query(py, move |inner| {
+        self.together(py, move |inner| {
             let mine = cause.map_or(Ok(()), |cause| Err(failed(inner, cause)));
             inner.agree(&what, mine)
         })
+    }
+
+    /// Something that is none of the ranks' answers has raised in one of these calls: the others are told.
+    fn leave_restore(&self, cause: &str) {
+        let (inner, cause) = (Arc::clone(&self.inner), cause.to_owned());
+        // Whoever leaves does not wait.
+        let _ = spawn("stepwell-leave", move || inner.leave_restore(&cause));
     }
 
     /// Saves a flattened state, as [`Manager::decide`] has just answered (`replaces`), and returns when it is captured. An interrupt ends the save: what raises is told by then, and nothing reads the state any more.
@@ -498,7 +505,10 @@ impl Manager {
             closing
         });
         let begun = Instant::now();
-        let mut patience = Patience::new(self.moved(), self.stall_timeout);
+        // The leader waits for the other ranks as long, and says whom it waited for.
+        let patience =
+            if self.inner.ranks().1 > 1 { self.stall_timeout.saturating_mul(2) } else { self.stall_timeout };
+        let mut patience = Patience::new(self.moved(), patience);
         let timed_out = || {
             let waited_for = self.pending_saves().unwrap_or_else(|| "the close of the manager".to_owned());
             Error::Timeout { waited_for, waited: begun.elapsed() }
@@ -562,6 +572,16 @@ impl Manager {
         let (pending, _) = self.moved();
         let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         saves.first().map(|first| format!("{pending} save(s), the oldest of step {}", first.step()))
+    }
+
+    /// A call that the ranks of a restore make. One that reads for long is waited for; whoever is silent, the call itself names.
+    fn together<T: Send + 'static>(
+        &self,
+        py: Python<'_>,
+        ask: impl FnOnce(&Engined) -> Result<T, Error> + Send + 'static,
+    ) -> PyResult<T> {
+        let inner = Arc::clone(&self.inner);
+        call(py, move || ask(&inner))
     }
 
     /// A call that reads directories and small files: a disk that does not answer must not take Ctrl-C with it, nor be waited for without an end.

@@ -412,10 +412,10 @@ class CheckpointManager:
         alone = manager.ranks()[1] == 1
         number = None if step is None else step_number(step)
         with telling_restore(self._on_event, self._root, number) as told:
-            with explaining(self._root), self._explaining_pending():
-                if not alone:
-                    number = manager.choose(number)
             together = None if alone else Together(manager)
+            if together is not None:
+                with explaining(self._root), self._explaining_pending():
+                    number = together.choose(number)
             try:
                 checked = RestoreOptions.of(options)
                 if checked.fill:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .errors import MisuseError
+from .errors import MisuseError, StalledError, StepwellError
 
 
 class Together:
@@ -20,6 +20,12 @@ class Together:
         self._has_said = False
         #: Whether a call has raised: on all ranks, then, and nobody waits for a word of this one.
         self._is_over = False
+
+    def choose(self, step: int | None) -> int:
+        """The step that is restored."""
+        with self._asking():
+            chosen: int = self._manager.choose(step)
+        return chosen
 
     def exchange_over(self, name: str) -> None:
         """What they exchange goes over that, on all of them: two kinds of collectives would not meet."""
@@ -66,8 +72,11 @@ class Together:
     def _asking(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException as failure:
             self._is_over = True
+            if not isinstance(failure, StepwellError) or isinstance(failure, StalledError):
+                # No answer: an interrupt, which the others do not know of.
+                self._manager.leave_restore(f"{type(failure).__name__}: {failure}")
             raise
 
 

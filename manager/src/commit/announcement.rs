@@ -54,8 +54,8 @@ pub struct Heard {
 }
 
 impl Announcement {
-    /// What the leader says of its verdict.
-    pub fn of(verdict: &Verdict) -> Self {
+    /// What a rank says of its verdict: the leader to all, another one in its vote.
+    pub fn of(verdict: &Verdict, rank: u32) -> Self {
         match verdict {
             Verdict::Committed { .. } => Self::Committed,
             Verdict::NotCommitted(Error::RankFailed { rank, cause }) => {
@@ -76,7 +76,7 @@ impl Announcement {
             Verdict::NotCommitted(Error::Layout { leaf, what }) => {
                 Self::Layout { leaf: leaf.clone(), what: what.clone() }
             }
-            Verdict::NotCommitted(error) => Self::RankFailed { rank: LEADER, cause: error.to_string() },
+            Verdict::NotCommitted(error) => Self::RankFailed { rank, cause: error.to_string() },
             Verdict::Uncertain(error) => Self::Uncertain { cause: error.to_string(), errno: error.errno() },
         }
     }

@@ -298,8 +298,8 @@ impl Machine {
                     Action::Listen { timeout: POLL },
                 )
             }
-            // Without this rank's vote there is no step.
-            (State::Gathering | State::Overhearing, Event::Unreachable(error)) => self.abort(error),
+            // Without this rank's vote there is no step; the leader is told why, if it can be.
+            (State::Gathering | State::Overhearing, Event::Unreachable(error)) => self.give_up(error),
             // The vote may have come through, and the leader may commit on it.
             (State::Voting | State::Awaiting { .. }, Event::Unreachable(error)) => self.forestall(error),
             (State::Gathering, Event::Votes { votes, beats }) => self.gather(votes, &beats, now),
@@ -407,7 +407,7 @@ impl Machine {
             return self.abort(self.late());
         }
         let verdict = Verdict::NotCommitted(self.late());
-        let vote = self.own_vote(Err(Announcement::of(&verdict)));
+        let vote = self.own_vote(Err(Announcement::of(&verdict, self.plan.rank)));
         self.to(State::Telling(verdict), Action::SendVote(Box::new(vote)))
     }
 
@@ -532,7 +532,7 @@ impl Machine {
         if self.is_leader() {
             return self.abort(error);
         }
-        let vote = self.own_vote(Err(Announcement::of(&Verdict::NotCommitted(error))));
+        let vote = self.own_vote(Err(Announcement::of(&Verdict::NotCommitted(error), self.plan.rank)));
         self.to(State::Voting, Action::SendVote(Box::new(vote)))
     }
 
@@ -647,7 +647,7 @@ impl Machine {
             return self.to(State::Removing(error), Action::RemoveTemporary);
         }
         let verdict = Verdict::NotCommitted(error);
-        let announcement = Announcement::of(&verdict);
+        let announcement = Announcement::of(&verdict, self.plan.rank);
         let Verdict::NotCommitted(error) = verdict else { return self.finish(verdict) };
         self.to(State::Refusing(error), Action::Announce(announcement))
     }
@@ -656,7 +656,7 @@ impl Machine {
         if self.plan.world_size == 1 || !self.is_leader() {
             return self.finish(verdict);
         }
-        let announcement = Announcement::of(&verdict);
+        let announcement = Announcement::of(&verdict, self.plan.rank);
         self.to(State::Telling(verdict), Action::Announce(announcement))
     }
 

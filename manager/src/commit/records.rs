@@ -276,7 +276,7 @@ pub fn gather(draft: &Draft, attempt: &Attempt, rank: u32, votes: Vec<Vote>) -> 
     let stale = votes.iter().any(|vote| vote.stale);
     let (claims, parts) = match gather_parts(draft, votes) {
         Ok((claims, parts)) => (claims, Ok(parts)),
-        Err(error) => (Vec::new(), Err(Announcement::of(&Verdict::NotCommitted(error)))),
+        Err(error) => (Vec::new(), Err(Announcement::of(&Verdict::NotCommitted(error), rank))),
     };
     Vote { rank, step: draft.step, attempt: attempt.clone(), stale, claims, parts }
 }
@@ -651,6 +651,11 @@ impl Vote {
         self.claims.iter().for_each(|claim| claim.encode(&mut out));
         out.extend_from_slice(&indexes);
         Ok(out)
+    }
+
+    /// A vote that says no.
+    pub fn failed(rank: u32, step: u64, attempt: Attempt, failure: Announcement) -> Self {
+        Self { rank, step, attempt, stale: false, claims: Vec::new(), parts: Err(failure) }
     }
 
     /// A vote from a message of that rank.

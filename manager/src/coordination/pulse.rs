@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 
 use stepwell_core::sys::spawn;
 
-use super::team::Team;
+use super::team::{Beat, Team};
 
 /// See the module documentation. Dropping it ends the thread.
 pub(crate) struct Pulse {
@@ -14,10 +14,10 @@ pub(crate) struct Pulse {
 }
 
 impl Pulse {
-    /// Looks at `moved` every now and then, and tells the others where it has changed; `None`: there is nothing to tell.
+    /// Looks at `life` every now and then, and tells the others where it has changed; `None`: there is nothing to tell.
     pub(crate) fn start(
         team: Arc<Team>,
-        moved: impl Fn() -> Option<u64> + Send + 'static,
+        life: impl Fn() -> Option<Beat> + Send + 'static,
     ) -> std::io::Result<Self> {
         let stop = Arc::new((Mutex::new(false), Condvar::new()));
         let told = Arc::clone(&stop);
@@ -27,10 +27,12 @@ impl Pulse {
             let mut stopped = stop.lock().unwrap_or_else(PoisonError::into_inner);
             while !*stopped {
                 drop(stopped);
-                let now = moved();
-                if now.is_some() && now != last {
+                let now = life();
+                if let Some(beat) = now
+                    && now != last
+                {
                     last = now;
-                    if let Err(error) = team.beat(now.unwrap_or_default()) {
+                    if let Err(error) = team.beat(beat) {
                         tracing::debug!(%error, "the other ranks could not be told that this one lives");
                     }
                 }

@@ -39,7 +39,8 @@ const HEAD_BYTES: usize = 12;
 /// Between two looks for a file: a message that is on its way arrives within the first few, and nobody waits for one that takes long.
 const FIRST_PAUSE: Duration = Duration::from_micros(500);
 const LAST_PAUSE: Duration = Duration::from_millis(20);
-/// The directory of a job is taken away where it is empty, perhaps by another rank while this one comes: so often it is made again.
+/// The directory of a job is taken away where it is empty, perhaps by another rank while this one comes: so often it is made again. So often, too, a message that another rank
+/// has put in the same moment is put once more.
 const TRIES: usize = 32;
 
 /// The meetings of this process that are not over, each once for every rank that is a thread of it.
@@ -382,10 +383,16 @@ fn write(dir: &dyn Dir, name: &str, message: &[u8]) -> Result<()> {
     bytes.extend_from_slice(&(message.len() as u64).to_le_bytes());
     bytes.extend_from_slice(&crc32c(message).to_le_bytes());
     bytes.extend_from_slice(message);
-    // A message of an earlier run, or an older sign of life.
-    delete(dir, name)?;
-    dir.write_file(name, &bytes)?;
-    Ok(())
+    let mut tries = 0;
+    loop {
+        // A message of an earlier run, or an older sign of life.
+        delete(dir, name)?;
+        match dir.write_file(name, &bytes) {
+            // Several ranks may say in one moment that the job is to be preempted.
+            Err(error) if error.already_exists() && tries < TRIES => tries += 1,
+            written => return Ok(written?),
+        }
+    }
 }
 
 fn read(dir: &dyn Dir, name: &str) -> Result<Option<Message>> {

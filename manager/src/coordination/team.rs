@@ -6,14 +6,14 @@
 //! | `<session>/call/<n>` | the leader | its answer to the n-th call that all make |
 //! | `<session>/part/<n>/<rank>` | each | what it has to say in that call, where the leader asks |
 //! | `<session>/vote/<save>/<rank>`, `<session>/verdict/<save>` | each, the leader | the commit |
-//! | `<session>/beat/<rank>` | each | a number that changes as long as its saves get on |
+//! | `<session>/beat/<rank>` | each | its oldest save, and a number that changes as long as its saves get on ([`Beat`]) |
 //! | `<session>/signal` | whoever hears of it | the job is to be preempted |
 //! | `<session>/bye/<rank>` | each | it has closed |
 //!
 //! All ranks make the same calls in the same order; one that makes another is told so. One that has left a call before it was answered (its wait was over) is still at that call: it has
 //! the answer before it makes another. The leader takes off what everybody has read.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -24,9 +24,12 @@ use stepwell_core::deadline::deadline_after;
 
 use super::{Coordinator, LEADER, Message};
 use crate::error::{Error, Relayed, Result};
+use crate::runs::repeats;
 
 /// How long one look at the board takes at most, so that whoever waits can be told otherwise.
 const LOOK: Duration = Duration::from_millis(200);
+/// How long a vote or a verdict that could not be put is tried again.
+const PUT_AGAIN: Duration = Duration::from_secs(10);
 /// After so many calls, ranks say how far they have read.
 const CALLS_KEPT: u64 = 64;
 
@@ -69,6 +72,32 @@ enum Part {
     Failed(String),
 }
 
+/// A rank's last sign of life.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Beat {
+    /// The first save of which it still has something to say: its vote, or as the leader how it has ended.
+    pub save: u64,
+    /// Changes as long as it gets on.
+    pub moved: u64,
+}
+
+impl Beat {
+    /// What that tells a rank that waits for its word on that save: nothing any more, where it has said that. After a message that did not get through, each of two ranks would
+    /// else wait for the other one for ever, and live.
+    pub fn in_save(self, save: u64) -> Option<u64> {
+        (self.save <= save).then_some(self.moved)
+    }
+
+    fn encode(self) -> Message {
+        [self.save.to_le_bytes(), self.moved.to_le_bytes()].concat()
+    }
+
+    fn decode(message: &[u8]) -> Option<Self> {
+        let (save, moved) = message.split_first_chunk()?;
+        Some(Self { save: u64::from_le_bytes(*save), moved: u64::from_le_bytes(moved.try_into().ok()?) })
+    }
+}
+
 /// See the module documentation.
 pub struct Team {
     coordinator: Arc<dyn Coordinator>,
@@ -85,10 +114,12 @@ pub struct Team {
     verdicts_from: Mutex<u64>,
     /// The leader's saves from there on that have failed.
     failed: Mutex<BTreeSet<u64>>,
+    /// Saves on which this rank has voted.
+    voted: Mutex<BTreeSet<u64>>,
     /// The save before which the ranks have told each other their leaves, and the first one since of which a rank has said that its own are others.
     told: Mutex<(u64, Option<u64>)>,
     /// The leader's last save, and the ranks that it has waited for in vain, each with its last sign of life.
-    missed: Mutex<(u64, BTreeMap<u32, u64>)>,
+    missed: Mutex<(u64, BTreeMap<u32, Beat>)>,
 }
 
 /// What a rank knows of the calls that all make.
@@ -96,8 +127,16 @@ pub struct Team {
 struct Calls {
     /// Those that have ended here: the number of the next one.
     ended: u64,
-    /// The next one has been made, and left before it was answered: what it was, and whether this rank was to say something, and has.
-    left: Option<(String, bool)>,
+    /// The next ones, which have been made, and left before they were answered.
+    left: VecDeque<Left>,
+}
+
+struct Left {
+    what: String,
+    /// Whether each rank has something to say in it.
+    says: bool,
+    /// Whether this one has said it.
+    has_said: bool,
 }
 
 impl Team {
@@ -113,6 +152,7 @@ impl Team {
             kept_from: Mutex::new(0),
             verdicts_from: Mutex::new(0),
             failed: Mutex::default(),
+            voted: Mutex::default(),
             told: Mutex::new((0, None)),
             missed: Mutex::default(),
         }
@@ -160,7 +200,7 @@ impl Team {
         let Welcome { session, places, answer } = welcome;
         let answer = match led {
             Some(answer) => answer,
-            None => decoded_value(answer)?,
+            None => decoded_value(LEADER, answer)?,
         };
         let team = Self {
             coordinator: Arc::clone(coordinator),
@@ -172,6 +212,7 @@ impl Team {
             kept_from: Mutex::new(0),
             verdicts_from: Mutex::new(0),
             failed: Mutex::default(),
+            voted: Mutex::default(),
             told: Mutex::new((0, None)),
             missed: Mutex::default(),
         };
@@ -257,14 +298,15 @@ impl Team {
             return answer(vec![mine?]);
         }
         self.call(what, true, |number, has_said| {
-            let part_key = |rank: u32| self.key(&format!("part/{number}/{rank}"));
+            let part_key = |rank: u32| self.part_key(number, rank);
             if !self.leads() {
-                if !has_said {
+                if !*has_said {
                     let part = match &mine {
                         Ok(said) => Part::Said(json(said)?),
                         Err(error) => Part::Failed(error.to_string()),
                     };
                     self.coordinator.put(&part_key(self.rank()), &encoded(&part)?)?;
+                    *has_said = true;
                 }
                 // Its own failure is told here as it is, and not as the leader has heard of it.
                 return match mine {
@@ -279,7 +321,7 @@ impl Team {
                     let part: Part = decoded(rank, &self.wait(&key, rank, what)?)?;
                     self.coordinator.remove(&key)?;
                     said.push(match part {
-                        Part::Said(value) => decoded_value(value)?,
+                        Part::Said(value) => decoded_value(rank, value)?,
                         Part::Failed(cause) => return Err(Error::RankFailed { rank, cause }),
                     });
                 }
@@ -290,43 +332,60 @@ impl Team {
         })
     }
 
-    /// One call of all ranks: its number, and whether this rank has said its part already. `make` gives the answer, or the error for which there is none: then the call is still the
-    /// next one here. Whoever makes it again gets its answer, and whoever makes another one waits for that answer first.
+    fn part_key(&self, number: u64, rank: u32) -> String {
+        self.key(&format!("part/{number}/{rank}"))
+    }
+
+    /// One call of all ranks: its number, and whether this rank has said its part already. `make` gives the answer, or the error for which there is none: then the call is still one
+    /// that is to be answered here. Whoever makes it again gets its answer, and whoever makes another one waits for that answer first.
     fn call<T>(
         &self,
         what: &str,
         says: bool,
-        make: impl FnOnce(u64, bool) -> Result<Result<T>>,
+        make: impl FnOnce(u64, &mut bool) -> Result<Result<T>>,
     ) -> Result<T> {
         let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut has_said = false;
-        if let Some((left, said)) = &calls.left {
-            if left == what && *said == says {
-                has_said = says;
-            } else {
-                // Whatever it is, the others have it, and go on.
-                if self.leads() {
-                    let cause = "it could not tell its answer".to_owned();
-                    self.say(calls.ended, left, &Err::<(), _>(Error::RankFailed { rank: LEADER, cause }))?;
-                } else {
-                    let _: Result<serde_json::Value> = self.hear(calls.ended, left)?;
+        let again = calls.left.back().is_some_and(|left| left.what == what && left.says == says);
+        let again = if again { calls.left.pop_back() } else { None };
+        let mut this = again.unwrap_or_else(|| Left { what: what.to_owned(), says, has_said: false });
+        while let Some(left) = calls.left.pop_front() {
+            match self.make_up_for(calls.ended, &left) {
+                Ok(()) => calls.ended += 1,
+                Err(error) => {
+                    calls.left.push_front(left);
+                    // The others make it all the same.
+                    calls.left.push_back(this);
+                    return Err(error);
                 }
-                *calls = Calls { ended: calls.ended + 1, left: None };
             }
         }
-        let answer = make(calls.ended, has_said);
-        *calls = match &answer {
-            Ok(_) => Calls { ended: calls.ended + 1, left: None },
+        let answer = make(calls.ended, &mut this.has_said);
+        match &answer {
+            Ok(_) => calls.ended += 1,
             // The wrong one, which is none.
-            Err(Error::Invalid(_)) => Calls { ended: calls.ended, left: None },
-            Err(_) => Calls { ended: calls.ended, left: Some((what.to_owned(), says)) },
-        };
+            Err(Error::Invalid(_)) => {}
+            Err(_) => calls.left.push_back(this),
+        }
         answer?
+    }
+
+    /// A call that this rank has left: whatever came of it, the others have it, and go on.
+    fn make_up_for(&self, number: u64, left: &Left) -> Result<()> {
+        let cause = "it has left this call".to_owned();
+        if self.leads() {
+            let failed = Err::<(), _>(Error::RankFailed { rank: LEADER, cause });
+            return self.say(number, &left.what, &failed);
+        }
+        if left.says && !left.has_said {
+            let part = encoded(&Part::Failed(cause))?;
+            self.coordinator.put(&self.part_key(number, self.rank()), &part)?;
+        }
+        self.hear::<serde_json::Value>(number, &left.what).map(drop)
     }
 
     /// Whether this rank has left a call without its answer.
     pub fn has_left(&self) -> bool {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner).left.is_some()
+        !self.calls.lock().unwrap_or_else(PoisonError::into_inner).left.is_empty()
     }
 
     /// The job is to be preempted, this rank has heard.
@@ -366,7 +425,7 @@ impl Team {
             self.coordinator.put(&read, &number.to_le_bytes())?;
         }
         Ok(match answer {
-            Answer::Said(value) => decoded_value(value),
+            Answer::Said(value) => decoded_value(LEADER, value),
             Answer::Failed(error) => Err(Error::Relayed(error)),
         })
     }
@@ -399,7 +458,35 @@ impl Team {
 
     /// Publishes this rank's vote on a save.
     pub fn send_vote(&self, save: u64, vote: &[u8]) -> Result<()> {
-        self.coordinator.put(&self.key(&format!("vote/{save}/{}", self.rank())), vote)
+        let put = self.put_surely(&self.key(&format!("vote/{save}/{}", self.rank())), vote);
+        // Also where it could not: it is not said again.
+        self.voted.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
+        put
+    }
+
+    /// Whether this rank has voted on a save.
+    pub fn has_voted(&self, save: u64) -> bool {
+        self.voted.lock().unwrap_or_else(PoisonError::into_inner).contains(&save)
+    }
+
+    /// Saves before that one have ended here.
+    pub fn forget_votes(&self, before: u64) {
+        let mut voted = self.voted.lock().unwrap_or_else(PoisonError::into_inner);
+        *voted = voted.split_off(&before);
+    }
+
+    /// What the others wait for, and what is said once only, is tried again for a while.
+    fn put_surely(&self, key: &str, message: &[u8]) -> Result<()> {
+        let deadline = deadline_after((self.patience / 4).min(PUT_AGAIN));
+        loop {
+            match self.coordinator.put(key, message) {
+                Err(error) if Instant::now() < deadline => {
+                    tracing::debug!(%error, key, "it is said once more");
+                    std::thread::sleep(LOOK.min(self.patience / 16));
+                }
+                put => return put,
+            }
+        }
     }
 
     /// The votes of these ranks that are there. Waits a moment for the first of them.
@@ -421,7 +508,7 @@ impl Team {
         if has_failed {
             self.failed.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
         }
-        self.coordinator.put(&self.key(&format!("verdict/{save}")), verdict)
+        self.put_surely(&self.key(&format!("verdict/{save}")), verdict)
     }
 
     /// A rank has said in that save that its leaves are others than it had told. All ranks come to know of it, with the verdict. Of a save that was planned before they
@@ -463,15 +550,15 @@ impl Team {
         self.coordinator.get(&self.key(&format!("verdict/{save}")), timeout)
     }
 
-    /// Says that this rank's saves get on: a number that has not been said before.
-    pub fn beat(&self, moved: u64) -> Result<()> {
-        self.coordinator.put(&self.key(&format!("beat/{}", self.rank())), &moved.to_le_bytes())
+    /// Says that this rank gets on.
+    pub fn beat(&self, beat: Beat) -> Result<()> {
+        self.coordinator.put(&self.key(&format!("beat/{}", self.rank())), &beat.encode())
     }
 
     /// What a rank has last said so.
-    pub fn beat_of(&self, rank: u32) -> Result<u64> {
+    pub fn beat_of(&self, rank: u32) -> Result<Beat> {
         let beat = self.coordinator.get(&self.key(&format!("beat/{rank}")), Duration::ZERO)?;
-        Ok(beat.and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes))
+        Ok(beat.and_then(|message| Beat::decode(&message)).unwrap_or_default())
     }
 
     /// The leader's save has waited for these ranks in vain.
@@ -511,7 +598,7 @@ impl Team {
             let left = deadline.saturating_duration_since(Instant::now());
             let patience = if self.is_gone(rank)? { Duration::ZERO } else { left };
             let board = Board { coordinator: &self.coordinator, patience };
-            match board.wait(&self.key(&format!("bye/{rank}")), rank, "to close", || Ok(0)) {
+            match board.wait(&self.key(&format!("bye/{rank}")), rank, "to close", || Ok(Beat::default())) {
                 Err(Error::CoordinationTimeout { .. }) => missing.push(rank),
                 answer => drop(answer?),
             }
@@ -541,8 +628,8 @@ struct Board<'a> {
 }
 
 impl Board<'_> {
-    /// `life`: a number that changes as long as that rank lives.
-    fn wait(&self, key: &str, rank: u32, what: &str, life: impl Fn() -> Result<u64>) -> Result<Message> {
+    /// `life`: changes as long as that rank lives.
+    fn wait(&self, key: &str, rank: u32, what: &str, life: impl Fn() -> Result<Beat>) -> Result<Message> {
         let begun = Instant::now();
         let mut deadline = deadline_after(self.patience);
         let mut last = None;
@@ -566,8 +653,8 @@ impl Board<'_> {
     }
 
     fn answer<T: DeserializeOwned>(&self, key: &str, what: &str) -> Result<T> {
-        match decoded(LEADER, &self.wait(key, LEADER, what, || Ok(0))?)? {
-            Answer::Said(value) => decoded_value(value),
+        match decoded(LEADER, &self.wait(key, LEADER, what, || Ok(Beat::default()))?)? {
+            Answer::Said(value) => decoded_value(LEADER, value),
             Answer::Failed(error) => Err(Error::Relayed(error)),
         }
     }
@@ -603,10 +690,12 @@ impl Board<'_> {
     }
 }
 
-/// Where each rank is: numbers of nodes, and of sockets.
+/// Where each rank is: numbers of nodes, and of sockets. Every rank reads it, and ranks of one node mostly follow each other.
 #[derive(Serialize, Deserialize)]
 struct Places {
+    #[serde(with = "repeats")]
     nodes: Vec<u32>,
+    #[serde(with = "repeats")]
     sockets: Vec<u32>,
 }
 
@@ -663,8 +752,8 @@ fn decoded<T: DeserializeOwned>(rank: u32, message: &[u8]) -> Result<T> {
     serde_json::from_slice(message).map_err(|error| not_understood(rank, &error))
 }
 
-fn decoded_value<T: DeserializeOwned>(value: serde_json::Value) -> Result<T> {
-    serde_json::from_value(value).map_err(|error| not_understood(LEADER, &error))
+fn decoded_value<T: DeserializeOwned>(rank: u32, value: serde_json::Value) -> Result<T> {
+    serde_json::from_value(value).map_err(|error| not_understood(rank, &error))
 }
 
 fn not_understood(rank: u32, error: &serde_json::Error) -> Error {

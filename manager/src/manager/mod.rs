@@ -204,10 +204,14 @@ struct State {
     heart: Option<Heart>,
     /// Where there are other ranks: this one's.
     pulse: Option<Pulse>,
-    /// A call of `save` that this rank has left before it knew what the others do.
-    unfinished: Option<together::Unfinished>,
+    /// Calls of `save` that this rank has left before it knew what the others do.
+    unfinished: VecDeque<together::Unfinished>,
     /// This rank takes part in a restore: it lives, however long it reads.
     restoring: bool,
+    /// It is at a call of that restore which all make.
+    asking: bool,
+    /// Why its caller has left that call: it says so in the next one.
+    restore_left: Option<String>,
 }
 
 impl Inner {

@@ -14,7 +14,7 @@ use super::retaining::Inspection;
 use super::{Inner, Manager, State};
 use crate::beat::{self, Heart};
 use crate::coordination::pulse::Pulse;
-use crate::coordination::team::Team;
+use crate::coordination::team::{Beat, Team};
 use crate::directory_layout::{self, OwnName};
 use crate::discovery::Discovery;
 use crate::environment::Environment;
@@ -350,19 +350,22 @@ impl Inner {
         let newest = self.team.ask("open", || Ok(self.newest()?.map(|found| found.manifest.step)))?;
         let inner = Arc::downgrade(self);
         let looks = AtomicU64::new(0);
-        let moved = move || {
+        let life = move || {
             let inner = inner.upgrade()?;
             let state = inner.lock();
+            let is_to_say = |&save: &u64| !state.over.contains(&save) && !inner.team.has_voted(save);
+            let save = (state.over_before..state.counter).find(is_to_say).unwrap_or(state.counter);
             if state.restoring {
-                return Some(looks.fetch_add(1, Ordering::Relaxed));
+                return Some(Beat { save, moved: looks.fetch_add(1, Ordering::Relaxed) });
             }
             if state.pending.is_empty() {
                 return None;
             }
             let moved = state.pending.iter().fold(0_u64, |sum, save| sum.wrapping_add(save.moved()));
-            Some(moved.wrapping_add(state.counter.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
+            let moved = moved.wrapping_add(state.counter.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            Some(Beat { save, moved })
         };
-        let pulse = Pulse::start(Arc::clone(&self.team), moved)
+        let pulse = Pulse::start(Arc::clone(&self.team), life)
             .map_err(|error| stepwell_core::Error::io("start a thread for", &self.path, error))?;
         let mut state = self.lock();
         state.highest = newest;
@@ -448,7 +451,8 @@ impl Inner {
                 let _ = thread.join();
             }
         }
-        let left_together = if drained.is_ok() { self.leave(left()) } else { Ok(()) };
+        let left_together =
+            if drained.is_ok() { self.leave(left().min(self.options.stall_timeout)) } else { Ok(()) };
         // Past the deadline a moment is still given: a deletion stops between two files.
         let stopped = self.deleter.stop(left().max(Duration::from_millis(100)));
         if drained.is_ok() {
@@ -491,15 +495,19 @@ impl Inner {
         let saves = self.lock().counter;
         let left = self.team.leave(saves, timeout);
         if self.team.leads() && !self.options.read_only && left.is_ok() {
-            for entry in self.root.entries()? {
-                let is_ours = matches!(
-                    directory_layout::parse(&entry.name),
+            let is_ours = |name: &str| {
+                matches!(
+                    directory_layout::parse(name),
                     Some(OwnName::Temporary { session, .. } | OwnName::GivenUp { session })
                         if session == self.team.session()
-                );
-                if is_ours {
-                    self.deleter.enqueue([entry.name]);
-                }
+                )
+            };
+            let entries = self.root.entries()?.into_iter().map(|entry| entry.name);
+            let ours: Vec<String> = entries.filter(|name| is_ours(name)).collect();
+            if !ours.is_empty() {
+                // One of them may be a step that was replaced by one of which it is uncertain whether it is durable.
+                self.root.sync()?;
+                self.deleter.enqueue(ours);
             }
         }
         left

@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::deadline::deadline_after;
@@ -122,12 +122,12 @@ impl Inner {
         if self.team.is_alone() || self.options.read_only || step > MAX_STEP {
             return self.decide(step, force, exists, custom);
         }
-        self.make_up()?;
         self.lock().owed.insert(step, Owed::Asked);
-        let decision = self.decide_with_others(step, force, exists, custom);
+        let made_up = self.make_up().map_err(Undecided::Alone);
+        let decision = made_up.and_then(|()| self.decide_with_others(step, force, exists, custom));
         if let Err(Undecided::Alone(error)) = &decision {
             let (custom, cause) = (custom.clone(), error.to_string());
-            self.lock().unfinished = Some(Unfinished { step, force, exists, custom, cause });
+            self.lock().unfinished.push_back(Unfinished { step, force, exists, custom, cause });
         }
         let decision = decision.map_err(Error::from);
         let left = {
@@ -147,20 +147,21 @@ impl Inner {
         decision
     }
 
-    /// What the others have come to in a call of `save` that this rank has left, it takes note of before it makes another call: where they save, it says that it does not. Else it would
+    /// What the others have come to in calls of `save` that this rank has left, it takes note of before it makes another call: where they save, it says that it does not. Else it would
     /// count differently from then on.
     pub(super) fn make_up(&self) -> Result<()> {
-        let unfinished = self.lock().unfinished.take();
-        let Some(left) = unfinished else { return Ok(()) };
-        match self.decide_with_others(left.step, left.force, left.exists, &left.custom) {
-            Ok(Decision::Save | Decision::Replace) => self.take_no_part(left.step, false, &left.cause),
-            Ok(_) | Err(Undecided::Alike(_)) => {}
-            Err(Undecided::Alone(error)) => {
-                self.lock().unfinished = Some(left);
-                return Err(error);
+        loop {
+            let unfinished = self.lock().unfinished.pop_front();
+            let Some(left) = unfinished else { return Ok(()) };
+            match self.decide_with_others(left.step, left.force, left.exists, &left.custom) {
+                Ok(Decision::Save | Decision::Replace) => self.take_no_part(left.step, false, &left.cause),
+                Ok(_) | Err(Undecided::Alike(_)) => {}
+                Err(Undecided::Alone(error)) => {
+                    self.lock().unfinished.push_front(left);
+                    return Err(error);
+                }
             }
         }
-        Ok(())
     }
 
     /// The ranks, for a call that all make.
@@ -235,8 +236,13 @@ impl Inner {
             let state = self.lock();
             (state.preemption_asked, state.preempted.is_some())
         };
-        if mine && !known && !self.team.leads() {
-            self.team.tell_signal()?;
+        if mine
+            && !known
+            && !self.team.leads()
+            && let Err(error) = self.team.tell_signal()
+        {
+            // The call is made all the same, as the others make it; the next one tells it again.
+            tracing::warn!(%error, "the other ranks could not be told that the job is to be preempted");
         }
         let (answer, preempted) = self.team.ask(what, || {
             if !known && self.team.is_told_signal()? {
@@ -274,7 +280,7 @@ impl Inner {
                 let waited_for = "an earlier save to end".to_owned();
                 return Err(Undecided::Alone(Error::Timeout { waited_for, waited: begun.elapsed() }));
             }
-            let pause = deadline_after(std::time::Duration::from_millis(20));
+            let pause = deadline_after(Duration::from_millis(20));
             state = match self.wait(state, pause.min(deadline)) {
                 Some(state) => state,
                 None => self.lock(),
@@ -284,19 +290,43 @@ impl Inner {
             state.over.remove(&counter);
         }
         state.over_before = state.over_before.max(before);
+        drop(state);
+        self.team.forget_votes(before);
+        self.hear_late(before).map_err(Undecided::Alone)?;
+        let state = self.lock();
         if state.unsettled.range(..before).next().is_none() {
             return Ok(());
         }
         let unseen = state.failed.iter().any(Save::is_unseen);
         drop(state);
-        let raise = self
+        let answer = |unseen: Vec<bool>| Ok((unseen.contains(&true), self.team.outdated_by()));
+        let (raise, outdated_by) = self
             .team
-            .settle("save after one that failed", Ok(unseen), |unseen| Ok(unseen.contains(&true)))
+            .settle("save after one that failed", Ok(unseen), answer)
             .map_err(|error| self.undecided(error))?;
+        // With the verdict, which a rank that had failed by itself has not heard.
+        if let Some(save) = outdated_by {
+            self.team.is_outdated_by(save);
+        }
         let mut state = self.lock();
         state.unsettled = state.unsettled.split_off(&before);
         drop(state);
         if raise { self.raise_failure(step).map_err(Undecided::Alike) } else { Ok(()) }
+    }
+
+    /// Saves whose end this rank has not heard, and that the leader has committed after all, are none that have failed: the others do not count them among those.
+    fn hear_late(&self, before: u64) -> Result<()> {
+        if self.team.leads() {
+            return Ok(());
+        }
+        let failed: Vec<u64> = self.lock().unsettled.range(..before).copied().collect();
+        for counter in failed {
+            let Some(verdict) = self.team.verdict(counter, Duration::ZERO)? else { continue };
+            if matches!(Announcement::decode(&verdict)?, (Announcement::Committed, _)) {
+                self.lock().unsettled.remove(&counter);
+            }
+        }
+        Ok(())
     }
 
     /// Raises the failure that this rank has not seen, or has: another has not.
@@ -357,18 +387,12 @@ impl Inner {
         };
         let told = if self.team.leads() {
             let error = Error::RankFailed { rank: 0, cause: cause.to_owned() };
-            let announcement = Announcement::of(&Verdict::NotCommitted(error));
+            let announcement = Announcement::of(&Verdict::NotCommitted(error), self.team.rank());
             announcement.encode(false).and_then(|verdict| self.team.send_verdict(counter, &verdict, true))
         } else {
             let attempt = Attempt { session: self.team.session().to_owned(), counter };
-            let vote = Vote {
-                rank: self.team.rank(),
-                step,
-                attempt,
-                stale: false,
-                claims: Vec::new(),
-                parts: Err(Announcement::RankFailed { rank: self.team.rank(), cause: cause.to_owned() }),
-            };
+            let failure = Announcement::RankFailed { rank: self.team.rank(), cause: cause.to_owned() };
+            let vote = Vote::failed(self.team.rank(), step, attempt, failure);
             vote.encode().and_then(|vote| self.team.send_vote(counter, &vote))
         };
         if let Err(error) = told {
@@ -436,13 +460,56 @@ impl Manager {
     /// The step that a restore takes (`None`: the latest): the leader's answer, on every rank.
     pub fn choose(&self, step: Option<u64>) -> Result<u64> {
         self.inner.check_usable()?;
-        let chosen = self.inner.team()?.ask("restore", || Ok(self.inner.find(step)?.manifest.step))?;
+        self.asking(|| {
+            let chosen = self.inner.team()?.ask("restore", || Ok(self.inner.find(step)?.manifest.step))?;
+            let mut state = self.inner.lock();
+            state.chosen = Some(chosen);
+            // The leader has it.
+            state.uncertain.remove(&chosen);
+            state.restoring = true;
+            Ok(chosen)
+        })
+    }
+
+    /// The caller of this rank has left a restore that all make, in one of its calls or between them: once that call is answered, the others are told why.
+    pub fn leave_restore(&self, cause: &str) {
+        if !self.inner.birth.is_here() {
+            return;
+        }
         let mut state = self.inner.lock();
-        state.chosen = Some(chosen);
-        // The leader has it.
-        state.uncertain.remove(&chosen);
-        state.restoring = true;
-        Ok(chosen)
+        if state.asking {
+            state.restore_left = Some(cause.to_owned());
+        } else if state.restoring {
+            drop(state);
+            self.say_left(cause.to_owned());
+        }
+    }
+
+    fn say_left(&self, cause: String) {
+        let failed = if self.inner.team.leads() {
+            Error::RankFailed { rank: self.inner.team.rank(), cause }
+        } else {
+            Error::Invalid(cause)
+        };
+        // It gives that failure back.
+        drop(self.inner.team.settle("restore", Err::<(), _>(failed), |_| Ok(())));
+        self.inner.lock().restoring = false;
+    }
+
+    /// One call of a restore. By an error it ends on all ranks; else by [`Manager::restored`].
+    fn asking<T>(&self, ask: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.inner.lock().asking = true;
+        let answer = ask();
+        let left = {
+            let mut state = self.inner.lock();
+            state.asking = false;
+            state.restoring &= answer.is_ok();
+            state.restore_left.take()
+        };
+        if let (Some(cause), true) = (left, answer.is_ok()) {
+            self.say_left(cause);
+        }
+        answer
     }
 
     /// Of the stored leaves (by their numbers) that this rank does not want, those that no other wants either. `None`: the ranks do not all restore in the same way (`how`).
@@ -477,18 +544,14 @@ impl Manager {
         self.restoring(what, mine, |_| Ok(()))
     }
 
-    /// What ranks say to each other in a restore. By an error it ends on all of them; else by [`Manager::restored`].
+    /// What ranks say to each other in a restore.
     fn restoring<S: Serialize + for<'de> Deserialize<'de>, T: Serialize + for<'de> Deserialize<'de>>(
         &self,
         what: &str,
         mine: Result<S>,
         answer: impl FnOnce(Vec<S>) -> Result<T>,
     ) -> Result<T> {
-        let settled = self.inner.team()?.settle(what, mine, answer);
-        if settled.is_err() {
-            self.inner.lock().restoring = false;
-        }
-        settled
+        self.asking(|| self.inner.team()?.settle(what, mine, answer))
     }
 
     /// This process, and all of them.

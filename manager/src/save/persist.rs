@@ -193,12 +193,21 @@ impl World for SaveWorld<'_> {
     fn poll_votes(&mut self, missing: &[u32], timeout: Duration) -> Result<Polled> {
         self.save.gets_on();
         let messages = self.team.votes(self.attempt.counter, missing, timeout)?;
-        let votes: Vec<Vote> =
-            messages.iter().map(|(rank, message)| Vote::decode(*rank, message)).collect::<Result<_>>()?;
+        let step = self.save.step();
+        let vote = |rank: u32, message: &[u8]| {
+            Vote::decode(rank, message).unwrap_or_else(|error| {
+                let failure = Announcement::of(&Verdict::NotCommitted(error), rank);
+                Vote::failed(rank, step, self.attempt.clone(), failure)
+            })
+        };
+        let votes: Vec<Vote> = messages.iter().map(|(rank, message)| vote(*rank, message)).collect();
         self.stale |= votes.iter().any(|vote| vote.stale);
         let voted = |rank: u32| votes.iter().any(|vote| vote.rank == rank);
         let silent = missing.iter().copied().filter(|&rank| !voted(rank));
-        let beats = silent.map(|rank| Ok((rank, self.team.beat_of(rank)?))).collect::<Result<_>>()?;
+        let mut beats = Vec::new();
+        for rank in silent {
+            beats.extend(self.life_of(rank)?.map(|moved| (rank, moved)));
+        }
         Ok(Polled { votes, beats })
     }
 
@@ -220,6 +229,13 @@ impl World for SaveWorld<'_> {
         }
         // Whoever waits for this save has the patience that it has with the leader: it ends by itself, with an error that says who was silent.
         self.save.gets_on();
-        Ok(Heard { announcement: None, beat: self.team.beat_of(LEADER)? })
+        Ok(Heard { announcement: None, beat: self.life_of(LEADER)?.unwrap_or_default() })
+    }
+}
+
+impl SaveWorld<'_> {
+    /// A rank's last sign of life, if it is not through with this save.
+    fn life_of(&self, rank: u32) -> Result<Option<u64>> {
+        Ok(self.team.beat_of(rank)?.in_save(self.attempt.counter))
     }
 }

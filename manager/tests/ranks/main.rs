@@ -7,6 +7,7 @@
 mod common;
 mod failing;
 mod job;
+mod lost;
 mod meeting;
 mod refused;
 mod saving;

@@ -217,3 +217,19 @@ fn who_waits_in_vain_to_meet_the_others_names_them_and_leaves_nothing() {
     assert_eq!(missing, [vec![2], vec![0], vec![]]);
     assert_eq!(left(&job), [""; 0]);
 }
+
+#[test]
+fn ranks_that_put_one_message_in_the_same_moment_have_all_put_it() {
+    let job = Job::new();
+    run(&job, |rank| {
+        let board = rank.meet(common::LONG).unwrap();
+        let mut failed = Vec::new();
+        for _ in 0..200 {
+            rank.together.wait();
+            failed.extend(board.put("signal", b"").err());
+        }
+        rank.together.wait();
+        assert!(failed.is_empty(), "{failed:?}");
+        assert_eq!(board.get("signal", Duration::ZERO).unwrap(), Some(Message::new()));
+    });
+}

@@ -71,6 +71,11 @@ impl StateProvider for Returnable {
         self.inner.capture(fills, slot)
     }
 
+    fn peek(&self, local: &Region, from: u64, into: &mut [u8]) -> Result<bool> {
+        let _share = self.loan.share().ok_or_else(given_back)?;
+        self.inner.peek(local, from, into)
+    }
+
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
         self.inner.check(local, itemsize)
     }
