@@ -54,6 +54,8 @@ class Parts:
     rebuild: Callable[[Any], Any] | None
     #: What stands in a state for it, for messages: text, or the object, which is put into words where there is something to say.
     what: object = "a part of a tensor"
+    #: Where ``global_shape`` is left open: whether a part may reach beyond what is stored (it is filled with zeros there).
+    pads: bool = False
 
     def __str__(self) -> str:
         return self.what if isinstance(self.what, str) else repr(self.what)
@@ -165,7 +167,8 @@ def describe(parts: Parts) -> tuple[Any, ...]:
         _check(parts)
         inner = _inner(parts.local)
     except UnsupportedLeaf as error:
-        return ("refuse", str(error))
+        # That is how a target says it.
+        return ("refuse", str(error).removeprefix("cannot be restored into: "))
     assert inner.spec.dtype is not None
     library = type(parts.local).__module__.partition(".")[0].replace("jaxlib", "jax")
     held = [
@@ -225,6 +228,7 @@ def target(parts: Parts) -> Target:
         has_value=inner.has_value,
         boxes=[(one.offset, one.extent) for one in parts.pieces],
         memories=memories,
+        pads=parts.pads,
         unfillable=inner.unfillable,
     )
 

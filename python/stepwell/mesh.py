@@ -185,7 +185,7 @@ class Rules:
                 raise MismatchError(
                     f"{named(leaf.path)}: rank {rank} has shape {tuple(array.shape)}, and {axes} of {shape} over {mesh!r} gives it {extent}"
                 )
-            leaf.result = LocalShard(array, shape, offset, self._replica(axes, mesh, rank, stage))
+            leaf.result = LocalShard(array, shape, offset, self._replica(leaf.path, axes, mesh, rank, stage))
         return template.finish(part, False)
 
     def abstract_state(self, metadata: Any, mesh: RankMesh, rank: int) -> Any:
@@ -204,7 +204,7 @@ class Rules:
                 continue
             axes = self._axes_of(leaf.path, len(spec.shape))
             offset, extent = self._box(spec.shape, axes, mesh, rank)
-            replica = self._replica(axes, mesh, rank, stage)
+            replica = self._replica(leaf.path, axes, mesh, rank, stage)
             leaf.result = LocalShard(ArraySpec(extent, spec.dtype), spec.shape, offset, replica)
         return template.finish(part, False)
 
@@ -259,7 +259,7 @@ class Rules:
         return min(size, part * length), min(size, (part + 1) * length)
 
     def _replica(
-        self, axes: tuple[tuple[str, ...], ...], mesh: RankMesh, rank: int, stage: int | None
+        self, path: str, axes: tuple[tuple[str, ...], ...], mesh: RankMesh, rank: int, stage: int | None
     ) -> tuple[int, int]:
         """Which of the ranks that have the same this one is, and how many they are."""
         at = mesh.coordinates(rank)
@@ -267,6 +267,10 @@ class Rules:
         if stage is not None:
             fixed[self._stage_axis] = stage
         same = mesh.ranks(**fixed)
+        if rank not in same:
+            raise MisuseError(
+                f"{named(path)} is of stage {stage}, and rank {rank} of {mesh!r} is of another; leave it out of that rank's state, or give it no stage (None) if all stages have it"
+            )
         return same.index(rank), len(same)
 
 

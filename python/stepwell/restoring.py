@@ -12,6 +12,7 @@ import difflib
 from typing import Any
 
 from . import _core, adapters, collecting, lifecycle, template
+from .adapters import Target
 from .array_reads import ArrayReads, Job, telling
 from .errors import MismatchError
 from .exchange import Exchange
@@ -249,8 +250,10 @@ class Restore:
                 boxes = None if leaf is None or leaf.target is None else leaf.target.boxes
                 memories = None if not fill or leaf is None or leaf.target is None else leaf.target.memories
                 self._job_of.setdefault((number, stored), [])
+                stored_dtype, dtype, stored_shape, shape = tensor
+                if boxes is not None and leaf is not None and leaf.target is not None:
+                    self._check_inside(path, leaf.target, tuple(stored_shape))
                 for at, box in enumerate([None] if boxes is None else boxes):
-                    stored_dtype, dtype, stored_shape, shape = tensor
                     mine = own if memories is None else memories[at]
                     job = Job.of(source, path, mine, stored_dtype, dtype, stored_shape, shape, box)
                     if job.target is None:
@@ -273,6 +276,19 @@ class Restore:
         )
         arrays = [(leaf.path, leaf.array) for leaf in kept if leaf.array is not None]
         return ArrayReads(self.core, list(jobs.values()), self.report, arrays)
+
+    def _check_inside(self, path: str, target: Target, stored: tuple[int, ...]) -> None:
+        """Raises for a part that lies nowhere in what is stored, where nobody has said how large the whole is to be: its padding could not be told from a mistake."""
+        if target.spec.shape is not None or target.pads:
+            return
+        for offset, extent in target.boxes or ():
+            if len(offset) != len(stored) or any(
+                first + n > size for first, n, size in zip(offset, extent, stored, strict=True)
+            ):
+                raise self.report.mismatch(
+                    f"{named(path)}: a part of shape {tuple(extent)} at {tuple(offset)} does not lie in what is stored, which has shape {stored}; "
+                    "pass shape=, the shape of the whole tensor, if what is beyond is padding"
+                )
 
     def _empty(self, wanted: Wanted, leaf: Any, stored: int, fill: bool) -> Any:
         """What makes a new array on the device where it is to be. What only passes through on its way into one that is there already is made on the host."""

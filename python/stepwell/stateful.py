@@ -7,6 +7,7 @@ everything else through ``state_dict``/``load_state_dict`` or ``get_state``/``se
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -107,7 +108,18 @@ _RANDOM_STATE = Protocol(
     _random_state_make,
     _random_state_make,
 )
-_STATE_DICT = Protocol("state_dict", lambda o: o.state_dict(), lambda o, state: o.load_state_dict(state))
+
+
+def _state_dict_of(owner: Any) -> Any:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(owner, torch.nn.Module):
+        from .adapters import torch as adapter
+
+        return adapter.tensors_of(owner)
+    return owner.state_dict()
+
+
+_STATE_DICT = Protocol("state_dict", _state_dict_of, lambda o, state: o.load_state_dict(state))
 _GET_STATE = Protocol("get_state", lambda o: o.get_state(), lambda o, state: o.set_state(state))
 
 

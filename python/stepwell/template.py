@@ -460,8 +460,10 @@ def check_ranks(branch: Branch, stored: list[str]) -> None:
     if len(stored) == world and value.stored_key() in stored:
         return
     if value.resize is None:
+        count = len(stored)
+        saved = f"saved by {count} ranks" if all(map(str.isdigit, stored)) else f"stored under {count} keys"
         raise MismatchError(
-            f"{named(branch.path)}: saved by {len(stored)} ranks ({', '.join(stored[:8])}{', …' if len(stored) > 8 else ''}), and wanted by {world}, this one as "
+            f"{named(branch.path)}: {saved} ({', '.join(stored[:8])}{', …' if len(stored) > 8 else ''}), and wanted by {world}, this one as "
             f"{value.stored_key()!r}: which value is whose? Pass PerRank(…, resize=fn), where fn(values, rank, world_size) gives this rank its own, or leave it out (...)"
         )
     branch.children = [(None, Leaf(branch.path, branch.components, "stored", AS_STORED))]

@@ -5,7 +5,7 @@ Importing this imports torch. ``stepwell.torch`` is imported when it is first us
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -65,15 +65,19 @@ class TrainState:
                 raise MisuseError(
                     f"TrainState takes optimizers of torch.optim, not {shown(optimizer)} ({name!r})"
                 )
+            _refuse_state_elsewhere(optimizer)
+        _refuse_flat_shards(model)
         self._names()
 
     # ---- what it is made of -------------------------------------------------------------------------------------------
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Parameter → its name; of a tied one the first."""
+        adapter.reshard(self.model)
         names: dict[torch.Tensor, str] = {}
+        plain = plain_names(self.model)
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, plain_name(name))
+            names.setdefault(parameter, plain(name))
         for which, optimizer in self.optimizers.items():
             for number, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
@@ -86,7 +90,8 @@ class TrainState:
         return names
 
     def _tensors(self) -> dict[str, Any]:
-        return {plain_name(str(name)): value for name, value in self.model.state_dict().items()}
+        plain = plain_names(self.model)
+        return {plain(str(name)): value for name, value in adapter.tensors_of(self.model).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as it is stored. Tensors are those of the run, not copies."""
@@ -174,18 +179,52 @@ class _Model:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and extra state, by plain names."""
-        return {plain_name(str(name)): value for name, value in self._model.state_dict().items()}
+        plain = plain_names(self._model)
+        return {plain(str(name)): value for name, value in self._model.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hands it to the model."""
-        own = {plain_name(str(name)): name for name in self._model.state_dict()}
+        plain = plain_names(self._model)
+        own = {plain(str(name)): name for name in self._model.state_dict()}
         self._model.load_state_dict({own.get(name, name): value for name, value in state.items()})
 
 
-def plain_name(name: str) -> str:
-    """The name of a parameter in the model that wrappers were put around."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
+#: Classes (torch's, and of the same name elsewhere) that hold a model as ``module``.
+_HOLDERS = frozenset({"DataParallel", "DistributedDataParallel"})
+
+
+def plain_names(model: torch.nn.Module) -> Callable[[str], str]:
+    """Name of a parameter → its name in the model that wrappers were put around."""
+    inner = model
+    while isinstance(wrapped := inner._modules.get("_orig_mod"), torch.nn.Module):
+        inner = wrapped
+    is_held = any(cls.__name__ in _HOLDERS for cls in type(inner).__mro__)
+
+    def plain(name: str) -> str:
+        parts = [part for part in name.split(".") if part not in _WRAPPERS]
+        return ".".join(parts[1:] if is_held and parts[0] == "module" else parts)
+
+    return plain
+
+
+def _refuse_state_elsewhere(optimizer: torch.optim.Optimizer) -> None:
+    """Raises for an optimizer whose state is not (all) in what its ``state`` says of parameters: a wrapper around another one, mostly."""
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        raise MisuseError(
+            f"{type(optimizer).__name__} has a state_dict() of its own, so that TrainState cannot know where its state is: give TrainState the optimizer that is inside, "
+            "or none, and save what its state_dict() gives beside it"
+        )
+
+
+def _refuse_flat_shards(model: torch.nn.Module) -> None:
+    """Raises for modules of FSDP1, whose parameters are flat shards that do not say of what."""
+    for name, module in model.named_modules():
+        group = getattr(module, "process_group", None)
+        if type(module).__name__ == "FullyShardedDataParallel" and group is not None and group.size() > 1:
+            raise MisuseError(
+                f"{f'{name!r} of the model' if name else 'the model'} is sharded by FullyShardedDataParallel (FSDP1) over {group.size()} processes, whose parameters do not say what they "
+                "are parts of; shard it with fully_shard (FSDP2), or save what get_state_dict() of torch.distributed.checkpoint.state_dict gives"
+            )
 
 
 def _by_name(given: Any) -> dict[str | int | None, Any]:
@@ -216,6 +255,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _slots(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, dict[str, Any]]:
+    strange = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    if strange:
+        raise MisuseError(
+            f"{type(optimizer).__name__} has state of {strange[0]!r}, which is no parameter; save its state_dict() beside a TrainState(model)"
+        )
     return {
         names[parameter]: dict(optimizer.state[parameter])
         for parameter in _parameters(optimizer)
@@ -343,6 +387,8 @@ def _like(own: Any, value: Any) -> Any:
         with torch.no_grad():
             own.copy_(torch.as_tensor(_tensor(value)))
         return own
+    if type(own) in (tuple, list) and isinstance(value, (tuple, list)) and len(own) == len(value):
+        return type(own)(_like(one, other) for one, other in zip(own, value, strict=True))
     found = _tensor(value)
     return found.item() if isinstance(found, torch.Tensor) and isinstance(own, (int, float)) else found
 
@@ -376,31 +422,35 @@ def _take_slots(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Mapping[str, Any]
 ) -> None:
     """Gives each parameter the slots that are stored, and no others. One that was filled where it is stays; one that was made anew goes where the parameter is."""
-    for parameter in _parameters(optimizer):
-        slots = stored.get(names[parameter])
-        if not slots:
-            optimizer.state.pop(parameter, None)
-            continue
-        own = optimizer.state[parameter]
-        for slot in [slot for slot in own if slot not in slots]:
-            del own[slot]
-        for slot, value in slots.items():
-            if own.get(slot, ...) is not value:
-                own[slot] = _placed(slot, _tensor(value), parameter, optimizer)
+    for group in optimizer.param_groups:
+        counts_on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            slots = stored.get(names[parameter])
+            if not slots:
+                optimizer.state.pop(parameter, None)
+                continue
+            own = optimizer.state[parameter]
+            for slot in [slot for slot in own if slot not in slots]:
+                del own[slot]
+            for slot, value in slots.items():
+                if own.get(slot, ...) is not value:
+                    own[slot] = _placed(slot, _tensor(value), parameter, counts_on_device)
+            step = own.get("step")
+            if counts_on_device and isinstance(step, torch.Tensor) and step.device != parameter.device:
+                # It was filled where it was; as it was saved, the optimizer reads it on the device.
+                own["step"] = step.to(parameter.device)
 
 
-def _placed(slot: str, value: Any, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
+def _placed(slot: str, value: Any, parameter: torch.Tensor, counts_on_device: bool) -> Any:
     if isinstance(value, dict):
-        return {key: _placed(slot, _tensor(one), parameter, optimizer) for key, one in value.items()}
+        return {key: _placed(slot, _tensor(one), parameter, counts_on_device) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_placed(slot, _tensor(one), parameter, optimizer) for one in value)
-    if not isinstance(value, torch.Tensor):
+        return type(value)(_placed(slot, _tensor(one), parameter, counts_on_device) for one in value)
+    if not isinstance(value, torch.Tensor) or adapter.is_over_several(value):
         return value
     if value.shape != parameter.shape:
         # Counters stay on the host, unless the optimizer reads them on the device.
-        group = next(one for one in optimizer.param_groups if any(p is parameter for p in one["params"]))
-        on_device = slot != "step" or group.get("capturable") or group.get("fused")
-        return value.to(parameter.device) if on_device else value
+        return value.to(parameter.device) if slot != "step" or counts_on_device else value
     if adapter.is_over_several(parameter):
         # What this process has of the parameter, it has of the slot.
         return adapter.part_like(parameter, value)

@@ -111,3 +111,50 @@ def test_what_some_devices_have_is_saved_once_by_all_processes_that_have_it(tmp_
     assert len(found) == 4
     for name, array in found.items():
         np.testing.assert_array_equal(array, np.arange(48, dtype=np.float32).reshape(16, 3), err_msg=name)
+
+
+ELSEWHERE = (
+    PREAMBLE
+    + """
+values = {"w": np.arange(48, dtype=np.float32).reshape(16, 3), "n": np.array([np.nan, 1.0, np.inf, 2.0], np.float32)}
+key = jax.random.key(7)
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.save(1, {**values, "key": key}).result()
+    rows, everywhere = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    last = NamedSharding(Mesh(np.array(jax.local_devices(process_index=1)), ("x",)), P("x"))
+
+    # No call that all processes make: one of them may have failed before.
+    got = manager.restore(to="jax", shardings=lambda path, spec: {"w": rows, "n": everywhere}.get(path))
+    for name, value in values.items():
+        for shard in got[name].addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
+    assert got["w"].sharding == rows and got["n"].sharding == everywhere
+
+    # Of devices of one process, and of one device of it.
+    like = {
+        "w": jax.ShapeDtypeStruct((16, 3), np.float32, sharding=last),
+        "n": jax.ShapeDtypeStruct((4,), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[-1])),
+        "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),
+    }
+    got = manager.restore(like=like)
+    assert len(got["w"].addressable_shards) == (len(jax.local_devices()) if RANK == 1 else 0)
+    for name in ("w", "n"):
+        assert got[name].dtype == np.float32 and got[name].sharding == like[name].sharding
+        for shard in got[name].addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), values[name][shard.index])
+    assert got["key"].sharding.is_equivalent_to(everywhere, 0)
+    own = got["key"].addressable_shards[0].data
+    np.testing.assert_array_equal(np.asarray(jax.random.key_data(own)), np.asarray(jax.random.key_data(key)))
+
+    # One that was donated says where it was.
+    array = jax.make_array_from_callback((16, 3), rows, lambda index: np.zeros((16, 3), np.float32)[index])
+    array.delete()
+    got = manager.restore(into={"w": array}, unexpected="ignore")["w"]
+    assert got.sharding == rows
+jax.distributed.shutdown()
+"""
+)
+
+
+def test_arrays_and_keys_go_to_devices_of_any_process(tmp_path: Path) -> None:
+    run(tmp_path, ELSEWHERE, 2, tmp_path / "run", free_port(), 2, "4x1")

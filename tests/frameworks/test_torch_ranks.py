@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import stepwell as sw
 import torch
+from stepwell import layouts
+from stepwell.adapters import torch as adapter
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
 
@@ -167,6 +170,62 @@ dist.destroy_process_group()
         run_forked(tmp_path, TORCH, restore, world, root, free_port(), mesh)
 
 
+@pytest.mark.parametrize("rows", [7, 8, 13])
+def test_strided_shards_are_cut_in_the_order_in_which_fsdp2_cuts(rows: int) -> None:
+    everything = torch.arange(rows)
+
+    def chunk(of: Any, ways: int, at: int) -> Any:
+        chunks = torch.chunk(of, ways)
+        return chunks[at] if at < len(chunks) else of[:0]
+
+    for dp, tp in itertools.product(range(1, 5), range(1, 5)):
+        for d, t in itertools.product(range(dp), range(tp)):
+            cuts = adapter._in_order([(dp, d, tp), (tp, t, 1)])
+            found = [
+                row for first, n in layouts.runs_of_chunks(rows, cuts) for row in range(first, first + n)
+            ]
+            assert found == chunk(chunk(everything, tp, t), dp, d).tolist(), (dp, tp, d, t)
+    # Nothing to its right is cut before it.
+    assert adapter._in_order([(2, 1, 3)]) == [(2, 1, 3)]
+
+
+def test_an_uneven_module_and_one_that_is_left_gathered_are_saved_under_fsdp2_and_tensor_parallelism(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "run"
+    work = (
+        FSDP.replace("import torch\n", "import torch\nimport stepwell.torch as st\n", 1)
+        + """
+def uneven(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential()
+    model.add_module("up", torch.nn.Linear(3, 7))
+    full = {name: one.detach().clone() for name, one in model.state_dict().items()}
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    return model, full
+
+(odd, full), (even, _) = uneven(1), build(1)
+optimizer = torch.optim.AdamW(even.parameters())
+with torch.no_grad():
+    even(torch.ones(4, 12))  # no backward pass: FSDP2 leaves the root gathered
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.save(1, {"odd": odd, "even": st.TrainState(even, optimizer)}).result()
+    other, _ = uneven(2)
+    manager.restore(into={"odd": other, "even": st.TrainState(even, optimizer)})
+for name, one in other.state_dict().items():
+    assert torch.equal(one.to_local(), odd.state_dict()[name].to_local()), name
+if RANK == 0:
+    torch.save(full, ROOT + ".pt")
+dist.destroy_process_group()
+"""
+    )
+    run_forked(tmp_path, TORCH, work, 6, root, free_port(), "3x2")
+    full = torch.load(f"{root}.pt")
+    for name, array in sw.restore(root, to="torch")["odd"].items():
+        assert torch.equal(array, full[name]), name
+
+
 TRAINING = (
     FSDP.replace("import torch\n", "import torch\nimport stepwell.torch as st\n", 1)
     + """
@@ -249,11 +308,16 @@ def test_a_tensor_that_says_which_boxes_it_has_is_saved_and_filled_as_them(root:
         return tensor
 
     def saves(rank: int, manager: sw.CheckpointManager) -> None:
-        for step, parameter in enumerate((False, True)):
+        module = torch.nn.Module()
+        module.w, module.n = part(rank, 2, full, True), torch.nn.Parameter(torch.ones(2))
+        manager.save(0, {"m": sw.torch.TrainState(module)}).result()
+        manager.save(1, {"m": module}).result()
+        for step, parameter in ((2, False), (3, True)):
             manager.save(step, {"m": {"w": part(rank, 2, full, parameter), "n": 1}}).result()
 
     together(2, root, saves)
-    for step in (0, 1):
+    np.testing.assert_array_equal(sw.restore(root, step=0)["m"]["model"]["w"], full)
+    for step in (1, 2, 3):
         np.testing.assert_array_equal(sw.restore(root, step=step)["m"]["w"], full)
 
     for world in (1, 3):
@@ -383,6 +447,7 @@ dist.destroy_process_group()
 
 FSDP1 = """
 import torch
+import stepwell.torch as st
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -394,6 +459,11 @@ def build(seed):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.Linear(7, 5))
     model = FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=True)
+    try:
+        st.TrainState(model)
+        raise AssertionError("it does not know what its parameters are parts of")
+    except sw.MisuseError as error:
+        assert "FSDP1" in str(error), error
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 def step(model, optimizer):

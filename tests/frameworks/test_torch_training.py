@@ -338,12 +338,55 @@ def test_a_train_state_as_like_gives_the_slots_that_are_stored_and_nothing_else(
 def test_names_are_those_of_the_model_inside_its_wrappers(root: Path) -> None:
     run = build(0)
     train(run, 1)
-    wrapped = nn.Sequential()
-    wrapped.module = run[0]
-    sw.save(root, {"train": sw.torch.TrainState(wrapped, run[1])})
-    plain = build(3)
-    sw.restore(root, into={"train": sw.torch.TrainState(plain[0], plain[1])})
-    assert same(plain[0], run[0])
+    for step, wrapped in enumerate((nn.DataParallel(run[0]), nn.DataParallel(torch.compile(run[0])))):
+        sw.save(root / str(step), {"train": sw.torch.TrainState(wrapped, run[1])})
+        plain = build(3)
+        sw.restore(root / str(step), into={"train": sw.torch.TrainState(plain[0], plain[1])})
+        assert same(plain[0], run[0])
+
+
+def test_what_the_model_itself_calls_its_module_keeps_that_name(root: Path) -> None:
+    model = nn.Module()
+    model.module, model.weight = nn.Linear(2, 3), nn.Parameter(torch.ones(4))
+    for step, one in enumerate((model, nn.DataParallel(model))):
+        sw.save(root / str(step), {"train": sw.torch.TrainState(one)})
+        found = sw.restore(root / str(step))["train"]["model"]
+        assert {name: array.shape for name, array in found.items()} == {
+            "module.weight": (3, 2),
+            "module.bias": (3,),
+            "weight": (4,),
+        }
+
+
+class Around(torch.optim.SGD):
+    """An optimizer whose state is somewhere else."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict()}
+
+
+def test_an_optimizer_whose_state_is_elsewhere_is_refused() -> None:
+    model = Net()
+    with pytest.raises(sw.MisuseError, match=r"Around has a state_dict\(\) of its own"):
+        sw.torch.TrainState(model, Around(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["rounds"] = 3
+    with pytest.raises(sw.MisuseError, match="state of 'rounds', which is no parameter"):
+        sw.torch.TrainState(model, optimizer).state_dict()
+
+
+def test_hyperparameters_that_are_tensors_in_a_tuple_stay_those_tensors(root: Path) -> None:
+    def run(value: float) -> tuple[Any, Any]:
+        model = Net()
+        betas = (torch.tensor(value), torch.tensor(0.99))
+        return model, torch.optim.Adam(model.parameters(), betas=betas, foreach=False, capturable=True)
+
+    sw.save(root, {"train": sw.torch.TrainState(*run(0.5))})
+    other = run(0.9)
+    first = other[1].param_groups[0]["betas"][0]
+    sw.restore(root, into={"train": sw.torch.TrainState(*other)})
+    assert other[1].param_groups[0]["betas"][0] is first
+    assert float(first) == 0.5
 
 
 def test_several_optimizers_and_schedulers_go_by_their_names(root: Path) -> None:

@@ -899,6 +899,19 @@ def test_a_part_that_lies_behind_what_is_stored_is_padding(root: Path) -> None:
             np.testing.assert_array_equal(found.local, expected)
 
 
+@pytest.mark.parametrize("how", ["like", "into"])
+def test_a_part_that_reaches_beyond_what_is_stored_is_refused_where_nobody_says_how_large_the_whole_is(
+    root: Path, how: str
+) -> None:
+    sw.save(root, {"w": whole("w", (4, 4))})
+    for offset, shape in (((0, 0), (8, 4)), ((4, 0), (2, 4)), ((0,), (4,))):
+        local = np.full(shape, -1, np.float32)
+        target = {"w": sw.Segments(local, [sw.Segment(None, offset)])}
+        with pytest.raises(sw.MismatchError, match=r"`w`: a part of shape .* pass shape="):
+            sw.restore(root, **{how: target})  # type: ignore[arg-type]
+        assert (local == -1).all()
+
+
 @pytest.mark.parametrize("dtype", [">f4", ">i8", ">c8", ">M8[s]"])
 @pytest.mark.parametrize(
     "made",
@@ -1049,24 +1062,29 @@ def test_leaves_of_other_stages_are_not_unexpected_and_those_of_nobody_are(root:
     together(2, root, restores)
 
 
+@pytest.mark.parametrize("snapshot", ["auto", "eager"])
 def test_values_that_differ_where_they_should_not_are_refused_by_leaf_and_what_may_drift_is_the_first_ranks(
-    root: Path,
+    root: Path, snapshot: Any
 ) -> None:
     def work(rank: int, manager: sw.CheckpointManager) -> None:
         big = np.zeros(500_000, np.float32)
-        manager.save(0, {"m": {"big": big, "n": 1}}).result()
+        manager.save(0, {"m": {"big": big, "n": 1}}, snapshot=snapshot).result()
         big[-1] = rank
         with pytest.raises(
             sw.MismatchError, match=r"`m/big`.*rank 0 has other values than rank 1.*Replicated"
         ):
-            manager.save(1, {"m": {"big": big, "n": 1}}).result()
+            manager.save(1, {"m": {"big": big, "n": 1}}, snapshot=snapshot).result()
         with pytest.raises(sw.MismatchError, match="`m/n`"):
             manager.save(2, {"m": {"big": np.zeros(3), "n": rank}}).result()
+        with pytest.raises(sw.MismatchError, match="`m/late`"):
+            manager.save(4, {"m": {"big": np.zeros(3), "n": 1, "late": np.full(3, rank)}}).result()
+        with pytest.raises(sw.MismatchError, match="`m/later`"):
+            manager.save(5, {"m": {"big": np.zeros(3), "n": 1, "later": f"rank {rank}"}}).result()
         drifting = {
             "big": sw.Replicated(np.full(500_000, rank + 5.0)),
             "n": sw.Replicated({"a": rank, "b": [rank]}),
         }
-        manager.save(3, {"m": drifting}).result()
+        manager.save(6, {"m": drifting}).result()
 
     together(2, root, work)
     found = sw.restore(root)["m"]

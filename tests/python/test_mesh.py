@@ -178,3 +178,10 @@ def test_a_tensor_without_a_rule_and_a_rule_that_does_not_fit_are_named() -> Non
     assert halves.abstract_state(tree, sw.RankMesh(pp=2), 0)["a"]["b.c"] is ...
     with pytest.raises(sw.MismatchError, match=r"`w`: rank 1 has shape \(2,\)"):
         sw.Rules({"w": ("tp",)}).shard({"w": np.zeros(2)}, mesh, 1, shapes=lambda path: (7,))
+
+
+def test_a_tensor_of_another_stage_is_refused_by_name() -> None:
+    mesh = sw.RankMesh(pp=2)
+    rules = sw.Rules({"**": ()}, stages={"embed*": 0})
+    with pytest.raises(sw.MisuseError, match=r"`embed` is of stage 0, and rank 1 of .* is of another"):
+        rules.shard({"embed": np.zeros(3)}, mesh, 1)

@@ -53,7 +53,7 @@ impl Writing<'_> {
     /// Whether that part should be the same on others, who say what they have of it.
     fn is_compared(&self, holders: &Holders, part: u64) -> bool {
         match holders {
-            Holders::Everyone => self.is_shared(part),
+            Holders::Everyone => self.is_shared(part) || self.is_news(part),
             Holders::Ranks(ranks) => self.compares && ranks.len() > 1,
             Holders::Replicas { count, .. } => self.compares && *count > 1,
             Holders::This | Holders::First => false,
@@ -64,6 +64,12 @@ impl Writing<'_> {
     fn is_shared(&self, part: u64) -> bool {
         let holders = self.census.and_then(|census| census.holders(part));
         holders.is_some_and(|ranks| ranks.len() > 1 && ranks.contains(&self.rank))
+    }
+
+    /// Whether this rank has not said that it has that part: others may have it, too.
+    fn is_news(&self, part: u64) -> bool {
+        let told = |census: &Census| census.holders(part).is_some_and(|ranks| ranks.contains(&self.rank));
+        self.census.is_some_and(|census| !told(census))
     }
 
     fn ranks(&self, holders: &Holders, part: u64) -> Group {
@@ -283,15 +289,18 @@ impl Shares {
                         }
                     }
                 }
-                LeafSource::Object(value) => match writing.ranks(&Holders::Everyone, path) {
-                    Group::Ranks(ranks) => {
+                LeafSource::Object(value) => {
+                    if writing.is_compared(&Holders::Everyone, path) {
                         claims.push(Claim::of_object(writing.rank, path, value)?);
+                    }
+                    if let Group::Ranks(ranks) = writing.ranks(&Holders::Everyone, path) {
                         let order = (path, Region::whole(&[]));
                         let held = Held { extent: vec![].into(), itemsize: OBJECT_BYTES };
                         groups.entry(ranks).or_default().push(Shared { leaf, order, held });
+                    } else {
+                        *own = Some(Vec::new());
                     }
-                    _ => *own = Some(Vec::new()),
-                },
+                }
                 LeafSource::Drifting(_) => {
                     if !matches!(writing.ranks(&Holders::First, path), Group::Others) {
                         *own = Some(Vec::new());

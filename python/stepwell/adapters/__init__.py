@@ -80,6 +80,8 @@ class Target:
     boxes: Sequence[Box] | None = None
     #: The memory of each of them, where that can be filled as it is; ``None``: they have none.
     memories: Sequence[np.ndarray[Any, Any] | OnDevice | None] | None = None
+    #: Whether boxes may reach beyond what is stored, where the shape of the whole is left open; what is there of them is zeros.
+    pads: bool = False
     #: Where it is to be, as the framework says it, and what makes a target of it that is somewhere else.
     placement: Any = None
     replace: Callable[[Target, Any], Target] | None = None

@@ -296,7 +296,12 @@ def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
                 or f"stored is a PRNG key {key.dtype}{list(key.shape)}, wanted is {wanted.dtype}{list(wanted.shape)}"
             )
         place = _place_of(wanted)
-        return key if place is None or key.sharding == place else jax.device_put(key, place)
+        if place is None or key.sharding == place:
+            return key
+        if _is_elsewhere(place):
+            # `device_put` would compare the values of all processes, and knows none of keys.
+            return jax.make_array_from_callback(key.shape, place, lambda index: key[index])
+        return jax.device_put(key, place)
 
     return Opened([(("k", "impl"), impl), (("k", "data"), data)], close, first=(("k", "impl"), check))
 
@@ -311,9 +316,10 @@ def target(obj: Any) -> Target | None:
     if isinstance(obj, (jax.Array, jax.ShapeDtypeStruct)) and _is_key(obj):
         return None  # two leaves: see `branch`
     if isinstance(obj, jax.Array):
-        if obj.is_deleted():
-            return _wants(ArraySpec(obj.shape, obj.dtype.name))
-        return placed(_wants(ArraySpec(obj.shape, obj.dtype.name), obj, has_value=True), _place_of(obj))
+        # One that was donated still says where it was.
+        there = not obj.is_deleted()
+        one = _wants(ArraySpec(obj.shape, obj.dtype.name), obj if there else None, has_value=there)
+        return placed(one, _place_of(obj))
     if isinstance(obj, jax.ShapeDtypeStruct):
         return placed(_wants(ArraySpec(obj.shape, obj.dtype.name), obj), obj.sharding)
     return None
@@ -327,8 +333,6 @@ def _place_of(wanted: Any) -> Any:
     """Where an array, or an abstract one, is; ``None``: wherever the default is."""
     if isinstance(wanted, jax.ShapeDtypeStruct):
         return wanted.sharding
-    if wanted.is_deleted():
-        return None
     committed = getattr(wanted, "committed", getattr(wanted, "_committed", True))
     return wanted.sharding if committed else None
 
@@ -350,7 +354,9 @@ def placed(one: Target, sharding: Any) -> Target:
     one.placement, one.boxes = sharding, None
     shape = one.spec.shape
     check_fits(sharding, shape)
-    if not isinstance(sharding, jax.sharding.Sharding) or shape is None or len(sharding.device_set) == 1:
+    if not isinstance(sharding, jax.sharding.Sharding) or shape is None:
+        return one
+    if len(sharding.device_set) == 1 and sharding.is_fully_addressable:
         return one
     boxes = {_box(index, shape): None for index in sharding.addressable_devices_indices_map(shape).values()}
     if len(boxes) > 1 or not sharding.is_fully_addressable:
@@ -406,7 +412,16 @@ def _assembled(one: Target, values: list[Any]) -> Any:
     kind = sharding.memory_kind
     at = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in places]
     shards = jax.device_put([value_of[_box(index, shape)] for index in places.values()], at)
+    if not shards and one.spec.dtype is not None:
+        # None of its devices is of this process, and no shard says its dtype.
+        dtype = jax.dtypes.canonicalize_dtype(one.spec.dtype)
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _is_elsewhere(place: Any) -> bool:
+    """Whether a place has devices of other processes."""
+    return isinstance(place, jax.sharding.Sharding) and not place.is_fully_addressable
 
 
 def arrays(values: list[Any], placement: Any = None) -> list[Any]:
@@ -425,6 +440,13 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
         if dtype != values[number].dtype:
             _check_narrowed(number, values[number], dtype)
     fits = _put_quickly(values, at, results, fits, becomes)
+    for number in [number for number in fits if _is_elsewhere(at[number])]:
+        # Each process takes its part of what it has. `device_put` would be a call of all of them, which compares their values: one that has failed before is waited for, and no NaN is equal.
+        value = values[number].astype(becomes[values[number].dtype], copy=False)
+        results[number] = jax.make_array_from_callback(
+            value.shape, at[number], value.__getitem__, dtype=value.dtype
+        )
+    fits = [number for number in fits if not _is_elsewhere(at[number])]
     default = [number for number in fits if at[number] is None]
     elsewhere = [number for number in fits if at[number] is not None]
     for numbers, made in (
@@ -505,7 +527,7 @@ def _one_device(where: Any, default: Any) -> tuple[Any, Any]:
         where = default or jax.local_devices()[0]
     if isinstance(where, jax.Device):
         return jax.sharding.SingleDeviceSharding(where), where
-    if isinstance(where, jax.sharding.SingleDeviceSharding):
+    if isinstance(where, jax.sharding.SingleDeviceSharding) and where.is_fully_addressable:
         return where, next(iter(where.device_set))
     return None, None
 

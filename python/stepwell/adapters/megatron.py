@@ -278,7 +278,7 @@ def _parts(leaf: Any, saving: bool) -> layouts.Parts:
         parts = FlatShard(data, own, run.start).parts()
     parts.what = leaf
     if leaf.allow_shape_mismatch and not saving:
-        parts.global_shape = None
+        parts.global_shape, parts.pads = None, True
     return parts
 
 
@@ -345,6 +345,7 @@ def target(obj: Any) -> Target | None:
         has_value=all(one.has_value for one in wanted),
         boxes=[box for one in wanted for box in one.boxes or ()],
         memories=[memory for one in wanted for memory in one.memories or ()],
+        pads=any(one.pads for one in wanted),
         unfillable=next((one.unfillable for one in wanted if one.unfillable is not None), None),
     )
 

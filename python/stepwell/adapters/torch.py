@@ -7,6 +7,7 @@ and strides) are found by the engine. The public classes are in :mod:`stepwell.t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -147,13 +148,15 @@ def _parts(tensor: Any) -> layouts.Parts | None:
         with torch.no_grad():
             local = tensor.to_local()
         local = local.wait() if hasattr(local, "wait") else local
-        pieces = _pieces(mesh, placements, shape, _is_over_all(mesh))
-        there = layouts.extent_of(pieces)
-        if pieces and there != tuple(local.shape):
-            raise UnsupportedLeaf(
-                f"a DTensor of shape {shape} with the placements {placements}: its local shape {tuple(local.shape)} is not {there}, as they say; "
-                "pass what this process has as sw.LocalShard"
-            )
+        pieces = _pieces(mesh, placements, shape, _is_over_all(mesh), True)
+        if not _are_of(pieces, local):
+            there = layouts.extent_of(pieces) if pieces else "empty"
+            pieces = _pieces(mesh, placements, shape, _is_over_all(mesh), False)
+            if not _are_of(pieces, local):
+                raise UnsupportedLeaf(
+                    f"a DTensor of shape {shape} with the placements {placements}: its local shape {tuple(local.shape)} is not {there}, as they say; "
+                    "pass what this process has as sw.LocalShard"
+                )
 
         def rebuild(made: Any) -> Any:
             if made is local:
@@ -227,6 +230,11 @@ def part_like(tensor: Any, value: torch.Tensor) -> Any:
     return parts.rebuild(local)
 
 
+def _are_of(pieces: list[layouts.Piece], local: torch.Tensor) -> bool:
+    """Whether a local tensor has the shape that pieces give it."""
+    return layouts.extent_of(pieces) == tuple(local.shape) if pieces else local.numel() == 0
+
+
 def _is_over_all(mesh: Any) -> bool:
     """Whether a mesh is of all ranks of the job."""
     distributed = torch.distributed
@@ -235,14 +243,16 @@ def _is_over_all(mesh: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _pieces(
-    mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], over_all: bool
+    mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], over_all: bool, in_order: bool
 ) -> list[layouts.Piece]:
     """The boxes that the placements give to this process, and which ranks have the same. A mesh that is not ``over_all`` ranks does not know of those that have the same on another
     such mesh (a norm under FSDP that tensor parallelism leaves alone, a TP weight under DDP): the ranks find out by themselves."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
-    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    cuts: list[list[tuple[int, int, int]]] = [
+        [] for _ in shape
+    ]  # by dimension: ways, which of them, split factor
     same: list[Any] = []
     for number, (placement, at) in enumerate(zip(placements, coordinate, strict=True)):
         dim = getattr(placement, "dim", None)
@@ -252,9 +262,28 @@ def _pieces(
         cuts[dim].append((mesh.size(number), at, int(getattr(placement, "split_factor", 1))))
         same.append(at)
     ranks = sorted(mesh.mesh[tuple(same)].flatten().tolist())
-    runs = [layouts.runs_of_chunks(n, cut) for n, cut in zip(shape, cuts, strict=True)]
+    runs = [
+        layouts.runs_of_chunks(n, _in_order(cut) if in_order else cut)
+        for n, cut in zip(shape, cuts, strict=True)
+    ]
     alike = ranks if len(ranks) > 1 else None
     return layouts.pieces_of_runs(runs, alike if over_all else "everyone")
+
+
+def _in_order(cuts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The cuts of a dimension in the order in which they are made, as torch reads it out of strided shards: one of a split factor comes after those to its right whose ways make that
+    factor (FSDP2 cuts what tensor parallelism has left). Where all divides evenly, the strided cut is the same; where not, this is what FSDP2 does, and the strided cut what
+    `distribute_tensor` does. What cannot be read so stays as it is."""
+    order: list[tuple[int, int, int]] = []
+    for ways, at, factor in reversed(cuts):
+        before, product = 0, 1
+        while product < factor and before < len(order):
+            product *= order[before][0]
+            before += 1
+        if product != factor:
+            return cuts
+        order.insert(before, (ways, at, 1))
+    return order
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -429,7 +458,7 @@ def branch(obj: Any) -> Opened | None:
         return opened
     if not isinstance(obj, torch.nn.Module) or not only_copies(obj):
         return None
-    state = obj.state_dict()
+    state = tensors_of(obj)
     children = [(("k", str(name)), value) for name, value in state.items()]
 
     def close(pairs: list[tuple[Any, Any]], fill: bool) -> Any:
@@ -438,6 +467,26 @@ def branch(obj: Any) -> Opened | None:
         return type(state)(pairs)
 
     return Opened(children, close, unfillable(state))
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The state of a module. A parameter that says which part of a tensor it is (``CheckpointableTensor``) is there itself: detached, it would not say it."""
+    if not any(hasattr(one, _BOXES[0]) for one in module.parameters()):
+        return module.state_dict()
+    state = module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and not hasattr(value, _BOXES[0]):
+            state[name] = value.detach()
+    return state
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Has FSDP2 put away what it has gathered for a forward pass that no backward pass followed: the parameters are those of the optimizer then."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = getattr(fsdp, "FSDPModule", ())
+    for one in module.modules():
+        if isinstance(one, sharded):
+            one.reshard()
 
 
 def unfillable(tensors: Mapping[str, Any]) -> str | None:
