@@ -15,6 +15,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::hash::Hash;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -118,6 +119,8 @@ pub struct Team {
     voted: Mutex<BTreeSet<u64>>,
     /// The save before which the ranks have told each other their leaves, and the first one since of which a rank has said that its own are others.
     told: Mutex<(u64, Option<u64>)>,
+    /// The leader waits for what the others have to say.
+    gathers: AtomicBool,
     /// The leader's last save, and the ranks that it has waited for in vain, each with its last sign of life.
     missed: Mutex<(u64, BTreeMap<u32, Beat>)>,
 }
@@ -154,6 +157,7 @@ impl Team {
             failed: Mutex::default(),
             voted: Mutex::default(),
             told: Mutex::new((0, None)),
+            gathers: AtomicBool::new(false),
             missed: Mutex::default(),
         }
     }
@@ -214,6 +218,7 @@ impl Team {
             failed: Mutex::default(),
             voted: Mutex::default(),
             told: Mutex::new((0, None)),
+            gathers: AtomicBool::new(false),
             missed: Mutex::default(),
         };
         Ok((team, answer))
@@ -298,14 +303,13 @@ impl Team {
             return answer(vec![mine?]);
         }
         self.call(what, true, |number, has_said| {
-            let part_key = |rank: u32| self.part_key(number, rank);
             if !self.leads() {
                 if !*has_said {
                     let part = match &mine {
                         Ok(said) => Part::Said(json(said)?),
                         Err(error) => Part::Failed(error.to_string()),
                     };
-                    self.coordinator.put(&part_key(self.rank()), &encoded(&part)?)?;
+                    self.coordinator.put(&self.part_key(number, self.rank()), &encoded(&part)?)?;
                     *has_said = true;
                 }
                 // Its own failure is told here as it is, and not as the leader has heard of it.
@@ -315,21 +319,34 @@ impl Team {
                 };
             }
             let answer = mine.and_then(|mine| {
-                let mut said = vec![mine];
-                for rank in 1..self.world_size() {
-                    let key = part_key(rank);
-                    let part: Part = decoded(rank, &self.wait(&key, rank, what)?)?;
-                    self.coordinator.remove(&key)?;
-                    said.push(match part {
-                        Part::Said(value) => decoded_value(rank, value)?,
-                        Part::Failed(cause) => return Err(Error::RankFailed { rank, cause }),
-                    });
-                }
-                answer(said)
+                self.gathers.store(true, Ordering::Relaxed);
+                let said = self.gather(number, what, mine);
+                self.gathers.store(false, Ordering::Relaxed);
+                answer(said?)
             });
             self.say(number, what, &answer)?;
             Ok(answer)
         })
+    }
+
+    /// What each rank has said in a call, by rank; the leader's own comes first.
+    fn gather<S: DeserializeOwned>(&self, number: u64, what: &str, mine: S) -> Result<Vec<S>> {
+        let mut said = vec![mine];
+        for rank in 1..self.world_size() {
+            let key = self.part_key(number, rank);
+            let part: Part = decoded(rank, &self.wait(&key, rank, what)?)?;
+            self.coordinator.remove(&key)?;
+            said.push(match part {
+                Part::Said(value) => decoded_value(rank, value)?,
+                Part::Failed(cause) => return Err(Error::RankFailed { rank, cause }),
+            });
+        }
+        Ok(said)
+    }
+
+    /// Whether the leader waits for what the others have to say: it lives, and will say for whom it has waited in vain.
+    pub fn gathers(&self) -> bool {
+        self.gathers.load(Ordering::Relaxed)
     }
 
     fn part_key(&self, number: u64, rank: u32) -> String {

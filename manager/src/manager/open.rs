@@ -355,7 +355,7 @@ impl Inner {
             let state = inner.lock();
             let is_to_say = |&save: &u64| !state.over.contains(&save) && !inner.team.has_voted(save);
             let save = (state.over_before..state.counter).find(is_to_say).unwrap_or(state.counter);
-            if state.restoring {
+            if state.restoring || inner.team.gathers() {
                 return Some(Beat { save, moved: looks.fetch_add(1, Ordering::Relaxed) });
             }
             if state.pending.is_empty() {

@@ -302,6 +302,28 @@ fn a_rank_that_does_not_come_is_named() {
 }
 
 #[test]
+fn a_rank_that_has_not_made_a_call_of_all_is_named_on_all_also_on_those_that_came_before_the_leader() {
+    let job = Job::new();
+    let patience = Duration::from_secs(2);
+    let (came, given_up) = (&Barrier::new(2), &Barrier::new(3));
+    job.run(3, 1, |rank, environment| {
+        let manager = open(environment, Options { stall_timeout: patience, ..options() }).unwrap();
+        // They tell each other what they have, before the first save.
+        let error = (rank < 2).then(|| {
+            came.wait();
+            std::thread::sleep(if rank == 0 { patience / 2 } else { Duration::ZERO });
+            manager.save(SaveRequest::new(1, whole(1))).map(drop)
+        });
+        given_up.wait();
+        drop(manager);
+        let Some(error) = error else { return };
+        let error = error.unwrap_err();
+        assert_eq!(error.kind(), "coordination_timeout", "{error}");
+        assert!(error.to_string().contains("[2]"), "rank {rank}: {error}");
+    });
+}
+
+#[test]
 fn a_rank_that_votes_not_in_time_is_named_on_all_and_the_next_save_works() {
     let job = Job::new();
     let given_up = &Barrier::new(2);
