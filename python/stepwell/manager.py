@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, Unpack, final
+from typing import Any, Literal, Unpack, final, get_args
 
 from . import _core, adapters, coordinators, lifecycle, plan, restoring, template, transports
 from .checkpoint import Checkpoint, Metadata
@@ -41,6 +41,7 @@ from .timeouts import seconds, stall_seconds
 from .together import Together, Unasked
 
 Exists = Literal["error", "skip", "replace"]
+_EXISTS = get_args(Exists)
 
 
 @final
@@ -193,9 +194,6 @@ class CheckpointManager:
         core = self._open()
         begun = time.perf_counter()
         step = step_number(step)
-        one_of(exists, "exists", ("error", "skip", "replace"))
-        one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
-        force = flag(force, "force")
         alone = core.ranks()[1] == 1
         with self._lock:
             failure: BaseException | None = None
@@ -203,12 +201,17 @@ class CheckpointManager:
             try:
                 # First of all: it is a call that all make.
                 answers = self._answers(step)
+                one_of(exists, "exists", _EXISTS)
+                one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
+                force = flag(force, "force")
                 numbers = real_numbers(metrics)
                 metadata = metadata_json(custom_metadata)
             except BaseException as error:
                 if alone:
                     raise
-                failure = error
+                # The others make this call all the same.
+                failure, force = error, force is True
+                exists = exists if isinstance(exists, str) and exists in _EXISTS else "error"
             try:
                 refusal, pending, replaces = core.decide(step, force, exists, answers)
                 if failure is not None:

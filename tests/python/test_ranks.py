@@ -368,6 +368,8 @@ with open_manager(on_save_error="warn", save_policy=sw.every_seconds(0) | sw.on_
     # Refused before it is asked whether the step is saved.
     told.append(fails(lambda: manager.save(1, state(1), metrics={"loss": "high" if RANK == 1 else 0.5}).result()))
     told.append(fails(lambda: manager.save(2, state(2), custom_metadata={"x": object() if RANK == 0 else 1}).result()))
+    told.append(fails(lambda: manager.save(2, state(2), exists="replaced" if RANK == 1 else "error").result()))
+    told.append(fails(lambda: manager.save(2, state(2), snapshot="later" if RANK == 0 else "lazy").result()))
     # And before it is known which step is restored.
     told.append(fails(lambda: manager.restore(0, into=state(0), broadcast="no such way" if RANK == 1 else False)))
     told.append(fails(lambda: manager.restore(0, into=state(0), resize="no function" if RANK == 0 else None)))
@@ -382,7 +384,7 @@ with open_manager(on_save_error="warn", save_policy=sw.every_seconds(0) | sw.on_
     out = run(tmp_path, script, 2, root)
     check_whole(root, 5)
     own = [eval(line) for line in out]  # what the test itself printed
-    for call, rank in enumerate([1, 0, 1, 0]):
+    for call, rank in enumerate([1, 0, 1, 0, 1, 0]):
         assert own[rank][call] not in (None, "RankFailed"), own
         assert own[1 - rank][call] == "RankFailed", own
 
