@@ -322,7 +322,7 @@ impl Inner {
         let failed: Vec<u64> = self.lock().unsettled.range(..before).copied().collect();
         for counter in failed {
             let Some(verdict) = self.team.verdict(counter, Duration::ZERO)? else { continue };
-            if matches!(Announcement::decode(&verdict)?, (Announcement::Committed, _)) {
+            if matches!(Announcement::decode(&verdict), Ok((Announcement::Committed, _))) {
                 self.lock().unsettled.remove(&counter);
             }
         }
