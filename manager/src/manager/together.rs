@@ -207,7 +207,8 @@ impl Inner {
             Said::Exists => Decision::Refuse(Refusal::Exists),
             Said::Pending => {
                 let state = self.lock();
-                match state.pending.iter().find(|save| save.step() == step) {
+                // It may have failed here, and the leader be at what follows.
+                match state.pending.iter().chain(&state.last_failure).find(|save| save.step() == step) {
                     Some(pending) => Decision::Pending(pending.clone()),
                     // It has ended on this rank meanwhile.
                     None => Decision::Refuse(Refusal::Exists),
