@@ -1,11 +1,13 @@
-//! Files and directories, behind one trait with several engines.
+//! Files and directories behind one trait, with several engines.
 //!
-//! Every file operation of the manager and of this crate, on names and on data alike, goes through [`Disk`], [`Dir`] and [`File`], so that the
-//! product and the simulated file system of the tests run the same code. Large data moves through a [`Queue`], which takes
-//! buffers by value and gives them back: memory in flight is not reachable.
+//! Every file operation of this crate and of the manager goes through [`Disk`], [`Dir`] and
+//! [`File`]. So the product and the simulated file system of the tests run the same code. Large
+//! data moves through a [`Queue`], which takes buffers by value and returns them: nobody can reach
+//! memory in flight.
 //!
-//! Durability is the caller's to order: a write is durable after a later [`File::sync`] that was called after the write had completed, an
-//! entry of a directory after a [`Dir::sync`]. Nothing here syncs on its own, but for [`Disk::create_dir_all`] and [`Dir::write_file`], which say so.
+//! The caller orders durability. A write is durable after a [`File::sync`] that started after the
+//! write had completed, a directory entry after a [`Dir::sync`]. Only [`Disk::create_dir_all`] and
+//! [`Dir::write_file`] sync by themselves.
 
 pub mod conformance;
 pub mod noting;
@@ -34,22 +36,22 @@ pub use room::{NoRoom, Room, with_room};
 pub use section::{SECTION_ALIGNMENT, Section};
 pub use shared::{Purpose, shared_disk};
 
-/// Which engine serves a directory, and why: what a capability probe found.
+/// The engine that serves a directory, with the findings of the capability probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineChoice {
     /// `io_uring`, `threads` or `buffered` (or `simulated`).
     pub engine: &'static str,
-    /// Whether data files are opened with O_DIRECT.
+    /// True if data files are opened with O_DIRECT.
     pub direct: bool,
     /// Required alignment of memory, offset and length for O_DIRECT, in bytes (1 where not direct).
     pub alignment: usize,
-    /// Whether buffers are registered with io_uring.
+    /// True if buffers are registered with io_uring.
     pub registered: bool,
-    /// One sentence per decision: what was tried, what the system answered, what that means.
+    /// One sentence per decision: what was tried, what the system answered, what follows.
     pub reasons: Vec<String>,
 }
 
-/// What an entry of a directory is.
+/// The kind of a directory entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum EntryKind {
     /// A regular file.
@@ -63,39 +65,41 @@ pub enum EntryKind {
 /// One entry of a directory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
-    /// Its name, one component. Names that are not UTF-8 are not ours and come with replacement characters.
+    /// Its name, one component. Names that are not UTF-8 are foreign; bad bytes are replaced.
     pub name: String,
-    /// What it is.
+    /// Its kind.
     pub kind: EntryKind,
-    /// Its inode number, as the directory has it: where that is another, something else has the name.
+    /// Its inode number in the directory. Another number means that the name was reused.
     pub inode: u64,
 }
 
-/// What is known of a file or directory without opening it.
+/// Facts about a file or directory that is not open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stat {
-    /// What it is.
+    /// Its kind.
     pub kind: EntryKind,
     /// Length in bytes.
     pub len: u64,
-    /// Device and inode: the identity of what stands under a name. Of what stands there now: a number is given to another file once its file is gone.
+    /// Device and inode. The file system may reuse the pair after the file is gone.
     pub id: (u64, u64),
-    /// When it last changed, in content, length or name (ctime), in nanoseconds of the file system's own clock; a simulated disk counts changes.
+    /// Time of the last change of content, length or name (ctime), in nanoseconds of the file
+    /// system's clock. A simulated disk counts changes.
     pub changed: i64,
 }
 
-/// How a rename treats what already has the new name.
+/// How a rename treats an existing target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rename {
-    /// Fails with EEXIST (`RENAME_NOREPLACE`); where the file system has no such flag, a check and a plain rename (the caller holds the root's lock).
+    /// Fails with EEXIST (`RENAME_NOREPLACE`). File systems without that flag get a check and a
+    /// plain rename; the caller holds the root's lock.
     NoReplace,
-    /// Replaces a file atomically (plain `rename`; only ever used on files).
+    /// Replaces a file atomically (plain `rename`, used on files only).
     Replace,
-    /// Swaps the two (`RENAME_EXCHANGE`); EINVAL where the file system cannot.
+    /// Swaps the two (`RENAME_EXCHANGE`). EINVAL if the file system cannot.
     Exchange,
 }
 
-/// How a lock is taken.
+/// The mode of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LockKind {
     /// Many holders.
@@ -104,88 +108,100 @@ pub enum LockKind {
     Exclusive,
 }
 
-/// A held lock (an open-file-description lock: it dies with its holder, and excludes other holders in the same process too). Dropping it releases it.
+/// A held lock. Dropping it releases it.
+///
+/// An open-file-description lock: it ends with its holder, and also excludes holders in the same
+/// process.
 pub trait Lock: Send + Sync {}
 
 /// One file system, seen through one engine.
 pub trait Disk: Send + Sync {
-    /// Which engine this is and why it was chosen.
+    /// The engine, and why it was chosen.
     fn choice(&self) -> &EngineChoice;
 
     /// Opens a directory by path.
     fn open_dir(&self, path: &Path) -> Result<Arc<dyn Dir>>;
 
-    /// Opens a directory by path, making it and its missing ancestors; each one made has its parent synced.
+    /// Opens a directory by path. Creates it and missing ancestors, and syncs the parent of each.
     fn create_dir_all(&self, path: &Path) -> Result<Arc<dyn Dir>>;
 
-    /// A queue of at most `depth` reads and writes in flight. Queues are not shared between threads.
+    /// Returns a queue for at most `depth` reads and writes in flight. One thread uses a queue.
     fn queue(&self, depth: usize) -> Result<Box<dyn Queue>>;
 
-    /// A queue for reads into memory that was not announced by [`Disk::register`]: it is not told of what was.
+    /// Returns a queue for reads into memory that [`Disk::register`] has not announced.
     fn queue_for_reads(&self, depth: usize) -> Result<Box<dyn Queue>> {
         self.queue(depth)
     }
 
-    /// Announces memory that queues made afterwards will be given buffers of, so that an engine may register it with the kernel (pinned
-    /// once, not for every transfer). Costs speed only where it fails: queues then work without. Keeps no memory alive.
+    /// Announces the memory of the buffers of later queues, so that an engine may register it with
+    /// the kernel (pinned once, not for every transfer). A failure costs only speed: queues then
+    /// work without it. Keeps no memory alive.
     fn register(&self, _memory: &[Arc<Mapping>]) -> Result<()> {
         Ok(())
     }
 }
 
-/// An open directory. Names are single components or relative paths below it; they are resolved beneath it and never
+/// An open directory.
+///
+/// Names are single components or relative paths below it. They are resolved beneath it and never
 /// through symlinks (`openat2`, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS).
 pub trait Dir: Send + Sync {
-    /// Where it was when it was opened; for messages only.
+    /// The path with which it was opened. For messages only.
     fn path(&self) -> &Path;
 
-    /// Opens a directory below.
+    /// Opens a directory below this one.
     fn open_dir(&self, name: &str) -> Result<Arc<dyn Dir>>;
 
-    /// Makes one directory (mode 0777 less the umask) and opens it; EEXIST if there is one. Not durable before this directory's [`Dir::sync`].
+    /// Creates one directory (mode 0777 less the umask) and opens it. EEXIST if the name is taken.
+    /// Not durable before this directory's [`Dir::sync`].
     fn create_dir(&self, name: &str) -> Result<Arc<dyn Dir>>;
 
-    /// All entries but `.` and `..`, in no order.
+    /// Returns all entries except `.` and `..`, in any order.
     fn unsorted_entries(&self) -> Result<Vec<Entry>>;
 
-    /// [`Dir::unsorted_entries`], sorted by name.
+    /// Returns [`Dir::unsorted_entries`], sorted by name.
     fn entries(&self) -> Result<Vec<Entry>> {
         let mut entries = self.unsorted_entries()?;
         entries.sort_unstable();
         Ok(entries)
     }
 
-    /// What stands under a name; `None` if nothing does. Does not follow symlinks.
+    /// Returns facts about a name, `None` if it does not exist. Does not follow symlinks.
     fn stat(&self, name: &str) -> Result<Option<Stat>>;
 
-    /// The identity of this open directory itself: (device, inode).
+    /// The identity of this open directory: (device, inode).
     fn id(&self) -> Result<(u64, u64)>;
 
-    /// When this open directory or one of its entries last changed, as [`Stat::changed`]. Two changes within one tick of the file system's clock (milliseconds) may
-    /// show the same: what differs has changed, what is the same need not stand still.
+    /// Time of the last change of this directory or its entries, as [`Stat::changed`]. Two changes
+    /// within one clock tick of the file system (milliseconds) may show the same time: a different
+    /// time proves a change, an equal time proves nothing.
     fn changed(&self) -> Result<i64>;
 
-    /// Makes a file for writing (`O_EXCL`), for direct I/O where this engine does that. `len_hint` is preallocated where the file system can
-    /// (so that a full disk shows early: ENOSPC, EDQUOT); surplus is cut with [`File::set_len`].
+    /// Creates a file for writing (`O_EXCL`), for direct I/O if this engine uses it. Preallocates
+    /// `len_hint` bytes if the file system can, so that a full disk shows early (ENOSPC, EDQUOT).
+    /// [`File::set_len`] cuts surplus.
     fn create_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>>;
 
-    /// Gives a file below another name below, and opens it for writing over what it holds, for direct I/O where this engine does that; `len_hint` as of
-    /// [`Dir::create_file`]. `None` where it is not known to be nobody else's: it has another name as well, or somebody may have it open. Neither name's directory is synced.
+    /// Renames a file and opens it for writing over its content, for direct I/O if this engine uses
+    /// it. `len_hint` as in [`Dir::create_file`]. Returns `None` unless the file is known to be
+    /// unshared: it has another name too, or somebody may have it open. Syncs neither directory.
     fn take_over(&self, _from: &str, _to: &str, _len_hint: u64) -> Result<Option<Arc<dyn File>>> {
         Ok(None)
     }
 
-    /// Opens a file for writing, as [`Dir::create_file`] does, makes it where it is not there, and adds so many bytes at its end: the file, and where they begin, a multiple of
-    /// [`SECTION_ALIGNMENT`]. One caller at a time: each holds a lock on it.
+    /// Opens a file for writing as [`Dir::create_file`] does, creates it if needed, and adds `len`
+    /// bytes at its end. Returns the file and the offset of those bytes, a multiple of
+    /// [`SECTION_ALIGNMENT`]. Callers exclude each other by a lock on the file.
     fn extend_file(&self, name: &str, len: u64) -> Result<(Arc<dyn File>, u64)>;
 
-    /// Opens a file for reading, for direct I/O where this engine does that.
+    /// Opens a file for reading, for direct I/O if this engine uses it.
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>>;
 
-    /// Reads a whole small file; [`crate::Error::Limit`] if it is longer than `limit` bytes.
+    /// Reads a whole small file. [`crate::Error::Limit`] if it is longer than `limit` bytes.
     fn read_file(&self, name: &str, limit: u64) -> Result<Vec<u8>>;
 
-    /// Makes a small file (`O_EXCL`), writes and fsyncs it. Its entry is not durable before this directory's [`Dir::sync`].
+    /// Creates a small file (`O_EXCL`), writes and fsyncs it. Its entry is not durable before this
+    /// directory's [`Dir::sync`].
     fn write_file(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
     /// Renames within this directory.
@@ -200,19 +216,17 @@ pub trait Dir: Send + Sync {
     /// Makes entries durable: fsync of the directory.
     fn sync(&self) -> Result<()>;
 
-    /// Tries to lock a file below (which is made, for writers, where `create` says so). `None`: someone else holds it. ENOLCK, ENOTSUP, EOPNOTSUPP
-    /// where the file system has no locks. [`LockKind::Shared`] opens read-only.
+    /// Tries to lock a file below this directory. `create` makes a missing file, for writers.
+    /// [`LockKind::Shared`] opens read-only. Returns `None` if somebody else holds the lock. Fails
+    /// with ENOLCK, ENOTSUP or EOPNOTSUPP if the file system has no locks.
     fn try_lock(&self, name: &str, kind: LockKind, create: bool) -> Result<Option<Box<dyn Lock>>>;
 
-    /// Bytes that an unprivileged writer may still write here.
+    /// Free bytes for an unprivileged writer.
     fn free_bytes(&self) -> Result<u64>;
 }
 
 /// An open data file.
-#[expect(
-    clippy::len_without_is_empty,
-    reason = "it is a question to the system, and nobody asks it the other way"
-)]
+#[expect(clippy::len_without_is_empty, reason = "it asks the system, and no caller needs is_empty")]
 pub trait File: Send + Sync + std::any::Any {
     /// For messages only.
     fn path(&self) -> &Path;
@@ -223,52 +237,56 @@ pub trait File: Send + Sync + std::any::Any {
     /// Cuts or extends the file.
     fn set_len(&self, len: u64) -> Result<()>;
 
-    /// Makes content and length durable: fsync, never fdatasync. Does not wait for writes still in a queue. A failed sync is never
-    /// tried again: the file is dead.
+    /// Makes content and length durable: fsync, never fdatasync. Does not wait for writes in a
+    /// queue. A failed sync is never retried: the file must not be used again.
     fn sync(&self) -> Result<()>;
 
-    /// Reads at any offset and length, without a queue and without alignment demands; for small reads (trailers, pages). Short only at the end of the file.
+    /// Reads at any offset and length, without a queue or alignment. For small reads (trailers,
+    /// pages). Short only at the end of the file.
     fn read_at(&self, offset: u64, len: usize) -> Result<Vec<u8>>;
 
-    /// How many bytes of the range the page cache holds, where the system can say (`cachestat`); `None` where not.
+    /// How many bytes of the range are in the page cache (`cachestat`), `None` if unknown.
     fn cached(&self, offset: u64, len: u64) -> Option<u64>;
 
-    /// Where in the engine's file it begins: 0, but for a [`Section`].
+    /// Offset of this file in the engine's file: 0 except for a [`Section`].
     fn base(&self) -> u64 {
         0
     }
 
-    /// For engines: their own file behind the trait.
+    /// Lets engines find their own file behind the trait.
     fn as_any(&self) -> &dyn std::any::Any;
 }
 
-/// What a queue is asked to do.
+/// The direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transfer {
     /// Buffer to file.
     Write,
-    /// File to buffer, past the page cache where the engine can.
+    /// File to buffer, bypassing the page cache if the engine can.
     Read,
-    /// File to buffer through the page cache (the bytes are there already).
+    /// File to buffer through the page cache, which already has the bytes.
     ReadCached,
 }
 
 /// A finished transfer, with its buffer.
 pub struct Completion {
-    /// The caller's number for it.
+    /// The caller's number of the transfer.
     pub token: u64,
-    /// The memory, given back whatever happened.
+    /// The buffer, returned in every case.
     pub buffer: Buffer,
-    /// Bytes transferred: all that were asked for, or less at the end of a file that was read. Short transfers are continued by
-    /// the queue itself, EINTR and EAGAIN too; a write that makes no progress is an error.
+    /// Bytes transferred: all requested bytes, or fewer at the end of a file that was read. The
+    /// queue itself continues short transfers, EINTR and EAGAIN. A write without progress is an
+    /// error.
     pub result: Result<usize>,
 }
 
-/// Reads and writes in flight. One thread owns a queue. Dropping it waits for what is in flight (as long as there is progress).
+/// Reads and writes in flight. One thread owns a queue. Dropping it waits while there is progress.
 pub trait Queue: Send {
-    /// Starts a transfer of the first `len` bytes of `buffer`. `offset`, `len` and the buffer's address are multiples of the engine's alignment
-    /// (buffers are page-aligned by construction). Blocks only where the queue is full: call [`Queue::complete`] at least every `depth` submissions.
-    /// A buffer that could not be submitted comes back as a completion with the error: [`crate::Error::Timeout`] where a full queue made no progress for too long.
+    /// Starts a transfer of the first `len` bytes of `buffer`. `offset`, `len` and the buffer's
+    /// address are multiples of the engine's alignment (buffers are page-aligned by construction).
+    /// Blocks only if the queue is full: call [`Queue::complete`] at least every `depth`
+    /// submissions. A refused buffer comes back in a completion: [`crate::Error::Timeout`] if a
+    /// full queue made no progress.
     fn submit(
         &mut self,
         transfer: Transfer,
@@ -279,34 +297,36 @@ pub trait Queue: Send {
         token: u64,
     );
 
-    /// Waits for one transfer to finish; `None` if none is in flight or `timeout` has passed (see [`Queue::in_flight`]).
+    /// Waits for one transfer to finish. Returns `None` if none is in flight or after `timeout`
+    /// (see [`Queue::in_flight`]).
     fn complete(&mut self, timeout: Duration) -> Option<Completion>;
 
-    /// Transfers submitted and not yet given back.
+    /// Number of submitted transfers that have not completed.
     fn in_flight(&self) -> usize;
 }
 
-/// How long a queue waits for the kernel without any progress: a full one before it refuses a transfer, a dropped one before it leaves memory and threads
-/// behind, and says so in the log. (Its users have shorter deadlines of their own, and keep no queue full.)
+/// How long a queue waits for the kernel without progress. Then a full queue refuses a transfer,
+/// and a dropped one leaks memory and threads and logs it. (Callers have shorter deadlines of their
+/// own.)
 const STALL_DEADLINE: Duration = Duration::from_secs(30);
 
-/// Why a full queue refuses a transfer.
+/// The error of a full queue that refuses a transfer.
 fn full(transfers: usize, waited: Duration) -> crate::Error {
-    let waited_for = format!("room in an I/O queue ({transfers} transfers in flight, none of which ends)");
+    let waited_for = format!("a free place in an I/O queue ({transfers} transfers stuck in flight)");
     crate::Error::Timeout { waited_for, seconds: waited.as_secs_f64() }
 }
 
-/// Whether `name` is one plain component: not empty, `.`, `..`, nor with a separator or NUL.
+/// True if `name` is one plain component: not empty, `.` or `..`, without separator or NUL.
 pub fn is_component(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\0'])
 }
 
-/// Whether `name` is a relative path of plain components: what a [`Dir`] takes.
+/// True if `name` is a relative path of plain components, as a [`Dir`] takes it.
 pub fn is_relative(name: &str) -> bool {
     name.split('/').all(is_component)
 }
 
-/// A path for messages.
+/// Joins a path for messages.
 pub fn join(dir: &Path, name: &str) -> PathBuf {
     dir.join(name)
 }

@@ -1,9 +1,11 @@
-//! A directory whose changes by this process are noted, so that they are no news when the directory shows them. A root as its writer has it.
+//! A directory that records the changes of this process. The writer opens a root this way.
 //!
-//! A directory says when it last changed, and not what. Its writer is nearly always the only one who changes it: a save makes, renames and removes a few
-//! names there. With those noted, what was listed once is still known, however many steps there are; anybody else's change is seen by the directory showing another
-//! time than after the writer's own last change. A stranger's change within the same tick of the file system's clock as one of ours (milliseconds; on Linux before 6.13)
-//! is not: so a writer reads the whole directory again from time to time.
+//! A directory shows when it last changed, but not what changed. The writer is nearly always the
+//! only process that changes its root, and each save touches only a few names. With those recorded,
+//! an earlier listing stays valid however many steps there are. A change by another process shows
+//! as a different change time. A foreign change within the same clock tick as one of ours
+//! (milliseconds, on Linux before 6.13) stays invisible, so the writer reads the whole directory
+//! again from time to time.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,24 +15,24 @@ use std::time::{Duration, Instant};
 use super::{Dir, Entry, File, Lock, LockKind, Rename, Stat};
 use crate::error::Result;
 
-/// What this process has changed in a directory since it was listed.
+/// The names that this process has changed in a directory since it was listed.
 #[derive(Debug, Default)]
 pub struct Notes(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// What the directory shows where nobody but this process has changed it since it was listed.
+    /// The directory's change time if only this process has changed it since the listing.
     shows: Option<i64>,
     /// When it was listed.
     listed: Option<Instant>,
-    /// Names that this process has changed since then or is changing, and when, by `clock`.
+    /// Names that this process has changed since then, or is changing, with their time by `clock`.
     touched: BTreeMap<String, u64>,
-    /// Counts beginnings and ends of changes.
+    /// Counts the starts and ends of changes.
     clock: u64,
     under_way: u64,
 }
 
-/// A moment, by the beginnings and ends of changes.
+/// A point in the order of starts and ends of changes.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
     clock: u64,
@@ -42,21 +44,22 @@ impl Notes {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The names that may stand for something else than was listed, where the directory shows this; `None` where nobody knows.
+    /// Returns the names that may differ from the listing if the directory shows this change time.
+    /// `None` if another process has changed the directory.
     pub fn since_listed(&self, shows: i64) -> Option<(Vec<String>, At)> {
         let state = self.lock();
         (state.shows == Some(shows)).then(|| (state.touched.keys().cloned().collect(), state.now()))
     }
 
-    /// Before the directory is listed.
+    /// The current point. Call it before you list the directory.
     pub fn now(&self) -> At {
         self.lock().now()
     }
 
-    /// The directory was listed, as it was at that moment, and shows this since then.
+    /// Records a listing that was made at `since` and has shown this change time from then on.
     pub fn listed(&self, since: At, shows: i64) {
         let mut state = self.lock();
-        // A change that began or ended meanwhile may be in the listing or not.
+        // A change that started or ended in between may be missing from the listing.
         if since.is_quiet && state.clock == since.clock {
             state.shows = Some(shows);
             state.listed = Some(Instant::now());
@@ -64,23 +67,23 @@ impl Notes {
         }
     }
 
-    /// The names that were touched up to that moment were looked at.
+    /// Forgets the names that the caller has looked at again.
     pub fn looked_at(&self, up_to: At) {
         let mut state = self.lock();
         state.touched.retain(|_, &mut when| when > up_to.clock);
     }
 
-    /// A name stands for something else, though the directory does not show it.
+    /// Records a name whose meaning has changed although the directory does not show it.
     pub fn touch(&self, name: &str) {
         self.lock().touch(&[name]);
     }
 
-    /// From here on nobody knows, until the directory is listed.
+    /// Invalidates the listing.
     pub fn forget(&self) {
         self.lock().shows = None;
     }
 
-    /// Whether the directory was listed so long ago, or never.
+    /// True if the last listing is older than `age`, or missing.
     pub fn is_older_than(&self, age: Duration) -> bool {
         self.lock().listed.is_none_or(|listed| listed.elapsed() > age)
     }
@@ -106,7 +109,7 @@ pub struct Noting {
 }
 
 impl Noting {
-    /// A directory, and the notes of what is changed through this.
+    /// Wraps a directory and records the changes made through the wrapper.
     pub fn new(dir: Arc<dyn Dir>, notes: Arc<Notes>) -> Self {
         Self { dir, notes }
     }
@@ -116,7 +119,7 @@ impl Noting {
             let mut state = self.notes.lock();
             let is_alone = state.under_way == 0;
             state.under_way += 1;
-            // Before it is done: whoever sees it done is to know.
+            // Record it first, so that nobody sees the change before the record.
             state.touch(names);
             is_alone.then_some(state.clock)
         };
@@ -126,7 +129,7 @@ impl Noting {
         let mut state = self.notes.lock();
         state.under_way -= 1;
         let was_alone = begun == Some(state.clock);
-        // Whoever has looked meanwhile has to look again.
+        // A reader that looked during the change must look again.
         state.touch(names);
         state.shows = match (before, after) {
             (Ok(before), Ok(after)) if was_alone && state.shows == Some(before) => Some(after),
@@ -206,7 +209,7 @@ impl Dir for Noting {
     }
 
     fn try_lock(&self, name: &str, kind: LockKind, create: bool) -> Result<Option<Box<dyn Lock>>> {
-        // Where it makes a file, the directory shows a change that was not noted, and is listed anew: no step is a file.
+        // A lock file that this creates shows as an unrecorded change. The next query lists again.
         self.dir.try_lock(name, kind, create)
     }
 

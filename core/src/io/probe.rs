@@ -1,7 +1,8 @@
-//! Which engine a directory gets, and why.
+//! The choice of an engine for a directory, with reasons.
 //!
-//! Nothing is assumed: a block is really written and read back with O_DIRECT, a ring is really made and used, a buffer really registered,
-//! since what a kernel can do says little about what a container, a limit or a file system allows. Each refusal leads to the next engine, and into
+//! The probe assumes nothing. It writes and reads back a block with O_DIRECT, creates and uses a
+//! ring, and registers a buffer, because the version of a kernel says little about what a
+//! container, a limit or a file system allows. Each refusal leads to the next engine, and into
 //! [`EngineChoice::reasons`] with its likely cause.
 
 use std::io;
@@ -19,19 +20,19 @@ use super::{Disk, EngineChoice, Purpose, STALL_DEADLINE};
 use crate::sys::{Buffer, Descriptor, Flight, Mapping, Ring};
 use crate::{Error, Result};
 
-/// The environment variable that decides where the caller leaves it to the probe.
+/// The environment variable that chooses the engine for [`Engine::Auto`].
 pub const ENGINE_VARIABLE: &str = "STEPWELL_ENGINE";
 
-/// Offsets and lengths of the format are multiples of this, so no coarser alignment can be served.
+/// Offsets and lengths of the format are multiples of this, so coarser alignments do not work.
 const FORMAT_ALIGNMENT: usize = 4096;
 
-/// How long the first block through a ring may take; a disk may be busy.
+/// Timeout for the first block through a ring. A disk may be busy.
 const PROBE_PATIENCE: Duration = Duration::from_secs(30);
 
-/// Which engine is wanted. What cannot be had is replaced by the next best, with the reason.
+/// The requested engine. The probe replaces an unavailable one by the next best, with the reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Engine {
-    /// What `STEPWELL_ENGINE` says, else the best that works.
+    /// The engine named by `STEPWELL_ENGINE`, else the best that works.
     #[default]
     Auto,
     /// io_uring with O_DIRECT.
@@ -58,14 +59,15 @@ impl FromStr for Engine {
     }
 }
 
-/// Opens the file system that `path` is on, or will be on: what does not exist yet is judged by its nearest existing ancestor. Leaves nothing behind.
+/// Opens the file system of `path`. A missing path is judged by its nearest existing ancestor.
+/// Leaves no files behind.
 pub fn open_disk(path: &Path, wanted: Engine) -> Result<Arc<dyn Disk>> {
     Ok(Arc::new(Wanted::find(path, wanted)?.probe(Purpose::Write)?.into_disk()))
 }
 
-/// Which engine is wanted where.
+/// A request for an engine, at an existing directory.
 pub(super) struct Wanted {
-    /// The variable has been asked.
+    /// The engine, after the environment variable was consulted.
     pub(super) engine: Engine,
     /// A directory that exists.
     there: PathBuf,
@@ -88,7 +90,7 @@ impl Wanted {
         Ok(Self { engine, there: nearest_existing(path)?, reasons })
     }
 
-    /// The file system, as the system numbers them.
+    /// The device number of the file system.
     pub(super) fn device(&self) -> Result<u64> {
         let stat = rustix::fs::stat(&self.there).map_err(|errno| Error::io("stat", &self.there, errno))?;
         Ok(stat.st_dev)
@@ -120,14 +122,14 @@ impl Wanted {
     }
 }
 
-/// What a probe has found.
+/// The findings of a probe.
 #[derive(Clone)]
 pub(super) struct Facts {
     choice: EngineChoice,
     direct: Option<usize>,
     sync_dirs: bool,
     mover: Mover,
-    /// Whether a file was made and written to try it.
+    /// True if the probe created and wrote a file.
     pub(super) written: bool,
 }
 
@@ -175,14 +177,14 @@ fn probe_directory(dir: &Path, wanted: Engine, purpose: Purpose, reasons: &mut V
         }
         Err(errno) => {
             reasons.push(format!(
-                "No file could be made in {} ({errno}), so it is taken to be for reading only and nothing was written to try it.",
+                "No file could be created in {} ({errno}), so it counts as read-only and nothing was written to try it.",
                 dir.display()
             ));
             None
         }
     };
     probe.written = file.is_some();
-    // Any other error concerns whoever syncs next.
+    // Other errors concern the next caller of sync.
     if file.is_some()
         && let Err(errno @ (Errno::INVAL | Errno::OPNOTSUPP | Errno::BADF)) = rustix::fs::fsync(opened.fd()?)
     {
@@ -192,7 +194,7 @@ fn probe_directory(dir: &Path, wanted: Engine, purpose: Purpose, reasons: &mut V
         ));
     }
     if wanted == Engine::Buffered {
-        reasons.push("Data goes through the page cache, as was asked for.".into());
+        reasons.push("Data goes through the page cache, as requested.".into());
         return Ok(probe);
     }
     match file.as_ref().map(try_direct) {
@@ -211,15 +213,15 @@ fn probe_directory(dir: &Path, wanted: Engine, purpose: Purpose, reasons: &mut V
         None => {
             probe.direct = Some(FORMAT_ALIGNMENT);
             reasons.push(format!(
-                "Files are opened with O_DIRECT where each of them allows it, in blocks of {FORMAT_ALIGNMENT} bytes."
+                "Files are opened with O_DIRECT if they allow it, in blocks of {FORMAT_ALIGNMENT} bytes."
             ));
         }
     }
     if wanted == Engine::Threads {
-        reasons.push("Threads move the data, as was asked for.".into());
+        reasons.push("Threads move the data, as requested.".into());
         return Ok(probe);
     }
-    // Where nothing may be written, a ring is tried on memory.
+    // In a read-only directory, the ring is tried on memory.
     let tried = match file.map_or_else(memory_file, Ok) {
         Ok(file) => try_ring(&file),
         Err(errno) => Err(("memfd_create", errno.into())),
@@ -248,7 +250,7 @@ fn probe_directory(dir: &Path, wanted: Engine, purpose: Purpose, reasons: &mut V
     Ok(probe)
 }
 
-/// Writes a block through a ring: that one can be made does not mean that it may be used.
+/// Writes a block through a ring. Creating a ring does not prove that it may be used.
 fn try_ring(file: &OwnedFd) -> Result<(), (&'static str, io::Error)> {
     let mut ring = Ring::new(1, STALL_DEADLINE).map_err(|error| ("io_uring_setup", error))?;
     let (op, invalid) = ("io_uring_enter", || io::Error::from(io::ErrorKind::InvalidData));
@@ -277,13 +279,13 @@ fn try_ring(file: &OwnedFd) -> Result<(), (&'static str, io::Error)> {
     }
 }
 
-/// Registers one huge page; whether a limit allows more shows when there is more.
+/// Registers one huge page. A limit may still refuse more later.
 fn try_registration() -> io::Result<()> {
     let memory = Mapping::new(1).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
     Ring::<()>::new(1, STALL_DEADLINE)?.register(vec![memory])
 }
 
-/// What an operator can do about it.
+/// The likely cause, with what an operator can do.
 fn ring_cause(op: &str, error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::EPERM) => {
@@ -306,19 +308,19 @@ fn ring_cause(op: &str, error: &io::Error) -> &'static str {
         }
         Some(libc::EMFILE | libc::ENFILE) => "too many open files (`ulimit -n`)",
         Some(libc::EOPNOTSUPP) => "the kernel does not do this with such memory or files",
-        Some(libc::EINVAL) => "the kernel does not know this form of it",
+        Some(libc::EINVAL) => "the kernel does not know this form of the call",
         _ => "unexpected",
     }
 }
 
-/// A file to try things on that has no name, or loses it at once.
+/// A file for trials without a name, or one that loses its name at once.
 fn scratch_file(dir: impl AsFd) -> Result<OwnedFd, Errno> {
     let mode = Mode::from_raw_mode(0o600);
     let flags = OFlags::RDWR | OFlags::CLOEXEC;
     if let Ok(fd) = retry_on_intr(|| rustix::fs::openat(&dir, ".", flags | OFlags::TMPFILE, mode)) {
         return Ok(fd);
     }
-    // Not every file system has nameless files.
+    // Some file systems have no nameless files.
     let name = format!(".stepwell-probe-{}-{:x}", std::process::id(), unique());
     let named = flags | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
     let fd = retry_on_intr(|| rustix::fs::openat(&dir, name.as_str(), named, mode))?;
@@ -330,7 +332,7 @@ fn memory_file() -> Result<OwnedFd, Errno> {
     rustix::fs::memfd_create("stepwell-probe", rustix::fs::MemfdFlags::CLOEXEC)
 }
 
-/// Differs between calls of one process at least; the process id stands beside it.
+/// A number that differs between the calls of a process. The process id is added to it.
 fn unique() -> u128 {
     use std::sync::atomic::{AtomicU32, Ordering};
     static COUNT: AtomicU32 = AtomicU32::new(0);
@@ -338,11 +340,11 @@ fn unique() -> u128 {
     (now.as_nanos() << 16) | u128::from(COUNT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// The alignment that direct I/O needs here and how that is known, or a sentence why there is none.
+/// The alignment for direct I/O and its source, or a sentence why direct I/O does not work.
 fn try_direct(file: &OwnedFd) -> Result<(usize, &'static str), String> {
     let (alignment, how) = match posix::direct_io(file.as_fd()) {
         DirectIo::Unsupported => {
-            return Err("The file system says that it has no O_DIRECT (statx answers alignment 0).".into());
+            return Err("The file system has no O_DIRECT (statx answers alignment 0).".into());
         }
         DirectIo::Aligned(wanted) if wanted > FORMAT_ALIGNMENT => {
             return Err(format!(
@@ -369,7 +371,7 @@ fn try_direct(file: &OwnedFd) -> Result<(usize, &'static str), String> {
         {
             Ok((alignment, how))
         }
-        Ok(_) => Err("A block that was written with O_DIRECT did not come back whole.".into()),
+        Ok(_) => Err("A block written with O_DIRECT came back changed.".into()),
         Err(errno) => Err(format!(
             "O_DIRECT was allowed at the opening of a file, but then a block of {FORMAT_ALIGNMENT} bytes was refused ({errno})."
         )),

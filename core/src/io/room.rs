@@ -1,17 +1,17 @@
-//! What helps a save to make its files: room on a full disk, and files to write over.
+//! Space for a save: free space on a full disk, and files to write over.
 
 use std::sync::Arc;
 
 use super::File;
 use crate::Result;
 
-/// What helps a save to make its files.
+/// Helps a save to create its files.
 pub trait Room {
-    /// The disk is full: makes room, and gives whether there may be some now.
+    /// Frees space on a full disk. Returns whether space may be available now.
     fn make(&mut self) -> bool;
 
-    /// A file that is no longer needed where it was, to be written over: it stands under that path below the step's directory now, with so many bytes preallocated at
-    /// least. `None`: there is none, and a new one is to be made.
+    /// Moves an unused file to that path below the step's directory, to be written over, with at
+    /// least `len_hint` bytes preallocated. `None`: the caller creates a new file.
     fn take_over(&mut self, _path: &str, _len_hint: u64) -> Option<Arc<dyn File>> {
         None
     }
@@ -26,12 +26,12 @@ impl Room for NoRoom {
     }
 }
 
-/// Makes something on a disk. Where that is full, `make_room` is asked (it says whether there may be room now), and it is made once more. For the *making* of
-/// directories and files, and for nothing else: a write or a sync that failed is never tried again.
+/// Creates something on a disk. On a full disk it calls `make_room` and tries once more. Only for
+/// *creating* directories and files: a failed write or sync is never retried.
 pub fn with_room<T>(make_room: &mut dyn FnMut() -> bool, mut make: impl FnMut() -> Result<T>) -> Result<T> {
     match make() {
         Err(error) if error.is_full() => {
-            tracing::info!(%error, "the disk is full: making room and trying once more");
+            tracing::info!(%error, "disk full: freeing space and trying once more");
             if make_room() { make() } else { Err(error) }
         }
         made => made,
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
     use crate::Error;
 
-    /// How often room was made, and how often the thing, if it fails with that errno so many times.
+    /// Runs `with_room` on something that fails so often. Returns the number of calls of each.
     fn tried(errno: i32, failures: u32, may_help: bool) -> (u32, u32, Result<u32>) {
         let (mut rooms, mut makes) = (0, 0);
         let mut make_room = || {
@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn what_finds_no_room_is_made_once_more_and_only_once() {
+    fn creating_on_a_full_disk_is_retried_once() {
         assert!(matches!(tried(libc::ENOSPC, 0, true), (0, 1, Ok(_))));
         for errno in [libc::ENOSPC, libc::EDQUOT] {
             assert!(matches!(tried(errno, 1, true), (1, 2, Ok(_))));

@@ -1,4 +1,5 @@
-//! A part of a file that is used as a file of its own: the ranks of a node may write side by side into one, each into what it has reserved.
+//! A part of a file, used as a file of its own. Ranks of a node may write side by side into one
+//! file.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,11 +7,12 @@ use std::sync::Arc;
 use super::File;
 use crate::{Error, Result};
 
-/// Sections begin at multiples of it: no page and no stripe of a file system is two ranks'.
+/// Sections begin at multiples of this, so no page or file system stripe belongs to two ranks.
 pub const SECTION_ALIGNMENT: u64 = 1 << 20;
 
-/// `length` bytes of a file from `first` on, as a file: offsets count from there. Engines add [`File::base`] to the offsets of transfers, and do not know where it ends: whoever
-/// reads and writes by a queue does.
+/// `length` bytes of a file from `first`, as a file with its own offsets. Engines add
+/// [`File::base`] to the offsets of transfers and do not know the end; callers of a queue must
+/// respect it.
 pub struct Section {
     file: Arc<dyn File>,
     first: u64,
@@ -18,7 +20,7 @@ pub struct Section {
 }
 
 impl Section {
-    /// Those bytes of a file, whether or not it has all of them.
+    /// Those bytes of a file, even if the file is shorter.
     pub fn new(file: Arc<dyn File>, first: u64, length: u64) -> Self {
         Self { file, first, length }
     }

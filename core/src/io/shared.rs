@@ -1,7 +1,8 @@
-//! One disk per file system and process: what a probe has found stays true, so nobody probes twice.
+//! One disk per file system and process, probed once.
 //!
-//! Facts (which engine, which alignment, why) are kept for the life of the process. The disk itself, with its memory, is held by its users
-//! only: as long as there is one, all share it. A forked child makes disks of its own from the same facts.
+//! Findings (engine, alignment, reasons) are kept for the life of the process. Its users own the
+//! disk with its memory, and share it while it lives. A forked child makes its own disks from the
+//! same findings.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, Weak};
@@ -11,12 +12,12 @@ use super::probe::{Facts, Wanted};
 use super::{Disk, Engine};
 use crate::Result;
 
-/// What a disk is wanted for.
+/// The purpose of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Purpose {
-    /// Nothing is written, by the probe neither.
+    /// Reading only. The probe writes nothing either.
     Read,
-    /// Files are made.
+    /// Creating files.
     Write,
 }
 
@@ -30,16 +31,16 @@ struct Known {
 
 static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
 
-/// The disk for what `path` is on, or will be on, as [`super::open_disk`] finds it.
+/// Returns the disk for `path`, as [`super::open_disk`] finds it.
 pub fn shared_disk(path: &Path, wanted: Engine, purpose: Purpose) -> Result<Arc<dyn Disk>> {
     let wanted = Wanted::find(path, wanted)?;
     let (device, engine) = (wanted.device()?, wanted.engine);
     let made = |facts: &Facts| Arc::new(facts.clone().into_disk());
-    // A lock that a fork has left locked stays so: its child probes.
+    // A lock that was held during a fork stays locked. The child probes again.
     if let Ok(mut known) = KNOWN.try_lock() {
         let mut found: Vec<&mut Known> =
             known.iter_mut().filter(|one| (one.device, one.engine) == (device, engine)).collect();
-        // What was found by writing holds for reading too.
+        // Findings from a writing probe hold for reading too.
         found.sort_by_key(|one| one.purpose == Purpose::Read);
         let fits = |one: &&mut Known| purpose == Purpose::Read || one.purpose == Purpose::Write;
         if let Some(one) = found.into_iter().find(fits) {
@@ -53,7 +54,7 @@ pub fn shared_disk(path: &Path, wanted: Engine, purpose: Purpose) -> Result<Arc<
     }
     let facts = wanted.probe(purpose)?;
     let disk = made(&facts);
-    // A directory that nothing may be written to says little about the others.
+    // A read-only directory says little about the others.
     let lasting = purpose == Purpose::Read || facts.written;
     if lasting && let Ok(mut known) = KNOWN.try_lock() {
         known.retain(|one| (one.device, one.engine, one.purpose) != (device, engine, purpose));
@@ -67,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn users_share_one_disk_and_a_reader_is_served_by_what_a_writer_found() {
+    fn users_share_a_disk_and_readers_use_the_writers_probe() {
         let dir = tempfile::tempdir().unwrap();
         let writer = shared_disk(dir.path(), Engine::Threads, Purpose::Write).unwrap();
         let again = shared_disk(dir.path(), Engine::Threads, Purpose::Write).unwrap();
@@ -79,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn opening_for_reading_leaves_the_directory_as_it_is() {
+    fn opening_for_reading_changes_no_directory() {
         use std::os::unix::fs::MetadataExt;
 
         let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! What every queue does with a transfer, whoever moves the bytes: check it, go on after a short one, tell what an error means.
+//! The engine-neutral part of a transfer: checks, continuation after short answers, errors.
 
 use std::io;
 use std::sync::Arc;
@@ -9,21 +9,21 @@ use super::{Completion, File, Transfer};
 use crate::sys::{Buffer, Descriptor};
 use crate::{Error, Result};
 
-/// Most bytes of one system call; the kernel itself stops just below 2 GiB, at an odd place.
+/// Most bytes of one system call. The kernel's own limit, just below 2 GiB, is not aligned.
 const MAX_PIECE: usize = 1 << 30;
-/// How often in a row EAGAIN is answered by waiting a millisecond.
+/// Most consecutive EAGAIN answers, each followed by a wait of one millisecond.
 const MAX_AGAIN: u32 = 5000;
-/// How often in a row a direct transfer may move less than one block.
+/// Most consecutive direct transfers that move less than one block.
 const MAX_STALLS: u32 = 16;
 
-/// One transfer under way, with all that it needs kept alive.
+/// A transfer in progress, with everything that it keeps alive.
 pub struct Job {
     pub buffer: Buffer,
     pub descriptor: Arc<Descriptor>,
     pub moving: Moving,
 }
 
-/// How far a transfer has come.
+/// The progress of a transfer.
 pub struct Moving {
     transfer: Transfer,
     file: Arc<dyn File>,
@@ -31,25 +31,25 @@ pub struct Moving {
     offset: u64,
     len: usize,
     done: usize,
-    /// Of a direct descriptor; 1 otherwise.
+    /// Alignment of a direct descriptor, otherwise 1.
     alignment: usize,
     again: u32,
     stalls: u32,
 }
 
-/// The part of a job that one system call is asked for.
+/// The part of a job for one system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Where in the file.
+    /// Offset in the file.
     pub offset: u64,
-    /// Where in the buffer.
+    /// Offset in the buffer.
     pub at: usize,
-    /// How many bytes.
+    /// Number of bytes.
     pub len: usize,
 }
 
 impl Job {
-    /// A job, or the completion that refuses it.
+    /// Returns a job, or the completion that refuses it.
     pub fn new(
         alignment: usize,
         transfer: Transfer,
@@ -92,23 +92,23 @@ impl Job {
 }
 
 impl Moving {
-    /// Whether bytes go to the file.
+    /// True if bytes go to the file.
     pub fn writes(&self) -> bool {
         self.transfer == Transfer::Write
     }
 
-    /// Whether the descriptor is one that goes past the page cache.
+    /// True if the descriptor bypasses the page cache.
     pub fn is_direct(&self) -> bool {
         self.alignment > 1
     }
 
-    /// What is to be moved next. Of no length only where the whole job is of none.
+    /// The next piece. Empty only for an empty job.
     pub fn piece(&self) -> Piece {
         let len = (self.len - self.done).min(MAX_PIECE);
         Piece { offset: self.offset + self.done as u64, at: self.done, len }
     }
 
-    /// The answer to the last piece: bytes moved, or an errno. `Some` ends the job.
+    /// Takes the answer to the last piece: bytes moved, or an errno. `Some` ends the job.
     pub fn answered(&mut self, answer: Result<usize, i32>) -> Option<Result<usize>> {
         match answer {
             Ok(count) => self.moved(count),
@@ -139,7 +139,8 @@ impl Moving {
         if beyond == 0 {
             return None;
         }
-        // A direct transfer cannot go on from inside a block. That is the end of the file, or the block is moved again.
+        // A direct transfer cannot continue inside a block: either the file ends, or the block is
+        // moved again.
         if !self.writes() {
             match self.file.len() {
                 Ok(end) if self.offset + self.done as u64 >= self.file.base() + end => {
@@ -157,12 +158,12 @@ impl Moving {
         None
     }
 
-    /// An error of this transfer.
+    /// The error of this transfer.
     pub fn error(&self, source: io::Error) -> Error {
         Error::io(if self.writes() { "write" } else { "read" }, self.file.path(), source)
     }
 
-    /// Gives the buffer back.
+    /// Completes the transfer and returns the buffer.
     pub fn complete(self, buffer: Buffer, result: Result<usize>) -> Completion {
         Completion { token: self.token, buffer, result }
     }
@@ -177,7 +178,7 @@ mod tests {
 
     const BLOCK: usize = 512;
 
-    /// A transfer of `blocks` blocks on a file of `file_len` bytes, as a direct one.
+    /// A direct transfer of `blocks` blocks on a file of `file_len` bytes.
     fn job(transfer: Transfer, blocks: usize, file_len: u64) -> Job {
         let dir = tempfile::tempdir().unwrap();
         let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
@@ -191,7 +192,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a kernel answers, pieces start at block boundaries, none is skipped, and a job ends as it should.
+        /// For any kernel answers, pieces start at block boundaries, none is skipped, and jobs end.
         #[test]
         fn short_answers_are_continued_without_a_hole(
             answers in prop::collection::vec((0_usize..5000, 0..6), 1..200),
@@ -218,7 +219,7 @@ mod tests {
                         prop_assert_eq!((total, moved), (len, len));
                         return Ok(());
                     }
-                    // Too many answers of less than a block in a row.
+                    // Too many consecutive answers of less than a block.
                     Some(Err(error)) => {
                         prop_assert_eq!(error.errno(), Some(libc::EIO));
                         return Ok(());
@@ -229,9 +230,9 @@ mod tests {
     }
 
     #[test]
-    fn a_read_ends_at_the_end_of_the_file_and_not_before() {
+    fn a_read_ends_only_at_the_end_of_the_file() {
         let mut moving = job(Transfer::Read, 8, 1300).moving;
-        assert!(moving.answered(Ok(600)).is_none(), "inside the file: the block is read again");
+        assert!(moving.answered(Ok(600)).is_none(), "inside the file, the block is read again");
         assert_eq!(moving.piece().at, 512);
         assert_eq!(moving.answered(Ok(1300 - 512)).unwrap().unwrap(), 1300);
         let mut moving = job(Transfer::Read, 8, 1024).moving;
@@ -240,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_that_stands_still_is_an_error() {
+    fn a_write_without_progress_is_an_error() {
         let mut moving = job(Transfer::Write, 8, 0).moving;
         assert!(moving.answered(Ok(512)).is_none());
         let error = moving.answered(Ok(0)).unwrap().unwrap_err();
