@@ -169,43 +169,43 @@ impl Error {
         }
     }
 
-    /// Whether the file or directory was not there (ENOENT).
+    /// True if the file or directory was not there (ENOENT).
     pub fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
     }
 
-    /// Whether it is not there any more: [`Error::is_not_found`], or ESTALE, as a network file system says it of what was open.
+    /// True if it is not there any more: [`Error::is_not_found`], or ESTALE, as a network file system says it of what was open.
     pub fn is_gone(&self) -> bool {
         self.is_not_found() || self.errno() == Some(libc::ESTALE)
     }
 
-    /// Whether what was to be made is there already (EEXIST).
+    /// True if what was to be made is there already (EEXIST).
     pub fn already_exists(&self) -> bool {
         self.errno() == Some(libc::EEXIST)
     }
 
-    /// Whether something stands in the way: the name of a rename is taken, or a directory that was to go is not empty. Systems say either of both
+    /// True if something stands in the way: the name of a rename is taken, or a directory that was to go is not empty. Systems say either of both
     /// (EEXIST, ENOTEMPTY).
     pub fn is_occupied(&self) -> bool {
         matches!(self.errno(), Some(libc::EEXIST | libc::ENOTEMPTY))
     }
 
-    /// Whether there is no room: on the disk, or for this user (ENOSPC, EDQUOT).
+    /// True if there is no room: on the disk, or for this user (ENOSPC, EDQUOT).
     pub fn is_full(&self) -> bool {
         matches!(self.errno(), Some(libc::ENOSPC | libc::EDQUOT))
     }
 
-    /// Whether the file system does not know what was asked of it, as a rename that swaps (EINVAL).
+    /// True if the file system does not know what was asked of it, as a rename that swaps (EINVAL).
     pub fn is_unknown_request(&self) -> bool {
         self.errno() == Some(libc::EINVAL)
     }
 
-    /// Whether something else than a directory stands where one was to be (ENOTDIR).
+    /// True if something else than a directory stands where one was to be (ENOTDIR).
     pub fn is_no_directory(&self) -> bool {
         self.errno() == Some(libc::ENOTDIR)
     }
 
-    /// Whether something else than a regular file stands where one was to be, or on the way to it: a symlink, socket, pipe or directory
+    /// True if something else than a regular file stands where one was to be, or on the way to it: a symlink, socket, pipe or directory
     /// (ENXIO, ENOTDIR, EISDIR, ELOOP; the engines themselves say it without an errno).
     pub fn is_no_file(&self) -> bool {
         let Self::Io { source, .. } = self else { return false };
@@ -215,7 +215,7 @@ impl Error {
         }
     }
 
-    /// Whether the answer to a lock means that this file system has none (ENOLCK, EOPNOTSUPP, ENOSYS).
+    /// True if the answer to a lock means that this file system has none (ENOLCK, EOPNOTSUPP, ENOSYS).
     pub fn is_without_locks(&self) -> bool {
         matches!(self.errno(), Some(libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS))
     }

@@ -30,12 +30,12 @@ impl Region {
         volume(&self.extent)
     }
 
-    /// Whether it holds no element.
+    /// True if it holds no element.
     pub fn is_empty(&self) -> bool {
         self.extent.contains(&0)
     }
 
-    /// Whether it lies inside a tensor of that shape. Overflow-safe: the numbers may come from a file.
+    /// True if it lies inside a tensor of that shape. Overflow-safe: the numbers may come from a file.
     pub fn fits(&self, shape: &[u64]) -> bool {
         self.offset.len() == shape.len()
             && self.extent.len() == shape.len()

@@ -62,7 +62,7 @@ pub enum Expected {
 }
 
 impl Expected {
-    /// Whether an item is wanted as a whole.
+    /// True if an item is wanted as a whole.
     fn is_whole(&self, item: &Item) -> bool {
         match self {
             Self::Nothing => false,
@@ -201,7 +201,7 @@ impl Checkpoint {
         &self.manifest
     }
 
-    /// Whether nobody can remove it while this lives.
+    /// True if nobody can remove it while this lives.
     pub fn is_leased(&self) -> bool {
         self.lease.protects()
     }

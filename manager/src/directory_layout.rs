@@ -81,7 +81,7 @@ pub fn label_of_path(name: &str) -> String {
     if is_step_label(name) { format!("_{name}") } else { name.to_owned() }
 }
 
-/// Whether a label is a step's: that of a save which its root's lock speaks for.
+/// True if a label is a step's: that of a save which its root's lock speaks for.
 pub fn is_step_label(text: &str) -> bool {
     text.parse().is_ok_and(|step| label(step) == text)
 }
@@ -111,14 +111,14 @@ pub fn branch(branch: &str, step_name: &str) -> String {
     format!("{BRANCH_PREFIX}{branch}.{step_name}")
 }
 
-/// Whether a branch may have that name.
+/// True if a branch may have that name.
 pub fn is_branch_name(name: &str) -> bool {
     !name.is_empty()
         && name.len() <= MAX_LABEL_BYTES
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-'))
 }
 
-/// Whether a label in a generated name is that of the singular checkpoint `name`.
+/// True if a label in a generated name is that of the singular checkpoint `name`.
 pub fn is_label_of(label: &str, name: &str) -> bool {
     label == shortened(&label_of_path(name))
 }
@@ -161,7 +161,7 @@ fn of_a_save(rest: &str) -> Option<(String, String, u64)> {
     Some((parts.next()?.to_owned(), session.to_owned(), counter))
 }
 
-/// Whether this is an identity as we draw them: only a name that ends in one is ours, and what is ours is deleted. Somebody's `.trash-old` is not.
+/// True if this is an identity as we draw them: only a name that ends in one is ours, and what is ours is deleted. Somebody's `.trash-old` is not.
 fn is_unique(text: &str) -> bool {
     text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }

@@ -56,7 +56,7 @@ pub struct Quarantined {
     pub name: String,
     /// What does not hold.
     pub reason: String,
-    /// Whether it has a manifest, which does not hold then.
+    /// True if it has a manifest, which does not hold then.
     pub has_manifest: bool,
 }
 
@@ -163,7 +163,7 @@ impl Discovery {
         }
     }
 
-    /// Whether the manifest of a step is the file that was listed. Where it is not, the next listing reads it anew.
+    /// True if the manifest of a step is the file that was listed. Where it is not, the next listing reads it anew.
     pub fn is_as_listed(&self, root: &dyn Dir, found: &Found) -> stepwell_core::Result<bool> {
         let listed = match self.lock().known.get(&found.name) {
             Some(known) if Arc::ptr_eq(&known.manifest, &found.manifest) => known.stat,
@@ -389,7 +389,7 @@ impl Cache {
     }
 }
 
-/// Whether the answer to reading a manifest says something of what stands there (damaged, foreign, no regular file), and not of the disk.
+/// True if the answer to reading a manifest says something of what stands there (damaged, foreign, no regular file), and not of the disk.
 pub(crate) fn is_no_step(error: &stepwell_core::Error) -> bool {
     use stepwell_core::Error::{Corrupt, Format, Limit};
     matches!(error, Corrupt { .. } | Format { .. } | Limit { .. }) || error.is_no_file()
@@ -452,7 +452,7 @@ pub(crate) fn damage_by(
     Ok(None)
 }
 
-/// Whether a step that was listed still stands under its name, as the same attempt.
+/// True if a step that was listed still stands under its name, as the same attempt.
 pub fn stands(parent: &dyn Dir, found: &Found) -> stepwell_core::Result<bool> {
     match read_manifest(parent, &found.name) {
         Ok(manifest) => Ok(manifest.attempt == found.manifest.attempt),

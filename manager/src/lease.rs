@@ -25,7 +25,7 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Whether it protects: a file system without locks, or a step whose `.lease` is missing, gives one that does not.
+    /// True if it protects: a file system without locks, or a step whose `.lease` is missing, gives one that does not.
     pub fn protects(&self) -> bool {
         self.lock.is_some()
     }

@@ -73,7 +73,7 @@ pub struct Options {
     pub writers_per: WritersPer,
     /// Into how many files the ranks write.
     pub files_per: FilesPer,
-    /// Whether replicas that layouts declare are compared, by samples; what is simply there on several ranks always is.
+    /// True if replicas that layouts declare are compared, by samples; what is simply there on several ranks always is.
     pub compare_replicas: bool,
     /// Threads that capture; `None`: a few.
     pub capture_threads: Option<usize>,

@@ -102,7 +102,7 @@ impl StepName {
         self.parse_own(name).or_else(|| self.also.iter().find_map(|other| other.parse_own(name)))
     }
 
-    /// Whether a name follows the pattern that this root writes (and not one that it only reads).
+    /// True if a name follows the pattern that this root writes (and not one that it only reads).
     pub fn is_primary(&self, name: &str) -> bool {
         self.parse_own(name).is_some()
     }

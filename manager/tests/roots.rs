@@ -322,7 +322,7 @@ fn a_rewind_to_a_branch_that_exists_is_refused_before_anything_is_moved() {
         commit(&manager, step);
     }
     manager.rewind(2, Some("b")).unwrap();
-    // Whether a name of the new line is taken there or none.
+    // True if a name of the new line is taken there or none.
     for steps in [vec![3], vec![4, 5], vec![9]] {
         for &step in &steps {
             commit(&manager, step);

@@ -113,7 +113,7 @@ struct Job {
     ranks: u32,
     /// For each rank its node.
     nodes: Arc<[u32]>,
-    /// Whether the ranks of a node write into one file.
+    /// True if the ranks of a node write into one file.
     node_files: bool,
     /// The ranks that write, in order; all others have nothing of their own.
     writers: Vec<u32>,

@@ -14,21 +14,21 @@ pub struct ArrayType {
     _class: Py<PyType>,
     /// What the library is called.
     pub library: Arc<str>,
-    /// Whether its instances export a buffer, and have a numpy dtype.
+    /// True if its instances export a buffer, and have a numpy dtype.
     pub buffer: bool,
     /// Instance → DLPack capsule (or a tuple of it and of what is held with it), where there is no buffer.
     pub capsule: Py<PyAny>,
     /// For one on a device: instance, the handle of the stream that it is to be copied on → a capsule of what that stream sees, or `None` where it cannot be held. Without it, the order is that of
     /// the library's current stream.
     pub on_device: Option<Py<PyAny>>,
-    /// Whether its instances never change.
+    /// True if its instances never change.
     pub immutable: bool,
     /// Which of them are in one piece of memory; others are described by the package.
     whole: Option<Whole>,
 }
 
 impl ArrayType {
-    /// Whether all of that array is in one piece of memory.
+    /// True if all of that array is in one piece of memory.
     pub fn is_whole(&self, array: &Bound<'_, PyAny>) -> bool {
         self.whole.as_ref().is_none_or(|whole| whole.holds(array))
     }
@@ -42,7 +42,7 @@ pub struct AbstractType {
 }
 
 impl AbstractType {
-    /// Whether all of that array is to be in one piece of memory.
+    /// True if all of that array is to be in one piece of memory.
     pub fn is_whole(&self, wanted: &Bound<'_, PyAny>) -> bool {
         self.whole.holds(wanted)
     }
@@ -103,7 +103,7 @@ pub fn known() -> Arc<Known> {
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
 }
 
-/// Whether an object is of a class of arrays.
+/// True if an object is of a class of arrays.
 pub fn is_known(object: &Bound<'_, PyAny>) -> bool {
     let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     known.as_ref().is_some_and(|known| known.array(object).is_some())

@@ -79,7 +79,7 @@ impl Closing {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).failure = Some(error);
     }
 
-    /// Whether there is nothing left to wait for, nor to tell.
+    /// True if there is nothing left to wait for, nor to tell.
     fn is_over(&self) -> bool {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.over && state.failure.is_none()
@@ -201,7 +201,7 @@ impl Manager {
         self.together(py, move |inner| inner.wanted_by_none(&how, leaves))
     }
 
-    /// Whether all ranks say the same; all of them ask.
+    /// True if all ranks say the same; all of them ask.
     fn alike(&self, py: Python<'_>, what: String) -> PyResult<bool> {
         self.together(py, move |inner| inner.alike(&what))
     }
@@ -532,7 +532,7 @@ impl Manager {
         self.moved()
     }
 
-    /// Whether `close` is over, so that there is nothing to wait for any more.
+    /// True if `close` is over, so that there is nothing to wait for any more.
     fn is_closed(&self) -> bool {
         self.closing.get().is_some_and(|closing| closing.is_over())
     }

@@ -69,7 +69,7 @@ impl SaveHandle {
         self.save.captured()
     }
 
-    /// Whether it is captured, within the timeout. Without one: raises when nothing has happened for the stall timeout.
+    /// True if it is captured, within the timeout. Without one: raises when nothing has happened for the stall timeout.
     #[pyo3(signature = (timeout = None))]
     pub fn wait_captured(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let captured =

@@ -30,7 +30,7 @@ impl OnDevices {
         Ok(Self { streams: streams_of(py, streams)?, attached: attached.into_iter().collect() })
     }
 
-    /// Whether all of an array is memory that changes in guarded updates only.
+    /// True if all of an array is memory that changes in guarded updates only.
     fn is_attached(&self, buffer: &HeldBuffer) -> bool {
         let (below, len) = buffer.span();
         let first = buffer.address() as usize - below;

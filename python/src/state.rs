@@ -134,7 +134,7 @@ pub fn covers(shape: Vec<u64>, boxes: Vec<(Vec<u64>, Vec<u64>)>) -> Option<Strin
     tiling::check(&shape, &boxes).err().map(|fault| fault.to_string())
 }
 
-/// Whether a value is one object leaf: a scalar, or a sequence or set of plain values only.
+/// True if a value is one object leaf: a scalar, or a sequence or set of plain values only.
 #[pyfunction]
 pub fn is_plain(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     let hooks = crate::hooks::hooks(value.py())?;

@@ -47,7 +47,7 @@ impl<T: PartialEq> Patience<T> {
         Self { seen: progress, since: Instant::now(), limit }
     }
 
-    /// Whether nothing at all has happened for the limit.
+    /// True if nothing at all has happened for the limit.
     pub fn is_over(&mut self, progress: T) -> bool {
         if progress != self.seen {
             self.seen = progress;

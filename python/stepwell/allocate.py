@@ -124,7 +124,7 @@ class Mapper:
             mapping.advise("MADV_NOHUGEPAGE", used + waste - SLAB, SLAB)
 
     def _is_worth(self, waste: int) -> bool:
-        """Whether a huge page is taken of which so much is not used."""
+        """True if a huge page is taken of which so much is not used."""
         if waste > min(SLAB // 2, self._left):
             return False
         self._left -= waste

@@ -52,7 +52,7 @@ class Job:
     result: Any = None
     #: What makes it on a device, where the engine fills it.
     empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
-    #: Whether other targets lie between its elements, so that it is read apart and written alone.
+    #: True if other targets lie between its elements, so that it is read apart and written alone.
     apart: bool = False
     #: The job that fills the same memory with the same values.
     twin: Job | None = None
@@ -95,12 +95,12 @@ class Job:
 
     @property
     def exact(self) -> bool:
-        """Whether its bytes are what is stored."""
+        """True if its bytes are what is stored."""
         return self.stored_dtype == self.dtype
 
     @property
     def direct(self) -> bool:
-        """Whether the engine reads straight to where it belongs."""
+        """True if the engine reads straight to where it belongs."""
         target = self.target
         return self.exact and (
             target is None or (target.dtype.isnative and not self.apart and nested(target))
@@ -414,7 +414,7 @@ def telling(overwritten: Callable[[], list[str]]) -> Iterator[None]:
 
 
 def nested(array: _Array | OnDevice) -> bool:
-    """Whether its strides grow so that no two elements can share memory (those of a broadcast or a sliding window do not)."""
+    """True if its strides grow so that no two elements can share memory (those of a broadcast or a sliding window do not)."""
     if isinstance(array, np.ndarray) and array.flags.c_contiguous:
         return True
     reach = array.dtype.itemsize
@@ -428,7 +428,7 @@ def nested(array: _Array | OnDevice) -> bool:
 
 
 def overlaps_itself(array: _Array) -> bool:
-    """Whether two elements share memory: what :func:`nested` leaves open, looked at element by element."""
+    """True if two elements share memory: what :func:`nested` leaves open, looked at element by element."""
     if any(stride == 0 and n > 1 for stride, n in zip(array.strides, array.shape, strict=True)):
         return True
     places = np.zeros((), np.int64)
@@ -438,7 +438,7 @@ def overlaps_itself(array: _Array) -> bool:
 
 
 def _same_view(one: _Array | OnDevice, other: _Array | OnDevice) -> bool:
-    """Whether two arrays that start at the same address are the same elements."""
+    """True if two arrays that start at the same address are the same elements."""
     return one.dtype == other.dtype and one.shape == other.shape and one.strides == other.strides
 
 

@@ -90,7 +90,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is what was written."""
+        """True if every byte is what was written."""
         return not self.damages
 
     def __bool__(self) -> bool:

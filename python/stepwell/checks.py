@@ -27,7 +27,7 @@ def shown(value: Any) -> str:
 
 
 def _is_truth(value: Any) -> bool:
-    """Whether a value is a truth value, of Python's or of numpy's. Whoever has one of numpy's has imported it; for the others it costs more than all of a short command."""
+    """True if a value is a truth value, of Python's or of numpy's. Whoever has one of numpy's has imported it; for the others it costs more than all of a short command."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_))
 

@@ -148,7 +148,7 @@ def view(local: Any, piece: Piece) -> Any:
 
 
 def is_in_one_piece(local: Any) -> bool:
-    """Whether an array lies row-major, without gaps."""
+    """True if an array lies row-major, without gaps."""
     if isinstance(local, np.ndarray):
         return local.flags.c_contiguous
     return bool(local.is_contiguous()) if hasattr(local, "is_contiguous") else True

@@ -50,7 +50,7 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that made the handle."""
+        """True if this is the process that made the handle."""
         return os.getpid() == self._pid
 
     def check(self) -> None:

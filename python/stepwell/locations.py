@@ -38,7 +38,7 @@ def absolute(path: Any, what: str = "the path") -> str:
 
 
 def is_directory(path: str) -> bool:
-    """Whether a directory is there. A disk that does not answer is an error, and no "nothing there": see :class:`~stepwell.errors.StorageError`."""
+    """True if a directory is there. A disk that does not answer is an error, and no "nothing there": see :class:`~stepwell.errors.StorageError`."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -282,7 +282,7 @@ class CheckpointManager:
         core.check(flat, lifecycle.notifier.events)
 
     def should_save(self, step: int) -> bool:
-        """Whether :meth:`save` would save that step."""
+        """True if :meth:`save` would save that step."""
         number, core = step_number(step), self._open()
         try:
             answers = self._answers(number)
@@ -293,7 +293,7 @@ class CheckpointManager:
         return bool(core.should_save(number, answers))
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether this job is to be preempted, so that the loop should leave: a signal came before the policy was asked about ``step``, which is saved then."""
+        """True if this job is to be preempted, so that the loop should leave: a signal came before the policy was asked about ``step``, which is saved then."""
         return bool(self._open().reached_preemption(step_number(step)))
 
     def _preempt(self) -> bool:
@@ -737,7 +737,7 @@ class _Ending:
         self._stall = stall
 
     def is_over(self) -> bool:
-        """Whether there is nothing left to wait for."""
+        """True if there is nothing left to wait for."""
         return bool(self._core.is_closed())
 
     def close(self, limit: float | None) -> None:

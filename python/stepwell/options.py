@@ -79,7 +79,7 @@ class Options:
     #: ``"rank"``: each process writes a data file of its own for each item. ``"node"``: those of a machine write side by side into one, for file systems that are slow to make and to
     #: open files; needs locks between processes of a machine (without them, each has its own file again), and does not write over the files of retired steps.
     files_per: Literal["rank", "node"] = "rank"
-    #: Whether processes compare what is declared to be the same on several of them (``replica=``, ``Rules``, a ``DTensor`` or an array of JAX that is replicated), by samples, in jobs of
+    #: True if processes compare what is declared to be the same on several of them (``replica=``, ``Rules``, a ``DTensor`` or an array of JAX that is replicated), by samples, in jobs of
     #: up to 1024; what is simply there on several is compared in any case. False, where replicas may drift: parts of them are stored from each.
     compare_replicas: bool = True
     #: Threads that copy the state; ``None``: a few.

@@ -51,7 +51,7 @@ def render(components: Iterable[Component]) -> str:
 
 
 def starts_with(path: str, prefix: str) -> bool:
-    """Whether a path lies at or below another."""
+    """True if a path lies at or below another."""
     return not prefix or path == prefix or (path.startswith(prefix) and path[len(prefix)] in "/[")
 
 

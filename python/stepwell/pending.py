@@ -60,7 +60,7 @@ class Save:
         return self._handle is not None
 
     def captured(self) -> bool:
-        """Whether the state has been copied, so that it may be changed. (Host memory always is when ``save`` returns.)"""
+        """True if the state has been copied, so that it may be changed. (Host memory always is when ``save`` returns.)"""
         self._owner.check()
         return self._handle is None or bool(self._handle.captured())
 
@@ -70,7 +70,7 @@ class Save:
         return self._handle is None or bool(self._handle.wait_captured(seconds(timeout)))
 
     def done(self) -> bool:
-        """Whether it is committed or has failed."""
+        """True if it is committed or has failed."""
         self._owner.check()
         return self._handle is None or bool(self._handle.done())
 

@@ -47,7 +47,7 @@ class StateProvider(Protocol):
 
 
 def is_provider(obj: Any) -> bool:
-    """Whether an object is one."""
+    """True if an object is one."""
     return hasattr(type(obj), "stepwell_chunks")
 
 

@@ -90,7 +90,7 @@ class Structure:
         return [self.paths[node] for node in self.leaf_nodes]
 
     def is_container(self, node: int) -> bool:
-        """Whether a node is a container."""
+        """True if a node is a container."""
         return not isinstance(self.nodes[node][2], int)
 
     def object_of(self, leaf: int) -> int | None:

@@ -84,7 +84,7 @@ def stored_name(cls: type) -> str:
 
 
 def is_namedtuple_class(cls: type) -> bool:
-    """Whether it is a class made by ``collections.namedtuple`` or ``typing.NamedTuple``."""
+    """True if it is a class made by ``collections.namedtuple`` or ``typing.NamedTuple``."""
     fields = getattr(cls, "_fields", None)
     return (
         issubclass(cls, tuple)

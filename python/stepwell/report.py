@@ -50,7 +50,7 @@ class RestoreReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything that was wanted was there."""
+        """True if everything that was wanted was there."""
         return not (
             self.missing
             or self.unexpected

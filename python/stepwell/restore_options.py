@@ -138,12 +138,12 @@ class RestoreOptions:
 
     @property
     def fill(self) -> bool:
-        """Whether the caller's own memory is to be filled."""
+        """True if the caller's own memory is to be filled."""
         return self.into is not None
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is said by path, so that a target that has exactly the stored structure matches leaf by leaf."""
+        """True if nothing is said by path, so that a target that has exactly the stored structure matches leaf by leaf."""
         return (
             self.include is None
             and self.exclude is None
@@ -198,7 +198,7 @@ class RestoreOptions:
 
 
 def _begins_with_part(value: Any) -> bool:
-    """Whether the first leaf is a part of a tensor: others beside it are then, too, and of their files not all is read."""
+    """True if the first leaf is a part of a tensor: others beside it are then, too, and of their files not all is read."""
     while type(value) is dict and value:
         value = next(iter(value.values()))
     return isinstance(value, (LocalShard, Segments, FlatShard))

@@ -59,7 +59,7 @@ class Restore:
 
     @property
     def makes_no_tensors_on_devices(self) -> bool:
-        """Whether what is new, and is not described by the caller, is made in host memory."""
+        """True if what is new, and is not described by the caller, is made in host memory."""
         return self._empty_there is None
 
     @property
@@ -300,7 +300,7 @@ class Restore:
 
 
 def _misfits(answer: dict[str, Any]) -> bool:
-    """Whether something does not match, beside what is stored and not wanted."""
+    """True if something does not match, beside what is stored and not wanted."""
     names = ("missing", "wrong_dtype", "wrong_kind", "wrong_shape", "collisions")
     return any(answer[name] for name in names) or any(one[3] for one in answer["unmatched"])
 

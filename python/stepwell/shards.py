@@ -252,7 +252,7 @@ class Segments:
 
     @property
     def is_named(self) -> bool:
-        """Whether it holds parts of tensors that have names of their own."""
+        """True if it holds parts of tensors that have names of their own."""
         return any(one.name is not None for one in self.segments)
 
     def tensors(self) -> dict[str | None, Parts]:

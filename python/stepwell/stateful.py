@@ -177,7 +177,7 @@ def protocol_of(obj: Any) -> Protocol | None:
 
 
 def is_callable_state(state: Any) -> bool:
-    """Whether a ``save`` was given a function that makes the state."""
+    """True if a ``save`` was given a function that makes the state."""
     return callable(state) and not isinstance(state, type) and protocol_of(state) is None
 
 

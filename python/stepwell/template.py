@@ -44,7 +44,7 @@ class Leaf:
     owner: tuple[Any, stateful.Protocol] | None = None
     #: What a framework wants back, and how it is made from what is read.
     target: adapters.Target | None = None
-    #: Whether it may be missing from the store: the result is then ``...``.
+    #: True if it may be missing from the store: the result is then ``...``.
     optional: bool = False
     #: Why what is stored does not fit, where it does not: asked before anything of the caller's is changed.
     check: Callable[[Any], str | None] | None = None
@@ -60,7 +60,7 @@ class Leaf:
 
     @property
     def has_array(self) -> bool:
-        """Whether the caller has an array there, which can stay as it is."""
+        """True if the caller has an array there, which can stay as it is."""
         if self.target is not None:
             return self.target.has_value
         return not isinstance(self.value, (ArraySpec, type))
@@ -91,7 +91,7 @@ class Branch:
     finish: Callable[[Branch, list[tuple[Any, Any]], bool], Any]
     #: Why it cannot be filled, where it cannot.
     unfillable: str | None = None
-    #: Whether it is what one rank has of a value that differs on all of them.
+    #: True if it is what one rank has of a value that differs on all of them.
     per_rank: bool = False
     #: The child that is looked at before the rest is matched, and why a stored value of it does not fit.
     first: tuple[Component, Callable[[Any], str | None]] | None = None
@@ -387,7 +387,7 @@ def _type_leaf(value: type, path: str, components: tuple[Component, ...]) -> Lea
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a sequence holds plain values only, so that it is one object leaf: what the engine decides in a save."""
+    """True if a sequence holds plain values only, so that it is one object leaf: what the engine decides in a save."""
     from . import _core
 
     return bool(_core.is_plain(value))

@@ -18,7 +18,7 @@ class Together:
         #: What must be the same on all of them, beside what is wanted.
         self.how = ""
         self._has_said = False
-        #: Whether a call has raised: on all ranks, then, and nobody waits for a word of this one.
+        #: True if a call has raised: on all ranks, then, and nobody waits for a word of this one.
         self._is_over = False
 
     def choose(self, step: int | None) -> int:
@@ -48,7 +48,7 @@ class Together:
             self.unexpected([])
 
     def same(self, what: str) -> bool:
-        """Whether all ranks say the same."""
+        """True if all ranks say the same."""
         with self._asking():
             return bool(self._manager.alike(what))
 

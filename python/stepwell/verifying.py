@@ -86,7 +86,7 @@ def _damaged(root: str, opened: Callable[..., Checkpoint]) -> dict[int, tuple[st
 
 
 def _was_step(path: str, opened: Callable[..., Checkpoint]) -> bool:
-    """Whether what is no step is one that was damaged: not a directory of somebody else's, a step of a later version, or one under another's name."""
+    """True if what is no step is one that was damaged: not a directory of somebody else's, a step of a later version, or one under another's name."""
     if not os.path.lexists(os.path.join(path, MANIFEST)):
         return os.path.isdir(os.path.join(path, "i0"))
     try:

@@ -58,7 +58,7 @@ class Wanted:
             self._add_leaf(leaf)
         #: Top-level entries that are wanted, those without a leaf too.
         self.top_level: list[Component] = []
-        #: Whether all of the store is inside what is wanted. Entries may be absent from the top where they have names: a sequence of another length, or
+        #: True if all of the store is inside what is wanted. Entries may be absent from the top where they have names: a sequence of another length, or
         #: where something else is stored, is a mismatch there as anywhere.
         self.whole = bool(structure.nodes) and not _has_names(structure.nodes[0][2])
         for branch in template.branches(part):
@@ -192,7 +192,7 @@ class Wanted:
                 values[number] = array_of[id(values[number])]
 
     def takes_over(self, leaf: Leaf, stored: int) -> bool:
-        """Whether the array that a stored one becomes there takes over the memory into which it is read, so that no other may have it."""
+        """True if the array that a stored one becomes there takes over the memory into which it is read, so that no other may have it."""
         if leaf.target is not None:
             return leaf.target.takes_over
         name = self._library_of(leaf, stored) if leaf.what == "stored" else None
@@ -330,12 +330,12 @@ def _of_owner(structure: Structure, node: int, leaf: Leaf) -> int:
 
 
 def _has_names(kind: Any) -> bool:
-    """Whether a stored node is a container whose entries have names."""
+    """True if a stored node is a container whose entries have names."""
     return not isinstance(kind, int) and kind_of(kind) not in ("list", "tuple", "deque")
 
 
 def _is_sequence(value: Any) -> bool:
-    """Whether a container of the caller's has places, and no names."""
+    """True if a container of the caller's has places, and no names."""
     return type(value) in (list, tuple, deque)
 
 

@@ -133,14 +133,14 @@ class _Steps:
             reader.close(None)
 
     def _was_rewound(self, listed: list[int]) -> bool:
-        """Whether the numbers from the last step on are those of other steps now, or will be."""
+        """True if the numbers from the last step on are those of other steps now, or will be."""
         if self._last is None or not listed:
             return False
         manifest, which = self._seen[self._last]
         return max(listed) < self._last or (self._last in listed and _identity(manifest) != which)
 
     def _is_old(self, step: int, checkpoint: Checkpoint) -> bool:
-        """Whether it is what is left of the steps before a rewind (or a deletion): older than what was given, and no attempt of its own."""
+        """True if it is what is left of the steps before a rewind (or a deletion): older than what was given, and no attempt of its own."""
         committed = checkpoint.manifest["committed_unix_ns"]
         return step <= self._highest and committed <= self._newest_commit
 

@@ -75,7 +75,7 @@ impl FloatFormat {
     }
 }
 
-/// Whether every value of `from` is a value of `to`, of the same kind. True for equal types.
+/// True if every value of `from` is a value of `to`, of the same kind. True for equal types.
 pub fn is_lossless(from: Dtype, to: Dtype) -> bool {
     if from == to {
         return true;
@@ -91,7 +91,7 @@ pub fn is_lossless(from: Dtype, to: Dtype) -> bool {
     }
 }
 
-/// Whether the cast means anything, with loss allowed: numbers (and `bool`) into numbers, except complex into real, which would drop
+/// True if the cast means anything, with loss allowed: numbers (and `bool`) into numbers, except complex into real, which would drop
 /// half of every value; times into times and spans into spans of another unit.
 pub fn is_possible(from: Dtype, to: Dtype) -> bool {
     let number = |kind| matches!(kind, Kind::Bool | Kind::Signed | Kind::Unsigned | Kind::Float);

@@ -159,7 +159,7 @@ impl Glob {
         &self.glob
     }
 
-    /// Whether it matches a whole path.
+    /// True if it matches a whole path.
     pub fn is_match(&self, text: &PathText) -> bool {
         self.matches(text.as_bytes())
     }
@@ -542,7 +542,7 @@ impl GlobList {
         self.globs.push(glob);
     }
 
-    /// Whether there are none.
+    /// True if there are none.
     pub fn is_empty(&self) -> bool {
         self.globs.is_empty()
     }

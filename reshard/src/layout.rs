@@ -18,7 +18,7 @@ impl Layout {
         Self::one_box(Region::whole(shape), itemsize, strides)
     }
 
-    /// Whether it is [`Layout::whole`], row-major: the buffer is the tensor.
+    /// True if it is [`Layout::whole`], row-major: the buffer is the tensor.
     pub fn is_whole(&self, shape: &[u64], itemsize: u64) -> bool {
         let [Segment { region: ChunkRegion::Box(region), place }] = self.0.as_slice() else { return false };
         let all = region.offset.iter().all(|&first| first == 0) && region.extent.as_slice() == shape;

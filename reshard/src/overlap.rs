@@ -132,7 +132,7 @@ impl ChunkIndex {
     }
 }
 
-/// Whether two regions of the same tensor have an element in common.
+/// True if two regions of the same tensor have an element in common.
 fn meet(a: &Region, b: &Region) -> bool {
     let ends = |region: &Region, d: usize| region.offset[d].saturating_add(region.extent[d]);
     (0..a.ndim().min(b.ndim())).all(|d| a.offset[d] < ends(b, d) && b.offset[d] < ends(a, d))

@@ -28,12 +28,12 @@ impl Selection {
         Ok(Self { include: include.map(list).transpose()?, exclude: list(exclude)? })
     }
 
-    /// Whether it leaves nothing out.
+    /// True if it leaves nothing out.
     pub fn is_all(&self) -> bool {
         self.include.is_none() && self.exclude.is_empty()
     }
 
-    /// Whether a leaf is selected.
+    /// True if a leaf is selected.
     pub fn selects(&self, path: &LeafPath) -> bool {
         self.selects_text(PathText::new(path).as_bytes())
     }
@@ -111,7 +111,7 @@ impl Renames {
         Ok(renames)
     }
 
-    /// Whether there are none.
+    /// True if there are none.
     pub fn is_empty(&self) -> bool {
         self.rules.is_empty()
     }

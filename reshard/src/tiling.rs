@@ -1,4 +1,4 @@
-//! Whether the chunks of a tensor cover it exactly once: asked before a commit, and by a reader before it trusts that every byte of a buffer will be filled.
+//! True if the chunks of a tensor cover it exactly once: asked before a commit, and by a reader before it trusts that every byte of a buffer will be filled.
 //!
 //! Chunks tile a tensor when, at every element, as many chunks as whole tensors (one) are there. Two sums of boxes are equal everywhere
 //! when they are equal at the beginning and change alike at every border of the first axis; what changes at a border is again a
@@ -140,7 +140,7 @@ impl Sweep<'_> {
         self.boxes.get(term.of).map_or(self.whole, |(_, region)| region)
     }
 
-    /// Whether the sum of the terms' cross-sections (the axes from `axis` on) is zero everywhere.
+    /// True if the sum of the terms' cross-sections (the axes from `axis` on) is zero everywhere.
     fn differs(&mut self, axis: usize, terms: Vec<Term>) -> Option<Difference> {
         if axis == self.whole.ndim() {
             return (terms.iter().map(|term| term.sign).sum::<i64>() != 0).then_some(Difference::At);

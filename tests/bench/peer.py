@@ -18,9 +18,9 @@ class Peer:
     """A state of one framework, saved below a directory as steps of two roots (``kept``: with retention at work) and restored from there."""
 
     name: str
-    #: Whether it deletes old steps itself; where not, :meth:`retire` does it by hand.
+    #: True if it deletes old steps itself; where not, :meth:`retire` does it by hand.
     has_retention = False
-    #: Whether it can fill arrays that are there.
+    #: True if it can fill arrays that are there.
     fills = True
 
     def __init__(self, base: Path) -> None:

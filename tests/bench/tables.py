@@ -28,7 +28,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def verdict(measured: float | None, limit: float | None) -> str:
-    """Whether a figure is at most its target, as it is shown: to two places."""
+    """True if a figure is at most its target, as it is shown: to two places."""
     if measured is None or limit is None:
         return ""
     return "reached" if round(measured, 2) <= limit else "MISSED"

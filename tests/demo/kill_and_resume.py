@@ -51,7 +51,7 @@ def in_flight(root: Path) -> set[str]:
 
 
 def has_data(save: Path) -> bool:
-    """Whether the save has a data file by now. A save that is committed meanwhile has moved away, and has none here."""
+    """True if the save has a data file by now. A save that is committed meanwhile has moved away, and has none here."""
     # os.walk passes over a directory that is gone when it gets there; Path.rglob raises, before Python 3.13.
     return any(name.endswith(".data") for _, _, names in os.walk(save) for name in names)
 

@@ -108,7 +108,7 @@ class Log:
         return [state for number, state in enumerate(states) if not self._same(states, number)]
 
     def _same(self, states: list[State], number: int) -> bool:
-        """Whether the next state is this one, with as much or more promised."""
+        """True if the next state is this one, with as much or more promised."""
         if number + 1 == len(states):
             return False
         state, following = states[number], states[number + 1]

@@ -63,7 +63,7 @@ def read_orders() -> None:
 
 
 def fails(kind: str) -> bool:
-    """Whether the orders want this one to fail."""
+    """True if the orders want this one to fail."""
     with lock:
         read_orders()
         order = state["order"]

@@ -129,7 +129,7 @@ def names(root: Path, prefix: str) -> list[str]:
 
 
 def half_written(root: Path) -> bool:
-    """Whether a save has begun to write its data and is not committed."""
+    """True if a save has begun to write its data and is not committed."""
     return any(
         name.endswith(".data")
         for temporary in names(root, ".tmp-")

@@ -24,7 +24,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are alike to the bit: types, structure, order, dtypes, shapes, NaN."""
+    """True if two states are alike to the bit: types, structure, order, dtypes, shapes, NaN."""
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):

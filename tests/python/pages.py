@@ -29,7 +29,7 @@ def examples(page: Path) -> list[tuple[str, str]]:
 
 
 def needs_framework(page: Path) -> bool:
-    """Whether an example of the page imports torch, JAX or a library of theirs."""
+    """True if an example of the page imports torch, JAX or a library of theirs."""
     return any(_FRAMEWORK.search(text) for _, text in examples(page))
 
 

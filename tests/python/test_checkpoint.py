@@ -100,7 +100,7 @@ def test_a_sound_checkpoint_verifies_and_tells_its_progress(path: Path) -> None:
 
 
 def sound(path: Path) -> bool:
-    """Whether a checkpoint opens and verifies; anything but the two errors that say "damaged" is a defect."""
+    """True if a checkpoint opens and verifies; anything but the two errors that say "damaged" is a defect."""
     try:
         return bool(sw.verify(path))
     except (sw.CorruptCheckpoint, sw.FormatError):

@@ -426,7 +426,7 @@ def test_large_files_of_a_retired_step_wait_for_the_next_save_unless_told_otherw
         return {"w": np.full(9 << 20, step, np.uint8)}
 
     def kept(overwrite: int | None) -> bool:
-        """Whether large files of a retired step wait for the next save."""
+        """True if large files of a retired step wait for the next save."""
         path = root / str(overwrite)
         options = sw.Options(overwrite_from_bytes=overwrite)
         with sw.CheckpointManager(path, retention=sw.keep_latest(1), options=options) as manager:

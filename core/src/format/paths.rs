@@ -33,7 +33,7 @@ pub(crate) fn check_visible(path: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether `path` is inside `dir`, both checked before.
+/// True if `path` is inside `dir`, both checked before.
 pub(crate) fn is_below(path: &str, dir: &str) -> bool {
     path.strip_prefix(dir).is_some_and(|rest| rest.len() > 1 && rest.starts_with('/'))
 }

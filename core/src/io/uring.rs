@@ -143,7 +143,7 @@ impl Queue for UringQueue {
     }
 }
 
-/// Whether this memory can be registered, all at once.
+/// True if this memory can be registered, all at once.
 pub fn try_register(memory: Vec<Arc<Mapping>>) -> Result<()> {
     let mut ring = Ring::<()>::new(1, STALL_DEADLINE).map_err(|source| failed("io_uring_setup", source))?;
     ring.register(memory).map_err(|source| failed("io_uring_register", source))

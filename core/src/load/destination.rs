@@ -128,7 +128,7 @@ impl Piece {
         }
     }
 
-    /// Whether all of it lies in what is staged, and in a target of so many bytes.
+    /// True if all of it lies in what is staged, and in a target of so many bytes.
     pub fn is_inside(&self, target_bytes: u64) -> bool {
         let (rows, cols, unit) = (self.rows, self.cols, i128::from(self.unit));
         let Some((last_row, last_col)) = rows.count.checked_sub(1).zip(cols.count.checked_sub(1)) else {

@@ -101,7 +101,7 @@ fn spans_disjoint(members: &[Member<'_>]) -> bool {
     spans.windows(2).all(|pair| matches!(pair, [a, b] if a.end <= b.start))
 }
 
-/// Whether the copies are boxes of one strided array that do not overlap. The array's strides are all that occur (in magnitude); an address has one set of
+/// True if the copies are boxes of one strided array that do not overlap. The array's strides are all that occur (in magnitude); an address has one set of
 /// coordinates (the digits of a number whose radices are the strides), and a copy is only looked at if it is a box in them.
 fn boxes_disjoint(members: &[Member<'_>]) -> bool {
     let mut strides: Vec<u64> =
@@ -158,7 +158,7 @@ fn to_box(member: &Member<'_>, strides: &[u64], origin: u64) -> Option<Cuboid> {
     Some(ranges)
 }
 
-/// Whether straight cuts take the boxes apart. `false` may also mean that no cut was found.
+/// True if straight cuts take the boxes apart. `false` may also mean that no cut was found.
 fn apart(boxes: &mut [Cuboid], dims: usize, depth: usize) -> bool {
     if boxes.len() < 2 {
         return true;

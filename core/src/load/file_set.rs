@@ -144,7 +144,7 @@ impl FileSet {
         self.records.len()
     }
 
-    /// Whether there is no file.
+    /// True if there is no file.
     pub fn is_empty(&self) -> bool {
         self.records.is_empty()
     }

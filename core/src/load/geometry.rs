@@ -126,7 +126,7 @@ impl Strided {
         self.dims.iter().fold(self.unit, |bytes, dim| bytes.saturating_mul(dim.extent))
     }
 
-    /// Whether no two units of it overlap in the destination, as far as nested strides show (every array that is not a contrived view has them).
+    /// True if no two units of it overlap in the destination, as far as nested strides show (every array that is not a contrived view has them).
     pub(crate) fn is_injective(&self) -> bool {
         let mut dims: Vec<(u128, u128)> = self
             .dims

@@ -42,7 +42,7 @@ pub struct VerifyReport {
 }
 
 impl VerifyReport {
-    /// Whether nothing is damaged.
+    /// True if nothing is damaged.
     pub fn is_clean(&self) -> bool {
         self.damages.is_empty()
     }

@@ -40,7 +40,7 @@ pub trait StateProvider: Send + Sync {
         let _ = see;
     }
 
-    /// Whether this provider can give that region of its array, in elements of that many bytes; asked once per chunk before a save starts, so
+    /// True if this provider can give that region of its array, in elements of that many bytes; asked once per chunk before a save starts, so
     /// that a mistake is found before anything is written. An answer is a sentence for the user.
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
         let _ = (local, itemsize);
@@ -80,7 +80,7 @@ pub enum Ticket {
     Event(Box<dyn Fence>),
 }
 
-/// Whether an array of that shape and element size can give that region.
+/// True if an array of that shape and element size can give that region.
 fn check(local: &Region, itemsize: usize, shape: &[u64], own_itemsize: usize) -> Result<(), String> {
     if own_itemsize != itemsize {
         return Err(format!("its elements have {own_itemsize} bytes in memory, {itemsize} in the tensor"));

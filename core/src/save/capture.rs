@@ -99,7 +99,7 @@ impl Capture {
         Arc::clone(&self.progress)
     }
 
-    /// Whether there is something that is to happen while the caller waits.
+    /// True if there is something that is to happen while the caller waits.
     pub fn has_eager(&self) -> bool {
         !self.soon.is_empty()
     }
@@ -109,7 +109,7 @@ impl Capture {
         &self.queues
     }
 
-    /// Whether [`Capture::run_eager`] only starts some of what it takes, so that the caller's work on the devices has to be made to wait ([`CopyQueue::precede`]) when
+    /// True if [`Capture::run_eager`] only starts some of what it takes, so that the caller's work on the devices has to be made to wait ([`CopyQueue::precede`]) when
     /// it has returned.
     pub fn is_fenced(&self) -> bool {
         self.soon.iter().any(|due| due.haste == Haste::Started)

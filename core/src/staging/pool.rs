@@ -149,7 +149,7 @@ impl StagingPool {
         self.mappings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether somebody waits for a slot, or is about to.
+    /// True if somebody waits for a slot, or is about to.
     pub fn is_starved(&self) -> bool {
         let state = self.shared.lock();
         !state.queue.is_empty() || state.free.len() < MIN_SLOTS

@@ -198,7 +198,7 @@ impl<S> Slot<S> {
         self.lease.size()
     }
 
-    /// Whether its memory is elsewhere (it is with a queue).
+    /// True if its memory is elsewhere (it is with a queue).
     pub fn is_empty(&self) -> bool {
         self.lease.buffer.is_none()
     }

@@ -1,4 +1,4 @@
-//! Whether anybody else has a file open: the kernel gives a write lease (`fcntl(2)`, `F_SETLEASE`) only where nobody has.
+//! True if anybody else has a file open: the kernel gives a write lease (`fcntl(2)`, `F_SETLEASE`) only where nobody has.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -39,7 +39,7 @@ pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
     if nobody_waits { Alone::Throughout(done) } else { Alone::Interrupted(done) }
 }
 
-/// Whether a lease is as it was given. From the moment that somebody waits for its end, the kernel shows what it is to become.
+/// True if a lease is as it was given. From the moment that somebody waits for its end, the kernel shows what it is to become.
 fn is_leased(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: the command takes no argument and touches no memory of ours.
     unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }

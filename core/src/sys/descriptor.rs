@@ -33,7 +33,7 @@ impl Descriptor {
         Ok(self.fd.as_fd())
     }
 
-    /// Whether this process is the one that it belongs to.
+    /// True if this process is the one that it belongs to.
     pub fn is_here(&self) -> bool {
         self.birth.is_here()
     }

@@ -41,7 +41,7 @@ impl Birth {
         Self(generation())
     }
 
-    /// Whether this is still the process that the handle was made in.
+    /// True if this is still the process that the handle was made in.
     pub fn is_here(self) -> bool {
         self.0 == generation()
     }

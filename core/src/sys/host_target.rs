@@ -45,7 +45,7 @@ impl HostTarget<'_> {
         self.len
     }
 
-    /// Whether it holds no byte.
+    /// True if it holds no byte.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -25,7 +25,7 @@ pub struct Mapping {
     registration: Mutex<Registration>,
 }
 
-/// Whether a driver was told of a mapping.
+/// True if a driver was told of a mapping.
 #[derive(Debug, Default)]
 enum Registration {
     #[default]
@@ -73,7 +73,7 @@ fn map(len: usize) -> Result<NonNull<u8>> {
     NonNull::new(raw.cast::<u8>()).ok_or_else(|| Error::Misuse("mmap returned the null page".into()))
 }
 
-/// Whether the system would give so many bytes of address space now (a limit of the process, or no overcommit, may stand against it): asks, and gives them back.
+/// True if the system would give so many bytes of address space now (a limit of the process, or no overcommit, may stand against it): asks, and gives them back.
 pub fn can_map(len: usize) -> Result<()> {
     let len = len.max(1);
     let base = map(len)?;
@@ -183,7 +183,7 @@ impl Mapping {
         };
     }
 
-    /// Whether a driver knows it.
+    /// True if a driver knows it.
     fn is_registered(&self) -> bool {
         let registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
         matches!(*registration, Registration::Done(_))
@@ -256,7 +256,7 @@ impl Buffer {
         self.arriving.get_or_insert_default()
     }
 
-    /// Whether devices may still copy into it: nothing of it can be seen then.
+    /// True if devices may still copy into it: nothing of it can be seen then.
     pub fn is_arriving(&self) -> bool {
         self.arriving.is_some()
     }

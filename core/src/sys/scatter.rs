@@ -257,7 +257,7 @@ fn spans(targets: &[Destination<'_>]) -> Result<Vec<Range<u64>>> {
     Ok(spans)
 }
 
-/// Whether all of a tile lies below `dst_end` in its destination and below `src_end` in the file.
+/// True if all of a tile lies below `dst_end` in its destination and below `src_end` in the file.
 fn tile_fits(tile: &Tile, dst_end: u64, src_end: u64) -> bool {
     let (mut first, mut last) = (i128::from(tile.dst), i128::from(tile.dst));
     let mut src = u128::from(tile.src);

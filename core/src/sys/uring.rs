@@ -102,7 +102,7 @@ impl<T> Ring<T> {
         Ok(())
     }
 
-    /// Whether this process is the one that made the ring.
+    /// True if this process is the one that made the ring.
     pub fn is_here(&self) -> bool {
         self.birth.is_here()
     }
@@ -211,7 +211,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Whether everything came back, as long as there was progress at least every `drop_deadline`.
+    /// True if everything came back, as long as there was progress at least every `drop_deadline`.
     fn drain(&mut self) -> bool {
         let mut deadline = Instant::now() + self.drop_deadline;
         while self.in_flight() > 0 {

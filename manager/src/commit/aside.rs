@@ -23,7 +23,7 @@ pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<
 pub struct Retired {
     /// How many were renamed, from the first one on.
     pub renamed: usize,
-    /// Whether those renames are durable. Before that nothing of them may be deleted: a power cut could bring the old names back.
+    /// True if those renames are durable. Before that nothing of them may be deleted: a power cut could bring the old names back.
     pub durable: bool,
     /// What ended it early.
     pub error: Option<stepwell_core::Error>,

@@ -85,7 +85,7 @@ impl Commit {
         Self { machine, action, temporary: Temporary::default() }
     }
 
-    /// Whether the next action writes the data.
+    /// True if the next action writes the data.
     pub fn is_at_data(&self) -> bool {
         matches!(self.action, Some(Action::WriteData))
     }
@@ -210,7 +210,7 @@ fn create(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<Temporary>
     Ok(Temporary { dir: Some(dir?), life: None })
 }
 
-/// Whether a rank has given up on the leader, asked after the temporary was made: whoever makes it later than that finds this.
+/// True if a rank has given up on the leader, asked after the temporary was made: whoever makes it later than that finds this.
 fn is_given_up(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<bool> {
     let plan = machine.plan();
     Ok(plan.world_size > 1 && root.stat(&plan.given_up)?.is_some())

@@ -53,7 +53,7 @@ pub struct Plan {
     pub nodes: Arc<[u32]>,
     /// How long nothing may happen while others are waited for.
     pub stall_timeout: Duration,
-    /// Whether there is an epoch file to look at before the rename.
+    /// True if there is an epoch file to look at before the rename.
     pub fenced: bool,
     /// This rank's leaves are others than it has told the ranks.
     pub stale: bool,
@@ -354,7 +354,7 @@ impl Machine {
             (State::RetiringOld | State::SyncingOld, Event::Failed(_)) => {
                 self.end(Verdict::Committed { replaced: None })
             }
-            // Whether or not they could be told.
+            // True if or not they could be told.
             (State::Refusing(error), _) => self.to(State::Removing(error), Action::RemoveTemporary),
             (State::Removing(error), _) | (State::Forestalling(error), Event::Done) => {
                 self.finish(Verdict::NotCommitted(error))

@@ -136,9 +136,9 @@ struct Calls {
 
 struct Left {
     what: String,
-    /// Whether each rank has something to say in it.
+    /// True if each rank has something to say in it.
     says: bool,
-    /// Whether this one has said it.
+    /// True if this one has said it.
     has_said: bool,
 }
 
@@ -234,12 +234,12 @@ impl Team {
         self.coordinator.world_size()
     }
 
-    /// Whether this is the rank that decides.
+    /// True if this is the rank that decides.
     pub fn leads(&self) -> bool {
         self.rank() == LEADER
     }
 
-    /// Whether there are others.
+    /// True if there are others.
     pub fn is_alone(&self) -> bool {
         self.world_size() == 1
     }
@@ -344,7 +344,7 @@ impl Team {
         Ok(said)
     }
 
-    /// Whether the leader waits for what the others have to say: it lives, and will say for whom it has waited in vain.
+    /// True if the leader waits for what the others have to say: it lives, and will say for whom it has waited in vain.
     pub fn gathers(&self) -> bool {
         self.gathers.load(Ordering::Relaxed)
     }
@@ -400,7 +400,7 @@ impl Team {
         self.hear::<serde_json::Value>(number, &left.what).map(drop)
     }
 
-    /// Whether this rank has left a call without its answer.
+    /// True if this rank has left a call without its answer.
     pub fn has_left(&self) -> bool {
         !self.calls.lock().unwrap_or_else(PoisonError::into_inner).left.is_empty()
     }
@@ -410,7 +410,7 @@ impl Team {
         self.coordinator.put(&self.key("signal"), b"")
     }
 
-    /// Whether a rank has heard that.
+    /// True if a rank has heard that.
     pub fn is_told_signal(&self) -> Result<bool> {
         Ok(!self.is_alone() && self.coordinator.get(&self.key("signal"), Duration::ZERO)?.is_some())
     }
@@ -481,7 +481,7 @@ impl Team {
         put
     }
 
-    /// Whether this rank has voted on a save.
+    /// True if this rank has voted on a save.
     pub fn has_voted(&self, save: u64) -> bool {
         self.voted.lock().unwrap_or_else(PoisonError::into_inner).contains(&save)
     }
@@ -584,7 +584,7 @@ impl Team {
         *self.missed.lock().unwrap_or_else(PoisonError::into_inner) = (save, beats);
     }
 
-    /// Whether the last save has missed a rank, and that has given no sign of life since, nor a vote that came too late.
+    /// True if the last save has missed a rank, and that has given no sign of life since, nor a vote that came too late.
     fn is_gone(&self, rank: u32) -> Result<bool> {
         let (save, beat) = {
             let missed = self.missed.lock().unwrap_or_else(PoisonError::into_inner);

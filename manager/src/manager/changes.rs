@@ -46,7 +46,7 @@ pub(super) struct Retiring<'a> {
 }
 
 impl Retiring<'_> {
-    /// Whether a step is among those that may go.
+    /// True if a step is among those that may go.
     pub(super) fn may_go(&self, step: u64) -> bool {
         self.steps.contains(&step)
     }

@@ -179,7 +179,7 @@ struct State {
     uncertain: BTreeSet<u64>,
     /// What was saved and restored, in order.
     trail: Trail,
-    /// Whether a step was ever seen here: then the root is not empty, and need not be looked at to know that.
+    /// True if a step was ever seen here: then the root is not empty, and need not be looked at to know that.
     populated: bool,
     /// When the last save began.
     last_save: Option<Duration>,

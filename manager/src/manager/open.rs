@@ -136,7 +136,7 @@ impl Manager {
         self.inner.close(timeout.unwrap_or(self.inner.options.stall_timeout))
     }
 
-    /// Whether `close` was called: it may go on still, or have given up. To a forked child it is closed: there, nobody may ever let go of the lock.
+    /// True if `close` was called: it may go on still, or have given up. To a forked child it is closed: there, nobody may ever let go of the lock.
     pub fn is_closed(&self) -> bool {
         !self.inner.birth.is_here() || self.inner.lock().closed
     }

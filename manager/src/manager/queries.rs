@@ -255,7 +255,7 @@ impl Manager {
 }
 
 impl Inner {
-    /// Whether the leader has chosen that step for a restore of all ranks.
+    /// True if the leader has chosen that step for a restore of all ranks.
     fn is_chosen(&self, step: Option<u64>) -> bool {
         !self.team.leads() && step.is_some() && self.lock().chosen == step
     }

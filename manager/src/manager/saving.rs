@@ -43,7 +43,7 @@ pub struct Ready {
 }
 
 impl Manager {
-    /// Whether the policy would save this step now. Answers of custom policies come by their name.
+    /// True if the policy would save this step now. Answers of custom policies come by their name.
     pub fn should_save(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
         let inner = &self.inner;
         inner.check_usable()?;
@@ -120,7 +120,7 @@ impl Manager {
         Ok(Ready { step, existing, prepared, cancel, begun })
     }
 
-    /// Whether [`Manager::begin`] would return at once: nothing is captured on its thread, and nothing is in its way.
+    /// True if [`Manager::begin`] would return at once: nothing is captured on its thread, and nothing is in its way.
     pub fn begins_at_once(&self, ready: &Ready) -> bool {
         let memory = self.inner.pool().bytes() as u64;
         let has_memory = memory > 0 && self.inner.options.staging_bytes.is_none_or(|asked| memory >= asked);
@@ -198,7 +198,7 @@ impl Manager {
         }
     }
 
-    /// Whether the job counts as preempted at this step: not where the save policy was asked about it before that was known, since it may not have been saved.
+    /// True if the job counts as preempted at this step: not where the save policy was asked about it before that was known, since it may not have been saved.
     pub fn reached_preemption(&self, step: u64) -> Result<bool> {
         self.inner.check_usable()?;
         self.inner.make_up()?;
@@ -431,7 +431,7 @@ impl State {
         Err(Error::Held { step, by })
     }
 
-    /// Whether the job counts as preempted at `step`; from `first` on where nobody has known it yet.
+    /// True if the job counts as preempted at `step`; from `first` on where nobody has known it yet.
     fn is_preempted(&mut self, step: u64, first: u64) -> bool {
         if self.preemption_asked && self.preempted.is_none() {
             self.preempted = Some(first);

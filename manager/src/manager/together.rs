@@ -77,7 +77,7 @@ pub(super) enum Owed {
     Asked,
     /// Its part.
     Part {
-        /// Whether the ranks have told each other which leaves they have, if they are to.
+        /// True if the ranks have told each other which leaves they have, if they are to.
         told: bool,
     },
     /// To say that it does not, if the step is saved: why.
@@ -170,7 +170,7 @@ impl Inner {
         Ok(&self.team)
     }
 
-    /// Whether the others know of that failure of a call.
+    /// True if the others know of that failure of a call.
     fn undecided(&self, error: Error) -> Undecided {
         if self.team.has_left() { Undecided::Alone(error) } else { Undecided::Alike(error) }
     }
@@ -531,7 +531,7 @@ impl Manager {
         Ok(found.map(numbers_of))
     }
 
-    /// Whether all ranks say the same.
+    /// True if all ranks say the same.
     pub fn alike(&self, what: &str) -> Result<bool> {
         self.inner.check_usable()?;
         self.restoring("restore", Ok(what.to_owned()), |all| {

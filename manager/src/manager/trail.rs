@@ -19,12 +19,12 @@ impl Mark {
         }
     }
 
-    /// Whether it can count no more.
+    /// True if it can count no more.
     fn is_void(&self) -> bool {
         matches!(self, Self::Saved(save) if save.has_failed())
     }
 
-    /// Whether it will count for ever.
+    /// True if it will count for ever.
     fn is_firm(&self) -> bool {
         match self {
             Self::Restored(_) => true,

@@ -29,7 +29,7 @@ pub struct Candidate<'a> {
     pub metrics: Metrics<'a>,
     /// The names of its items that are still there.
     pub items: Names<'a>,
-    /// Whether this process holds it (`hold`).
+    /// True if this process holds it (`hold`).
     pub held: bool,
 }
 
@@ -400,7 +400,7 @@ struct Ballot<'a> {
     steps: Vec<&'a Candidate<'a>>,
     /// One for each of them.
     tallies: Vec<Tally>,
-    /// Whether reasons are wanted.
+    /// True if reasons are wanted.
     explained: bool,
 }
 

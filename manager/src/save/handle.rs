@@ -30,7 +30,7 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// Whether the step is committed.
+    /// True if the step is committed.
     pub fn is_committed(&self) -> bool {
         matches!(self, Self::Committed)
     }
@@ -207,7 +207,7 @@ impl Save {
         &self.shared.cancel
     }
 
-    /// Whether it is certain that nothing of it will be visible, though it may not be over: what was not captured is not committed. (A step that may
+    /// True if it is certain that nothing of it will be visible, though it may not be over: what was not captured is not committed. (A step that may
     /// not be durable has not failed in this sense: it stands there, and its number is taken.)
     pub(crate) fn has_failed(&self) -> bool {
         let state = self.lock();
@@ -221,7 +221,7 @@ impl Save {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether two handles are of one save.
+    /// True if two handles are of one save.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
@@ -236,12 +236,12 @@ impl Save {
         self.shared.refusal
     }
 
-    /// Whether it is over (a refused one always is).
+    /// True if it is over (a refused one always is).
     pub fn is_done(&self) -> bool {
         self.refusal().is_some() || self.lock().outcome.is_some()
     }
 
-    /// Whether the state may be changed: every byte is captured, or the save is over.
+    /// True if the state may be changed: every byte is captured, or the save is over.
     pub fn captured(&self) -> bool {
         self.refusal().is_some() || self.lock().is_captured()
     }
@@ -257,7 +257,7 @@ impl Save {
         self.wait_until(timeout, "the capture", State::is_started)
     }
 
-    /// Whether [`Save::wait_started`] would return at once.
+    /// True if [`Save::wait_started`] would return at once.
     pub fn started(&self) -> bool {
         self.refusal().is_some() || self.lock().is_started()
     }
@@ -455,7 +455,7 @@ impl Save {
         self.lock().seen = false;
     }
 
-    /// Whether it failed and nobody has seen it.
+    /// True if it failed and nobody has seen it.
     pub(crate) fn is_unseen(&self) -> bool {
         let state = self.lock();
         !state.seen && state.outcome.as_ref().is_some_and(|outcome| outcome.error().is_some())

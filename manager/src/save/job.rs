@@ -58,7 +58,7 @@ pub(crate) struct Place {
     pub existing: Existing,
     /// The save counter of the session.
     pub counter: u64,
-    /// Whether it goes into a root that has an epoch.
+    /// True if it goes into a root that has an epoch.
     pub fenced: bool,
 }
 
@@ -97,7 +97,7 @@ pub(crate) struct Capturing {
     capture: Capture,
     streams: Streams,
     stall_timeout: Duration,
-    /// Whether its flush stands behind no other one.
+    /// True if its flush stands behind no other one.
     alone: bool,
     /// Of all tensors as they will be written.
     bytes: u64,
@@ -222,7 +222,7 @@ impl Prepared {
         Ok(())
     }
 
-    /// Whether there is something to capture while the caller waits.
+    /// True if there is something to capture while the caller waits.
     pub(crate) fn has_eager(&self) -> bool {
         self.capture.has_eager()
     }

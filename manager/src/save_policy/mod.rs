@@ -18,13 +18,13 @@ use crate::error::{Error, Result};
 pub trait Facts {
     /// The step that might be saved.
     fn step(&self) -> u64;
-    /// Whether the root holds no step yet, and none is being saved.
+    /// True if the root holds no step yet, and none is being saved.
     fn is_first(&self) -> Result<bool>;
     /// Seconds since the last save began; `None` if there was none.
     fn seconds_since_save(&self) -> Result<Option<f64>>;
-    /// Whether a save is being written.
+    /// True if a save is being written.
     fn saving(&self) -> bool;
-    /// Whether the ranks have agreed that this job is to be preempted.
+    /// True if the ranks have agreed that this job is to be preempted.
     fn preempted(&self) -> bool;
     /// What a custom policy (a callable of the front end) says; one that was not asked says no.
     fn custom(&self, name: &str) -> bool;
@@ -38,7 +38,7 @@ pub enum SavePolicy {
     EverySteps {
         /// The interval; at least 1.
         n: u64,
-        /// Whether the first step of an empty root is saved too.
+        /// True if the first step of an empty root is saved too.
         #[serde(default = "yes")]
         initial: bool,
     },
@@ -120,7 +120,7 @@ impl SavePolicy {
         }
     }
 
-    /// Whether to save.
+    /// True if to save.
     pub fn should_save(&self, facts: &dyn Facts) -> Result<bool> {
         Ok(match self {
             Self::EverySteps { n, initial } => {
@@ -152,7 +152,7 @@ impl SavePolicy {
         })
     }
 
-    /// Whether every rank comes to the same answer by itself, from the step and the agreed listing alone.
+    /// True if every rank comes to the same answer by itself, from the step and the agreed listing alone.
     pub fn is_deterministic(&self) -> bool {
         match self {
             Self::EverySteps { .. } | Self::AtSteps { .. } => true,
@@ -161,7 +161,7 @@ impl SavePolicy {
         }
     }
 
-    /// Whether it asks whether the job is to be preempted.
+    /// True if it asks whether the job is to be preempted.
     pub fn listens(&self) -> bool {
         match self {
             Self::OnPreemption => true,

@@ -28,7 +28,7 @@ pub(crate) struct Writing<'a> {
     pub nodes: &'a [u32],
     /// At most so many writers, of what several have.
     pub limit: Option<Limit<'a>>,
-    /// Whether what layouts say that several have is compared too.
+    /// True if what layouts say that several have is compared too.
     pub compares: bool,
     /// Who has the leaves that are simply there; `None`: nobody has asked yet, and every rank writes all of its own.
     pub census: Option<&'a Census>,
@@ -50,7 +50,7 @@ impl Writing<'_> {
         format!("i-{:016x}", hash.half())
     }
 
-    /// Whether that part should be the same on others, who say what they have of it.
+    /// True if that part should be the same on others, who say what they have of it.
     fn is_compared(&self, holders: &Holders, part: u64) -> bool {
         match holders {
             Holders::Everyone => self.is_shared(part) || self.is_news(part),
@@ -60,13 +60,13 @@ impl Writing<'_> {
         }
     }
 
-    /// Whether other ranks have said that they have that part too.
+    /// True if other ranks have said that they have that part too.
     fn is_shared(&self, part: u64) -> bool {
         let holders = self.census.and_then(|census| census.holders(part));
         holders.is_some_and(|ranks| ranks.len() > 1 && ranks.contains(&self.rank))
     }
 
-    /// Whether this rank has not said that it has that part: others may have it, too.
+    /// True if this rank has not said that it has that part: others may have it, too.
     fn is_news(&self, part: u64) -> bool {
         let told = |census: &Census| census.holders(part).is_some_and(|ranks| ranks.contains(&self.rank));
         self.census.is_some_and(|census| !told(census))
@@ -356,7 +356,7 @@ impl Shares {
         Ok(Self { mine, unsettled: Vec::new(), claims: Vec::new() })
     }
 
-    /// Whether this rank writes something of a leaf, or is the one that says that it is empty.
+    /// True if this rank writes something of a leaf, or is the one that says that it is empty.
     pub(super) fn is_mine(&self, leaf: u32) -> bool {
         self.mine.get(leaf as usize).is_some_and(Option::is_some)
     }
@@ -366,7 +366,7 @@ impl Shares {
         self.claims.clone()
     }
 
-    /// Whether others may write a leaf too.
+    /// True if others may write a leaf too.
     pub(super) fn is_unsettled(&self, leaf: u32) -> bool {
         self.unsettled.binary_search(&leaf).is_ok()
     }

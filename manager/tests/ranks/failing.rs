@@ -359,7 +359,7 @@ fn a_rank_that_votes_not_in_time_is_named_on_all_and_the_next_save_works() {
 
 #[test]
 fn a_rank_that_leaves_a_call_before_its_answer_makes_up_for_it_and_counts_as_the_others_do() {
-    // Whether a step is saved is the leader's to say, each time; then only where a save has failed before.
+    // True if a step is saved is the leader's to say, each time; then only where a save has failed before.
     for policy in [SavePolicy::every_seconds(0.0), SavePolicy::every_steps(1)] {
         let job = Job::new();
         let left = &Barrier::new(2);

@@ -38,9 +38,9 @@ use crate::slabs::{Place, Slabs};
 pub struct Direct {
     /// What closes that ends this, too: a failed restore lives on in its traceback, and its lease must not.
     checkpoint: Py<Checkpoint>,
-    /// Whether the caller's containers are filled, not made anew.
+    /// True if the caller's containers are filled, not made anew.
     fill: bool,
-    /// Whether all arrays that are made are to be others than numpy's.
+    /// True if all arrays that are made are to be others than numpy's.
     convert: bool,
     work: Mutex<Work>,
 }

@@ -166,7 +166,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         record(self.inner, leaf)
     }
 
-    /// Whether a value of the caller is one object, made of exact built-in values only: no class of the caller's is then needed to revive what is stored.
+    /// True if a value of the caller is one object, made of exact built-in values only: no class of the caller's is then needed to revive what is stored.
     fn is_plain(&self, target: &Bound<'py, PyAny>, depth: u64) -> PyResult<bool> {
         let sequence = target.cast_exact::<PyList>().is_ok_and(|list| !list.is_empty())
             || target.cast_exact::<PyTuple>().is_ok_and(|tuple| !tuple.is_empty());

@@ -81,7 +81,7 @@ impl HeldBuffer {
         Ok((dtype, Self { export, device, address, itemsize: dtype.size(), nbytes, shape, strides }))
     }
 
-    /// Whether `object` exported it.
+    /// True if `object` exported it.
     pub fn is_of(&self, object: &Bound<'_, PyAny>) -> bool {
         matches!(&self.export, Export::Buffer(view) if view.obj == object.as_ptr())
     }
@@ -121,12 +121,12 @@ impl HeldBuffer {
         &self.strides
     }
 
-    /// Whether one element stands for several.
+    /// True if one element stands for several.
     pub fn is_broadcast(&self) -> bool {
         self.shape().iter().zip(self.strides()).any(|(&n, &stride)| n > 1 && stride == 0)
     }
 
-    /// Whether no two elements share memory, as far as strides that grow tell (those of a broadcast or a sliding window do not).
+    /// True if no two elements share memory, as far as strides that grow tell (those of a broadcast or a sliding window do not).
     pub fn is_injective(&self) -> bool {
         let dims = self.shape().iter().zip(self.strides()).filter(|&(&n, _)| n > 1);
         let mut dims: Vec<(usize, usize)> =

@@ -72,15 +72,15 @@ class Target:
     memory: np.ndarray[Any, Any] | OnDevice | None = None
     #: Shape, dtype → a new array on a device, which the engine fills there; ``None``: what is new is made in host memory.
     empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
-    #: Whether ``value`` is an array that can stay as it is.
+    #: True if ``value`` is an array that can stay as it is.
     has_value: bool = False
-    #: Whether what is made takes over the memory of its value for good: nobody else may write to it then.
+    #: True if what is made takes over the memory of its value for good: nobody else may write to it then.
     takes_over: bool = False
     #: The parts of it that are wanted; ``None``: all of it.
     boxes: Sequence[Box] | None = None
     #: The memory of each of them, where that can be filled as it is; ``None``: they have none.
     memories: Sequence[np.ndarray[Any, Any] | OnDevice | None] | None = None
-    #: Whether boxes may reach beyond what is stored, where the shape of the whole is left open; what is there of them is zeros.
+    #: True if boxes may reach beyond what is stored, where the shape of the whole is left open; what is there of them is zeros.
     pads: bool = False
     #: Where it is to be, as the framework says it, and what makes a target of it that is somewhere else.
     placement: Any = None
@@ -174,7 +174,7 @@ def library_of(obj: Any) -> str | None:
 
 
 def is_known(package: str) -> bool:
-    """Whether there is an adapter for a framework."""
+    """True if there is an adapter for a framework."""
     return package in _FRAMEWORKS
 
 
@@ -202,7 +202,7 @@ def arrays_where_used(package: str, values: list[Any]) -> list[Any]:
 
 
 def takes_over(package: str) -> bool:
-    """Whether arrays of a framework, where it is in use, take over the memory of what they are made of."""
+    """True if arrays of a framework, where it is in use, take over the memory of what they are made of."""
     used = package in _FRAMEWORKS and package in sys.modules
     return used and bool(getattr(_module(_FRAMEWORKS[package]), "TAKES_OVER", False))
 

@@ -51,7 +51,7 @@ def _on_device(array: Any, stream: int) -> Any:
 
 @cache
 def _hold_protects(device: Any) -> bool:
-    """Whether a donating call leaves an array alone that is held, on that device. Tried: where it gets the memory of the array, or something else does that is made later, it
+    """True if a donating call leaves an array alone that is held, on that device. Tried: where it gets the memory of the array, or something else does that is made later, it
     does not."""
     try:
         array = jax.device_put(np.zeros(4096, np.float32), device)
@@ -100,7 +100,7 @@ _core.abstract_type(jax.ShapeDtypeStruct, "sharding", (jax.sharding.SingleDevice
 
 
 def _is_key(array: Any) -> bool:
-    """Whether an array, or an abstract one, is of typed PRNG keys."""
+    """True if an array, or an abstract one, is of typed PRNG keys."""
     return bool(jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 
@@ -420,7 +420,7 @@ def _assembled(one: Target, values: list[Any]) -> Any:
 
 
 def _is_elsewhere(place: Any) -> bool:
-    """Whether a place has devices of other processes."""
+    """True if a place has devices of other processes."""
     return isinstance(place, jax.sharding.Sharding) and not place.is_fully_addressable
 
 

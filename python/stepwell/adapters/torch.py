@@ -75,7 +75,7 @@ def addresses(optimizer: torch.optim.Optimizer, host: bool) -> list[tuple[int, i
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie one behind the other, in whatever order."""
+    """True if its elements lie one behind the other, in whatever order."""
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return reach + 1 == tensor.numel()
 
@@ -213,7 +213,7 @@ def _boxes(tensor: Any) -> list[layouts.Piece]:
 
 
 def is_over_several(tensor: Any) -> bool:
-    """Whether a tensor is a ``DTensor`` over several processes."""
+    """True if a tensor is a ``DTensor`` over several processes."""
     mesh = getattr(tensor, "device_mesh", None)
     return mesh is not None and mesh.size() > 1
 
@@ -231,12 +231,12 @@ def part_like(tensor: Any, value: torch.Tensor) -> Any:
 
 
 def _are_of(pieces: list[layouts.Piece], local: torch.Tensor) -> bool:
-    """Whether a local tensor has the shape that pieces give it."""
+    """True if a local tensor has the shape that pieces give it."""
     return layouts.extent_of(pieces) == tuple(local.shape) if pieces else local.numel() == 0
 
 
 def _is_over_all(mesh: Any) -> bool:
-    """Whether a mesh is of all ranks of the job."""
+    """True if a mesh is of all ranks of the job."""
     distributed = torch.distributed
     return bool(not distributed.is_initialized() or mesh.size() == distributed.get_world_size())
 
@@ -315,7 +315,7 @@ def _why_not(tensor: torch.Tensor) -> str | None:
 
 
 def _is_plain(cls: type) -> bool:
-    """Whether a subclass of Tensor is one in name only."""
+    """True if a subclass of Tensor is one in name only."""
     dispatch: Any = getattr(cls, "__torch_dispatch__", None)
     usual: Any = torch.Tensor.__torch_dispatch__
     return getattr(dispatch, "__func__", dispatch) is getattr(usual, "__func__", usual)
@@ -446,7 +446,7 @@ _OWN = (
 
 
 def owns(obj: Any) -> bool:
-    """Whether an object takes tensors when it is loaded."""
+    """True if an object takes tensors when it is loaded."""
     return isinstance(obj, _OWN) or getattr(type(obj), "_takes_tensors", False)
 
 
@@ -501,13 +501,13 @@ def unfillable(tensors: Mapping[str, Any]) -> str | None:
 
 
 def _only_shards(hook: Any) -> bool:
-    """Whether a hook of a module is one of FSDP2's, which see to it that parameters are sharded, and follow one that was replaced: both are so where they are filled in place."""
+    """True if a hook of a module is one of FSDP2's, which see to it that parameters are sharded, and follow one that was replaced: both are so where they are filled in place."""
     own = getattr(hook, "hook", hook)
     return str(getattr(own, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
 
 
 def only_copies(module: torch.nn.Module) -> bool:
-    """Whether loading a state into a module copies its tensors and does nothing else: no hooks, no state that is no tensor, no loader of somebody's own."""
+    """True if loading a state into a module copies its tensors and does nothing else: no hooks, no state that is no tensor, no loader of somebody's own."""
     for one in module.modules():
         cls = type(one)
         hooks = (

@@ -64,7 +64,7 @@ class Difference:
 
     @property
     def found(self) -> bool:
-        """Whether there is any."""
+        """True if there is any."""
         return bool(self.top_a or self.top_b or self.changes)
 
 
@@ -152,7 +152,7 @@ def _objects(a: Tree, b: Tree, pairs: list[tuple[int, int]]) -> Iterator[tuple[s
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two objects are the same: of one type, NaN like NaN, containers element by element in their order."""
+    """True if two objects are the same: of one type, NaN like NaN, containers element by element in their order."""
     if type(one) is not type(other):
         return False
     if isinstance(one, np.generic):

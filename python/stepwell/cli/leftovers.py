@@ -32,7 +32,7 @@ class Leftover:
     label: str
     #: Bytes of its files.
     nbytes: int
-    #: Whether somebody uses it at this moment: writes a temporary, reads a retired step. ``None``: nobody can tell.
+    #: True if somebody uses it at this moment: writes a temporary, reads a retired step. ``None``: nobody can tell.
     live: bool | None
 
 
@@ -41,7 +41,7 @@ class Leftover:
 class Leftovers:
     """What lies beside the steps, by kind."""
 
-    #: Whether a writer holds the root; ``None``: nobody can tell.
+    #: True if a writer holds the root; ``None``: nobody can tell.
     writer: bool | None = None
     temporaries: list[Leftover] = field(default_factory=list)
     trash: list[Leftover] = field(default_factory=list)
@@ -85,7 +85,7 @@ def scan(root: str, sizes: bool = True) -> Leftovers:
 
 
 def is_locked(path: str) -> bool | None:
-    """Whether anybody holds a lock on a file, asked without taking one; a file that is not there is not locked. ``None``: the file system does not say."""
+    """True if anybody holds a lock on a file, asked without taking one; a file that is not there is not locked. ``None``: the file system does not say."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):

@@ -35,7 +35,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def is_terminal(stream: IO[Any]) -> bool:
-    """Whether a stream is one that colours and bars are for."""
+    """True if a stream is one that colours and bars are for."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 

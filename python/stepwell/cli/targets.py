@@ -51,7 +51,7 @@ def target(given: str) -> Target:
 
 
 def is_root(path: str) -> bool:
-    """Whether a directory is a root: it says so, or holds a step (a copy may have lost what says so)."""
+    """True if a directory is a root: it says so, or holds a step (a copy may have lost what says so)."""
     if not locations.is_directory(path) or os.path.isfile(os.path.join(path, locations.MANIFEST)):
         return False
     return os.path.isdir(os.path.join(path, ".stepwell")) or bool(_core.list_steps(path))

@@ -35,7 +35,7 @@ pub struct Wanted {
     pub path: LeafPath,
     /// What it shall be.
     pub spec: Spec,
-    /// Whether the caller has a value there that may stay when nothing is stored (`missing="keep"` needs one).
+    /// True if the caller has a value there that may stay when nothing is stored (`missing="keep"` needs one).
     pub holds_value: bool,
 }
 
@@ -193,7 +193,7 @@ pub struct Options {
     pub resize: PerGlob<Resize>,
     /// Top-level entries that are wanted though no wanted leaf is below them (an empty `dict` in the caller's state).
     pub top_level: Vec<Component>,
-    /// Whether everything that is stored is inside what is wanted: where the top of either state is no container of names, so that there are no entries
+    /// True if everything that is stored is inside what is wanted: where the top of either state is no container of names, so that there are no entries
     /// to be left out by name.
     pub whole: bool,
     /// Items that the step had and has no longer, so that what is missing can be explained.
@@ -231,20 +231,20 @@ pub struct TensorMatch {
     pub stored_dtype: Dtype,
     /// The element type that the caller gets.
     pub dtype: Dtype,
-    /// Whether `stored_dtype → dtype` keeps every value.
+    /// True if `stored_dtype → dtype` keeps every value.
     pub lossless: bool,
     /// The shape that the caller gets.
     pub shape: Vec<u64>,
     /// The part of the stored tensor that is read. It lies at the same place in the caller's tensor.
     pub region: Region,
-    /// Whether the caller's tensor is larger than `region`: the rest of it is padding, and the caller fills it.
+    /// True if the caller's tensor is larger than `region`: the rest of it is padding, and the caller fills it.
     pub padded: bool,
-    /// Whether the stored tensor is larger than `region`.
+    /// True if the stored tensor is larger than `region`.
     pub truncated: bool,
 }
 
 impl TensorMatch {
-    /// Whether elements change their type.
+    /// True if elements change their type.
     pub fn is_cast(&self) -> bool {
         self.stored_dtype != self.dtype
     }

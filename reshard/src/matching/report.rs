@@ -163,7 +163,7 @@ pub struct Collision {
 }
 
 impl Report {
-    /// Whether everything that is wanted can be read.
+    /// True if everything that is wanted can be read.
     pub fn is_ok(&self) -> bool {
         self.missing.is_empty()
             && self.unexpected.is_empty()

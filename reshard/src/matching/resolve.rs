@@ -1,4 +1,4 @@
-//! Whether a stored leaf fits the wanted one that it meets: kind, dtype, shape; and what becomes of wanted leaves that meet none.
+//! True if a stored leaf fits the wanted one that it meets: kind, dtype, shape; and what becomes of wanted leaves that meet none.
 
 use std::collections::HashSet;
 

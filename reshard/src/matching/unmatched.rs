@@ -22,7 +22,7 @@ pub struct Unmatched {
     pub near: Vec<String>,
     /// The number of the dropped item that it names, where it names one.
     pub dropped: Option<usize>,
-    /// Whether that makes the match fail.
+    /// True if that makes the match fail.
     pub fails: bool,
 }
 

@@ -170,7 +170,7 @@ fn holder(checkpoint: &Checkpoint, leaf: usize) -> usize {
     }
 }
 
-/// Whether the leaf is a tensor, or tied to one.
+/// True if the leaf is a tensor, or tied to one.
 pub fn is_tensor(checkpoint: &Checkpoint, leaf: usize) -> bool {
     matches!(checkpoint.leaves()[holder(checkpoint, leaf)].spec, StoredSpec::Tensor { .. })
 }
@@ -220,7 +220,7 @@ pub fn read(checkpoint: &Checkpoint, leaves: &[usize]) -> Result<Vec<Restored>> 
         .collect())
 }
 
-/// Whether a whole verification finds nothing.
+/// True if a whole verification finds nothing.
 pub fn is_clean(checkpoint: &Checkpoint) -> bool {
     checkpoint
         .verify(&load_options(), &mut |_| true)

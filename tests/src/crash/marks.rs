@@ -24,7 +24,7 @@ impl Marks {
         self.labels.iter().map(AsRef::as_ref)
     }
 
-    /// Whether exactly this was marked.
+    /// True if exactly this was marked.
     pub fn contains(&self, label: &str) -> bool {
         self.iter().any(|mark| mark == label)
     }

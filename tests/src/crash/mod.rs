@@ -38,7 +38,7 @@ use stepwell_core::io::simulated::{Image, Kind, Log, Moment, Node, Op, SimDisk, 
 pub use marks::Marks;
 pub use model::{Model, Profile};
 
-/// Whether nobody reads the bytes of files below an entry of this name.
+/// True if nobody reads the bytes of files below an entry of this name.
 pub type Unread = fn(&str) -> bool;
 
 /// How states are enumerated.

@@ -198,7 +198,7 @@ impl Model {
         model
     }
 
-    /// Whether some state before this effect may be none after it: then the cut before it must be enumerated.
+    /// True if some state before this effect may be none after it: then the cut before it must be enumerated.
     pub(crate) fn shrinks(&self, op: &Op) -> bool {
         match op {
             Op::Fsync { .. } | Op::FsyncDir { .. } | Op::Mark(_) => true,

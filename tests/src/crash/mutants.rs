@@ -268,7 +268,7 @@ fn add(sum: &mut Explored, more: &Explored) {
     sum.distinct += more.distinct;
 }
 
-/// Whether `*` (any text) in the pattern can be filled so that it is the label.
+/// True if `*` (any text) in the pattern can be filled so that it is the label.
 fn matches(pattern: &str, label: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == label,

@@ -70,7 +70,7 @@ impl DataFile {
         [0..HEADER_BYTES, self.data_end..self.length]
     }
 
-    /// Whether a byte lies in a page that no restore reads.
+    /// True if a byte lies in a page that no restore reads.
     pub fn is_index_page(&self, byte: u64) -> bool {
         self.index_pages.iter().any(|page| page.contains(&byte))
     }

@@ -136,7 +136,7 @@ impl Reader {
         self.manager.step_path(step)
     }
 
-    /// Whether a fresh listing quarantines the step; `None` where it lists it.
+    /// True if a fresh listing quarantines the step; `None` where it lists it.
     pub fn listing(&self, step: u64) -> Result<Option<Found>, String> {
         let name = self.manager.step_name().format(step);
         self.manager.reload().map_err(|error| error.to_string())?;
@@ -154,7 +154,7 @@ impl Reader {
         }
     }
 
-    /// Whether the lengths of the step's files are found wrong.
+    /// True if the lengths of the step's files are found wrong.
     pub fn lengths(&self, step: u64) -> Result<Option<Found>, String> {
         let reports = self.manager.report().map_err(|error| error.to_string())?;
         let report = reports.into_iter().find(|report| report.step == Some(step));

@@ -31,7 +31,7 @@ pub struct Ran {
     pub lines: Vec<String>,
     /// Standard error.
     pub errors: String,
-    /// Whether it ended by itself, successfully.
+    /// True if it ended by itself, successfully.
     pub succeeded: bool,
     /// Lines of the trace at which something was injected.
     pub injected: Vec<String>,

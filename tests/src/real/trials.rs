@@ -57,7 +57,7 @@ pub fn state(step: u64) -> StateSource {
     StateSource { tree, leaves: vec![tensor, LeafSource::Object(Value::Int(step as i64))] }
 }
 
-/// Whether an open step holds what [`state`] gave, and verifies.
+/// True if an open step holds what [`state`] gave, and verifies.
 pub fn is_whole(checkpoint: &Checkpoint) -> Result<(), String> {
     let step = checkpoint.step();
     let read = states::read_all(checkpoint).map_err(|error| format!("step {step}: {error}"))?;

@@ -42,7 +42,7 @@ pub struct Promise {
 }
 
 impl Promise {
-    /// Whether what stands there as `step` is an attempt that may be seen, whole or thinned as it may be.
+    /// True if what stands there as `step` is an attempt that may be seen, whole or thinned as it may be.
     pub fn allows(&self, step: u64, tag: &str, items: &BTreeSet<String>) -> Result<(), String> {
         if !self.may.contains(tag) {
             return Err(format!("I4, I10: step {step} is attempt {tag}, none of {:?}", self.may));
@@ -91,7 +91,7 @@ impl Promises {
         Ok(promises)
     }
 
-    /// Whether of what must be there something is missing, where these steps are seen.
+    /// True if of what must be there something is missing, where these steps are seen.
     pub fn nothing_is_lost(&self, seen: &BTreeSet<u64>) -> Result<(), String> {
         for (step, promise) in self.steps.iter().filter(|(_, promise)| promise.must) {
             let taken = promise.may_go.iter().any(|may_go| match may_go {

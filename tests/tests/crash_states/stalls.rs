@@ -24,7 +24,7 @@ const FOR_EVER: Duration = Duration::from_secs(120);
 /// One operation that does not return until it is let go.
 #[derive(Default)]
 struct Hang {
-    /// Whether it was come to, and whether it was let go.
+    /// True if it was come to, and whether it was let go.
     state: Mutex<(bool, bool)>,
     changed: Condvar,
 }

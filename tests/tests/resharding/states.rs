@@ -52,7 +52,7 @@ pub enum Held {
 }
 
 impl Leaf {
-    /// Whether no rank knows by itself who else has it.
+    /// True if no rank knows by itself who else has it.
     pub fn is_plain(&self) -> bool {
         matches!(&self.what, What::Tensor { tensor, held } if matches!(held, Held::Plain { .. }) || tensor.bytes() == 0)
     }

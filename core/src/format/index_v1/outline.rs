@@ -15,7 +15,7 @@ const LEAST_PAGES: usize = 4;
 /// So many chunks to a leaf, and an outline is a small part of the index.
 const LEAST_CHUNKS: usize = 4;
 
-/// Whether an index of so many pages gets an outline.
+/// True if an index of so many pages gets an outline.
 pub(super) fn is_worthwhile(index: &Index, pages: usize) -> bool {
     let chunks = || index.leaves.iter().map(|leaf| leaf.extents().count()).sum::<usize>();
     pages >= LEAST_PAGES && chunks() >= LEAST_CHUNKS * index.leaves.len()
@@ -61,7 +61,7 @@ pub(super) fn decode(header: &IndexHeader, root: &Root, bytes: &[u8], file: &Pat
     Ok(Some(outline))
 }
 
-/// Whether it is what [`encode`] makes of that index.
+/// True if it is what [`encode`] makes of that index.
 pub(super) fn is_of(outline: &Index, index: &Index) -> bool {
     outline.tree == index.tree && are_of(&outline.leaves, &index.leaves)
 }

@@ -33,7 +33,7 @@ pub(super) mod hex_u128 {
     }
 }
 
-/// Whether `text` is `digits` lower-case hexadecimal digits.
+/// True if `text` is `digits` lower-case hexadecimal digits.
 pub(super) fn is_hex(text: &str, digits: usize) -> bool {
     text.len() == digits && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }

@@ -78,7 +78,7 @@ impl PosixDir {
         }
     }
 
-    /// Whether a file has the owner, permissions and attributes that one made as `to` now would have. The directory there has just been made by this process, so it shows them;
+    /// True if a file has the owner, permissions and attributes that one made as `to` now would have. The directory there has just been made by this process, so it shows them;
     /// a file with attributes of its own (an access control list, a backup's checksum) is never the same.
     fn is_as_new(&self, fd: &OwnedFd, stat: &rustix::fs::Stat, to: &str) -> Result<bool> {
         let above = to.rsplit_once('/').map_or(".", |(above, _)| above);

@@ -55,7 +55,7 @@ impl PosixDisk {
         Ok(Box::new(ThreadedQueue::new(depth, self.settings.alignment)?))
     }
 
-    /// Whether this is the process that made it.
+    /// True if this is the process that made it.
     pub fn is_here(&self) -> bool {
         self.birth.is_here()
     }

@@ -23,9 +23,9 @@ pub use file::{DirectIo, PosixFile, direct_io};
 pub struct Settings {
     /// Alignment that queues demand of offset, length and address, in bytes; 1 where data files are not opened with O_DIRECT.
     pub alignment: usize,
-    /// Whether data files are opened with O_DIRECT.
+    /// True if data files are opened with O_DIRECT.
     pub direct: bool,
-    /// Whether directories can be fsynced; a few network file systems answer EINVAL.
+    /// True if directories can be fsynced; a few network file systems answer EINVAL.
     pub sync_dirs: bool,
     bounce: Bounce,
 }

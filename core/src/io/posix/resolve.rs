@@ -45,7 +45,7 @@ pub fn in_parent<T>(
     }
 }
 
-/// Whether `openat2` works in this process: not before Linux 5.6 (ENOSYS), nor under seccomp filters that are older than it (EPERM).
+/// True if `openat2` works in this process: not before Linux 5.6 (ENOSYS), nor under seccomp filters that are older than it (EPERM).
 fn have_openat2(dir: BorrowedFd<'_>) -> bool {
     static HAVE: OnceLock<bool> = OnceLock::new();
     *HAVE.get_or_init(|| {

@@ -157,7 +157,7 @@ impl SimDisk {
         }
     }
 
-    /// Whether this process was killed.
+    /// True if this process was killed.
     pub fn is_killed(&self) -> bool {
         self.world().is_killed(self.context.process)
     }

@@ -104,7 +104,7 @@ impl Inodes {
         self.table.get_mut(&ino)
     }
 
-    /// Whether the file stands under two names; from now on no longer.
+    /// True if the file stands under two names; from now on no longer.
     pub fn take_twice(&mut self, ino: Ino) -> bool {
         self.twice.remove(&ino)
     }

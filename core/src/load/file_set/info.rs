@@ -112,7 +112,7 @@ impl FileInfo {
         })
     }
 
-    /// Whether checksums of ours guard its bytes.
+    /// True if checksums of ours guard its bytes.
     pub(in crate::load) fn is_guarded(&self) -> bool {
         self.checksums.is_some()
     }

@@ -184,7 +184,7 @@ impl OpenFile {
 enum Content {
     Window {
         window: usize,
-        /// Whether its checksums are known.
+        /// True if its checksums are known.
         summed: bool,
     },
     Footer,
@@ -224,7 +224,7 @@ struct Writer<'a> {
     next_token: u64,
     /// Windows that have arrived.
     received: usize,
-    /// Whether nothing arrives any more.
+    /// True if nothing arrives any more.
     over: bool,
     /// What the capture has left to be dropped.
     done_with: Option<Box<Windows>>,
@@ -257,7 +257,7 @@ impl Writer<'_> {
         }
     }
 
-    /// Whether every window has arrived.
+    /// True if every window has arrived.
     fn captured(&self) -> bool {
         self.received == self.parts.windows.len()
     }

@@ -125,7 +125,7 @@ impl Arriving {
 }
 
 impl Sender {
-    /// Whether its copies have ended.
+    /// True if its copies have ended.
     fn has_ended(&self) -> Result<bool> {
         match &self.mark {
             Some(mark) => mark.is_passed(),

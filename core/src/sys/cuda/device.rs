@@ -169,7 +169,7 @@ impl Device {
         Ok(*place.get_or_init(|| Stream(stream)))
     }
 
-    /// Whether everything that was put on one of our streams has ended; an error if it has, badly.
+    /// True if everything that was put on one of our streams has ended; an error if it has, badly.
     pub(super) fn is_idle(&self, stream: Stream) -> Result<bool> {
         let entered = self.enter()?;
         // SAFETY: a stream of this context.
@@ -314,7 +314,7 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// Whether it has been reached; an error if what was before it failed.
+    /// True if it has been reached; an error if what was before it failed.
     pub(super) fn is_passed(&self) -> Result<bool> {
         let entered = self.device.enter()?;
         // SAFETY: an event of the context that was entered.

@@ -1,4 +1,4 @@
-//! Whether there is a CUDA driver that can be used: asked once.
+//! True if there is a CUDA driver that can be used: asked once.
 
 use std::ffi::c_int;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};

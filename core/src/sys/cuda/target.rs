@@ -108,7 +108,7 @@ impl Sent {
         }
     }
 
-    /// Whether nothing at all is under way into the device.
+    /// True if nothing at all is under way into the device.
     fn is_all_over(&self) -> Result<bool> {
         self.device.is_idle(self.device.to_device()?)
     }
