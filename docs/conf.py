@@ -1,4 +1,5 @@
-"""How Sphinx makes the site (``make docs``): pages stay markdown, the reference is made from the docstrings of the package."""
+"""How Sphinx makes the site (``make docs``): pages stay markdown, the reference is made from the
+docstrings of the package."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_static", "examples"]
 nitpicky = True
-# Types of others have pages elsewhere, and nothing is fetched while this is built. Names that are private here are shown, and lead nowhere.
+# Types of others have pages elsewhere, and nothing is fetched while this is built. Names that are
+# private here are shown, and lead nowhere.
 nitpick_ignore_regex = [
     ("py:.*", r"(collections\.abc|os|datetime|numpy|torch)\..*|Globs"),
     ("py:.*", r"stepwell\.(\w+\.)*(_\w*|[A-Z])"),
@@ -61,9 +63,11 @@ html_theme_options: dict[str, Any] = {
 
 
 def _docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Sections of docstrings (Args, Returns, Raises) as Sphinx has them, and the kind of each error, which is no docstring's business to repeat.
+    """Sections of docstrings (Args, Returns, Raises) as Sphinx has them, and the kind of each
+    error, which is no docstring's business to repeat.
 
-    The comments of attributes and data are prose: as an extension, napoleon would take what stands before a colon for a type.
+    The comments of attributes and data are prose: as an extension, napoleon would take what stands
+    before a colon for a type.
     """
     if what not in ("attribute", "data"):
         lines[:] = GoogleDocstring(lines, Config(), app, what, name, obj, options).lines()

@@ -1,11 +1,12 @@
-//! How long a save keeps its caller: `Capture::run` beside a plain parallel copy of the same bytes into warm memory.
+//! How long a save keeps its caller: `Capture::run` beside a plain parallel copy of the same bytes
+//! into warm memory.
 //!
 //! ```text
 //! cargo run --release --example capture_speed -- [slot MiB …]
 //! ```
 //!
-//! The ring holds the whole state and nothing is written, so that only the copying is measured. Both sides use the same sources; every memory is touched before
-//! the clock starts, and reused.
+//! The ring holds the whole state and nothing is written, so that only the copying is measured.
+//! Both sides use the same sources; every memory is touched before the clock starts, and reused.
 #![expect(clippy::cast_precision_loss, reason = "the numbers of a measurement are small")]
 
 #[path = "support/mod.rs"]

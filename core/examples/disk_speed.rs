@@ -1,6 +1,7 @@
 //! What each engine makes of this disk: writing and cold reading of one file, in GB/s.
 //!
-//! `cargo run --release -p stepwell-core --example disk_speed -- DIRECTORY [MIB] [TRANSFER_KIB] [DEPTH]`
+//! `cargo run --release -p stepwell-core --example disk_speed -- DIRECTORY [MIB] [TRANSFER_KIB]
+//! [DEPTH]`
 #![expect(clippy::unwrap_used, clippy::cast_precision_loss, reason = "a measuring tool")]
 
 use std::path::PathBuf;
@@ -64,7 +65,8 @@ fn main() {
             drop((file, queue));
             root.remove_file(&scratch).unwrap();
             root.sync().unwrap();
-            // Blocks that were just freed slow the next writer down on file systems mounted with `discard`.
+            // Blocks that were just freed slow the next writer down on file systems mounted with
+            // `discard`.
             std::thread::sleep(Duration::from_millis(1500));
         }
     }
@@ -93,7 +95,8 @@ fn pump(
 
 /// Wall-clock time and CPU seconds of the process.
 fn timed(act: impl FnOnce()) -> (Duration, f64) {
-    // Fields 14 and 15 of the file, in hundredths of a second; what stands before the last parenthesis is the program's name.
+    // Fields 14 and 15 of the file, in hundredths of a second; what stands before the last
+    // parenthesis is the program's name.
     let cpu = || {
         let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
         let fields = stat.rsplit(')').next().unwrap().split_whitespace().skip(11).take(2);

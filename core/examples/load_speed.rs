@@ -4,8 +4,10 @@
 //! cargo run --release -p stepwell-core --example load_speed -- DIRECTORY [ROUNDS] [ENGINE]
 //! ```
 //!
-//! Must run as root (it empties the page cache). The contestants take turns within each round; medians are printed. Memory that a hypervisor has to back first
-//! would decide everything, so destinations are reused, and for the rows *fresh* as much memory is touched and freed just before.
+//! Must run as root (it empties the page cache). The contestants take turns within each round;
+//! medians are printed. Memory that a hypervisor has to back first would decide everything, so
+//! destinations are reused, and for the rows *fresh* as much memory is touched and freed just
+//! before.
 
 #![expect(unsafe_code, reason = "maps a file, as the formats do that are compared with")]
 #![expect(clippy::cast_precision_loss, reason = "for people to read")]
@@ -223,7 +225,8 @@ impl Bench {
     fn fresh(&self) -> Result<Duration> {
         back_memory();
         let start = Instant::now();
-        // One mapping of huge pages that nobody has touched: what a front end allocates its results from.
+        // One mapping of huge pages that nobody has touched: what a front end allocates its results
+        // from.
         let mut arena = Fresh::new(TOTAL + TENSORS * 4096);
         let mut rest = arena.bytes();
         let mut targets = Vec::new();
@@ -303,7 +306,8 @@ impl Bench {
         let start = Instant::now();
         let Ok(file) = File::open(&self.path) else { return Duration::ZERO };
         let len = file.metadata().map_or(0, |meta| meta.len() as usize);
-        // SAFETY: a private mapping of a file that nobody changes, at an address of the kernel's choice.
+        // SAFETY: a private mapping of a file that nobody changes, at an address of the kernel's
+        // choice.
         let address = unsafe {
             libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd(), 0)
         };
@@ -326,7 +330,8 @@ struct Fresh(*mut u8, usize);
 impl Fresh {
     fn new(len: usize) -> Self {
         let len = len.next_multiple_of(2 << 20) + (2 << 20);
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice; advice changes no content.
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice; advice changes no
+        // content.
         unsafe {
             let address = libc::mmap(
                 std::ptr::null_mut(),

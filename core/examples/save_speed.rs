@@ -4,8 +4,8 @@
 //! cargo run --release --example save_speed -- DIRECTORY [slot MiB [ring MiB [queue depth [rounds]]]]
 //! ```
 //!
-//! Both write a fresh file whose blocks were reserved first; between two files the disk rests, since freed blocks slow the next writer down on file systems
-//! mounted with `discard`.
+//! Both write a fresh file whose blocks were reserved first; between two files the disk rests,
+//! since freed blocks slow the next writer down on file systems mounted with `discard`.
 #![expect(
     clippy::unwrap_used,
     clippy::cast_precision_loss,

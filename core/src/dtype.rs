@@ -1,8 +1,10 @@
-//! Element types, named as numpy and ml_dtypes name them. The engine moves bytes and does no arithmetic: a dtype is
-//! a name, a stored size, and a kind (which decides what a lossless cast is).
+//! Element types, named as numpy and ml_dtypes name them. The engine moves bytes and does no
+//! arithmetic: a dtype is a name, a stored size, and a kind (which decides what a lossless cast
+//! is).
 //!
-//! Sub-byte types (`int4`, `uint4`, `int2`, `uint2`, `float4_*`, `float6_*`) are stored as ml_dtypes holds them in memory: **one byte
-//! per element**, unpacked. Multi-byte types are stored little-endian.
+//! Sub-byte types (`int4`, `uint4`, `int2`, `uint2`, `float4_*`, `float6_*`) are stored as
+//! ml_dtypes holds them in memory: **one byte per element**, unpacked. Multi-byte types are stored
+//! little-endian.
 
 /// What a dtype's values are; casts within a kind to a wider type are lossless.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,7 +27,8 @@ pub enum Kind {
 
 macro_rules! dtypes {
     ($($variant:ident = $code:literal, $name:literal, $size:literal, $bits:literal, $kind:ident;)*) => {
-        /// The type of a logical tensor's elements. The discriminants are part of the file format: never reuse one.
+        /// The type of a logical tensor's elements. The discriminants are part of the file format:
+        /// never reuse one.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[repr(u8)]
         #[expect(missing_docs, reason = "the variants are numpy's and ml_dtypes' own names")]
@@ -41,7 +44,8 @@ macro_rules! dtypes {
             /// Bytes per stored element.
             pub const fn size(self) -> usize { match self { $(Self::$variant => $size,)* } }
 
-            /// Significant bits of one element (less than `8 * size` for unpacked sub-byte types and `bool`).
+            /// Significant bits of one element (less than `8 * size` for unpacked sub-byte types
+            /// and `bool`).
             pub const fn bits(self) -> usize { match self { $(Self::$variant => $bits,)* } }
 
             /// What its values are.

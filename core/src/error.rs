@@ -1,5 +1,5 @@
-//! The one error type of this crate. Every variant says what happened, where (leaf, file, block), and carries
-//! its cause; [`Error::kind`] is a stable name that the Python exceptions mirror.
+//! The one error type of this crate. Every variant says what happened, where (leaf, file, block),
+//! and carries its cause; [`Error::kind`] is a stable name that the Python exceptions mirror.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,8 @@ pub enum Error {
         /// What does not hold.
         what: String,
     },
-    /// A file is not of a form that this version reads (unknown version, unknown required feature, foreign file).
+    /// A file is not of a form that this version reads (unknown version, unknown required feature,
+    /// foreign file).
     #[error("{} cannot be read: {what}", file.display())]
     Format {
         /// The file.
@@ -83,7 +84,8 @@ pub enum Error {
         /// The rendered leaf path.
         leaf: String,
     },
-    /// A device answered a call with an error. Those of a running kernel stay: the process's context on that device is of no use any more.
+    /// A device answered a call with an error. Those of a running kernel stay: the process's
+    /// context on that device is of no use any more.
     #[error("{device}: {call} failed with {answer}")]
     Device {
         /// Its number and name.
@@ -174,7 +176,8 @@ impl Error {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
     }
 
-    /// True if it is not there any more: [`Error::is_not_found`], or ESTALE, as a network file system says it of what was open.
+    /// True if it is not there any more: [`Error::is_not_found`], or ESTALE, as a network file
+    /// system says it of what was open.
     pub fn is_gone(&self) -> bool {
         self.is_not_found() || self.errno() == Some(libc::ESTALE)
     }
@@ -184,8 +187,8 @@ impl Error {
         self.errno() == Some(libc::EEXIST)
     }
 
-    /// True if something stands in the way: the name of a rename is taken, or a directory that was to go is not empty. Systems say either of both
-    /// (EEXIST, ENOTEMPTY).
+    /// True if something stands in the way: the name of a rename is taken, or a directory that was
+    /// to go is not empty. Systems say either of both (EEXIST, ENOTEMPTY).
     pub fn is_occupied(&self) -> bool {
         matches!(self.errno(), Some(libc::EEXIST | libc::ENOTEMPTY))
     }
@@ -205,8 +208,9 @@ impl Error {
         self.errno() == Some(libc::ENOTDIR)
     }
 
-    /// True if something else than a regular file stands where one was to be, or on the way to it: a symlink, socket, pipe or directory
-    /// (ENXIO, ENOTDIR, EISDIR, ELOOP; the engines themselves say it without an errno).
+    /// True if something else than a regular file stands where one was to be, or on the way to it:
+    /// a symlink, socket, pipe or directory (ENXIO, ENOTDIR, EISDIR, ELOOP; the engines themselves
+    /// say it without an errno).
     pub fn is_no_file(&self) -> bool {
         let Self::Io { source, .. } = self else { return false };
         match source.raw_os_error() {
@@ -215,7 +219,8 @@ impl Error {
         }
     }
 
-    /// True if the answer to a lock means that this file system has none (ENOLCK, EOPNOTSUPP, ENOSYS).
+    /// True if the answer to a lock means that this file system has none (ENOLCK, EOPNOTSUPP,
+    /// ENOSYS).
     pub fn is_without_locks(&self) -> bool {
         matches!(self.errno(), Some(libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS))
     }

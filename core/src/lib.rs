@@ -1,4 +1,5 @@
-//! Bytes, memory and files of **one** checkpoint. This crate knows nothing of steps, retention or commits.
+//! Bytes, memory and files of **one** checkpoint. This crate knows nothing of steps, retention or
+//! commits.
 //!
 //! ```text
 //! save:    leaves ─provider─▶ chunks ─capture─▶ slots ─checksum─▶ blocks ─Disk─▶ data file + footer

@@ -1,4 +1,5 @@
-//! What a restore reads and where it puts it: made by `stepwell-reshard`, carried out by [`crate::load`].
+//! What a restore reads and where it puts it: made by `stepwell-reshard`, carried out by
+//! [`crate::load`].
 
 use smallvec::SmallVec;
 
@@ -24,10 +25,12 @@ pub struct ReadRun {
     pub copies: Vec<u32>,
 }
 
-/// A number for each dimension of a copy. What is contiguous on both sides is one dimension, so that one or two are left as a rule.
+/// A number for each dimension of a copy. What is contiguous on both sides is one dimension, so
+/// that one or two are left as a rule.
 pub type CopyDims<T = u64> = SmallVec<[T; 2]>;
 
-/// A box of elements, from a chunk in a file to a strided place in a destination. Strides and offsets are in bytes.
+/// A box of elements, from a chunk in a file to a strided place in a destination. Strides and
+/// offsets are in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BoxCopy {
     /// Number of the leaf, for messages.

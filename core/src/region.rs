@@ -2,10 +2,12 @@
 
 use smallvec::SmallVec;
 
-/// One number for each dimension. Four are kept in place: a plan of 100 000 leaves would spend most of its time in the allocator otherwise.
+/// One number for each dimension. Four are kept in place: a plan of 100 000 leaves would spend most
+/// of its time in the allocator otherwise.
 pub type Dims<T = u64> = SmallVec<[T; 4]>;
 
-/// A box: `offset[d] .. offset[d] + extent[d]` along every dimension `d`. A 0-d region has one element.
+/// A box: `offset[d] .. offset[d] + extent[d]` along every dimension `d`. A 0-d region has one
+/// element.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Region {
     /// First element along each dimension.
@@ -35,7 +37,8 @@ impl Region {
         self.extent.contains(&0)
     }
 
-    /// True if it lies inside a tensor of that shape. Overflow-safe: the numbers may come from a file.
+    /// True if it lies inside a tensor of that shape. Overflow-safe: the numbers may come from a
+    /// file.
     pub fn fits(&self, shape: &[u64]) -> bool {
         self.offset.len() == shape.len()
             && self.extent.len() == shape.len()
@@ -68,7 +71,8 @@ impl Region {
     }
 }
 
-/// Product of the extents; 1 for none; `None` on overflow (a zero extent gives 0 whatever the others are).
+/// Product of the extents; 1 for none; `None` on overflow (a zero extent gives 0 whatever the
+/// others are).
 pub fn volume(extent: &[u64]) -> Option<u64> {
     if extent.contains(&0) {
         return Some(0);
@@ -76,7 +80,8 @@ pub fn volume(extent: &[u64]) -> Option<u64> {
     extent.iter().try_fold(1_u64, |product, &n| product.checked_mul(n))
 }
 
-/// Strides of a row-major (C order) array of that shape, in elements. They saturate where the shape is larger than any memory.
+/// Strides of a row-major (C order) array of that shape, in elements. They saturate where the shape
+/// is larger than any memory.
 pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
     let mut strides = vec![1_u64; shape.len()];
     for d in (1..shape.len()).rev() {

@@ -1,19 +1,22 @@
-//! The structure of a state: containers and leaves in order, so that what is restored without a target has the types
-//! and the order that were saved. Nodes stand in pre-order; a node knows its parent, so a leaf's path costs nothing until someone asks.
+//! The structure of a state: containers and leaves in order, so that what is restored without a
+//! target has the types and the order that were saved. Nodes stand in pre-order; a node knows its
+//! parent, so a leaf's path costs nothing until someone asks.
 
 use std::collections::TryReserveError;
 
 use crate::leaf_path::{Component, LeafPath};
 use crate::sys::try_reserve_huge;
 
-/// What kind of container a node is. The type names say what was saved; they never choose what is imported.
+/// What kind of container a node is. The type names say what was saved; they never choose what is
+/// imported.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum ContainerKind {
     /// `dict`; insertion order is kept.
     Dict,
     /// `collections.OrderedDict`
     OrderedDict,
-    /// `collections.defaultdict`; its factory comes from the target, without one it is restored as a `dict`.
+    /// `collections.defaultdict`; its factory comes from the target, without one it is restored as
+    /// a `dict`.
     DefaultDict,
     /// `list`
     List,
@@ -34,8 +37,9 @@ pub enum ContainerKind {
         /// `module.QualName`
         type_name: Box<str>,
     },
-    /// An object that was expanded through its own protocol (`state_dict`, `get_state`, an adapter); it has one child, at `Field("state")`-free
-    /// paths: the children are those of the state it gave.
+    /// An object that was expanded through its own protocol (`state_dict`, `get_state`, an
+    /// adapter); it has one child, at `Field("state")`-free paths: the children are those of the
+    /// state it gave.
     Stateful {
         /// `module.QualName`
         type_name: Box<str>,
@@ -110,7 +114,8 @@ impl Tree {
         self.push(parent, component, NodeKind::Container(kind.into()))
     }
 
-    /// Changes what is said of how a stateful object's state was taken. Nothing happens where the node is none.
+    /// Changes what is said of how a stateful object's state was taken. Nothing happens where the
+    /// node is none.
     pub fn map_protocol(&mut self, node: u32, map: impl FnOnce(&str) -> String) {
         if let Some(Node { kind: NodeKind::Container(kind), .. }) = self.nodes.get_mut(node as usize)
             && let ContainerKind::Stateful { protocol, .. } = &mut **kind
@@ -119,7 +124,8 @@ impl Tree {
         }
     }
 
-    /// Appends a leaf below `parent` (`None`: the state is itself a leaf) and returns its *leaf* number.
+    /// Appends a leaf below `parent` (`None`: the state is itself a leaf) and returns its *leaf*
+    /// number.
     pub fn push_leaf(&mut self, parent: Option<u32>, component: Option<Component>) -> u32 {
         let leaf = self.leaf_nodes.len() as u32;
         let node = self.push(parent, component, NodeKind::Leaf(leaf));

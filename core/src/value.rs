@@ -1,9 +1,10 @@
-//! Objects: the typed values of leaves that are not tensors. A closed set; there is no pickle anywhere, and a file never
-//! chooses what is imported.
+//! Objects: the typed values of leaves that are not tensors. A closed set; there is no pickle
+//! anywhere, and a file never chooses what is imported.
 
 use crate::dtype::Dtype;
 
-/// The value of an object leaf. Python scalar, numpy scalar and 0-d array are distinct: the first two are here, the third is a tensor.
+/// The value of an object leaf. Python scalar, numpy scalar and 0-d array are distinct: the first
+/// two are here, the third is a tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
     /// `None`
@@ -34,11 +35,12 @@ pub enum Value {
     Set(Vec<Value>),
     /// `frozenset` of plain values, likewise.
     FrozenSet(Vec<Value>),
-    /// `dict` of plain values (inside another plain value; a `dict` in the state is a container), order kept.
+    /// `dict` of plain values (inside another plain value; a `dict` in the state is a container),
+    /// order kept.
     Dict(Vec<(Value, Value)>),
     /// A numpy scalar: its dtype and its little-endian bytes.
     NumpyScalar(Dtype, Vec<u8>),
-    /// Anything else that the front end knows how to take apart: a name that says what it is (`enum`, `datetime.datetime`,
-    /// `torch.Size`, `numpy.dtype`, …) and its parts.
+    /// Anything else that the front end knows how to take apart: a name that says what it is
+    /// (`enum`, `datetime.datetime`, `torch.Size`, `numpy.dtype`, …) and its parts.
     Extension(String, Box<Value>),
 }

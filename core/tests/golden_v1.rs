@@ -1,8 +1,10 @@
-//! A step of format version 1, kept for ever in `fixtures/golden_v1`: what was written then is read now, to the last bit. As long as version 1
-//! is what is written, the same values also give the same bytes.
+//! A step of format version 1, kept for ever in `fixtures/golden_v1`: what was written then is read
+//! now, to the last bit. As long as version 1 is what is written, the same values also give the
+//! same bytes.
 //!
-//! The files were made by the ignored test at the end (`cargo test -p stepwell-core --test golden_v1 -- --ignored`), which never replaces a file that is
-//! there: a golden file that no longer fits is a broken promise, not an old file.
+//! The files were made by the ignored test at the end (`cargo test -p stepwell-core --test
+//! golden_v1 -- --ignored`), which never replaces a file that is there: a golden file that no
+//! longer fits is a broken promise, not an old file.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test; clippy knows only its functions as one")]
 

@@ -1,7 +1,10 @@
-//! The staging pool, its helpers and the two halves of a save, under schedulers that let any thread go on at any operation on a lock, a condition, a channel or an
-//! atomic. No wait ends by a timeout here (see `stepwell_core::sync`): whoever is not woken is a deadlock, and shuttle says so, with a schedule that repeats it.
+//! The staging pool, its helpers and the two halves of a save, under schedulers that let any thread
+//! go on at any operation on a lock, a condition, a channel or an atomic. No wait ends by a timeout
+//! here (see `stepwell_core::sync`): whoever is not woken is a deadlock, and shuttle says so, with
+//! a schedule that repeats it.
 //!
-//! `cargo test -p stepwell-core --features interleavings,test-support --test interleavings`; `STEPWELL_SCHEDULES` says how many schedules each test has.
+//! `cargo test -p stepwell-core --features interleavings,test-support --test interleavings`;
+//! `STEPWELL_SCHEDULES` says how many schedules each test has.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests end by them")]
 
 use std::path::Path;
@@ -28,7 +31,8 @@ const LEAF: u64 = SLOT as u64 - 4096;
 /// Never reached: time does not pass by waiting here.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// Half of the schedules at random, half of them by few changes of priority, which finds bugs of few steps more surely.
+/// Half of the schedules at random, half of them by few changes of priority, which finds bugs of
+/// few steps more surely.
 fn every_interleaving(test: impl Fn() + Send + Sync + Copy + 'static) {
     let schedules = std::env::var("STEPWELL_SCHEDULES").map_or(10_000, |number| number.parse().unwrap());
     shuttle::check_random(test, schedules / 2);
@@ -198,7 +202,8 @@ enum Trouble {
     NoCapture,
 }
 
-/// Three windows of one slot each through a ring of two, on two capturing threads and one that writes.
+/// Three windows of one slot each through a ring of two, on two capturing threads and one that
+/// writes.
 fn save(trouble: Trouble) {
     let pool = StagingPool::of_slots(2, SLOT).unwrap();
     let disk = SimDisk::new();
@@ -257,7 +262,8 @@ fn save(trouble: Trouble) {
             assert_eq!(items.len(), 1);
             assert_eq!(captured_bytes.load(Ordering::SeqCst), 3 * LEAF, "every byte once");
         }
-        // What was captured whole may still fail to be written; what was not is never written whole.
+        // What was captured whole may still fail to be written; what was not is never written
+        // whole.
         (Some(Ok(_)), Some(Err(error))) => assert!(trouble == Trouble::Disk, "{error}"),
         (_, Some(Ok(_))) => panic!("a save that was not captured was written"),
         (Some(Ok(_)), None) => panic!("a save that nobody writes was captured"),

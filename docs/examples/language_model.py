@@ -2,8 +2,9 @@
 
     python docs/examples/language_model.py --root runs/lm --steps 60
 
-Kill it at any moment and start it again: it goes on from the newest committed step, and its losses are bit for bit
-those of a run that nobody disturbed. The text is the reference that comes with every Python (``pydoc_data.topics``).
+Kill it at any moment and start it again: it goes on from the newest committed step, and its losses
+are bit for bit those of a run that nobody disturbed. The text is the reference that comes with
+every Python (``pydoc_data.topics``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# One BLAS thread: sums are then added in the same order in every run, so that losses can be compared bit for bit.
+# One BLAS thread: sums are then added in the same order in every run, so that losses can be
+# compared bit for bit.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
@@ -34,7 +36,8 @@ def text() -> np.ndarray:
 
 
 class Batches:
-    """Shuffled windows of the text. It is stateful: its place in the shuffle is saved and restored with the model."""
+    """Shuffled windows of the text. It is stateful: its place in the shuffle is saved and restored
+    with the model."""
 
     def __init__(self, data: np.ndarray, context: int, size: int, seed: int) -> None:
         self.data, self.context, self.size = data, context, size

@@ -1,10 +1,12 @@
-"""The language model of ``language_model.py``, trained in numpy by several processes: tensor, pipeline and data parallel.
+"""The language model of ``language_model.py``, trained in numpy by several processes: tensor,
+pipeline and data parallel.
 
     python docs/examples/language_model_ranks.py --root runs/lm --tp 2 --pp 2
 
-Kill any of its processes at any moment, and start it again, cut in any other way (``--dp 2``, or ``--tp 2 --pp 2 --dp 2``,
-or as one process): it goes on from the newest committed step. What is stored are whole tensors, under the names that
-they have in ``language_model.py``; so each program also goes on with the steps of the other.
+Kill any of its processes at any moment, and start it again, cut in any other way (``--dp 2``, or
+``--tp 2 --pp 2 --dp 2``, or as one process): it goes on from the newest committed step. What is
+stored are whole tensors, under the names that they have in ``language_model.py``; so each program
+also goes on with the steps of the other.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ RULES = sw.Rules(
 
 
 class Peers:
-    """Where this rank is among the others, and a pipe to each of them. A real job has NCCL, gloo or MPI instead."""
+    """Where this rank is among the others, and a pipe to each of them. A real job has NCCL, gloo or
+    MPI instead."""
 
     def __init__(self, rank: int, mesh: sw.RankMesh, pipes: dict[int, Connection]) -> None:
         self.rank, self.mesh, self.pipes = rank, mesh, pipes
@@ -75,7 +78,8 @@ class Peers:
         return [found[peer] for peer in group]
 
     def sum(self, value: Any, group: Sequence[int]) -> Any:
-        """Added up in the same order everywhere, so that what ranks hold alike stays the same bit for bit."""
+        """Added up in the same order everywhere, so that what ranks hold alike stays the same bit
+        for bit."""
         return reduce(np.add, self.gather(value, group))
 
 
@@ -91,7 +95,8 @@ def own_part(whole: Arrays, peers: Peers) -> Arrays:
 
 
 def loss_and_gradients(p: Arrays, x: np.ndarray, y: np.ndarray, peers: Peers) -> tuple[float, Arrays]:
-    """As in ``language_model.py``, by all ranks together: activations go from stage to stage, and gradients back. Returns the mean loss, and the gradients of this rank's tensors."""
+    """As in ``language_model.py``, by all ranks together: activations go from stage to stage, and
+    gradients back. Returns the mean loss, and the gradients of this rank's tensors."""
     share = len(x) // len(peers.dp)
     mine = slice(share * peers.at["dp"], share * (peers.at["dp"] + 1))
     x, y, rows = x[mine], y[mine], np.arange(share)
@@ -153,7 +158,8 @@ def train(
     stall_timeout: float = 20.0,  # seconds without a sign of life, after which a rank counts as gone
     restored: Callable[[int, Any], None] | None = None,
 ) -> None:
-    """What each rank runs. ``restored`` is called with the step and the state that were restored, if one was."""
+    """What each rank runs. ``restored`` is called with the step and the state that were restored,
+    if one was."""
     rng = np.random.default_rng(0)
     sizes = Sizes(dtype=dtype)
     params = own_part(init(sizes, rng), peers)
@@ -168,7 +174,8 @@ def train(
     }
 
     def shards() -> Any:
-        """The state, with what the rules say of each array: of which tensor it is, and which part."""
+        """The state, with what the rules say of each array: of which tensor it is, and which
+        part."""
         return RULES.shard(state, peers.mesh, peers.rank)
 
     with sw.CheckpointManager(
@@ -205,7 +212,8 @@ def train(
 
 
 def start(mesh: sw.RankMesh, run: Callable[..., None] = train, **options: Any) -> list[BaseProcess]:
-    """Starts a process for each rank, with a pipe between any two; a real job has a launcher for it."""
+    """Starts a process for each rank, with a pipe between any two; a real job has a launcher for
+    it."""
     spawn = multiprocessing.get_context("spawn")
     pipes: list[dict[int, Any]] = [{} for _ in range(mesh.size)]
     for a, b in combinations(range(mesh.size), 2):

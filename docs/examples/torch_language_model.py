@@ -1,10 +1,12 @@
-"""A small language model in PyTorch under FSDP2 and tensor parallelism, that saves as it trains and resumes on any other number of processes.
+"""A small language model in PyTorch under FSDP2 and tensor parallelism, that saves as it trains and
+resumes on any other number of processes.
 
     torchrun --nproc-per-node 4 docs/examples/torch_language_model.py --root runs/torch --tp 2
 
-Kill it at any moment, and start it again, with another ``--nproc-per-node`` or ``--tp``, or as one process (``python
-docs/examples/torch_language_model.py --root runs/torch``): it goes on from the newest committed step. What the two
-dimensions of the mesh have to do with the checkpoint is nowhere said: ``DTensor`` knows it.
+Kill it at any moment, and start it again, with another ``--nproc-per-node`` or ``--tp``, or as one
+process (``python docs/examples/torch_language_model.py --root runs/torch``): it goes on from the
+newest committed step. What the two dimensions of the mesh have to do with the checkpoint is nowhere
+said: ``DTensor`` knows it.
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ def train(
     stall_timeout: float = 60.0,  # seconds without a sign of life, after which a rank counts as gone
     restored: Callable[[int, Any], None] | None = None,
 ) -> None:
-    """What each process runs. ``restored`` is called with the step and the state that were restored, if one was."""
+    """What each process runs. ``restored`` is called with the step and the state that were
+    restored, if one was."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     torch.manual_seed(0)
     model = LanguageModel()

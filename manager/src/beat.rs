@@ -1,9 +1,12 @@
 //! Signs of life, for file systems without locks.
 //!
-//! Where locks reach, the writer's lock says that it lives. Where they do not, a writer keeps a small file in the root's own directory and rewrites it every few
-//! seconds: `.stepwell/beat-<session>`. Whoever wants to become the writer writes its own first and then watches the others for a while, by its own clock: as long as one
-//! changes, its writer lives. (No two clocks are compared, and no file's age.) Two that come at once see each other, and both step back. The file is one per session and
-//! not a field of the epoch, so that an old writer's beat can never overwrite a new writer's epoch.
+//! Where locks reach, the writer's lock says that it lives. Where they do not, a writer keeps a
+//! small file in the root's own directory and rewrites it every few seconds:
+//! `.stepwell/beat-<session>`. Whoever wants to become the writer writes its own first and then
+//! watches the others for a while, by its own clock: as long as one changes, its writer lives. (No
+//! two clocks are compared, and no file's age.) Two that come at once see each other, and both step
+//! back. The file is one per session and not a field of the epoch, so that an old writer's beat can
+//! never overwrite a new writer's epoch.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -23,7 +26,8 @@ use crate::root::owner;
 const MAX_BEAT_BYTES: u64 = 64 << 10;
 /// A writer beats so many times in the silence that others wait for.
 const BEATS_PER_SILENCE: u32 = 6;
-/// And a silence is at least so many beats of the writer that is watched, whatever this one was told.
+/// And a silence is at least so many beats of the writer that is watched, whatever this one was
+/// told.
 const SILENT_BEATS: u32 = 3;
 /// How often the others are looked at in that time.
 const LOOKS: u32 = 20;
@@ -105,8 +109,8 @@ fn go_on(root: &dyn Dir, session: &str, every: Duration, stop: &(Mutex<bool>, Co
     }
 }
 
-/// Watches the signs of life of all writers but `session`, where there are any, until they have not changed for `silence`. One that changes, or a new one, is a live writer's:
-/// [`Error::Locked`].
+/// Watches the signs of life of all writers but `session`, where there are any, until they have not
+/// changed for `silence`. One that changes, or a new one, is a live writer's: [`Error::Locked`].
 pub fn wait_for_silence(root: &dyn Dir, session: &str, clock: &dyn Clock, silence: Duration) -> Result<()> {
     let seen = others(root, session)?;
     if seen.is_empty() {
@@ -131,7 +135,8 @@ pub fn wait_for_silence(root: &dyn Dir, session: &str, clock: &dyn Clock, silenc
     Ok(())
 }
 
-/// Removes the signs of life of all writers but `session`, which is the root's writer now: what still beats stops then.
+/// Removes the signs of life of all writers but `session`, which is the root's writer now: what
+/// still beats stops then.
 pub fn forget_others(root: &dyn Dir, session: &str) -> Result<()> {
     let control = root.open_dir(CONTROL)?;
     for entry in control.entries()? {

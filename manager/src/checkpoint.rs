@@ -1,8 +1,11 @@
-//! One step, opened for reading: leased, its items merged into one tree in the order that was saved.
+//! One step, opened for reading: leased, its items merged into one tree in the order that was
+//! saved.
 //!
-//! Leaves have one numbering over all items: positions in [`Checkpoint::outline`], which is also what [`Checkpoint::match_state`] speaks of. Where the chunks of a
-//! tensor are is read with the rest of the index or, where that is large, when they are wanted. Data files are opened lazily below one directory descriptor; a file that is not there
-//! any more is [`Error::StepGone`], never other data.
+//! Leaves have one numbering over all items: positions in [`Checkpoint::outline`], which is also
+//! what [`Checkpoint::match_state`] speaks of. Where the chunks of a tensor are is read with the
+//! rest of the index or, where that is large, when they are wanted. Data files are opened lazily
+//! below one directory descriptor; a file that is not there any more is [`Error::StepGone`], never
+//! other data.
 
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -29,7 +32,8 @@ use crate::lease::{self, Lease};
 use crate::options::Options;
 use crate::stored_index::{self, StoredIndex};
 
-/// How long a lease that is held exclusively (by a thinning) is waited for, where nobody says otherwise.
+/// How long a lease that is held exclusively (by a thinning) is waited for, where nobody says
+/// otherwise.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Requests that are worth a thread of their own while a read is planned.
@@ -49,7 +53,8 @@ pub struct Checkpoint {
     birth: Birth,
 }
 
-/// What is going to be read of a checkpoint, as far as that is known when it is opened: the disk can begin before a restore is planned.
+/// What is going to be read of a checkpoint, as far as that is known when it is opened: the disk
+/// can begin before a restore is planned.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Expected {
     /// Nothing that is known.
@@ -206,23 +211,27 @@ impl Checkpoint {
         self.lease.protects()
     }
 
-    /// What of the files that its manifest lists is missing or has another length: a copy that is still under way has its manifest before the rest. No data is read.
+    /// What of the files that its manifest lists is missing or has another length: a copy that is
+    /// still under way has its manifest before the rest. No data is read.
     pub fn damage(&self) -> Result<Option<String>> {
         self.birth.check("checkpoint")?;
         Ok(damage_by(&self.manifest, |path| self.dir.stat(path))?)
     }
 
-    /// How it is to be read: by the options of the manager that opened it, or the defaults of [`Options`].
+    /// How it is to be read: by the options of the manager that opened it, or the defaults of
+    /// [`Options`].
     pub fn load_options(&self) -> &LoadOptions {
         &self.load_options
     }
 
-    /// All items merged: one tree, one numbering of leaves, file names relative to the step. Of a large index the chunks of tensors are not here: see [`Checkpoint::index_of`].
+    /// All items merged: one tree, one numbering of leaves, file names relative to the step. Of a
+    /// large index the chunks of tensors are not here: see [`Checkpoint::index_of`].
     pub fn outline(&self) -> &Arc<Index> {
         self.index.outline()
     }
 
-    /// [`Checkpoint::outline`] with at least the chunks of those leaves, and of those that they are tied to.
+    /// [`Checkpoint::outline`] with at least the chunks of those leaves, and of those that they are
+    /// tied to.
     pub fn index_of(&self, leaves: impl IntoIterator<Item = u32>) -> Result<Arc<Index>> {
         self.index.with(leaves)
     }
@@ -289,7 +298,8 @@ impl Checkpoint {
         self.files.block_bytes(file).map_err(|error| self.gone_or(error))
     }
 
-    /// Reads regions of stored tensors to where they are wanted (host memory, a device), every block of them verified.
+    /// Reads regions of stored tensors to where they are wanted (host memory, a device), every
+    /// block of them verified.
     pub fn read<'a>(
         &self,
         requests: &[Request],
@@ -299,7 +309,8 @@ impl Checkpoint {
         self.read_while(requests, targets, options, &mut |_| true)
     }
 
-    /// [`Checkpoint::read`], which `go_on` may end: it is asked between reads, with the bytes that are done.
+    /// [`Checkpoint::read`], which `go_on` may end: it is asked between reads, with the bytes that
+    /// are done.
     pub fn read_while<'a>(
         &self,
         requests: &[Request],
@@ -334,7 +345,8 @@ impl Checkpoint {
         let index = self.index()?;
         let mut report = load::verify(&*self.environment.disk, &self.files, &index, options, progress)
             .map_err(|error| self.gone_or(error))?;
-        // A file that the manifest knows and no index names is as much damage as one that is missing.
+        // A file that the manifest knows and no index names is as much damage as one that is
+        // missing.
         let known: std::collections::HashSet<&str> = index.files.iter().map(|file| &*file.name).collect();
         for file in &self.manifest.files {
             if !known.contains(file.path.as_str()) {
@@ -349,7 +361,8 @@ impl Checkpoint {
         Ok(report)
     }
 
-    /// A missing file means that the step was removed under a reader that could not lease it, or that it is damaged.
+    /// A missing file means that the step was removed under a reader that could not lease it, or
+    /// that it is damaged.
     fn gone_or(&self, error: stepwell_core::Error) -> Error {
         let missing = error.is_gone();
         if missing && !self.manifest_stands() {

@@ -1,7 +1,8 @@
 //! Every name in a root, in one place. Pure.
 //!
-//! Temporary, trash, quarantine and branch names are siblings of the steps on purpose: commit, retirement, quarantine and rewinding are then
-//! one rename inside **one** directory each. (A rename between two directories may, after a crash, leave one inode under both parents or under
+//! Temporary, trash, quarantine and branch names are siblings of the steps on purpose: commit,
+//! retirement, quarantine and rewinding are then one rename inside **one** directory each. (A
+//! rename between two directories may, after a crash, leave one inode under both parents or under
 //! neither.) All start with a dot, so none can be a step's name.
 
 /// The commit record of a step.
@@ -52,7 +53,8 @@ pub enum OwnName {
     },
     /// Something on its way out.
     Trash {
-        /// The step's padded number, or the name of a singular checkpoint (its beginning, where it is long).
+        /// The step's padded number, or the name of a singular checkpoint (its beginning, where it
+        /// is long).
         label: String,
     },
     /// A directory that had a step's name and was none.
@@ -76,7 +78,8 @@ pub fn label(step: u64) -> String {
     format!("{step:08}")
 }
 
-/// The label of a singular checkpoint in generated names: never one of a step's, since in a root whose writer is gone those are dead, and these may live.
+/// The label of a singular checkpoint in generated names: never one of a step's, since in a root
+/// whose writer is gone those are dead, and these may live.
 pub fn label_of_path(name: &str) -> String {
     if is_step_label(name) { format!("_{name}") } else { name.to_owned() }
 }
@@ -91,12 +94,14 @@ pub fn temporary(label: &str, session: &str, counter: u64) -> String {
     format!("{TEMPORARY_PREFIX}{}-{session}-{counter}", shortened(label))
 }
 
-/// Says of a save of several ranks that one of them has given up on the leader: whoever comes to it later leaves it. Every rank derives it itself.
+/// Says of a save of several ranks that one of them has given up on the leader: whoever comes to it
+/// later leaves it. Every rank derives it itself.
 pub fn given_up(label: &str, session: &str, counter: u64) -> String {
     format!("{GIVEN_UP_PREFIX}{}-{session}-{counter}", shortened(label))
 }
 
-/// Something on its way out; `unique` makes that two steps of one number are both kept until they are deleted.
+/// Something on its way out; `unique` makes that two steps of one number are both kept until they
+/// are deleted.
 pub fn trash(label: &str, unique: u128) -> String {
     format!("{TRASH_PREFIX}{}-{unique:032x}", shortened(label))
 }
@@ -161,7 +166,8 @@ fn of_a_save(rest: &str) -> Option<(String, String, u64)> {
     Some((parts.next()?.to_owned(), session.to_owned(), counter))
 }
 
-/// True if this is an identity as we draw them: only a name that ends in one is ours, and what is ours is deleted. Somebody's `.trash-old` is not.
+/// True if this is an identity as we draw them: only a name that ends in one is ours, and what is
+/// ours is deleted. Somebody's `.trash-old` is not.
 fn is_unique(text: &str) -> bool {
     text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }

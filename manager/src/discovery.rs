@@ -1,21 +1,28 @@
 //! Discovery: which steps a root holds.
 //!
-//! A *step* is a directory with a parsable, canonical step name that holds a `manifest.json` whose own checksum holds, which carries that number, and
-//! whose listed files exist with the listed lengths. Nothing else is one: a directory with a step's name that is none is *quarantined*, which means
-//! reported by name and reason, never chosen, never deleted. Listing reads manifests; [`damage`] is for the step that is chosen and
-//! for those that retention counts.
+//! A *step* is a directory with a parsable, canonical step name that holds a `manifest.json` whose
+//! own checksum holds, which carries that number, and whose listed files exist with the listed
+//! lengths. Nothing else is one: a directory with a step's name that is none is *quarantined*,
+//! which means reported by name and reason, never chosen, never deleted. Listing reads manifests;
+//! [`damage`] is for the step that is chosen and for those that retention counts.
 //!
-//! What the disk does not answer is no answer: an I/O error (EIO, EMFILE, EACCES, …) ends a listing. A step that was left out for it would make an older one the
-//! latest, and retention count wrong. Only what is not there any more (ENOENT, ESTALE: another process has retired it) is left out.
+//! What the disk does not answer is no answer: an I/O error (EIO, EMFILE, EACCES, …) ends a
+//! listing. A step that was left out for it would make an older one the latest, and retention count
+//! wrong. Only what is not there any more (ENOENT, ESTALE: another process has retired it) is left
+//! out.
 //!
-//! A directory is not listed in one step: between two of its parts another process commits a step, whose name the listing has passed already, and retires an older
-//! one, whose name it has not reached. So a listing counts only where nothing speaks against it, or where the next one finds the same: a reader never sees fewer steps
-//! than there always were.
+//! A directory is not listed in one step: between two of its parts another process commits a step,
+//! whose name the listing has passed already, and retires an older one, whose name it has not
+//! reached. So a listing counts only where nothing speaks against it, or where the next one finds
+//! the same: a reader never sees fewer steps than there always were.
 //!
-//! Manifests are cached by the identity of their file and by when it changed, so that a repeated [`Discovery::list`] costs one `stat` per step and reads nothing.
-//! The writer of a root is nearly always the only one who changes it. Its [`Discovery::look`] goes by what it notes of its own changes ([`stepwell_core::io::noting`]), and where the
-//! directory shows that somebody else has changed it, by the names and inode numbers there: what a save costs does not grow with the steps that are there. What is
-//! changed inside a step by hand is found when that step is chosen ([`Discovery::is_as_listed`]), and bit by bit by retention.
+//! Manifests are cached by the identity of their file and by when it changed, so that a repeated
+//! [`Discovery::list`] costs one `stat` per step and reads nothing. The writer of a root is nearly
+//! always the only one who changes it. Its [`Discovery::look`] goes by what it notes of its own
+//! changes ([`stepwell_core::io::noting`]), and where the directory shows that somebody else has
+//! changed it, by the names and inode numbers there: what a save costs does not grow with the steps
+//! that are there. What is changed inside a step by hand is found when that step is chosen
+//! ([`Discovery::is_as_listed`]), and bit by bit by retention.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,13 +38,15 @@ use crate::directory_layout::MANIFEST;
 use crate::error::Result;
 use crate::step_name::StepName;
 
-/// How often a root is listed for one answer, at most: as long as others take steps away while that is done.
+/// How often a root is listed for one answer, at most: as long as others take steps away while that
+/// is done.
 const PASSES: usize = 32;
 
 /// Manifests that are worth a thread of their own.
 const READ_BY_ONE: usize = 256;
 
-/// How long a writer goes by its notes alone, at most, before it reads the directory again where that delays nobody.
+/// How long a writer goes by its notes alone, at most, before it reads the directory again where
+/// that delays nobody.
 const FRESH: Duration = Duration::from_secs(10);
 
 /// A step that a listing found.
@@ -142,7 +151,8 @@ impl Discovery {
         self.agree(root, names, false)
     }
 
-    /// [`Discovery::list`], in which a writer takes for granted what nobody else changes. See the module documentation.
+    /// [`Discovery::list`], in which a writer takes for granted what nobody else changes. See the
+    /// module documentation.
     pub fn look(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
         let Some(notes) = &self.notes else { return self.list(root, names) };
         match notes.since_listed(root.changed()?) {
@@ -163,7 +173,8 @@ impl Discovery {
         }
     }
 
-    /// True if the manifest of a step is the file that was listed. Where it is not, the next listing reads it anew.
+    /// True if the manifest of a step is the file that was listed. Where it is not, the next
+    /// listing reads it anew.
     pub fn is_as_listed(&self, root: &dyn Dir, found: &Found) -> stepwell_core::Result<bool> {
         let listed = match self.lock().known.get(&found.name) {
             Some(known) if Arc::ptr_eq(&known.manifest, &found.manifest) => known.stat,
@@ -188,7 +199,8 @@ impl Discovery {
             let begun = self.notes.as_ref().map(|notes| notes.now());
             let shows = root.changed()?;
             let Pass { listing, vanished, lost, new } = self.pass(root, names, by_entries)?;
-            // The clock of a file system ticks slowly: that a directory shows no change says little of the last milliseconds, and what is missing says more.
+            // The clock of a file system ticks slowly: that a directory shows no change says little
+            // of the last milliseconds, and what is missing says more.
             let still = root.changed()? == shows;
             let whole = !vanished && !lost;
             let again = passes > 1 && whole && !new;
@@ -384,12 +396,14 @@ impl Cache {
             let found = Found { name: name.clone(), manifest: Arc::clone(&known.manifest) };
             add(&mut listing, names, known.manifest.step, found);
         }
-        // Also where it says the same: manifests are known by their identity, and one that was read anew (its file was linked, or its permissions changed) is another.
+        // Also where it says the same: manifests are known by their identity, and one that was read
+        // anew (its file was linked, or its permissions changed) is another.
         self.listing = Arc::new(listing);
     }
 }
 
-/// True if the answer to reading a manifest says something of what stands there (damaged, foreign, no regular file), and not of the disk.
+/// True if the answer to reading a manifest says something of what stands there (damaged, foreign,
+/// no regular file), and not of the disk.
 pub(crate) fn is_no_step(error: &stepwell_core::Error) -> bool {
     use stepwell_core::Error::{Corrupt, Format, Limit};
     matches!(error, Corrupt { .. } | Format { .. } | Limit { .. }) || error.is_no_file()
@@ -407,7 +421,8 @@ fn add(listing: &mut Listing, names: &StepName, step: u64, found: Found) {
         listing.steps.insert(step, found);
         return;
     };
-    // Two patterns are read, and both have this number: the one that is written wins, whatever the order of the listing.
+    // Two patterns are read, and both have this number: the one that is written wins, whatever the
+    // order of the listing.
     let (kept, dropped) = if names.is_primary(&found.name) { (found, other) } else { (other, found) };
     let reason = format!("{} is the same step under another name", kept.name);
     listing.quarantined.push(Quarantined { name: dropped.name, reason, has_manifest: true });
@@ -421,8 +436,9 @@ pub fn read_manifest(parent: &dyn Dir, name: &str) -> stepwell_core::Result<Mani
     Manifest::decode(&bytes, &parent.path().join(path))
 }
 
-/// What of the files that a manifest lists is missing or has another length. An error is no damage: the disk did not answer.
-/// A caller that reads without the writer's lock looks with [`stands`] before it calls a step damaged: it may have been retired or replaced meanwhile.
+/// What of the files that a manifest lists is missing or has another length. An error is no damage:
+/// the disk did not answer. A caller that reads without the writer's lock looks with [`stands`]
+/// before it calls a step damaged: it may have been retired or replaced meanwhile.
 pub fn damage(parent: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_core::Result<Option<String>> {
     damage_by(manifest, |path| parent.stat(&format!("{name}/{path}")))
 }

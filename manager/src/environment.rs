@@ -1,4 +1,5 @@
-//! What a manager touches: disk, clock, randomness, other ranks, staging memory. Injected, so that the product and the simulators run the same code.
+//! What a manager touches: disk, clock, randomness, other ranks, staging memory. Injected, so that
+//! the product and the simulators run the same code.
 
 use std::hash::{BuildHasher, Hasher};
 use std::path::Path;
@@ -11,7 +12,8 @@ use stepwell_core::staging::StagingPool;
 use crate::coordination::{Coordinator, SingleProcess};
 use crate::error::Result;
 
-/// Time. Steps are ordered by their number, never by time; time is for records, for policies that name seconds, and for deadlines.
+/// Time. Steps are ordered by their number, never by time; time is for records, for policies that
+/// name seconds, and for deadlines.
 pub trait Clock: Send + Sync {
     /// Wall-clock time: nanoseconds since 1970.
     fn unix_ns(&self) -> i64;
@@ -40,12 +42,14 @@ pub struct Environment {
     pub rng: Arc<dyn Rng>,
     /// The other ranks.
     pub coordinator: Arc<dyn Coordinator>,
-    /// Staging memory; `None`: that of the process, which every manager shares. A ring of its own may have slots of another size.
+    /// Staging memory; `None`: that of the process, which every manager shares. A ring of its own
+    /// may have slots of another size.
     pub staging: Option<Arc<StagingPool>>,
 }
 
 impl Environment {
-    /// The real world of one process: the engine that suits the directory (or its nearest ancestor that exists).
+    /// The real world of one process: the engine that suits the directory (or its nearest ancestor
+    /// that exists).
     pub fn real(path: &Path, engine: Engine) -> Result<Self> {
         Ok(Self::single_process(open_disk(path, engine)?))
     }

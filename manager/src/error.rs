@@ -1,5 +1,5 @@
-//! The one error type of this crate. [`Error::kind`] is a stable name that the Python exceptions mirror; messages say
-//! what happened, where, and what to do.
+//! The one error type of this crate. [`Error::kind`] is a stable name that the Python exceptions
+//! mirror; messages say what happened, where, and what to do.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -150,7 +150,8 @@ pub enum Error {
         /// What the system answered.
         answer: String,
     },
-    /// The root has steps under another pattern of names, which the one that was asked for does not read.
+    /// The root has steps under another pattern of names, which the one that was asked for does not
+    /// read.
     #[error(
         "{} names its steps {recorded}, and {example} stands there: to a manager with step_name={wanted} it would be no step, neither listed nor counted by retention. Pass step_name={}, or none to go on as the root says",
         root.display(), StepName::clone(wanted).reading_too(recorded)
@@ -222,7 +223,8 @@ pub enum Error {
         /// For how long.
         waited: Duration,
     },
-    /// A save in the background failed earlier, and nobody had seen it yet. Who cannot tell it after all gives it to [`Manager::put_back`].
+    /// A save in the background failed earlier, and nobody had seen it yet. Who cannot tell it
+    /// after all gives it to [`Manager::put_back`].
     ///
     /// [`Manager::put_back`]: crate::Manager::put_back
     #[error("an earlier save failed: {source}{}", not_begun(*unsaved))]
@@ -313,7 +315,8 @@ fn owned_by(owner: Option<&str>) -> String {
 }
 
 impl Error {
-    /// Stable name; part of the public interface. The names of the engine's own errors are those that the interface has for them.
+    /// Stable name; part of the public interface. The names of the engine's own errors are those
+    /// that the interface has for them.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::StepExists { .. } | Self::PathExists { .. } => "step_exists",

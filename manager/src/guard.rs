@@ -1,4 +1,5 @@
-//! Panics on the engine's own threads. Others wait for what these threads do, so none may end by a panic: it becomes an error that says whose defect it is.
+//! Panics on the engine's own threads. Others wait for what these threads do, so none may end by a
+//! panic: it becomes an error that says whose defect it is.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

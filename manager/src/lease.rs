@@ -1,7 +1,8 @@
 //! Leases: what a reader holds so that nobody deletes or thins the step under it.
 //!
-//! A lease is a shared lock on the step's `.lease`, opened read-only, taken below the *opened directory*. After locking, the reader looks whether that
-//! directory is still the one under the step's name: if it was retired meanwhile, the lock is on trash. It dies with its process.
+//! A lease is a shared lock on the step's `.lease`, opened read-only, taken below the *opened
+//! directory*. After locking, the reader looks whether that directory is still the one under the
+//! step's name: if it was retired meanwhile, the lock is on trash. It dies with its process.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +14,8 @@ use crate::error::{Error, Result};
 
 /// How often a step that is replaced while it is opened is looked up again.
 const TRIES: usize = 8;
-/// Between two looks at a lease that someone holds exclusively while the step stands: a thinning, which takes milliseconds.
+/// Between two looks at a lease that someone holds exclusively while the step stands: a thinning,
+/// which takes milliseconds.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// How often a temporary is made that others take for a dead one's.
@@ -25,7 +27,8 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// True if it protects: a file system without locks, or a step whose `.lease` is missing, gives one that does not.
+    /// True if it protects: a file system without locks, or a step whose `.lease` is missing, gives
+    /// one that does not.
     pub fn protects(&self) -> bool {
         self.lock.is_some()
     }
@@ -92,14 +95,15 @@ pub struct Owned {
     pub life: Option<Box<dyn Lock>>,
 }
 
-/// Makes a temporary that says by a held lease that its owner lives: for those that no root's lock speaks for. Where there are no locks, it says nothing. `shared`:
-/// another rank may have made it.
+/// Makes a temporary that says by a held lease that its owner lives: for those that no root's lock
+/// speaks for. Where there are no locks, it says nothing. `shared`: another rank may have made it.
 pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_core::Result<Owned> {
     let mut tries = OWN_TRIES;
     loop {
         tries -= 1;
         let dir = match parent.create_dir(name) {
-            // Made by another rank; or by this call, and not out of the way yet of whoever took it for a dead one's.
+            // Made by another rank; or by this call, and not out of the way yet of whoever took it
+            // for a dead one's.
             Err(error) if error.already_exists() && (shared || tries < OWN_TRIES - 1) => {
                 parent.open_dir(name)
             }

@@ -1,7 +1,9 @@
-//! Metrics that come after a commit (an evaluator's): sidecars in the root's own directory, keyed by attempt.
+//! Metrics that come after a commit (an evaluator's): sidecars in the root's own directory, keyed
+//! by attempt.
 //!
-//! One call writes one file, under a name that nobody else draws, first under a dotted name and then renamed: so an evaluator needs no lock, and never meets the
-//! trainer. Sidecars never change; they are read once. Of several values for one name the last written wins.
+//! One call writes one file, under a name that nobody else draws, first under a dotted name and
+//! then renamed: so an evaluator needs no lock, and never meets the trainer. Sidecars never change;
+//! they are read once. Of several values for one name the last written wins.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -64,7 +66,8 @@ struct Sidecar {
     metrics: BTreeMap<String, Number>,
 }
 
-/// Writes a sidecar for a committed step. What could not be read again is refused before anything is written: metrics and their names have the limits of a manifest's.
+/// Writes a sidecar for a committed step. What could not be read again is refused before anything
+/// is written: metrics and their names have the limits of a manifest's.
 pub fn add(
     root: &dyn Dir,
     attempt: &Attempt,
@@ -116,8 +119,8 @@ struct Read {
 }
 
 impl Sidecars {
-    /// The metrics that came later. A disk that does not answer ends it: without a metric the best step would look like one that has none, and
-    /// retention would take it.
+    /// The metrics that came later. A disk that does not answer ends it: without a metric the best
+    /// step would look like one that has none, and retention would take it.
     pub fn all(&self, root: &dyn Dir) -> Result<Arc<Later>> {
         let dir = match root.open_dir(&control(METRICS)) {
             Ok(dir) => dir,
@@ -149,7 +152,8 @@ impl Sidecars {
         Ok(Arc::clone(&read.later))
     }
 
-    /// Removes the sidecars of steps that were deleted. Failing to is no error: they say nothing of any step that is there.
+    /// Removes the sidecars of steps that were deleted. Failing to is no error: they say nothing of
+    /// any step that is there.
     pub fn remove(&self, root: &dyn Dir, attempts: &[Attempt]) {
         if attempts.is_empty() {
             return;
@@ -195,10 +199,12 @@ fn merged(sidecars: &[(i64, String, Sidecar)]) -> BTreeMap<String, f64> {
     values.map(|(name, &value)| (name.clone(), f64::from(value))).collect()
 }
 
-/// Removes, at a writer's open, the sidecars of attempts that are nowhere in the root any more (deleted by hand, or retired by a writer that died before it came to
-/// them), half-written ones among them. Kept is whatever may still belong to something: to a step, to one in a branch or in quarantine, and, where a manifest there
-/// cannot be read, whatever is of that number; also what has a step's name by `recorded` alone, the root's pattern up to now. Gives how many went; an error leaves
-/// the rest for the next writer.
+/// Removes, at a writer's open, the sidecars of attempts that are nowhere in the root any more
+/// (deleted by hand, or retired by a writer that died before it came to them), half-written ones
+/// among them. Kept is whatever may still belong to something: to a step, to one in a branch or in
+/// quarantine, and, where a manifest there cannot be read, whatever is of that number; also what
+/// has a step's name by `recorded` alone, the root's pattern up to now. Gives how many went; an
+/// error leaves the rest for the next writer.
 pub fn reclaim(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &Listing) -> Result<usize> {
     let dir = match root.open_dir(&control(METRICS)) {
         Ok(dir) => dir,

@@ -51,13 +51,17 @@ pub struct Options {
     pub read_only: bool,
     /// Make the root where it is missing.
     pub create: bool,
-    /// On a file system without locks: become the writer, once no other has given a sign of life for `silence`.
+    /// On a file system without locks: become the writer, once no other has given a sign of life
+    /// for `silence`.
     pub take_over: bool,
-    /// How long a writer that did not end by itself must have been silent before its root is taken over; only where there are no locks.
+    /// How long a writer that did not end by itself must have been silent before its root is taken
+    /// over; only where there are no locks.
     pub silence: Duration,
-    /// How long the files of a retired step stay where there are no locks: nobody knows there who still reads them.
+    /// How long the files of a retired step stay where there are no locks: nobody knows there who
+    /// still reads them.
     pub grace: Duration,
-    /// Files of so many bytes of the last retired step are written over by the next save; `None`: all are deleted.
+    /// Files of so many bytes of the last retired step are written over by the next save; `None`:
+    /// all are deleted.
     pub overwrite_from_bytes: Option<u64>,
     /// What a failure in the background that nobody has seen does.
     pub on_save_error: OnSaveError,
@@ -67,21 +71,25 @@ pub struct Options {
     pub min_row_bytes: u64,
     /// Bytes of a block: the unit of checksums and of reading.
     pub block_bytes: u64,
-    /// At most so many ranks of each node, or socket, write what others hold too; `None`: all of them.
+    /// At most so many ranks of each node, or socket, write what others hold too; `None`: all of
+    /// them.
     pub writers: Option<u32>,
     /// Where so many write.
     pub writers_per: WritersPer,
     /// Into how many files the ranks write.
     pub files_per: FilesPer,
-    /// True if replicas that layouts declare are compared, by samples; what is simply there on several ranks always is.
+    /// True if replicas that layouts declare are compared, by samples; what is simply there on
+    /// several ranks always is.
     pub compare_replicas: bool,
     /// Threads that capture; `None`: a few.
     pub capture_threads: Option<usize>,
-    /// Reads or writes in flight; `None`: 16 writes, and as many reads as [`LoadOptions`] has by default.
+    /// Reads or writes in flight; `None`: 16 writes, and as many reads as [`LoadOptions`] has by
+    /// default.
     pub queue_depth: Option<usize>,
     /// How long nothing may happen before a wait gives up.
     pub stall_timeout: Duration,
-    /// For debugging: reads everything that is captured behind a call twice, first while the caller waits, and fails a save of which something was changed in between.
+    /// For debugging: reads everything that is captured behind a call twice, first while the caller
+    /// waits, and fails a save of which something was changed in between.
     pub detect_torn: bool,
     /// The user's metadata of the root; the first writer's stays.
     pub root_metadata: serde_json::Value,
@@ -143,7 +151,9 @@ impl Options {
         self.queue_depth.unwrap_or(WRITES_IN_FLIGHT)
     }
 
-    /// How checkpoints are read; `shares`: whether other ranks do so on this machine. Then half of the buffers keep its disks as busy, and are half of the memory that a restore has to touch first.
+    /// How checkpoints are read; `shares`: whether other ranks do so on this machine. Then half of
+    /// the buffers keep its disks as busy, and are half of the memory that a restore has to touch
+    /// first.
     pub fn load_options(&self, shares: bool) -> LoadOptions {
         let mut ours = LoadOptions::default();
         if shares {

@@ -1,9 +1,11 @@
-//! Opening a root as its writer: what a crash may have left is settled, under the lock. Idempotent, and safe to be killed at any point.
+//! Opening a root as its writer: what a crash may have left is settled, under the lock. Idempotent,
+//! and safe to be killed at any point.
 //!
 //! 1. fsync the root: what is visible is durable before anything is concluded from it;
 //! 2. take the epoch (where locks do not reach, an older writer sees it before its next rename);
-//! 3. take the temporaries of dead owners out of sight. The lock says that every other writer of steps is dead; a save to a path in this directory is none, and says
-//!    by a held lease that it lives. Nothing is ever deleted by its age;
+//! 3. take the temporaries of dead owners out of sight. The lock says that every other writer of
+//!    steps is dead; a save to a path in this directory is none, and says by a held lease that it
+//!    lives. Nothing is ever deleted by its age;
 //! 4. finish what tombstones name, make missing leases again;
 //! 5. hand all trash to the deleter.
 
@@ -29,7 +31,8 @@ pub struct Recovered {
     pub leases: Vec<String>,
 }
 
-/// Takes temporaries of dead owners out of sight and finds all trash. `session` is the caller's own.
+/// Takes temporaries of dead owners out of sight and finds all trash. `session` is the caller's
+/// own.
 pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result<Recovered> {
     let mut recovered = Recovered::default();
     let mut renames = Vec::new();
@@ -63,12 +66,14 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
     Ok(recovered)
 }
 
-/// Takes what dead saves to a path left out of sight: (name, trash) each. One whose owner lives, or of which nobody can tell, stays.
+/// Takes what dead saves to a path left out of sight: (name, trash) each. One whose owner lives, or
+/// of which nobody can tell, stays.
 fn sweep_paths(root: &dyn Dir, names: Vec<(String, String)>, recovered: &mut Recovered) -> Result<()> {
     if names.is_empty() {
         return Ok(());
     }
-    // One of them may be what a live save has just swapped out: nothing of it is touched before that swap is durable.
+    // One of them may be what a live save has just swapped out: nothing of it is touched before
+    // that swap is durable.
     root.sync()?;
     let before = recovered.trash.len();
     for (name, trash) in names {
@@ -87,8 +92,10 @@ fn sweep_paths(root: &dyn Dir, names: Vec<(String, String)>, recovered: &mut Rec
     Ok(())
 }
 
-/// Finishes thinnings, and makes missing leases again. A step that cannot be mended is left as it is, with a warning: it can still be read.
-/// Where there are no locks, what was thinned away less than `grace` ago stays, by this process's clock: the one that is wrong costs a reader its step, and no data.
+/// Finishes thinnings, and makes missing leases again. A step that cannot be mended is left as it
+/// is, with a warning: it can still be read. Where there are no locks, what was thinned away less
+/// than `grace` ago stays, by this process's clock: the one that is wrong costs a reader its step,
+/// and no data.
 pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration, recovered: &mut Recovered) {
     for found in listing.steps.values() {
         let mended = (|| -> stepwell_core::Result<bool> {
@@ -146,7 +153,8 @@ pub fn finish_thinning(
             return Ok(());
         }
     }
-    // Whoever wrote this manifest may have been killed before its rename was durable: a power cut after the deletion would bring the old one back, without its files.
+    // Whoever wrote this manifest may have been killed before its rename was durable: a power cut
+    // after the deletion would bring the old one back, without its files.
     step.sync()?;
     aside::apply_tombstones(step, &found.manifest)
 }

@@ -1,8 +1,11 @@
-//! Deleting what was taken out of sight: slowly, in the background, and only where no reader holds it.
+//! Deleting what was taken out of sight: slowly, in the background, and only where no reader holds
+//! it.
 //!
-//! A step comes here after [`retire`](crate::commit::aside::retire) has made its rename durable. The deleter tries the step's lease exclusively; where
-//! a reader holds it, the trash waits and is tried again. Where there are no locks, it waits for a grace period, which begins anew with each writer: no two clocks are
-//! compared. Whatever is left when the process ends is finished by the next writer.
+//! A step comes here after [`retire`](crate::commit::aside::retire) has made its rename durable.
+//! The deleter tries the step's lease exclusively; where a reader holds it, the trash waits and is
+//! tried again. Where there are no locks, it waits for a grace period, which begins anew with each
+//! writer: no two clocks are compared. Whatever is left when the process ends is finished by the
+//! next writer.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -85,7 +88,8 @@ pub enum Removed {
     Stopped,
 }
 
-/// Deletes one trash directory, unless readers hold it. `unprotected`: also where there are no locks, so that nobody knows whether one does.
+/// Deletes one trash directory, unless readers hold it. `unprotected`: also where there are no
+/// locks, so that nobody knows whether one does.
 pub fn remove(
     root: &dyn Dir,
     name: &str,
@@ -111,7 +115,8 @@ pub fn remove(
     };
     let mut deleted = delete(root, name, go_on, 0);
     if deleted.as_ref().is_err_and(stepwell_core::Error::is_occupied) {
-        // A network file system keeps a file that is open under another name, and this is the lock's: it goes when the lock is let go.
+        // A network file system keeps a file that is open under another name, and this is the
+        // lock's: it goes when the lock is let go.
         drop(lock);
         deleted = delete(root, name, go_on, 0);
     }
@@ -183,7 +188,8 @@ pub struct Deleter {
 }
 
 impl Deleter {
-    /// A deleter with nothing to do. Where there are no locks it leaves trash alone for the time of `grace`.
+    /// A deleter with nothing to do. Where there are no locks it leaves trash alone for the time of
+    /// `grace`.
     pub fn new(root: Arc<dyn Dir>, clock: Arc<dyn Clock>, grace: Duration) -> Self {
         Self::with_spares(root, clock, grace, None)
     }
@@ -205,7 +211,8 @@ impl Deleter {
         &self.spares
     }
 
-    /// Takes over retired steps, oldest first, whose renames are durable: the last, which has these files, is kept to be written over, where it is worth that.
+    /// Takes over retired steps, oldest first, whose renames are durable: the last, which has these
+    /// files, is kept to be written over, where it is worth that.
     pub fn retire(&self, mut names: Vec<String>, files: &[FileEntry]) {
         let last = names.pop().and_then(|last| self.spares.keep(last, files));
         self.enqueue(names.into_iter().chain(last));
@@ -240,14 +247,17 @@ impl Deleter {
         }
     }
 
-    /// Has all deleted at full speed, now, because the disk is full, and waits for that; `false` by the deadline. What readers hold stays.
+    /// Has all deleted at full speed, now, because the disk is full, and waits for that; `false` by
+    /// the deadline. What readers hold stays.
     pub fn empty_now(&self, timeout: Duration) -> bool {
         self.give_up_spares();
-        // Never on this thread: an unlink that the kernel does not return from would hold up the save for ever.
+        // Never on this thread: an unlink that the kernel does not return from would hold up the
+        // save for ever.
         self.drain(timeout)
     }
 
-    /// Waits until nothing is left but what readers hold, or until nobody deletes any more; `false` by the deadline.
+    /// Waits until nothing is left but what readers hold, or until nobody deletes any more; `false`
+    /// by the deadline.
     pub fn drain(&self, timeout: Duration) -> bool {
         let deadline = deadline_after(timeout);
         let mut queue = self.shared.lock();
@@ -273,7 +283,8 @@ impl Deleter {
         std::mem::take(&mut self.shared.lock().failed)
     }
 
-    /// Tries once more what readers held, then ends the thread; what is left is the next writer's. `false`: the thread did not end in time, and may be waited for again.
+    /// Tries once more what readers held, then ends the thread; what is left is the next writer's.
+    /// `false`: the thread did not end in time, and may be waited for again.
     pub fn stop(&self, timeout: Duration) -> bool {
         let deadline = deadline_after(timeout);
         self.give_up_spares();

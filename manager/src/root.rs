@@ -19,7 +19,8 @@ const FORMAT_VERSION: u32 = 1;
 /// `root.json` holds the user's metadata and little else.
 const MAX_ROOT_JSON_BYTES: u64 = MAX_METADATA_BYTES + (64 << 10);
 const MAX_EPOCH_BYTES: u64 = 64 << 10;
-/// How often the lock is tried, and the pause in between: another manager of the same process may be just closing.
+/// How often the lock is tried, and the pause in between: another manager of the same process may
+/// be just closing.
 const LOCK_TRIES: usize = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
@@ -37,7 +38,8 @@ pub struct RootInfo {
     /// The user's metadata of the root; the first writer's stays.
     #[serde(default)]
     pub metadata: serde_json::Value,
-    /// Keys that this version does not know; what a later one has noted survives a writer of this one.
+    /// Keys that this version does not know; what a later one has noted survives a writer of this
+    /// one.
     #[serde(flatten)]
     others: Others,
 }
@@ -66,7 +68,8 @@ pub enum Standing {
     Directory,
 }
 
-/// What stands at a path. A disk that does not answer is an error: whoever takes it for nothing begins anew where there is everything.
+/// What stands at a path. A disk that does not answer is an error: whoever takes it for nothing
+/// begins anew where there is everything.
 pub fn standing(environment: &Environment, path: &Path) -> Result<Standing> {
     let directory = match environment.disk.open_dir(path) {
         Ok(directory) => directory,
@@ -79,7 +82,8 @@ pub fn standing(environment: &Environment, path: &Path) -> Result<Standing> {
     Ok(if directory.stat(CONTROL)?.is_some() { Standing::Root } else { Standing::Directory })
 }
 
-/// `root.json`; `None` where there is none (a root that was copied step by step, or a foreign directory).
+/// `root.json`; `None` where there is none (a root that was copied step by step, or a foreign
+/// directory).
 pub fn read_info(root: &dyn Dir) -> Result<Option<RootInfo>> {
     let name = control(ROOT_JSON);
     let bytes = match root.read_file(&name, MAX_ROOT_JSON_BYTES) {
@@ -102,7 +106,8 @@ pub fn read_info(root: &dyn Dir) -> Result<Option<RootInfo>> {
     Ok(Some(info))
 }
 
-/// Makes what is missing of the root's own directory, under the lock. The first writer's metadata stays.
+/// Makes what is missing of the root's own directory, under the lock. The first writer's metadata
+/// stays.
 pub fn make_info(
     root: &dyn Dir,
     environment: &Environment,
@@ -148,7 +153,8 @@ pub fn make_control(root: &dyn Dir) -> Result<()> {
     Ok(())
 }
 
-/// Takes the writer's lock. `None`: this file system has none, and the caller may take the root over once the last writer has been silent ([`crate::beat`]).
+/// Takes the writer's lock. `None`: this file system has none, and the caller may take the root
+/// over once the last writer has been silent ([`crate::beat`]).
 pub fn lock(root: &dyn Dir, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
     let mut tries = LOCK_TRIES;
     loop {
@@ -180,7 +186,8 @@ pub fn read_epoch(root: &dyn Dir) -> stepwell_core::Result<Option<Epoch>> {
     }
 }
 
-/// Who has taken the root over from this session, if someone has. Asked before every rename: it is the fence where no lock keeps an older writer out.
+/// Who has taken the root over from this session, if someone has. Asked before every rename: it is
+/// the fence where no lock keeps an older writer out.
 pub fn usurper(root: &dyn Dir, session: &str) -> stepwell_core::Result<Option<String>> {
     Ok(read_epoch(root)?.filter(|epoch| epoch.session != session).map(|epoch| epoch.owner))
 }

@@ -1,4 +1,5 @@
-//! Ascending numbers as runs (first, and the one after the last): what many ranks say of ranks and leaves is mostly that.
+//! Ascending numbers as runs (first, and the one after the last): what many ranks say of ranks and
+//! leaves is mostly that.
 
 /// The runs of numbers that ascend.
 pub(crate) fn runs_of(numbers: &[u32]) -> Vec<(u32, u32)> {

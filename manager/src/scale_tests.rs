@@ -1,7 +1,9 @@
-//! What planning and committing cost in jobs of up to 16 384 ranks, without their data: `make bench-ranks` prints the table.
+//! What planning and committing cost in jobs of up to 16 384 ranks, without their data: `make
+//! bench-ranks` prints the table.
 //!
-//! The state is that of a Llama of 405 billion parameters: weights in bf16, cut over tensor and pipeline stages and held alike by all data-parallel ranks; master weights and
-//! two moments in fp32, of which each data-parallel rank has a flat part. Eight ranks are on a node.
+//! The state is that of a Llama of 405 billion parameters: weights in bf16, cut over tensor and
+//! pipeline stages and held alike by all data-parallel ranks; master weights and two moments in
+//! fp32, of which each data-parallel rank has a flat part. Eight ranks are on a node.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -126,7 +128,8 @@ impl Job {
                 provider: Arc::new(Nothing),
             });
         }
-        // All parameters of the rank behind each other, of which it has one of `dp` parts. Norms are the first tensor-parallel rank's.
+        // All parameters of the rank behind each other, of which it has one of `dp` parts. Norms
+        // are the first tensor-parallel rank's.
         let owned = |axis: Option<usize>| axis.is_some() || tp == 0;
         let total: u64 = tensors
             .iter()
@@ -255,7 +258,8 @@ fn planned(job: Job, nodes: &[u32], rank: u32) -> (state::Items, f64) {
     })
 }
 
-/// Of one rank of a job with 8 tensor-parallel ranks and 8 stages that restores weights and optimizer: bytes of the indexes that it reads, and how long it reads them and plans.
+/// Of one rank of a job with 8 tensor-parallel ranks and 8 stages that restores weights and
+/// optimizer: bytes of the indexes that it reads, and how long it reads them and plans.
 fn replanned(records: &[(Option<String>, Record)]) -> (u64, f64) {
     let job = Job { pp: 8, dp: 1 };
     let wanted = job.state(9);
@@ -372,7 +376,8 @@ fn what_planning_and_committing_cost() {
     }
 }
 
-/// The same state, where no layout says who holds what: ranks tell each other, once before the first save.
+/// The same state, where no layout says who holds what: ranks tell each other, once before the
+/// first save.
 fn told_by_nobody(job: Job, rank: u32) -> StateSource {
     let mut state = job.state(rank);
     for leaf in &mut state.leaves {

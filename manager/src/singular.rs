@@ -1,7 +1,10 @@
-//! Singular checkpoints: one state under one path, by the same machine. The temporary is a sibling of the path.
+//! Singular checkpoints: one state under one path, by the same machine. The temporary is a sibling
+//! of the path.
 //!
-//! There is no root here, and no writer's lock. So a writer holds the lease of its temporary as long as it lives, and the next save to the same path removes the
-//! temporaries whose lease nobody holds; where the path lies in a root, so does that root's next writer. On a file system without locks they stay.
+//! There is no root here, and no writer's lock. So a writer holds the lease of its temporary as
+//! long as it lives, and the next save to the same path removes the temporaries whose lease nobody
+//! holds; where the path lies in a root, so does that root's next writer. On a file system without
+//! locks they stay.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -113,7 +116,8 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         let deleter = Arc::new(Deleter::new(
             Arc::clone(&parent_dir),
             Arc::clone(&world.clock),
-            // No writer comes back here later: where there are no locks, a reader of what is replaced is told that it is gone.
+            // No writer comes back here later: where there are no locks, a reader of what is
+            // replaced is told that it is gone.
             Duration::ZERO,
         ));
         // Around the save itself nothing may keep it from being settled.
@@ -160,13 +164,15 @@ pub fn sweep(path: &Path, environment: &Environment) -> Result<Vec<String>> {
     Ok(trash)
 }
 
-/// Takes out of sight what killed writers left beside a path: temporaries (a replaced checkpoint is one) whose lease nobody holds. Gives all trash of that path, ready to
-/// be deleted. Nothing is removed by its age, and nothing where there are no locks.
+/// Takes out of sight what killed writers left beside a path: temporaries (a replaced checkpoint is
+/// one) whose lease nobody holds. Gives all trash of that path, ready to be deleted. Nothing is
+/// removed by its age, and nothing where there are no locks.
 fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwell_core::Result<Vec<String>> {
     let mut trash = Vec::new();
     let mut found = Vec::new();
     if parent.stat(CONTROL)?.is_some() {
-        // A root: its writer's temporaries are spoken for by its lock, and its next writer removes what is left there, also of dead saves to a path.
+        // A root: its writer's temporaries are spoken for by its lock, and its next writer removes
+        // what is left there, also of dead saves to a path.
         return Ok(trash);
     }
     for entry in parent.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
@@ -181,7 +187,8 @@ fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwel
         }
     }
     if !found.is_empty() {
-        // One of them may be what a replacement has just swapped out: nothing of it is touched before that swap is durable.
+        // One of them may be what a replacement has just swapped out: nothing of it is touched
+        // before that swap is durable.
         parent.sync()?;
     }
     for temporary in found {

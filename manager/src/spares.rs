@@ -1,10 +1,13 @@
-//! Files of a retired step that the next save writes over: its blocks are there already, and the file system need neither free those nor find others. Where
-//! blocks are discarded when they are freed, that is half of the time of a save.
+//! Files of a retired step that the next save writes over: its blocks are there already, and the
+//! file system need neither free those nor find others. Where blocks are discarded when they are
+//! freed, that is half of the time of a save.
 //!
-//! The last step that was retired waits in its trash for the next save, its lease locked and its data files under names that nobody has ever seen: who was about to open one by its
-//! own name has done so, or finds nothing, long before it is written over. A file is taken only if nobody has it open and it has no other name (a hard link of a backup). What
-//! no save takes goes with its trash: when the next step is retired, when the disk is full, and at the end. A process that is killed leaves trash as any other, which the
-//! next writer deletes.
+//! The last step that was retired waits in its trash for the next save, its lease locked and its
+//! data files under names that nobody has ever seen: who was about to open one by its own name has
+//! done so, or finds nothing, long before it is written over. A file is taken only if nobody has it
+//! open and it has no other name (a hard link of a backup). What no save takes goes with its trash:
+//! when the next step is retired, when the disk is full, and at the end. A process that is killed
+//! leaves trash as any other, which the next writer deletes.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -53,8 +56,8 @@ impl Spares {
         self.left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps trash whose rename is durable, if some of its `files` are worth it and nobody holds it, in place of what was kept before. Gives the trash that is to be
-    /// deleted instead.
+    /// Keeps trash whose rename is durable, if some of its `files` are worth it and nobody holds
+    /// it, in place of what was kept before. Gives the trash that is to be deleted instead.
     pub fn keep(&self, trash: String, files: &[FileEntry]) -> Option<String> {
         match self.look(&trash, files) {
             Ok(Some(kept)) => self.kept().replace(kept).map(|before| before.trash),
@@ -93,7 +96,8 @@ impl Spares {
         // From its own directory it went to the trash's, and from there it goes now.
         let own = path.rsplit_once('/').map(|(item, _)| format!("{trash}/{item}"));
         self.left().extend(own.into_iter().chain([trash]));
-        // With nothing held: a disk that does not answer holds up this save, and nobody else. If the trash is deleted meanwhile, one of the two comes first.
+        // With nothing held: a disk that does not answer holds up this save, and nobody else. If
+        // the trash is deleted meanwhile, one of the two comes first.
         self.root.take_over(&name, to, len_hint).unwrap_or_else(|error| {
             tracing::debug!(name, %error, "it is not written over");
             if !error.already_exists() {
@@ -104,8 +108,9 @@ impl Spares {
         })
     }
 
-    /// Makes durable that what was taken is no longer where it was: before a step is committed that has it, since a power cut might leave it in both places, and whoever
-    /// deletes the one would take it from the other.
+    /// Makes durable that what was taken is no longer where it was: before a step is committed that
+    /// has it, since a power cut might leave it in both places, and whoever deletes the one would
+    /// take it from the other.
     pub fn sync(&self) -> stepwell_core::Result<()> {
         let left = std::mem::take(&mut *self.left());
         for name in &left {

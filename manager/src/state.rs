@@ -1,8 +1,10 @@
 //! A state as the front end hands it over, and how it is cut into items.
 //!
-//! **Items** are the top-level entries that are containers or stateful objects; loose leaves share one item, `.`; a state with more than
-//! [`MAX_SPLIT_ITEMS`] such entries, or that is no string-keyed mapping, is one item. Grouping never alters leaf paths. Ties are shared within an item; a
-//! tie between two items is stored in both, so that each can be restored alone. What of a leaf this rank writes, and what others do, is [`sharing`]'s.
+//! **Items** are the top-level entries that are containers or stateful objects; loose leaves share
+//! one item, `.`; a state with more than [`MAX_SPLIT_ITEMS`] such entries, or that is no
+//! string-keyed mapping, is one item. Grouping never alters leaf paths. Ties are shared within an
+//! item; a tie between two items is stored in both, so that each can be restored alone. What of a
+//! leaf this rank writes, and what others do, is [`sharing`]'s.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -54,7 +56,8 @@ pub enum LeafSource {
         shape: Vec<u64>,
         /// What this process holds of it.
         parts: Vec<Part>,
-        /// Where the bytes come from: an array of that shape, of which only the parts are asked for. How their elements lie in memory is the provider's.
+        /// Where the bytes come from: an array of that shape, of which only the parts are asked
+        /// for. How their elements lie in memory is the provider's.
         provider: Arc<dyn StateProvider>,
     },
     /// A plain value, of which every rank that has this leaf has the same.
@@ -79,7 +82,8 @@ pub struct Part {
 pub enum Holders {
     /// This process alone.
     This,
-    /// Every process whose state has this box of this leaf, and all have the same: what they have is compared. For whoever knows some of them, but perhaps not all.
+    /// Every process whose state has this box of this leaf, and all have the same: what they have
+    /// is compared. For whoever knows some of them, but perhaps not all.
     Everyone,
     /// The same, but they may differ: the first one's counts.
     First,
@@ -95,7 +99,8 @@ pub enum Holders {
 }
 
 impl LeafSource {
-    /// A tensor of which every process that has it holds all, as every tensor of a single process is.
+    /// A tensor of which every process that has it holds all, as every tensor of a single process
+    /// is.
     pub fn whole(dtype: Dtype, shape: Vec<u64>, provider: Arc<dyn StateProvider>) -> Self {
         let parts = vec![Part { region: Region::whole(&shape), holders: Holders::Everyone }];
         Self::Tensor { dtype, shape, parts, provider }
@@ -125,7 +130,8 @@ impl LeafSource {
 pub(crate) struct Items {
     /// What this rank writes, one data file for each.
     pub plans: Vec<ItemPlan>,
-    /// What it has of items of which others write everything, so that what nobody writes is missed, and what ranks do not agree on is found.
+    /// What it has of items of which others write everything, so that what nobody writes is missed,
+    /// and what ranks do not agree on is found.
     pub unwritten: Vec<ItemPart>,
     /// All items of the state.
     pub drafts: Vec<DraftItem>,
@@ -162,7 +168,8 @@ pub(crate) fn items(state: &StateSource, chunks: &subchunk::Options, writing: &W
             plans.push(ItemPlan { dir, tree, leaves });
         } else {
             let index = tensors(&tree, &leaves);
-            // Of objects the ranks say the same by their claims; an empty container has nothing else that tells of it.
+            // Of objects the ranks say the same by their claims; an empty container has nothing
+            // else that tells of it.
             if !index.leaves.is_empty() || has_empty_container(&tree) {
                 unwritten.push(ItemPart { item: draft.clone(), index, tensor_bytes: 0 });
             }
@@ -245,7 +252,8 @@ fn groups(tree: &Tree) -> Vec<Group> {
         let new =
             |name: String, entry| Group { name, top_level: vec![entry], nodes: BTreeSet::from([number]) };
         if is_container(number) {
-            // A key `.` would be mistaken for the loose leaves; it is escaped where it is an item's name.
+            // A key `.` would be mistaken for the loose leaves; it is escaped where it is an item's
+            // name.
             let name = if entry.name == LOOSE { "\\.".to_owned() } else { entry.name.clone() };
             groups.push(new(name, entry));
         } else if let Some(group) = loose.and_then(|at| groups.get_mut(at)) {
@@ -283,7 +291,8 @@ fn is_string_keyed(tree: &Tree) -> bool {
             .all(|node| matches!(node.component, Some(Component::Key(_))))
 }
 
-/// The part of a tree below some top-level nodes, rooted at the state's root, and the state's leaf number of each of its leaves.
+/// The part of a tree below some top-level nodes, rooted at the state's root, and the state's leaf
+/// number of each of its leaves.
 fn branch(tree: &Tree, top: &BTreeSet<u32>) -> (Tree, Vec<u32>) {
     let mut out = Tree::new();
     let mut origins = Vec::new();
@@ -377,7 +386,8 @@ fn leaves(
             Some(LeafSource::Tensor { dtype, shape, provider, .. }) => {
                 let itemsize = dtype.size() as u64;
                 let options = if is_on_a_device(&**provider) { chunks.on_device() } else { *chunks };
-                // The array is the tensor, so a chunk has one address in both. No chunk reaches over the border of a part.
+                // The array is the tensor, so a chunk has one address in both. No chunk reaches
+                // over the border of a part.
                 let mut chunks: Vec<ChunkPlan> = Vec::new();
                 for share in shares.regions(holder) {
                     let parts = subchunk::cut(share, shape, itemsize, &options);
@@ -431,8 +441,9 @@ fn is_on_a_device(provider: &dyn StateProvider) -> bool {
     found
 }
 
-/// A hash of the structure: paths, kinds, dtypes, shapes and ties, not of any value. It is compared between ranks and stored, so it is taken over the format's
-/// own tags, which mean the same in every build. FNV-1a, twice: it finds ranks that do not agree, and is no security.
+/// A hash of the structure: paths, kinds, dtypes, shapes and ties, not of any value. It is compared
+/// between ranks and stored, so it is taken over the format's own tags, which mean the same in
+/// every build. FNV-1a, twice: it finds ranks that do not agree, and is no security.
 fn plan_hash(state: &StateSource) -> String {
     let mut hash = Fnv::new();
     for node in state.tree.nodes() {

@@ -1,7 +1,8 @@
 //! Step names: how a step's number becomes the name of its directory, and back. Pure.
 //!
-//! Names are **canonical**: a name is a step's only if formatting its number gives the name again. So `step_5` and `step_00000005` are never both
-//! steps, and what a listing finds does not depend on the order in which it finds it.
+//! Names are **canonical**: a name is a step's only if formatting its number gives the name again.
+//! So `step_5` and `step_00000005` are never both steps, and what a listing finds does not depend
+//! on the order in which it finds it.
 
 use std::fmt;
 
@@ -15,7 +16,8 @@ const MAX_WIDTH: usize = 19;
 /// Bytes that a prefix may have, so that every name made from it stays below the usual 255.
 const MAX_PREFIX_BYTES: usize = 100;
 
-/// The pattern of step names: a prefix, and the number padded with zeros to `width` digits (longer numbers use more).
+/// The pattern of step names: a prefix, and the number padded with zeros to `width` digits (longer
+/// numbers use more).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Fields", into = "Fields")]
 pub struct StepName {
@@ -67,7 +69,8 @@ impl Default for StepName {
 }
 
 impl StepName {
-    /// A pattern. The prefix is a part of one file name: no separator, no control character, no dot in front (those names are ours).
+    /// A pattern. The prefix is a part of one file name: no separator, no control character, no dot
+    /// in front (those names are ours).
     pub fn new(prefix: impl Into<String>, width: usize) -> Result<Self> {
         let prefix = prefix.into();
         if prefix.starts_with('.') || prefix.contains('/') || prefix.chars().any(char::is_control) {
@@ -83,7 +86,8 @@ impl StepName {
         Ok(Self { prefix, width, also: Vec::new() })
     }
 
-    /// The same pattern for writing, which reads steps under the `other` patterns too (for a root whose pattern has changed).
+    /// The same pattern for writing, which reads steps under the `other` patterns too (for a root
+    /// whose pattern has changed).
     pub fn also_reading(mut self, other: Vec<StepName>) -> Result<Self> {
         if other.iter().any(|name| !name.also.is_empty()) {
             return Err(Error::Invalid("a step name that is only read cannot itself read others".to_owned()));
@@ -97,7 +101,8 @@ impl StepName {
         format!("{}{step:0width$}", self.prefix, width = self.width)
     }
 
-    /// The number of a step by its name; `None` where the name is no step's, or not the canonical one.
+    /// The number of a step by its name; `None` where the name is no step's, or not the canonical
+    /// one.
     pub fn parse(&self, name: &str) -> Option<u64> {
         self.parse_own(name).or_else(|| self.also.iter().find_map(|other| other.parse_own(name)))
     }

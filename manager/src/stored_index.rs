@@ -1,6 +1,8 @@
-//! The index of a step: that of every item, read and checked against the manifest, and all of them merged into one.
+//! The index of a step: that of every item, read and checked against the manifest, and all of them
+//! merged into one.
 //!
-//! Indexes of some size are read and decoded on several threads: they are what a restore waits for before it can plan.
+//! Indexes of some size are read and decoded on several threads: they are what a restore waits for
+//! before it can plan.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
@@ -27,8 +29,9 @@ const WORTH_A_THREAD: u64 = 128 << 10;
 const WORTH_AN_OUTLINE: u64 = 4 << 20;
 const THREAD: &str = "stepwell-index";
 
-/// The indexes of all items as one: top-level entries in the order that was saved, files by their paths below the step. Of an item whose index is large, the structure is here and
-/// the chunks of a tensor are read where they are asked for.
+/// The indexes of all items as one: top-level entries in the order that was saved, files by their
+/// paths below the step. Of an item whose index is large, the structure is here and the chunks of a
+/// tensor are read where they are asked for.
 #[derive(Default)]
 pub(crate) struct StoredIndex {
     /// All of it, but for the chunks that are read later.
@@ -39,7 +42,8 @@ pub(crate) struct StoredIndex {
 /// What is read later.
 struct Paged {
     items: Vec<PagedItem>,
-    /// By leaf: where its chunks are, as item of `items` and leaf of that, where they are not in the outline.
+    /// By leaf: where its chunks are, as item of `items` and leaf of that, where they are not in
+    /// the outline.
     places: Vec<Option<(usize, u32)>>,
     filled: Mutex<Filled>,
 }
@@ -64,8 +68,9 @@ enum Read {
 }
 
 impl StoredIndex {
-    /// Reads and checks the indexes of a step, each of which is what the manifest says; those of the items that `is_whole` says, or that are small, as a whole.
-    /// `between` is called for each when it has been read and is about to be decoded, which takes a core.
+    /// Reads and checks the indexes of a step, each of which is what the manifest says; those of
+    /// the items that `is_whole` says, or that are small, as a whole. `between` is called for each
+    /// when it has been read and is about to be decoded, which takes a core.
     pub fn read(
         dir: &dyn Dir,
         manifest: &Manifest,
@@ -300,7 +305,8 @@ fn name_files(
     Ok(())
 }
 
-/// Readers take memory for a tensor before its chunks are looked at one by one: they must add up to it. `leaves` are those of the tree from `first` on.
+/// Readers take memory for a tensor before its chunks are looked at one by one: they must add up to
+/// it. `leaves` are those of the tree from `first` on.
 fn check_claims(tree: &Tree, first: usize, leaves: &[LeafRecord], file: &Path) -> Result<()> {
     for (leaf, record) in (first as u32..).zip(leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
@@ -328,7 +334,8 @@ fn claims_too_much(tree: &Tree, leaf: u32, tensor: &TensorRecord, stored: u128, 
     stepwell_core::Error::Corrupt { file: file.to_owned(), leaf, block: None, what }.into()
 }
 
-/// The data files as the manifest has them, item by item: the numbering that [`read`] gives them, where indexes list theirs in the same order.
+/// The data files as the manifest has them, item by item: the numbering that [`read`] gives them,
+/// where indexes list theirs in the same order.
 pub(crate) fn files(manifest: &Manifest) -> Vec<FileRecord> {
     let mut of_item: HashMap<&str, Vec<FileRecord>> = HashMap::new();
     for entry in &manifest.files {

@@ -1,4 +1,5 @@
-//! A disk that does not answer is not taken for an answer: no step is left out of a listing for an I/O error.
+//! A disk that does not answer is not taken for an answer: no step is left out of a listing for an
+//! I/O error.
 
 #![allow(clippy::unwrap_used, reason = "tests end by it")]
 

@@ -1,4 +1,5 @@
-//! Cancelling a save: the state is read no more once the call has returned, and nothing of it is committed.
+//! Cancelling a save: the state is read no more once the call has returned, and nothing of it is
+//! committed.
 
 mod common;
 
@@ -50,7 +51,8 @@ fn assert_cancelled(error: Option<&Error>) {
     assert!(matches!(error.and_then(Error::core), Some(stepwell_core::Error::Cancelled(_))), "{error:?}");
 }
 
-/// Cancels as soon as the provider is read from, and runs `save`, which must fail; afterwards the provider is read no more.
+/// Cancels as soon as the provider is read from, and runs `save`, which must fail; afterwards the
+/// provider is read no more.
 fn cancelled_in_the_middle(
     provider: &Arc<Slow>,
     cancel: impl Fn() + Sync,

@@ -1,4 +1,5 @@
-//! Saving and reading back: the promises of the basic cycle, of handles and of errors in the background.
+//! Saving and reading back: the promises of the basic cycle, of handles and of errors in the
+//! background.
 
 mod common;
 

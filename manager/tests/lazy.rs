@@ -1,4 +1,5 @@
-//! States that nobody changes are captured behind the call; saves stay in order, whoever captures them.
+//! States that nobody changes are captured behind the call; saves stay in order, whoever captures
+//! them.
 
 #![expect(clippy::unwrap_used, reason = "tests end by them")]
 

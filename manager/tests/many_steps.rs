@@ -1,4 +1,5 @@
-//! A root of many steps: what a save costs there, and what its writer sees of what others do to them.
+//! A root of many steps: what a save costs there, and what its writer sees of what others do to
+//! them.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests end by it")]
 
@@ -42,7 +43,8 @@ fn calls_of_a_save(steps: u64) -> u64 {
 #[test]
 fn a_save_asks_the_disk_no_more_where_there_are_more_steps() {
     let (some, many) = (calls_of_a_save(80), calls_of_a_save(320));
-    // A listing is repeated where the directory changes meanwhile, as the deleter does that works beside it.
+    // A listing is repeated where the directory changes meanwhile, as the deleter does that works
+    // beside it.
     assert!(many <= some + 20, "{some} calls with 80 steps, {many} with 320");
 }
 
@@ -65,7 +67,8 @@ fn the_training_looks_no_name_up_where_a_step_was_retired_before() {
     let save = save(&manager, 6);
     world.disk.set_hook(None);
     committed(&save);
-    // A look at the root itself waits for nothing; for a name it would wait until a disk that is busy with deleting lets the directory go.
+    // A look at the root itself waits for nothing; for a name it would wait until a disk that is
+    // busy with deleting lets the directory go.
     let asked = asked.lock().unwrap();
     assert!(!asked.is_empty());
     assert!(asked.iter().all(|path| path == Path::new(ROOT)), "{asked:?}");

@@ -18,7 +18,8 @@ fn roomy() -> Options {
     Options { max_pending: 8, on_save_error: OnSaveError::Warn, staging_bytes, ..options() }
 }
 
-/// One at a time: the staging memory is the process's, and a test that holds its writes holds slots.
+/// One at a time: the staging memory is the process's, and a test that holds its writes holds
+/// slots.
 fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)

@@ -17,7 +17,8 @@ fn reading() -> Options {
     Options { read_only: true, ..options() }
 }
 
-/// Has the writer commit a step (which retires the one before) in the middle of each of the next `times` listings of the root by process `reader`, or right after it.
+/// Has the writer commit a step (which retires the one before) in the middle of each of the next
+/// `times` listings of the root by process `reader`, or right after it.
 fn race(world: &World, writer: &Arc<Manager>, reader: usize, moment: Moment, times: u64) -> Arc<AtomicU64> {
     let raced = Arc::new(AtomicU64::new(0));
     let (writer, count) = (Arc::clone(writer), Arc::clone(&raced));
@@ -74,7 +75,8 @@ fn the_newest_step_is_looked_for_anew_when_it_is_gone_before_it_is_opened() {
     let reader = Manager::open(std::path::Path::new(ROOT), reading(), world.environment_of(&other)).unwrap();
     let raced = Arc::new(AtomicU64::new(0));
     let (count, saver) = (Arc::clone(&raced), Arc::clone(&writer));
-    // Right before the directory of the step that was chosen is opened; more often than a few times.
+    // Right before the directory of the step that was chosen is opened; more often than a few
+    // times.
     world.disk.set_hook(Some(Arc::new(move |now, operation| {
         let opens = operation.process == 1
             && operation.kind == Kind::OpenDir

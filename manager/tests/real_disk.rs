@@ -1,4 +1,5 @@
-//! The same promises on the file system of this machine, through every engine; and singular checkpoints.
+//! The same promises on the file system of this machine, through every engine; and singular
+//! checkpoints.
 
 #![allow(clippy::unwrap_used, reason = "tests end by it")]
 

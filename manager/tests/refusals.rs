@@ -1,4 +1,5 @@
-//! What the commit would refuse is refused before a byte is captured, and nothing is made on disk for it.
+//! What the commit would refuse is refused before a byte is captured, and nothing is made on disk
+//! for it.
 
 mod common;
 

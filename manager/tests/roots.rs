@@ -542,7 +542,8 @@ fn metrics_of_steps_that_are_gone_are_removed_by_the_next_writer_and_no_others()
     }
     manager.rewind(4, Some("kept")).unwrap();
     manager.close(Some(LONG)).unwrap();
-    // Deleted by hand; damaged; killed in the middle of writing a sidecar, and of one for a step that is gone.
+    // Deleted by hand; damaged; killed in the middle of writing a sidecar, and of one for a step
+    // that is gone.
     let root = world.disk.image().get("/run").unwrap().clone();
     let entries = root.entries().unwrap().iter().filter(|(name, _)| name.as_ref() != "step_00000001");
     let gone = Node::dir(entries.cloned().collect());

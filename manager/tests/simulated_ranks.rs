@@ -1,10 +1,13 @@
-//! Ranks and their leader, simulated: any order of their actions, messages that are lost, late or doubled, ranks that are paused or killed at any action, a second job that takes the
-//! root over. One seed is one history; a seed that fails is printed, and `STEPWELL_SEED` runs it alone.
+//! Ranks and their leader, simulated: any order of their actions, messages that are lost, late or
+//! doubled, ranks that are paused or killed at any action, a second job that takes the root over.
+//! One seed is one history; a seed that fails is printed, and `STEPWELL_SEED` runs it alone.
 //!
 //! What must hold of every history, once it is over:
 //!
-//! * a step that is visible is whole: all ranks' files of one attempt, and the manifest that lists them;
-//! * a rank that was told "committed" finds the step, and one that was told "not committed" finds none of that attempt, whatever others do later;
+//! * a step that is visible is whole: all ranks' files of one attempt, and the manifest that lists
+//!   them;
+//! * a rank that was told "committed" finds the step, and one that was told "not committed" finds
+//!   none of that attempt, whatever others do later;
 //! * each rank that lives has its answer, in bounded time.
 
 #![expect(clippy::unwrap_used, clippy::panic, clippy::print_stderr, reason = "tests end by them")]
@@ -41,7 +44,8 @@ use stepwell_manager::discovery::{damage, read_manifest};
 use stepwell_manager::{Clock, Environment, directory_layout, recovery, root};
 
 const STALL: Duration = Duration::from_secs(10);
-/// After so long nothing goes wrong any more: whoever waits then must come to an end by itself, and not because somebody is killed at last.
+/// After so long nothing goes wrong any more: whoever waits then must come to an end by itself, and
+/// not because somebody is killed at last.
 const TROUBLE: Duration = Duration::from_secs(60);
 /// Bytes of a rank's data file: room for what every file begins and ends with.
 const FILE_BYTES: usize = 3 * 4096;
@@ -431,7 +435,8 @@ impl History {
         true
     }
 
-    /// The time until a rank's next action: mostly little, sometimes longer than everybody's patience.
+    /// The time until a rank's next action: mostly little, sometimes longer than everybody's
+    /// patience.
     fn pause(&mut self) -> Duration {
         let longest = if self.trouble && self.dice.once_in(60) { 40_000 } else { 30 };
         Duration::from_millis(self.dice.below(longest))

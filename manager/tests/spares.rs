@@ -1,4 +1,5 @@
-//! Files of a retired step are written over by the next save, and nobody who has one of them sees other bytes.
+//! Files of a retired step are written over by the next save, and nobody who has one of them sees
+//! other bytes.
 
 #![allow(clippy::unwrap_used, reason = "tests end by it")]
 
@@ -235,7 +236,8 @@ fn on_a_real_disk_hard_links_and_open_files_keep_their_bytes() {
     }
 }
 
-/// What `tar` and `rsync` do: they open files by the directories that they have open, whatever those are called by now.
+/// What `tar` and `rsync` do: they open files by the directories that they have open, whatever
+/// those are called by now.
 fn copier(root: &Path, stop: &AtomicBool) -> (u64, u64) {
     let (mut opened, mut changed) = (0, 0);
     let mut dirs: BTreeMap<PathBuf, std::fs::File> = BTreeMap::new();
@@ -255,7 +257,8 @@ fn copier(root: &Path, stop: &AtomicBool) -> (u64, u64) {
                 let path = format!("/proc/self/fd/{}/00000.data", dir.as_raw_fd());
                 let Ok(mut file) = std::fs::File::open(path) else { continue };
                 opened += 1;
-                // Looked at twice only where another step may be what was opened: that takes time, and the file must be found closed now and then.
+                // Looked at twice only where another step may be what was opened: that takes time,
+                // and the file must be found closed now and then.
                 let at = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
                 if !at.to_string_lossy().contains("/.tmp-") {
                     continue;
@@ -320,7 +323,8 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// What `cp -al` does: gives files of steps a second name, by directories that it has open. Counts what it got, and what of it did not stay the step's.
+/// What `cp -al` does: gives files of steps a second name, by directories that it has open. Counts
+/// what it got, and what of it did not stay the step's.
 fn linker(root: &Path, links: &Path, stop: &AtomicBool, linked: &AtomicU64) -> u64 {
     let mut changed = 0;
     while !stop.load(Ordering::Relaxed) {

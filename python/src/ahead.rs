@@ -1,5 +1,6 @@
-//! What is done while a checkpoint is being opened: the engine begins to read what is going to be wanted, and the arrays that are going to be filled are
-//! taken hold of. Where leaves are small that costs as much time as opening does.
+//! What is done while a checkpoint is being opened: the engine begins to read what is going to be
+//! wanted, and the arrays that are going to be filled are taken hold of. Where leaves are small
+//! that costs as much time as opening does.
 
 use std::collections::HashSet;
 
@@ -15,7 +16,8 @@ use crate::hooks::hooks;
 use crate::ingest::HeldBuffer;
 use crate::wait;
 
-/// What is going to be read of a checkpoint: everything or nothing that is known, or all of some top-level entries.
+/// What is going to be read of a checkpoint: everything or nothing that is known, or all of some
+/// top-level entries.
 #[derive(FromPyObject)]
 pub enum Ahead {
     #[pyo3(transparent)]
@@ -51,7 +53,8 @@ pub fn open(
     Ok(Checkpoint::new(opened, taken?))
 }
 
-/// Writable buffers of the arrays of a target, in the order of a walk through its dicts, lists and tuples.
+/// Writable buffers of the arrays of a target, in the order of a walk through its dicts, lists and
+/// tuples.
 #[derive(Default)]
 pub struct Taken(std::vec::IntoIter<HeldBuffer>);
 
@@ -63,7 +66,8 @@ impl Taken {
         Ok(Self(walk.buffers.into_iter()))
     }
 
-    /// The buffer of an array: one that was taken, or a new one. What was taken of others that would have come before is given back.
+    /// The buffer of an array: one that was taken, or a new one. What was taken of others that
+    /// would have come before is given back.
     pub fn buffer(&mut self, array: &Bound<'_, PyAny>) -> PyResult<HeldBuffer> {
         match self.0.find(|buffer| buffer.is_of(array)) {
             Some(buffer) => Ok(buffer),

@@ -1,4 +1,5 @@
-//! Arrays of other libraries: which classes are arrays, and how their memory is taken hold of. The package's adapters say so (`array_type`, `abstract_type`); nothing here knows a framework.
+//! Arrays of other libraries: which classes are arrays, and how their memory is taken hold of. The
+//! package's adapters say so (`array_type`, `abstract_type`); nothing here knows a framework.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,10 +17,12 @@ pub struct ArrayType {
     pub library: Arc<str>,
     /// True if its instances export a buffer, and have a numpy dtype.
     pub buffer: bool,
-    /// Instance → DLPack capsule (or a tuple of it and of what is held with it), where there is no buffer.
+    /// Instance → DLPack capsule (or a tuple of it and of what is held with it), where there is no
+    /// buffer.
     pub capsule: Py<PyAny>,
-    /// For one on a device: instance, the handle of the stream that it is to be copied on → a capsule of what that stream sees, or `None` where it cannot be held. Without it, the order is that of
-    /// the library's current stream.
+    /// For one on a device: instance, the handle of the stream that it is to be copied on → a
+    /// capsule of what that stream sees, or `None` where it cannot be held. Without it, the order
+    /// is that of the library's current stream.
     pub on_device: Option<Py<PyAny>>,
     /// True if its instances never change.
     pub immutable: bool,
@@ -74,7 +77,8 @@ impl Known {
         self.arrays.get(&address(object))
     }
 
-    /// Holds the memory of an array: of one that exports a buffer, or of a class that is known. What is held to be written to is writable.
+    /// Holds the memory of an array: of one that exports a buffer, or of a class that is known.
+    /// What is held to be written to is writable.
     pub fn hold(&self, array: &Bound<'_, PyAny>, writable: bool) -> PyResult<HeldBuffer> {
         let known = self.array(array).filter(|known| !(writable && known.immutable));
         match known {
@@ -114,7 +118,8 @@ fn add(change: impl FnOnce(&mut Known)) {
     change(Arc::make_mut(known.get_or_insert_default()));
 }
 
-/// Makes a class of arrays known. Subclasses are not meant: they may be something else. An array whose memory cannot be had like this is described by the package.
+/// Makes a class of arrays known. Subclasses are not meant: they may be something else. An array
+/// whose memory cannot be had like this is described by the package.
 #[pyfunction]
 #[pyo3(signature = (class_, library, buffer, capsule, immutable, whole = None, on_device = None))]
 pub fn array_type(
@@ -133,7 +138,8 @@ pub fn array_type(
     add(|known| drop(known.arrays.insert(at, Arc::new(found))));
 }
 
-/// Makes a class known whose instances have the dtype and the shape of an array that is wanted, in one piece of memory where that attribute has a value of one of these classes.
+/// Makes a class known whose instances have the dtype and the shape of an array that is wanted, in
+/// one piece of memory where that attribute has a value of one of these classes.
 #[pyfunction]
 pub fn abstract_type(class_: Bound<'_, PyType>, attribute: String, classes: Vec<Bound<'_, PyType>>) {
     let at = class_.as_ptr() as usize;

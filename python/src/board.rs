@@ -1,4 +1,5 @@
-//! A board that Python keeps: what the engine's threads put there and look for, a thread of Python's does for them. They never touch Python themselves.
+//! A board that Python keeps: what the engine's threads put there and look for, a thread of
+//! Python's does for them. They never touch Python themselves.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +14,8 @@ use stepwell_manager::Error;
 use stepwell_manager::coordination::shared_directory::Membership;
 use stepwell_manager::coordination::{Coordinator, Message};
 
-/// How long the thread of Python's may take for one request: it has a connection of its own, and holds nothing else up.
+/// How long the thread of Python's may take for one request: it has a connection of its own, and
+/// holds nothing else up.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Between two looks for a message.
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
@@ -206,7 +208,8 @@ impl Coordinator for AskedBoard {
     }
 }
 
-/// How the ranks of a manager agree, as Python says it: a board, or `(rank, world_size, job_id, directory)` of a shared directory, where `None` is the root's own.
+/// How the ranks of a manager agree, as Python says it: a board, or `(rank, world_size, job_id,
+/// directory)` of a shared directory, where `None` is the root's own.
 #[derive(FromPyObject)]
 pub enum Agreeing<'py> {
     Board(PyRef<'py, Board>),

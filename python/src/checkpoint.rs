@@ -1,4 +1,5 @@
-//! An open checkpoint, as Python sees it: structure, match, reads into arrays, objects, verification.
+//! An open checkpoint, as Python sees it: structure, match, reads into arrays, objects,
+//! verification.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -63,7 +64,8 @@ impl Drop for Checkpoint {
     }
 }
 
-/// A region of a stored tensor, and the array that it is read into: `(leaf, offset, extent, array)`.
+/// A region of a stored tensor, and the array that it is read into: `(leaf, offset, extent,
+/// array)`.
 type ReadRow<'py> = (u32, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 
 /// What is read of a file: `(path, reads, blocks, bytes of them, bytes that are wanted of them)`.
@@ -86,7 +88,8 @@ fn leaf_row(inner: &Engined, leaf: usize) -> LeafRow {
     }
 }
 
-/// A chunk: `(file, offset, bytes, first element or offsets, elements or extents)`; without a file where it is supplied by a reader.
+/// A chunk: `(file, offset, bytes, first element or offsets, elements or extents)`; without a file
+/// where it is supplied by a reader.
 type ChunkRow = (Option<u32>, u64, u64, Vec<u64>, Vec<u64>);
 
 /// Of what a leaf is an alias or a view, and its chunks.
@@ -119,7 +122,8 @@ impl Checkpoint {
     fn close(&self, py: Python<'_>) {
         drop(self.taken());
         let closed = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // Its end waits for reads that were begun for a restore and not taken: not while Python is held up.
+        // Its end waits for reads that were begun for a restore and not taken: not while Python is
+        // held up.
         py.detach(move || drop(closed));
     }
 
@@ -187,9 +191,10 @@ impl Checkpoint {
         Ok(leaf_row(&*self.get(py)?, leaf))
     }
 
-    /// Where the bytes of each leaf are: the data files, relative to the step, and per leaf the leaf that it is tied to or is a view of, and its chunks:
-    /// `(file, offset, bytes, first element or offsets, elements or extents)`. A chunk that is a run of the flattened array has one number each, that
-    /// of an object none.
+    /// Where the bytes of each leaf are: the data files, relative to the step, and per leaf the
+    /// leaf that it is tied to or is a view of, and its chunks: `(file, offset, bytes, first
+    /// element or offsets, elements or extents)`. A chunk that is a run of the flattened array has
+    /// one number each, that of an object none.
     fn places(&self, py: Python<'_>) -> PyResult<(Vec<String>, Vec<PlaceRow>)> {
         let inner = self.get(py)?;
         let index = py.detach(|| inner.index()).map_err(|error| raise_manager(py, &error))?;
@@ -213,8 +218,9 @@ impl Checkpoint {
         values.iter().map(|value| to_python(py, value, reviver)).collect()
     }
 
-    /// Reads regions of stored tensors into writable arrays: `(leaf, offset, extent, array of that shape)`. Returns the bytes that were read. Nothing is
-    /// written any more when it returns, however it does.
+    /// Reads regions of stored tensors into writable arrays: `(leaf, offset, extent, array of that
+    /// shape)`. Returns the bytes that were read. Nothing is written any more when it returns,
+    /// however it does.
     fn read(&self, py: Python<'_>, requests: Vec<ReadRow<'_>>) -> PyResult<u64> {
         let inner = self.get(py)?;
         let known = arrays::known();
@@ -255,8 +261,9 @@ impl Checkpoint {
         read_all(py, &inner, parts, targets, || Ok(()))
     }
 
-    /// What [`Checkpoint::read`] would read for leading parts of stored tensors, `(leaf, extent)`, and [`Checkpoint::objects`] for objects; per file
-    /// `(path, reads, blocks, bytes of them, bytes that are wanted of them)`. No data is read.
+    /// What [`Checkpoint::read`] would read for leading parts of stored tensors, `(leaf, extent)`,
+    /// and [`Checkpoint::objects`] for objects; per file `(path, reads, blocks, bytes of them,
+    /// bytes that are wanted of them)`. No data is read.
     fn plan(
         &self,
         py: Python<'_>,
@@ -272,7 +279,8 @@ impl Checkpoint {
             .collect())
     }
 
-    /// Reads everything and compares every checksum: `(files, bytes, [(file, block, leaf paths, what)])`. `progress(done, total)` is called now and then.
+    /// Reads everything and compares every checksum: `(files, bytes, [(file, block, leaf paths,
+    /// what)])`. `progress(done, total)` is called now and then.
     #[pyo3(signature = (progress = None))]
     #[expect(clippy::type_complexity, reason = "a row of plain values for Python")]
     fn verify(
@@ -311,8 +319,10 @@ impl Checkpoint {
     }
 }
 
-/// Reads into held, writable buffers, by their number, and does `meanwhile` here once reads are under way: planning them needs all cores. Returns the bytes that were read. No host memory is written any more when it
-/// returns, however it does; where a device is too slow, copies into it may be under way, and the current streams wait for them.
+/// Reads into held, writable buffers, by their number, and does `meanwhile` here once reads are
+/// under way: planning them needs all cores. Returns the bytes that were read. No host memory is
+/// written any more when it returns, however it does; where a device is too slow, copies into it
+/// may be under way, and the current streams wait for them.
 pub fn read_all(
     py: Python<'_>,
     inner: &Arc<Engined>,
@@ -321,7 +331,8 @@ pub fn read_all(
     meanwhile: impl FnOnce() -> PyResult<()>,
 ) -> PyResult<u64> {
     let streams = receive_after(py, &buffers)?;
-    // What a read that has failed may still have under way is no more than what was there before: the frameworks' next work comes behind it.
+    // What a read that has failed may still have under way is no more than what was there before:
+    // the frameworks' next work comes behind it.
     let behind = |streams: &[(Arc<Device>, UserStream)]| {
         for (device, stream) in streams {
             if let Err(error) = device.received_before(*stream) {

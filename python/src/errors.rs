@@ -1,5 +1,5 @@
-//! Errors of the engine → exceptions of the package. The class is found by the error's stable kind; leaf, file, block, rank and errno
-//! travel as attributes.
+//! Errors of the engine → exceptions of the package. The class is found by the error's stable kind;
+//! leaf, file, block, rank and errno travel as attributes.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -33,7 +33,8 @@ pub fn closed(py: Python<'_>, what: &str) -> PyErr {
     make(py, "closed", what, &PyDict::new(py)).unwrap_or_else(|failure| failure)
 }
 
-/// [`raise_manager`] for a failure that must not be lost: making an exception runs Python, and so signal handlers, which may raise (`Err`).
+/// [`raise_manager`] for a failure that must not be lost: making an exception runs Python, and so
+/// signal handlers, which may raise (`Err`).
 pub fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
     let attributes = PyDict::new(py);
     if let Some(core) = error.core() {

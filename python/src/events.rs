@@ -1,7 +1,9 @@
-//! What waits for Python's notifier thread: callbacks that are due, lines for the log, and buffers to be given back.
+//! What waits for Python's notifier thread: callbacks that are due, lines for the log, and buffers
+//! to be given back.
 //!
-//! Engine threads only ever push here; they never attach to the interpreter. The notifier waits detached, and drops owners and runs
-//! callbacks attached. A queue belongs to one process: after a fork the child makes its own.
+//! Engine threads only ever push here; they never attach to the interpreter. The notifier waits
+//! detached, and drops owners and runs callbacks attached. A queue belongs to one process: after a
+//! fork the child makes its own.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -75,8 +77,9 @@ impl Events {
         self.callback(number);
     }
 
-    /// Waits, detached, for callbacks that are due and lines to log (level, target, text), and gives back the buffers that engine threads are done with. Returns at least every
-    /// `timeout` seconds.
+    /// Waits, detached, for callbacks that are due and lines to log (level, target, text), and
+    /// gives back the buffers that engine threads are done with. Returns at least every `timeout`
+    /// seconds.
     #[pyo3(signature = (timeout = 60.0))]
     fn next(&self, py: Python<'_>, timeout: f64) -> Vec<Told> {
         let timeout = Duration::try_from_secs_f64(timeout).unwrap_or(Duration::from_secs(60));
@@ -103,7 +106,8 @@ impl Events {
     }
 }
 
-/// A flattened state on its way through the engine. Whoever drops the last share of it, on whatever thread, only hands it to the notifier; [`Loan::give_back`] needs none.
+/// A flattened state on its way through the engine. Whoever drops the last share of it, on whatever
+/// thread, only hands it to the notifier; [`Loan::give_back`] needs none.
 pub struct Parcel {
     flat: Option<Box<Flat>>,
     events: Events,
@@ -121,7 +125,8 @@ impl Parcel {
     }
 }
 
-/// A parcel that is given back by the thread that called for the capture, when that is over, though the engine's providers are still there.
+/// A parcel that is given back by the thread that called for the capture, when that is over, though
+/// the engine's providers are still there.
 pub struct Loan(Mutex<Option<Arc<Parcel>>>);
 
 impl Loan {

@@ -1,8 +1,10 @@
-//! The walk over a state: Python containers and leaves → a [`Tree`] and its leaves, arrays by reference.
+//! The walk over a state: Python containers and leaves → a [`Tree`] and its leaves, arrays by
+//! reference.
 //!
-//! Exact `dict`, `list`, `tuple`, `ndarray` and built-in scalars never leave Rust; everything else goes through
-//! `stepwell.leaves.describe`, but for arrays of classes that its adapters have made known ([`crate::arrays`]). Nothing is copied but arrays that are not
-//! little-endian, or not in host memory; the buffers stay held until the [`Flat`] is dropped, under the GIL.
+//! Exact `dict`, `list`, `tuple`, `ndarray` and built-in scalars never leave Rust; everything else
+//! goes through `stepwell.leaves.describe`, but for arrays of classes that its adapters have made
+//! known ([`crate::arrays`]). Nothing is copied but arrays that are not little-endian, or not in
+//! host memory; the buffers stay held until the [`Flat`] is dropped, under the GIL.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -110,14 +112,16 @@ struct Walk<'h, 'py> {
     /// Whose arrays were met in the stateful object that is being walked.
     library: Option<Arc<str>>,
     flat: Flat,
-    /// Address, dtype, and whether the leaf is a converted copy of what lies there → the leaves that start there.
+    /// Address, dtype, and whether the leaf is a converted copy of what lies there → the leaves
+    /// that start there.
     ties: HashMap<(usize, Dtype, bool), Vec<u32>>,
     /// Leaves that are copies of something whose memory is not seen here, by what names it.
     copies: HashMap<String, u32>,
     /// Of the leaves that are converted copies: what they are copies of.
     originals: HashMap<u32, HeldBuffer>,
     dtypes: Dtypes<'py>,
-    /// The objects that are being walked, outermost first, by address, and the numbers of their nodes. All are alive, so that no address comes twice.
+    /// The objects that are being walked, outermost first, by address, and the numbers of their
+    /// nodes. All are alive, so that no address comes twice.
     open: Vec<(usize, u32)>,
 }
 
@@ -281,7 +285,8 @@ impl<'py> Walk<'_, 'py> {
             };
         }
         let answer = self.hooks.describe.bind(object.py()).call1((object,)).map_err(|error| {
-            // Code of the caller's has run (`state_dict`, a property): where, its own error does not know.
+            // Code of the caller's has run (`state_dict`, a property): where, its own error does
+            // not know.
             let path = self.path(parent, component.as_ref());
             if error.is_instance(object.py(), self.hooks.error.bind(object.py())) {
                 return at_leaf(object.py(), error, &path);
@@ -345,8 +350,8 @@ impl<'py> Walk<'_, 'py> {
         }
     }
 
-    /// An object that gave its state: the children of that state stand directly below it. A state that is no container stands below
-    /// the field `state`.
+    /// An object that gave its state: the children of that state stand directly below it. A state
+    /// that is no container stands below the field `state`.
     fn stateful(
         &mut self,
         parent: Option<u32>,
@@ -417,8 +422,8 @@ impl<'py> Walk<'_, 'py> {
         self.other(parent, component, array, depth)
     }
 
-    /// Adds an array, or an alias of an earlier one. `original`: what `array` is a converted copy of; its memory then decides
-    /// what is tied.
+    /// Adds an array, or an alias of an earlier one. `original`: what `array` is a converted copy
+    /// of; its memory then decides what is tied.
     fn store_array(
         &mut self,
         parent: Option<u32>,
@@ -433,7 +438,8 @@ impl<'py> Walk<'_, 'py> {
         self.hold_array(parent, component, array.py(), (dtype, buffer, false), original)
     }
 
-    /// The memory of an array of a class that was made known; `None` where it is none, or cannot be had like this.
+    /// The memory of an array of a class that was made known; `None` where it is none, or cannot be
+    /// had like this.
     fn hold(&mut self, object: &Bound<'py, PyAny>) -> PyResult<Option<(Dtype, HeldBuffer, bool)>> {
         let arrays = Arc::clone(&self.arrays);
         let known = arrays.array(object);
@@ -461,7 +467,8 @@ impl<'py> Walk<'_, 'py> {
             Err(error) => return Err(error),
         };
         let Ok((dtype, mut buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
-        // Where there is no driver that could copy it, or it would have to element by element, the package knows another way.
+        // Where there is no driver that could copy it, or it would have to element by element, the
+        // package knows another way.
         let Ok(device) = device_of(&buffer) else { return Ok(None) };
         if device.is_some() && buffer.is_broadcast() {
             return Ok(None);
@@ -510,7 +517,8 @@ impl<'py> Walk<'_, 'py> {
         Ok(())
     }
 
-    /// A copy of an array that is not in host memory, or not there as it is stored: `("copied", array, what names the original, library)`.
+    /// A copy of an array that is not in host memory, or not there as it is stored: `("copied",
+    /// array, what names the original, library)`.
     fn store_copy(
         &mut self,
         parent: Option<u32>,
@@ -536,8 +544,9 @@ impl<'py> Walk<'_, 'py> {
         Ok(())
     }
 
-    /// An array in several buffers: `("sharded", dtype, shape, [(offset, array, whether nobody changes it, who holds the same), …], library)`. The last one of a part: nothing
-    /// (this process alone), a number of replicas and which of them this is, the ranks, or `"everyone"`.
+    /// An array in several buffers: `("sharded", dtype, shape, [(offset, array, whether nobody
+    /// changes it, who holds the same), …], library)`. The last one of a part: nothing (this
+    /// process alone), a number of replicas and which of them this is, the ranks, or `"everyone"`.
     fn store_shards(
         &mut self,
         parent: Option<u32>,

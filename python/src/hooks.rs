@@ -1,5 +1,5 @@
-//! What the bindings ask of the Python package: how to describe a value that is no exact built-in, how to revive one, and which
-//! exception stands for an error. Looked up once.
+//! What the bindings ask of the Python package: how to describe a value that is no exact built-in,
+//! how to revive one, and which exception stands for an error. Looked up once.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;

@@ -1,5 +1,5 @@
-//! Python bindings: no policy, no format, no framework logic. The package `stepwell` beside this crate is the public face; this module
-//! (`stepwell._core`) is what it calls.
+//! Python bindings: no policy, no format, no framework logic. The package `stepwell` beside this
+//! crate is the public face; this module (`stepwell._core`) is what it calls.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -69,7 +69,8 @@ mod _core {
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-    /// Bounds of what is stored: those that the package checks before the engine does, so that its errors name the argument.
+    /// Bounds of what is stored: those that the package checks before the engine does, so that its
+    /// errors name the argument.
     #[pymodule_export]
     const MAX_STEP: u64 = limits::MAX_STEP;
     #[pymodule_export]

@@ -1,7 +1,9 @@
-//! What the engine has to say beside answers and errors: its `tracing` events, on their way to Python's `logging`.
+//! What the engine has to say beside answers and errors: its `tracing` events, on their way to
+//! Python's `logging`.
 //!
-//! The one subscriber of this module's process puts level, target and text into the notifier's queue; the notifier calls `logging`. Engine threads
-//! never touch Python for it. What is below INFO is not looked at, and spans are not followed: an event that matters says its step itself.
+//! The one subscriber of this module's process puts level, target and text into the notifier's
+//! queue; the notifier calls `logging`. Engine threads never touch Python for it. What is below
+//! INFO is not looked at, and spans are not followed: an event that matters says its step itself.
 
 use std::fmt::{self, Write};
 use std::sync::{RwLock, TryLockError};
@@ -16,13 +18,15 @@ use crate::events::Events;
 /// Level as `logging` counts, target, text.
 pub type Line = (u8, String, String);
 
-/// Where lines go: the queue of the process that has that number. A forked child must not push into its parent's.
-/// Neither side waits for it: in a forked child, a thread that is not there may have it.
+/// Where lines go: the queue of the process that has that number. A forked child must not push into
+/// its parent's. Neither side waits for it: in a forked child, a thread that is not there may have
+/// it.
 static SINK: RwLock<Option<(u32, Events)>> = RwLock::new(None);
 
 /// Makes this process's lines go to a queue.
 pub fn listen(events: &Events) {
-    // In a forked child another thread of the parent may have held this when it forked: then the child stays silent.
+    // In a forked child another thread of the parent may have held this when it forked: then the
+    // child stays silent.
     let mut sink = match SINK.try_write() {
         Ok(sink) => sink,
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),

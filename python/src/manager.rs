@@ -1,4 +1,5 @@
-//! The manager of one root, as Python sees it. Calls that may wait run on a thread of their own, so that signals are answered.
+//! The manager of one root, as Python sees it. Calls that may wait run on a thread of their own, so
+//! that signals are answered.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -26,7 +27,8 @@ use crate::wait::{self, Patience};
 
 type Error = stepwell_manager::Error;
 
-/// The engine's close has a deadline that no progress moves. Those who wait for it look at the progress; it has all the time there is.
+/// The engine's close has a deadline that no progress moves. Those who wait for it look at the
+/// progress; it has all the time there is.
 const NO_DEADLINE: Duration = Duration::from_secs(1_000_000_000);
 
 /// The manager of one root.
@@ -42,7 +44,8 @@ pub struct Manager {
     closing: OnceLock<Arc<Closing>>,
 }
 
-/// The one close of a manager, on a thread of its own. Whoever calls `close` waits for it; an interrupt or a timeout ends that wait alone.
+/// The one close of a manager, on a thread of its own. Whoever calls `close` waits for it; an
+/// interrupt or a timeout ends that wait alone.
 #[derive(Default)]
 struct Closing {
     state: Mutex<ClosingState>,
@@ -92,7 +95,8 @@ impl Drop for Manager {
         if self.inner.is_closed() {
             return;
         }
-        // The engine's own drop closes what was not closed, which may wait for the disk: not while Python is held up. In a forked child that does nothing.
+        // The engine's own drop closes what was not closed, which may wait for the disk: not while
+        // Python is held up. In a forked child that does nothing.
         let closed = Python::try_attach(|py| py.detach(|| self.inner.close(None)));
         if let Some(Err(error)) = closed
             && !matches!(error, Error::ForkedProcess(_))
@@ -144,8 +148,9 @@ impl Manager {
         })
     }
 
-    /// Why `save` would do nothing with a step, and the save that is pending already where that is why; both `None` if it would save. Then: whether it would replace what is
-    /// there. Raises an existing step, one below the latest, and earlier failures.
+    /// Why `save` would do nothing with a step, and the save that is pending already where that is
+    /// why; both `None` if it would save. Then: whether it would replace what is there. Raises an
+    /// existing step, one below the latest, and earlier failures.
     fn decide(
         &self,
         py: Python<'_>,
@@ -196,7 +201,8 @@ impl Manager {
         self.query(py, move |inner| inner.choose(step))
     }
 
-    /// Of these stored leaves, in order, those that no rank wants; `None`: the ranks do not restore in the same way. Every rank asks once in a restore, before it reads.
+    /// Of these stored leaves, in order, those that no rank wants; `None`: the ranks do not restore
+    /// in the same way. Every rank asks once in a restore, before it reads.
     fn wanted_by_none(&self, py: Python<'_>, how: String, leaves: Vec<u32>) -> PyResult<Option<Vec<u32>>> {
         self.together(py, move |inner| inner.wanted_by_none(&how, leaves))
     }
@@ -215,14 +221,17 @@ impl Manager {
         })
     }
 
-    /// Something that is none of the ranks' answers has raised in one of these calls: the others are told.
+    /// Something that is none of the ranks' answers has raised in one of these calls: the others
+    /// are told.
     fn leave_restore(&self, cause: &str) {
         let (inner, cause) = (Arc::clone(&self.inner), cause.to_owned());
         // Whoever leaves does not wait.
         let _ = spawn("stepwell-leave", move || inner.leave_restore(&cause));
     }
 
-    /// Saves a flattened state, as [`Manager::decide`] has just answered (`replaces`), and returns when it is captured. An interrupt ends the save: what raises is told by then, and nothing reads the state any more.
+    /// Saves a flattened state, as [`Manager::decide`] has just answered (`replaces`), and returns
+    /// when it is captured. An interrupt ends the save: what raises is told by then, and nothing
+    /// reads the state any more.
     #[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
     fn save(
         &self,
@@ -266,7 +275,8 @@ impl Manager {
                 py,
                 &cancel,
                 move || inner.begin(ready),
-                // Captured whole before it could be stopped: it goes on, and the manager tells of its failure as of any other's.
+                // Captured whole before it could be stopped: it goes on, and the manager tells of
+                // its failure as of any other's.
                 |late| late.into_iter().for_each(|save| self.remember(&save)),
             )?
         }
@@ -275,7 +285,8 @@ impl Manager {
         Ok(SaveHandle::new(save))
     }
 
-    /// Waits until nothing is left to be captured behind a call: for whoever is about to change the state. Raises when nothing has happened for the stall timeout.
+    /// Waits until nothing is left to be captured behind a call: for whoever is about to change the
+    /// state. Raises when nothing has happened for the stall timeout.
     fn wait_captured(&self, py: Python<'_>) -> PyResult<()> {
         let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting: Vec<Save> =
@@ -291,8 +302,9 @@ impl Manager {
         devices.into_iter().collect()
     }
 
-    /// Before the state changes on these streams: makes them wait, each on its device, for what is still to be captured behind a call. This thread waits only for copies that
-    /// could not be started yet, for what lies in host memory, and for devices of which no stream is named.
+    /// Before the state changes on these streams: makes them wait, each on its device, for what is
+    /// still to be captured behind a call. This thread waits only for copies that could not be
+    /// started yet, for what lies in host memory, and for devices of which no stream is named.
     fn guard(&self, py: Python<'_>, streams: HashMap<u32, u64>) -> PyResult<()> {
         let waiting: Vec<Save> = {
             let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
@@ -430,7 +442,8 @@ impl Manager {
         serde_json::to_string(&report).map_err(|error| PyRuntimeError::new_err(error.to_string()))
     }
 
-    /// Applies retention now; the steps that went, out of sight and durably. Their files go until the end of `close`.
+    /// Applies retention now; the steps that went, out of sight and durably. Their files go until
+    /// the end of `close`.
     fn apply_retention(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         let inner = Arc::clone(&self.inner);
         call(py, move || inner.apply_retention())
@@ -484,8 +497,9 @@ impl Manager {
         self.inner.check_for_errors().map_err(|error| self.tell(py, &error))
     }
 
-    /// Begins to close, once, and waits for that. After an interrupt or a timeout the closing goes on, and may be waited for again. Without a
-    /// timeout it gives up when nothing at all has happened for the stall timeout.
+    /// Begins to close, once, and waits for that. After an interrupt or a timeout the closing goes
+    /// on, and may be waited for again. Without a timeout it gives up when nothing at all has
+    /// happened for the stall timeout.
     #[pyo3(signature = (timeout = None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = wait::seconds(timeout);
@@ -527,7 +541,8 @@ impl Manager {
         }
     }
 
-    /// Something that changes as long as pending saves get on: how many there are, and the bytes they have moved.
+    /// Something that changes as long as pending saves get on: how many there are, and the bytes
+    /// they have moved.
     fn progress(&self) -> (usize, u64) {
         self.moved()
     }
@@ -543,8 +558,8 @@ impl Manager {
         self.inner.check_before_saving(step).map_err(|error| self.tell(py, &error))
     }
 
-    /// The exception for a failure of an earlier save. A signal handler that raises while the exception is made has the word instead; the failure
-    /// is kept then, for the next who asks.
+    /// The exception for a failure of an earlier save. A signal handler that raises while the
+    /// exception is made has the word instead; the failure is kept then, for the next who asks.
     fn tell(&self, py: Python<'_>, error: &Error) -> PyErr {
         build(py, error).unwrap_or_else(|interrupt| {
             self.inner.put_back(error);
@@ -574,7 +589,8 @@ impl Manager {
         saves.first().map(|first| format!("{pending} save(s), the oldest of step {}", first.step()))
     }
 
-    /// A call that the ranks of a restore make. One that reads for long is waited for; whoever is silent, the call itself names.
+    /// A call that the ranks of a restore make. One that reads for long is waited for; whoever is
+    /// silent, the call itself names.
     fn together<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -584,7 +600,8 @@ impl Manager {
         call(py, move || ask(&inner))
     }
 
-    /// A call that reads directories and small files: a disk that does not answer must not take Ctrl-C with it, nor be waited for without an end.
+    /// A call that reads directories and small files: a disk that does not answer must not take
+    /// Ctrl-C with it, nor be waited for without an end.
     fn query<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -612,7 +629,8 @@ pub struct Held {
     hold: Mutex<Option<Hold>>,
 }
 
-/// What a rank says of its own failure. The others hear of the leader's as it is, and of any other one's as the leader puts it.
+/// What a rank says of its own failure. The others hear of the leader's as it is, and of any other
+/// one's as the leader puts it.
 fn failed(inner: &Engined, cause: String) -> Error {
     match inner.ranks() {
         (0, _) => Error::RankFailed { rank: 0, cause },

@@ -119,7 +119,8 @@ fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Option
     })
 }
 
-/// Matches what is wanted against what is stored; nothing is read. See `stepwell.wanted` for the rows.
+/// Matches what is wanted against what is stored; nothing is read. See `stepwell.wanted` for the
+/// rows.
 #[pyfunction]
 pub fn match_state<'py>(
     py: Python<'py>,
@@ -198,11 +199,14 @@ fn rendered<'py>(
     Ok(out)
 }
 
-/// What a process holds of its own parameter: offset and extent in the tensor, then the first element and the steps in the parameter's own array.
+/// What a process holds of its own parameter: offset and extent in the tensor, then the first
+/// element and the steps in the parameter's own array.
 type PieceRow = (Vec<u64>, Vec<u64>, u64, Vec<i64>);
 
-/// The part `start .. start + len` of a process's own parameter, flattened, as boxes of the tensor: each with its place in the run, in elements. The parameter has that local shape,
-/// and holds these pieces. `None` where the run does not lie in it, or a piece is not laid out along its dimensions.
+/// The part `start .. start + len` of a process's own parameter, flattened, as boxes of the tensor:
+/// each with its place in the run, in elements. The parameter has that local shape, and holds these
+/// pieces. `None` where the run does not lie in it, or a piece is not laid out along its
+/// dimensions.
 #[pyfunction]
 pub fn flat_pieces(local: Vec<u64>, pieces: Vec<PieceRow>, start: u64, len: u64) -> Option<Vec<PieceRow>> {
     let segments = pieces.into_iter().map(|(offset, extent, at, steps)| Segment {

@@ -18,7 +18,8 @@ use stepwell_manager::{
 use crate::board::Ranks;
 use crate::errors::invalid;
 
-/// What `stepwell.options.to_json` writes: all of it, and nothing else. A name or a type that the two sides do not share is an error, never a default.
+/// What `stepwell.options.to_json` writes: all of it, and nothing else. A name or a type that the
+/// two sides do not share is an error, never a default.
 #[expect(clippy::struct_excessive_bools, reason = "flags as the user has written them")]
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -113,7 +114,8 @@ pub fn environment(
     Ok(Environment::single_process(shared_disk(path, engine, purpose)?))
 }
 
-/// The real world of one of several processes. They meet where the root is, if nothing else carries their messages.
+/// The real world of one of several processes. They meet where the root is, if nothing else carries
+/// their messages.
 pub fn environment_of(
     path: &Path,
     engine: Engine,

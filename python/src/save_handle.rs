@@ -26,13 +26,14 @@ impl SaveHandle {
         Self { save, seen: AtomicBool::new(false) }
     }
 
-    /// Returns once every copy of the capture was started; raises when nothing has happened for the stall timeout.
+    /// Returns once every copy of the capture was started; raises when nothing has happened for the
+    /// stall timeout.
     pub fn wait_started(&self, py: Python<'_>) -> PyResult<()> {
         self.wait(py, None, "the capture", |save, slice| save.wait_started(Some(slice)).ok()).map(drop)
     }
 
-    /// Waits for something of the save; `None` after the timeout. Without one it ends, with an error, when neither this save nor one before it has
-    /// got on for the stall timeout.
+    /// Waits for something of the save; `None` after the timeout. Without one it ends, with an
+    /// error, when neither this save nor one before it has got on for the stall timeout.
     fn wait<T: Send>(
         &self,
         py: Python<'_>,
@@ -69,7 +70,8 @@ impl SaveHandle {
         self.save.captured()
     }
 
-    /// True if it is captured, within the timeout. Without one: raises when nothing has happened for the stall timeout.
+    /// True if it is captured, within the timeout. Without one: raises when nothing has happened
+    /// for the stall timeout.
     #[pyo3(signature = (timeout = None))]
     pub fn wait_captured(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let captured =
@@ -77,8 +79,9 @@ impl SaveHandle {
         Ok(captured.is_some())
     }
 
-    /// Returns once it is committed; raises what made it fail, or `TimeoutError`. Without a timeout: raises when nothing has happened for the stall
-    /// timeout, as every wait does; the save goes on.
+    /// Returns once it is committed; raises what made it fail, or `TimeoutError`. Without a
+    /// timeout: raises when nothing has happened for the stall timeout, as every wait does; the
+    /// save goes on.
     #[pyo3(signature = (timeout = None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let ended = |save: &Save, slice| save.wait_unseen(Some(slice)).ok().flatten();
@@ -104,7 +107,8 @@ impl SaveHandle {
         self.save.on_done(Box::new(move |_| events.callback(number)));
     }
 
-    /// The failure, if there is one that this handle has not shown. Looking is not seeing: it stays unseen.
+    /// The failure, if there is one that this handle has not shown. Looking is not seeing: it stays
+    /// unseen.
     fn unseen_failure(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
         Ok(match self.save.outcome() {
             Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error))
@@ -116,8 +120,9 @@ impl SaveHandle {
         })
     }
 
-    /// How it ended, and why not well (text and kind): `("committed", None, None)`, `("failed", text, kind)`, `("uncertain", text, kind)`; `("pending", None, None)` before.
-    /// Looking is not seeing.
+    /// How it ended, and why not well (text and kind): `("committed", None, None)`, `("failed",
+    /// text, kind)`, `("uncertain", text, kind)`; `("pending", None, None)` before. Looking is not
+    /// seeing.
     fn outcome(&self) -> (&'static str, Option<String>, Option<&'static str>) {
         match self.save.outcome() {
             None => ("pending", None, None),

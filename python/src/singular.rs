@@ -1,4 +1,5 @@
-//! What is done by path, without a manager: one checkpoint saved or opened, a root looked at from outside.
+//! What is done by path, without a manager: one checkpoint saved or opened, a root looked at from
+//! outside.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -150,7 +151,8 @@ pub fn engine_choice(
     Ok((choice.engine, choice.direct, choice.alignment, choice.registered, choice.reasons.clone()))
 }
 
-/// The CUDA driver's version and the names of its devices, and `None`; or why there is none that can be used. Asking makes this process one that uses CUDA.
+/// The CUDA driver's version and the names of its devices, and `None`; or why there is none that
+/// can be used. Asking makes this process one that uses CUDA.
 #[pyfunction]
 pub fn cuda() -> (Option<(i32, Vec<String>)>, Option<String>) {
     let names = |driver: &'static Driver| -> Result<_, stepwell_core::Error> {

@@ -1,4 +1,5 @@
-//! Where arrays in new memory lie: the policy of `stepwell.allocate` for a whole restore at a time, whose sizes are all known before.
+//! Where arrays in new memory lie: the policy of `stepwell.allocate` for a whole restore at a time,
+//! whose sizes are all known before.
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;

@@ -38,8 +38,9 @@ impl OnDevices {
     }
 }
 
-/// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last provider is gone; where all of it is captured before `save` returns,
-/// until `state` is, which is then at the latest.
+/// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last
+/// provider is gone; where all of it is captured before `save` returns, until `state` is, which is
+/// then at the latest.
 pub fn source(
     state: &State,
     snapshot: Snapshot,
@@ -106,7 +107,8 @@ impl Snapshot {
         }
     }
 
-    /// How soon an array must be captured. One on a device whose stream is not known, and that may change, cannot be fenced there.
+    /// How soon an array must be captured. One on a device whose stream is not known, and that may
+    /// change, cannot be fenced there.
     fn haste(self, buffer: &HeldBuffer, immutable: bool, devices: &OnDevices) -> Haste {
         match self {
             Self::Eager => Haste::Captured,

@@ -16,7 +16,8 @@ use crate::flatten::{Flat, Leaf};
 /// What a leaf is: kind, dtype, and shape (of an alias: the leaf that it is tied to).
 type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
 
-/// A flattened state: structure, object values, and arrays by reference (their buffers are held until this is dropped).
+/// A flattened state: structure, object values, and arrays by reference (their buffers are held
+/// until this is dropped).
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct State {
     flat: Mutex<Option<Flat>>,
@@ -30,7 +31,8 @@ impl State {
         self.flat.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Has the arrays that were handed over given back when this is dropped: `save` has returned then, and all of them are captured.
+    /// Has the arrays that were handed over given back when this is dropped: `save` has returned
+    /// then, and all of them are captured.
     pub fn give_back_at_its_end(&self, loan: Arc<Loan>) {
         *self.loan.lock().unwrap_or_else(PoisonError::into_inner) = Some(loan);
     }
@@ -63,7 +65,8 @@ impl State {
         })
     }
 
-    /// What each leaf is: `("array", dtype, shape)`, `("object", None, None)` or `("alias", None, [of])`.
+    /// What each leaf is: `("array", dtype, shape)`, `("object", None, None)` or `("alias", None,
+    /// [of])`.
     fn leaves(&self) -> PyResult<Vec<LeafRow>> {
         self.with(|flat| {
             let row = |leaf: &Leaf| match leaf {
@@ -111,7 +114,8 @@ pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<State> {
     Ok(State { flat: Mutex::new(Some(crate::flatten::flatten(state)?)), loan: Mutex::default() })
 }
 
-/// Where arrays lie: the addresses of the first element, of the lowest byte, and of the byte after the highest.
+/// Where arrays lie: the addresses of the first element, of the lowest byte, and of the byte after
+/// the highest.
 #[pyfunction]
 pub fn spans(arrays: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<(usize, usize, usize)>> {
     let known = crate::arrays::known();

@@ -1,4 +1,5 @@
-//! Object leaves: Python values ↔ [`Value`]. Exact built-in types are handled here; what else there is, Python describes.
+//! Object leaves: Python values ↔ [`Value`]. Exact built-in types are handled here; what else there
+//! is, Python describes.
 
 use pyo3::prelude::*;
 use pyo3::types::{
@@ -26,7 +27,8 @@ pub enum Plain {
 /// Why what is nested too deep is refused.
 pub const TOO_DEEP: &str = "nested more than 128 deep (does it hold itself?); flatten it";
 
-/// The value of an exact built-in scalar type, without asking Python; `None` if it is none of those.
+/// The value of an exact built-in scalar type, without asking Python; `None` if it is none of
+/// those.
 pub fn exact_scalar(object: &Bound<'_, PyAny>) -> PyResult<Option<Value>> {
     if object.is_exact_instance_of::<PyFloat>() {
         return Ok(Some(Value::Float(object.extract()?)));
@@ -69,7 +71,8 @@ fn integer(object: &Bound<'_, PyAny>) -> PyResult<Value> {
     Ok(Value::BigInt(bytes.extract()?))
 }
 
-/// A `str`; one with lone surrogates (file names from the system) has no UTF-8 and is kept as bytes.
+/// A `str`; one with lone surrogates (file names from the system) has no UTF-8 and is kept as
+/// bytes.
 fn text(string: &Bound<'_, PyString>) -> PyResult<Value> {
     if let Ok(utf8) = string.to_str() {
         return Ok(Value::Str(utf8.to_owned()));
@@ -78,8 +81,9 @@ fn text(string: &Bound<'_, PyString>) -> PyResult<Value> {
     Ok(Value::Extension("str".into(), Box::new(Value::Bytes(bytes))))
 }
 
-/// Turns an object into a value if it is plain: a scalar, a sequence or set of plain values, or an object that Python can take
-/// apart into such. `dicts`: whether a `dict` is a plain value here (inside the parts of an extension) or a container (in the state).
+/// Turns an object into a value if it is plain: a scalar, a sequence or set of plain values, or an
+/// object that Python can take apart into such. `dicts`: whether a `dict` is a plain value here
+/// (inside the parts of an extension) or a container (in the state).
 pub fn to_value(hooks: &Hooks, object: &Bound<'_, PyAny>, dicts: bool, depth: u64) -> PyResult<Plain> {
     if depth > MAX_DEPTH {
         return Ok(Plain::Refused(TOO_DEEP.into()));
@@ -173,7 +177,8 @@ fn sequence<'py>(
     for item in items {
         match to_value(hooks, &item, dicts, depth + 1)? {
             Plain::Value(value) => values.push(value),
-            // A refused element makes the sequence a container, whose walk then names the element by its own path.
+            // A refused element makes the sequence a container, whose walk then names the element
+            // by its own path.
             Plain::Not | Plain::Refused(_) if !dicts => return Ok(Several::Not),
             Plain::Not => return Ok(Several::Not),
             Plain::Refused(why) => return Ok(Several::Refused(why)),

@@ -14,7 +14,8 @@ use stepwell_core::sys::{Birth, spawn};
 /// Between two looks at pending signals.
 pub const TICK: Duration = Duration::from_millis(50);
 
-/// Polls `ready` with slices of time until it answers or the timeout has passed (`None`). Signal handlers run in between; what they raise ends the wait.
+/// Polls `ready` with slices of time until it answers or the timeout has passed (`None`). Signal
+/// handlers run in between; what they raise ends the wait.
 pub fn poll<T: Send>(
     py: Python<'_>,
     timeout: Option<Duration>,
@@ -42,7 +43,8 @@ pub struct Patience<T> {
 }
 
 impl<T: PartialEq> Patience<T> {
-    /// `progress` is something that changes as long as what is waited for gets on; `limit` is how long it may stay the same.
+    /// `progress` is something that changes as long as what is waited for gets on; `limit` is how
+    /// long it may stay the same.
     pub fn new(progress: T, limit: Duration) -> Self {
         Self { seen: progress, since: Instant::now(), limit }
     }
@@ -62,7 +64,8 @@ pub fn seconds(timeout: Option<f64>) -> Option<Duration> {
     timeout.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
 }
 
-/// Runs work on a thread of its own and waits for it, so that a signal handler runs at once. If one raises, the work goes on by itself.
+/// Runs work on a thread of its own and waits for it, so that a signal handler runs at once. If one
+/// raises, the work goes on by itself.
 pub fn on_thread<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> T + Send + 'static,
@@ -70,7 +73,8 @@ pub fn on_thread<T: Send + 'static>(
     on_thread_while(py, work, || ())
 }
 
-/// A thread that has ended its work and waits for more: making one takes longer than most questions. It ends when this is dropped, or cleared.
+/// A thread that has ended its work and waits for more: making one takes longer than most
+/// questions. It ends when this is dropped, or cleared.
 #[derive(Default)]
 pub struct Standby(Mutex<Option<Worker>>);
 
@@ -81,7 +85,8 @@ struct Worker {
 }
 
 impl Standby {
-    /// [`on_thread`], on the thread that waits or on a new one, for work that may not come back: `None` after that long. The work goes on by itself then, and its thread ends with it.
+    /// [`on_thread`], on the thread that waits or on a new one, for work that may not come back:
+    /// `None` after that long. The work goes on by itself then, and its thread ends with it.
     pub fn on_thread_within<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -138,8 +143,9 @@ pub fn on_thread_while<T: Send + 'static>(
     wait_for(py, &mut receive)?.ok_or_else(no_answer)
 }
 
-/// Runs work that reads the caller's memory, on a thread of its own. A signal handler that raises sets `stop`, which the work looks at; this does
-/// not return before the work has ended. What it answered after that goes to `late`; signals that come meanwhile are handled after the return.
+/// Runs work that reads the caller's memory, on a thread of its own. A signal handler that raises
+/// sets `stop`, which the work looks at; this does not return before the work has ended. What it
+/// answered after that goes to `late`; signals that come meanwhile are handled after the return.
 pub fn until_stopped<T: Send + 'static>(
     py: Python<'_>,
     stop: &AtomicBool,
@@ -183,8 +189,9 @@ fn no_answer() -> PyErr {
     PyRuntimeError::new_err("the engine ended a call without an answer; please report this")
 }
 
-/// Runs work on a thread of its own, and does not return before it has ended, whatever happens: it writes into the caller's memory. `meanwhile` is
-/// done here. What that or a signal handler raises sets `stop`, which the work looks at.
+/// Runs work on a thread of its own, and does not return before it has ended, whatever happens: it
+/// writes into the caller's memory. `meanwhile` is done here. What that or a signal handler raises
+/// sets `stop`, which the work looks at.
 pub fn to_the_end<T: Send + 'static>(
     py: Python<'_>,
     stop: &AtomicBool,
@@ -232,7 +239,8 @@ fn watched<T: Send + 'static>(
     interrupt.map_or(Ok(answer), Err)
 }
 
-/// Waits until the other end is dropped, as it is at the latest when the work that holds it ends. Signal handlers run in between.
+/// Waits until the other end is dropped, as it is at the latest when the work that holds it ends.
+/// Signal handlers run in between.
 pub fn until_dropped(py: Python<'_>, receive: &mut Receiver<()>) -> PyResult<()> {
     wait_for(py, receive).map(|_| ())
 }

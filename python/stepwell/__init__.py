@@ -1,4 +1,5 @@
-"""A checkpoint manager for training: a committed step is a true step, training does not wait, and any of them restores in whole or in part.
+"""A checkpoint manager for training: a committed step is a true step, training does not wait, and
+any of them restores in whole or in part.
 
     import stepwell as sw
 
@@ -76,7 +77,8 @@ if _TYPE_CHECKING:
     from .singular import add_metrics, engine_info, metadata, open, restore, save, save_async, verify, watch
     from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
 
-#: Where the other names of this package are: each module is imported when a name of it is first asked for, so that importing the package costs nearly nothing.
+#: Where the other names of this package are: each module is imported when a name of it is first
+#: asked for, so that importing the package costs nearly nothing.
 _MODULES = {
     "checkpoint": "Array Branch Checkpoint Damage Metadata VerifyReport",
     "coordinators": "JaxService MPI SharedDirectory TorchStore",

@@ -1,10 +1,12 @@
 """Memory for restored arrays: 64-byte aligned, few page faults.
 
-All of it is private anonymous memory in huge pages (where the system has them), each mapping starting on one. A large array gets a mapping of
-its own. Small ones share slabs of 2 MiB, each one huge page: twenty thousand small arrays of their own would fault every 4 KiB page
-that they touch one by one, and a fault costs more than the read that fills the page (about 2 GB/s against 15 or more into warm memory).
-Larger slabs would save no fault, since a fault fills one huge page whatever the mapping's size, and a slab lives as long as the last
-array in it: hence a single surviving small leaf holds on to 2 MiB, one of 512 KiB or more to four times that, and no more.
+All of it is private anonymous memory in huge pages (where the system has them), each mapping
+starting on one. A large array gets a mapping of its own. Small ones share slabs of 2 MiB, each one
+huge page: twenty thousand small arrays of their own would fault every 4 KiB page that they touch
+one by one, and a fault costs more than the read that fills the page (about 2 GB/s against 15 or
+more into warm memory). Larger slabs would save no fault, since a fault fills one huge page whatever
+the mapping's size, and a slab lives as long as the last array in it: hence a single surviving small
+leaf holds on to 2 MiB, one of 512 KiB or more to four times that, and no more.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import numpy as np
 LARGE = 4 << 20
 #: One huge page.
 SLAB = 2 << 20
-#: Bytes that are taken beyond what a restore asked for, at most. Nearly all of the 64 MiB that it may use besides its result are its read buffers'.
+#: Bytes that are taken beyond what a restore asked for, at most. Nearly all of the 64 MiB that it
+#: may use besides its result are its read buffers'.
 MOST_WASTE = 2 << 20
 #: What vector units and zero-copy imports of other frameworks want.
 ALIGNMENT = 64
@@ -72,7 +75,8 @@ class _Slabs:
 
 
 class _Mapping:
-    """Memory that begins on a huge page, which is ``skip`` bytes behind the beginning of what the system gave."""
+    """Memory that begins on a huge page, which is ``skip`` bytes behind the beginning of what the
+    system gave."""
 
     __slots__ = ("_mapped", "_skip", "memory")
 
@@ -90,9 +94,11 @@ class _Mapping:
 
 
 class Mapper:
-    """Mappings of one restore, on huge pages; what they take beyond what is asked for adds up to :data:`MOST_WASTE` at most.
+    """Mappings of one restore, on huge pages; what they take beyond what is asked for adds up to
+    :data:`MOST_WASTE` at most.
 
-    A last huge page that is used by half at least is worth its waste: small pages would be 256 faults. It is huge as long as there is waste left.
+    A last huge page that is used by half at least is worth its waste: small pages would be 256
+    faults. It is huge as long as there is waste left.
     """
 
     __slots__ = ("_left",)
@@ -105,7 +111,8 @@ class Mapper:
         return self.mapping(size).memory
 
     def mapping(self, size: int) -> _Mapping:
-        """The same, of which not all may be used. It is longer by up to two huge pages, which are never touched."""
+        """The same, of which not all may be used. It is longer by up to two huge pages, which are
+        never touched."""
         length = -(-size // SLAB) * SLAB
         try:
             mapped = mmap.mmap(-1, length + SLAB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,7 +1,8 @@
 """Reading the arrays of a restore: what is read into which memory, and in which order.
 
-New memory first, casts included; then, when everything else is known to fit, the caller's own arrays: those that are cast or lie between others'
-elements batch by batch, the rest in place, all at once. What a failure may have overwritten is named. A dry run makes the same batches.
+New memory first, casts included; then, when everything else is known to fit, the caller's own
+arrays: those that are cast or lie between others' elements batch by batch, the rest in place, all
+at once. What a failure may have overwritten is named. A dry run makes the same batches.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from .specs import native_name, to_dtype
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 
-#: The stages of what is exchanged with other ranks: what gets memory of its own; the caller's arrays that are cast or lie between others' elements; the rest of those.
+#: The stages of what is exchanged with other ranks: what gets memory of its own; the caller's
+#: arrays that are cast or lie between others' elements; the rest of those.
 _NEW, _APART, _IN_PLACE = range(3)
 
-#: Arrays that are cast are read in batches of this many bytes, so that a cast costs no second copy of the state.
+#: Arrays that are cast are read in batches of this many bytes, so that a cast costs no second copy
+#: of the state.
 CAST_BATCH = 256 << 20
 
 
@@ -70,7 +73,8 @@ class Job:
         shape: Sequence[int],
         box: Box | None = None,
     ) -> Job:
-        """From what the engine has matched; ``target`` is dropped where it cannot be filled. ``box``: the part that is wanted."""
+        """From what the engine has matched; ``target`` is dropped where it cannot be filled.
+        ``box``: the part that is wanted."""
         offset, extent = ((0,) * len(shape), tuple(shape)) if box is None else box
         wanted = to_dtype(dtype)
         if isinstance(target, OnDevice):
@@ -139,8 +143,10 @@ class ArrayReads:
         self.jobs = jobs
 
     def settle(self, dry: bool = False) -> None:
-        """Looks at targets that share memory, before anything is read into one. The same array twice is a tie: both stored values must then be equal
-        (a ``dry`` run reads none). Others whose elements lie between each other's are written one after the other; those that overlap are refused."""
+        """Looks at targets that share memory, before anything is read into one. The same array
+        twice is a tie: both stored values must then be equal (a ``dry`` run reads none). Others
+        whose elements lie between each other's are written one after the other; those that overlap
+        are refused."""
         self._settle_devices(dry)
         own = [job for job in self.jobs if isinstance(job.target, np.ndarray) and job.target.size]
         for job in own:
@@ -174,7 +180,8 @@ class ArrayReads:
         self._check_kept(own, places)
 
     def _settle_devices(self, dry: bool) -> None:
-        """The same for arrays on devices. Those whose elements lie between each other's go through host memory, and are put there one after the other by their framework."""
+        """The same for arrays on devices. Those whose elements lie between each other's go through
+        host memory, and are put there one after the other by their framework."""
         own = [job for job in self.jobs if isinstance(job.target, OnDevice) and 0 not in job.target.shape]
         places = _core.spans([job.target.array for job in own])
         end, group = -1, list[int]()
@@ -214,7 +221,8 @@ class ArrayReads:
             )
 
     def _check_kept(self, own: list[Job], places: Sequence[tuple[int, int, int]]) -> None:
-        """What is to stay as it is may be the same array as one that is filled, but not a part of it."""
+        """What is to stay as it is may be the same array as one that is filled, but not a part of
+        it."""
         kept = [(path, array) for path, array in self._kept if 0 not in array.shape]
         if not kept or not own:
             return
@@ -233,7 +241,8 @@ class ArrayReads:
                     )
 
     def share(self, exchange: Exchange) -> None:
-        """Has what other ranks want too be read once for all of them. All ranks make this call, once they know where everything goes."""
+        """Has what other ranks want too be read once for all of them. All ranks make this call,
+        once they know where everything goes."""
         wanted: dict[Region, list[Job]] = {}
         for job in self.jobs:
             if job.twin is None and 0 not in (box := job.box()):
@@ -269,7 +278,8 @@ class ArrayReads:
                     _zero_outside(job.target, job.box())
 
     def batches(self, own: bool) -> Iterator[list[Job]]:
-        """What is read together: into new memory, or into the caller's ``own``. Those of one batch are all read straight to where they belong, or all apart."""
+        """What is read together: into new memory, or into the caller's ``own``. Those of one batch
+        are all read straight to where they belong, or all apart."""
         exchanged = {job for jobs in self._exchanged.values() for job in jobs}
         jobs = [
             job
@@ -278,7 +288,8 @@ class ArrayReads:
         ]
         direct = [[job for job in jobs if job.direct]]
         apart = list(_batches([job for job in jobs if not job.direct]))
-        # The caller's memory is written last where that cannot fail any more by a value that does not fit.
+        # The caller's memory is written last where that cannot fail any more by a value that does
+        # not fit.
         yield from filter(None, apart + direct if own else direct + apart)
 
     def read_new(self) -> None:
@@ -414,7 +425,8 @@ def telling(overwritten: Callable[[], list[str]]) -> Iterator[None]:
 
 
 def nested(array: _Array | OnDevice) -> bool:
-    """True if its strides grow so that no two elements can share memory (those of a broadcast or a sliding window do not)."""
+    """True if its strides grow so that no two elements can share memory (those of a broadcast or a
+    sliding window do not)."""
     if isinstance(array, np.ndarray) and array.flags.c_contiguous:
         return True
     reach = array.dtype.itemsize
@@ -428,7 +440,8 @@ def nested(array: _Array | OnDevice) -> bool:
 
 
 def overlaps_itself(array: _Array) -> bool:
-    """True if two elements share memory: what :func:`nested` leaves open, looked at element by element."""
+    """True if two elements share memory: what :func:`nested` leaves open, looked at element by
+    element."""
     if any(stride == 0 and n > 1 for stride, n in zip(array.strides, array.shape, strict=True)):
         return True
     places = np.zeros((), np.int64)
@@ -443,7 +456,8 @@ def _same_view(one: _Array | OnDevice, other: _Array | OnDevice) -> bool:
 
 
 class _Phantom:
-    """Where the elements of an array are, for questions of that alone: nobody can look at their values here."""
+    """Where the elements of an array are, for questions of that alone: nobody can look at their
+    values here."""
 
     def __init__(self, array: OnDevice, first: int) -> None:
         self.__array_interface__ = {

@@ -1,4 +1,5 @@
-"""A read-only checkpoint: ``sw.open(path)``. It holds a lease, so that no retention removes it while it is read."""
+"""A read-only checkpoint: ``sw.open(path)``. It holds a lease, so that no retention removes it
+while it is read."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ class VerifyReport:
 
 
 class Branch(Mapping[Key, Any]):
-    """A container of a checkpoint: look up a child by its key, index or field name. Nothing is read before a leaf is asked for."""
+    """A container of a checkpoint: look up a child by its key, index or field name. Nothing is read
+    before a leaf is asked for."""
 
     __slots__ = ("_checkpoint", "_node")
 
@@ -199,7 +201,8 @@ class Array:
 
 
 def _box(index: Any, shape: tuple[int, ...], path: str) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
-    """A numpy basic index → the box that holds what it names (start, length per dimension), and the index into that box."""
+    """A numpy basic index → the box that holds what it names (start, length per dimension), and the
+    index into that box."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(part is None or not _is_basic(part) for part in parts):
         raise IndexError(f"`{path}` takes integers, slices and `...`; load() it for other indices")
@@ -389,13 +392,14 @@ class Checkpoint:
 
     @spelled_out
     def plan(self, **options: Unpack[RestoreKeywords]) -> RestorePlan:
-        """What :meth:`restore` with these keywords would read and do. Reads no array, changes nothing, and raises what ``restore`` would raise about
-        what is wanted."""
+        """What :meth:`restore` with these keywords would read and do. Reads no array, changes
+        nothing, and raises what ``restore`` would raise about what is wanted."""
         checked = RestoreOptions.of(options, "plan").reading_alone()
         return plan.plan(self._open(), checked, self.manifest["items"])
 
     def verify(self, progress: Callable[[int, int], Any] | None = None) -> VerifyReport:
-        """Reads everything and compares every checksum. ``progress(bytes done, bytes in all)`` is called now and then."""
+        """Reads everything and compares every checksum. ``progress(bytes done, bytes in all)`` is
+        called now and then."""
         if progress is not None and not callable(progress):
             raise MisuseError(f"progress is called with the bytes done and in all; it is a {shown(progress)}")
         files, nbytes, damages = self._open().verify(progress)

@@ -1,5 +1,6 @@
-"""What callers pass, checked before anything happens: each function returns the argument in the one form that the rest takes, or raises
-:class:`~stepwell.errors.MisuseError` that names the argument, what it was, and what it may be."""
+"""What callers pass, checked before anything happens: each function returns the argument in the one
+form that the rest takes, or raises :class:`~stepwell.errors.MisuseError` that names the argument,
+what it was, and what it may be."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ def shown(value: Any) -> str:
 
 
 def _is_truth(value: Any) -> bool:
-    """True if a value is a truth value, of Python's or of numpy's. Whoever has one of numpy's has imported it; for the others it costs more than all of a short command."""
+    """True if a value is a truth value, of Python's or of numpy's. Whoever has one of numpy's has
+    imported it; for the others it costs more than all of a short command."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_))
 
 
 def flag(value: Any, name: str) -> bool:
-    """A truth value. Others have one too, but ``"no"`` is true, and whoever passes it means something else."""
+    """A truth value. Others have one too, but ``"no"`` is true, and whoever passes it means
+    something else."""
     if _is_truth(value):
         return bool(value)
     raise MisuseError(f"{name} is True or False, not {shown(value)}")
@@ -169,7 +172,8 @@ def metadata_json(value: Any) -> str:
 
 
 def plain_json(value: Any, what: str) -> Any:
-    """JSON that will come back as it is (tuples as lists): no NaN, no integers that JSON's readers would round, no keys that it would turn into strings."""
+    """JSON that will come back as it is (tuples as lists): no NaN, no integers that JSON's readers
+    would round, no keys that it would turn into strings."""
     return _plain_json(value, what, [])
 
 

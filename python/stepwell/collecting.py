@@ -9,8 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No collection inside. A tree of a hundred thousand leaves is several objects per leaf, none of which is garbage: looking through them again and again while they
-    are made takes as long as making them. Whoever finds the collector on switches it on again, so that threads may overlap."""
+    """No collection inside. A tree of a hundred thousand leaves is several objects per leaf, none
+    of which is garbage: looking through them again and again while they are made takes as long as
+    making them. Whoever finds the collector on switches it on again, so that threads may
+    overlap."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,5 +1,5 @@
-"""Casts and resizes of restored arrays. The engine moves bytes; what changes values happens here, in numpy, before anything of the caller's
-is touched."""
+"""Casts and resizes of restored arrays. The engine moves bytes; what changes values happens here,
+in numpy, before anything of the caller's is touched."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _Array = np.ndarray[Any, Any]
 
 
 def cast_into(source: _Array, target: _Array, path: str) -> None:
-    """Writes ``source`` in another dtype. A value that the other dtype has not raises: wrapped integers, saturated or infinite weights are
-    not what anybody asked for. Fractions and digits may go."""
+    """Writes ``source`` in another dtype. A value that the other dtype has not raises: wrapped
+    integers, saturated or infinite weights are not what anybody asked for. Fractions and digits may
+    go."""
     target[...] = _cast(source, target.dtype, path)
 
 
@@ -27,7 +28,8 @@ _named_bounds: Any = ml_dtypes.iinfo
 
 @lru_cache(maxsize=256)
 def bounds(dtype: np.dtype[Any]) -> tuple[int, int] | None:
-    """The least and the greatest value of an integer dtype (truth values are 0 and 1); ``None`` if it is none."""
+    """The least and the greatest value of an integer dtype (truth values are 0 and 1); ``None`` if
+    it is none."""
     if dtype.kind == "b":
         return 0, 1
     try:
@@ -61,13 +63,15 @@ def _whole(source: _Array, dtype: np.dtype[Any], limits: tuple[int, int], path: 
     own = bounds(source.dtype)
     if own is not None:
         wide = source.astype(np.uint64 if own[1] > np.iinfo(np.int64).max else np.int64)
-        # Compared as Python's integers first: a bound that the wide dtype has not cannot be passed either.
+        # Compared as Python's integers first: a bound that the wide dtype has not cannot be passed
+        # either.
         if int(wide.max()) > greatest:
             _refuse(source, dtype, wide > greatest, path)
         if int(wide.min()) < least:
             _refuse(source, dtype, wide < least, path)
         return wide
-    # Both bounds are powers of two, or one below: exact as floats, also where the greatest itself is not.
+    # Both bounds are powers of two, or one below: exact as floats, also where the greatest itself
+    # is not.
     wide = np.trunc(
         source if source.dtype.kind == "f" and source.dtype.itemsize > 8 else source.astype(np.float64)
     )

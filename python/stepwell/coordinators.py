@@ -1,7 +1,9 @@
-"""How the processes of a job agree, for :class:`stepwell.CheckpointManager`: which of them there are, and what carries their messages.
+"""How the processes of a job agree, for :class:`stepwell.CheckpointManager`: which of them there
+are, and what carries their messages.
 
-Each is a board on which processes leave small messages for each other; what is true is decided on the file system. No collective operation is ever run
-in the background: a thread of its own asks the store of torch, the service of JAX, or MPI.
+Each is a board on which processes leave small messages for each other; what is true is decided on
+the file system. No collective operation is ever run in the background: a thread of its own asks the
+store of torch, the service of JAX, or MPI.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from .locations import absolute
 #: What tells how many processes a launcher has started.
 _SIZES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _JOB_ID: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-#: How many managers this process has opened over a store, by its name: all processes open them in the same order.
+#: How many managers this process has opened over a store, by its name: all processes open them in
+#: the same order.
 _opened: Counter[str] = Counter()
 #: Numbers of the objects of MPI that this process has made.
 _made = count()
@@ -35,7 +38,8 @@ _made = count()
 
 @runtime_checkable
 class Board(Protocol):
-    """What carries messages. Calls come from one thread at a time; each returns soon, whatever the other processes do."""
+    """What carries messages. Calls come from one thread at a time; each returns soon, whatever the
+    other processes do."""
 
     #: This process, from 0 on, and how many there are.
     rank: int
@@ -53,13 +57,13 @@ class Board(Protocol):
 
 @final
 class SharedDirectory:
-    """Processes that share a directory and nothing else. They may open several managers under one ``job_id``, one after the other: all of them in the same order.
+    """Processes that share a directory and nothing else. They may open several managers under one
+    ``job_id``, one after the other: all of them in the same order.
 
-    Args:
-        rank: this process, from 0 on.
-        world_size: how many there are.
-        job_id: what tells this job from others that use the same directory at the same time: the scheduler's job number, say. 1 to 128 letters, digits, ``_``, ``-`` or ``.``.
-        path: the directory, which is there and seen by all; default: one inside the root of the manager.
+    Args: rank: this process, from 0 on. world_size: how many there are. job_id: what tells this job
+    from others that use the same directory at the same time: the scheduler's job number, say. 1 to
+    128 letters, digits, ``_``, ``-`` or ``.``. path: the directory, which is there and seen by all;
+    default: one inside the root of the manager.
     """
 
     def __init__(
@@ -68,7 +72,8 @@ class SharedDirectory:
         self.world_size = whole(world_size, "world_size", 1, 2**32 - 1)
         self.rank = whole(rank, "rank", 0, self.world_size - 1)
         self.job_id = str(job_id)
-        # The name of a directory; what the engine refuses only where there are others to meet is refused for one process, too.
+        # The name of a directory; what the engine refuses only where there are others to meet is
+        # refused for one process, too.
         if not _JOB_ID.fullmatch(self.job_id):
             raise MisuseError(
                 f"job_id is 1 to 128 letters, digits, `_`, `-` or `.`, such as the scheduler's job number, not {shown(job_id)}"
@@ -85,7 +90,8 @@ class SharedDirectory:
 
 @final
 class TorchStore:
-    """The processes of a torch process group, over the group's store (``TCPStore`` mostly). No collective is run, and no tensor moves.
+    """The processes of a torch process group, over the group's store (``TCPStore`` mostly). No
+    collective is run, and no tensor moves.
 
     Args:
         group: the process group; default: the default one.
@@ -182,14 +188,16 @@ class JaxService:
 
 @final
 class MPI:
-    """The processes of an MPI communicator (``mpi4py``), which must have been initialised with ``MPI_THREAD_MULTIPLE``, as mpi4py does by itself.
+    """The processes of an MPI communicator (``mpi4py``), which must have been initialised with
+    ``MPI_THREAD_MULTIPLE``, as mpi4py does by itself.
 
     Args:
         comm: the communicator; it is duplicated. All of its processes must make this object.
     """
 
     _ASK, _ANSWER = 1, 2
-    #: How long a process waits for the first one to answer: less than the engine waits for a board, so that the error says who is missing.
+    #: How long a process waits for the first one to answer: less than the engine waits for a board,
+    #: so that the error says who is missing.
     _PATIENCE = 100.0
     #: How long the first one, when nobody asks any more, stays for answers that were not taken yet.
     _LAST_ANSWERS = 2.0
@@ -208,15 +216,18 @@ class MPI:
         self.name = f"mpi {next(_made)}"
         self._messages: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        #: The managers that are open over it, and what answers on the first process as long as there is one.
+        #: The managers that are open over it, and what answers on the first process as long as
+        #: there is one.
         self._users = 0
         self._serving = threading.Lock()
         self._stop = threading.Event()
         self._server: threading.Thread | None = None
-        #: One question at a time, each with a number, by which an answer that came too late is known.
+        #: One question at a time, each with a number, by which an answer that came too late is
+        #: known.
         self._asking = threading.Lock()
         self._asked = 0
-        #: Messages on their way to and from a process that may be gone: their memory is MPI's until they have arrived.
+        #: Messages on their way to and from a process that may be gone: their memory is MPI's until
+        #: they have arrived.
         self._under_way: list[Any] = []
 
     def start(self) -> None:
@@ -238,7 +249,8 @@ class MPI:
                 self._server = None
 
     def _serve(self) -> None:
-        """Answers, and waits for no process: one that is gone must not keep the others from being answered."""
+        """Answers, and waits for no process: one that is gone must not keep the others from being
+        answered."""
         pause = 0.0
         status = self._mpi.Status()
         coming: list[tuple[int, Any]] = []
@@ -337,7 +349,8 @@ Coordinator = SharedDirectory | TorchStore | JaxService | MPI | Board
 
 
 class Service:
-    """The thread that carries what the engine has to say to a board, from the opening of a manager to its close."""
+    """The thread that carries what the engine has to say to a board, from the opening of a manager
+    to its close."""
 
     def __init__(self, board: Any) -> None:
         self._board = board
@@ -379,7 +392,8 @@ class Service:
 
 
 def find(coordinator: Any) -> Coordinator | None:
-    """What ``coordinator=`` means: the object that was passed; with ``"auto"``, what is initialised; ``None`` for one process.
+    """What ``coordinator=`` means: the object that was passed; with ``"auto"``, what is
+    initialised; ``None`` for one process.
 
     Raises:
         MisuseError: several processes run, and nothing is known that could carry their messages.
@@ -420,7 +434,8 @@ def _initialised() -> Coordinator | None:
 
 
 def initialised_framework(rank: int, world_size: int) -> str | None:
-    """``"torch"`` or ``"jax"``, where it is initialised over these ranks, numbered alike; ``None``: neither is."""
+    """``"torch"`` or ``"jax"``, where it is initialised over these ranks, numbered alike; ``None``:
+    neither is."""
     here = (rank, world_size)
     dist = sys.modules.get("torch.distributed")
     is_torch = dist is not None and dist.is_available() and dist.is_initialized()

@@ -1,5 +1,5 @@
-"""What can go wrong, as exceptions. Each class has a stable ``kind``; the engine names its errors by kind, and
-:func:`from_engine` turns such a name into the class that stands for it.
+"""What can go wrong, as exceptions. Each class has a stable ``kind``; the engine names its errors
+by kind, and :func:`from_engine` turns such a name into the class that stands for it.
 
 Messages say what happened, where (leaf, file, rank), and what to do; the same facts are attributes.
 """
@@ -30,141 +30,159 @@ class StepwellError(Exception):
 
 
 class StepExists(StepwellError, FileExistsError):
-    """The step is there already, or a checkpoint at that path: pass ``exists="replace"``, or ``exists="skip"`` for a final save that may repeat."""
+    """The step is there already, or a checkpoint at that path: pass ``exists="replace"``, or
+    ``exists="skip"`` for a final save that may repeat."""
 
     kind = "step_exists"
 
 
 class StepNotFound(StepwellError, FileNotFoundError):
-    """There is no such committed step, or no checkpoint at that path. The message says what is there, and what to pass instead."""
+    """There is no such committed step, or no checkpoint at that path. The message says what is
+    there, and what to pass instead."""
 
     kind = "step_not_found"
 
 
 class StepGone(StepwellError):
-    """The step was there and was removed while it was read, which can be where there are no leases: restore a newer one, or give readers longer
-    (``Options.grace``)."""
+    """The step was there and was removed while it was read, which can be where there are no leases:
+    restore a newer one, or give readers longer (``Options.grace``)."""
 
     kind = "step_gone"
 
 
 class StepOrder(StepwellError, ValueError):
-    """The step is below the newest one: save a higher one, or go back with :meth:`CheckpointManager.rewind`, which keeps what it sets aside."""
+    """The step is below the newest one: save a higher one, or go back with
+    :meth:`CheckpointManager.rewind`, which keeps what it sets aside."""
 
     kind = "step_order"
 
 
 class CorruptCheckpoint(StepwellError):
-    """Stored bytes are not the bytes that were written. ``leaf``, ``file`` and ``block`` say where. ``sw.verify`` lists all damage; restore another step, or set
-    this one aside with :meth:`CheckpointManager.rewind`."""
+    """Stored bytes are not the bytes that were written. ``leaf``, ``file`` and ``block`` say where.
+    ``sw.verify`` lists all damage; restore another step, or set this one aside with
+    :meth:`CheckpointManager.rewind`."""
 
     kind = "corrupt_checkpoint"
     block: int | None = None
 
 
 class MismatchError(StepwellError, ValueError):
-    """What is wanted and what is stored do not fit. ``report`` lists every difference, and nothing was written: change what is wanted, or allow the difference
-    with ``missing``, ``unexpected``, ``rename``, ``cast`` or ``resize``."""
+    """What is wanted and what is stored do not fit. ``report`` lists every difference, and nothing
+    was written: change what is wanted, or allow the difference with ``missing``, ``unexpected``,
+    ``rename``, ``cast`` or ``resize``."""
 
     kind = "mismatch"
     report: Any = None
 
 
 class UnsupportedLeaf(StepwellError, TypeError):
-    """A value in the state cannot be stored, or what is wanted cannot be restored into. ``leaf`` says which; the message says what to pass in its place. ``check``
-    says it at the start of a run."""
+    """A value in the state cannot be stored, or what is wanted cannot be restored into. ``leaf``
+    says which; the message says what to pass in its place. ``check`` says it at the start of a
+    run."""
 
     kind = "unsupported_leaf"
 
 
 class SaveFailed(StepwellError, OSError):
-    """A save was not committed. ``errno`` is the system's own where there was one. Older steps are untouched, and nothing of it is left; the next save starts
-    afresh."""
+    """A save was not committed. ``errno`` is the system's own where there was one. Older steps are
+    untouched, and nothing of it is left; the next save starts afresh."""
 
     kind = "save_failed"
 
 
 class TornSnapshot(SaveFailed):
-    """With ``Options(detect_torn=True)``: a leaf was changed after :meth:`CheckpointManager.save` was called and before it was captured. ``leaf`` says which; the message says where it may be
+    """With ``Options(detect_torn=True)``: a leaf was changed after :meth:`CheckpointManager.save`
+    was called and before it was captured. ``leaf`` says which; the message says where it may be
     changed."""
 
     kind = "torn_snapshot"
 
 
 class DurabilityUncertain(StepwellError, OSError):
-    """The step was renamed into place, but the last fsync failed: it may not survive a power cut. Look at the disk, and save the same number again: that settles
-    it."""
+    """The step was renamed into place, but the last fsync failed: it may not survive a power cut.
+    Look at the disk, and save the same number again: that settles it."""
 
     kind = "durability_uncertain"
 
 
 class RankFailed(StepwellError):
-    """Another rank failed, so that all do; ``rank`` says which, and the message why. Nothing is visible of the step; the next save starts afresh."""
+    """Another rank failed, so that all do; ``rank`` says which, and the message why. Nothing is
+    visible of the step; the next save starts afresh."""
 
     kind = "rank_failed"
     rank: int | None = None
 
 
 class CoordinationTimeout(StepwellError, TimeoutError):
-    """Ranks were missing at the deadline; ``missing`` lists them (none, where this is the one that the others have missed). The step was not committed on any rank, and the
-    next save starts afresh."""
+    """Ranks were missing at the deadline; ``missing`` lists them (none, where this is the one that
+    the others have missed). The step was not committed on any rank, and the next save starts
+    afresh."""
 
     kind = "coordination_timeout"
     missing: list[int] | None = None
 
 
 class CoordinatorError(StepwellError, ConnectionError):
-    """What carries the messages of the ranks does not answer: the process that keeps the store is gone, mostly. The message says what it said. Committed steps are
-    untouched; start the job again."""
+    """What carries the messages of the ranks does not answer: the process that keeps the store is
+    gone, mostly. The message says what it said. Committed steps are untouched; start the job
+    again."""
 
     kind = "unreachable"
 
 
 class StalledError(StepwellError, TimeoutError):
-    """Nothing happened for too long (``Options.stall_timeout``); the message says what was waited for. Nothing was given up: call again to wait on."""
+    """Nothing happened for too long (``Options.stall_timeout``); the message says what was waited
+    for. Nothing was given up: call again to wait on."""
 
     kind = "timeout"
 
 
 class LockedError(StepwellError):
-    """Another live process writes to this root: stop it, or open with ``read_only=True``. Or a step that is to go is held or read: end that first."""
+    """Another live process writes to this root: stop it, or open with ``read_only=True``. Or a step
+    that is to go is held or read: end that first."""
 
     kind = "locked"
 
 
 class LoadFailed(StepwellError):
-    """An object's own ``load_state_dict`` or ``set_state`` raised when it was given what is stored; what it raised is the cause. ``leaf`` says which object,
-    ``overwritten`` what of the caller's had been filled by then: go on with none of it."""
+    """An object's own ``load_state_dict`` or ``set_state`` raised when it was given what is stored;
+    what it raised is the cause. ``leaf`` says which object, ``overwritten`` what of the caller's
+    had been filled by then: go on with none of it."""
 
     kind = "load_failed"
 
 
 class DonatedBuffer(StepwellError):
-    """An array of JAX was donated to a computation before it was captured: save what the computation returned."""
+    """An array of JAX was donated to a computation before it was captured: save what the
+    computation returned."""
 
     kind = "donated_buffer"
 
 
 class ForkedProcess(StepwellError):
-    """A handle was used in a forked child; it belongs to the parent process: open it in the process that uses it."""
+    """A handle was used in a forked child; it belongs to the parent process: open it in the process
+    that uses it."""
 
     kind = "forked_process"
 
 
 class FormatError(StepwellError):
-    """A file is not of a form that this version reads: damaged, somebody else's, or written by a newer version."""
+    """A file is not of a form that this version reads: damaged, somebody else's, or written by a
+    newer version."""
 
     kind = "format"
 
 
 class NotAStep(FormatError):
-    """A directory that has a step's name and is none, or is one under a wrong name. The message says what it lacks."""
+    """A directory that has a step's name and is none, or is one under a wrong name. The message
+    says what it lacks."""
 
     kind = "not_a_step"
 
 
 class NoLocks(LockedError):
-    """The file system has no locks, so that a second writer cannot be noticed in time: pass ``Options(take_over=True)`` if there is no other."""
+    """The file system has no locks, so that a second writer cannot be noticed in time: pass
+    ``Options(take_over=True)`` if there is no other."""
 
     kind = "no_locks"
 
@@ -182,20 +200,24 @@ class ReadOnlyError(StepwellError, PermissionError):
 
 
 class StorageError(StepwellError, OSError):
-    """A file operation failed. ``errno`` and ``filename`` are the system's; the message says what to do where that is known."""
+    """A file operation failed. ``errno`` and ``filename`` are the system's; the message says what
+    to do where that is known."""
 
     kind = "io"
 
 
 class DeviceError(StepwellError, RuntimeError):
-    """A device answered a call with an error: before a save had begun, in a guard, or in a restore (a save that fails by one is a :class:`SaveFailed`). An error of a kernel
-    stays: everything on that device fails from then on, and the process has to be started again; committed steps are whole."""
+    """A device answered a call with an error: before a save had begun, in a guard, or in a restore
+    (a save that fails by one is a :class:`SaveFailed`). An error of a kernel stays: everything on
+    that device fails from then on, and the process has to be started again; committed steps are
+    whole."""
 
     kind = "device"
 
 
 class MisuseError(StepwellError, ValueError):
-    """A call that cannot work, whatever is on disk: a mistyped word, number or path. The message says what it may be; nothing was written."""
+    """A call that cannot work, whatever is on disk: a mistyped word, number or path. The message
+    says what it may be; nothing was written."""
 
     kind = "invalid"
 
@@ -244,7 +266,8 @@ REMEDIES: dict[int, str] = {
     _errno.EACCES: "this user may not do that there: change the permissions, or pass another directory",
     _errno.EROFS: "the file system is mounted read-only: pass another directory, or only read from this one",
 }
-#: The same for saves, which make the directories that they need: one that is not there was there before.
+#: The same for saves, which make the directories that they need: one that is not there was there
+#: before.
 SAVE_REMEDIES: dict[int, str] = {
     **REMEDIES,
     _errno.ENOENT: "its directory was removed or moved while it was in use: make a new manager",
@@ -252,7 +275,8 @@ SAVE_REMEDIES: dict[int, str] = {
 
 
 def _remedy(cls: type[StepwellError], code: int | None) -> str | None:
-    """What to do about an error of that class with that errno; ``None`` where there is nothing to say."""
+    """What to do about an error of that class with that errno; ``None`` where there is nothing to
+    say."""
     if issubclass(cls, SaveFailed):
         return SAVE_REMEDIES.get(code or 0)
     return REMEDIES.get(code or 0) if issubclass(cls, StorageError) else None

@@ -1,11 +1,16 @@
-"""What a manager did, for dashboards and logs: one plain dict for each save and restore that is over.
+"""What a manager did, for dashboards and logs: one plain dict for each save and restore that is
+over.
 
-Pass ``on_event=`` to the manager: any function of one dict, or :class:`JsonLines`. Every event has ``event``, ``root``, ``step`` and ``time`` (UTC, ISO 8601);
+Pass ``on_event=`` to the manager: any function of one dict, or :class:`JsonLines`. Every event has
+``event``, ``root``, ``step`` and ``time`` (UTC, ISO 8601);
 
-* ``"save"``: ``outcome`` (``"committed"``, ``"failed"``, ``"uncertain"``), ``error`` and ``error_kind`` (the text of its error, and the error's ``kind``; or ``None``),
-  ``blocked_seconds`` (how long the call took), and all of :class:`~stepwell.SaveStats`;
-* ``"restore"``: ``outcome`` (``"restored"``, ``"failed"``), ``error`` and ``error_kind`` (of another library's exception: the name of its class), ``seconds``, of which
-  ``open_seconds`` before anything was matched (``None`` where it failed before that). ``step`` is ``None`` where the newest one was asked for and none was found.
+* ``"save"``: ``outcome`` (``"committed"``, ``"failed"``, ``"uncertain"``), ``error`` and
+  ``error_kind`` (the text of its error, and the error's ``kind``; or ``None``), ``blocked_seconds``
+  (how long the call took), and all of :class:`~stepwell.SaveStats`;
+* ``"restore"``: ``outcome`` (``"restored"``, ``"failed"``), ``error`` and ``error_kind`` (of
+  another library's exception: the name of its class), ``seconds``, of which ``open_seconds`` before
+  anything was matched (``None`` where it failed before that). ``step`` is ``None`` where the newest
+  one was asked for and none was found.
 """
 
 from __future__ import annotations
@@ -32,8 +37,8 @@ _ERROR = 40
 
 @final
 class JsonLines:
-    """Appends each event to a file, one JSON object per line. Any number of managers may share one; the file is opened for each line, so that it may be
-    moved away meanwhile."""
+    """Appends each event to a file, one JSON object per line. Any number of managers may share one;
+    the file is opened for each line, so that it may be moved away meanwhile."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)

@@ -1,13 +1,21 @@
-"""What several ranks want alike is read once in all, and the others get it from who has read it: ``restore(broadcast=…)``.
+"""What several ranks want alike is read once in all, and the others get it from who has read it:
+``restore(broadcast=…)``.
 
-The ranks tell each other which regions of which stored leaves each one wants; what two or more want alike is exchanged among those, and everything else is read by whoever wants it. From
-then on each knows by itself what happens: regions are cut into pieces, pieces are put into batches, and a *round* is a batch for each rank at most. In a round
+The ranks tell each other which regions of which stored leaves each one wants; what two or more want
+alike is exchanged among those, and everything else is read by whoever wants it. From then on each
+knows by itself what happens: regions are cut into pieces, pieces are put into batches, and a
+*round* is a batch for each rank at most. In a round
 
-1. who reads, reads its pieces into a buffer: the first of those who want the batch (``True``), or each of them a share (``"gather"``); and each takes the memory that it needs;
-2. all ranks say whether they could, over the board of their manager, so that nobody waits in a collective for one that has failed;
-3. the bytes go through the collective of a :class:`~stepwell.transports.Transport`, and out of the buffer to where they belong.
+1. who reads, reads its pieces into a buffer: the first of those who want the batch (``True``), or
+   each of them a share (``"gather"``); and each takes the memory that it needs;
+2. all ranks say whether they could, over the board of their manager, so that nobody waits in a
+   collective for one that has failed;
+3. the bytes go through the collective of a :class:`~stepwell.transports.Transport`, and out of the
+   buffer to where they belong.
 
-No collective is entered otherwise: whatever may fail on one rank alone comes before the word of all, or is said in place of the next one. So what a restore takes beside its result is one buffer (of XLA, some more of that size).
+No collective is entered otherwise: whatever may fail on one rank alone comes before the word of
+all, or is said in place of the next one. So what a restore takes beside its result is one buffer
+(of XLA, some more of that size).
 """
 
 from __future__ import annotations
@@ -27,16 +35,19 @@ from .errors import CoordinatorError, RankFailed, StepwellError
 from .together import Together
 from .transports import Bytes, Carry, Ranks, Transport
 
-#: What goes through one collective, in bytes: as much as the read buffers of a restore take, and far more than what a collective takes as long for as for nothing (a few MiB).
+#: What goes through one collective, in bytes: as much as the read buffers of a restore take, and
+#: far more than what a collective takes as long for as for nothing (a few MiB).
 BATCH = 64 << 20
 #: What is read in one piece, in bytes: as much as a stored chunk has.
 PIECE = 8 << 20
-#: With more readers than fit, their pieces become smaller, down to this: a few blocks, of which those at the ends are read twice. The buffer grows from there on.
+#: With more readers than fit, their pieces become smaller, down to this: a few blocks, of which
+#: those at the ends are read twice. The buffer grows from there on.
 LEAST = 1 << 20
 #: Pieces begin at multiples of it in the buffer, which all dtypes are content with.
 _ALIGNMENT = 64
 
-#: When it is read (what a lower stage has is in place before the next one begins), the stored leaf, bytes of an element, offset and extent.
+#: When it is read (what a lower stage has is in place before the next one begins), the stored leaf,
+#: bytes of an element, offset and extent.
 Region: TypeAlias = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
 #: Region, offset in the stored tensor, values → where they belong.
 Deliver: TypeAlias = Callable[[Region, tuple[int, ...], "np.ndarray[Any, Any]"], None]
@@ -83,7 +94,8 @@ class Exchange:
         self._rounds: dict[int, list[_Batch | None]] = {}
 
     def plan(self, wanted: Mapping[Region, np.dtype[Any]]) -> set[Region]:
-        """Has the ranks tell each other what they want, and returns what of it is exchanged. All ranks make this call, also one that wants nothing."""
+        """Has the ranks tell each other what they want, and returns what of it is exchanged. All
+        ranks make this call, also one that wants nothing."""
         self._dtypes = wanted
         holders = self._holders(sorted(wanted))
         regions: dict[tuple[int, Ranks], list[Region]] = defaultdict(list)
@@ -130,8 +142,9 @@ class Exchange:
         return {region: tuple(ranks) for region, ranks in found.items()}
 
     def run(self, stage: int, deliver: Deliver) -> tuple[int, int]:
-        """Reads, exchanges and delivers what is exchanged in a stage: the bytes that this rank has read, and those that it has got from others. All ranks make this call, also one that
-        gets nothing in it."""
+        """Reads, exchanges and delivers what is exchanged in a stage: the bytes that this rank has
+        read, and those that it has got from others. All ranks make this call, also one that gets
+        nothing in it."""
         nbytes = [0, 0]
         for batch in self._rounds.get(stage, []):
             carry = None if batch is None else self._ready(batch)
@@ -148,7 +161,8 @@ class Exchange:
         return nbytes[0], nbytes[1]
 
     def _ready(self, batch: _Batch) -> Carry:
-        """What carries a batch, when all ranks have come to it: this rank has read its share, and has the memory for those of the others."""
+        """What carries a batch, when all ranks have come to it: this rank has read its share, and
+        has the memory for those of the others."""
         share = self._read(batch)
         if self._all_read:
             return self._transport.gather(share, batch.ranks)
@@ -225,7 +239,8 @@ def _cut(
 
 
 def _rounds(batches: list[_Batch], rank: int) -> list[_Batch | None]:
-    """The rounds in which these batches go, in that order, each as early as all of its ranks are free: of each round, the batch of one rank."""
+    """The rounds in which these batches go, in that order, each as early as all of its ranks are
+    free: of each round, the batch of one rank."""
     rounds: list[_Batch | None] = []
     free: dict[int, int] = defaultdict(int)
     for batch in batches:

@@ -1,7 +1,7 @@
 """What one process holds of a tensor of several processes.
 
-Whatever says so (:mod:`stepwell.shards`, a ``DTensor``, …) comes down to *pieces*: boxes of the logical tensor, each at a place in the array of this process. What no
-piece covers is padding.
+Whatever says so (:mod:`stepwell.shards`, a ``DTensor``, …) comes down to *pieces*: boxes of the
+logical tensor, each at a place in the array of this process. What no piece covers is padding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from .checks import shown, sizes
 from .errors import MisuseError, UnsupportedLeaf
 from .specs import ArraySpec, native_name, to_dtype
 
-#: Who holds the same box: ``None`` (this process alone), ``(index, count)`` of replicas that are not named, a list of ranks, ``"everyone"`` who has that box of the leaf.
+#: Who holds the same box: ``None`` (this process alone), ``(index, count)`` of replicas that are
+#: not named, a list of ranks, ``"everyone"`` who has that box of the leaf.
 Holders: TypeAlias = "tuple[int, int] | list[int] | str | None"
 
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """Elements of an array that lies in one piece, row-major: the first of them, and the steps along each dimension of a box."""
+    """Elements of an array that lies in one piece, row-major: the first of them, and the steps
+    along each dimension of a box."""
 
     offset: int
     steps: tuple[int, ...]
@@ -37,7 +39,8 @@ class Piece:
     #: In the logical tensor.
     offset: tuple[int, ...]
     extent: tuple[int, ...]
-    #: What of the local array it is: an index that gives a view of that extent, or a place in its memory.
+    #: What of the local array it is: an index that gives a view of that extent, or a place in its
+    #: memory.
     place: tuple[slice, ...] | Strided
     holders: Holders = None
 
@@ -50,11 +53,14 @@ class Parts:
     #: ``None``: as stored.
     global_shape: tuple[int, ...] | None
     pieces: list[Piece]
-    #: New local array → what the caller has there. ``None``: whoever put several such parts into one array takes the values of the pieces.
+    #: New local array → what the caller has there. ``None``: whoever put several such parts into
+    #: one array takes the values of the pieces.
     rebuild: Callable[[Any], Any] | None
-    #: What stands in a state for it, for messages: text, or the object, which is put into words where there is something to say.
+    #: What stands in a state for it, for messages: text, or the object, which is put into words
+    #: where there is something to say.
     what: object = "a part of a tensor"
-    #: Where ``global_shape`` is left open: whether a part may reach beyond what is stored (it is filled with zeros there).
+    #: Where ``global_shape`` is left open: whether a part may reach beyond what is stored (it is
+    #: filled with zeros there).
     pads: bool = False
 
     def __str__(self) -> str:
@@ -62,9 +68,11 @@ class Parts:
 
 
 def runs_of_chunks(size: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """The runs ``(start, length)`` of a dimension that a process has, of so many elements, after one cut after the other: ``(parts, which of them, split factor)``. Each cut is that of
-    ``torch.chunk``: parts of the same length, the last ones shorter or empty. With a split factor, what there is is cut into so many blocks first, and of each
-    block that part is taken (``_StridedShard`` of torch)."""
+    """The runs ``(start, length)`` of a dimension that a process has, of so many elements, after
+    one cut after the other: ``(parts, which of them, split factor)``. Each cut is that of
+    ``torch.chunk``: parts of the same length, the last ones shorter or empty. With a split factor,
+    what there is is cut into so many blocks first, and of each block that part is taken
+    (``_StridedShard`` of torch)."""
     runs = [(0, size)]
     for count, index, factor in pieces:
         total = sum(length for _, length in runs)
@@ -108,7 +116,8 @@ def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def pieces_of_runs(runs: Sequence[Sequence[tuple[int, int]]], holders: Holders) -> list[Piece]:
-    """The boxes that are the product of the runs along each dimension; they lie one after the other in the local array."""
+    """The boxes that are the product of the runs along each dimension; they lie one after the other
+    in the local array."""
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]] = [((), (), ())]
     for dimension in runs:
         grown, at = [], 0
@@ -154,7 +163,8 @@ def is_in_one_piece(local: Any) -> bool:
     return bool(local.is_contiguous()) if hasattr(local, "is_contiguous") else True
 
 
-# ---- into states, and out of them ------------------------------------------------------------------------------------------
+# ---- into states, and out of them
+# ------------------------------------------------------------------------------------------
 
 
 def describe(parts: Parts) -> tuple[Any, ...]:
@@ -180,7 +190,8 @@ def describe(parts: Parts) -> tuple[Any, ...]:
 
 
 def _check(parts: Parts) -> None:
-    """Raises where a class of another package says what no tensor has; ours have looked at it when they were made."""
+    """Raises where a class of another package says what no tensor has; ours have looked at it when
+    they were made."""
     try:
         if parts.global_shape is not None:
             sizes(parts.global_shape, "the whole shape")
@@ -206,7 +217,8 @@ def _inner(local: Any) -> Target:
 
 
 def target(parts: Parts) -> Target:
-    """What is wanted where a process has parts of a tensor: its boxes, read into its own array (``into``), or into a new one like it."""
+    """What is wanted where a process has parts of a tensor: its boxes, read into its own array
+    (``into``), or into a new one like it."""
     _check(parts)
     inner = _inner(parts.local)
     memory = inner.memory
@@ -250,7 +262,8 @@ def _finished(target: Target, values: Any, fill: bool) -> Any:
 
 
 def filled(local: Any, found: list[tuple[Piece, Any]], fill: bool) -> Any:
-    """The array of a process with these values: the one that it has, or a new one like it, with zeros where no piece is."""
+    """The array of a process with these values: the one that it has, or a new one like it, with
+    zeros where no piece is."""
     if fill and isinstance(local, np.ndarray):
         return _put_all(local, found)
     inner = _inner(local)

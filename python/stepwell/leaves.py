@@ -1,8 +1,10 @@
-"""How a value of a state that is none of the exact built-in types is taken apart, and how stored objects are put together again.
+"""How a value of a state that is none of the exact built-in types is taken apart, and how stored
+objects are put together again.
 
-The walk over a state is in the engine (``_core.flatten``); it handles exact ``dict``, ``list``, ``tuple``, ``numpy.ndarray`` of
-a storable dtype and the plain built-in scalars itself, and asks :func:`describe` about everything else. The walk over a
-``like`` (:mod:`stepwell.template`) asks the same function, so that both see the same leaf paths.
+The walk over a state is in the engine (``_core.flatten``); it handles exact ``dict``, ``list``,
+``tuple``, ``numpy.ndarray`` of a storable dtype and the plain built-in scalars itself, and asks
+:func:`describe` about everything else. The walk over a ``like`` (:mod:`stepwell.template`) asks the
+same function, so that both see the same leaf paths.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ _HINT = "convert it, give it state_dict()/load_state_dict(), or sw.register() it
 
 
 def storable_name(dtype: Any) -> str | None:
-    """The name that the format has for a dtype whose arrays are stored as they lie in memory, or ``None``: for dtypes that numpy does not know, too."""
+    """The name that the format has for a dtype whose arrays are stored as they lie in memory, or
+    ``None``: for dtypes that numpy does not know, too."""
     if not isinstance(dtype, np.dtype):
         return None
     if not dtype.isnative or dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None:
@@ -265,7 +268,8 @@ _EXACT: dict[type, Callable[[Any], Description]] = {
 
 
 class Reviver:
-    """Puts stored objects together. ``classes`` are those that the caller's ``like`` holds, by stored name."""
+    """Puts stored objects together. ``classes`` are those that the caller's ``like`` holds, by
+    stored name."""
 
     __slots__ = ("classes",)
 
@@ -277,7 +281,8 @@ class Reviver:
         return np.frombuffer(data, dtype=to_dtype(name))[0]
 
     def extension(self, name: str, parts: Any) -> Any:
-        """The object of a stored extension. Called by the engine with plain parts, inner extensions revived."""
+        """The object of a stored extension. Called by the engine with plain parts, inner extensions
+        revived."""
         if name == "enum":
             return self._enum(str(parts[0]), [str(one) for one in parts[1]])
         make = _REVIVE.get(name)

@@ -1,11 +1,15 @@
-"""What must happen around the life of a process: callbacks and the engine's log on one thread, pending saves flushed at exit, failures that
-nobody has seen turned into an exit status, and handles that know when they are in a forked child.
+"""What must happen around the life of a process: callbacks and the engine's log on one thread,
+pending saves flushed at exit, failures that nobody has seen turned into an exit status, and handles
+that know when they are in a forked child.
 
-* One daemon thread, started with the first manager, waits in the engine (without the GIL), runs callbacks and hands the engine's log to
-  ``logging.getLogger("stepwell")``; engine threads never touch Python.
-* What is to be ended at exit is kept here, strongly: a manager that its user has dropped still has an end that someone hears of.
-* The atexit hook is registered when this package is imported, hence runs after all hooks that were registered later. It closes the managers
-  that this process made, prints failures that nobody has seen, and then leaves with ``os._exit(1)``: an exception there would exit 0.
+* One daemon thread, started with the first manager, waits in the engine (without the GIL), runs
+  callbacks and hands the engine's log to ``logging.getLogger("stepwell")``; engine threads never
+  touch Python.
+* What is to be ended at exit is kept here, strongly: a manager that its user has dropped still has
+  an end that someone hears of.
+* The atexit hook is registered when this package is imported, hence runs after all hooks that were
+  registered later. It closes the managers that this process made, prints failures that nobody has
+  seen, and then leaves with ``os._exit(1)``: an exception there would exit 0.
 """
 
 from __future__ import annotations
@@ -132,7 +136,8 @@ _failures: list[str] = []
 
 
 def log(level: int, target: str, text: str) -> None:
-    """Something that the engine has to say. Without a handler of the user's, ``logging`` itself shows warnings on standard error."""
+    """Something that the engine has to say. Without a handler of the user's, ``logging`` itself
+    shows warnings on standard error."""
     import logging  # costs a tenth of the import of this package, and mostly has nothing to say
 
     try:
@@ -153,7 +158,8 @@ def forget(ending: Ending) -> None:
 
 
 def wait_captured() -> None:
-    """Waits until no save of this process reads its state any more: before arrays are filled, which may be those."""
+    """Waits until no save of this process reads its state any more: before arrays are filled, which
+    may be those."""
     for ending in list(_endings.values()):
         ending.wait_captured()
 
@@ -166,7 +172,8 @@ def unseen(failure: BaseException, where: str) -> None:
 def wait_patiently(
     wait: Callable[[float], bool], progress: Callable[[], object], stall: float, what: str
 ) -> None:
-    """Calls ``wait(seconds)`` until it says yes. Raises ``StalledError`` when ``progress()`` has not changed for ``stall`` seconds."""
+    """Calls ``wait(seconds)`` until it says yes. Raises ``StalledError`` when ``progress()`` has
+    not changed for ``stall`` seconds."""
     begun = since = time.monotonic()
     seen = progress()
     while not wait(min(stall, 0.25)):
@@ -180,7 +187,8 @@ def wait_patiently(
 
 
 def _reset_in_child() -> None:
-    """In a forked child none of the parent's handles, failures and threads are this process's business."""
+    """In a forked child none of the parent's handles, failures and threads are this process's
+    business."""
     global notifier, _endings
     _failures.clear()
     _endings = {}

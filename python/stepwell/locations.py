@@ -1,4 +1,5 @@
-"""Paths that callers give: what they must be, and what a wrong one looks like, so that the error can say what to pass instead."""
+"""Paths that callers give: what they must be, and what a wrong one looks like, so that the error
+can say what to pass instead."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def absolute(path: Any, what: str = "the path") -> str:
 
 
 def is_directory(path: str) -> bool:
-    """True if a directory is there. A disk that does not answer is an error, and no "nothing there": see :class:`~stepwell.errors.StorageError`."""
+    """True if a directory is there. A disk that does not answer is an error, and no "nothing
+    there": see :class:`~stepwell.errors.StorageError`."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -111,7 +113,8 @@ def explaining(path: str) -> Iterator[None]:
 
 
 def explain(path: str, asked_for_step: bool = False) -> str:
-    """What a path that is no checkpoint is, and what may have been meant; empty where there is nothing to say."""
+    """What a path that is no checkpoint is, and what may have been meant; empty where there is
+    nothing to say."""
     if inside := _inside(path):
         return inside
     if not os.path.lexists(path):

@@ -46,31 +46,32 @@ _EXISTS = get_args(Exists)
 
 @final
 class CheckpointManager:
-    """The checkpoints of one run: saves steps without stalling training, never shows one that is not whole, restores any of them.
+    """The checkpoints of one run: saves steps without stalling training, never shows one that is
+    not whole, restores any of them.
 
-    Defaults: every call of :meth:`save` saves, nothing is deleted. As a context manager it closes at the end of the block, which waits for
-    pending saves.
+    Defaults: every call of :meth:`save` saves, nothing is deleted. As a context manager it closes
+    at the end of the block, which waits for pending saves.
 
-    Args:
-        root: the directory of the run; made where it is missing, unless ``Options(create=False)``.
-        save_policy: which calls of :meth:`save` write: :func:`every_steps` and the like.
-        retention: which steps stay: :func:`keep_latest` and the like.
-        step_name: how the directories of steps are named; default: what the root has, else ``step_00000000``.
-        staging_bytes: the memory that saves pass through, in bytes. ``"auto"``: as much as the state takes, and at most a quarter of what is free.
-        max_pending: how many saves may wait beside the one that is being written; one more :meth:`save` waits for the oldest.
-        coordinator: how the processes of a job agree, where there are several and all of them use the manager: :class:`SharedDirectory`, :class:`TorchStore`,
-            :class:`JaxService`, :class:`MPI`. ``"auto"``: torch's or JAX's, if that is initialised. ``None``: this process alone uses the manager, though it is one of several.
-        read_only: write nothing. :meth:`save` then does nothing, and says so.
-        on_save_error: ``"raise"``: a save that failed in the background is raised by the next call, and makes the process end with an error if nobody
-            looked; ``"warn"``: it is logged.
-        on_event: called with a dict for each save and restore that is over, with its phases: a function, or :class:`stepwell.JsonLines`. See :mod:`stepwell.events`.
-        options: what few need.
+    Args: root: the directory of the run; made where it is missing, unless
+    ``Options(create=False)``. save_policy: which calls of :meth:`save` write: :func:`every_steps`
+    and the like. retention: which steps stay: :func:`keep_latest` and the like. step_name: how the
+    directories of steps are named; default: what the root has, else ``step_00000000``.
+    staging_bytes: the memory that saves pass through, in bytes. ``"auto"``: as much as the state
+    takes, and at most a quarter of what is free. max_pending: how many saves may wait beside the
+    one that is being written; one more :meth:`save` waits for the oldest. coordinator: how the
+    processes of a job agree, where there are several and all of them use the manager:
+    :class:`SharedDirectory`, :class:`TorchStore`, :class:`JaxService`, :class:`MPI`. ``"auto"``:
+    torch's or JAX's, if that is initialised. ``None``: this process alone uses the manager, though
+    it is one of several. read_only: write nothing. :meth:`save` then does nothing, and says so.
+    on_save_error: ``"raise"``: a save that failed in the background is raised by the next call, and
+    makes the process end with an error if nobody looked; ``"warn"``: it is logged. on_event: called
+    with a dict for each save and restore that is over, with its phases: a function, or
+    :class:`stepwell.JsonLines`. See :mod:`stepwell.events`. options: what few need.
 
-    Raises:
-        LockedError: another live process writes to this root.
-        StorageError: the root cannot be made or opened.
-        MisuseError: an argument cannot be meant like that; or this is one of several processes, and nothing is known that could carry their messages.
-        CoordinationTimeout: not all processes have come.
+    Raises: LockedError: another live process writes to this root. StorageError: the root cannot be
+    made or opened. MisuseError: an argument cannot be meant like that; or this is one of several
+    processes, and nothing is known that could carry their messages. CoordinationTimeout: not all
+    processes have come.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class CheckpointManager:
         self._owner = lifecycle.Owner("manager")
         self._lock = threading.RLock()
         self._saves: list[Save] = []
-        #: The engine's part of each :class:`Hold`, without which it would end with the object that :meth:`hold` returned.
+        #: The engine's part of each :class:`Hold`, without which it would end with the object that
+        #: :meth:`hold` returned.
         self._held: set[Any] = set()
         #: Whose parameters and state change in guarded steps only.
         self._attached: list[Attached] = []
-        #: Threads that are in a guard, and attached optimizers that are in a step: what is saved meanwhile is about to change.
+        #: Threads that are in a guard, and attached optimizers that are in a step: what is saved
+        #: meanwhile is about to change.
         self._guarded: set[int] = set()
         self._stepping: set[int] = set()
         self._policy = every_steps(1) if save_policy is None else save_policy
@@ -151,7 +154,8 @@ class CheckpointManager:
         weakref.finalize(self, self._ending.abandoned).atexit = False
         self._ending.preemption = Preemption(self._policy.signals, weakref.WeakMethod(self._preempt))
 
-    # ---- saving -------------------------------------------------------------------------------------------------------
+    # ---- saving
+    # -------------------------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -164,32 +168,32 @@ class CheckpointManager:
         exists: Exists = "error",
         snapshot: Literal["auto", "lazy", "eager"] = "auto",
     ) -> Save:
-        """Saves ``state`` as ``step`` if the policy says so (``force``: in any case), and returns when the state may be changed again (what an attached optimizer owns: by its ``step()``).
+        """Saves ``state`` as ``step`` if the policy says so (``force``: in any case), and returns
+        when the state may be changed again (what an attached optimizer owns: by its ``step()``).
 
-        Whatever is wrong with the state raises here, by leaf path, and leaves nothing. What goes wrong later is raised by the result.
+        Whatever is wrong with the state raises here, by leaf path, and leaves nothing. What goes
+        wrong later is raised by the result.
 
-        Args:
-            step: its number, from 0 on, and not below the newest one.
-            state: the state, or a callable that gives it, which runs only if the policy says yes.
-            metrics: real numbers by name, which retention ranks by.
-            custom_metadata: JSON that belongs to the step.
-            force: skip the policy (and nothing else).
-            exists: what happens if the step is there already: ``"error"``; ``"skip"`` (a step that is still being saved: that save comes back); ``"replace"``
-                (the new one is written first).
-            snapshot: when arrays are copied. ``"auto"``: before this returns, but for those that nobody can change (JAX), which are held and copied behind, and those on CUDA devices:
-                what :meth:`attach` has been told of is copied behind and waited for by its ``step()``, and your next work on the device waits for the rest;
-                ``"lazy"``: all of them behind (you change them inside :meth:`update_guard` only, or after ``save.wait_captured()``); ``"eager"``: all of them
-                before this returns, so that a donated array needs no second buffer.
+        Args: step: its number, from 0 on, and not below the newest one. state: the state, or a
+        callable that gives it, which runs only if the policy says yes. metrics: real numbers by
+        name, which retention ranks by. custom_metadata: JSON that belongs to the step. force: skip
+        the policy (and nothing else). exists: what happens if the step is there already:
+        ``"error"``; ``"skip"`` (a step that is still being saved: that save comes back);
+        ``"replace"`` (the new one is written first). snapshot: when arrays are copied. ``"auto"``:
+        before this returns, but for those that nobody can change (JAX), which are held and copied
+        behind, and those on CUDA devices: what :meth:`attach` has been told of is copied behind and
+        waited for by its ``step()``, and your next work on the device waits for the rest;
+        ``"lazy"``: all of them behind (you change them inside :meth:`update_guard` only, or after
+        ``save.wait_captured()``); ``"eager"``: all of them before this returns, so that a donated
+        array needs no second buffer.
 
-        Returns:
-            A future of the save. One that the policy refused is falsy and has a ``reason``; so is every one of a manager with ``read_only=True``.
+        Returns: A future of the save. One that the policy refused is falsy and has a ``reason``; so
+        is every one of a manager with ``read_only=True``.
 
-        Raises:
-            UnsupportedLeaf: a value of the state cannot be stored.
-            StepExists: the step is there already.
-            StepOrder: the step is below the newest one.
-            DonatedBuffer: an array of JAX is no more what it was.
-            SaveFailed: a save before this one failed, and nobody had asked. This one was not begun; the next one is.
+        Raises: UnsupportedLeaf: a value of the state cannot be stored. StepExists: the step is
+        there already. StepOrder: the step is below the newest one. DonatedBuffer: an array of JAX
+        is no more what it was. SaveFailed: a save before this one failed, and nobody had asked.
+        This one was not begun; the next one is.
         """
         core = self._open()
         begun = time.perf_counter()
@@ -221,7 +225,8 @@ class CheckpointManager:
                     self._tell_read_only()
                     return Save(step, None, refusal)
                 if pending is not None:
-                    # Its result is that of the step: whoever waits for this one has it when the step is durable.
+                    # Its result is that of the step: whoever waits for this one has it when the
+                    # step is durable.
                     return Save(step, pending)
                 if is_callable_state(state):
                     state = state()
@@ -266,7 +271,8 @@ class CheckpointManager:
             current_rank.reset(token)
 
     def _tell_read_only(self) -> None:
-        """Says once that this manager saves nothing: a training that goes on like that would not be missed before it is needed."""
+        """Says once that this manager saves nothing: a training that goes on like that would not be
+        missed before it is needed."""
         if self._read_only and not self._told_read_only:
             self._told_read_only = True
             lifecycle.log(
@@ -276,7 +282,8 @@ class CheckpointManager:
             )
 
     def check(self, state: Any) -> None:
-        """Raises what :meth:`save` would raise about ``state``, without saving or copying it: for the start of a run."""
+        """Raises what :meth:`save` would raise about ``state``, without saving or copying it: for
+        the start of a run."""
         core = self._open()
         flat = self._flat(state() if is_callable_state(state) else state)
         core.check(flat, lifecycle.notifier.events)
@@ -293,18 +300,21 @@ class CheckpointManager:
         return bool(core.should_save(number, answers))
 
     def reached_preemption(self, step: int) -> bool:
-        """True if this job is to be preempted, so that the loop should leave: a signal came before the policy was asked about ``step``, which is saved then."""
+        """True if this job is to be preempted, so that the loop should leave: a signal came before
+        the policy was asked about ``step``, which is saved then."""
         return bool(self._open().reached_preemption(step_number(step)))
 
     def _preempt(self) -> bool:
-        """The job is to be preempted, a signal says; false where the manager is closed and cannot be told."""
+        """The job is to be preempted, a signal says; false where the manager is closed and cannot
+        be told."""
         if self._core is None:
             return False
         self._core.request_preemption()
         return True
 
     def _on_devices(self, flat: Any, updating: bool) -> tuple[dict[int, int], list[tuple[int, int]]]:
-        """Of the CUDA devices that a state is on: the current streams; and where that is that attached optimizers own, and that is captured behind the call: nothing, while it is
+        """Of the CUDA devices that a state is on: the current streams; and where that is that
+        attached optimizers own, and that is captured behind the call: nothing, while it is
         updated."""
         devices = flat.devices()
         attached = [] if updating else [one for one in self._attached if devices or one._lazy_host]
@@ -318,14 +328,16 @@ class CheckpointManager:
 
     @contextmanager
     def update_guard(self) -> Iterator[None]:
-        """Around the update of the state: has it wait for what was left to be captured behind a call (of an attached optimizer, or ``snapshot="lazy"``). On a CUDA device the
-        current stream waits, and this thread does not, but for copies that could not be started yet because the staging ring is full; for host memory this
-        thread waits. Costs nothing where nothing was left. What is saved inside of it is copied or fenced when ``save`` returns, since the update may come behind it.
+        """Around the update of the state: has it wait for what was left to be captured behind a
+        call (of an attached optimizer, or ``snapshot="lazy"``). On a CUDA device the current stream
+        waits, and this thread does not, but for copies that could not be started yet because the
+        staging ring is full; for host memory this thread waits. Costs nothing where nothing was
+        left. What is saved inside of it is copied or fenced when ``save`` returns, since the update
+        may come behind it.
 
-        Raises:
-            StalledError: nothing has happened for ``Options.stall_timeout``.
-            DeviceError: the device answers with an error.
-            MisuseError: a CUDA graph is being captured on the current stream (put the guard around its replay).
+        Raises: StalledError: nothing has happened for ``Options.stall_timeout``. DeviceError: the
+        device answers with an error. MisuseError: a CUDA graph is being captured on the current
+        stream (put the guard around its replay).
         """
         self._fence()
         here = threading.get_ident()
@@ -338,15 +350,17 @@ class CheckpointManager:
                 self._guarded.discard(here)
 
     def attach(self, optimizer: Any, *, host: Literal["now", "lazy"] = "now") -> Attached:
-        """Has an optimizer of torch (or those of a :class:`stepwell.torch.TrainState`) wait, before each ``step()``, for what was left to lazy capture, as
-        :meth:`update_guard` does. What it owns on CUDA devices (its parameters and its state) is captured during the next forward and backward from then on: nothing but
-        its steps may change that. Returns what :meth:`stepwell.manager.Attached.remove` ends. Optimizers that step inside ``backward()`` are refused; a replayed CUDA graph
-        runs no hooks, and needs :meth:`update_guard` around it.
+        """Has an optimizer of torch (or those of a :class:`stepwell.torch.TrainState`) wait, before
+        each ``step()``, for what was left to lazy capture, as :meth:`update_guard` does. What it
+        owns on CUDA devices (its parameters and its state) is captured during the next forward and
+        backward from then on: nothing but its steps may change that. Returns what
+        :meth:`stepwell.manager.Attached.remove` ends. Optimizers that step inside ``backward()``
+        are refused; a replayed CUDA graph runs no hooks, and needs :meth:`update_guard` around it.
 
-        Args:
-            optimizer: the optimizer, or a TrainState: all of its optimizers. (Of a wrapper: the optimizer in it, whose ``step()`` must be the one of its class.)
-            host: what it owns in host memory (offloaded state, say) is captured when ``save`` returns (``"now"``), or as what is on devices is (``"lazy"``): its ``step()`` waits for it, on the
-                host.
+        Args: optimizer: the optimizer, or a TrainState: all of its optimizers. (Of a wrapper: the
+        optimizer in it, whose ``step()`` must be the one of its class.) host: what it owns in host
+        memory (offloaded state, say) is captured when ``save`` returns (``"now"``), or as what is
+        on devices is (``"lazy"``): its ``step()`` waits for it, on the host.
         """
         from .torch import optimizers_of
 
@@ -379,7 +393,8 @@ class CheckpointManager:
         return attached
 
     def _fence(self) -> None:
-        """Has the current streams wait for what is still to be captured, and this thread for what they cannot wait for."""
+        """Has the current streams wait for what is still to be captured, and this thread for what
+        they cannot wait for."""
         if self._core is not None:
             devices = self._core.devices_in_flight()
             self._core.guard(adapters.streams(devices) if devices else {})
@@ -392,24 +407,26 @@ class CheckpointManager:
         latest = core.latest_step()  # which all processes ask for
         return self._policy.answers(step, latest) if core.ranks()[0] == 0 else {}
 
-    # ---- restoring ----------------------------------------------------------------------------------------------------
+    # ---- restoring
+    # ----------------------------------------------------------------------------------------------------
 
     @spelled_out
     def restore(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
         """Restores a step (``None``: the newest committed one).
 
-        ``like`` says what is wanted and is never changed; ``into`` is filled where it can be and returned with new values where not; neither: everything, as
-        it is stored. All differences are reported at once, before anything is written. Never returns memory that was not filled. Where several processes have opened the manager, all of
-        them make this call; each reads what it wants, or with ``broadcast=`` one of them for those who want the same. The keywords are those of
-        :class:`~stepwell.restore_options.RestoreKeywords`.
+        ``like`` says what is wanted and is never changed; ``into`` is filled where it can be and
+        returned with new values where not; neither: everything, as it is stored. All differences
+        are reported at once, before anything is written. Never returns memory that was not filled.
+        Where several processes have opened the manager, all of them make this call; each reads what
+        it wants, or with ``broadcast=`` one of them for those who want the same. The keywords are
+        those of :class:`~stepwell.restore_options.RestoreKeywords`.
 
-        Raises:
-            StepNotFound: there is no such committed step, or none at all.
-            MismatchError: what is wanted is not what is stored; nothing was written.
-            CorruptCheckpoint: a stored block is not what was written; ``overwritten`` lists what ``into`` had got by then.
-            RankFailed: another rank could not restore; ``overwritten`` as above.
-            MisuseError: nothing is initialised over which ``broadcast=`` could exchange arrays.
-            CoordinatorError: an exchange has failed: another rank is gone, mostly.
+        Raises: StepNotFound: there is no such committed step, or none at all. MismatchError: what
+        is wanted is not what is stored; nothing was written. CorruptCheckpoint: a stored block is
+        not what was written; ``overwritten`` lists what ``into`` had got by then. RankFailed:
+        another rank could not restore; ``overwritten`` as above. MisuseError: nothing is
+        initialised over which ``broadcast=`` could exchange arrays. CoordinatorError: an exchange
+        has failed: another rank is gone, mostly.
         """
         manager = self._open()
         alone = manager.ranks()[1] == 1
@@ -427,7 +444,8 @@ class CheckpointManager:
                 if alone:
                     checked = replace(checked, broadcast=False)
                 with explaining(self._root), self._explaining_pending():
-                    # Of several ranks each reads a part, mostly: every one of them would begin to read the same files, most of it in vain.
+                    # Of several ranks each reads a part, mostly: every one of them would begin to
+                    # read the same files, most of it in vain.
                     expected = checked.expected if alone else False
                     core = manager.checkpoint(number, expected, checked.to_fill)
                 with Checkpoint(core) as checkpoint:
@@ -444,8 +462,9 @@ class CheckpointManager:
         return answer
 
     def _restored_by_all(self, core: Any, options: RestoreOptions, together: Together) -> Any:
-        """What this rank restores, where all ranks do: in two steps, so that none has written anything where what another wants does not fit, and none goes on where
-        another could not read."""
+        """What this rank restores, where all ranks do: in two steps, so that none has written
+        anything where what another wants does not fit, and none goes on where another could not
+        read."""
         together.how = f"broadcast={options.broadcast!r}"
         token = current_rank.set(self._open().ranks())
         try:
@@ -461,11 +480,14 @@ class CheckpointManager:
 
     @spelled_out
     def plan(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> RestorePlan:
-        """What :meth:`restore` with these keywords would read and do: bytes, blocks and files, by item and in all; leaves by what happens to them. Reads no
-        array, changes nothing, and raises what ``restore`` would raise about what is wanted.
+        """What :meth:`restore` with these keywords would read and do: bytes, blocks and files, by
+        item and in all; leaves by what happens to them. Reads no array, changes nothing, and raises
+        what ``restore`` would raise about what is wanted.
 
-        It is this process's own, and asks the others nothing: of several processes each plans what it reads itself. What others want is not known to it, so that leaves which it does not
-        want itself are listed as left to them (``report.left_out``), where ``restore`` raises if nobody wants them."""
+        It is this process's own, and asks the others nothing: of several processes each plans what
+        it reads itself. What others want is not known to it, so that leaves which it does not want
+        itself are listed as left to them (``report.left_out``), where ``restore`` raises if nobody
+        wants them."""
         checked = RestoreOptions.of(options, "plan").reading_alone()
         ranks = self._open().ranks()
         token = current_rank.set(ranks)
@@ -483,7 +505,8 @@ class CheckpointManager:
 
     @contextmanager
     def _explaining_pending(self) -> Iterator[None]:
-        """Says what is being saved, where a step was not found: that is the usual reason right after a save."""
+        """Says what is being saved, where a step was not found: that is the usual reason right
+        after a save."""
         pending = [save.step for save in self.pending()]
         try:
             yield
@@ -508,7 +531,8 @@ class CheckpointManager:
         """Adds metrics to a committed step (an evaluator's); retention counts them."""
         self._open().add_metrics(step_number(step), real_numbers(metrics))
 
-    # ---- steps --------------------------------------------------------------------------------------------------------
+    # ---- steps
+    # --------------------------------------------------------------------------------------------------------
 
     def latest_step(self) -> int | None:
         """The newest committed step."""
@@ -533,7 +557,8 @@ class CheckpointManager:
         return found
 
     def next_step(self) -> int:
-        """The step to go on with: the last restored or saved step + 1, else the latest + 1, else 0."""
+        """The step to go on with: the last restored or saved step + 1, else the latest + 1, else
+        0."""
         found: int = self._open().next_step()
         return found
 
@@ -543,30 +568,35 @@ class CheckpointManager:
         return [save for save in self._saves if not save.done()]
 
     def rewind(self, step: int, branch: str | None = None) -> Rewound:
-        """Goes back to ``step``: newer steps are moved to a kept branch (``.branch-<name>.…``), whose name is drawn where none is given. Returns those steps, newest
-        first, and the branch's name: :class:`stepwell.manager.Rewound`."""
+        """Goes back to ``step``: newer steps are moved to a kept branch (``.branch-<name>.…``),
+        whose name is drawn where none is given. Returns those steps, newest first, and the branch's
+        name: :class:`stepwell.manager.Rewound`."""
         branch = None if branch is None else text(branch, "the name of a branch")
         name, moved = self._open().rewind(step_number(step), branch)
         return Rewound(moved, name if moved else None)
 
     def quarantined(self) -> dict[str, str]:
-        """Directories that have a step's name and are none, and why. They are never chosen and never deleted."""
+        """Directories that have a step's name and are none, and why. They are never chosen and
+        never deleted."""
         return dict(self._open().quarantined())
 
     @property
     def root_metadata(self) -> Any:
-        """The JSON that belongs to the root (``Options.root_metadata`` of its first writer), or ``None``."""
+        """The JSON that belongs to the root (``Options.root_metadata`` of its first writer), or
+        ``None``."""
         text: str | None = self._open().root_metadata()
         return None if text is None else json.loads(text)
 
     def delete(self, step: int) -> None:
-        """Deletes a step, also the newest or the only one: who names a step means it. (Retention never takes the newest; :meth:`rewind` sets steps aside and keeps
-        them.) Raises :class:`LockedError` as long as somebody holds or reads it."""
+        """Deletes a step, also the newest or the only one: who names a step means it. (Retention
+        never takes the newest; :meth:`rewind` sets steps aside and keeps them.) Raises
+        :class:`LockedError` as long as somebody holds or reads it."""
         self._open().delete(step_number(step))
 
     def hold(self, step: int) -> Hold:
-        """Keeps a step from being removed, replaced or rewound, from this call on: for the length of a ``with`` block, or until :meth:`Hold.close
-        <stepwell.manager.Hold.close>`; at the latest until the manager is closed.
+        """Keeps a step from being removed, replaced or rewound, from this call on: for the length
+        of a ``with`` block, or until :meth:`Hold.close <stepwell.manager.Hold.close>`; at the
+        latest until the manager is closed.
 
         Raises:
             StepNotFound: there is no such committed step.
@@ -580,8 +610,9 @@ class CheckpointManager:
         return {int(step): decision for step, decision in plan.get("steps", plan).items()}
 
     def prepare(self, like: Any) -> int:
-        """Makes the staging memory that a state like this needs, so that the first save does not pay for it. Returns the bytes of its arrays. ``like`` is a
-        state, or has an :class:`ArraySpec` (of shape and dtype) in place of arrays that are not there yet."""
+        """Makes the staging memory that a state like this needs, so that the first save does not
+        pay for it. Returns the bytes of its arrays. ``like`` is a state, or has an
+        :class:`ArraySpec` (of shape and dtype) in place of arrays that are not there yet."""
         flat = _core.flatten(template.as_state(like))
         nbytes: int = flat.nbytes
         self._open().prepare(nbytes, list(flat.devices()))
@@ -596,7 +627,8 @@ class CheckpointManager:
         """The directory of the run."""
         return self._root
 
-    # ---- ending -------------------------------------------------------------------------------------------------------
+    # ---- ending
+    # -------------------------------------------------------------------------------------------------------
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Waits until no save is pending; raises a failure that nobody has seen."""
@@ -607,8 +639,9 @@ class CheckpointManager:
         self._open().check_for_errors()
 
     def close(self, timeout: float | None = None) -> None:
-        """Commits what is pending, gives everything back, and raises a failure that nobody has seen. Closing twice is fine. After a
-        ``TimeoutError`` or an interrupt it goes on: call it again to wait on, or leave that to the end of the process."""
+        """Commits what is pending, gives everything back, and raises a failure that nobody has
+        seen. Closing twice is fine. After a ``TimeoutError`` or an interrupt it goes on: call it
+        again to wait on, or leave that to the end of the process."""
         self._owner.check()
         limit = seconds(timeout)
         if self._core is None:
@@ -649,8 +682,9 @@ class CheckpointManager:
 
 @final
 class Hold:
-    """A step that nobody removes, replaces or rewinds: from the call of :meth:`stepwell.CheckpointManager.hold` on, until :meth:`close`, the end of the ``with`` block, or
-    the end of the manager."""
+    """A step that nobody removes, replaces or rewinds: from the call of
+    :meth:`stepwell.CheckpointManager.hold` on, until :meth:`close`, the end of the ``with`` block,
+    or the end of the manager."""
 
     def __init__(self, step: int, held: Any, all_held: set[Any]) -> None:
         #: Which step.
@@ -682,7 +716,8 @@ class Rewound(list[int]):
 
     def __init__(self, moved: Iterable[int], branch: str | None) -> None:
         super().__init__(moved)
-        #: The name of the branch that they are kept in, ``.branch-<name>.…``; ``None`` where nothing was moved.
+        #: The name of the branch that they are kept in, ``.branch-<name>.…``; ``None`` where
+        #: nothing was moved.
         self.branch = branch
 
 
@@ -705,8 +740,8 @@ class Attached:
         self._lazy_host = lazy_host
 
     def remove(self) -> None:
-        """They no longer wait, but for what is being captured now: what they own is captured or fenced when :meth:`~stepwell.CheckpointManager.save` returns, from the next
-        one on."""
+        """They no longer wait, but for what is being captured now: what they own is captured or
+        fenced when :meth:`~stepwell.CheckpointManager.save` returns, from the next one on."""
         manager = self._manager()
         if manager is None or self not in manager._attached:
             return
@@ -719,7 +754,8 @@ class Attached:
 
 
 class _Ending:
-    """The end of a manager, which outlives it: by ``close``, by the garbage collector, or by the exit hook."""
+    """The end of a manager, which outlives it: by ``close``, by the garbage collector, or by the
+    exit hook."""
 
     def __init__(
         self,
@@ -741,8 +777,8 @@ class _Ending:
         return bool(self._core.is_closed())
 
     def close(self, limit: float | None) -> None:
-        """Closes, and is watched until that is over. Signals are the program's again only then: one that comes twice, as those of schedulers do, must not
-        take the last save with it."""
+        """Closes, and is watched until that is over. Signals are the program's again only then: one
+        that comes twice, as those of schedulers do, must not take the last save with it."""
         try:
             self._core.close(limit)
         finally:
@@ -754,7 +790,8 @@ class _Ending:
                 lifecycle.forget(self)
 
     def abandoned(self) -> None:
-        """The manager was dropped, and maybe not closed. Runs in the garbage collector, where nothing that raises is heard."""
+        """The manager was dropped, and maybe not closed. Runs in the garbage collector, where
+        nothing that raises is heard."""
         if not self._owner.is_here or self.is_over():
             return
         try:
@@ -769,7 +806,8 @@ class _Ending:
 
     def wait_captured(self) -> None:
         """See ``lifecycle.Ending``."""
-        # The engine knows all saves: an interrupt can end a call of save() when the engine has begun it and nothing here has heard of it yet.
+        # The engine knows all saves: an interrupt can end a call of save() when the engine has
+        # begun it and nothing here has heard of it yet.
         if self._owner.is_here:
             self._core.wait_captured()
 

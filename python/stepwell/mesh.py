@@ -1,4 +1,5 @@
-"""Which rank has which part, said once for a whole model: :class:`RankMesh` (ranks as points of a grid) and :class:`Rules` (names of tensors → axes of that grid)."""
+"""Which rank has which part, said once for a whole model: :class:`RankMesh` (ranks as points of a
+grid) and :class:`Rules` (names of tensors → axes of that grid)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .paths import named
 from .shards import LocalShard
 from .specs import AS_STORED, ArraySpec, ObjectSpec
 
-#: What a dimension of a tensor is cut along: nothing, an axis, or several (the first one outermost).
+#: What a dimension of a tensor is cut along: nothing, an axis, or several (the first one
+#: outermost).
 Axes: TypeAlias = "str | tuple[str, ...] | None"
 
 
@@ -27,7 +29,8 @@ _MOST_RANKS = 2**32 - 1
 
 @final
 class RankMesh:
-    """The ranks of a job as points of a grid: ``RankMesh(pp=2, dp=2, tp=4)``. The last axis varies fastest.
+    """The ranks of a job as points of a grid: ``RankMesh(pp=2, dp=2, tp=4)``. The last axis varies
+    fastest.
 
     Args:
         ranks: the grid of ranks, where they are not numbered in that order.
@@ -45,7 +48,8 @@ class RankMesh:
         shape = tuple(self.axes.values())
         if self.size > _MOST_RANKS:
             raise MisuseError(f"{self!r} has {self.size} ranks, and a job has at most {_MOST_RANKS}")
-        #: Where ranks are numbered otherwise: which is at each point of the grid, and at which point each is.
+        #: Where ranks are numbered otherwise: which is at each point of the grid, and at which
+        #: point each is.
         self._table: list[int] | None = None
         self._places: dict[int, int] = {}
         if ranks is None:
@@ -65,7 +69,8 @@ class RankMesh:
 
     @classmethod
     def of(cls, mesh: Any) -> RankMesh:
-        """From a ``DeviceMesh`` of torch with names, or a ``jax.sharding.Mesh`` whose devices are each another process's."""
+        """From a ``DeviceMesh`` of torch with names, or a ``jax.sharding.Mesh`` whose devices are
+        each another process's."""
         names = getattr(mesh, "mesh_dim_names", None) or getattr(mesh, "axis_names", None)
         if not names:
             raise MisuseError(
@@ -110,18 +115,22 @@ class RankMesh:
 
 @final
 class Rules:
-    """How the tensors of a model are cut: patterns of their names, and for each dimension the axes of a mesh.
+    """How the tensors of a model are cut: patterns of their names, and for each dimension the axes
+    of a mesh.
 
-    The first pattern that matches a tensor counts. A pattern is matched against the leaf path with ``.`` and ``/`` alike as separators: ``*`` stands for anything between two of
-    them, ``**`` for any number of parts (``**norm`` is ``**/*norm``). ``()`` means that all ranks (of the stage) have all of it. A tensor that no pattern matches is an error: end with ``"**": ()``
-    if the rest is replicated.
+    The first pattern that matches a tensor counts. A pattern is matched against the leaf path with
+    ``.`` and ``/`` alike as separators: ``*`` stands for anything between two of them, ``**`` for
+    any number of parts (``**norm`` is ``**/*norm``). ``()`` means that all ranks (of the stage)
+    have all of it. A tensor that no pattern matches is an error: end with ``"**": ()`` if the rest
+    is replicated.
 
-    Args:
-        patterns: pattern → one entry for each dimension from the first on (those that are not named are not cut): the name of an axis, several (the first one outermost), or ``None``.
-        stages: for pipelines: pattern → number of the stage, or a function of the leaf path and the number of stages that gives it. What has none (``None``) is on all stages; where the mesh has
-            one stage, everything is.
-        stage_axis: the axis of the stages.
-        uneven: where a dimension is no multiple: ``"chunk"``, as ``torch.chunk`` (the last parts are shorter, or empty), or ``"balanced"`` (the first ones have one more).
+    Args: patterns: pattern → one entry for each dimension from the first on (those that are not
+    named are not cut): the name of an axis, several (the first one outermost), or ``None``. stages:
+    for pipelines: pattern → number of the stage, or a function of the leaf path and the number of
+    stages that gives it. What has none (``None``) is on all stages; where the mesh has one stage,
+    everything is. stage_axis: the axis of the stages. uneven: where a dimension is no multiple:
+    ``"chunk"``, as ``torch.chunk`` (the last parts are shorter, or empty), or ``"balanced"`` (the
+    first ones have one more).
     """
 
     __slots__ = ("_patterns", "_stage_axis", "_stages", "_uneven")
@@ -156,8 +165,10 @@ class Rules:
         rank: int,
         shapes: Mapping[str, Sequence[int]] | Callable[[str], Sequence[int]] | None = None,
     ) -> Any:
-        """A state of this rank's own tensors → the same with each as a :class:`LocalShard`, to be saved. ``shapes``, where parts differ in size: leaf path → shape of the whole tensor, or a function
-        of the leaf path that gives it; of what it does not name, each cut dimension is as many times as long as the part."""
+        """A state of this rank's own tensors → the same with each as a :class:`LocalShard`, to be
+        saved. ``shapes``, where parts differ in size: leaf path → shape of the whole tensor, or a
+        function of the leaf path that gives it; of what it does not name, each cut dimension is as
+        many times as long as the part."""
         instance(mesh, RankMesh, "mesh", "sw.RankMesh(…)")
         if shapes is not None and not isinstance(shapes, Mapping) and not callable(shapes):
             raise MisuseError(
@@ -189,8 +200,9 @@ class Rules:
         return template.finish(part, False)
 
     def abstract_state(self, metadata: Any, mesh: RankMesh, rank: int) -> Any:
-        """What this rank wants of a stored state (``manager.metadata(step)``, or a tree of :class:`ArraySpec`): for ``like=``. Each tensor is a :class:`LocalShard` over a spec; what other
-        stages have is left out (``...``)."""
+        """What this rank wants of a stored state (``manager.metadata(step)``, or a tree of
+        :class:`ArraySpec`): for ``like=``. Each tensor is a :class:`LocalShard` over a spec; what
+        other stages have is left out (``...``)."""
         instance(mesh, RankMesh, "mesh", "sw.RankMesh(…)")
         part = template.parse(getattr(metadata, "tree", metadata))
         for leaf in template.leaves(part):
@@ -294,7 +306,8 @@ def _matches(glob: str, path: str) -> bool:
 
 
 def _parts(path: str) -> str:
-    """A path with one separator: dots and slashes in names, those between them, and indices alike."""
+    """A path with one separator: dots and slashes in names, those between them, and indices
+    alike."""
     return re.sub(r"\\(.)", r"\1", re.sub(r"\[(-?\d+)\]", r"/\1", path)).replace(".", "/").strip("/")
 
 

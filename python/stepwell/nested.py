@@ -1,8 +1,10 @@
-"""Stateful objects inside the state of another: a loader whose ``state_dict()`` holds a generator, a scheduler that holds a scheduler.
+"""Stateful objects inside the state of another: a loader whose ``state_dict()`` holds a generator,
+a scheduler that holds a scheduler.
 
-What an object gave when it was saved is what it gets when it is loaded. So a stateful object in its state is one again: with ``into`` the live
-one that the target's own state has at that place, loaded; otherwise a generator of Python or numpy made anew. One of somebody else's
-class cannot be made here: it has to be there. Nothing of the caller's changes before :meth:`Nested.load`.
+What an object gave when it was saved is what it gets when it is loaded. So a stateful object in its
+state is one again: with ``into`` the live one that the target's own state has at that place,
+loaded; otherwise a generator of Python or numpy made anew. One of somebody else's class cannot be
+made here: it has to be there. Nothing of the caller's changes before :meth:`Nested.load`.
 """
 
 from __future__ import annotations
@@ -127,5 +129,6 @@ def _objects_in(
 
 
 def _places(components: tuple[Component, ...]) -> tuple[Component, ...]:
-    """Components such that those of the same place are equal: keys and fields by name, indices and integer keys by number."""
+    """Components such that those of the same place are equal: keys and fields by name, indices and
+    integer keys by number."""
     return tuple(("k" if kind in "kf" else "x", key) for kind, key in components)

@@ -25,8 +25,8 @@ _LEAST_CHUNK = 4096
 @final
 @dataclass(frozen=True, slots=True)
 class StepName:
-    """How a step's directory is named: a prefix and the number, padded with zeros to ``width`` digits. ``also_read`` are other patterns that this
-    root's older steps may have."""
+    """How a step's directory is named: a prefix and the number, padded with zeros to ``width``
+    digits. ``also_read`` are other patterns that this root's older steps may have."""
 
     prefix: str = "step_"
     width: int = 8
@@ -56,31 +56,43 @@ class Options:
 
     #: Make the root where it is missing.
     create: bool = True
-    #: On a file system without locks: become the writer, once no other has given a sign of life for ``silence``.
+    #: On a file system without locks: become the writer, once no other has given a sign of life for
+    #: ``silence``.
     take_over: bool = False
-    #: How long a writer that did not end by itself must have been silent before its root is taken over; only where there are no locks. A writer gives six signs
-    #: of life in its own ``silence``, and half of that is the least that others wait.
+    #: How long a writer that did not end by itself must have been silent before its root is taken
+    #: over; only where there are no locks. A writer gives six signs of life in its own ``silence``,
+    #: and half of that is the least that others wait.
     silence: float = 60.0
-    #: How long the files of a retired step stay where there are no locks: nobody knows there who still reads them.
+    #: How long the files of a retired step stay where there are no locks: nobody knows there who
+    #: still reads them.
     grace: float = 1800.0
-    #: Files of so many bytes of the last retired step are written over by the next save, which costs the disk less than new ones; until then they take room on the disk.
-    #: ``None``: all are deleted at once; for roots that are exported to other machines, and where a disk has no room for one step more than is kept.
+    #: Files of so many bytes of the last retired step are written over by the next save, which
+    #: costs the disk less than new ones; until then they take room on the disk. ``None``: all are
+    #: deleted at once; for roots that are exported to other machines, and where a disk has no room
+    #: for one step more than is kept.
     overwrite_from_bytes: int | None = 8 << 20
-    #: About so much in one chunk: what a resharded read cannot avoid to read. At least 4096; each chunk costs its record in the index.
+    #: About so much in one chunk: what a resharded read cannot avoid to read. At least 4096; each
+    #: chunk costs its record in the index.
     chunk_bytes: int = 8 << 20
     #: Chunks are cut along inner axes only where rows stay at least so long.
     min_row_bytes: int = 4096
     #: The unit of checksums and of reading.
     block_bytes: int = 16 << 10
-    #: Of what several processes hold alike, at most so many of them write, on each machine or socket (``writers_per``); ``None``: all of them. Fewer writers write longer files.
+    #: Of what several processes hold alike, at most so many of them write, on each machine or
+    #: socket (``writers_per``); ``None``: all of them. Fewer writers write longer files.
     writers: int | None = None
-    #: ``"node"``: so many on each machine. ``"socket"``: on each of its sockets, for processes that are bound to one; those that are not count together.
+    #: ``"node"``: so many on each machine. ``"socket"``: on each of its sockets, for processes that
+    #: are bound to one; those that are not count together.
     writers_per: Literal["node", "socket"] = "node"
-    #: ``"rank"``: each process writes a data file of its own for each item. ``"node"``: those of a machine write side by side into one, for file systems that are slow to make and to
-    #: open files; needs locks between processes of a machine (without them, each has its own file again), and does not write over the files of retired steps.
+    #: ``"rank"``: each process writes a data file of its own for each item. ``"node"``: those of a
+    #: machine write side by side into one, for file systems that are slow to make and to open
+    #: files; needs locks between processes of a machine (without them, each has its own file
+    #: again), and does not write over the files of retired steps.
     files_per: Literal["rank", "node"] = "rank"
-    #: True if processes compare what is declared to be the same on several of them (``replica=``, ``Rules``, a ``DTensor`` or an array of JAX that is replicated), by samples, in jobs of
-    #: up to 1024; what is simply there on several is compared in any case. False, where replicas may drift: parts of them are stored from each.
+    #: True if processes compare what is declared to be the same on several of them (``replica=``,
+    #: ``Rules``, a ``DTensor`` or an array of JAX that is replicated), by samples, in jobs of up to
+    #: 1024; what is simply there on several is compared in any case. False, where replicas may
+    #: drift: parts of them are stored from each.
     compare_replicas: bool = True
     #: Threads that copy the state; ``None``: a few.
     capture_threads: int | None = None
@@ -88,7 +100,8 @@ class Options:
     queue_depth: int | None = None
     #: A wait (for a save, for a read) gives up when nothing at all has happened for so long.
     stall_timeout: float = 600.0
-    #: For debugging: everything that is captured behind :meth:`~stepwell.CheckpointManager.save` is read twice, first before that returns, and a save of which something was changed in between
+    #: For debugging: everything that is captured behind :meth:`~stepwell.CheckpointManager.save` is
+    #: read twice, first before that returns, and a save of which something was changed in between
     #: fails with :class:`~stepwell.TornSnapshot`, which names the leaf.
     detect_torn: bool = False
     #: Which engine reads and writes: ``"auto"``, ``"uring"``, ``"threads"`` or ``"buffered"``.

@@ -1,5 +1,6 @@
-"""Leaf paths, as the engine renders them: keys and fields joined by ``/``, indices and integer keys in brackets, ``\\``, ``/``, ``[`` and ``]``
-inside a key escaped by ``\\``, the empty key as ``\\e``. A component is ``(tag, value)``: ``k`` a string key, ``i`` an integer key, ``x`` an index,
+"""Leaf paths, as the engine renders them: keys and fields joined by ``/``, indices and integer keys
+in brackets, ``\\``, ``/``, ``[`` and ``]`` inside a key escaped by ``\\``, the empty key as
+``\\e``. A component is ``(tag, value)``: ``k`` a string key, ``i`` an integer key, ``x`` an index,
 ``f`` a field."""
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from .timeouts import seconds
 @final
 @dataclass(frozen=True, slots=True)
 class SaveStats:
-    """What a save did, so far: bytes, and seconds per phase. Phases overlap; what is not over is 0."""
+    """What a save did, so far: bytes, and seconds per phase. Phases overlap; what is not over is
+    0."""
 
     #: Bytes that its data files will have, and how many of them are copied and written by now.
     nbytes: int
@@ -41,9 +42,11 @@ class SaveStats:
 
 @final
 class Save:
-    """One save. Like a ``concurrent.futures.Future``, but that it cannot be cancelled; ``await`` works too.
+    """One save. Like a ``concurrent.futures.Future``, but that it cannot be cancelled; ``await``
+    works too.
 
-    A save that the policy refused is falsy and done, has the ``reason``, and its ``result()`` is ``None``.
+    A save that the policy refused is falsy and done, has the ``reason``, and its ``result()`` is
+    ``None``.
     """
 
     __slots__ = ("__weakref__", "_handle", "_owner", "reason", "step")
@@ -60,12 +63,14 @@ class Save:
         return self._handle is not None
 
     def captured(self) -> bool:
-        """True if the state has been copied, so that it may be changed. (Host memory always is when ``save`` returns.)"""
+        """True if the state has been copied, so that it may be changed. (Host memory always is when
+        ``save`` returns.)"""
         self._owner.check()
         return self._handle is None or bool(self._handle.captured())
 
     def wait_captured(self, timeout: float | None = None) -> bool:
-        """Waits until the state may be changed; ``False`` if ``timeout`` seconds have passed before. Without one as :meth:`result`."""
+        """Waits until the state may be changed; ``False`` if ``timeout`` seconds have passed
+        before. Without one as :meth:`result`."""
         self._owner.check()
         return self._handle is None or bool(self._handle.wait_captured(seconds(timeout)))
 
@@ -75,9 +80,10 @@ class Save:
         return self._handle is None or bool(self._handle.done())
 
     def result(self, timeout: float | None = None) -> int | None:
-        """The step, once it is committed; ``None`` if the policy refused it. Raises what made it fail; ``TimeoutError`` if ``timeout`` seconds
-        have passed before, and without a timeout :class:`~stepwell.errors.StalledError` when neither this save nor one before it has got on for
-        ``Options.stall_timeout`` (the save goes on in both cases)."""
+        """The step, once it is committed; ``None`` if the policy refused it. Raises what made it
+        fail; ``TimeoutError`` if ``timeout`` seconds have passed before, and without a timeout
+        :class:`~stepwell.errors.StalledError` when neither this save nor one before it has got on
+        for ``Options.stall_timeout`` (the save goes on in both cases)."""
         self._owner.check()
         if self._handle is None:
             return None
@@ -97,7 +103,8 @@ class Save:
         return None
 
     def add_done_callback(self, callback: Callable[[Save], Any]) -> None:
-        """Calls ``callback(self)`` when it is done: at once if it is, else on the notifier's thread."""
+        """Calls ``callback(self)`` when it is done: at once if it is, else on the notifier's
+        thread."""
         self._owner.check()
         if self._handle is None or self._handle.done():
             callback(self)

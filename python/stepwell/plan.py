@@ -1,4 +1,5 @@
-"""Dry runs: what a restore would read and do. It is made by the match and from the read plan that the restore itself makes; no array is read."""
+"""Dry runs: what a restore would read and do. It is made by the match and from the read plan that
+the restore itself makes; no array is read."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class RestorePlan:
     step: int
     #: By name, those that are read.
     items: dict[str, ItemPlan]
-    #: What is restored, kept, cast, resized, renamed, ignored and left out: the report that the restore would return.
+    #: What is restored, kept, cast, resized, renamed, ignored and left out: the report that the
+    #: restore would return.
     report: RestoreReport
 
     @property
@@ -120,7 +122,8 @@ def _reads(blocks: int, reads: int, files: int) -> str:
 def plan(
     core: Any, options: RestoreOptions, items: Sequence[dict[str, Any]], others: Unasked | None = None
 ) -> RestorePlan:
-    """Plans a restore. ``items`` are those of the manifest; ``others`` stands for the other ranks, where there are some."""
+    """Plans a restore. ``items`` are those of the manifest; ``others`` stands for the other ranks,
+    where there are some."""
     job = Restore(core, options, together=others)
     name_of = {str(item["dir"]): str(item["name"]) for item in items}
     item_of_top = {str(top["name"]): str(item["name"]) for item in items for top in item["top_level"]}

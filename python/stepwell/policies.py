@@ -1,6 +1,7 @@
-"""Save policies: which calls of ``save`` write. They compose with ``|`` (one of them says yes) and ``&`` (all of them do), and are plain
-data that the engine decides by; a callable is asked here, on the leader, and its answer handed over by the callable's name: its place among those of the policy, and what it
-is called, which are the same in every process of a job."""
+"""Save policies: which calls of ``save`` write. They compose with ``|`` (one of them says yes) and
+``&`` (all of them do), and are plain data that the engine decides by; a callable is asked here, on
+the leader, and its answer handed over by the callable's name: its place among those of the policy,
+and what it is called, which are the same in every process of a job."""
 
 from __future__ import annotations
 
@@ -92,12 +93,14 @@ def every_seconds(seconds: float) -> SavePolicy:
 
 
 def when_idle() -> SavePolicy:
-    """While no other save is being written: ``every_steps(1) & when_idle()`` saves as often as the disk allows."""
+    """While no other save is being written: ``every_steps(1) & when_idle()`` saves as often as the
+    disk allows."""
     return SavePolicy({"policy": "when_idle"})
 
 
 def on_preemption(signals: Iterable[int] | None = None) -> SavePolicy:
-    """When the job is to be preempted. ``signals`` (default: SIGTERM) announce that; handlers that are there are chained."""
+    """When the job is to be preempted. ``signals`` (default: SIGTERM) announce that; handlers that
+    are there are chained."""
     import signal
 
     if signals is None:
@@ -114,14 +117,16 @@ def on_preemption(signals: Iterable[int] | None = None) -> SavePolicy:
 
 
 def when(predicate: Predicate) -> SavePolicy:
-    """When ``predicate(step, latest)`` says so; ``latest`` is ``None`` in an empty root. Of several processes only the first one's is asked."""
+    """When ``predicate(step, latest)`` says so; ``latest`` is ``None`` in an empty root. Of several
+    processes only the first one's is asked."""
     if not callable(predicate):
         raise MisuseError(f"when() takes a callable of (step, latest), not {shown(predicate)}")
     return SavePolicy({"policy": "custom", "name": _Asked(predicate)}, (predicate,))
 
 
 def combined(how: str, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
-    """Two rules as one, flat where they were combined the same way: for save policies and for retention."""
+    """Two rules as one, flat where they were combined the same way: for save policies and for
+    retention."""
     parts: list[dict[str, Any]] = []
     for one in (left, right):
         parts.extend(one["of"] if one["policy"] == how else [one])

@@ -1,7 +1,10 @@
-"""Signals that announce a preemption: what listens to them for a manager, from its making to the end of its closing.
+"""Signals that announce a preemption: what listens to them for a manager, from its making to the
+end of its closing.
 
-Handlers that were there still run. A forked child has them back before anything of its own runs: a worker that a loader terminates must end. It is not enough that ours does nothing there:
-a handler of Python's runs only when the interpreter gets to it, and a worker that has just begun to wait for a lock never does.
+Handlers that were there still run. A forked child has them back before anything of its own runs: a
+worker that a loader terminates must end. It is not enough that ours does nothing there: a handler
+of Python's runs only when the interpreter gets to it, and a worker that has just begun to wait for
+a lock never does.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ _forking = threading.local()
 
 
 class Preemption:
-    """Listens for one manager, and keeps it not alive: ``tell`` is a weak reference to what tells it."""
+    """Listens for one manager, and keeps it not alive: ``tell`` is a weak reference to what tells
+    it."""
 
     def __init__(self, signals: tuple[int, ...], tell: Tell) -> None:
         self._tell = tell
@@ -50,7 +54,8 @@ class Preemption:
             os.kill(os.getpid(), number)
 
     def restore(self) -> None:
-        """Puts the handlers back that were there, where ours still stand. Elsewhere ours goes on calling what was there before it."""
+        """Puts the handlers back that were there, where ours still stand. Elsewhere ours goes on
+        calling what was there before it."""
         if not self._before or threading.current_thread() is not threading.main_thread():
             return
         import signal
@@ -62,7 +67,8 @@ class Preemption:
 
 
 def _before_fork() -> None:
-    """Holds the signals back: one that came between the fork and the change of handlers would be lost."""
+    """Holds the signals back: one that came between the fork and the change of handlers would be
+    lost."""
     if _signals:
         import signal
 

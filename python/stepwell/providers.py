@@ -1,8 +1,11 @@
-"""State providers of the user's: leaves whose bytes lie wherever they are, in as many pieces as there are.
+"""State providers of the user's: leaves whose bytes lie wherever they are, in as many pieces as
+there are.
 
-A leaf is usually an array. What is no array, and would first have to be copied into one (a table that lives in pages, a cache that is sharded by hand, a tensor of which a part is on a
-device and a part on the host), can say where its bytes are instead: a class with ``dtype``, ``shape`` and :meth:`StateProvider.stepwell_chunks` is stored as one array, chunk by chunk, without a
-copy on the way. (The idea of composable providers of chunks: DataStates-LLM, §4.2.)
+A leaf is usually an array. What is no array, and would first have to be copied into one (a table
+that lives in pages, a cache that is sharded by hand, a tensor of which a part is on a device and a
+part on the host), can say where its bytes are instead: a class with ``dtype``, ``shape`` and
+:meth:`StateProvider.stepwell_chunks` is stored as one array, chunk by chunk, without a copy on the
+way. (The idea of composable providers of chunks: DataStates-LLM, §4.2.)
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class Chunk:
     array: Any
     #: Where its first element is in the whole; empty: at the begin.
     offset: tuple[int, ...] = ()
-    #: ``"now"``: copied (on a device: fenced) when ``save`` returns. ``"lazy"``: it is changed in guarded updates only, or after ``save.wait_captured()``.
+    #: ``"now"``: copied (on a device: fenced) when ``save`` returns. ``"lazy"``: it is changed in
+    #: guarded updates only, or after ``save.wait_captured()``.
     capture: Literal["now", "lazy"] = "now"
 
 
@@ -41,8 +45,10 @@ class StateProvider(Protocol):
     shape: tuple[int, ...]
 
     def stepwell_chunks(self) -> Iterable[Chunk]:
-        """Its chunks, which together are all of it, each element once. They are stored in this order. Called by ``save``, on its thread; what the chunks refer to is kept until it is
-        captured, and must stay what it is until then: no two chunks share memory. Called by ``restore`` too: with ``into=`` every chunk is filled."""
+        """Its chunks, which together are all of it, each element once. They are stored in this
+        order. Called by ``save``, on its thread; what the chunks refer to is kept until it is
+        captured, and must stay what it is until then: no two chunks share memory. Called by
+        ``restore`` too: with ``into=`` every chunk is filled."""
         ...
 
 
@@ -76,7 +82,8 @@ def _chunks(provider: Any) -> list[_Row]:
 
 
 def _fault(provider: Any, chunks: list[_Row]) -> str | None:
-    """Why the chunks are not the whole array, each element once and in memory of its own; ``None`` where they are."""
+    """Why the chunks are not the whole array, each element once and in memory of its own; ``None``
+    where they are."""
     shape = tuple(provider.shape)
     why = _core.covers(list(shape), [(list(offset), list(array.shape)) for offset, array, _ in chunks])
     if why is not None:

@@ -1,5 +1,6 @@
-"""The stored structure → Python containers, where no ``like`` says what is wanted: dicts, lists, tuples, named fields and empty containers
-as they were saved. A class comes from :func:`stepwell.register`, or is synthesised; a file never chooses what is imported."""
+"""The stored structure → Python containers, where no ``like`` says what is wanted: dicts, lists,
+tuples, named fields and empty containers as they were saved. A class comes from
+:func:`stepwell.register`, or is synthesised; a file never chooses what is imported."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Structure:
 
     @property
     def paths(self) -> list[str]:
-        """The rendered path of each node. Rendered when somebody asks: of many leaves, that is a good part of what looking at a checkpoint costs."""
+        """The rendered path of each node. Rendered when somebody asks: of many leaves, that is a
+        good part of what looking at a checkpoint costs."""
         if self._paths is None:
             self._paths = paths = [""] * len(self.nodes)
             for number, (parent, component, _) in enumerate(self.nodes):
@@ -121,8 +123,9 @@ class Structure:
         wanted: set[int] | None = None,
         revive: Callable[[int, Any], Any] | None = None,
     ) -> Any:
-        """The Python value of a node. ``value`` gives a leaf's; with ``wanted`` only those leaves are there: the other keys of a mapping
-        are left out, the other places of a sequence hold ``...``. ``revive`` (node, state) gives a stateful object for its state, those inside it
+        """The Python value of a node. ``value`` gives a leaf's; with ``wanted`` only those leaves
+        are there: the other keys of a mapping are left out, the other places of a sequence hold
+        ``...``. ``revive`` (node, state) gives a stateful object for its state, those inside it
         first; without it the state stands for it."""
         below = [node]
         for at in below:
@@ -154,7 +157,8 @@ class Structure:
 
 
 def _place(component: Component) -> tuple[bool, str | int]:
-    """What components that render alike have in common: keys and fields the name, indices and integer keys the number."""
+    """What components that render alike have in common: keys and fields the name, indices and
+    integer keys the number."""
     return component[0] in "kf", component[1]
 
 
@@ -225,7 +229,8 @@ def _dataclass(name: str, children: list[tuple[Any, Any]]) -> Any:
 
 
 def fill_dataclass(cls: type, values: dict[str, Any]) -> Any:
-    """An instance of a dataclass with these fields, made without running its ``__init__``; ``None`` if the fields are not these."""
+    """An instance of a dataclass with these fields, made without running its ``__init__``; ``None``
+    if the fields are not these."""
     import dataclasses
 
     fields = {field.name for field in dataclasses.fields(cls)}

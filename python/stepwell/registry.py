@@ -1,5 +1,6 @@
-"""Types that the user has registered. A file never chooses what is imported: a class comes from the caller's ``like`` or
-from here; what is neither is synthesised (namedtuples, dataclasses) or stays a plain description (enum members)."""
+"""Types that the user has registered. A file never chooses what is imported: a class comes from the
+caller's ``like`` or from here; what is neither is synthesised (namedtuples, dataclasses) or stays a
+plain description (enum members)."""
 
 from __future__ import annotations
 
@@ -42,11 +43,12 @@ def register(
 ) -> type:
     """Makes ``cls`` known.
 
-    With ``flatten`` (object → mapping of children by ``str`` or ``int`` key) and ``unflatten`` (that mapping, as a
-    ``dict`` → object) its instances become containers in a state. Without them ``cls`` is a namedtuple, a dataclass or
-    an enum, which then is restored without a ``like`` too. ``name`` is what is stored (default: ``module.QualName``).
-    Returns ``cls``, so that it serves as a decorator. Registering the same class again replaces the entry; a name
-    that another class has is refused.
+    With ``flatten`` (object → mapping of children by ``str`` or ``int`` key) and ``unflatten``
+    (that mapping, as a ``dict`` → object) its instances become containers in a state. Without them
+    ``cls`` is a namedtuple, a dataclass or an enum, which then is restored without a ``like`` too.
+    ``name`` is what is stored (default: ``module.QualName``). Returns ``cls``, so that it serves as
+    a decorator. Registering the same class again replaces the entry; a name that another class has
+    is refused.
     """
     if (flatten is None) != (unflatten is None):
         raise MisuseError("flatten and unflatten come together: one takes apart what the other puts together")

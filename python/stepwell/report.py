@@ -1,4 +1,5 @@
-"""What a restore did, or why it did nothing: the report that every restore can return and every mismatch carries."""
+"""What a restore did, or why it did nothing: the report that every restore can return and every
+mismatch carries."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from .errors import MismatchError
 
 @dataclass(slots=True)
 class RestoreReport:
-    """What a restore did, or why it did nothing. Paths are rendered leaf paths: wanted ones, or stored ones where that is said."""
+    """What a restore did, or why it did nothing. Paths are rendered leaf paths: wanted ones, or
+    stored ones where that is said."""
 
     #: Leaves that were restored.
     restored: list[str] = field(default_factory=list)
     #: Wanted, not stored: path, why, and stored paths that it may be called.
     missing: list[tuple[str, str, list[str]]] = field(default_factory=list)
-    #: Stored inside a wanted entry, not wanted: stored path, its wanted name where a rename gave one, missing leaves that it may be.
+    #: Stored inside a wanted entry, not wanted: stored path, its wanted name where a rename gave
+    #: one, missing leaves that it may be.
     unexpected: list[tuple[str, str | None, list[str]]] = field(default_factory=list)
     #: Path, stored and wanted shape.
     wrong_shape: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -33,9 +36,11 @@ class RestoreReport:
     resized: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     #: Stored paths that were not read: unexpected and ignored.
     ignored: list[str] = field(default_factory=list)
-    #: Stored paths that were not read: other top-level entries, ``...``, ``include`` and ``exclude``.
+    #: Stored paths that were not read: other top-level entries, ``...``, ``include`` and
+    #: ``exclude``.
     left_out: list[str] = field(default_factory=list)
-    #: Patterns that apply to nothing: the option, the pattern, what it may have meant, and whether that made the restore fail.
+    #: Patterns that apply to nothing: the option, the pattern, what it may have meant, and whether
+    #: that made the restore fail.
     unmatched: list[tuple[str, str, list[str], bool]] = field(default_factory=list)
     #: Renames to top-level entries that are not wanted.
     idle_renames: list[tuple[str, str]] = field(default_factory=list)

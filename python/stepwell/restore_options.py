@@ -1,5 +1,7 @@
-"""The keywords of every restore, in one place: :class:`RestoreKeywords` is what type checkers and editors see, :class:`RestoreOptions` the same
-with defaults and checks. ``CheckpointManager.restore``, ``Checkpoint.restore``, ``sw.restore`` and the dry runs hand theirs on as they come."""
+"""The keywords of every restore, in one place: :class:`RestoreKeywords` is what type checkers and
+editors see, :class:`RestoreOptions` the same with defaults and checks.
+``CheckpointManager.restore``, ``Checkpoint.restore``, ``sw.restore`` and the dry runs hand theirs
+on as they come."""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class RestoreKeywords(TypedDict, total=False):
     """What a caller may say about a restore. All of it is given by keyword."""
 
-    #: What is wanted: a structure of arrays, specs, types, values; never changed. Top-level entries that it has not are not read.
+    #: What is wanted: a structure of arrays, specs, types, values; never changed. Top-level entries
+    #: that it has not are not read.
     like: Any
     #: The same, filled where it can be; what cannot be changed in place is new in what is returned.
     into: Any
@@ -39,24 +42,32 @@ class RestoreKeywords(TypedDict, total=False):
     include: Globs
     #: Stored leaves that are not, though ``include`` has them.
     exclude: Globs
-    #: Stored paths (or branches) to wanted ones: ``{"old/*": "new/*"}``; each wildcard stands for what it matched.
+    #: Stored paths (or branches) to wanted ones: ``{"old/*": "new/*"}``; each wildcard stands for
+    #: what it matched.
     rename: Mapping[str, str] | Iterable[tuple[str, str]] | None
-    #: What happens to a wanted leaf that is not stored: ``"error"``, or ``"keep"`` (the caller's own array stays); also by glob.
+    #: What happens to a wanted leaf that is not stored: ``"error"``, or ``"keep"`` (the caller's
+    #: own array stays); also by glob.
     missing: Missing | Mapping[str, Missing]
-    #: What happens to a stored leaf inside a wanted top-level entry that is not wanted; also by glob.
+    #: What happens to a stored leaf inside a wanted top-level entry that is not wanted; also by
+    #: glob.
     unexpected: Unexpected | Mapping[str, Unexpected]
-    #: Which changes of dtype are allowed: ``"exact"`` (none), ``"lossless"`` (the default: widening within a kind), ``"lossy"``; or ``{glob: one of these or a dtype}``.
+    #: Which changes of dtype are allowed: ``"exact"`` (none), ``"lossless"`` (the default: widening
+    #: within a kind), ``"lossy"``; or ``{glob: one of these or a dtype}``.
     cast: str | Mapping[str, Any]
-    #: Which changes of shape are allowed: ``"pad"`` with zeros, ``"truncate"``, or ``"both"``; also by glob.
+    #: Which changes of shape are allowed: ``"pad"`` with zeros, ``"truncate"``, or ``"both"``; also
+    #: by glob.
     resize: Resize | Mapping[str, Resize | None] | None
-    #: Where arrays of JAX go: one sharding or device for all, a tree of them (one stands for all below it), or a function of path and :class:`~stepwell.ArraySpec`.
+    #: Where arrays of JAX go: one sharding or device for all, a tree of them (one stands for all
+    #: below it), or a function of path and :class:`~stepwell.ArraySpec`.
     shardings: Any
     #: Whose arrays come back where no ``like`` or ``into`` says so; default: those of numpy.
     to: Literal["numpy", "torch", "jax"] | None
     #: On which device those of ``to`` are; torch's or JAX's.
     device: Any
-    #: Of what several ranks want alike, each byte is read once in all, and exchanged among them by torch, JAX or MPI, on this thread: ``True``: the first of them reads it for the others;
-    #: ``"gather"``: each of them reads a share. All ranks pass the same. For managers that several processes have opened; in any other one there is nobody to exchange with.
+    #: Of what several ranks want alike, each byte is read once in all, and exchanged among them by
+    #: torch, JAX or MPI, on this thread: ``True``: the first of them reads it for the others;
+    #: ``"gather"``: each of them reads a share. All ranks pass the same. For managers that several
+    #: processes have opened; in any other one there is nobody to exchange with.
     broadcast: bool | Literal["gather"]
     #: Return the :class:`~stepwell.RestoreReport` too: ``(state, report)``.
     return_report: bool
@@ -143,7 +154,8 @@ class RestoreOptions:
 
     @property
     def is_exact(self) -> bool:
-        """True if nothing is said by path, so that a target that has exactly the stored structure matches leaf by leaf."""
+        """True if nothing is said by path, so that a target that has exactly the stored structure
+        matches leaf by leaf."""
         return (
             self.include is None
             and self.exclude is None
@@ -155,14 +167,15 @@ class RestoreOptions:
 
     @property
     def to_fill(self) -> Any:
-        """What of the caller's is going to be filled leaf by leaf, as far as that can be seen before the checkpoint is open. The engine takes hold of its
-        arrays meanwhile."""
+        """What of the caller's is going to be filled leaf by leaf, as far as that can be seen
+        before the checkpoint is open. The engine takes hold of its arrays meanwhile."""
         return self.into if self.is_exact and not self.return_report and not self.broadcast else None
 
     @property
     def expected(self) -> bool | list[str]:
-        """What is going to be read, as far as that can be seen before the checkpoint is open: ``True``: everything; a list: all of these top-level
-        entries; ``False``: not known. The engine begins to read it meanwhile, from the beginnings of the files."""
+        """What is going to be read, as far as that can be seen before the checkpoint is open:
+        ``True``: everything; a list: all of these top-level entries; ``False``: not known. The
+        engine begins to read it meanwhile, from the beginnings of the files."""
         if self.include is not None or self.exclude is not None or self.rename is not None or self.broadcast:
             return False
         target = self.target
@@ -177,7 +190,8 @@ class RestoreOptions:
         return False
 
     def placement(self) -> Callable[[str, ArraySpec], Any] | None:
-        """Where an array of JAX goes, by its path and what it is; ``None`` where nothing says so."""
+        """Where an array of JAX goes, by its path and what it is; ``None`` where nothing says
+        so."""
         if self.shardings is None:
             return None
         from .adapters import jax
@@ -198,14 +212,16 @@ class RestoreOptions:
 
 
 def _begins_with_part(value: Any) -> bool:
-    """True if the first leaf is a part of a tensor: others beside it are then, too, and of their files not all is read."""
+    """True if the first leaf is a part of a tensor: others beside it are then, too, and of their
+    files not all is read."""
     while type(value) is dict and value:
         value = next(iter(value.values()))
     return isinstance(value, (LocalShard, Segments, FlatShard))
 
 
 def spelled_out(function: _Function) -> _Function:
-    """Has ``help()`` and ``inspect.signature`` show the keywords one by one, with their defaults."""
+    """Has ``help()`` and ``inspect.signature`` show the keywords one by one, with their
+    defaults."""
     signature = inspect.signature(function)
     own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     keywords = [

@@ -1,8 +1,9 @@
 """Restoring: match what is wanted with what is stored, then read, then put together.
 
-Order matters: the whole match is finished (one report, all differences) before the first byte of the caller's memory is written; objects and
-arrays that are cast are read and checked first, arrays that are filled in place last; containers and stateful objects are updated when
-everything has been read. What a failure in the last step may have overwritten is named by the error.
+Order matters: the whole match is finished (one report, all differences) before the first byte of
+the caller's memory is written; objects and arrays that are cast are read and checked first, arrays
+that are filled in place last; containers and stateful objects are updated when everything has been
+read. What a failure in the last step may have overwritten is named by the error.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Restore:
         return self._structure
 
     def run(self, part: Part, fill: bool) -> Any:
-        """The caller's structure with the stored values; in place where ``fill`` says so and it can be."""
+        """The caller's structure with the stored values; in place where ``fill`` says so and it can
+        be."""
         wanted, reads = self.prepare(part, fill)
         reads.settle()
         if self._exchange is not None:
@@ -135,7 +137,8 @@ class Restore:
             raise error
 
     def _check_first(self, part: Part) -> None:
-        """Raises where a stored value says that what lies beside it is of another kind, whose differences would only mislead."""
+        """Raises where a stored value says that what lies beside it is of another kind, whose
+        differences would only mislead."""
         for branch in template.branches(part):
             if branch.first is None:
                 continue
@@ -278,7 +281,8 @@ class Restore:
         return ArrayReads(self.core, list(jobs.values()), self.report, arrays)
 
     def _check_inside(self, path: str, target: Target, stored: tuple[int, ...]) -> None:
-        """Raises for a part that lies nowhere in what is stored, where nobody has said how large the whole is to be: its padding could not be told from a mistake."""
+        """Raises for a part that lies nowhere in what is stored, where nobody has said how large
+        the whole is to be: its padding could not be told from a mistake."""
         if target.spec.shape is not None or target.pads:
             return
         for offset, extent in target.boxes or ():
@@ -291,7 +295,8 @@ class Restore:
                 )
 
     def _empty(self, wanted: Wanted, leaf: Any, stored: int, fill: bool) -> Any:
-        """What makes a new array on the device where it is to be. What only passes through on its way into one that is there already is made on the host."""
+        """What makes a new array on the device where it is to be. What only passes through on its
+        way into one that is there already is made on the host."""
         if leaf is not None and leaf.target is not None:
             return None if fill and leaf.target.has_value else leaf.target.empty
         if self._to is None or self._place is not None or leaf is None or leaf.owner is not None:
@@ -314,8 +319,8 @@ def _when(unix_ns: int) -> str:
 
 
 def _direct(core: Any, target: Any, options: RestoreOptions, together: Together | None) -> tuple[Any] | None:
-    """The restored value where the target has exactly the stored structure, dtypes and shapes, in plain containers: the usual case, in the
-    engine. ``None``: not so."""
+    """The restored value where the target has exactly the stored structure, dtypes and shapes, in
+    plain containers: the usual case, in the engine. ``None``: not so."""
     to, device = options.to, options.device
     plan = _core.plan_direct(core, target, options.fill, to is not None)
     if plan is None:
@@ -346,8 +351,9 @@ def run(
     together: Together | None = None,
     exchange: Exchange | None = None,
 ) -> Any:
-    """A whole restore, with its report where that is asked for. Without ``like`` and ``into``: everything, as it is stored. ``together``: where other ranks restore too;
-    ``exchange``: and get from each other what several want."""
+    """A whole restore, with its report where that is asked for. Without ``like`` and ``into``:
+    everything, as it is stored. ``together``: where other ranks restore too; ``exchange``: and get
+    from each other what several want."""
     job = Restore(core, options, together=together, exchange=exchange)
     target = AS_STORED if options.target is None else options.target
     # What goes straight to a device goes leaf by leaf.

@@ -1,5 +1,5 @@
-"""Retention: which steps stay, and what of them. Rules compose with ``|``: what any of them keeps, stays. The newest committed step
-always stays, whatever the rules say."""
+"""Retention: which steps stay, and what of them. Rules compose with ``|``: what any of them keeps,
+stays. The newest committed step always stays, whatever the rules say."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def keep_latest(n: int) -> Retention:
 def keep_every(
     steps: int | None = None, items: Iterable[str] | None = None, *, seconds: float | None = None
 ) -> Retention:
-    """Steps that are divisible by ``steps`` stay; with ``seconds`` the oldest step and each that was committed at least so long after the one that was kept
-    before it. With ``items`` (globs over item names) only those items of them: the rest is thinned away."""
+    """Steps that are divisible by ``steps`` stay; with ``seconds`` the oldest step and each that
+    was committed at least so long after the one that was kept before it. With ``items`` (globs over
+    item names) only those items of them: the rest is thinned away."""
     if (steps is None) is (seconds is None):
         raise MisuseError("keep_every takes steps= or seconds=, one of them")
     rule: dict[str, Any]

@@ -1,5 +1,6 @@
-"""What a process says of the arrays that it has: :class:`LocalShard` (a box of a tensor), :class:`Segments` (boxes of one or several tensors, anywhere in one array),
-:class:`FlatShard` (a part of a flattened parameter)."""
+"""What a process says of the arrays that it has: :class:`LocalShard` (a box of a tensor),
+:class:`Segments` (boxes of one or several tensors, anywhere in one array), :class:`FlatShard` (a
+part of a flattened parameter)."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from .specs import ArraySpec
 
 @final
 class LocalShard:
-    """A box of a tensor: what this process holds of it. In a state it is saved, in a ``like`` or ``into`` it is restored.
+    """A box of a tensor: what this process holds of it. In a state it is saved, in a ``like`` or
+    ``into`` it is restored.
 
-    Args:
-        local: the array of this process (numpy, torch, JAX, or an :class:`ArraySpec` where it only says what is wanted); its shape is the extent of the box.
-        global_shape: the shape of the whole tensor, on all processes together.
-        offset: the place of the box's first element in it.
-        replica: ``(index, count)``, where ``count`` processes hold this same box and this is the one of that index: they share the writing.
+    Args: local: the array of this process (numpy, torch, JAX, or an :class:`ArraySpec` where it
+    only says what is wanted); its shape is the extent of the box. global_shape: the shape of the
+    whole tensor, on all processes together. offset: the place of the box's first element in it.
+    replica: ``(index, count)``, where ``count`` processes hold this same box and this is the one of
+    that index: they share the writing.
     """
 
     __slots__ = ("global_shape", "local", "offset", "replica")
@@ -82,16 +84,15 @@ def _replica(replica: Any) -> tuple[int, int]:
 class Segment:
     """A box of a tensor, and where in an array it lies.
 
-    Args:
-        name: which tensor, where an array holds parts of several: the tensor is stored below the array's own path under that name. ``None``: the array's own path.
-        offset: the place of the box's first element in the tensor (in its ``view``, where one is given).
-        extent: its number of elements along each dimension; default: what ``into`` has.
-        into: which part of the array it is, as an index (``numpy.s_[2:4, ::2]``); default: all of it.
-        shape: the shape of the whole tensor. It may be left out where the segment only says what is wanted.
-        view: another shape of the tensor, in which ``offset`` and ``extent`` count: each dimension of the tensor cut into factors, ``(groups, heads, width, columns)``.
-        into_shape: the same for the array.
-        permute: the order in which the dimensions of ``into`` are those of the box.
-        replica: as of :class:`LocalShard`.
+    Args: name: which tensor, where an array holds parts of several: the tensor is stored below the
+    array's own path under that name. ``None``: the array's own path. offset: the place of the box's
+    first element in the tensor (in its ``view``, where one is given). extent: its number of
+    elements along each dimension; default: what ``into`` has. into: which part of the array it is,
+    as an index (``numpy.s_[2:4, ::2]``); default: all of it. shape: the shape of the whole tensor.
+    It may be left out where the segment only says what is wanted. view: another shape of the
+    tensor, in which ``offset`` and ``extent`` count: each dimension of the tensor cut into factors,
+    ``(groups, heads, width, columns)``. into_shape: the same for the array. permute: the order in
+    which the dimensions of ``into`` are those of the box. replica: as of :class:`LocalShard`.
     """
 
     __slots__ = (
@@ -129,7 +130,8 @@ class Segment:
         self.into_shape = None if into_shape is None else sizes(into_shape, "into_shape")
         self.permute = None if permute is None else sizes(permute, "permute")
         self.replica = _replica(replica)
-        #: The part of a flattened parameter: what that is, its first element, how many, and where they begin in the array.
+        #: The part of a flattened parameter: what that is, its first element, how many, and where
+        #: they begin in the array.
         self.flat: tuple[Any, int, int, int] | None = None
 
     @classmethod
@@ -145,14 +147,11 @@ class Segment:
     ) -> Segment:
         """A run of a flattened parameter, as ZeRO and FSDP1 shard it.
 
-        Args:
-            name: as above.
-            of: what the process has of the parameter, without its data: the shape of the tensor where it has all of it; else a :class:`LocalShard` or :class:`Segments` over
-                an :class:`ArraySpec`, which says how that is cut by other kinds of parallelism.
-            start: the first element, in what the process has, flattened.
-            length: how many.
-            at: where they begin in the array.
-            replica: as above.
+        Args: name: as above. of: what the process has of the parameter, without its data: the shape
+        of the tensor where it has all of it; else a :class:`LocalShard` or :class:`Segments` over
+        an :class:`ArraySpec`, which says how that is cut by other kinds of parallelism. start: the
+        first element, in what the process has, flattened. length: how many. at: where they begin in
+        the array. replica: as above.
         """
         made = cls(name, (), replica=replica)
         numbers = ((start, "start"), (length, "length"), (at, "at"))
@@ -224,14 +223,16 @@ class Segment:
 
 @final
 class Segments:
-    """An array that holds boxes of one tensor, or of several: fused weights, buckets of parameters, padded or transposed parts.
+    """An array that holds boxes of one tensor, or of several: fused weights, buckets of parameters,
+    padded or transposed parts.
 
-    In a state, the tensors are stored as if they were there by themselves: below the array's own path under the names of the segments, or at it where they have none.
-    In a ``like`` or ``into`` the array is put together from them. What no segment covers is padding: it is not stored, stays as it is in an ``into``, and is zero in a new array.
+    In a state, the tensors are stored as if they were there by themselves: below the array's own
+    path under the names of the segments, or at it where they have none. In a ``like`` or ``into``
+    the array is put together from them. What no segment covers is padding: it is not stored, stays
+    as it is in an ``into``, and is zero in a new array.
 
-    Args:
-        local: the array of this process, in one piece (numpy, torch, JAX), or an :class:`ArraySpec` that describes it.
-        segments: what it holds.
+    Args: local: the array of this process, in one piece (numpy, torch, JAX), or an
+    :class:`ArraySpec` that describes it. segments: what it holds.
     """
 
     __slots__ = ("local", "segments")
@@ -340,7 +341,8 @@ class FlatShard:
 
 
 def _own_parameter(of: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...], list[Piece]]:
-    """What a process has of a parameter: the tensor's shape, that of its own array, and the pieces in that."""
+    """What a process has of a parameter: the tensor's shape, that of its own array, and the pieces
+    in that."""
     shape, own, pieces = _described(of)
     if prod(own) > MAX_SIZE:
         raise MisuseError(f"of= has more elements than 64 bits count: its shape is {own}")
@@ -408,7 +410,8 @@ def _indexed(shape: Sequence[int], index: Any) -> tuple[int, list[int], list[int
 def _matched(
     extent: tuple[int, ...] | None, shape: list[int], steps: list[int]
 ) -> tuple[list[int], list[int]]:
-    """The extent of a box and the steps along it, where an array has dimensions of one element more or fewer."""
+    """The extent of a box and the steps along it, where an array has dimensions of one element more
+    or fewer."""
     if extent is None or list(extent) == shape:
         return shape, steps
     left = [(n, step) for n, step in zip(shape, steps, strict=True) if n != 1]
@@ -432,7 +435,8 @@ def _boxes_of_view(
     extent: Sequence[int],
     steps: Sequence[int],
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]]:
-    """A box of a view, as boxes of the tensor: offset, extent, first element and steps in the array."""
+    """A box of a view, as boxes of the tensor: offset, extent, first element and steps in the
+    array."""
     dimensions: list[list[tuple[int, int, int, int]]] = []
     factors = list(zip(view, offset, extent, steps, strict=True))
     for size in shape:
@@ -457,9 +461,11 @@ def _boxes_of_view(
 
 
 def _runs_of_factors(factors: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """A box of the factors of one dimension, as runs of that dimension: start, length, first element and step in the array."""
+    """A box of the factors of one dimension, as runs of that dimension: start, length, first
+    element and step in the array."""
     runs = [(0, 1, 0, 1)]
-    # From the innermost out: what is whole and goes on in the array without a gap becomes one longer run.
+    # From the innermost out: what is whole and goes on in the array without a gap becomes one
+    # longer run.
     inner = 1
     is_whole, length, step = True, 1, 0
     outer: list[tuple[int, int, int, int]] = []

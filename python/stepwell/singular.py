@@ -1,4 +1,5 @@
-"""One checkpoint at one path: ``sw.save``, ``sw.restore``, ``sw.open`` and what looks into roots from outside."""
+"""One checkpoint at one path: ``sw.save``, ``sw.restore``, ``sw.open`` and what looks into roots
+from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from .timeouts import seconds, stall_seconds
 
 
 class _Background:
-    """A singular save in the background: committed at exit at the latest, and its failure told there if nowhere else."""
+    """A singular save in the background: committed at exit at the latest, and its failure told
+    there if nowhere else."""
 
     def __init__(self, handle: Any, path: str, stall: float) -> None:
         self.what = f"the save to {path}"
@@ -57,7 +59,8 @@ class _Background:
 
 
 def keep(handle: Any, path: str, stall: float | None = None) -> Save:
-    """The future of a save that was begun, which the exit hook knows of. The bindings call this too, for a save whose caller was interrupted."""
+    """The future of a save that was begun, which the exit hook knows of. The bindings call this
+    too, for a save whose caller was interrupted."""
     background = _Background(handle, path, Options().stall_timeout if stall is None else stall)
     lifecycle.watch(background)
     save = Save(0, handle)
@@ -81,7 +84,8 @@ def save_async(
     coordinator: Any = "auto",
     options: Options | None = None,
 ) -> Save:
-    """Saves ``state`` as a checkpoint at ``path``, and returns when the state may be changed again; the future says when it is committed."""
+    """Saves ``state`` as a checkpoint at ``path``, and returns when the state may be changed again;
+    the future says when it is committed."""
     check_coordinator(coordinator, "saves to this path")
     one_of(exists, "exists", ("error", "replace"))
     one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
@@ -110,8 +114,9 @@ def save(
     coordinator: Any = "auto",
     options: Options | None = None,
 ) -> None:
-    """Saves ``state`` as a checkpoint at ``path``; it survives a power cut when this returns. ``exists="replace"`` writes the new one first, and then swaps the two.
-    A path where a run has its steps is refused."""
+    """Saves ``state`` as a checkpoint at ``path``; it survives a power cut when this returns.
+    ``exists="replace"`` writes the new one first, and then swaps the two. A path where a run has
+    its steps is refused."""
     save_async(
         path,
         state,
@@ -124,8 +129,9 @@ def save(
 
 
 def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkpoint:
-    """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or ``step``) of a root. No array is read before it is asked for;
-    until it is closed, no retention removes its files."""
+    """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or
+    ``step``) of a root. No array is read before it is asked for; until it is closed, no retention
+    removes its files."""
     return _open(path, step, engine)
 
 
@@ -141,7 +147,8 @@ def _open(
 
 @spelled_out
 def restore(path: Path, *, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
-    """Restores the checkpoint at ``path`` (a root: its newest step); see :meth:`CheckpointManager.restore`."""
+    """Restores the checkpoint at ``path`` (a root: its newest step); see
+    :meth:`CheckpointManager.restore`."""
     checked = RestoreOptions.of(options).reading_alone()
     if checked.fill:
         lifecycle.wait_captured()
@@ -150,8 +157,8 @@ def restore(path: Path, *, step: int | None = None, **options: Unpack[RestoreKey
 
 
 def metadata(path: Path, step: int | None = None) -> Metadata:
-    """What is known of the checkpoint at ``path`` without reading an array: what was saved with it. Metrics that were added later are a root's:
-    :meth:`CheckpointManager.metadata`."""
+    """What is known of the checkpoint at ``path`` without reading an array: what was saved with it.
+    Metrics that were added later are a root's: :meth:`CheckpointManager.metadata`."""
     with open(path, step) as checkpoint:
         return checkpoint.metadata()
 
@@ -159,21 +166,23 @@ def metadata(path: Path, step: int | None = None) -> Metadata:
 def verify(
     path: Path, step: int | None = None, *, progress: Callable[[int, int], Any] | None = None
 ) -> VerifyReport:
-    """Reads the whole checkpoint at ``path`` and compares every checksum. Of a root it takes the newest step (or ``step``), damaged or not: the report says
-    which that was."""
+    """Reads the whole checkpoint at ``path`` and compares every checksum. Of a root it takes the
+    newest step (or ``step``), damaged or not: the report says which that was."""
     return verifying.verify(absolute(path), None if step is None else step_number(step), open, progress)
 
 
 def add_metrics(root: Path, step: int, metrics: Mapping[str, Any]) -> None:
-    """Adds metrics to a committed step of a root: an evaluator's, from another process than the trainer's."""
+    """Adds metrics to a committed step of a root: an evaluator's, from another process than the
+    trainer's."""
     where = absolute(root, "the root")
     with explaining(where):
         _core.add_metrics(where, step_number(step), real_numbers(metrics))
 
 
 def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, Any]:
-    """Which engine serves ``path`` (default: the working directory), why, and versions. ``cuda``: which CUDA driver and devices it would copy from, too, or why none (``"cuda"``); asking that makes
-    this process one that uses CUDA, which cannot be used any more in what it forks."""
+    """Which engine serves ``path`` (default: the working directory), why, and versions. ``cuda``:
+    which CUDA driver and devices it would copy from, too, or why none (``"cuda"``); asking that
+    makes this process one that uses CUDA, which cannot be used any more in what it forks."""
     import platform
 
     import ml_dtypes
@@ -208,12 +217,15 @@ def watch(
     which: Literal["latest", "all"] = "latest",
     interval: float = 0.5,
 ) -> Iterator[Checkpoint]:
-    """Yields committed steps newer than ``after``, leased, as they come: for an evaluator. ``which="latest"`` skips to the newest; ``"all"`` gives every
-    one that is still there. Ends when nothing new has come for ``timeout`` seconds. Each is closed when the next is asked for.
+    """Yields committed steps newer than ``after``, leased, as they come: for an evaluator.
+    ``which="latest"`` skips to the newest; ``"all"`` gives every one that is still there. Ends when
+    nothing new has come for ``timeout`` seconds. Each is closed when the next is asked for.
 
-    Whole steps only: one that lacks files (of a mirror that is being filled, say) is passed over with a warning and looked at again later, so that ``"all"`` may
-    give it after a newer one; ``"latest"`` gives the newest that is whole, and never one older than what it gave before. What is saved anew after a rewind, or replaces
-    the step that was given last, is given too; what a rewind leaves as the newest is not."""
+    Whole steps only: one that lacks files (of a mirror that is being filled, say) is passed over
+    with a warning and looked at again later, so that ``"all"`` may give it after a newer one;
+    ``"latest"`` gives the newest that is whole, and never one older than what it gave before. What
+    is saved anew after a rewind, or replaces the step that was given last, is given too; what a
+    rewind leaves as the newest is not."""
     one_of(which, "which", ("latest", "all"))
     limit, pause = seconds(timeout), seconds(interval, "interval")
     where = absolute(root, "the root")

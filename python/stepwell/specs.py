@@ -1,4 +1,5 @@
-"""What a caller wants back, without data: :class:`ArraySpec` and the markers that stand in a ``like``."""
+"""What a caller wants back, without data: :class:`ArraySpec` and the markers that stand in a
+``like``."""
 
 from __future__ import annotations
 
@@ -52,8 +53,10 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
 class ArraySpec:
     """Shape and dtype of an array, without its data.
 
-    ``shape`` (elements along each dimension) or ``dtype`` (of numpy, ``ml_dtypes``, or the name of one) may be ``None``: as stored. ``layout`` is
-    ``None``: all of the tensor, in C order. What a process wants of a tensor is said by a :class:`LocalShard`, :class:`Segments` or :class:`FlatShard` over a spec.
+    ``shape`` (elements along each dimension) or ``dtype`` (of numpy, ``ml_dtypes``, or the name of
+    one) may be ``None``: as stored. ``layout`` is ``None``: all of the tensor, in C order. What a
+    process wants of a tensor is said by a :class:`LocalShard`, :class:`Segments` or
+    :class:`FlatShard` over a spec.
     """
 
     shape: tuple[int, ...] | None
@@ -84,7 +87,8 @@ class ArraySpec:
 
 @final
 class _AsStored:
-    """In a ``like``: whatever is stored at this place (a leaf or a whole subtree), as it is stored."""
+    """In a ``like``: whatever is stored at this place (a leaf or a whole subtree), as it is
+    stored."""
 
     __slots__ = ()
 
@@ -102,24 +106,28 @@ AS_STORED: Final = _AsStored()
 @final
 @dataclass(frozen=True, slots=True)
 class ObjectSpec:
-    """In the tree of :class:`Metadata`: a leaf that is an object (a number, a string, a list of them, ...), not an array."""
+    """In the tree of :class:`Metadata`: a leaf that is an object (a number, a string, a list of
+    them, ...), not an array."""
 
 
-#: This process's rank and how many there are, while a manager of several takes a state apart or puts one together.
+#: This process's rank and how many there are, while a manager of several takes a state apart or
+#: puts one together.
 current_rank: ContextVar[tuple[int, int]] = ContextVar("stepwell.rank", default=(0, 1))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PerRank(Generic[T]):
-    """A value that differs on every rank: the state of a random generator, of a data loader. It is stored once for each of them, and every rank gets its own back.
+    """A value that differs on every rank: the state of a random generator, of a data loader. It is
+    stored once for each of them, and every rank gets its own back.
 
-    Where a step was saved by other ranks than those that restore it, nobody can say which value is whose: then ``resize`` says it.
+    Where a step was saved by other ranks than those that restore it, nobody can say which value is
+    whose: then ``resize`` says it.
 
-    Args:
-        value: the value; in a ``like`` or ``into``, what is wanted.
-        key: what tells it from those of other ranks; default: the rank. Coordinates in a mesh (``"dp=1,tp=0"``) stay right where ranks are numbered otherwise.
-        resize: ``resize(values, rank, world_size)`` gives this rank its value, from those of all ranks that have saved, in the order of their keys.
+    Args: value: the value; in a ``like`` or ``into``, what is wanted. key: what tells it from those
+    of other ranks; default: the rank. Coordinates in a mesh (``"dp=1,tp=0"``) stay right where
+    ranks are numbered otherwise. resize: ``resize(values, rank, world_size)`` gives this rank its
+    value, from those of all ranks that have saved, in the order of their keys.
     """
 
     value: T
@@ -138,8 +146,9 @@ PER_RANK: Final = "stepwell.PerRank"
 @final
 @dataclass(frozen=True, slots=True)
 class Replicated(Generic[T]):
-    """A value that should be the same on every rank and may drift (the statistics of BatchNorm under DDP). It is stored as the value itself; ``pick="first"``: that of
-    the first rank that has it, piece by piece where it is large."""
+    """A value that should be the same on every rank and may drift (the statistics of BatchNorm
+    under DDP). It is stored as the value itself; ``pick="first"``: that of the first rank that has
+    it, piece by piece where it is large."""
 
     value: T
     pick: str = "first"

@@ -1,7 +1,9 @@
-"""Objects with a state of their own: expanded when they are saved, loaded in place when they are restored into.
+"""Objects with a state of their own: expanded when they are saved, loaded in place when they are
+restored into.
 
-Random generators come through adapters, since their own state formats are tuples of a thousand ints or hold big integers;
-everything else through ``state_dict``/``load_state_dict`` or ``get_state``/``set_state``.
+Random generators come through adapters, since their own state formats are tuples of a thousand ints
+or hold big integers; everything else through ``state_dict``/``load_state_dict`` or
+``get_state``/``set_state``.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from .registry import type_name
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How a state is taken out of an object and put back. ``make`` builds a new object around a state, where that is possible; ``trial`` raises where a
-    state does not fit, and changes nothing."""
+    """How a state is taken out of an object and put back. ``make`` builds a new object around a
+    state, where that is possible; ``trial`` raises where a state does not fit, and changes
+    nothing."""
 
     name: str
     get: Callable[[Any], Any]
@@ -59,7 +62,8 @@ def _bits_set(bits: Any, state: Any) -> None:
 _BIT_GENERATORS: dict[str, Any] = {
     name: getattr(np.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 }
-#: Places in a buffer, which numpy takes over unchecked and reads at: where they stand in a state, by bit generator, and how far they go.
+#: Places in a buffer, which numpy takes over unchecked and reads at: where they stand in a state,
+#: by bit generator, and how far they go.
 _PLACES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "MT19937": (lambda state: state["state"]["pos"], 624),
     "Philox": (lambda state: state["buffer_pos"], 4),
@@ -67,7 +71,8 @@ _PLACES: dict[str, tuple[Callable[[Any], Any], int]] = {
 
 
 def _bits_make(like: Any, state: Any) -> Any:
-    """A bit generator of the kind of ``like``; where there is none, of the one of numpy's that the state names."""
+    """A bit generator of the kind of ``like``; where there is none, of the one of numpy's that the
+    state names."""
     made = _BIT_GENERATORS[state["bit_generator"]]() if like is None else type(like)()
     if state["bit_generator"] in _PLACES:
         place, most = _PLACES[state["bit_generator"]]
@@ -123,13 +128,14 @@ _STATE_DICT = Protocol("state_dict", _state_dict_of, lambda o, state: o.load_sta
 _GET_STATE = Protocol("get_state", lambda o: o.get_state(), lambda o, state: o.set_state(state))
 
 
-#: Protocols whose objects are made of nothing but a state, by stored name, with the modules that their types are from.
+#: Protocols whose objects are made of nothing but a state, by stored name, with the modules that
+#: their types are from.
 _BUILT_IN = {one.name: one for one in (_RANDOM, _BITS, _GENERATOR, _RANDOM_STATE)}
 
 
 def rebuilt(type_name: str, protocol: str, state: Any) -> Any:
-    """A stored generator of Python or numpy, made anew. Nothing is imported for it: a type of anybody else's comes back as the state that it gave,
-    and so does a state that is none."""
+    """A stored generator of Python or numpy, made anew. Nothing is imported for it: a type of
+    anybody else's comes back as the state that it gave, and so does a state that is none."""
     known = _BUILT_IN.get(protocol)
     if known is None or known.make is None or not type_name.startswith(("random.", "numpy.random.")):
         return state

@@ -1,8 +1,10 @@
-"""The walk over a ``like`` or ``into``: what is wanted at which leaf path, and how the answer is put together again.
+"""The walk over a ``like`` or ``into``: what is wanted at which leaf path, and how the answer is
+put together again.
 
-The structure is that of the caller; leaf paths are those that a save of the same structure would have (the engine's walk over a state asks
-the same :func:`stepwell.leaves.describe`). A ``like`` is never changed: containers are made anew. An ``into`` keeps its identity wherever it
-can be changed in place: dicts, lists, dataclasses, arrays, stateful objects.
+The structure is that of the caller; leaf paths are those that a save of the same structure would
+have (the engine's walk over a state asks the same :func:`stepwell.leaves.describe`). A ``like`` is
+never changed: containers are made anew. An ``into`` keeps its identity wherever it can be changed
+in place: dicts, lists, dataclasses, arrays, stateful objects.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Leaf:
     target: adapters.Target | None = None
     #: True if it may be missing from the store: the result is then ``...``.
     optional: bool = False
-    #: Why what is stored does not fit, where it does not: asked before anything of the caller's is changed.
+    #: Why what is stored does not fit, where it does not: asked before anything of the caller's is
+    #: changed.
     check: Callable[[Any], str | None] | None = None
     #: Set when the value is known.
     result: Any = None
@@ -75,7 +78,8 @@ class Maybe:
 
 @dataclass(slots=True)
 class Checked:
-    """In what an adapter takes apart: whatever is stored there, of which ``check`` says why it does not fit (``None``: it does)."""
+    """In what an adapter takes apart: whatever is stored there, of which ``check`` says why it does
+    not fit (``None``: it does)."""
 
     check: Callable[[Any], str | None]
 
@@ -93,7 +97,8 @@ class Branch:
     unfillable: str | None = None
     #: True if it is what one rank has of a value that differs on all of them.
     per_rank: bool = False
-    #: The child that is looked at before the rest is matched, and why a stored value of it does not fit.
+    #: The child that is looked at before the rest is matched, and why a stored value of it does not
+    #: fit.
     first: tuple[Component, Callable[[Any], str | None]] | None = None
 
     def pairs(self, fill: bool) -> list[tuple[Any, Any]]:
@@ -116,14 +121,16 @@ def parse(target: Any) -> Part:
 
 
 def finish(part: Part, fill: bool) -> Any:
-    """Puts the caller's structure together from the leaves' results; ``fill``: in place where that is possible."""
+    """Puts the caller's structure together from the leaves' results; ``fill``: in place where that
+    is possible."""
     if isinstance(part, Leaf):
         return part.result
     return part.finish(part, part.pairs(fill), fill)
 
 
 def as_state(like: Any) -> Any:
-    """A state of the arrays that a ``like`` describes, in place of whose specs stand arrays that take no memory."""
+    """A state of the arrays that a ``like`` describes, in place of whose specs stand arrays that
+    take no memory."""
     part = parse(like)
     for leaf in leaves(part):
         # What an object of a framework takes as it is stored has no size that is known before.
@@ -291,7 +298,8 @@ def _other(value: Any, path: str, components: tuple[Component, ...], above: Abov
 
 
 def _inside(value: Any, path: str, above: Above) -> Above:
-    """What is around the children of a container. Raises where it is around itself, or where that has no end."""
+    """What is around the children of a container. Raises where it is around itself, or where that
+    has no end."""
     for one, at in above:
         if one is value:
             where = (
@@ -387,7 +395,8 @@ def _type_leaf(value: type, path: str, components: tuple[Component, ...]) -> Lea
 
 
 def is_plain(value: Any) -> bool:
-    """True if a sequence holds plain values only, so that it is one object leaf: what the engine decides in a save."""
+    """True if a sequence holds plain values only, so that it is one object leaf: what the engine
+    decides in a save."""
     from . import _core
 
     return bool(_core.is_plain(value))
@@ -454,7 +463,8 @@ def _finish_custom(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> 
 
 
 def check_ranks(branch: Branch, stored: list[str]) -> None:
-    """Settles which of the stored values a rank gets: its own, where those who have saved are those who restore; else what ``resize`` makes of all of them."""
+    """Settles which of the stored values a rank gets: its own, where those who have saved are those
+    who restore; else what ``resize`` makes of all of them."""
     rank, world = current_rank.get()
     value = branch.value
     if len(stored) == world and value.stored_key() in stored:

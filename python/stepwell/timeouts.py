@@ -5,12 +5,14 @@ from __future__ import annotations
 from .checks import shown
 from .errors import MisuseError
 
-#: Thirty years: whoever asks for more asks for no deadline. The clocks of the engine end not far beyond.
+#: Thirty years: whoever asks for more asks for no deadline. The clocks of the engine end not far
+#: beyond.
 NO_DEADLINE = 1e9
 
 
 def seconds(timeout: float | None, what: str = "a timeout") -> float | None:
-    """A timeout as the engine takes it: ``None`` for none, and for one that never comes (``math.inf``, centuries). Raises for what is no length of time."""
+    """A timeout as the engine takes it: ``None`` for none, and for one that never comes
+    (``math.inf``, centuries). Raises for what is no length of time."""
     if timeout is None:
         return None
     try:

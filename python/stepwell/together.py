@@ -1,5 +1,5 @@
-"""What the ranks of one restore say to each other over the board of their manager: the same calls in the same order on all of them, and whoever fails says so in place of its
-next one."""
+"""What the ranks of one restore say to each other over the board of their manager: the same calls
+in the same order on all of them, and whoever fails says so in place of its next one."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class Together:
         return chosen
 
     def exchange_over(self, name: str) -> None:
-        """What they exchange goes over that, on all of them: two kinds of collectives would not meet."""
+        """What they exchange goes over that, on all of them: two kinds of collectives would not
+        meet."""
         self.how += f" over {name}"
 
     def unexpected(self, leaves: list[int]) -> list[int]:
-        """What nobody on this rank wants, by the numbers of stored leaves, in order → what nobody on any rank does. All ranks make this call before they read an array."""
+        """What nobody on this rank wants, by the numbers of stored leaves, in order → what nobody
+        on any rank does. All ranks make this call before they read an array."""
         self._has_said = True
         with self._asking():
             found: list[int] | None = self._manager.wanted_by_none(self.how, leaves)
@@ -53,7 +55,8 @@ class Together:
             return bool(self._manager.alike(what))
 
     def agree(self) -> None:
-        """Returns where all ranks have come as far; raises :class:`~stepwell.RankFailed` where one has failed."""
+        """Returns where all ranks have come as far; raises :class:`~stepwell.RankFailed` where one
+        has failed."""
         with self._asking():
             self._manager.agree("restore")
 
@@ -63,7 +66,8 @@ class Together:
         self._is_over = True
 
     def fail(self, failure: BaseException) -> None:
-        """This rank ends with that error, and the others with it: they hear of it in their next call."""
+        """This rank ends with that error, and the others with it: they hear of it in their next
+        call."""
         if not self._is_over:
             with suppress(Exception):  # the others' word for it; this rank has its own
                 self._manager.agree("restore", f"{type(failure).__name__}: {failure}")
@@ -81,7 +85,8 @@ class Together:
 
 
 class Unasked:
-    """In place of the others, for a rank that looks by itself at what they would restore together: nobody knows here what they want, and any leaf that this one does not may be theirs."""
+    """In place of the others, for a rank that looks by itself at what they would restore together:
+    nobody knows here what they want, and any leaf that this one does not may be theirs."""
 
     def unexpected(self, leaves: list[int]) -> list[int]:
         """See :meth:`Together.unexpected`."""

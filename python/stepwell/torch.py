@@ -1,6 +1,8 @@
-"""PyTorch: :class:`TrainState`, a training run's model, optimizers and schedulers as one state that no topology shows in.
+"""PyTorch: :class:`TrainState`, a training run's model, optimizers and schedulers as one state that
+no topology shows in.
 
-Importing this imports torch. ``stepwell.torch`` is imported when it is first used (``sw.torch.TrainState``).
+Importing this imports torch. ``stepwell.torch`` is imported when it is first used
+(``sw.torch.TrainState``).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from .template import Checked, Maybe
 
 __all__ = ["TrainState"]
 
-#: What wrappers put into the names of parameters: the names are those of the model that was wrapped.
+#: What wrappers put into the names of parameters: the names are those of the model that was
+#: wrapped.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -30,19 +33,22 @@ class TrainState:
 
         state = {"train": sw.torch.TrainState(model, optimizer, scheduler), "step": 0}
 
-    ``optimizers`` and ``scheduler`` are one each, or several: by name in a dict, or in a list. What is stored:
+    ``optimizers`` and ``scheduler`` are one each, or several: by name in a dict, or in a list. What
+    is stored:
 
     * ``model/<name>``: parameters and persistent buffers;
     * ``optimizer/state/<parameter's name>/<slot>``: by name, never by number;
     * ``optimizer/groups``: each group's hyperparameters, with the names of its parameters;
     * ``scheduler``: what its ``state_dict()`` gives.
 
-    (With several, each has its name or number between: ``optimizer/<name>/state/…``.) Names are those of the model without DDP, FSDP, ``torch.compile`` and activation
-    checkpointing around it.
+    (With several, each has its name or number between: ``optimizer/<name>/state/…``.) Names are
+    those of the model without DDP, FSDP, ``torch.compile`` and activation checkpointing around it.
 
-    As ``into=``, parameters, buffers and the slots that are there are filled where they are; slots that are not there yet are
-    made with the parameter's device and memory format, without a fake ``step()``; slots that were not there when it was saved are removed; hyperparameters
-    of the checkpoint win; frozen parameters need no slots. A group takes the hyperparameters that its parameters had when they were saved, however they were grouped.
+    As ``into=``, parameters, buffers and the slots that are there are filled where they are; slots
+    that are not there yet are made with the parameter's device and memory format, without a fake
+    ``step()``; slots that were not there when it was saved are removed; hyperparameters of the
+    checkpoint win; frozen parameters need no slots. A group takes the hyperparameters that its
+    parameters had when they were saved, however they were grouped.
     """
 
     def __init__(
@@ -69,7 +75,8 @@ class TrainState:
         _refuse_flat_shards(model)
         self._names()
 
-    # ---- what it is made of -------------------------------------------------------------------------------------------
+    # ---- what it is made of
+    # -------------------------------------------------------------------------------------------
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Parameter → its name; of a tied one the first."""
@@ -129,13 +136,16 @@ class TrainState:
             stored = _one(state["optimizer"], which)
             _take_groups(optimizer, names, stored["groups"])
             _take_slots(optimizer, names, stored["state"])
-            # As torch does it: what a class holds to whatever is stored (AdamW, that its decay is decoupled), and what older versions stored in another way.
+            # As torch does it: what a class holds to whatever is stored (AdamW, that its decay is
+            # decoupled), and what older versions stored in another way.
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
-    # ---- a restore into it --------------------------------------------------------------------------------------------
+    # ---- a restore into it
+    # --------------------------------------------------------------------------------------------
 
     def _stepwell_open(self) -> Opened:
-        """Taken apart for a restore: what is there is filled; of what is not, whatever is stored is wanted."""
+        """Taken apart for a restore: what is there is filled; of what is not, whatever is stored is
+        wanted."""
         names = self._names()
         model: Any = self._tensors() if adapter.only_copies(self.model) else _Model(self.model)
         children: list[tuple[Any, Any]] = [(("k", "model"), model)]
@@ -170,7 +180,8 @@ class TrainState:
 
 @final
 class _Model:
-    """A model whose loading does more than copy: its own ``load_state_dict`` is called, with the names that it has."""
+    """A model whose loading does more than copy: its own ``load_state_dict`` is called, with the
+    names that it has."""
 
     _takes_tensors = True
 
@@ -208,7 +219,8 @@ def plain_names(model: torch.nn.Module) -> Callable[[str], str]:
 
 
 def _refuse_state_elsewhere(optimizer: torch.optim.Optimizer) -> None:
-    """Raises for an optimizer whose state is not (all) in what its ``state`` says of parameters: a wrapper around another one, mostly."""
+    """Raises for an optimizer whose state is not (all) in what its ``state`` says of parameters: a
+    wrapper around another one, mostly."""
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         raise MisuseError(
             f"{type(optimizer).__name__} has a state_dict() of its own, so that TrainState cannot know where its state is: give TrainState the optimizer that is inside, "
@@ -277,7 +289,8 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str])
 def _stored_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """For each group the hyperparameters that its parameters had; none where none of them was stored."""
+    """For each group the hyperparameters that its parameters had; none where none of them was
+    stored."""
     group_of = {name: number for number, group in enumerate(stored) for name in group["params"]}
     taken: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -308,7 +321,8 @@ _BESIDE = frozenset(
     {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
 )
 
-#: The slots of torch's own optimizers: those that every parameter has that was stepped, and those that an option adds.
+#: The slots of torch's own optimizers: those that every parameter has that was stepped, and those
+#: that an option adds.
 _SLOTS: dict[str, tuple[set[str], set[str]]] = {
     "Adadelta": ({"step", "square_avg", "acc_delta"}, set()),
     "Adagrad": ({"step", "sum"}, set()),
@@ -334,8 +348,9 @@ _OTHER_KIND = (
 def _wrong_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Why stored groups are not those of such an optimizer. A hyperparameter that is not stored keeps its value, as one that a newer torch has added; one
-    that is stored and not known here is nothing to torch as long as it is off."""
+    """Why stored groups are not those of such an optimizer. A hyperparameter that is not stored
+    keeps its value, as one that a newer torch has added; one that is stored and not known here is
+    nothing to torch as long as it is off."""
     for number, (group, taken) in enumerate(
         zip(optimizer.param_groups, _stored_groups(optimizer, names, stored), strict=True)
     ):
@@ -382,7 +397,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _like(own: Any, value: Any) -> Any:
-    """A stored hyperparameter as the group has it: one that is a tensor (for captured graphs) stays that very tensor."""
+    """A stored hyperparameter as the group has it: one that is a tensor (for captured graphs) stays
+    that very tensor."""
     if isinstance(own, torch.Tensor):
         with torch.no_grad():
             own.copy_(torch.as_tensor(_tensor(value)))
@@ -401,7 +417,8 @@ def _tensor(value: Any) -> Any:
 
 
 def _wanted(slots: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What is wanted for slots that are there: tensors and numbers go where they are. Containers (a history that grows) are as long as they were then."""
+    """What is wanted for slots that are there: tensors and numbers go where they are. Containers (a
+    history that grows) are as long as they were then."""
     return {
         slot: AS_STORED if value is None or isinstance(value, (Mapping, list, tuple)) else value
         for slot, value in slots.items()
@@ -421,7 +438,8 @@ def _only_stored(slots_of: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
 def _take_slots(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Mapping[str, Any]
 ) -> None:
-    """Gives each parameter the slots that are stored, and no others. One that was filled where it is stays; one that was made anew goes where the parameter is."""
+    """Gives each parameter the slots that are stored, and no others. One that was filled where it
+    is stays; one that was made anew goes where the parameter is."""
     for group in optimizer.param_groups:
         counts_on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
@@ -476,7 +494,8 @@ def optimizers_of(given: Any) -> list[Any]:
 
 
 def _refuse_steps_in_backward(given: Any, optimizers: Sequence[Any]) -> None:
-    """Raises where a hook of a parameter runs as soon as its gradient is there: an optimizer that steps in it changes the state before any ``step()`` that waits."""
+    """Raises where a hook of a parameter runs as soon as its gradient is there: an optimizer that
+    steps in it changes the state before any ``step()`` that waits."""
     names = given._names() if isinstance(given, TrainState) else {}
     parameters = dict.fromkeys([*names, *(one for optimizer in optimizers for one in _parameters(optimizer))])
     for parameter in parameters:

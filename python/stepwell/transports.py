@@ -1,7 +1,9 @@
-"""What carries the bytes that the ranks of a restore exchange: collectives of torch or of JAX, or messages of MPI. Always on the thread that calls ``restore``, where the
-training's own collectives run: two threads would have them in another order on each rank.
+"""What carries the bytes that the ranks of a restore exchange: collectives of torch or of JAX, or
+messages of MPI. Always on the thread that calls ``restore``, where the training's own collectives
+run: two threads would have them in another order on each rank.
 
-Waits end when those of the framework do: by the timeout of the process group (torch), when the coordination service misses a process (JAX), after ``Options.stall_timeout`` (MPI).
+Waits end when those of the framework do: by the timeout of the process group (torch), when the
+coordination service misses a process (JAX), after ``Options.stall_timeout`` (MPI).
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ _Swap: TypeAlias = Callable[[tuple[Any, int] | None, tuple[Any, int] | None], No
 
 
 class Transport(Protocol):
-    """Carries bytes among some of the ranks, in ascending order. All of these make the call; no other rank does.
+    """Carries bytes among some of the ranks, in ascending order. All of these make the call; no
+    other rank does.
 
-    A call takes what memory this rank needs, waits for nobody, and returns what enters the collective: whatever may fail on one rank alone fails before any rank is in it."""
+    A call takes what memory this rank needs, waits for nobody, and returns what enters the
+    collective: whatever may fail on one rank alone fails before any rank is in it."""
 
     #: For messages.
     name: str
@@ -46,8 +50,8 @@ class Transport(Protocol):
 def find(coordinator: Any, stall_timeout: float) -> Transport:
     """What carries the bytes of the ranks of a manager with that coordinator.
 
-    Raises:
-        MisuseError: its messages are too slow for them, and nothing else is initialised over the same ranks.
+    Raises: MisuseError: its messages are too slow for them, and nothing else is initialised over
+    the same ranks.
     """
     if isinstance(coordinator, TorchStore):
         return _Torch(coordinator.group)
@@ -88,7 +92,8 @@ def _ring(rows: Any, ranks: Ranks, rank: int, swap: _Swap) -> None:
 
 
 class _Torch:
-    """The collectives of a process group. Among a part of its ranks, messages from rank to rank: a group of its own for each shard of a mesh would be made by all ranks together."""
+    """The collectives of a process group. Among a part of its ranks, messages from rank to rank: a
+    group of its own for each shard of a mesh would be made by all ranks together."""
 
     name = "torch.distributed"
 
@@ -150,7 +155,8 @@ class _Torch:
 
 
 class _Jax:
-    """One device of each process, over which XLA moves the bytes: a gather makes replicated what is sharded over the processes, a broadcast adds up what all but the first have as zeros."""
+    """One device of each process, over which XLA moves the bytes: a gather makes replicated what is
+    sharded over the processes, a broadcast adds up what all but the first have as zeros."""
 
     name = "jax.distributed"
 
@@ -178,7 +184,8 @@ class _Jax:
         sharding, mine, program = _program(what, ranks)
 
         def set_mesh() -> Any:
-            # The caller may have set a mesh of all devices, on which nothing runs over some of them.
+            # The caller may have set a mesh of all devices, on which nothing runs over some of
+            # them.
             return jax.set_mesh(sharding.mesh) if hasattr(jax, "set_mesh") else nullcontext()
 
         with set_mesh():

@@ -1,7 +1,9 @@
-"""``sw.verify``: the checkpoint that is looked at is the newest one that is listed, whatever its state, and damage is what the report is for.
+"""``sw.verify``: the checkpoint that is looked at is the newest one that is listed, whatever its
+state, and damage is what the report is for.
 
-Opening passes a damaged step over, and rightly so: whoever restores wants one that is whole. Whoever verifies wants to know. So a step is chosen here by
-its name, and what keeps it from being opened (its manifest, an index) is damage like any other.
+Opening passes a damaged step over, and rightly so: whoever restores wants one that is whole.
+Whoever verifies wants to know. So a step is chosen here by its name, and what keeps it from being
+opened (its manifest, an index) is damage like any other.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ from .options import reader_json
 
 Progress: TypeAlias = Callable[[int, int], Any] | None
 
-#: How often the newest step is looked for anew; a writer would have to commit and retire a step within each.
+#: How often the newest step is looked for anew; a writer would have to commit and retire a step
+#: within each.
 _ATTEMPTS = 10
 
 
 def verify(
     path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress
 ) -> VerifyReport:
-    """The report of one checkpoint, or of a step of a root. ``opened`` opens one by path and step."""
+    """The report of one checkpoint, or of a step of a root. ``opened`` opens one by path and
+    step."""
     if not is_directory(path) or os.path.isfile(os.path.join(path, MANIFEST)):
         return _one(path, step, opened, progress)
     for _ in range(_ATTEMPTS - 1):
@@ -71,7 +75,8 @@ def _below(root: str, file: str) -> str:
 
 
 def _damaged(root: str, opened: Callable[..., Checkpoint]) -> dict[int, tuple[str, str]]:
-    """Directories of a root that were steps and have lost their manifests to damage, by number: name, and what does not hold."""
+    """Directories of a root that were steps and have lost their manifests to damage, by number:
+    name, and what does not hold."""
     core = _core.Manager(root, reader_json())
     try:
         quarantined = core.quarantined()
@@ -86,7 +91,8 @@ def _damaged(root: str, opened: Callable[..., Checkpoint]) -> dict[int, tuple[st
 
 
 def _was_step(path: str, opened: Callable[..., Checkpoint]) -> bool:
-    """True if what is no step is one that was damaged: not a directory of somebody else's, a step of a later version, or one under another's name."""
+    """True if what is no step is one that was damaged: not a directory of somebody else's, a step
+    of a later version, or one under another's name."""
     if not os.path.lexists(os.path.join(path, MANIFEST)):
         return os.path.isdir(os.path.join(path, "i0"))
     try:

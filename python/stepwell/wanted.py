@@ -1,4 +1,5 @@
-"""What is asked of the store: the leaves of a template as rows for the engine's match, and the values that they get in the end."""
+"""What is asked of the store: the leaves of a template as rows for the engine's match, and the
+values that they get in the end."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Wanted:
         self._to = to
         self._place = place
         self._report = report
-        #: Components, what is wanted there (kind, dtype, shape), and whether the caller has a value there.
+        #: Components, what is wanted there (kind, dtype, shape), and whether the caller has a value
+        #: there.
         self.specs: list[tuple[tuple[Component, ...], str, str | None, tuple[int, ...] | None, bool]] = []
         self.paths: list[str] = []
         self.leaf_of: list[Leaf | None] = []
@@ -58,8 +60,9 @@ class Wanted:
             self._add_leaf(leaf)
         #: Top-level entries that are wanted, those without a leaf too.
         self.top_level: list[Component] = []
-        #: True if all of the store is inside what is wanted. Entries may be absent from the top where they have names: a sequence of another length, or
-        #: where something else is stored, is a mismatch there as anywhere.
+        #: True if all of the store is inside what is wanted. Entries may be absent from the top
+        #: where they have names: a sequence of another length, or where something else is stored,
+        #: is a mismatch there as anywhere.
         self.whole = bool(structure.nodes) and not _has_names(structure.nodes[0][2])
         for branch in template.branches(part):
             if not branch.components and _is_sequence(branch.value):
@@ -104,7 +107,8 @@ class Wanted:
             self._number[id(leaf)] = self._add(leaf, "tensor", dtype, spec.shape, has_value)
             return
         if leaf.what == "stored" or type(leaf.value) in (list, tuple, deque):
-            # A subtree without leaves, or an empty sequence where the caller has a plain one: there is nothing to read.
+            # A subtree without leaves, or an empty sequence where the caller has a plain one: there
+            # is nothing to read.
             node = structure.find(leaf.components)
             if node is not None and structure.is_container(node) and not structure.leaves_below(node):
                 self._settled.append((leaf, node))
@@ -116,7 +120,8 @@ class Wanted:
         self._number[id(leaf)] = self._add(leaf, kind, value=has_value)
 
     def _add_empty(self, branch: Branch) -> None:
-        """An empty sequence of the caller where a plain one is stored, which is one object: what is stored is wanted."""
+        """An empty sequence of the caller where a plain one is stored, which is one object: what is
+        stored is wanted."""
         node = self._structure.find(branch.components)
         if node is not None and not self._structure.is_container(node):
             self._empty.append((branch, self._add(branch, "object", value=True)))
@@ -144,8 +149,9 @@ class Wanted:
     def try_states(
         self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
     ) -> None:
-        """Puts stored subtrees together, and tries the states of generators on new ones: what does not fit raises before anything of the caller's is
-        changed. ``arrays`` are those that have memory of their own."""
+        """Puts stored subtrees together, and tries the states of generators on new ones: what does
+        not fit raises before anything of the caller's is changed. ``arrays`` are those that have
+        memory of their own."""
         for leaf, node in self._settled:
             self._states[id(leaf)] = self._build(leaf, node, _nothing, None, fill)
         for leaf in self._leaves:
@@ -163,8 +169,8 @@ class Wanted:
                 self._try(leaf, self._states[id(leaf)])
 
     def _convert(self, leaf: Leaf, stored: list[int], values: dict[int, Any]) -> None:
-        """Arrays of a stored subtree as those of the framework that they are to be of: for an object those that its state had when it was saved, else what the
-        caller asked for."""
+        """Arrays of a stored subtree as those of the framework that they are to be of: for an
+        object those that its state had when it was saved, else what the caller asked for."""
         structure = self._structure
         by_library: dict[str, list[int]] = {}
         for number in stored:
@@ -192,14 +198,16 @@ class Wanted:
                 values[number] = array_of[id(values[number])]
 
     def takes_over(self, leaf: Leaf, stored: int) -> bool:
-        """True if the array that a stored one becomes there takes over the memory into which it is read, so that no other may have it."""
+        """True if the array that a stored one becomes there takes over the memory into which it is
+        read, so that no other may have it."""
         if leaf.target is not None:
             return leaf.target.takes_over
         name = self._library_of(leaf, stored) if leaf.what == "stored" else None
         return name is not None and adapters.takes_over(name)
 
     def _library_of(self, leaf: Leaf, stored: int) -> str | None:
-        """Whose array a stored one becomes. Where no object was saved, or one of another class, an object of a framework takes those of its own."""
+        """Whose array a stored one becomes. Where no object was saved, or one of another class, an
+        object of a framework takes those of its own."""
         if leaf.owner is None:
             return self._to
         structure, owner = self._structure, leaf.owner[0]
@@ -269,7 +277,8 @@ class Wanted:
         return owner
 
     def _subtree(self, leaf: Leaf, values: dict[int, Any], fill: bool) -> Any:
-        """The stored containers around the leaves of a subtree: those below its own path, or where a rename took it from."""
+        """The stored containers around the leaves of a subtree: those below its own path, or where
+        a rename took it from."""
         structure = self._structure
         node = structure.find(leaf.components)
         below = [] if node is None else structure.leaves_below(node)
@@ -309,8 +318,8 @@ def _ancestors(structure: Structure, node: int) -> list[int]:
 
 
 def _of_owner(structure: Structure, node: int, leaf: Leaf) -> int:
-    """Of the nodes that hold nothing but ``node``, the one that is the state of an object like the leaf's: where that has one entry only, what all its
-    leaves have above them is that entry."""
+    """Of the nodes that hold nothing but ``node``, the one that is the state of an object like the
+    leaf's: where that has one entry only, what all its leaves have above them is that entry."""
     if leaf.owner is None:
         return node
     owner, protocol = leaf.owner

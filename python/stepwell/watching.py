@@ -1,7 +1,8 @@
 """Steps as they come, for an evaluator (``sw.watch``).
 
-A listing reads manifests only, and that of a mirror (``rsync``, ``cp -r``) may be there before the files that it lists. So a step is given only when it opens and
-all its files have their lengths; what is not whole yet is passed over, said once, and looked at again at every later listing.
+A listing reads manifests only, and that of a mirror (``rsync``, ``cp -r``) may be there before the
+files that it lists. So a step is given only when it opens and all its files have their lengths;
+what is not whole yet is passed over, said once, and looked at again at every later listing.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class _Steps:
         self._after = after
         #: What the caller has seen before: never given, also after a rewind.
         self._first = after
-        #: The steps that were given, or were too old to be: where their manifests are, and which files those were.
+        #: The steps that were given, or were too old to be: where their manifests are, and which
+        #: files those were.
         self._seen: dict[int, tuple[str, _Identity]] = {}
         #: The last of them; after a rewind, the newest that still stands.
         self._last: int | None = None
@@ -92,7 +94,8 @@ class _Steps:
             return
 
     def all(self) -> Iterator[Checkpoint]:
-        """Every step that is whole, in order; those that have become so since they were passed over too."""
+        """Every step that is whole, in order; those that have become so since they were passed over
+        too."""
         listed = self._listed(self._passed_over)
         self._passed_over.intersection_update(listed)
         for step in listed:
@@ -140,7 +143,8 @@ class _Steps:
         return max(listed) < self._last or (self._last in listed and _identity(manifest) != which)
 
     def _is_old(self, step: int, checkpoint: Checkpoint) -> bool:
-        """True if it is what is left of the steps before a rewind (or a deletion): older than what was given, and no attempt of its own."""
+        """True if it is what is left of the steps before a rewind (or a deletion): older than what
+        was given, and no attempt of its own."""
         committed = checkpoint.manifest["committed_unix_ns"]
         return step <= self._highest and committed <= self._newest_commit
 

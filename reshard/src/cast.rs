@@ -1,13 +1,17 @@
-//! Which casts keep every value. Used by [`crate::matching`]; the casts themselves happen where the arrays are.
+//! Which casts keep every value. Used by [`crate::matching`]; the casts themselves happen where the
+//! arrays are.
 //!
-//! A cast is **lossless** when the wanted type holds every value of the stored one exactly, within the same kind: integers to wider
-//! integers (unsigned into wider signed too), floats to floats with at least the precision, range, subnormals, infinities, NaN and signed zero
-//! of the stored format, complex likewise. A NaN stays a NaN; its payload may change. Numbers that change their kind
-//! (`bool` to `int8`, `int8` to `float32`) are never lossless here, though the values would survive: a changed kind is a mistake more often than a wish.
+//! A cast is **lossless** when the wanted type holds every value of the stored one exactly, within
+//! the same kind: integers to wider integers (unsigned into wider signed too), floats to floats
+//! with at least the precision, range, subnormals, infinities, NaN and signed zero of the stored
+//! format, complex likewise. A NaN stays a NaN; its payload may change. Numbers that change their
+//! kind (`bool` to `int8`, `int8` to `float32`) are never lossless here, though the values would
+//! survive: a changed kind is a mistake more often than a wish.
 
 use stepwell_core::dtype::{Dtype, Kind};
 
-/// What a float format can say. Every finite value is a multiple of `2^quantum` with at most `precision` significant bits.
+/// What a float format can say. Every finite value is a multiple of `2^quantum` with at most
+/// `precision` significant bits.
 #[expect(clippy::struct_excessive_bools, reason = "four independent properties of a format")]
 struct FloatFormat {
     precision: u32,
@@ -91,8 +95,9 @@ pub fn is_lossless(from: Dtype, to: Dtype) -> bool {
     }
 }
 
-/// True if the cast means anything, with loss allowed: numbers (and `bool`) into numbers, except complex into real, which would drop
-/// half of every value; times into times and spans into spans of another unit.
+/// True if the cast means anything, with loss allowed: numbers (and `bool`) into numbers, except
+/// complex into real, which would drop half of every value; times into times and spans into spans
+/// of another unit.
 pub fn is_possible(from: Dtype, to: Dtype) -> bool {
     let number = |kind| matches!(kind, Kind::Bool | Kind::Signed | Kind::Unsigned | Kind::Float);
     match (from.kind(), to.kind()) {
@@ -108,7 +113,8 @@ mod tests {
 
     use super::*;
 
-    /// Decodes all codes of a small float format straight from its definition: exponent bits, mantissa bits, bias, and what the top codes are.
+    /// Decodes all codes of a small float format straight from its definition: exponent bits,
+    /// mantissa bits, bias, and what the top codes are.
     fn values(exponent_bits: u32, mantissa_bits: u32, bias: i32, top: Top) -> BTreeSet<Value> {
         let bits = 1 + exponent_bits + mantissa_bits;
         let mut values = BTreeSet::new();

@@ -1,4 +1,5 @@
-//! The one error type of this crate; [`Error::kind`] is a stable name that the Python exceptions mirror.
+//! The one error type of this crate; [`Error::kind`] is a stable name that the Python exceptions
+//! mirror.
 
 use crate::matching::Report;
 use crate::tiling::Fault;

@@ -1,7 +1,9 @@
-//! Globs over leaf paths: one dialect for selections, renames and every option that is given per glob.
+//! Globs over leaf paths: one dialect for selections, renames and every option that is given per
+//! glob.
 //!
-//! A glob is a rendered leaf path in which parts are left open. It is matched against components, not against text, so that a key that holds
-//! `/` is one level and a list index is never half matched:
+//! A glob is a rendered leaf path in which parts are left open. It is matched against components,
+//! not against text, so that a key that holds `/` is one level and a list index is never half
+//! matched:
 //!
 //! | in a glob | matches |
 //! |---|---|
@@ -14,8 +16,9 @@
 //! | `{a,b}` | either; may be nested, may hold `/` and wildcards |
 //! | `\*` `\?` `\{` `\}` `\,` | that character |
 //!
-//! What globset would match in paths without brackets and escapes, these match too (a property test holds the two together); globset
-//! itself knows neither indices, nor keys that hold `/`, nor what a wildcard stood for, which renames need.
+//! What globset would match in paths without brackets and escapes, these match too (a property test
+//! holds the two together); globset itself knows neither indices, nor keys that hold `/`, nor what
+//! a wildcard stood for, which renames need.
 //!
 //! [`escape`] makes of a rendered path the glob that matches it alone.
 
@@ -33,8 +36,9 @@ const INDEX: u8 = 0xFE;
 /// Alternatives that the braces of one glob may stand for.
 const MAX_ALTERNATIVES: usize = 1024;
 
-/// A leaf path in the form that globs are matched against: every component's text behind a mark that says how it renders. Two paths have
-/// the same text if and only if they render alike (a key and a field of one name do; so do an index and an integer key).
+/// A leaf path in the form that globs are matched against: every component's text behind a mark
+/// that says how it renders. Two paths have the same text if and only if they render alike (a key
+/// and a field of one name do; so do an index and an integer key).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PathText(Vec<u8>);
 
@@ -81,7 +85,8 @@ pub(crate) fn components(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     })
 }
 
-/// The ends of the leading parts of a text that are whole components, from none of it (0) to all of it.
+/// The ends of the leading parts of a text that are whole components, from none of it (0) to all of
+/// it.
 pub(crate) fn boundaries(text: &[u8]) -> impl Iterator<Item = usize> {
     (0..=text.len()).filter(move |&at| at == 0 || is_boundary(text, at))
 }
@@ -108,8 +113,8 @@ pub fn render(text: &[u8]) -> String {
     out
 }
 
-/// The glob that matches the path with this rendering, and no other: the wildcards' characters get their `\`; what the rendering
-/// has escaped already stays as it is.
+/// The glob that matches the path with this rendering, and no other: the wildcards' characters get
+/// their `\`; what the rendering has escaped already stays as it is.
 pub fn escape(rendered: &str) -> String {
     let mut out = String::with_capacity(rendered.len());
     for c in rendered.chars() {
@@ -196,7 +201,8 @@ impl Glob {
         }
     }
 
-    /// Matches a path or a leading part of it (whole components). Wildcards take as little as they can.
+    /// Matches a path or a leading part of it (whole components). Wildcards take as little as they
+    /// can.
     pub(crate) fn match_leading<'t>(&self, text: &'t [u8]) -> Option<Leading<'t>> {
         self.alternatives.iter().find_map(|tokens| {
             let mut matcher = Matcher::new(tokens, text);
@@ -419,7 +425,8 @@ fn literal_char(tokens: &mut Vec<Token>, c: char) {
     c.encode_utf8(&mut [0; 4]).bytes().for_each(|byte| literal(tokens, byte));
 }
 
-/// Backtracking, with a memory of what has failed once there are enough wildcards for that to matter: at most tokens × bytes steps.
+/// Backtracking, with a memory of what has failed once there are enough wildcards for that to
+/// matter: at most tokens × bytes steps.
 struct Matcher<'g, 't> {
     tokens: &'g [Token],
     text: &'t [u8],

@@ -1,5 +1,6 @@
-//! Layouts: the ordered segments that one process holds of one logical tensor, in one buffer. The segments of a buffer's layouts may repeat a region (a
-//! replica) or leave a part of the buffer to none (padding).
+//! Layouts: the ordered segments that one process holds of one logical tensor, in one buffer. The
+//! segments of a buffer's layouts may repeat a region (a replica) or leave a part of the buffer to
+//! none (padding).
 
 use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::region::{Dims, Region, row_major_strides, volume};
@@ -42,12 +43,15 @@ impl Layout {
         Self(vec![Segment { region: ChunkRegion::Box(region), place }])
     }
 
-    /// A part of a flattened parameter, as ZeRO and FSDP1 shard it: `len` elements from `start` on of the process's *own* parameter, which is laid out as
-    /// `self` in an array of shape `local`; they lie one after another from `offset` (bytes) on. The parameter may itself be a part of the tensor,
-    /// or fused of several: so the run is cut into boxes of the local array, and each is followed through the segments that it meets.
+    /// A part of a flattened parameter, as ZeRO and FSDP1 shard it: `len` elements from `start` on
+    /// of the process's *own* parameter, which is laid out as `self` in an array of shape `local`;
+    /// they lie one after another from `offset` (bytes) on. The parameter may itself be a part of
+    /// the tensor, or fused of several: so the run is cut into boxes of the local array, and each
+    /// is followed through the segments that it meets.
     ///
-    /// `None` where the run does not lie in the local array, or where a segment is not laid out along its dimensions (each dimension of a segment
-    /// must step along one of the array, forwards; no two along the same).
+    /// `None` where the run does not lie in the local array, or where a segment is not laid out
+    /// along its dimensions (each dimension of a segment must step along one of the array,
+    /// forwards; no two along the same).
     pub fn flat(&self, local: &[u64], itemsize: u64, start: u64, len: u64, offset: u64) -> Option<Self> {
         let local_strides: Vec<i64> = row_major_strides(local)
             .into_iter()
@@ -99,8 +103,9 @@ impl Layout {
         self.0.iter().try_fold(0_u64, |sum, segment| sum.checked_add(segment.elements()?))
     }
 
-    /// What must be read to fill the buffer `dst` from a stored tensor. `stored` is the part of the wanted tensor that is stored (a match's
-    /// region; what lies beyond it is padding), `shape` the wanted shape. `None` where a segment does not lie in the tensor.
+    /// What must be read to fill the buffer `dst` from a stored tensor. `stored` is the part of the
+    /// wanted tensor that is stored (a match's region; what lies beyond it is padding), `shape` the
+    /// wanted shape. `None` where a segment does not lie in the tensor.
     pub fn requests(&self, leaf: u32, shape: &[u64], stored: &Region, dst: u32) -> Option<Vec<Request>> {
         let mut requests = Vec::with_capacity(self.0.len());
         for segment in &self.0 {
@@ -167,7 +172,8 @@ impl LocalBox {
             if n == 1 {
                 continue;
             }
-            // The outermost dimension that has room for it: a step along an inner one would be shorter.
+            // The outermost dimension that has room for it: a step along an inner one would be
+            // shorter.
             let line = lines.iter_mut().zip(strides).zip(local).find_map(|((line, &local_stride), &size)| {
                 let step = u64::try_from(stride).ok()? / u64::try_from(local_stride).ok()?;
                 let last = step.checked_mul(n - 1)?.checked_add(line.start)?;

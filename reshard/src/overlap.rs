@@ -1,5 +1,6 @@
-//! Which chunks of a tensor hold a region, and where in them. Chunks are put into a tree of bounding boxes once per tensor, so that a
-//! question costs about the logarithm of their number and the answers, however the chunks lie. Called by [`crate::read_plan`].
+//! Which chunks of a tensor hold a region, and where in them. Chunks are put into a tree of
+//! bounding boxes once per tensor, so that a question costs about the logarithm of their number and
+//! the answers, however the chunks lie. Called by [`crate::read_plan`].
 
 use stepwell_core::format::index::{ChunkRecord, ChunkRegion};
 use stepwell_core::region::Region;
@@ -85,7 +86,8 @@ impl ChunkIndex {
         if boxes.len() <= FANOUT {
             return;
         }
-        // Halve along the axis along which the boxes' beginnings spread over the most boxes' widths.
+        // Halve along the axis along which the boxes' beginnings spread over the most boxes'
+        // widths.
         let spread = |d: usize| {
             let (mut low, mut high, mut width) = (u64::MAX, 0, u64::MAX);
             for stored in boxes.iter() {

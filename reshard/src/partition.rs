@@ -1,8 +1,10 @@
-//! Who writes what of the regions that several ranks hold alike. Pure and deterministic: whoever holds a region knows who else does, so all of them come to the
-//! same answer by themselves.
+//! Who writes what of the regions that several ranks hold alike. Pure and deterministic: whoever
+//! holds a region knows who else does, so all of them come to the same answer by themselves.
 //!
-//! The regions of one group of holders are laid one after another, and that line is cut into one stretch for each writer: so every byte is written once, writers
-//! get as many bytes each (first the nodes, then the ranks of a node), and most regions are cut into no more than two. Small ones are not cut at all.
+//! The regions of one group of holders are laid one after another, and that line is cut into one
+//! stretch for each writer: so every byte is written once, writers get as many bytes each (first
+//! the nodes, then the ranks of a node), and most regions are cut into no more than two. Small ones
+//! are not cut at all.
 
 use std::collections::HashMap;
 
@@ -17,7 +19,8 @@ const CUT_FROM: u64 = 1 << 20;
 /// A border falls on a whole step of the outermost axis whose steps have at most so many bytes.
 const STEP_BYTES: u64 = 128 << 10;
 
-/// Of the holders of a region that are at one place, at most so many write (as FastPersist has it: one for each socket is enough, and writes longer files).
+/// Of the holders of a region that are at one place, at most so many write (as FastPersist has it:
+/// one for each socket is enough, and writes longer files).
 #[derive(Clone, Copy, Debug)]
 pub struct Limit<'a> {
     /// How many.
@@ -34,7 +37,8 @@ pub struct Writers {
 }
 
 impl Writers {
-    /// The ranks that write for a group of holders. Every node has the same part, and those of its holders that the limit allows share it: the first of each place.
+    /// The ranks that write for a group of holders. Every node has the same part, and those of its
+    /// holders that the limit allows share it: the first of each place.
     pub fn new(holders: &[u32], nodes: &[u32], limit: Option<Limit<'_>>) -> Self {
         let number = |of: &[u32], rank: u32| of.get(rank as usize).copied().unwrap_or(0);
         let mut by_node: Vec<(u32, u32)> = holders.iter().map(|&rank| (number(nodes, rank), rank)).collect();
@@ -75,7 +79,8 @@ impl Writers {
         self.ends.first().map(|&(rank, _)| rank)
     }
 
-    /// What begins before a place on a line of that length, as the borders of a rank's stretch; `None` for a rank that writes nothing.
+    /// What begins before a place on a line of that length, as the borders of a rank's stretch;
+    /// `None` for a rank that writes nothing.
     fn stretch(&self, rank: u32, length: u64) -> Option<(u64, u64)> {
         let total = u128::from(self.ends.last()?.1);
         let at = |weight: u64| (u128::from(length) * u128::from(weight) / total) as u64;
@@ -85,7 +90,8 @@ impl Writers {
     }
 }
 
-/// Regions of at most so many bytes belong together in few files: a reader that wants them all reads few blocks for them then.
+/// Regions of at most so many bytes belong together in few files: a reader that wants them all
+/// reads few blocks for them then.
 pub const SMALL: u64 = 64 << 10;
 
 /// A region that all of a group hold.
@@ -104,8 +110,9 @@ impl Held {
     }
 }
 
-/// The part of each region that `rank` writes: boxes of it, in its own coordinates. `None` for those that others write, also where they are empty: those are the first
-/// writer's. All ranks of a group must ask with the same regions in the same order.
+/// The part of each region that `rank` writes: boxes of it, in its own coordinates. `None` for
+/// those that others write, also where they are empty: those are the first writer's. All ranks of a
+/// group must ask with the same regions in the same order.
 pub fn shares(held: &[Held], writers: &Writers, rank: u32) -> Vec<Option<Vec<Region>>> {
     let total = held.iter().fold(0_u64, |sum, held| sum.saturating_add(held.bytes()));
     let Some((begin, end)) = writers.stretch(rank, total) else { return vec![None; held.len()] };

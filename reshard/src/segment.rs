@@ -1,5 +1,6 @@
-//! Segments: a region of a logical tensor ↔ a strided place in a local buffer. The one idea under every layout: a box in a row-major array is a
-//! segment, and so is a part of a fused, transposed, padded or flattened parameter.
+//! Segments: a region of a logical tensor ↔ a strided place in a local buffer. The one idea under
+//! every layout: a box in a row-major array is a segment, and so is a part of a fused, transposed,
+//! padded or flattened parameter.
 
 use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::region::{Dims, Region, row_major_strides, volume};
@@ -36,7 +37,8 @@ impl Place {
         Self { offset, strides: self.strides.clone() }
     }
 
-    /// The bytes of the buffer, first and end, that a region of that extent lies in; `None` where they do not fit 64 bits or begin before the buffer.
+    /// The bytes of the buffer, first and end, that a region of that extent lies in; `None` where
+    /// they do not fit 64 bits or begin before the buffer.
     pub fn span(&self, extent: &[u64], itemsize: u64) -> Option<(u64, u64)> {
         if extent.contains(&0) {
             return Some((self.offset, self.offset));
@@ -134,7 +136,8 @@ impl Segment {
         }
     }
 
-    /// The segment as boxes with their places: itself, or the boxes of its run. `None` where it does not lie in the tensor.
+    /// The segment as boxes with their places: itself, or the boxes of its run. `None` where it
+    /// does not lie in the tensor.
     pub fn boxes(&self, shape: &[u64]) -> Option<Vec<(Region, Place)>> {
         match &self.region {
             ChunkRegion::Box(region) => {

@@ -1,5 +1,6 @@
-//! Which stored leaves a restore looks at, and under which names: include and exclude globs over stored paths, then renames from stored to
-//! wanted. Used by [`crate::matching`]; the dialect of the globs is that of [`crate::glob`].
+//! Which stored leaves a restore looks at, and under which names: include and exclude globs over
+//! stored paths, then renames from stored to wanted. Used by [`crate::matching`]; the dialect of
+//! the globs is that of [`crate::glob`].
 
 use std::collections::HashMap;
 
@@ -9,7 +10,8 @@ pub use crate::glob::escape;
 use crate::glob::{Glob, GlobList, PathText, Wildcard, boundaries, render};
 use crate::{Error, Result};
 
-/// Include and exclude. A leaf is selected when an include matches (or there are none) and no exclude does.
+/// Include and exclude. A leaf is selected when an include matches (or there are none) and no
+/// exclude does.
 #[derive(Clone, Debug, Default)]
 pub struct Selection {
     include: Option<GlobList>,
@@ -52,11 +54,13 @@ impl Selection {
     }
 }
 
-/// Names under which stored leaves are wanted. The first rule that applies to a path renames it, once.
+/// Names under which stored leaves are wanted. The first rule that applies to a path renames it,
+/// once.
 ///
-/// A rule is a pair `from → to`. `from` is a glob that matches a path *or a leading part of it* (whole components): what follows stays, so that `model →
-/// params` moves a whole branch, and an exact path renames one leaf. In `to`, the wildcards of `from` stand for what they matched: `*` (or `**`, `?`)
-/// for the next one, `{2}` for the second. Wildcards take as little as they can.
+/// A rule is a pair `from → to`. `from` is a glob that matches a path *or a leading part of it*
+/// (whole components): what follows stays, so that `model → params` moves a whole branch, and an
+/// exact path renames one leaf. In `to`, the wildcards of `from` stand for what they matched: `*`
+/// (or `**`, `?`) for the next one, `{2}` for the second. Wildcards take as little as they can.
 ///
 /// ```
 /// # use stepwell_reshard::selection::Renames;
@@ -175,9 +179,11 @@ impl Renames {
     }
 }
 
-/// Parses the right side of a rename: a rendered path in which wildcards and `{n}` stand for what was matched.
+/// Parses the right side of a rename: a rendered path in which wildcards and `{n}` stand for what
+/// was matched.
 fn template(to: &str, wildcards: &[Wildcard]) -> Result<Vec<Piece>, String> {
-    // It is read as a glob, so that both sides have one grammar; `{n}` becomes the kind of wildcard that it stands for.
+    // It is read as a glob, so that both sides have one grammar; `{n}` becomes the kind of wildcard
+    // that it stands for.
     let (mut glob, mut order, mut next, mut after_wildcard) = (String::new(), Vec::new(), 0, false);
     let mut chars = to.chars().peekable();
     while let Some(c) = chars.next() {

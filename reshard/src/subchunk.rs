@@ -1,9 +1,11 @@
-//! How a shard is cut into chunks, and how a flat run is cut into boxes. Called when a save is planned; pure and deterministic, so that
-//! ranks which agree on shapes and options agree on the chunks.
+//! How a shard is cut into chunks, and how a flat run is cut into boxes. Called when a save is
+//! planned; pure and deterministic, so that ranks which agree on shapes and options agree on the
+//! chunks.
 //!
-//! A chunk is the unit that a later read for *another* cut can skip. Cut along one axis only, a column-parallel tensor that is read
-//! row-parallel needs every chunk; cut along several, it needs a few of them. The price is shorter rows (the contiguous runs of the
-//! source), so an axis is cut only while rows stay long.
+//! A chunk is the unit that a later read for *another* cut can skip. Cut along one axis only, a
+//! column-parallel tensor that is read row-parallel needs every chunk; cut along several, it needs
+//! a few of them. The price is shorter rows (the contiguous runs of the source), so an axis is cut
+//! only while rows stay long.
 
 use stepwell_core::region::{Region, row_major_strides, volume};
 
@@ -12,18 +14,20 @@ use stepwell_core::region::{Region, row_major_strides, volume};
 pub struct Options {
     /// No chunk has more bytes than this (unless one element has).
     pub target_bytes: u64,
-    /// Contiguous bytes that a chunk's rows keep in its region. More than half the target is read as half the target, and where
-    /// the two contradict each other the target wins.
+    /// Contiguous bytes that a chunk's rows keep in its region. More than half the target is read
+    /// as half the target, and where the two contradict each other the target wins.
     pub min_row_bytes: u64,
     /// The same, where a shard is cut for readers with other cuts.
     pub min_band_row_bytes: u64,
 }
 
 impl Options {
-    /// Host memory: 8 MiB keeps 16 requests in flight within 128 MiB; copies of 4 KiB rows run at the speed of memory, those of 512 bytes at half of it.
+    /// Host memory: 8 MiB keeps 16 requests in flight within 128 MiB; copies of 4 KiB rows run at
+    /// the speed of memory, those of 512 bytes at half of it.
     pub const HOST: Self = Self { target_bytes: 8 << 20, min_row_bytes: 4096, min_band_row_bytes: 512 };
 
-    /// The same for device memory: a 2-d device-to-host copy needs longer rows to reach the bus's speed.
+    /// The same for device memory: a 2-d device-to-host copy needs longer rows to reach the bus's
+    /// speed.
     #[must_use]
     pub fn on_device(self) -> Self {
         let least = |bytes: u64| bytes.max(DEVICE_ROW_BYTES);
@@ -44,14 +48,16 @@ impl Default for Options {
 /// Rows of copies from a device have at least so many bytes.
 const DEVICE_ROW_BYTES: u64 = 16 << 10;
 
-/// Along each axis that a shard has whole it is cut into up to so many parts, so that a reader whose cut is along that axis leaves most of the shard unread.
+/// Along each axis that a shard has whole it is cut into up to so many parts, so that a reader
+/// whose cut is along that axis leaves most of the shard unread.
 const BANDS: u64 = 8;
 /// But no chunk gets fewer bytes by that: a chunk costs its record in the index.
 const BAND_BYTES: u64 = 64 << 10;
 /// Nor fewer than this by the last halving, which fewer readers gain from.
 const LAST_BAND_BYTES: u64 = 128 << 10;
 
-/// The boxes of a region, in row-major order. How many there are is known before the first one: `len`, at most what 64 bits hold.
+/// The boxes of a region, in row-major order. How many there are is known before the first one:
+/// `len`, at most what 64 bits hold.
 pub struct Cut<'a> {
     region: &'a Region,
     /// Into how many parts each axis is cut; empty: it stays whole.
@@ -71,7 +77,8 @@ impl Iterator for Cut<'_> {
             return Some(region.clone());
         }
         let border = |d: usize, i: u64| {
-            // Parts differ by at most one element, and no part is empty because there are never more parts than elements.
+            // Parts differ by at most one element, and no part is empty because there are never
+            // more parts than elements.
             (u128::from(region.extent[d]) * u128::from(i) / u128::from(parts[d])) as u64
         };
         let (mut offset, mut extent) = (Vec::with_capacity(at.len()), Vec::with_capacity(at.len()));
@@ -93,11 +100,15 @@ impl Iterator for Cut<'_> {
 
 impl ExactSizeIterator for Cut<'_> {}
 
-/// Cuts `region` of a tensor of that shape into boxes that tile it exactly. An empty region gives no box. There may be more of them than any memory holds: ask for their number first.
+/// Cuts `region` of a tensor of that shape into boxes that tile it exactly. An empty region gives
+/// no box. There may be more of them than any memory holds: ask for their number first.
 ///
-/// The axes of a whole tensor are halved, the longest first, until a box has at most `target_bytes`: so boxes have between about half and all of it, stay near cubes, and
-/// fall on the borders that meshes of 2, 4, 8 … ranks have. A shard is first cut along the axes that it has whole, into up to [`BANDS`] parts, since other cuts of the tensor will go
-/// along those; then, until boxes are small enough, along the axes that it is a part of, and only then further along the others.
+/// The axes of a whole tensor are halved, the longest first, until a box has at most
+/// `target_bytes`: so boxes have between about half and all of it, stay near cubes, and fall on the
+/// borders that meshes of 2, 4, 8 … ranks have. A shard is first cut along the axes that it has
+/// whole, into up to [`BANDS`] parts, since other cuts of the tensor will go along those; then,
+/// until boxes are small enough, along the axes that it is a part of, and only then further along
+/// the others.
 pub fn cut<'a>(region: &'a Region, shape: &[u64], itemsize: u64, options: &Options) -> Cut<'a> {
     let whole = |left| Cut { region, parts: Vec::new(), at: Vec::new(), left };
     if region.is_empty() {
@@ -115,8 +126,9 @@ pub fn cut<'a>(region: &'a Region, shape: &[u64], itemsize: u64, options: &Optio
     Cut { region, at: vec![0; parts.len()], parts, left }
 }
 
-/// Where a chunk lies in its shard, in parts of each axis. Chunks of one band stand together in a file, whatever tensors they are of: so a reader with another cut finds what it wants
-/// of many small chunks in one piece.
+/// Where a chunk lies in its shard, in parts of each axis. Chunks of one band stand together in a
+/// file, whatever tensors they are of: so a reader with another cut finds what it wants of many
+/// small chunks in one piece.
 pub fn band(chunk: &Region, shard: &Region, shape: &[u64]) -> u32 {
     let mut band = 0_u32;
     for (d, &extent) in shard.extent.iter().enumerate().filter(|&(_, &extent)| extent > 0) {
@@ -128,7 +140,8 @@ pub fn band(chunk: &Region, shard: &Region, shape: &[u64]) -> u32 {
     band
 }
 
-/// Into how many parts a shard is cut along an axis for readers with other cuts. Steps of the outermost axis are not cut where the shard has some of them: any others can be read of it.
+/// Into how many parts a shard is cut along an axis for readers with other cuts. Steps of the
+/// outermost axis are not cut where the shard has some of them: any others can be read of it.
 fn bands(axis: usize, is_sharded: bool) -> u64 {
     match (axis, is_sharded) {
         (0, true) => 1,
@@ -137,7 +150,8 @@ fn bands(axis: usize, is_sharded: bool) -> u64 {
     }
 }
 
-/// Into how many parts each axis is cut; `sharded` says along which the region is a part of its tensor, where it is one.
+/// Into how many parts each axis is cut; `sharded` says along which the region is a part of its
+/// tensor, where it is one.
 fn parts(extent: &[u64], sharded: Option<&[bool]>, itemsize: u64, options: &Options) -> Vec<u64> {
     let target = u128::from(options.target_bytes.max(1));
     let min_row = u128::from(options.min_row_bytes).min(target / 2);
@@ -185,8 +199,9 @@ fn parts(extent: &[u64], sharded: Option<&[bool]>, itemsize: u64, options: &Opti
     parts
 }
 
-/// The run `start .. start + len` of the row-major flattened tensor as at most `2 * ndim - 1` boxes, in the run's order. Each box is itself
-/// contiguous in that order. `None` where the run does not lie in the tensor.
+/// The run `start .. start + len` of the row-major flattened tensor as at most `2 * ndim - 1`
+/// boxes, in the run's order. Each box is itself contiguous in that order. `None` where the run
+/// does not lie in the tensor.
 pub fn run_to_boxes(shape: &[u64], start: u64, len: u64) -> Option<Vec<Region>> {
     let end = start.checked_add(len)?;
     if end > volume(shape)? {
@@ -201,7 +216,8 @@ pub fn run_to_boxes(shape: &[u64], start: u64, len: u64) -> Option<Vec<Region>> 
     let strides = row_major_strides(shape);
     let (mut boxes, mut at) = (Vec::new(), start);
     while at < end {
-        // The outermost axis along which a whole step starts here and ends inside the run; the innermost always does.
+        // The outermost axis along which a whole step starts here and ends inside the run; the
+        // innermost always does.
         let axis = (0..shape.len()).find(|&d| at.is_multiple_of(strides[d]) && strides[d] <= end - at)?;
         let coordinate = |d: usize| (at / strides[d]) % shape[d];
         let count = ((end - at) / strides[axis]).min(shape[axis] - coordinate(axis));
@@ -347,7 +363,8 @@ mod tests {
             let numbered = parts.iter().cloned().enumerate().collect();
             prop_assert_eq!(crate::tiling::check_boxes(&region, numbered), Ok(()));
             prop_assert!(parts.windows(2).all(|pair| pair[0].offset < pair[1].offset));
-            // Not needlessly small: a chunk that could have stayed larger would be at most a quarter, odd lengths included.
+            // Not needlessly small: a chunk that could have stayed larger would be at most a
+            // quarter, odd lengths included.
             if parts.len() > 1 {
                 let largest = parts.iter().map(bytes).max().unwrap();
                 prop_assert!(largest * 4 > target_bytes || largest <= itemsize, "{} of {}", largest, target_bytes);

@@ -1,9 +1,12 @@
-//! True if the chunks of a tensor cover it exactly once: asked before a commit, and by a reader before it trusts that every byte of a buffer will be filled.
+//! True if the chunks of a tensor cover it exactly once: asked before a commit, and by a reader
+//! before it trusts that every byte of a buffer will be filled.
 //!
-//! Chunks tile a tensor when, at every element, as many chunks as whole tensors (one) are there. Two sums of boxes are equal everywhere
-//! when they are equal at the beginning and change alike at every border of the first axis; what changes at a border is again a
-//! sum of boxes, with one axis less. So a sweep along the first axis calls itself for the cross-sections that begin and end at each border, after those that are
-//! the same on both sides have cancelled. In a grid nearly all do: the work is that of sorting.
+//! Chunks tile a tensor when, at every element, as many chunks as whole tensors (one) are there.
+//! Two sums of boxes are equal everywhere when they are equal at the beginning and change alike at
+//! every border of the first axis; what changes at a border is again a sum of boxes, with one axis
+//! less. So a sweep along the first axis calls itself for the cross-sections that begin and end at
+//! each border, after those that are the same on both sides have cancelled. In a grid nearly all
+//! do: the work is that of sorting.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -13,8 +16,8 @@ use stepwell_core::region::{Dims, Region};
 
 use crate::subchunk::run_to_boxes;
 
-/// Borders that may be looked at per chunk and dimension before a tiling counts as too irregular: real ones need about two; the bound keeps a hostile
-/// index from costing more than its size.
+/// Borders that may be looked at per chunk and dimension before a tiling counts as too irregular:
+/// real ones need about two; the bound keeps a hostile index from costing more than its size.
 const BUDGET: usize = 512;
 
 /// Why chunks do not tile a tensor.
@@ -39,7 +42,8 @@ pub enum Fault {
         /// What both hold.
         region: Region,
     },
-    /// The chunks are so irregular that checking them would take too long; no writer makes such chunks.
+    /// The chunks are so irregular that checking them would take too long; no writer makes such
+    /// chunks.
     TooIrregular,
 }
 
@@ -67,7 +71,8 @@ impl fmt::Display for Slices<'_> {
     }
 }
 
-/// Checks that `chunks` cover a tensor of that shape exactly once. A tensor without elements is covered by any chunks without elements.
+/// Checks that `chunks` cover a tensor of that shape exactly once. A tensor without elements is
+/// covered by any chunks without elements.
 pub fn check(shape: &[u64], chunks: &[ChunkRegion]) -> Result<(), Fault> {
     let mut boxes = Vec::with_capacity(chunks.len());
     for (chunk, region) in chunks.iter().enumerate() {
@@ -91,7 +96,8 @@ pub fn check_regions(shape: &[u64], regions: &[Region]) -> Result<(), Fault> {
     check_boxes(&Region::whole(shape), regions.iter().cloned().enumerate().collect())
 }
 
-/// Checks that boxes, each inside `whole` and with the number of its chunk, cover `whole` exactly once.
+/// Checks that boxes, each inside `whole` and with the number of its chunk, cover `whole` exactly
+/// once.
 pub(crate) fn check_boxes(whole: &Region, mut boxes: Vec<(usize, Region)>) -> Result<(), Fault> {
     boxes.retain(|(_, region)| !region.is_empty());
     if whole.is_empty() || matches!(boxes.as_slice(), [(_, only)] if only == whole) {
@@ -311,7 +317,8 @@ mod tests {
 
     #[test]
     fn chunks_that_begin_and_end_everywhere_are_checked_within_the_budget() {
-        // Strips along the first axis, each cut in two at another place: no border is shared by two.
+        // Strips along the first axis, each cut in two at another place: no border is shared by
+        // two.
         let n = 2000_u64;
         let cut = |i: u64| (i * 7919) % (n - 1) + 1;
         let strips = (0..n).flat_map(|i| {

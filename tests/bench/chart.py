@@ -19,7 +19,8 @@ OURS, PEER, DISK = "#0b5c8a", "#9aa7b0", "#d0a050"
 
 
 def first_table(page: str) -> tuple[str, dict[str, dict[str, float | None]]]:
-    """Returns the title of the page's first table, and its values by row and column (``None`` for an empty cell)."""
+    """Returns the title of the page's first table, and its values by row and column (``None`` for
+    an empty cell)."""
     lines = page.split("\n")
     start = next(number for number, line in enumerate(lines) if line.startswith("|"))
     cells = []

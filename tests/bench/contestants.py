@@ -1,4 +1,5 @@
-"""Who is measured. Each saves a state below a directory and restores it; what it promises is said in its docstring."""
+"""Who is measured. Each saves a state below a directory and restores it; what it promises is said
+in its docstring."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ class PlainCopy:
 
 
 class Raw:
-    """The disk itself: one pre-faulted buffer in huge pages, O_DIRECT, preallocated, fsync. No copy, no checksum, no names."""
+    """The disk itself: one pre-faulted buffer in huge pages, O_DIRECT, preallocated, fsync. No
+    copy, no checksum, no names."""
 
     name = "raw disk"
     copied = False
@@ -150,7 +152,8 @@ class Raw:
 
 
 class RawCopied(Raw):
-    """The same with a plain copy into the buffer before the write, and out of it after the read: what a snapshot costs at least."""
+    """The same with a plain copy into the buffer before the write, and out of it after the read:
+    what a snapshot costs at least."""
 
     name = "raw disk + copy"
     copied = True
@@ -168,7 +171,8 @@ class Stepwell:
         self.step = 0
 
     def _manager(self, directory: Path) -> sw.CheckpointManager:
-        # One root for all rounds, as a training run has it; the step of this round is what is measured.
+        # One root for all rounds, as a training run has it; the step of this round is what is
+        # measured.
         root = directory.parent / f"root-{self.share}"
         if root not in self.managers:
             self.managers[root] = sw.CheckpointManager(root, staging_bytes=self.staging)
@@ -198,7 +202,8 @@ class Stepwell:
 
 
 class Safetensors:
-    """``safetensors.numpy``: one file, no checksum, no fsync of its own; every array is copied out of the mapped file into memory of its own."""
+    """``safetensors.numpy``: one file, no checksum, no fsync of its own; every array is copied out
+    of the mapped file into memory of its own."""
 
     name = "safetensors"
 

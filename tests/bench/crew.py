@@ -1,7 +1,9 @@
-"""Ranks as real processes. A :class:`Crew` is a process that imports what its ranks need once (torch takes six seconds of a core) and forks them for every operation.
+"""Ranks as real processes. A :class:`Crew` is a process that imports what its ranks need once
+(torch takes six seconds of a core) and forks them for every operation.
 
-A rank runs a function of the crew's module: it gets ready, waits in :meth:`Rank.together` for all others, and then does what is timed with :func:`timed`. Meanwhile the
-bench does what has to be done when everybody is ready and nobody has begun, such as dropping the page cache."""
+A rank runs a function of the crew's module: it gets ready, waits in :meth:`Rank.together` for all
+others, and then does what is timed with :func:`timed`. Meanwhile the bench does what has to be done
+when everybody is ready and nobody has begun, such as dropping the page cache."""
 
 from __future__ import annotations
 
@@ -76,8 +78,9 @@ def timed(call: Callable[[], Any]) -> tuple[Done, Any]:
 def twice(
     rank: Rank, restore: Callable[[], Any], check: Callable[[Any], None] | None = None, result: int = 0
 ) -> list[Done]:
-    """Two restores, all ranks together at the beginning of each: the bench sees to it that the first one is from the disk, and the second one from the page cache.
-    ``check`` looks at what the first one returned, whose own new memory is ``result`` bytes."""
+    """Two restores, all ranks together at the beginning of each: the bench sees to it that the
+    first one is from the disk, and the second one from the page cache. ``check`` looks at what the
+    first one returned, whose own new memory is ``result`` bytes."""
     done = []
     for again in (False, True):
         rank.together()
@@ -200,7 +203,8 @@ def _forked(
         for pipe in pipes:
             pipe.close()
         for child in children:
-            # Those that have said what they had to say are ending; a rank that waits for one that failed is not.
+            # Those that have said what they had to say are ending; a rank that waits for one that
+            # failed is not.
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 

@@ -1,4 +1,5 @@
-"""The contestants of JAX, each as its own documentation recommends it. Arrays are immutable: there is no restore into given memory, and every save sees arrays that are new."""
+"""The contestants of JAX, each as its own documentation recommends it. Arrays are immutable: there
+is no restore into given memory, and every save sees arrays that are new."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class JaxPeer(Peer):
 
 
 class StepwellJax(JaxPeer):
-    """A committed step of arrays that are held, and captured after ``save`` has returned; verified when it is read."""
+    """A committed step of arrays that are held, and captured after ``save`` has returned; verified
+    when it is read."""
 
     name = "stepwell (JAX)"
     has_retention = True
@@ -83,7 +85,8 @@ class StepwellJax(JaxPeer):
 
 
 class Orbax(JaxPeer):
-    """``CheckpointManager`` with its defaults: asynchronous, ``StandardSave``, zarr2 in OCDBT, zstd."""
+    """``CheckpointManager`` with its defaults: asynchronous, ``StandardSave``, zarr2 in OCDBT,
+    zstd."""
 
     name = "Orbax"
     has_retention = True

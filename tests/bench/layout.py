@@ -1,4 +1,5 @@
-"""Which rank has which box of which tensor: the layouts between which the resharding bench restores, the same for every contestant."""
+"""Which rank has which box of which tensor: the layouts between which the resharding bench
+restores, the same for every contestant."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from workloads import State, _llama, _train_state
 
 #: One layer of a larger model: its matrices have the sizes that count here.
 LAYERS = 1
-#: Cut along their rows by tensor parallelism, and along their columns. What is neither is on all ranks.
+#: Cut along their rows by tensor parallelism, and along their columns. What is neither is on all
+#: ranks.
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed", "lm_head")
 BY_COLUMNS = ("o_proj", "down_proj")
 
-#: What decides along which axis a tensor is cut: tensor parallelism; the same with every matrix cut along its other axis; FSDP, which cuts everything along the first.
+#: What decides along which axis a tensor is cut: tensor parallelism; the same with every matrix cut
+#: along its other axis; FSDP, which cuts everything along the first.
 Cut = Literal["tensor", "swapped", "fsdp"]
 
 Box = tuple[slice, ...]
@@ -54,7 +57,8 @@ class Layout:
         return int((part in BY_COLUMNS) != (self.cut == "swapped"))
 
     def stage(self, name: str) -> int:
-        """The pipeline's stage that has a tensor: embedding, attention, MLP and head follow each other."""
+        """The pipeline's stage that has a tensor: embedding, attention, MLP and head follow each
+        other."""
         if name.startswith("embed"):
             place = 0
         elif name.startswith("layers."):
@@ -65,7 +69,8 @@ class Layout:
         return place * self.pp // (2 + 2 * LAYERS)
 
     def box(self, name: str, shape: tuple[int, ...], rank: int) -> Box | None:
-        """What a rank has of a tensor, as ``torch.chunk`` cuts it; ``None``: another stage has it."""
+        """What a rank has of a tensor, as ``torch.chunk`` cuts it; ``None``: another stage has
+        it."""
         stage, at = divmod(rank, self.ranks)
         if self.stage(name) != stage:
             return None
@@ -77,7 +82,8 @@ class Layout:
         return tuple(box)
 
     def of(self, state: State, rank: int, make: Callable[[np.ndarray, Box], Any]) -> dict[str, Any]:
-        """The part of the state that a rank has, each tensor as ``make`` has it of the whole one and the box."""
+        """The part of the state that a rank has, each tensor as ``make`` has it of the whole one
+        and the box."""
 
         def made(tree: dict[str, Any]) -> dict[str, Any]:
             found: dict[str, Any] = {}

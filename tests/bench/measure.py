@@ -2,10 +2,12 @@
 
 Two traps make naive figures worthless on virtual machines, and both are dealt with here:
 
-* Free guest memory is handed back to the host after a moment; touching it again costs seconds per GiB. :class:`Spare` holds touched memory all the
-  time, and gives it back to the kernel only while something is timed, so that what that needs, its own memory or page cache, is backed.
-* Blocks that have just been freed are still being discarded, and writes that follow run at two thirds of their speed. Nothing is deleted inside a round,
-  and :func:`settle` waits after deletions.
+* Free guest memory is handed back to the host after a moment; touching it again costs seconds per
+  GiB. :class:`Spare` holds touched memory all the time, and gives it back to the kernel only while
+  something is timed, so that what that needs, its own memory or page cache, is backed.
+* Blocks that have just been freed are still being discarded, and writes that follow run at two
+  thirds of their speed. Nothing is deleted inside a round, and :func:`settle` waits after
+  deletions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a contestant of PyTorch or JAX does; each runs in a process of its own (:mod:`peer_process`)."""
+"""What a contestant of PyTorch or JAX does; each runs in a process of its own
+(:mod:`peer_process`)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ KEPT = 2
 
 
 class Peer:
-    """A state of one framework, saved below a directory as steps of two roots (``kept``: with retention at work) and restored from there."""
+    """A state of one framework, saved below a directory as steps of two roots (``kept``: with
+    retention at work) and restored from there."""
 
     name: str
     #: True if it deletes old steps itself; where not, :meth:`retire` does it by hand.
@@ -35,10 +37,12 @@ class Peer:
         """What the contestant offers to do before the first save."""
 
     def step(self) -> None:
-        """What a training step does to the arrays: where they cannot be changed, all of them are new."""
+        """What a training step does to the arrays: where they cannot be changed, all of them are
+        new."""
 
     def save(self, step: int, kept: bool = False) -> tuple[float, float]:
-        """Seconds until training may go on, and until the step would survive a power cut: the contestant's own end, and a sync of the file system."""
+        """Seconds until training may go on, and until the step would survive a power cut: the
+        contestant's own end, and a sync of the file system."""
         begin = time.perf_counter()
         self.start(self.directory(step, kept), step, kept)
         blocked = time.perf_counter() - begin
@@ -54,7 +58,8 @@ class Peer:
         """Returns when the contestant calls the step saved."""
 
     def retire(self, step: int) -> None:
-        """Deletes a step of the root with retention, as a training script does where the contestant has none."""
+        """Deletes a step of the root with retention, as a training script does where the contestant
+        has none."""
         shutil.rmtree(self.directory(step, kept=True))
 
     def directory(self, step: int, kept: bool = False) -> Path:

@@ -1,7 +1,9 @@
-"""One contestant, one workload, one process: what :mod:`peers` starts, once for each contestant in each round.
+"""One contestant, one workload, one process: what :mod:`peers` starts, once for each contestant in
+each round.
 
-Memory comes first: what the parent has just given back is taken while it is still backed by the host (see :mod:`measure`), and only then are the
-frameworks imported. A tiny state makes an untimed round trip, so that nobody's first save pays for imports and thread pools.
+Memory comes first: what the parent has just given back is taken while it is still backed by the
+host (see :mod:`measure`), and only then are the frameworks imported. A tiny state makes an untimed
+round trip, so that nobody's first save pays for imports and thread pools.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from workloads import WORKLOADS, State, differences, nbytes
 #: Where the contestants are.
 MODULES = ("raw_peer", "torch_peers", "jax_peers")
 
-#: Saves into the root with retention; the last three are counted: at each of them a step has just been deleted.
+#: Saves into the root with retention; the last three are counted: at each of them a step has just
+#: been deleted.
 KEPT_SAVES = KEPT + 4
 COUNTED = 3
 
-#: Each restore is made so often, or but twice where a third one would pass so many seconds: one alone is at the mercy of the machine.
+#: Each restore is made so often, or but twice where a third one would pass so many seconds: one
+#: alone is at the mercy of the machine.
 RESTORES = 3
 LONGEST = 4.0
 
@@ -76,7 +80,8 @@ class Measuring:
         self.memory: dict[str, int] = {}
 
     def saves(self, number: int) -> int:
-        """Steps 1 to ``number``: the first of the process, and those after it. Returns the last step."""
+        """Steps 1 to ``number``: the first of the process, and those after it. Returns the last
+        step."""
         for step in range(1, number + 1):
             if step > 1:
                 self.peer.step()

@@ -1,11 +1,14 @@
-"""Measure saving and restoring tensors of PyTorch and arrays of JAX against their own checkpointers, all in one run.
+"""Measure saving and restoring tensors of PyTorch and arrays of JAX against their own
+checkpointers, all in one run.
 
     make bench-peers                                # everything, about 50 minutes
     make bench-peers ARGS="--quick"                 # 1 GiB, one round
     make bench-peers ARGS="--workloads small20k --rounds 5"
 
-In every round each contestant has a process of its own (:mod:`peer_process`), in shuffled order. Ratios are taken within a round, against the peer whose median is the best;
-the tables show medians, and quartiles where there are enough rounds. Every restore is compared bit for bit in the first round.
+In every round each contestant has a process of its own (:mod:`peer_process`), in shuffled order.
+Ratios are taken within a round, against the peer whose median is the best; the tables show medians,
+and quartiles where there are enough rounds. Every restore is compared bit for bit in the first
+round.
 """
 
 from __future__ import annotations
@@ -71,11 +74,13 @@ class Plan:
     """How a workload is measured."""
 
     rounds: int
-    #: Saves per process without retention, and whether those with retention and the warm restores are made.
+    #: Saves per process without retention, and whether those with retention and the warm restores
+    #: are made.
     saves: int = 3
     retention: bool = True
     warm: bool = True
-    #: Who takes part in so many rounds only: what takes half a minute per operation has little noise.
+    #: Who takes part in so many rounds only: what takes half a minute per operation has little
+    #: noise.
     fewer: dict[str, int] = field(default_factory=dict)
 
 
@@ -212,7 +217,8 @@ def bench(workload: str, plan: Plan, people: list[str], base: Path) -> Result:
     return result
 
 
-#: What is held against what: title, ours, the peers of which the best counts, column, and at most how much of it by workload.
+#: What is held against what: title, ours, the peers of which the best counts, column, and at most
+#: how much of it by workload.
 TRAIN = ("llama1g", "llama3g", "llama60m")
 Target = tuple[str, str, tuple[str, ...], str, dict[str, float]]
 
@@ -277,7 +283,8 @@ def shown_seconds(result: Result) -> str:
 
 
 def shown_costs(result: Result) -> str:
-    """Memory and CPU time beside the seconds. What is held between saves is the staging memory, where there is some."""
+    """Memory and CPU time beside the seconds. What is held between saves is the staging memory,
+    where there is some."""
     memory = ("held", "save", "fresh, cold", "into, cold", "weights, cold")
     cpu = ("save", "fresh, cold")
     rows = [

@@ -10,7 +10,8 @@ from workloads import State
 
 
 class RawDisk(Peer):
-    """One pre-faulted buffer, O_DIRECT, preallocated, fsync; read back into the same buffer. No copy, no checksum, no names."""
+    """One pre-faulted buffer, O_DIRECT, preallocated, fsync; read back into the same buffer. No
+    copy, no checksum, no names."""
 
     name = "raw disk"
     fills = False

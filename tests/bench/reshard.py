@@ -1,11 +1,14 @@
-"""Measure what other ranks than those that saved pay for it: bytes, time, memory; and what several processes pay to save to one disk.
+"""Measure what other ranks than those that saved pay for it: bytes, time, memory; and what several
+processes pay to save to one disk.
 
     make bench-reshard                          # everything, about 20 minutes
     make bench-reshard ARGS="--quick"           # a quarter of the state, one round of some cases: a minute or two
 
-One layer of a Llama is saved by ranks and restored by others, cut otherwise (``CASES``): by stepwell, DCP, Orbax and slices of safetensors files, and as many bytes are read from the bare disk.
-Every contestant restores everything in every round, in shuffled order, from the disk and then from the page cache; ratios are taken within a round. Every restore of the first round is
-compared bit for bit.
+One layer of a Llama is saved by ranks and restored by others, cut otherwise (``CASES``): by
+stepwell, DCP, Orbax and slices of safetensors files, and as many bytes are read from the bare disk.
+Every contestant restores everything in every round, in shuffled order, from the disk and then from
+the page cache; ratios are taken within a round. Every restore of the first round is compared bit
+for bit.
 """
 
 from __future__ import annotations
@@ -38,9 +41,11 @@ from reshard_numpy import STEP, wanted
 from tables import spread, table, verdict
 from workloads import State, nbytes
 
-#: By name: as what the state is saved and restored, and at most how much is read for what is needed.
+#: By name: as what the state is saved and restored, and at most how much is read for what is
+#: needed.
 Cases = dict[str, tuple[Layout, Layout, float]]
-#: Bytes read for those that are needed, at most: cut along the same axes as before, evenly and not, and along others.
+#: Bytes read for those that are needed, at most: cut along the same axes as before, evenly and not,
+#: and along others.
 ALONG, UNEVEN, ACROSS = 1.05, 1.10, 1.25
 SAME = "8 → 8, as saved"
 CASES: Cases = {
@@ -56,14 +61,16 @@ CASES: Cases = {
 NOT_OF_ORBAX = ("8 → 3, uneven",)
 #: At most how long, in terms of the restore as it was saved, and of each peer's.
 LONGER, OF_A_PEER = 1.2, 0.5
-#: Memory beside the result: read buffers, and what new arrays take beyond their bytes; what docs/guide/memory.md promises.
+#: Memory beside the result: read buffers, and what new arrays take beyond their bytes; what
+#: docs/guide/memory.md promises.
 BUDGET = 64 << 20
 #: Read buffers of all ranks.
 BUFFERS = 512 << 20
 #: What stays free on the disk.
 LEFT_FREE = 10_000_000_000
 WRITERS = Layout(4)
-#: Of what is the same on all ranks: bytes written in terms of its own, and the largest writer's in terms of the mean. And seconds in terms of the bare disk's.
+#: Of what is the same on all ranks: bytes written in terms of its own, and the largest writer's in
+#: terms of the mean. And seconds in terms of the bare disk's.
 ONCE, SHARE, OF_RAW = 1.01, 1.05, 1.3
 
 OURS = {False: "stepwell, into", True: "stepwell, new"}
@@ -111,7 +118,8 @@ class Bench:
                 "JAX_PLATFORMS": "cpu",
             }
             self.crews["jax"] = Crew("reshard_jax", state, environment)
-        # What ranks are going to need at most, held whenever none are running, so that the host does not take it.
+        # What ranks are going to need at most, held whenever none are running, so that the host
+        # does not take it.
         self.spare = Spare(BUFFERS + 2 * nbytes(state))
         self.spare.hold()
         self.jobs = 0
@@ -130,7 +138,8 @@ class Bench:
         for crew in self.crews.values():
             crew.end()
 
-    # ---- restores -----------------------------------------------------------------------------------------------------
+    # ---- restores
+    # -----------------------------------------------------------------------------------------------------
 
     def root(self, who: str, saved: Layout) -> Path:
         """Where a contestant's checkpoint is. Whoever has no ranks has one, of whole tensors."""
@@ -185,7 +194,8 @@ class Bench:
             )
 
     def cold(self, size: int) -> None:
-        """Nothing in the page cache, and so many bytes of free memory that the host has not taken."""
+        """Nothing in the page cache, and so many bytes of free memory that the host has not
+        taken."""
         if not drop_caches():
             print("caches cannot be dropped here: 'cold' is warm", file=sys.stderr)
         self.back(size)
@@ -196,7 +206,8 @@ class Bench:
         self.back(size)
 
     def back(self, size: int) -> None:
-        """Has the host give so many bytes of free memory: what a rank then takes costs what memory costs."""
+        """Has the host give so many bytes of free memory: what a rank then takes costs what memory
+        costs."""
         memory = Spare(size)
         memory.hold()
         memory.release()
@@ -237,10 +248,12 @@ class Bench:
             for saved, _, _ in self.cases.values():
                 shutil.rmtree(self.root(who, saved), ignore_errors=True)
 
-    # ---- saves --------------------------------------------------------------------------------------------------------
+    # ---- saves
+    # --------------------------------------------------------------------------------------------------------
 
     def rounds_of_saves(self, rounds: int, saves: int) -> None:
-        """Four processes at once, ours, into files of their own and into one, and the bare disk's."""
+        """Four processes at once, ours, into files of their own and into one, and the bare
+        disk's."""
         order = np.random.default_rng(6)
         for number in range(1, rounds + 1):
             found = {}
@@ -288,7 +301,8 @@ def planned(root: Path, state: State, layout: Layout) -> int:
         return sum(manager.plan(STEP, like=one, unexpected="ignore").read_bytes for one in ranks)
 
 
-# ---- tables -----------------------------------------------------------------------------------------------------------
+# ---- tables
+# -----------------------------------------------------------------------------------------------------------
 
 
 def needed(state: State, layout: Layout) -> int:

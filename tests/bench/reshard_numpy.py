@@ -1,4 +1,5 @@
-"""What ranks of numpy do in the resharding bench: stepwell's, those that slice safetensors files, and the bare disk's."""
+"""What ranks of numpy do in the resharding bench: stepwell's, those that slice safetensors files,
+and the bare disk's."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from workloads import State, differences, nbytes
 STEP = 1
 
 
-# ---- stepwell ---------------------------------------------------------------------------------------------------------
+# ---- stepwell
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _shards(
@@ -127,7 +129,8 @@ def stepwell_durable(
 
 
 def stepwell_replicated(rank: Rank, root: Path, job: str, shards: bool) -> Done:
-    """All ranks have all of the state: arrays that are simply there, or shards with ``replica=``."""
+    """All ranks have all of the state: arrays that are simply there, or shards with
+    ``replica=``."""
     state: dict[str, Any] = rank.state
     if shards:
         # A stage of one tensor-parallel rank has all of everything.
@@ -143,7 +146,8 @@ def stepwell_replicated(rank: Rank, root: Path, job: str, shards: bool) -> Done:
     return done
 
 
-# ---- safetensors ------------------------------------------------------------------------------------------------------
+# ---- safetensors
+# ------------------------------------------------------------------------------------------------------
 
 
 def _groups(state: State) -> dict[str, dict[str, np.ndarray]]:
@@ -175,7 +179,8 @@ def _first_slice() -> None:
 
 
 def safetensors_restore(rank: Rank, directory: Path, layout: Layout, verify: bool) -> list[Done]:
-    """``get_slice`` of every tensor, which copies out of the mapped file into new memory; twice, as :func:`crew.twice` says."""
+    """``get_slice`` of every tensor, which copies out of the mapped file into new memory; twice, as
+    :func:`crew.twice` says."""
     from safetensors import safe_open
 
     boxes = _groups(layout.of(rank.state, rank.number, lambda array, box: box))
@@ -195,7 +200,8 @@ def safetensors_restore(rank: Rank, directory: Path, layout: Layout, verify: boo
     return twice(rank, restore, check if verify else None, layout.needed(rank.state, rank.number))
 
 
-# ---- the bare disk ----------------------------------------------------------------------------------------------------
+# ---- the bare disk
+# ----------------------------------------------------------------------------------------------------
 
 
 def raw_save(rank: Rank, directory: Path) -> None:
@@ -205,7 +211,8 @@ def raw_save(rank: Rank, directory: Path) -> None:
 
 
 def raw_restore(rank: Rank, directory: Path, layout: Layout) -> list[Done]:
-    """As many bytes as each rank needs, in one piece of a file, into memory in huge pages: from the disk with O_DIRECT, and from the page cache."""
+    """As many bytes as each rank needs, in one piece of a file, into memory in huge pages: from the
+    disk with O_DIRECT, and from the page cache."""
     sizes = [-(-layout.needed(rank.state, number) // 4096) * 4096 for number in range(rank.world)]
     start, size = sum(sizes[: rank.number]), sizes[rank.number]
     path = directory / "raw"
@@ -229,7 +236,8 @@ def raw_restore(rank: Rank, directory: Path, layout: Layout) -> list[Done]:
 
 
 def raw_durable(rank: Rank, base: Path, layout: Layout, saves: int) -> list[Done]:
-    """The same bytes as :func:`stepwell_durable` in as many processes at once, each into new files of its own, preallocated."""
+    """The same bytes as :func:`stepwell_durable` in as many processes at once, each into new files
+    of its own, preallocated."""
     local = layout.of(rank.state, rank.number, held)
     raw = Raw(Staged(local))
     raw.prepare(local)

@@ -1,11 +1,13 @@
-"""Measure saving and restoring against the raw disk and the peers, all in one run, paired and interleaved.
+"""Measure saving and restoring against the raw disk and the peers, all in one run, paired and
+interleaved.
 
     make bench-disk                             # everything, about 30 minutes
     make bench-disk ARGS="--quick"              # 1 GiB, three rounds
     make bench-disk ARGS="--workloads small20k --rounds 15"
 
-Every contestant does every operation in every round, in shuffled order; ratios are taken within a round, and the table shows their median
-(and, in parentheses, the quartiles). Restores are compared bit for bit in the first round, which is not timed.
+Every contestant does every operation in every round, in shuffled order; ratios are taken within a
+round, and the table shows their median (and, in parentheses, the quartiles). Restores are compared
+bit for bit in the first round, which is not timed.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ Samples = dict[str, dict[str, list[float]]]
 
 
 class Forked:
-    """A contestant in a child process that shares the state's memory: for what must not share this process's staging memory."""
+    """A contestant in a child process that shares the state's memory: for what must not share this
+    process's staging memory."""
 
     def __init__(self, make: Callable[[], Any], state: State) -> None:
         self.requests, to_child = os.pipe()

@@ -1,4 +1,5 @@
-"""Measure what must stay small however much there is: leaves, steps, bytes of JAX arrays, and the import.
+"""Measure what must stay small however much there is: leaves, steps, bytes of JAX arrays, and the
+import.
 
     make bench-scale                          # about 10 minutes, most of it for a root of 10 000 steps
     make bench-scale ARGS="--quick"           # up to 1 000 steps, 1 GiB
@@ -139,7 +140,8 @@ def listing(report: Report, root: Path) -> None:
 
 
 def grow(root: Path, steps: int) -> None:
-    """Adds tiny steps until there are so many. They are saved into small roots beside it and moved: what a save costs with many steps there is what is measured."""
+    """Adds tiny steps until there are so many. They are saved into small roots beside it and moved:
+    what a save costs with many steps there is what is measured."""
     with sw.CheckpointManager(root):
         pass  # makes the root's own record
     there = [int(path.name.removeprefix("step_")) for path in root.glob("step_*")]
@@ -160,7 +162,8 @@ def tiny(step: int) -> dict[str, Any]:
 
 
 def bookkeeping(report: Report, root: Path, steps: int) -> dict[str, float]:
-    """With so many steps kept, what a save costs, its retention included: each one removes the oldest step. Medians in seconds."""
+    """With so many steps kept, what a save costs, its retention included: each one removes the
+    oldest step. Medians in seconds."""
     retention = sw.keep_latest(steps) | sw.keep_best(1, "loss", mode="min")
     begin = time.perf_counter()
     manager = sw.CheckpointManager(root, retention=retention)

@@ -1,7 +1,9 @@
-"""What `save` of JAX arrays costs the training, by size and number of leaves; :mod:`scale` starts it, in a process of its own.
+"""What `save` of JAX arrays costs the training, by size and number of leaves; :mod:`scale` starts
+it, in a process of its own.
 
-Arrays are captured after `save` has returned. A training step that donates them meanwhile must leave what is saved as it was: the step is run at once after `save`,
-what is restored is compared with what went in, and the time that the step took longer is printed.
+Arrays are captured after `save` has returned. A training step that donates them meanwhile must
+leave what is saved as it was: the step is run at once after `save`, what is restored is compared
+with what went in, and the time that the step took longer is printed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def even(leaves: int, size: int) -> State:
 
 
 def owned(state: State) -> State:
-    """New arrays with the same values, in memory of JAX's own; nothing is compiled for their shapes."""
+    """New arrays with the same values, in memory of JAX's own; nothing is compiled for their
+    shapes."""
     leaves, structure = jax.tree.flatten(state)
     made = jax.device_put([np.asarray(leaf) for leaf in leaves], may_alias=False)
     return jax.block_until_ready(jax.tree.unflatten(structure, made))
@@ -75,7 +78,8 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def sums(state: State) -> list[int]:
-    """A checksum per leaf. Looking at an array makes a view of it, under which it would not be donated any more: never of arrays that are measured afterwards."""
+    """A checksum per leaf. Looking at an array makes a view of it, under which it would not be
+    donated any more: never of arrays that are measured afterwards."""
     return [zlib.crc32(np.asarray(leaf).view(np.uint8)) for leaf in jax.tree.leaves(state)]
 
 
@@ -98,8 +102,9 @@ def saves(state: State, root: Path, rounds: int) -> dict[str, Any]:
 
 
 def donated(state: State, root: Path) -> dict[str, Any]:
-    """Steps that donate what has just been saved: whether it is stored as it was, and what the steps took longer. The first of them finds its arrays held, so
-    it is one into new memory: what that takes without a save is measured too."""
+    """Steps that donate what has just been saved: whether it is stored as it was, and what the
+    steps took longer. The first of them finds its arrays held, so it is one into new memory: what
+    that takes without a save is measured too."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     expected = sums(state)
     state = jax.block_until_ready(copies(state))

@@ -1,4 +1,5 @@
-"""The contestants of PyTorch, each as its own documentation recommends it. What a page of a mapped file costs is paid inside the timing: every page is touched."""
+"""The contestants of PyTorch, each as its own documentation recommends it. What a page of a mapped
+file costs is paid inside the timing: every page is touched."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def _copied(source: Tree, target: Tree) -> Tree:
 
 
 class StepwellTorch(TorchPeer):
-    """A committed step of tensors, verified when it is read; ``prepare`` makes the staging memory."""
+    """A committed step of tensors, verified when it is read; ``prepare`` makes the staging
+    memory."""
 
     name = "stepwell (torch)"
     has_retention = True
@@ -119,7 +121,8 @@ class StepwellTorch(TorchPeer):
 
 
 class SafetensorsTorch(TorchPeer):
-    """``safetensors.torch``: ``save_file`` and a sync; ``load_file`` maps the file, and every page is touched."""
+    """``safetensors.torch``: ``save_file`` and a sync; ``load_file`` maps the file, and every page
+    is touched."""
 
     name = "safetensors (torch)"
 
@@ -170,7 +173,8 @@ class TorchSave(TorchPeer):
 
 
 class Dcp(TorchPeer):
-    """``torch.distributed.checkpoint.save`` and ``load``, without a process group, as it is by default."""
+    """``torch.distributed.checkpoint.save`` and ``load``, without a process group, as it is by
+    default."""
 
     name = "DCP"
     threads = 1
@@ -204,7 +208,8 @@ class DcpThreads(Dcp):
 
 
 class DcpAsync(Dcp):
-    """``async_save`` with one ``DefaultStager`` for all saves, whose memory is reused. Pinned and shared memory are switched off: they need CUDA."""
+    """``async_save`` with one ``DefaultStager`` for all saves, whose memory is reused. Pinned and
+    shared memory are switched off: they need CUDA."""
 
     name = "DCP async, cached stager"
 
@@ -232,7 +237,8 @@ class DcpAsync(Dcp):
 
 
 class TorchSnapshot(TorchPeer):
-    """``torchsnapshot.Snapshot.async_take``; ``restore`` fills tensors. (It does not copy tensors of the host before it returns: a step that changes them may tear the snapshot.)"""
+    """``torchsnapshot.Snapshot.async_take``; ``restore`` fills tensors. (It does not copy tensors
+    of the host before it returns: a step that changes them may tear the snapshot.)"""
 
     name = "torchsnapshot async"
 

@@ -1,8 +1,9 @@
-"""What the demos of several processes have in common: a run whose processes are changed between its phases, and what is looked at.
+"""What the demos of several processes have in common: a run whose processes are changed between its
+phases, and what is looked at.
 
-One process is killed in the middle of a save: what do the others say, and what is visible? Others resume, and the tensors that all of
-them have restored, put together, are compared with what a plain ``sw.restore`` reads, their losses with those of a run that nobody
-disturbed.
+One process is killed in the middle of a save: what do the others say, and what is visible? Others
+resume, and the tensors that all of them have restored, put together, are compared with what a plain
+``sw.restore`` reads, their losses with those of a run that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ TOLERANCE = 1e-5
 Axes = dict[str, int]
 
 
-# ---- in the processes of the job ----------------------------------------------------------------------------------------
+# ---- in the processes of the job
+# ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -49,7 +51,8 @@ def noting(folder: Path, rank: int) -> Iterator[None]:
 
 
 def keep(folder: Path, rank: int, parts: Mapping[str, tuple[Sequence[int], np.ndarray]]) -> None:
-    """Leaves what a rank has restored in the folder: by tensor, at which place of it, and the array."""
+    """Leaves what a rank has restored in the folder: by tensor, at which place of it, and the
+    array."""
     places = [[name, list(offset)] for name, (offset, _) in parts.items()]
     (folder / f"places-{rank}.json").write_text(json.dumps(places))
     np.savez(folder / f"parts-{rank}.npz", *(array for _, array in parts.values()))
@@ -65,14 +68,16 @@ def flat(state: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-# ---- in the process that drives it --------------------------------------------------------------------------------------
+# ---- in the process that drives it
+# --------------------------------------------------------------------------------------
 
 
 class Run:
     """A run in phases, each a job of its own.
 
-    ``start(axes, folder, **options)`` starts the processes of one: cut in that way, with ``folder`` for :func:`noting` and :func:`keep`, and options for the example's ``train``.
-    ``parts`` takes the tensors that are compared out of a whole state.
+    ``start(axes, folder, **options)`` starts the processes of one: cut in that way, with ``folder``
+    for :func:`noting` and :func:`keep`, and options for the example's ``train``. ``parts`` takes
+    the tensors that are compared out of a whole state.
     """
 
     def __init__(
@@ -185,12 +190,14 @@ def errors(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def in_flight(root: Path, rank: int) -> set[str]:
-    """The saves to which the rank has a data file by now, and which do not have a step's name yet."""
+    """The saves to which the rank has a data file by now, and which do not have a step's name
+    yet."""
     return {Path(path).parts[-3] for path in glob.glob(f"{root}/.tmp-*/*/{rank:05}.data")}
 
 
 def kill_in_a_save(root: Path, processes: Sequence[BaseProcess], rank: int, earlier: set[str]) -> int:
-    """Kills one, with SIGKILL, while it writes its part of a step, not of the first two; waits until the others have ended. Returns the step."""
+    """Kills one, with SIGKILL, while it writes its part of a step, not of the first two; waits
+    until the others have ended. Returns the step."""
     end = time.monotonic() + DEADLINE
     try:
         while all(process.is_alive() for process in processes) and time.monotonic() < end:
@@ -237,7 +244,8 @@ def compare_parts(folder: Path, world: int, whole: Mapping[str, np.ndarray]) -> 
 
 
 def compare_losses(found: Path, expected: Path) -> tuple[str, float]:
-    """The steps that were trained, and how far their losses are from the expected ones at most, in parts of them."""
+    """The steps that were trained, and how far their losses are from the expected ones at most, in
+    parts of them."""
     wanted, got = read_losses(expected), read_losses(found)
     difference, step = max((abs(loss - wanted[step]) / wanted[step], step) for step, loss in got.items())
     if not difference <= TOLERANCE:

@@ -1,4 +1,5 @@
-"""The main job, end to end: train, save every few steps, be killed in the middle of a save, resume, compare.
+"""The main job, end to end: train, save every few steps, be killed in the middle of a save, resume,
+compare.
 
 Run by ``make demo``. Exits with 0 only if everything that it says is so.
 """
@@ -51,13 +52,16 @@ def in_flight(root: Path) -> set[str]:
 
 
 def has_data(save: Path) -> bool:
-    """True if the save has a data file by now. A save that is committed meanwhile has moved away, and has none here."""
-    # os.walk passes over a directory that is gone when it gets there; Path.rglob raises, before Python 3.13.
+    """True if the save has a data file by now. A save that is committed meanwhile has moved away,
+    and has none here."""
+    # os.walk passes over a directory that is gone when it gets there; Path.rglob raises, before
+    # Python 3.13.
     return any(name.endswith(".data") for _, _, names in os.walk(save) for name in names)
 
 
 def kill_in_a_save(root: Path, losses: Path, after_steps: int) -> str:
-    """Start training and kill it, with SIGKILL, while a save is half written. Returns the name of that save."""
+    """Start training and kill it, with SIGKILL, while a save is half written. Returns the name of
+    that save."""
     earlier = in_flight(root)  # what the last kill left; the next manager clears it away
     process = start(root, losses)
     begin = time.monotonic()
@@ -80,7 +84,8 @@ def kill_in_a_save(root: Path, losses: Path, after_steps: int) -> str:
 
 
 def read_losses(path: Path) -> tuple[dict[int, str], list[float]]:
-    """Loss by step (a step that was repeated after a resume must have the same loss each time) and blocked seconds."""
+    """Loss by step (a step that was repeated after a resume must have the same loss each time) and
+    blocked seconds."""
     losses: dict[int, str] = {}
     blocked: list[float] = []
     for line in path.read_text().splitlines():

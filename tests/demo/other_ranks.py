@@ -1,7 +1,9 @@
-"""A model in numpy, cut over processes: one is killed in the middle of a save, and the run goes on with other numbers of them, cut in other ways.
+"""A model in numpy, cut over processes: one is killed in the middle of a save, and the run goes on
+with other numbers of them, cut in other ways.
 
-Run by ``make demo``. Exits with 0 only if everything that it says is so. The model is that of ``docs/examples/language_model.py``, in
-float64: in what order ranks add up does not show in its losses then.
+Run by ``make demo``. Exits with 0 only if everything that it says is so. The model is that of
+``docs/examples/language_model.py``, in float64: in what order ranks add up does not show in its
+losses then.
 """
 
 from __future__ import annotations

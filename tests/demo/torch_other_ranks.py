@@ -1,4 +1,5 @@
-"""A model of PyTorch under FSDP2 and tensor parallelism: one process is killed in the middle of a save, and the run goes on with fewer of them, cut in other ways.
+"""A model of PyTorch under FSDP2 and tensor parallelism: one process is killed in the middle of a
+save, and the run goes on with fewer of them, cut in other ways.
 
 Run by ``make demo-torch``. Exits with 0 only if everything that it says is so.
 """
@@ -36,7 +37,8 @@ def parts(state: Any) -> dict[str, Any]:
 
 
 def keep(folder: Path, rank: int, _step: int, state: Any) -> None:
-    """Leaves the tensors as torch puts them together on this rank, from what it and the others have restored."""
+    """Leaves the tensors as torch puts them together on this rank, from what it and the others have
+    restored."""
     found = {}
     for name, tensor in parts(state).items():
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -54,7 +56,8 @@ def rank(number: int, world: int, port: int, folder: Path, **options: Any) -> No
 
 
 def start(axes: job.Axes, folder: Path, **options: Any) -> list[BaseProcess]:
-    """The processes of a job: forks of this one, which has imported torch and done nothing with it."""
+    """The processes of a job: forks of this one, which has imported torch and done nothing with
+    it."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

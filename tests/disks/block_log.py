@@ -1,8 +1,11 @@
-"""The log that a ``log-writes`` device keeps, and the states of the disk that a power cut may have left.
+"""The log that a ``log-writes`` device keeps, and the states of the disk that a power cut may have
+left.
 
-The device logs a write when a flush comes that makes it durable, or at once where the write says so itself (FUA): what stands in the log before a flush, or before a mark,
-is what the disk owes at that moment. A prefix of the log is a state that a disk with a volatile cache may leave; so is, between two flushes, any choice among
-the writes that no flush has reached yet. Format: Linux, ``drivers/md/dm-log-writes.c``.
+The device logs a write when a flush comes that makes it durable, or at once where the write says so
+itself (FUA): what stands in the log before a flush, or before a mark, is what the disk owes at that
+moment. A prefix of the log is a state that a disk with a volatile cache may leave; so is, between
+two flushes, any choice among the writes that no flush has reached yet. Format: Linux,
+``drivers/md/dm-log-writes.c``.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class State:
-    """What the disk may hold: all writes of the log before ``before``, and of those that follow the ones in ``extra``."""
+    """What the disk may hold: all writes of the log before ``before``, and of those that follow the
+    ones in ``extra``."""
 
     before: int
     extra: tuple[int, ...]
@@ -68,7 +72,8 @@ class Log:
             at += data
 
     def write(self, disk: BinaryIO, at: int) -> None:
-        """Carries out one entry. A discard says nothing of what can be read there afterwards: the old bytes are an answer."""
+        """Carries out one entry. A discard says nothing of what can be read there afterwards: the
+        old bytes are an answer."""
         entry = self.entries[at]
         if entry.length:
             self.file.seek(entry.offset)
@@ -79,8 +84,9 @@ class Log:
         return self.entries[at].length > 0
 
     def states(self, between: int, chosen: int, seed: int) -> list[State]:
-        """States to look at: before and after each flush and each durable write, and before each line of the journal was written; of the prefixes between
-        those, `between` in each gap; and, in each gap, `chosen` random choices of its writes."""
+        """States to look at: before and after each flush and each durable write, and before each
+        line of the journal was written; of the prefixes between those, `between` in each gap; and,
+        in each gap, `chosen` random choices of its writes."""
         drawn = random.Random(seed)
         states: list[State] = []
         lines, gap = 0, self.first
@@ -100,7 +106,8 @@ class Log:
                     states.append(State(at + 1, (), lines, "durable write"))
                 gap = at + 1
             if entry.flags & MARK and entry.text.isdigit():
-                # The same disk as before, of which more has been promised: only the last line before the next write matters.
+                # The same disk as before, of which more has been promised: only the last line
+                # before the next write matters.
                 lines = int(entry.text)
                 while states and states[-1].before == at and not states[-1].extra:
                     states.pop()

@@ -1,13 +1,16 @@
-"""A disk whose writes and flushes fail when they are told to: the script of an nbdkit server, which runs in that server and imports nothing of the tests.
+"""A disk whose writes and flushes fail when they are told to: the script of an nbdkit server, which
+runs in that server and imports nothing of the tests.
 
-``nbdkit python failing_disk.py image=FILE orders=FILE``. The orders are one line, read again whenever the file has changed:
+``nbdkit python failing_disk.py image=FILE orders=FILE``. The orders are one line, read again
+whenever the file has changed:
 
 * ``well``: everything succeeds
 * ``write N`` / ``flush N``: the N-th write or flush from here on fails, and none after it
 * ``writes N`` / ``flushes N``: that one and all of its kind after it, until there are other orders
 * ``all N``: from the N-th write or flush on everything fails, reads too
 
-What failed is not written. A line for each is appended to the file of orders with the ending ``.failed``.
+What failed is not written. A line for each is appended to the file of orders with the ending
+``.failed``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A block device that fails when it is told to, under a real file system: nbdkit serves an image, nbdfuse makes a file of it, and the kernel a loop device of that."""
+"""A block device that fails when it is told to, under a real file system: nbdkit serves an image,
+nbdfuse makes a file of it, and the kernel a loop device of that."""
 
 from __future__ import annotations
 
@@ -54,8 +55,10 @@ class FaultyDisk:
     def mount(self) -> Path:
         """Mounts its file system, which has blocks of 4096 bytes.
 
-        What the kernel writes at once must be one write here. FUSE cuts a long one, and one that does not begin with a page, in two; where the second fails
-        the first makes it a short write, and the loop driver calls a short write a success: no file system, and nobody above it, would hear of that failure.
+        What the kernel writes at once must be one write here. FUSE cuts a long one, and one that
+        does not begin with a page, in two; where the second fails the first makes it a short write,
+        and the loop driver calls a short write a success: no file system, and nobody above it,
+        would hear of that failure.
         """
         at = self.lab.mount(self.device, "failing", "ext4")
         number = os.stat(at).st_dev

@@ -1,4 +1,5 @@
-"""A history lived on a disk of this machine, and what the process that lived it said of each failure."""
+"""A history lived on a disk of this machine, and what the process that lived it said of each
+failure."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from lab import CHRONICLER, run
 
 @dataclass(frozen=True)
 class Failure:
-    """What failed (``open``, ``save``, ``rewind``, …), as which kind of error, with which errno, in which words."""
+    """What failed (``open``, ``save``, ``rewind``, …), as which kind of error, with which errno, in
+    which words."""
 
     what: str
     kind: str
@@ -46,7 +48,8 @@ def live(
     launcher: Iterable[object] = (),
     env: Mapping[str, str] | None = None,
 ) -> Lived:
-    """Lives so many things; a process that panics, hangs, or does not end by itself fails the test."""
+    """Lives so many things; a process that panics, hangs, or does not end by itself fails the
+    test."""
     lived = run(
         *launcher, CHRONICLER, "live", root, name, seed, f"operations={operations}",
         env={"STEPWELL_ENGINE": engine, **(env or {})},

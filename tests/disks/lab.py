@@ -1,7 +1,9 @@
-"""A place for images, mounts and processes that leaves nothing behind, also when a test fails or is killed.
+"""A place for images, mounts and processes that leaves nothing behind, also when a test fails or is
+killed.
 
-The test process takes a mount namespace of its own, and mounts a tmpfs in it for everything that a test makes: what is mounted is seen by nobody
-else, and is gone, with its loop devices, when the last process of the tests is. Processes are killed with whoever started them.
+The test process takes a mount namespace of its own, and mounts a tmpfs in it for everything that a
+test makes: what is mounted is seen by nobody else, and is gone, with its loop devices, when the
+last process of the tests is. Processes are killed with whoever started them.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def run(
     timeout: float = PATIENCE,
     before: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; one that has not ended by its deadline is killed, and raises. ``before`` is done in the process, before the command begins."""
+    """Runs a command to its end; one that has not ended by its deadline is killed, and raises.
+    ``before`` is done in the process, before the command begins."""
 
     def prepare() -> None:
         die_with_parent()
@@ -89,7 +92,8 @@ def until(what: Callable[[], bool], why: str, seconds: float = PATIENCE) -> None
 
 
 def enter_namespace() -> str | None:
-    """Takes a mount namespace of its own, in which mounts are nobody else's; the reason, where that is not permitted."""
+    """Takes a mount namespace of its own, in which mounts are nobody else's; the reason, where that
+    is not permitted."""
     if os.geteuid() != 0:
         return "not root: file systems cannot be mounted"
     if _libc.unshare(CLONE_NEWNS) != 0:
@@ -99,7 +103,8 @@ def enter_namespace() -> str | None:
 
 
 class Lab:
-    """A tmpfs with what one test makes. Everything on its stack is undone when the test ends, in reverse order."""
+    """A tmpfs with what one test makes. Everything on its stack is undone when the test ends, in
+    reverse order."""
 
     def __init__(self, at: Path, size: str = "6g") -> None:
         self.at = at
@@ -143,7 +148,8 @@ class Lab:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and all of its group, and waits until they are gone: one that is still dying may still write."""
+    """Kills a process and all of its group, and waits until they are gone: one that is still dying
+    may still write."""
 
     def gone() -> bool:
         try:
@@ -158,7 +164,8 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def unmount(at: Path) -> None:
-    """Unmounts what is mounted there, if something is. What is busy is tried again, then let go as soon as nobody uses it."""
+    """Unmounts what is mounted there, if something is. What is busy is tried again, then let go as
+    soon as nobody uses it."""
     if not os.path.ismount(at):
         return
     for _ in range(50):

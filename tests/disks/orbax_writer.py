@@ -1,8 +1,10 @@
-"""Orbax, measured by the same disk: saves steps as its own guide does, and says which of them a disk still has.
+"""Orbax, measured by the same disk: saves steps as its own guide does, and says which of them a
+disk still has.
 
-``orbax_writer.py save ROOT STEPS DEVICE`` says ``committed N`` when Orbax has said that step N is finished, with a mark for each line in the log of ``DEVICE``.
-``orbax_writer.py check`` reads roots from standard input, and answers each with a line: the steps that Orbax lists, and ``bad N`` for each of them that is not restored to
-the bit.
+``orbax_writer.py save ROOT STEPS DEVICE`` says ``committed N`` when Orbax has said that step N is
+finished, with a mark for each line in the log of ``DEVICE``. ``orbax_writer.py check`` reads roots
+from standard input, and answers each with a line: the steps that Orbax lists, and ``bad N`` for
+each of them that is not restored to the bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A seccomp filter that answers some system calls with an errno, as containers, sandboxes and old kernels do."""
+"""A seccomp filter that answers some system calls with an errno, as containers, sandboxes and old
+kernels do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Saves that give the same bytes on every run, whatever the disk and the kernel allow: what they gave, and through which engine."""
+"""Saves that give the same bytes on every run, whatever the disk and the kernel allow: what they
+gave, and through which engine."""
 
 from __future__ import annotations
 

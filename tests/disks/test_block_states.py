@@ -1,5 +1,7 @@
-"""Every state that a power cut may leave on a disk with a volatile cache: each write, flush and durable write of a real file system under a real history is
-logged (``dm-log-writes``, in user-mode Linux), the log is replayed up to each flush and to a sample of what lies between, and each such disk is mounted, recovered and checked.
+"""Every state that a power cut may leave on a disk with a volatile cache: each write, flush and
+durable write of a real file system under a real history is logged (``dm-log-writes``, in user-mode
+Linux), the log is replayed up to each flush and to a sample of what lies between, and each such
+disk is mounted, recovered and checked.
 
 The check is itself checked: a writer that forgets some of its fsyncs must be noticed.
 """

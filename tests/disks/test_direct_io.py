@@ -1,4 +1,5 @@
-"""File systems with and without direct I/O, with sectors of 512 and of 4096 bytes, layered and plain: every engine writes the same bytes on each."""
+"""File systems with and without direct I/O, with sectors of 512 and of 4096 bytes, layered and
+plain: every engine writes the same bytes on each."""
 
 from __future__ import annotations
 

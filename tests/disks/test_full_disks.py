@@ -1,4 +1,5 @@
-"""Disks that are full at every size, and quotas: each failure is a typed error that says so, no committed step is touched, and once there is room the next save works."""
+"""Disks that are full at every size, and quotas: each failure is a typed error that says so, no
+committed step is touched, and once there is room the next save works."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def sizes(count: int, step: int) -> list[int]:
 
 
 def fill(at: Path, leave: int) -> Path:
-    """Takes all room but so many bytes; the file that has it. What the file system needs to note where it is is taken too."""
+    """Takes all room but so many bytes; the file that has it. What the file system needs to note
+    where it is is taken too."""
     filler = at / "filler"
     with filler.open("wb") as file:
         length, piece = 0, shutil.disk_usage(at).free
@@ -86,7 +88,8 @@ def test_a_quota_at_any_size_loses_nothing_and_says_so(lab: Lab) -> None:
     for number, size in enumerate(sizes(LIMITS, 32768)):
         volume = at / f"volume-{number}"
         output("btrfs", "subvolume", "create", volume)
-        # By its number and from outside: at its limit a subvolume has no room for the removal of the limit either.
+        # By its number and from outside: at its limit a subvolume has no room for the removal of
+        # the limit either.
         group = "0/" + output("btrfs", "inspect-internal", "rootid", volume).strip()
         output("btrfs", "qgroup", "limit", size + (64 << 10), group, at)
         lived = live(volume / "run", number, OPERATIONS)

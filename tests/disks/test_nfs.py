@@ -1,4 +1,5 @@
-"""A network file system: a kernel serves a disk over NFS to itself and saves through the mount, until its power is cut or it is done; what the server's disk holds is judged."""
+"""A network file system: a kernel serves a disk over NFS to itself and saves through the mount,
+until its power is cut or it is done; what the server's disk holds is judged."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_over_nfs_committed_steps_survive_the_power_cut_of_client_and_server(lab
         what, _, words = line.partition(" none ")
         if what == "error" or not line.startswith("error "):
             continue
-        # A network file system cannot swap two names, so a step is not replaced. Nothing else fails.
+        # A network file system cannot swap two names, so a step is not replaced. Nothing else
+        # fails.
         assert "cannot swap two directories" in words, line
     tally.assert_sound()
     # Another client sees what the first has written.

@@ -1,4 +1,5 @@
-"""The same crash states for Orbax, to have its figure beside ours: a measurement, with nothing to pass but that it measures."""
+"""The same crash states for Orbax, to have its figure beside ours: a measurement, with nothing to
+pass but that it measures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Real power cuts: a kernel is killed while a process of it saves, replaces, rewinds, deletes and retires, and its disk is mounted again.
+"""Real power cuts: a kernel is killed while a process of it saves, replaces, rewinds, deletes and
+retires, and its disk is mounted again.
 
-Cut after cut on one disk: each process goes on from what the last one left. A cut loses what that kernel had not written; it loses nothing of what it had
-written and not flushed, and comes at random moments. What a disk's own cache may lose, at every moment: ``test_block_states.py``.
+Cut after cut on one disk: each process goes on from what the last one left. A cut loses what that
+kernel had not written; it loses nothing of what it had written and not flushed, and comes at random
+moments. What a disk's own cache may lose, at every moment: ``test_block_states.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ FORGETFUL_CUTS = 12 if LONG else 4
 
 
 def cuts(lab: Lab, kind: str, number: int, options: str = "") -> tuple[Tally, int]:
-    """Cuts the power so many times on one disk; what was found, and how many steps were acknowledged meanwhile."""
+    """Cuts the power so many times on one disk; what was found, and how many steps were
+    acknowledged meanwhile."""
     drawn = random.Random(f"{kind} {options}")
     disk = images.make(lab.at / "disk.img", kind)
     tally, journal = Tally(), ""
@@ -30,7 +33,8 @@ def cuts(lab: Lab, kind: str, number: int, options: str = "") -> tuple[Tally, in
             lab, "live.sh", [disk], KIND=kind, NAME=f"cut{cut}", SEED=drawn.randrange(1 << 32),
             CHRONICLER=CHRONICLER, OPTIONS=options,
         )  # fmt: skip
-        # Most cuts come while it works, some while it still opens the root. A busy machine takes its time until the first save.
+        # Most cuts come while it works, some while it still opens the root. A busy machine takes
+        # its time until the first save.
         guest.wait_for("committed " if cut % 4 else "opened ")
         time.sleep(drawn.uniform(0, 1.5))
         guest.cut()

@@ -1,4 +1,5 @@
-"""System calls that are refused, as seccomp profiles and old kernels do: the same bytes on the disk, or an error that says which call it was."""
+"""System calls that are refused, as seccomp profiles and old kernels do: the same bytes on the
+disk, or an error that says which call it was."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ REFUSED = [
 ]
 #: What cannot be done without: answered so, it is an error. Every other refusal changes no byte.
 ERRORS = {
-    # "There is none" is gone round, but for the swap by which a step is replaced: without it a power cut could lose both. Any other answer says something of that very file.
+    # "There is none" is gone round, but for the swap by which a step is replaced: without it a
+    # power cut could lose both. Any other answer says something of that very file.
     ("renameat2", "ENOSYS"), ("renameat2", "EINVAL"), ("renameat2", "EPERM"), ("renameat2", "ENOMEM"), ("renameat2", "EACCES"),
     # ENOSYS is gone round. The others may be a full disk, a quota, or a file that may not grow.
     ("fallocate", "EPERM"), ("fallocate", "ENOMEM"), ("fallocate", "EINVAL"), ("fallocate", "EACCES"),

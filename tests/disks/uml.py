@@ -1,7 +1,8 @@
 """A kernel as a process: user-mode Linux, which is killed as a power cut kills a machine.
 
-The guest's root file system is this machine's own, read-only; its disks are images. What it writes to its serial line arrives here at once, past every
-cache of its own. A guest never halts: it says ``error none finished`` and is killed.
+The guest's root file system is this machine's own, read-only; its disks are images. What it writes
+to its serial line arrives here at once, past every cache of its own. A guest never halts: it says
+``error none finished`` and is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _tried: list[str | None] = []
 
 
 def unusable(lab: Lab, *modules: str) -> str | None:
-    """Why there can be no guest here: something is not installed, or a guest that does nothing does not come to its end."""
+    """Why there can be no guest here: something is not installed, or a guest that does nothing does
+    not come to its end."""
     reason = missing(*modules)
     if reason is not None:
         return reason
@@ -49,7 +51,8 @@ def missing(*modules: str) -> str | None:
 
 
 class Guest:
-    """A running kernel. ``script`` is its init, of ``guests/``; ``variables`` are in its environment."""
+    """A running kernel. ``script`` is its init, of ``guests/``; ``variables`` are in its
+    environment."""
 
     def __init__(
         self,
@@ -67,7 +70,8 @@ class Guest:
             file.write_bytes(b"")
         ubd = [f"ubd{chr(ord('a') + number)}={disk}" for number, disk in enumerate(disks)]
         environment = [f"{key}={value}" for key, value in variables.items()]
-        # In a namespace of process ids of its own: whatever ends the first of them ends all, the guest's processes too.
+        # In a namespace of process ids of its own: whatever ends the first of them ends all, the
+        # guest's processes too.
         command = [
             "unshare", "--pid", "--fork", "--kill-child=KILL", KERNEL, f"mem={memory}", "rootfstype=hostfs", "rootflags=/", "ro", "quiet", "con=null", "ssl=null",
             "con0=null,fd:2", "ssl0=null,fd:1", f"init={GUESTS / script}", *ubd, *environment,

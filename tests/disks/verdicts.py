@@ -36,7 +36,8 @@ class Tally:
 
 
 def judge(root: Path, journal: str, engine: str = "auto") -> str:
-    """``sound STEPS SET_ASIDE`` or ``unsound WHY``. Opens the root as a writer: recovery does what it does."""
+    """``sound STEPS SET_ASIDE`` or ``unsound WHY``. Opens the root as a writer: recovery does what
+    it does."""
     judged = run(CHRONICLER, "judge", root, stdin=journal, env={"STEPWELL_ENGINE": engine})
     if judged.returncode not in (0, 1) or not judged.stdout:
         return f"unsound the judge did not end well: {judged.returncode} {judged.stdout} {judged.stderr}"
@@ -44,7 +45,8 @@ def judge(root: Path, journal: str, engine: str = "auto") -> str:
 
 
 def judge_image(lab: Lab, image: Path, kind: str, journal: str) -> str:
-    """Judges what is left on an image. The image is changed by it: the file system recovers, and so does the root."""
+    """Judges what is left on an image. The image is changed by it: the file system recovers, and so
+    does the root."""
     try:
         with images.mounted(lab, image, kind) as at:
             return judge(at / "run", journal)

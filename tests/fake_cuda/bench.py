@@ -1,4 +1,5 @@
-"""What lazy capture costs the host, over the fake driver: no device, so no rates; what a call takes, and what the engine does for each chunk.
+"""What lazy capture costs the host, over the fake driver: no device, so no rates; what a call
+takes, and what the engine does for each chunk.
 
 python tests/fake_cuda/bench.py
 """
@@ -30,7 +31,8 @@ class Owner(torch.optim.Optimizer):
 
 
 def measured(cuda: fake_cuda.FakeCuda, leaves: int, nbytes: int, scratch: Path) -> tuple[float, float, int]:
-    """Milliseconds of a call, microseconds of the engine for each chunk until all copies are started, and chunks."""
+    """Milliseconds of a call, microseconds of the engine for each chunk until all copies are
+    started, and chunks."""
     each = nbytes // leaves // 4
     params = [torch.nn.Parameter(cuda.tensor(np.zeros(each, np.float32))) for _ in range(leaves)]
     state = {"params": {f"p{n}": one for n, one in enumerate(params)}}
@@ -44,7 +46,8 @@ def measured(cuda: fake_cuda.FakeCuda, leaves: int, nbytes: int, scratch: Path) 
         mgr.save(0, state).result()
         for step in range(1, ROUNDS + 1):
             time.sleep(0.1)  # a training computes between two saves, and what the last one has left is done
-            # The device stands still, so that its copies, which are the host's here, are in nobody's way.
+            # The device stands still, so that its copies, which are the host's here, are in
+            # nobody's way.
             cuda.stall(True)
             begun = time.perf_counter()
             save = mgr.save(step, state)

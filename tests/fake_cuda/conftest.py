@@ -1,4 +1,5 @@
-"""Tests over the fake CUDA driver. It must be there before anything looks for a driver, and everything that looks for one finds it: these tests have a process of their own."""
+"""Tests over the fake CUDA driver. It must be there before anything looks for a driver, and
+everything that looks for one finds it: these tests have a process of their own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> fake_cuda.FakeCuda:
 
 @pytest.fixture
 def cuda(driver: fake_cuda.FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cuda.FakeCuda]:
-    """The driver, with torch believing that it is in use; nothing may be found when the test is over."""
+    """The driver, with torch believing that it is in use; nothing may be found when the test is
+    over."""
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", driver.current_stream)

@@ -1,7 +1,10 @@
-"""The fake CUDA driver (see libcuda.c) for tests in Python: real tensors of torch in fake device memory.
+"""The fake CUDA driver (see libcuda.c) for tests in Python: real tensors of torch in fake device
+memory.
 
-``load()`` builds and loads it, before stepwell looks for a driver. Tensors come in by DLPack, so that torch holds them as it holds any of a CUDA device; what would run a kernel or ask
-CUDA's runtime fails, since there is none. Their values are looked at and changed by the functions here, on streams of the driver's.
+``load()`` builds and loads it, before stepwell looks for a driver. Tensors come in by DLPack, so
+that torch holds them as it holds any of a CUDA device; what would run a kernel or ask CUDA's
+runtime fails, since there is none. Their values are looked at and changed by the functions here, on
+streams of the driver's.
 """
 
 from __future__ import annotations
@@ -107,7 +110,8 @@ class FakeCuda:
         strides: tuple[int, ...] | None = None,
         at: int | None = None,
     ) -> Any:
-        """A tensor of torch on a device, with these values; freed when torch lets go of it, unless it lies in another one's memory."""
+        """A tensor of torch on a device, with these values; freed when torch lets go of it, unless
+        it lies in another one's memory."""
         import torch
 
         values = np.asarray(values)
@@ -162,7 +166,8 @@ class FakeCuda:
         return out
 
     def update(self, tensor: Any, version: int, stream: int | None = None) -> None:
-        """Puts an update on the current stream (or another): bytes of the pattern of that version."""
+        """Puts an update on the current stream (or another): bytes of the pattern of that
+        version."""
         handle = self.current_stream(tensor.device).cuda_stream if stream is None else stream
         nbytes = tensor.numel() * tensor.element_size()
         self._check(

@@ -337,7 +337,8 @@ def test_tensors_are_let_go_of_once_they_are_captured_and_not_before(cuda: FakeC
 def test_views_that_are_tied_or_transposed_are_stored_as_what_they_are(cuda: FakeCuda, root: Path) -> None:
     values = np.arange(600, dtype=np.float32).reshape(20, 30)
     tensor = cuda.tensor(values)
-    # torch would ask its runtime for a view of a tensor on a device: described by its strides instead.
+    # torch would ask its runtime for a view of a tensor on a device: described by its strides
+    # instead.
     turned = cuda.tensor(np.ascontiguousarray(values.T), strides=(1, 20))
     state = {"a": tensor, "b": tensor, "turned": torch.nn.Parameter(turned)}
     with sw.CheckpointManager(root) as mgr:
@@ -349,7 +350,8 @@ def test_views_that_are_tied_or_transposed_are_stored_as_what_they_are(cuda: Fak
 
 
 def turned_values(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What an array of the shape of ``values.T`` holds that lies in memory as that does, with strides (1, 20)."""
+    """What an array of the shape of ``values.T`` holds that lies in memory as that does, with
+    strides (1, 20)."""
     memory = np.ascontiguousarray(values.T).reshape(-1)
     return np.lib.stride_tricks.as_strided(memory, (30, 20), (4, 80)).reshape(-1).copy()
 

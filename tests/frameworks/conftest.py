@@ -1,4 +1,5 @@
-"""Tests with real frameworks. JAX gets eight devices on the host, which must be said before it starts."""
+"""Tests with real frameworks. JAX gets eight devices on the host, which must be said before it
+starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What several ranks want alike is read once in all and exchanged among them: ``restore(broadcast=…)``, in real processes, over torch, JAX and MPI."""
+"""What several ranks want alike is read once in all and exchanged among them:
+``restore(broadcast=…)``, in real processes, over torch, JAX and MPI."""
 
 from __future__ import annotations
 

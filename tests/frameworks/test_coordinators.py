@@ -1,4 +1,5 @@
-"""Ranks agree over what their framework has initialised: torch's store, JAX's coordination service. Real processes, found by ``coordinator="auto"``."""
+"""Ranks agree over what their framework has initialised: torch's store, JAX's coordination service.
+Real processes, found by ``coordinator="auto"``."""
 
 from __future__ import annotations
 

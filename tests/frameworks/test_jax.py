@@ -357,7 +357,8 @@ def test_saving_jax_arrays_does_not_wait_for_the_copy_and_donation_leaves_them_i
     arrays = [jnp.full((1 << 20,), float(number)) for number in range(64)]
     jax.block_until_ready(arrays)
     step = jax.jit(lambda xs: [x + 1 for x in xs], donate_argnums=0)
-    # Memory for a small part of them only, so that the copy cannot be over as soon as `save` returns.
+    # Memory for a small part of them only, so that the copy cannot be over as soon as `save`
+    # returns.
     with sw.CheckpointManager(root, staging_bytes=16 << 20) as mgr:
         for number in range(3):
             save = mgr.save(number, {"a": arrays})
@@ -376,7 +377,8 @@ def test_with_an_eager_snapshot_everything_is_copied_when_save_returns_and_donat
 ) -> None:
     array = jax.device_put(jnp.zeros(1 << 23), sharding((devices,), "x")).block_until_ready()
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    # It is compiled before, so that nothing but the call itself is between the save and the donation.
+    # It is compiled before, so that nothing but the call itself is between the save and the
+    # donation.
     add(jax.device_put(jnp.ones(1 << 23), array.sharding)).block_until_ready()
 
     def places(array: Any) -> list[int]:

@@ -1,4 +1,5 @@
-"""Arrays of JAX over several processes: any sharding, saved by some number of processes and restored by another, in real processes."""
+"""Arrays of JAX over several processes: any sharding, saved by some number of processes and
+restored by another, in real processes."""
 
 from __future__ import annotations
 

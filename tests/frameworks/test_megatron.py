@@ -1,4 +1,5 @@
-"""Megatron's sharded state dicts, with its real classes: saved on one grid of pipeline, tensor and data parallelism, restored on others (threads are the ranks)."""
+"""Megatron's sharded state dicts, with its real classes: saved on one grid of pipeline, tensor and
+data parallelism, restored on others (threads are the ranks)."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class Grid:
         return rank // (self.tp * self.dp), rank // self.tp % self.dp, rank % self.tp
 
     def tensors(self, rank: int) -> dict[str, Any]:
-        """What a rank has, by the names in its own modules: the parts of each virtual stage under its own ``model<n>``."""
+        """What a rank has, by the names in its own modules: the parts of each virtual stage under
+        its own ``model<n>``."""
         pp, _, tp = self.at(rank)
         found: dict[str, Any] = {}
         per = LAYERS // (self.pp * self.virtual)
@@ -168,7 +170,8 @@ class Grid:
         return state
 
     def flat(self, of: Any, dp: int) -> Any:
-        """The moment of a parameter, of which each rank of the data parallel group has a run of the flattened one: as older versions have it, in place."""
+        """The moment of a parameter, of which each rank of the data parallel group has a run of the
+        flattened one: as older versions have it, in place."""
         key = f"optimizer.state.exp_avg.{of.key}"
         total = int(np.prod(of.local_shape))
         run = cut(total, dp, self.dp)
@@ -248,7 +251,8 @@ def test_a_sharded_state_dict_goes_from_any_grid_to_any_other(root: Path, saved:
 
 
 def objects(rank: int, grid: Grid, value: Any) -> dict[str, Any]:
-    """Random states for each place of pipeline and tensor parallelism, and what each layer has beside its tensors."""
+    """Random states for each place of pipeline and tensor parallelism, and what each layer has
+    beside its tensors."""
     pp, dp, tp = grid.at(rank)
     return {
         "rng_state": ShardedObject("rng_state", value, (grid.pp, grid.tp), (pp, tp), replica_id=dp),

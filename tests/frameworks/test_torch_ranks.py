@@ -1,4 +1,5 @@
-"""DTensors over several processes: every placement, saved on one mesh and restored on others, in real processes over gloo."""
+"""DTensors over several processes: every placement, saved on one mesh and restored on others, in
+real processes over gloo."""
 
 from __future__ import annotations
 

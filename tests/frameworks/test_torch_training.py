@@ -1,4 +1,5 @@
-"""Modules, optimizers and what else a training run with torch has: restored in place, and going on as if nothing had happened."""
+"""Modules, optimizers and what else a training run with torch has: restored in place, and going on
+as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Lazy capture from a GPU, measured: one run, one table, with the copy rate of the device and the raw disk beside it.
+"""Lazy capture from a GPU, measured: one run, one table, with the copy rate of the device and the
+raw disk beside it.
 
     python tests/gpu/bench.py [--gb 10] [--disk DIR] [--json FILE]
 
-Needs the installed package, torch and a CUDA device; elsewhere it says "skipped: no CUDA device" and ends well. `--rehearse` goes through all of it with a tiny state in host memory, to see that the
+Needs the installed package, torch and a CUDA device; elsewhere it says "skipped: no CUDA device"
+and ends well. `--rehearse` goes through all of it with a tiny state in host memory, to see that the
 program itself works; its figures mean nothing.
 """
 
@@ -74,7 +76,8 @@ def median(call: Callable[[], float], rounds: int = ROUNDS) -> float:
     return statistics.median(call() for _ in range(rounds))
 
 
-# ---- what the machine can do ------------------------------------------------------------------------------------------
+# ---- what the machine can do
+# ------------------------------------------------------------------------------------------
 
 
 def copy_rates(machine: Machine, nbytes: int) -> tuple[float, float]:
@@ -95,7 +98,8 @@ def copy_rates(machine: Machine, nbytes: int) -> tuple[float, float]:
 
 
 def small_copies(machine: Machine, tensors: list[torch.Tensor]) -> dict[str, float]:
-    """Milliseconds for tensors to be in pinned memory: copied one by one, and gathered on the device and copied once."""
+    """Milliseconds for tensors to be in pinned memory: copied one by one, and gathered on the
+    device and copied once."""
     total = sum(one.numel() for one in tensors)
     here = machine.pinned(4 * total).view(torch.float32)
     parts = list(here.split([one.numel() for one in tensors]))
@@ -119,7 +123,8 @@ def small_copies(machine: Machine, tensors: list[torch.Tensor]) -> dict[str, flo
 
 
 def disk_rates(directory: Path, nbytes: int) -> tuple[float, float]:
-    """Bytes per second past the page cache: into a preallocated file with its fsync, and out of it."""
+    """Bytes per second past the page cache: into a preallocated file with its fsync, and out of
+    it."""
     block = 8 << 20
     buffer = mmap.mmap(-1, block)
     buffer.write(os.urandom(1 << 20) * (block >> 20))
@@ -157,11 +162,13 @@ def disk_rates(directory: Path, nbytes: int) -> tuple[float, float]:
     return write, read
 
 
-# ---- what is saved ------------------------------------------------------------------------------------------------------
+# ---- what is saved
+# ------------------------------------------------------------------------------------------------------
 
 
 class Weights:
-    """A state of so many bytes in so many leaves, half of it parameters, half momentum, owned by an optimizer."""
+    """A state of so many bytes in so many leaves, half of it parameters, half momentum, owned by an
+    optimizer."""
 
     def __init__(self, machine: Machine, nbytes: int, leaves: int = 300) -> None:
         each = max(nbytes // leaves // 4, 1)
@@ -179,7 +186,8 @@ class Weights:
 
 
 def saving(machine: Machine, weights: Weights, root: Path) -> dict[str, Any]:
-    """What a call of save() costs, how fast the device is read, and what it takes of the device's memory."""
+    """What a call of save() costs, how fast the device is read, and what it takes of the device's
+    memory."""
     calls, captures, durables, waited, taken = [], [], [], False, 0
     with sw.CheckpointManager(root, retention=sw.keep_latest(1)) as mgr:
         mgr.attach(weights.optimizer)
@@ -235,7 +243,8 @@ def restoring(machine: Machine, weights: Weights, root: Path) -> dict[str, float
         return {"warm": median(lambda: once(False), 3), "cold": median(lambda: once(True), 3)}
 
 
-# ---- a training that saves every iteration -----------------------------------------------------------------------------
+# ---- a training that saves every iteration
+# -----------------------------------------------------------------------------
 
 
 class Training:
@@ -284,7 +293,8 @@ class Training:
 
 
 class Contestant:
-    """Somebody who saves every iteration: how long the training was held up by it, and until the last one was durable."""
+    """Somebody who saves every iteration: how long the training was held up by it, and until the
+    last one was durable."""
 
     name = ""
 
@@ -335,7 +345,8 @@ class TorchSave(Contestant):
 
 
 class Staged(Contestant):
-    """What TorchSnapshot and DataStates do before they go on in the background, at its best: one copy into pinned memory that is kept, then a thread."""
+    """What TorchSnapshot and DataStates do before they go on in the background, at its best: one
+    copy into pinned memory that is kept, then a thread."""
 
     name = "copy to pinned memory, then a thread"
 
@@ -425,7 +436,8 @@ def looping(training: Training, contestant: type[Contestant], directory: Path, s
     }
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------------
+# ---- the table
+# -----------------------------------------------------------------------------------------------------------
 
 
 def verdict(reached: bool) -> str:

@@ -1,4 +1,5 @@
-"""Tests on a real CUDA device. They need the installed package, torch and a device (those of JAX also JAX with CUDA), and skip elsewhere."""
+"""Tests on a real CUDA device. They need the installed package, torch and a device (those of JAX
+also JAX with CUDA), and skip elsewhere."""
 
 from __future__ import annotations
 

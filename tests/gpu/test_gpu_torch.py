@@ -1,4 +1,5 @@
-"""Tensors of torch on a CUDA device: nothing is torn, nothing waits that need not, everything comes back."""
+"""Tensors of torch on a CUDA device: nothing is torn, nothing waits that need not, everything comes
+back."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def test_every_step_of_a_training_reads_back_as_it_was(
             loss = net(inputs).square().mean()
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            # A lazy snapshot promises that all of it changes in guards; the forward changes the statistics of BatchNorm.
+            # A lazy snapshot promises that all of it changes in guards; the forward changes the
+            # statistics of BatchNorm.
             optimizer.step()
             expected.append({name: one.clone() for name, one in tensors(state_of(net, optimizer)).items()})
             save = mgr.save(step, state_of(net, optimizer), snapshot=snapshot)

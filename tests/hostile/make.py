@@ -1,9 +1,12 @@
-"""Makes hostile checkpoints: steps whose every checksum holds and whose content is meant to hurt whoever reads them.
+"""Makes hostile checkpoints: steps whose every checksum holds and whose content is meant to hurt
+whoever reads them.
 
-``CASES`` maps a name to what it does to a sound checkpoint (made by :func:`sound`) and to the words that the refusal must hold. Nothing of the
-package is used to write them: checksums are computed here, so that no check of a writer stands in the way. ``python tests/hostile/make.py
-DIRECTORY`` writes them all, to look at. What no checksum holds for any more (flipped bits, truncations, files that change places) is
-``tests/tests/corruption.rs``; symlinks inside a step are in ``tests/tests/strangers.rs``.
+``CASES`` maps a name to what it does to a sound checkpoint (made by :func:`sound`) and to the words
+that the refusal must hold. Nothing of the package is used to write them: checksums are computed
+here, so that no check of a writer stands in the way. ``python tests/hostile/make.py DIRECTORY``
+writes them all, to look at. What no checksum holds for any more (flipped bits, truncations, files
+that change places) is ``tests/tests/corruption.rs``; symlinks inside a step are in
+``tests/tests/strangers.rs``.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ def sound(path: Path) -> None:
     )
 
 
-# ---- sealing ------------------------------------------------------------------------------------------------------
+# ---- sealing
+# ------------------------------------------------------------------------------------------------------
 
 
 def manifest(path: Path) -> dict[str, Any]:
@@ -88,7 +92,8 @@ def seal_index(path: Path, item: int, index: bytearray) -> None:
 
 
 def index_words(path: Path, item: int = 0) -> Iterator[tuple[str, bytearray]]:
-    """Every word of an index's page and of the page's own header, set to what is too small, too large, or negative."""
+    """Every word of an index's page and of the page's own header, set to what is too small, too
+    large, or negative."""
     index = (path / manifest(path)["items"][item]["index"]["path"]).read_bytes()
     (root_length,) = struct.unpack_from("<Q", index, 40)
     for at in range(128 + root_length, len(index) - 3):
@@ -99,7 +104,8 @@ def index_words(path: Path, item: int = 0) -> Iterator[tuple[str, bytearray]]:
                 yield f"{value:#x} at {at}", changed
 
 
-# ---- the cases ----------------------------------------------------------------------------------------------------
+# ---- the cases
+# ----------------------------------------------------------------------------------------------------
 
 
 def _edit(*where: str | int, to: Any) -> Change:
@@ -237,7 +243,8 @@ def _words(index: bytes, at: int, value: int) -> bytearray:
 
 
 def make(name: str, directory: Path) -> Path:
-    """The hostile checkpoint of that name in an empty directory, beside a sound one (``outside``) that nothing may read."""
+    """The hostile checkpoint of that name in an empty directory, beside a sound one (``outside``)
+    that nothing may read."""
     sound(directory / "outside")
     shutil.copytree(directory / "outside", directory / "step")
     CASES[name][0](directory / "step")

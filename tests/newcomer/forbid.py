@@ -1,4 +1,5 @@
-"""Forbids this process system calls by seccomp, as the default profiles of containers do. Needs no privilege; holds for threads and children that come later, and cannot be undone."""
+"""Forbids this process system calls by seccomp, as the default profiles of containers do. Needs no
+privilege; holds for threads and children that come later, and cannot be undone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""What a newcomer does in the first hour, from nothing but the wheel: install it into a clean virtual environment, run the first example of the README as it
-stands there, be killed in the middle, resume; and make the common mistakes, each of which must be answered by a message that says the remedy.
+"""What a newcomer does in the first hour, from nothing but the wheel: install it into a clean
+virtual environment, run the first example of the README as it stands there, be killed in the
+middle, resume; and make the common mistakes, each of which must be answered by a message that says
+the remedy.
 
-``python try.py WHEEL [FOLDER]`` prints what was tried and what came of it. It exits with 0 if all is as it should be, 1 if something is not, and 3 if the
-dependencies could not be had, so that nothing could be tried.
+``python try.py WHEEL [FOLDER]`` prints what was tried and what came of it. It exits with 0 if all
+is as it should be, 1 if something is not, and 3 if the dependencies could not be had, so that
+nothing could be tried.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ NOTHING_TO_TRY = 3
 
 
 class Newcomer:
-    """Somebody with an empty folder, a Python that has the wheel, and no knowledge of the sources."""
+    """Somebody with an empty folder, a Python that has the wheel, and no knowledge of the
+    sources."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         self.python = python
@@ -35,7 +39,8 @@ class Newcomer:
         self.failures = 0
 
     def start(self, script: str, *, folder: Path | None = None, **environment: str) -> subprocess.Popen[str]:
-        """Runs a script beside this one. Its environment has nothing of ours: no PYTHONPATH, no job."""
+        """Runs a script beside this one. Its environment has nothing of ours: no PYTHONPATH, no
+        job."""
         clean = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
         return subprocess.Popen(
             [str(self.python), "-c", script],

@@ -1,9 +1,11 @@
-"""Trains in a process of its own, until it is killed: what the accidents of ``test_accidents.py`` happen to.
+"""Trains in a process of its own, until it is killed: what the accidents of ``test_accidents.py``
+happen to.
 
-``python accidents.py ROOT KEEP LAST BYTES`` opens the root with ``keep_latest(KEEP)``, goes on from the newest step, and saves each step up to ``LAST``
-with ``BYTES`` of parameters, all of which are the step's number. On standard output, a line each: ``resumed STEP`` (``None`` for a new run), ``committed
-STEP``, told by the save itself once it is durable, and ``done``. Its values are as easy to check as to make: a step that is whole and its own holds its own
-number everywhere.
+``python accidents.py ROOT KEEP LAST BYTES`` opens the root with ``keep_latest(KEEP)``, goes on from
+the newest step, and saves each step up to ``LAST`` with ``BYTES`` of parameters, all of which are
+the step's number. On standard output, a line each: ``resumed STEP`` (``None`` for a new run),
+``committed STEP``, told by the save itself once it is durable, and ``done``. Its values are as easy
+to check as to make: a step that is whole and its own holds its own number everywhere.
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ def half_written(root: Path) -> bool:
 
 @contextlib.contextmanager
 def files_no_longer_than(nbytes: int) -> Iterator[None]:
-    """The disk says no in the middle of a file, as a full one does; this needs no file system of its own."""
+    """The disk says no in the middle of a file, as a full one does; this needs no file system of
+    its own."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:

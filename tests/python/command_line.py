@@ -1,4 +1,5 @@
-"""What the tests of the command line share: the command as a process of its own, the command in this process, and roots to point it at."""
+"""What the tests of the command line share: the command as a process of its own, the command in
+this process, and roots to point it at."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def run(*arguments: Any) -> Result:
 
 
 def document(*arguments: Any, code: int | None = 0) -> dict[str, Any]:
-    """The JSON document of a command, which is all that it prints on standard output and has the keys that the documentation names."""
+    """The JSON document of a command, which is all that it prints on standard output and has the
+    keys that the documentation names."""
     result = run(*arguments, "--json")
     found: dict[str, Any] = json.loads(result.stdout)
     if code is not None:

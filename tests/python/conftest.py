@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-# A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that: what tests interrupt must not.
+# A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that:
+# what tests interrupt must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,5 @@
-"""What the tests of endings share: processes that run beside a test, and the look at what they have left."""
+"""What the tests of endings share: processes that run beside a test, and the look at what they have
+left."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ DEADLINE = 60.0
 
 
 def whole(root: Path, *, at_least: int) -> int:
-    """The newest step, looked at from outside: every committed one is whole, and the next writer is let in at once."""
+    """The newest step, looked at from outside: every committed one is whole, and the next writer is
+    let in at once."""
     with sw.CheckpointManager(root) as manager:
         steps = manager.all_steps()
         assert manager.quarantined() == {}

@@ -1,8 +1,11 @@
-"""The examples of the documentation, run as they stand there: in order, each page in an empty directory.
+"""The examples of the documentation, run as they stand there: in order, each page in an empty
+directory.
 
 * ``python`` fences share their names, from the first one of a page to the last.
-* ``console`` fences: each ``$ stepwell …`` prints what stands below it, but for times and rates. A last line of ``...`` leaves the rest open.
-* ``diff`` fences are python before and after; both sides run, each for itself, with ``folder`` as a place of their own.
+* ``console`` fences: each ``$ stepwell …`` prints what stands below it, but for times and rates. A
+  last line of ``...`` leaves the rest open.
+* ``diff`` fences are python before and after; both sides run, each for itself, with ``folder`` as a
+  place of their own.
 
 Pages that import a framework are run by ``tests/frameworks``.
 """
@@ -39,7 +42,8 @@ def name(page: Path) -> str:
 
 
 def run_page(page: Path, folder: Path) -> int:
-    """Runs a page's examples in ``folder``, which is the working directory. Returns how many commands were compared."""
+    """Runs a page's examples in ``folder``, which is the working directory. Returns how many
+    commands were compared."""
     names: dict[str, Any] = {"__name__": "__main__"}
     compared = 0
     for number, (language, text) in enumerate(examples(page), 1):

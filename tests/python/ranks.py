@@ -74,7 +74,8 @@ def start(
     job: str = "job",
     env: dict[str, str] | None = None,
 ) -> Ranks:
-    """Starts them. ``RANK``, ``WORLD`` and ``ROOT`` are set in the script, and ``open_manager()`` opens the root together; arguments are ``sys.argv[5:]``."""
+    """Starts them. ``RANK``, ``WORLD`` and ``ROOT`` are set in the script, and ``open_manager()``
+    opens the root together; arguments are ``sys.argv[5:]``."""
     file = folder / f"ranks-{abs(hash(script)) % 10**8}.py"
     file.write_text(_PREAMBLE + textwrap.dedent(script))
     ranks = Ranks()
@@ -96,7 +97,8 @@ def run(folder: Path, script: str, world: int, root: Path, *arguments: Any, **op
     return start(folder, script, world, root, *arguments, **options).succeed()
 
 
-#: Imports once what all ranks import, which takes longer than most of what they do; then each is a fork of it.
+#: Imports once what all ranks import, which takes longer than most of what they do; then each is a
+#: fork of it.
 _FORKS = """
 import contextlib, os, runpy, sys, traceback
 folder, world, modules, script = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -136,7 +138,8 @@ def run_forked(
     job: str = "job",
     timeout: float = 120,
 ) -> list[str]:
-    """:func:`run` for scripts that import much and are neither killed nor stopped: ``modules`` are imported once, and every rank is a fork of that process."""
+    """:func:`run` for scripts that import much and are neither killed nor stopped: ``modules`` are
+    imported once, and every rank is a fork of that process."""
     file = folder / f"ranks-{abs(hash(script)) % 10**8}.py"
     file.write_text(_PREAMBLE + textwrap.dedent(script))
     told = subprocess.run(

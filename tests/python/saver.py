@@ -1,7 +1,10 @@
-"""Saves four steps with retention and says on standard output, line by line, what became of each. Run by ``test_system_calls.py``, which
-kills it or feeds it errors at every system call. With a fourth argument it first says ``ready`` and waits for a line on standard input, so that a tracer may attach.
+"""Saves four steps with retention and says on standard output, line by line, what became of each.
+Run by ``test_system_calls.py``, which kills it or feeds it errors at every system call. With a
+fourth argument it first says ``ready`` and waits for a line on standard input, so that a tracer may
+attach.
 
-The lines: ``open failed KIND ERRNO``, ``committed STEP``, ``failed STEP KIND ERRNO``, ``uncertain STEP KIND ERRNO``, ``closed``, ``close failed KIND ERRNO``.
+The lines: ``open failed KIND ERRNO``, ``committed STEP``, ``failed STEP KIND ERRNO``, ``uncertain
+STEP KIND ERRNO``, ``closed``, ``close failed KIND ERRNO``.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ def say(*words: object) -> None:
 
 
 def wait_for_tracer() -> None:
-    # Leave to be traced by a process that is no ancestor (PR_SET_PTRACER, PR_SET_PTRACER_ANY), where that needs leave.
+    # Leave to be traced by a process that is no ancestor (PR_SET_PTRACER, PR_SET_PTRACER_ANY),
+    # where that needs leave.
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
     say("ready")
     sys.stdin.readline()

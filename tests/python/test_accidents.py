@@ -1,6 +1,8 @@
-"""Accidents that have happened to others, by the name under which they were reported, and what becomes of them here.
+"""Accidents that have happened to others, by the name under which they were reported, and what
+becomes of them here.
 
-Each is re-enacted with real processes and real files. The docstring retells the accident; the test fails if it could happen to a user of this package.
+Each is re-enacted with real processes and real files. The docstring retells the accident; the test
+fails if it could happen to a user of this package.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ def several_steps(root: Path, count: int) -> None:
 
 
 def test_kempnerforge_102_latest_never_names_a_step_that_is_not_durable(root: Path) -> None:
-    """An asynchronous save moved the ``latest`` link and deleted the older checkpoints as soon as it had been *started*. A process that died
-    while it was being written left a ``latest`` without metadata, and nothing to go back to."""
+    """An asynchronous save moved the ``latest`` link and deleted the older checkpoints as soon as
+    it had been *started*. A process that died while it was being written left a ``latest`` without
+    metadata, and nothing to go back to."""
     acknowledged = -1
     deleting = 0
     for number in range(ROUNDS):
@@ -45,7 +48,8 @@ def test_kempnerforge_102_latest_never_names_a_step_that_is_not_durable(root: Pa
                 committed = process.committed()
                 if committed is None:
                     return False
-                # At no moment is there no step, and the newest is whole, however little time it has had.
+                # At no moment is there no step, and the newest is whole, however little time it has
+                # had.
                 newest = sw.open(root)
                 with newest:
                     assert newest.step >= committed
@@ -64,8 +68,10 @@ def test_kempnerforge_102_latest_never_names_a_step_that_is_not_durable(root: Pa
 
 
 def test_nemo_3261_an_interrupted_save_stands_in_nobodys_way_when_its_step_comes_again(root: Path) -> None:
-    """A save that was cut off (wall clock, preemption, out of memory) left a half-written directory under the step's own name. The run resumed from the step
-    before, came to that step again, found its directory taken, failed on one rank, and the others waited for it for ever: so did every resume after it."""
+    """A save that was cut off (wall clock, preemption, out of memory) left a half-written directory
+    under the step's own name. The run resumed from the step before, came to that step again, found
+    its directory taken, failed on one rank, and the others waited for it for ever: so did every
+    resume after it."""
     large = 256 << 20
     several_steps(root, 3)
     interrupted = 0
@@ -76,7 +82,8 @@ def test_nemo_3261_an_interrupted_save_stands_in_nobodys_way_when_its_step_comes
                 interrupted += sw.metadata(root).step == 2
         shutil.rmtree(root / "step_00000003", ignore_errors=True)  # it was faster than the kill
     assert interrupted, "no save was interrupted"
-    # And a directory under the step's name that holds half of it: a tool of somebody else's, an older run, a copy that was cut off.
+    # And a directory under the step's name that holds half of it: a tool of somebody else's, an
+    # older run, a copy that was cut off.
     (root / "step_00000003" / "model").mkdir(parents=True)
     (root / "step_00000003" / "model" / "shard-0").write_bytes(b"half of it")
     with training(root, keep=2, last=6) as process:
@@ -94,8 +101,8 @@ def test_nemo_3261_an_interrupted_save_stands_in_nobodys_way_when_its_step_comes
 def test_metaseq_53_a_checkpoint_with_shards_of_zero_bytes_is_never_the_last_one(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A disk ran full while ``checkpoint_last`` was written over: its shards had no bytes, and the run could not be started again from it. It was
-    found when somebody tried."""
+    """A disk ran full while ``checkpoint_last`` was written over: its shards had no bytes, and the
+    run could not be started again from it. It was found when somebody tried."""
     several_steps(root, 3)
     with sw.CheckpointManager(root) as mgr:
         with files_no_longer_than(1 << 20), pytest.raises(OSError, match="step 3") as caught:
@@ -103,7 +110,8 @@ def test_metaseq_53_a_checkpoint_with_shards_of_zero_bytes_is_never_the_last_one
         assert caught.value.errno
         assert mgr.latest_step() == 2
         assert names(root, ".tmp-") == []
-    # The same directory after a copy to a full disk, or a file system that had the names and not yet the bytes at a power cut.
+    # The same directory after a copy to a full disk, or a file system that had the names and not
+    # yet the bytes at a power cut.
     for file in data_files(root / "step_00000002"):
         file.chmod(0o644)
         file.write_bytes(b"")
@@ -123,8 +131,10 @@ def test_metaseq_53_a_checkpoint_with_shards_of_zero_bytes_is_never_the_last_one
 def test_orbax_394_a_copied_checkpoint_is_one_and_is_not_deleted_as_a_leftover(
     root: Path, tmp_path: Path, how: str
 ) -> None:
-    """What makes a checkpoint valid depended on where it had been written: a commit file on one kind of storage, an atomic rename on the other. Checkpoints that
-    were copied from the one to the other lacked the file, and were deleted as leftovers of an interrupted save when the next job opened the directory."""
+    """What makes a checkpoint valid depended on where it had been written: a commit file on one
+    kind of storage, an atomic rename on the other. Checkpoints that were copied from the one to the
+    other lacked the file, and were deleted as leftovers of an interrupted save when the next job
+    opened the directory."""
     several_steps(root, 3)
     there = tmp_path / "bucket"
     if how.startswith("cp"):
@@ -156,8 +166,8 @@ def test_orbax_394_a_copied_checkpoint_is_one_and_is_not_deleted_as_a_leftover(
 def test_orbax_605_a_save_that_fails_in_the_background_stops_the_training_that_relies_on_it(
     python: Run, root: Path
 ) -> None:
-    """An asynchronous save failed, and the main thread went on for days. When the next one was saved, removing the step before failed as well, since that had
-    never come to be."""
+    """An asynchronous save failed, and the main thread went on for days. When the next one was
+    saved, removing the step before failed as well, since that had never come to be."""
     script = """
 import resource
 def limit(nbytes):
@@ -198,8 +208,9 @@ else:
 def test_pytorch_144657_tensors_on_the_cpu_that_change_after_save_returns_are_saved_as_they_were(
     root: Path, tmp_path: Path
 ) -> None:
-    """``async_save`` moved tensors to the CPU before it wrote them, which copies nothing where they are there already. An optimizer that stepped before the
-    writing was over put its new values into the checkpoint of the step before."""
+    """``async_save`` moved tensors to the CPU before it wrote them, which copies nothing where they
+    are there already. An optimizer that stepped before the writing was over put its new values into
+    the checkpoint of the step before."""
     torch = pytest.importorskip("torch", reason="it was torch's tensors that this happened to")
     model = torch.nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -247,8 +258,9 @@ def flip_a_bit(step: Path) -> None:
 def test_marin_5386_damage_to_the_newest_steps_costs_no_more_than_those_steps(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Resuming damaged the newest checkpoints, and retention had kept one in ten thousand of those before: the next whole one was 8000 steps back. Tools that restarted the run
-    went on writing among the damaged ones."""
+    """Resuming damaged the newest checkpoints, and retention had kept one in ten thousand of those
+    before: the next whole one was 8000 steps back. Tools that restarted the run went on writing
+    among the damaged ones."""
     retention = sw.keep_latest(3) | sw.keep_every(steps=10)
     with sw.CheckpointManager(root, retention=retention) as mgr:
         for step in range(18):
@@ -291,7 +303,8 @@ class Unreadable:
 def test_burn_5479_a_save_that_fails_over_the_previous_checkpoint_leaves_that_as_it_was(
     python: Run, root: Path, tmp_path: Path
 ) -> None:
-    """Saving truncated the file at the path before the tensors had been read. One that could not be read failed the save, and what had been saved there before was gone."""
+    """Saving truncated the file at the path before the tensors had been read. One that could not be
+    read failed the save, and what had been saved there before was gone."""
     only = tmp_path / "model"
     sw.save(only, state(1, SMALL))
     with pytest.raises(RuntimeError, match="the device has gone"):

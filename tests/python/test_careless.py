@@ -1,4 +1,5 @@
-"""Careless calls get a typed error that says what, where and what to do, and leave nothing behind."""
+"""Careless calls get a typed error that says what, where and what to do, and leave nothing
+behind."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-# ---- patterns -----------------------------------------------------------------------------------------------------
+# ---- patterns
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,8 @@ def test_what_was_thinned_away_is_said_to_have_been(root: Path) -> None:
             checkpoint["optimizer"]
 
 
-# ---- cycles -------------------------------------------------------------------------------------------------------
+# ---- cycles
+# -------------------------------------------------------------------------------------------------------
 
 
 class Stateful:
@@ -194,7 +197,8 @@ def test_text_of_metadata_that_cannot_be_kept_is_refused(tmp_path: Path, metadat
         sw.save(tmp_path / "c", {}, custom_metadata=metadata)
 
 
-# ---- paths --------------------------------------------------------------------------------------------------------
+# ---- paths
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["", None, 3, "a\0b"])
@@ -269,7 +273,8 @@ def test_mistyped_paths_say_what_they_are_and_what_to_pass(tmp_path: Path) -> No
         assert manager.all_steps() == [10]
 
 
-# ---- arguments ----------------------------------------------------------------------------------------------------
+# ---- arguments
+# ----------------------------------------------------------------------------------------------------
 
 NAN = math.nan
 ROW = np.zeros(4, np.float32)
@@ -480,7 +485,8 @@ def test_words_of_a_save_are_checked(root: Path) -> None:
         assert manager.all_steps() == []
 
 
-# ---- generators and memory ----------------------------------------------------------------------------------------
+# ---- generators and memory
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ def test_a_sound_checkpoint_verifies_and_tells_its_progress(path: Path) -> None:
 
 
 def sound(path: Path) -> bool:
-    """True if a checkpoint opens and verifies; anything but the two errors that say "damaged" is a defect."""
+    """True if a checkpoint opens and verifies; anything but the two errors that say "damaged" is a
+    defect."""
     try:
         return bool(sw.verify(path))
     except (sw.CorruptCheckpoint, sw.FormatError):
@@ -270,7 +271,8 @@ def test_a_look_between_any_two_changes_gives_what_is_new_and_nothing_old(
 
 
 class Mirror:
-    """A copy of a root that is filled file by file, the manifests first: as ``rsync`` may fill it."""
+    """A copy of a root that is filled file by file, the manifests first: as ``rsync`` may fill
+    it."""
 
     def __init__(self, source: Path, mirror: Path) -> None:
         self.source, self.mirror = source, mirror

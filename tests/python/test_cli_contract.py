@@ -1,4 +1,5 @@
-"""What scripts may rely on, tried with the real command: standard output, standard error, exit codes, errors."""
+"""What scripts may rely on, tried with the real command: standard output, standard error, exit
+codes, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""docs/cli.md: its examples are run, in order, and print what stands there but for times and rates."""
+"""docs/cli.md: its examples are run, in order, and print what stands there but for times and
+rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The short way of a restore gives what the general one gives, and leaves to it what it does not understand."""
+"""The short way of a restore gives what the general one gives, and leaves to it what it does not
+understand."""
 
 from __future__ import annotations
 
@@ -222,7 +223,8 @@ def _resident() -> int:
 
 
 def test_new_memory_is_that_of_the_arrays_and_64_mib_whatever_their_sizes(tmp_path: Path) -> None:
-    # Arrays whose last huge page is used by a little more than half: huge pages alone would take nearly 90 MiB more.
+    # Arrays whose last huge page is used by a little more than half: huge pages alone would take
+    # nearly 90 MiB more.
     size = (5 << 20) + 4096
     state = {f"layer{n}": np.full(size, n, np.uint8) for n in range(90)}
     sw.save(tmp_path / "x", state)

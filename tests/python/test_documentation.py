@@ -1,4 +1,5 @@
-"""The examples of the documentation run as they stand there; its links lead somewhere; its first program survives what the page says that it does."""
+"""The examples of the documentation run as they stand there; its links lead somewhere; its first
+program survives what the page says that it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Interrupted saves, closes and waits; managers that are dropped; what the engine has to say; timeouts of every size."""
+"""Interrupted saves, closes and waits; managers that are dropped; what the engine has to say;
+timeouts of every size."""
 
 from __future__ import annotations
 
@@ -178,7 +179,8 @@ def skip_if_never(done: subprocess.CompletedProcess[str]) -> None:
         pytest.skip("no interrupt came while it waited: this disk is too fast")
 
 
-#: Interrupts that may come at any moment, the wait's among them: with many delays, some come while it waits.
+#: Interrupts that may come at any moment, the wait's among them: with many delays, some come while
+#: it waits.
 ALARMED = """
 import shutil, signal
 def stop(*_):

@@ -1,4 +1,5 @@
-"""Kinds of errors: the engine's names and the package's classes are in step; and what an error says to do."""
+"""Kinds of errors: the engine's names and the package's classes are in step; and what an error says
+to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A rank that raises anywhere in ``restore(broadcast=…)`` leaves no other in a collective. Ranks are threads, and their collectives a barrier. (Over torch, JAX and MPI:
+"""A rank that raises anywhere in ``restore(broadcast=…)`` leaves no other in a collective. Ranks
+are threads, and their collectives a barrier. (Over torch, JAX and MPI:
 ``tests/frameworks/test_broadcast.py``.)"""
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def restored(rank: int, manager: sw.CheckpointManager, how: Any) -> str:
 
 
 def raising(original: Callable[..., Any], failing: int, number: int) -> tuple[Callable[..., Any], list[int]]:
-    """A function that raises on one rank, in one of its calls; and the calls that it has seen there."""
+    """A function that raises on one rank, in one of its calls; and the calls that it has seen
+    there."""
     calls: list[int] = []
 
     def replaced(*arguments: Any, **keywords: Any) -> Any:

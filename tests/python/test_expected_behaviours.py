@@ -1,6 +1,8 @@
-"""What somebody who has used another checkpoint manager expects of one, as far as no other test shows it already.
+"""What somebody who has used another checkpoint manager expects of one, as far as no other test
+shows it already.
 
-The whole list, with the test for each, is ``docs/behaviours.md``; the last test here holds the two together.
+The whole list, with the test for each, is ``docs/behaviours.md``; the last test here holds the two
+together.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def failing_save(manager: sw.CheckpointManager) -> sw.Save:
     return manager.save(manager.next_step(), state(1))
 
 
-# ---- the basic cycle --------------------------------------------------------------------------------------------------------
+# ---- the basic cycle
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_root_has_no_latest_and_no_best_step(root: Path) -> None:
@@ -76,7 +79,8 @@ def test_a_step_of_another_root_is_restored_beside_ones_own(root: Path, tmp_path
         assert same(manager.restore(), state(10))
 
 
-# ---- which calls save -------------------------------------------------------------------------------------------------------
+# ---- which calls save
+# -------------------------------------------------------------------------------------------------------
 
 
 def saved(root: Path, policy: sw.SavePolicy, steps: range) -> list[int]:
@@ -145,7 +149,8 @@ def test_a_save_that_failed_does_not_keep_the_next_step_from_being_saved(root: P
         assert manager.all_steps() == [2]
 
 
-# ---- which steps stay -------------------------------------------------------------------------------------------------------
+# ---- which steps stay
+# -------------------------------------------------------------------------------------------------------
 
 ACCURACY = [1.0, 9.0, 3.0, 2.0, 4.0, 8.0, 0.0]
 KEPT: list[tuple[str, sw.Retention, int, list[float], list[int]]] = [
@@ -201,7 +206,8 @@ def test_what_was_set_aside_twice_under_one_number_is_there_twice(root: Path) ->
     assert [same(sw.restore(root / name), state(n + 1)) for n, name in enumerate(aside)] == [True, True]
 
 
-# ---- names ------------------------------------------------------------------------------------------------------------------
+# ---- names
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_numbers_longer_than_their_width_are_steps_too(root: Path) -> None:
@@ -213,7 +219,8 @@ def test_numbers_longer_than_their_width_are_steps_too(root: Path) -> None:
         assert again.all_steps() == [7, 999, 1000, 2**63 - 1]
 
 
-# ---- crashes and permissions ------------------------------------------------------------------------------------------------
+# ---- crashes and permissions
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_directory_of_an_interrupted_save_is_not_restored_by_hand_either(root: Path) -> None:
@@ -281,7 +288,8 @@ def test_files_and_directories_are_open_to_whom_the_umask_says(python: Run, root
         shutil.rmtree(root)
 
 
-# ---- saves in the background ------------------------------------------------------------------------------------------------
+# ---- saves in the background
+# ------------------------------------------------------------------------------------------------
 
 
 def test_while_a_save_runs_the_latest_step_is_the_last_committed_one(root: Path) -> None:
@@ -326,7 +334,8 @@ def test_a_wait_that_times_out_leaves_the_save_to_go_on(root: Path) -> None:
         assert save.result() == save.step
 
 
-# ---- parts, structures, sizes -----------------------------------------------------------------------------------------------
+# ---- parts, structures, sizes
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_placeholder_leaves_a_leaf_or_a_branch_alone_and_reads_no_byte_of_it(tmp_path: Path) -> None:
@@ -444,7 +453,8 @@ def test_twenty_thousand_leaves_take_few_files_and_one_of_them_few_bytes(root: P
         assert same(manager.restore(), many)
 
 
-# ---- the list ---------------------------------------------------------------------------------------------------------------
+# ---- the list
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_every_test_that_the_list_names_is_there() -> None:

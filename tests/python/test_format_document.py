@@ -1,4 +1,5 @@
-"""The format document tells enough: with its tables alone, and without rkyv, the golden index can be read."""
+"""The format document tells enough: with its tables alone, and without rkyv, the golden index can
+be read."""
 
 import re
 import struct

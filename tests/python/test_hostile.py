@@ -1,5 +1,6 @@
-"""Hostile checkpoints, whose checksums hold: whatever is asked of one, the answer is a typed error (or a value), in bounded time and memory, and
-nothing is read outside the step. ``tests/hostile/make.py`` makes them."""
+"""Hostile checkpoints, whose checksums hold: whatever is asked of one, the answer is a typed error
+(or a value), in bounded time and memory, and nothing is read outside the step.
+``tests/hostile/make.py`` makes them."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def reader(script: str, *arguments: object, wrap: tuple[str, ...] = ()) -> subpr
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[str, str]]]:
-    """What a reader said of each case: by case and question, the kind of the answer and its words."""
+    """What a reader said of each case: by case and question, the kind of the answer and its
+    words."""
     root = tmp_path_factory.mktemp("hostile")
     left = {}
     for name in make.CASES:
@@ -113,7 +115,8 @@ def test_nothing_outside_the_step_is_opened(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("item", [0, 1])
 def test_every_word_of_an_index_may_lie(tmp_path: Path, item: int) -> None:
-    """Its checksums hold, and each word in turn says something else: typed errors or other values, and neither a crash nor memory for what is merely claimed."""
+    """Its checksums hold, and each word in turn says something else: typed errors or other values,
+    and neither a crash nor memory for what is merely claimed."""
     make.sound(tmp_path / "step")
     script = """
 from collections import Counter

@@ -1,4 +1,5 @@
-"""Every way in which a process may hold parts of tensors: saved by some number of ranks, restored as a whole and by others. One row of the table for each."""
+"""Every way in which a process may hold parts of tensors: saved by some number of ranks, restored
+as a whole and by others. One row of the table for each."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def cut(n: int, rank: int, world: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks of a grid, tensor parallelism innermost. ``virtual``: parts of the model that each stage of a pipeline has."""
+    """Ranks of a grid, tensor parallelism innermost. ``virtual``: parts of the model that each
+    stage of a pipeline has."""
 
     pp: int = 1
     dp: int = 1
@@ -64,10 +66,12 @@ class Case:
 
     #: Ranks → tensors as they are stored, by their paths: their shapes, or they themselves.
     tensors: Callable[[Any], dict[str, tuple[int, ...] | Array]]
-    #: Rank, ranks → what the rank has: a leaf, or leaves by name, over arrays of the values that they are to have (padding is zero).
+    #: Rank, ranks → what the rank has: a leaf, or leaves by name, over arrays of the values that
+    #: they are to have (padding is zero).
     leaf: Callable[[int, Any], Any]
     worlds: tuple[Any, ...] = (1, 2, 4)
-    #: Rank, ranks, ranks that have saved → the ``leaf`` that it gets back, where that depends on who has saved.
+    #: Rank, ranks, ranks that have saved → the ``leaf`` that it gets back, where that depends on
+    #: who has saved.
     restored: Callable[[int, Any, Any], Any] | None = None
 
 
@@ -373,7 +377,8 @@ def _zero_over_tp(rank: int, grid: Grid) -> Any:
     return sw.FlatShard(local, of, dp * n)
 
 
-#: Parameters of a model: shape, the dimension that tensor parallelism cuts, and the layer that they are in.
+#: Parameters of a model: shape, the dimension that tensor parallelism cuts, and the layer that they
+#: are in.
 MODEL = {
     f"layer{i}.{name}": (shape, dimension, i)
     for i in range(4)
@@ -390,8 +395,9 @@ GRIDS = (
 
 
 def partition(rank: int, grid: Grid, names: list[str], unit: int, multiple: int) -> sw.Segments:
-    """One flat array of all these parameters as tensor parallelism has cut them, each at a multiple of ``unit``; of it the part of a rank of the data parallel group, the whole a
-    multiple of so many times their number."""
+    """One flat array of all these parameters as tensor parallelism has cut them, each at a multiple
+    of ``unit``; of it the part of a rank of the data parallel group, the whole a multiple of so
+    many times their number."""
     _, dp, tp = grid.at(rank)
     runs, end = [], 0
     for name in names:
@@ -582,7 +588,8 @@ def _quantised(rank: int, world: int) -> Any:
 
 
 def _of_saver(rank: int, world: int, saved: int) -> Any:
-    """Where so many ranks have saved as restore, each its own; else those of other ranks in turn."""
+    """Where so many ranks have saved as restore, each its own; else those of other ranks in
+    turn."""
     return sw.PerRank(whole(f"w/{rank % saved}", (3,)))
 
 
@@ -598,7 +605,8 @@ def _empty(rank: int, world: int) -> Any:
     return sw.LocalShard(np.zeros((0, 3), np.float32), (0, 3), (0, 0), replica=(rank, world))
 
 
-#: Of every kind of layout in the field: the rows above that are of that kind, and the tests of other files that are (of frameworks, whose tensors say by themselves how they are cut).
+#: Of every kind of layout in the field: the rows above that are of that kind, and the tests of
+#: other files that are (of frameworks, whose tensors say by themselves how they are cut).
 KINDS = {
     "tensor parallelism by columns": ["column parallel", "test_torch_ranks.py: column parallel"],
     "tensor parallelism by rows": ["row parallel, and its bias", "test_torch_ranks.py: row parallel"],
@@ -837,7 +845,8 @@ def test_a_container_on_one_rank_and_something_else_on_another_is_refused(root: 
 
 @pytest.mark.parametrize("whose", [0, 1])
 def test_an_empty_container_is_kept_whoever_has_it(root: Path, whose: int) -> None:
-    """Also of a rank that writes nothing else beside it: the other has the same number, and one of the two writes it."""
+    """Also of a rank that writes nothing else beside it: the other has the same number, and one of
+    the two writes it."""
 
     def work(rank: int, manager: sw.CheckpointManager) -> dict[str, Any]:
         empty = {"e": {}, "f": [()]} if rank == whose else {}

@@ -1,4 +1,5 @@
-"""States of the host that are captured behind the call (``snapshot="lazy"``): who changes them waits."""
+"""States of the host that are captured behind the call (``snapshot="lazy"``): who changes them
+waits."""
 
 from __future__ import annotations
 

@@ -195,7 +195,8 @@ print([name for name in ("torch", "jax", "asyncio") if name in sys.modules])
         for _ in range(8)
     ]
     assert {run.split("\n")[1] for run in runs} == {"[]"}
-    # 30 ms of a processor on a machine where numpy takes 80 or more; a slower one slows both down alike, and waiting counts nothing.
+    # 30 ms of a processor on a machine where numpy takes 80 or more; a slower one slows both down
+    # alike, and waiting counts nothing.
     times = [tuple(map(float, run.split("\n")[0].split())) for run in runs]
     assert any(ours < 0.030 * max(1.0, numpys / 0.080) for ours, numpys in times), times
 

@@ -1,4 +1,5 @@
-"""A root over time: saving, listing, existing steps, metadata, metrics, items, retention, rewinding."""
+"""A root over time: saving, listing, existing steps, metadata, metrics, items, retention,
+rewinding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Stateful objects inside the states of others: what ``load_state_dict`` gets is what ``state_dict`` gave."""
+"""Stateful objects inside the states of others: what ``load_state_dict`` gets is what
+``state_dict`` gave."""
 
 from __future__ import annotations
 

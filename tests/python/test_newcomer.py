@@ -1,7 +1,8 @@
 """A newcomer's first hour, from the wheel alone: ``tests/newcomer/try.py``.
 
-The wheel is the one that ``STEPWELL_WHEEL`` names; without it one is built, where maturin is installed and the engine has been compiled here before (from
-nothing it would take many minutes: say ``make wheel``).
+The wheel is the one that ``STEPWELL_WHEEL`` names; without it one is built, where maturin is
+installed and the engine has been compiled here before (from nothing it would take many minutes: say
+``make wheel``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""``Options(files_per="node")``: the processes of a machine write side by side into one file for each item."""
+"""``Options(files_per="node")``: the processes of a machine write side by side into one file for
+each item."""
 
 from __future__ import annotations
 

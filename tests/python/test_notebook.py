@@ -1,5 +1,6 @@
-"""Cells of a notebook: run twice, interrupted, failed, and the session ended. The same session in an interpreter of Python's own, which is always there, and
-in a real kernel, where ``ipykernel`` and ``jupyter_client`` are installed."""
+"""Cells of a notebook: run twice, interrupted, failed, and the session ended. The same session in
+an interpreter of Python's own, which is always there, and in a real kernel, where ``ipykernel`` and
+``jupyter_client`` are installed."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ import numpy as np
 import pytest
 import stepwell as sw
 
-#: Runs a cell and gives what it printed, traceback included. With ``interrupt_after`` seconds the "stop" button is pressed.
+#: Runs a cell and gives what it printed, traceback included. With ``interrupt_after`` seconds the
+#: "stop" button is pressed.
 Cell = Callable[..., str]
 DEADLINE = 60.0
 
 
 @contextlib.contextmanager
 def plain_session() -> Iterator[Cell]:
-    """``code.InteractiveInterpreter`` in this process: names live on from cell to cell, and errors end a cell and nothing else."""
+    """``code.InteractiveInterpreter`` in this process: names live on from cell to cell, and errors
+    end a cell and nothing else."""
     import signal
 
     interpreter = code.InteractiveInterpreter()
@@ -142,7 +145,8 @@ while True:
     mgr.save(mgr.next_step(), state)
 """
     assert "KeyboardInterrupt" in cell(loop, interrupt_after=delay)
-    # Some bytes of the state are changed by the next cell: nothing of what was saved before may show that.
+    # Some bytes of the state are changed by the next cell: nothing of what was saved before may
+    # show that.
     assert cell("state['a'][:] = 8\nmgr.wait_until_finished()") == ""
     check = "print(all((mgr.restore(one)['a'] == 7).all() for one in mgr.all_steps()))"
     assert cell(check) == "True\n"
@@ -161,7 +165,8 @@ with sw.CheckpointManager({str(root)!r}, retention=sw.keep_latest(2)) as m:
         told = cell(loop, interrupt_after=0.4)
         assert "KeyboardInterrupt" in told
         assert "LockedError" not in told
-    # An interrupt may come while the block's end waits for what is in flight; asking again waits on.
+    # An interrupt may come while the block's end waits for what is in flight; asking again waits
+    # on.
     assert "LockedError" not in cell(f"m.close()\n{opening(root)}\nmgr.close()")
     assert (sw.restore(root)["a"] == 7).all()
 

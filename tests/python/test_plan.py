@@ -1,4 +1,5 @@
-"""Dry runs: what a restore would read and do, from the plan that it makes itself, without an array being read."""
+"""Dry runs: what a restore would read and do, from the plan that it makes itself, without an array
+being read."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def test_a_plan_says_what_the_restore_then_reads(
         monkeypatch.setattr(Counting, "nbytes", 0)
         _, report = checkpoint.restore(**keywords, return_report=True)
     assert plan.nbytes == nbytes == report.nbytes
-    # Planned are whole blocks; the header in the first of them and the footer after the last are then left out.
+    # Planned are whole blocks; the header in the first of them and the footer after the last are
+    # then left out.
     assert 0 <= plan.read_bytes - Counting.nbytes <= 8192 * plan.reads
     assert plan.report == report
     assert plan.blocks == sum(item.blocks for item in plan.items.values()) >= 1

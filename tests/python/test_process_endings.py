@@ -1,8 +1,10 @@
-"""How processes end while a manager is at work: by exceptions, exits, threads and forks, in whatever order the interpreter takes its things down.
+"""How processes end while a manager is at work: by exceptions, exits, threads and forks, in
+whatever order the interpreter takes its things down.
 
-Each is a process of its own, and afterwards the root is looked at from outside: what was committed is whole, what was asked for is there where the
-ending allows it, and the next writer is let in at once. Signals are in ``test_signals.py``; interrupted waits, dropped
-managers and failures that nobody saw in ``test_endings.py``; forked handles in ``test_lifecycle.py``.
+Each is a process of its own, and afterwards the root is looked at from outside: what was committed
+is whole, what was asked for is there where the ending allows it, and the next writer is let in at
+once. Signals are in ``test_signals.py``; interrupted waits, dropped managers and failures that
+nobody saw in ``test_endings.py``; forked handles in ``test_lifecycle.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ save = manager.save(1, {"a": np.full(96 << 20, 7, np.uint8)})
 """
 
 
-# ---- exceptions, exits, threads ---------------------------------------------------------------------------------------------
+# ---- exceptions, exits, threads
+# ---------------------------------------------------------------------------------------------
 
 
 def test_an_exception_that_nobody_catches_is_shown_and_takes_no_save_with_it(python: Run, root: Path) -> None:
@@ -171,7 +174,8 @@ print("x" * 100000)
     assert done.returncode != 0
 
 
-# ---- the order in which an interpreter ends ---------------------------------------------------------------------------------
+# ---- the order in which an interpreter ends
+# ---------------------------------------------------------------------------------
 
 ORDERS = {
     "in a reference cycle": """
@@ -248,7 +252,8 @@ def test_wherever_a_manager_is_kept_its_save_is_committed_at_exit(
 def test_exit_hooks_of_the_program_may_save_and_those_that_come_too_late_are_told(
     python: Run, root: Path
 ) -> None:
-    # Hooks run in the opposite order of their registration; this package registers its own when it is imported.
+    # Hooks run in the opposite order of their registration; this package registers its own when it
+    # is imported.
     script = """
 import subprocess
 code = '''
@@ -297,7 +302,8 @@ late.checkpoint = late.manager.checkpoint()
     assert whole(root, at_least=1) == 1
 
 
-# ---- other processes --------------------------------------------------------------------------------------------------------
+# ---- other processes
+# --------------------------------------------------------------------------------------------------------
 
 LOADER = """
 import multiprocessing, signal

@@ -1,4 +1,5 @@
-"""Several processes save and restore together, over a shared directory: real processes, real files, real signals."""
+"""Several processes save and restore together, over a shared directory: real processes, real files,
+real signals."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import stepwell as sw
 from ranks import run, start
 from threads import together
 
-#: A model of which each rank holds some rows of one tensor, some columns of another, and all of a third.
+#: A model of which each rank holds some rows of one tensor, some columns of another, and all of a
+#: third.
 MODEL = """
 ROWS, COLUMNS = 24, 36
 

@@ -1,4 +1,5 @@
-"""Restoring with a target: what is wanted is matched first, all differences are told at once, memory is only handed out filled."""
+"""Restoring with a target: what is wanted is matched first, all differences are told at once,
+memory is only handed out filled."""
 
 from __future__ import annotations
 

@@ -349,7 +349,8 @@ states = st.recursive(
 
 
 def untyped(value: Any) -> Any:
-    """A state with namedtuples as plain tuples: their classes are synthesised where no ``like`` has them."""
+    """A state with namedtuples as plain tuples: their classes are synthesised where no ``like`` has
+    them."""
     if isinstance(value, tuple):
         return tuple(untyped(one) for one in value)
     if isinstance(value, list):

@@ -1,4 +1,5 @@
-"""Signals from outside: an interrupt wherever the program is, a termination that is listened to, that is not, and that comes twice.
+"""Signals from outside: an interrupt wherever the program is, a termination that is listened to,
+that is not, and that comes twice.
 
 Interrupts of a single call, raised at chosen moments, are in ``test_endings.py``.
 """
@@ -135,7 +136,8 @@ time.sleep(30)
 
 
 def test_a_forked_worker_beside_a_manager_that_listens_is_ended_by_a_termination(root: Path) -> None:
-    # It inherits the handler; a loader that terminates its workers and joins them would wait for ever.
+    # It inherits the handler; a loader that terminates its workers and joins them would wait for
+    # ever.
     script = """
 import multiprocessing
 def work(queue):
@@ -165,7 +167,8 @@ with sw.CheckpointManager(sys.argv[1], save_policy=policy) as manager:
 
 
 def test_a_forked_child_has_the_handlers_that_were_there_before(root: Path) -> None:
-    # Those of the system too: one of Python's own would run only where the interpreter gets to it, and not in a lock.
+    # Those of the system too: one of Python's own would run only where the interpreter gets to it,
+    # and not in a lock.
     script = """
 def handlers():
     with open("/proc/self/status") as status:

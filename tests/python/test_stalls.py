@@ -1,4 +1,5 @@
-"""A disk that does not answer: every wait of the Python side ends, says what it waited for, and leaves the process able to go on.
+"""A disk that does not answer: every wait of the Python side ends, says what it waited for, and
+leaves the process able to go on.
 
 The subject is a real process; ``strace`` holds up its system calls for longer than any test lasts.
 """
@@ -44,7 +45,8 @@ def stalled(call):
 
 
 def outlast(path: Path, script: str, calls: str) -> list[str]:
-    """What a script says while these system calls do not return, from ``attached()`` on. It is killed then: a thread that is held up would hold up its end."""
+    """What a script says while these system calls do not return, from ``attached()`` on. It is
+    killed then: a thread that is held up would hold up its end."""
     file = path / "script.py"
     file.write_text(PRELUDE + script + "\nprint('end', flush=True)\nsys.stdin.readline()\n")
     errors = path / "errors"
@@ -121,7 +123,8 @@ print(save.done())
 
 
 def test_a_singular_save_ends_when_the_disk_does_not_answer(disk: Path) -> None:
-    # The engine has been chosen, and the directory around it is there: the first thing to be synced is the data.
+    # The engine has been chosen, and the directory around it is there: the first thing to be synced
+    # is the data.
     script = """
 options = sw.Options(stall_timeout=options.stall_timeout, engine=options.engine, create=False)
 sw.save(where + "-before", state, options=options)

@@ -1,8 +1,10 @@
-"""Killed, or fed an errno, at system calls of saves with retention: through Python too nothing is torn and no committed step is lost.
+"""Killed, or fed an errno, at system calls of saves with retention: through Python too nothing is
+torn and no committed step is lost.
 
-The subject is ``saver.py``, a real process on a real file system; ``strace`` injects. The same sweeps over the engine alone, through every
-engine and at every system call, are ``tests/tests/system_calls.rs``; here a sample of them shows that the Python front loses nothing on the
-way: no errno, no outcome, no step. ``STEPWELL_LONG=1`` tries every call.
+The subject is ``saver.py``, a real process on a real file system; ``strace`` injects. The same
+sweeps over the engine alone, through every engine and at every system call, are
+``tests/tests/system_calls.rs``; here a sample of them shows that the Python front loses nothing on
+the way: no errno, no outcome, no step. ``STEPWELL_LONG=1`` tries every call.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ LONG = bool(os.environ.get("STEPWELL_LONG"))
 FIRST, STEPS = 10, 4
 SAMPLE = 60
 ERRNOS = ("ENOSPC", "EIO", "EDQUOT", "EINTR", "EAGAIN", "EMFILE", "ENOMEM", "EROFS")
-#: Calls that change what is on the disk: a kill before any other is a kill before the next of these.
+#: Calls that change what is on the disk: a kill before any other is a kill before the next of
+#: these.
 CHANGING = (
     "openat2", "mkdirat", "fallocate", "pwrite64", "io_uring_enter", "fsync", "renameat", "renameat2", "unlinkat", "ftruncate",
 )  # fmt: skip
-#: Of the others an error is tried too, where only the engine makes them: what the interpreter itself does with errors is not ours.
+#: Of the others an error is tried too, where only the engine makes them: what the interpreter
+#: itself does with errors is not ours.
 FALLIBLE = (*CHANGING, "io_uring_setup", "io_uring_register", "fcntl")
 
 Case = TypeVar("Case")
@@ -59,7 +63,8 @@ class Ran:
 
 
 def run(root: Path, strace: list[str]) -> Ran:
-    """Runs the saver; the tracer attaches when it is ready, so that counts of calls begin there, in every thread at zero."""
+    """Runs the saver; the tracer attaches when it is ready, so that counts of calls begin there, in
+    every thread at zero."""
     log, errors = root.with_suffix(".trace"), root.with_suffix(".errors")
     command = [sys.executable, str(HERE / "saver.py"), str(root), str(FIRST), str(STEPS), "wait"]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -110,7 +115,8 @@ def state_of(step: int) -> dict[str, object]:
 
 
 def points(base: Path, wanted: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Every (system call, n) of an undisturbed run, where n counts that call within a thread, as the injection does."""
+    """Every (system call, n) of an undisturbed run, where n counts that call within a thread, as
+    the injection does."""
     root = base / "counted"
     shutil.copytree(base / "template", root)
     ran = run(root, [])
@@ -129,8 +135,8 @@ def points(base: Path, wanted: tuple[str, ...]) -> list[tuple[str, int]]:
 
 
 def check(root: Path, acknowledged: list[int]) -> None:
-    """What must hold after any accident: every listed step verifies, none that was acknowledged and not retired is lost, and
-    the next save works and leaves nothing behind."""
+    """What must hold after any accident: every listed step verifies, none that was acknowledged and
+    not retired is lost, and the next save works and leaves nothing behind."""
     with sw.CheckpointManager(root, retention=sw.keep_latest(2), staging_bytes=1 << 20) as mgr:
         steps = mgr.all_steps()
         for step in steps:

@@ -1,4 +1,5 @@
-"""Ranks that are threads of one process, each with a manager of its own over a shared directory: real files, and no process to start."""
+"""Ranks that are threads of one process, each with a manager of its own over a shared directory:
+real files, and no process to start."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ def together(
     chunk_bytes: int | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Runs ``work(rank, manager)`` for every rank at once; what each returns. What one raises is raised here. ``save_policy`` gives the policy of a rank; ``chunk_bytes`` may be
-    less than users can ask for."""
+    """Runs ``work(rank, manager)`` for every rank at once; what each returns. What one raises is
+    raised here. ``save_policy`` gives the policy of a rank; ``chunk_bytes`` may be less than users
+    can ask for."""
     job = f"job-{next(_jobs)}"
     results: list[Any] = [None] * world
     failures: list[BaseException] = []

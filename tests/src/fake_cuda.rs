@@ -1,6 +1,8 @@
-//! The fake CUDA driver of `tests/fake_cuda`, built, loaded and driven: devices, streams, arrays, updates; what it found.
+//! The fake CUDA driver of `tests/fake_cuda`, built, loaded and driven: devices, streams, arrays,
+//! updates; what it found.
 //!
-//! It is loaded before stepwell looks for a driver, under the name that stepwell looks for. One driver serves a process, so a test takes it for itself ([`FakeCuda::alone`]).
+//! It is loaded before stepwell looks for a driver, under the name that stepwell looks for. One
+//! driver serves a process, so a test takes it for itself ([`FakeCuda::alone`]).
 #![expect(unsafe_code, reason = "calls a library that is written in C, of which only tests know")]
 #![allow(
     clippy::unwrap_used,
@@ -19,7 +21,8 @@ use libloading::{Library, Symbol};
 use stepwell_core::provider::{DeviceProvider, Haste};
 use stepwell_core::sys::{Device, DeviceMemory, DeviceSource, UserStream, driver};
 
-/// The driver, as long as nobody else has it. Dropping it checks that nothing is left, and that nothing was found.
+/// The driver, as long as nobody else has it. Dropping it checks that nothing is left, and that
+/// nothing was found.
 pub struct FakeCuda {
     library: &'static Library,
     _alone: MutexGuard<'static, ()>,
@@ -27,7 +30,8 @@ pub struct FakeCuda {
     forgiven: Mutex<bool>,
 }
 
-/// Builds the driver (`incomplete`: without one of its functions) and gives the directory that it is in.
+/// Builds the driver (`incomplete`: without one of its functions) and gives the directory that it
+/// is in.
 pub fn built(incomplete: bool) -> PathBuf {
     let sources = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/fake_cuda"));
     let into =
@@ -45,14 +49,16 @@ fn library() -> &'static Library {
     static LIBRARY: OnceLock<Library> = OnceLock::new();
     LIBRARY.get_or_init(|| {
         let path = built(false).join("libcuda.so.1");
-        // SAFETY: the library was just built from the sources beside this; it does nothing when it is loaded.
+        // SAFETY: the library was just built from the sources beside this; it does nothing when it
+        // is loaded.
         unsafe { Library::new(&path) }.expect("the fake driver loads")
     })
 }
 
 macro_rules! call {
     ($library:expr, $name:ident, ($($type:ty),*) -> $answer:ty, $($value:expr),*) => {{
-        // SAFETY: a function of the fake driver with these arguments (see fakecuda.h and libcuda.c), whose pointers outlive the call.
+        // SAFETY: a function of the fake driver with these arguments (see fakecuda.h and
+        // libcuda.c), whose pointers outlive the call.
         unsafe {
             let function: Symbol<'_, unsafe extern "C" fn($($type),*) -> $answer> =
                 $library.get(concat!(stringify!($name), "\0").as_bytes()).expect(stringify!($name));
@@ -210,7 +216,8 @@ pub struct Stream {
 impl Stream {
     /// As stepwell takes it.
     pub fn user(&self) -> UserStream {
-        // SAFETY: a stream of the fake driver; it is destroyed with this value, whose users have returned by then.
+        // SAFETY: a stream of the fake driver; it is destroyed with this value, whose users have
+        // returned by then.
         unsafe { UserStream::new(self.handle) }.unwrap()
     }
 

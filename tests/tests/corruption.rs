@@ -1,7 +1,9 @@
-//! Whatever is done to the bytes of a committed step is found before a value of it is given out, and told by file, block and leaf.
+//! Whatever is done to the bytes of a committed step is found before a value of it is given out,
+//! and told by file, block and leaf.
 //!
-//! The subject is a small state of every kind of leaf, saved by the real manager into a real directory. What is damaged is damaged in place and
-//! mended again, so that hundreds of thousands of damages take seconds. `STEPWELL_LONG=1` tries every bit of the data too.
+//! The subject is a small state of every kind of leaf, saved by the real manager into a real
+//! directory. What is damaged is damaged in place and mended again, so that hundreds of thousands
+//! of damages take seconds. `STEPWELL_LONG=1` tries every bit of the data too.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test")]
 
 use std::collections::BTreeMap;
@@ -37,7 +39,8 @@ fn saved(dir: &Path) -> PathBuf {
     root
 }
 
-/// Runs `work` on several copies of one root at a time; the second argument says which part of the work is whose.
+/// Runs `work` on several copies of one root at a time; the second argument says which part of the
+/// work is whose.
 fn on_copies(work: impl Fn(&Reader, u64) + Sync) {
     let dir = tempfile::tempdir().unwrap();
     let original = saved(dir.path());
@@ -108,7 +111,8 @@ fn opening(reader: &Reader) -> Result<Option<Found>, String> {
     Ok(reader.checkpoint(STEP)?.err())
 }
 
-/// What the first look at a data file says: header, trailer, page table, checksum pages. Every restore begins with it.
+/// What the first look at a data file says: header, trailer, page table, checksum pages. Every
+/// restore begins with it.
 fn first_look(dir: &Arc<dyn Dir>, index: &Index, file: u32) -> Result<Option<Found>, String> {
     let files = FileSet::new(Arc::clone(dir), &index.files);
     match files.block_bytes(file) {

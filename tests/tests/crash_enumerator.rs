@@ -1,4 +1,5 @@
-//! The crash-state enumerator finds every bug of a small commit protocol, and none where there is none.
+//! The crash-state enumerator finds every bug of a small commit protocol, and none where there is
+//! none.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use std::fmt::Write as _;
@@ -429,7 +430,8 @@ fn what_a_failed_sync_left_behind_is_not_saved_by_the_next_one() {
     assert_eq!(lost.unwrap_err().message, "lost");
 }
 
-/// The states that a crash may leave after `script`, in a root that holds the file `old`, written as `name=bytes name/=` lines.
+/// The states that a crash may leave after `script`, in a root that holds the file `old`, written
+/// as `name=bytes name/=` lines.
 fn left_after(script: impl Fn(&SimDisk, &dyn Dir)) -> Vec<String> {
     let disk = SimDisk::new();
     let root = disk.open_dir(Path::new("/")).unwrap();
@@ -510,7 +512,8 @@ fn ordered_metadata_keeps_a_prefix() {
     assert_eq!(explored.distinct, 7, "six changes, seven prefixes");
 }
 
-/// Prints how fast states are made: `cargo test --release -p stepwell-tests --test crash_enumerator speed -- --ignored --nocapture`.
+/// Prints how fast states are made: `cargo test --release -p stepwell-tests --test crash_enumerator
+/// speed -- --ignored --nocapture`.
 #[test]
 #[ignore = "a measurement"]
 fn speed_of_enumeration() {

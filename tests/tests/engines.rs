@@ -1,4 +1,5 @@
-//! One save through every engine gives one directory, byte for byte: what is on the disk depends on the state, the options and the ids, and on nothing else.
+//! One save through every engine gives one directory, byte for byte: what is on the disk depends on
+//! the state, the options and the ids, and on nothing else.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test")]
 
 use std::collections::BTreeMap;
@@ -10,7 +11,8 @@ use stepwell_core::io::{Dir, Disk, Engine, EntryKind, open_disk};
 use stepwell_manager::Options;
 use stepwell_tests::real::{look, repeatable};
 
-/// Everything that stands in the root after three steps with metrics, the last one replaced, but for the writer's own epoch (it names the process).
+/// Everything that stands in the root after three steps with metrics, the last one replaced, but
+/// for the writer's own epoch (it names the process).
 fn saved(root: &Path, disk: &Arc<dyn Disk>, options: &Options) -> BTreeMap<String, Vec<u8>> {
     repeatable::save(root, Arc::clone(disk), options).unwrap();
     let mut out = BTreeMap::new();

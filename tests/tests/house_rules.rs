@@ -1,4 +1,5 @@
-//! The rules of the house that no compiler checks: where unsafe code may stand, who may import whom, and which words have no place here.
+//! The rules of the house that no compiler checks: where unsafe code may stand, who may import
+//! whom, and which words have no place here.
 #![expect(clippy::unwrap_used, reason = "a test that cannot read the tree has failed")]
 
 use std::fs;
@@ -98,7 +99,8 @@ fn the_format_does_no_input_or_output_and_planning_has_no_threads() {
     }
 }
 
-/// What the product runs of a crate: `place:line` and the line's code, without comments and without tests (their files, and the modules at the ends of others).
+/// What the product runs of a crate: `place:line` and the line's code, without comments and without
+/// tests (their files, and the modules at the ends of others).
 fn product_code(folder: &str) -> Vec<(String, String)> {
     let mut lines = Vec::new();
     for (name, text) in sources(folder, &[".rs"]) {
@@ -163,7 +165,8 @@ fn only_the_commit_renames() {
     }
 }
 
-/// What of the package opens files that are no checkpoint's: what its user asked to be written, and the locks that the command line looks at.
+/// What of the package opens files that are no checkpoint's: what its user asked to be written, and
+/// the locks that the command line looks at.
 const OTHER_FILES: [&str; 4] = [
     "python/stepwell/events.py:",
     "python/stepwell/cli/cat.py:",
@@ -195,7 +198,8 @@ fn nothing_outside_core_io_opens_a_data_file() {
                 continue;
             }
             if place.starts_with("core/src/sys/") {
-                // It works on descriptors that it is given; what it opens itself is the kernel's word on the machine.
+                // It works on descriptors that it is given; what it opens itself is the kernel's
+                // word on the machine.
                 let opens = [
                     "read_to_string(",
                     "fs::read",
@@ -207,14 +211,16 @@ fn nothing_outside_core_io_opens_a_data_file() {
                 .iter()
                 .any(|word| code.contains(word));
                 let is_kernel = ["\"/proc/", "\"/dev/", "\"/sys/"].iter().any(|below| code.contains(below))
-                    // All of its files are below /sys/fs/cgroup, or below what a test puts in its place.
+                    // All of its files are below /sys/fs/cgroup, or below what a test puts in its
+                    // place.
                     || place.starts_with("core/src/sys/control_group.rs:");
                 assert!(!opens || is_kernel, "{place} opens a file: {code}");
                 continue;
             }
             let way = WAYS_TO_A_FILE.iter().find(|word| code.contains(**word));
             assert!(way.is_none(), "{place} reaches files past core/io: {code}");
-            // And through it, only the two pipelines ask for data files: the crates above have small files, whole ones, and indexes, of which they read pages.
+            // And through it, only the two pipelines ask for data files: the crates above have
+            // small files, whole ones, and indexes, of which they read pages.
             let opens = [".open_file(", ".create_file("].iter().any(|word| code.contains(word));
             let may = ["core/src/load/", "core/src/save/", "manager/src/stored_index.rs:"];
             let may = may.iter().any(|may| place.starts_with(may));

@@ -1,4 +1,5 @@
-//! A process that is killed in a save to a path leaves a temporary beside it; the next save to that path removes it, and never one whose process lives.
+//! A process that is killed in a save to a path leaves a temporary beside it; the next save to that
+//! path removes it, and never one whose process lives.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::io::{BufRead, BufReader};

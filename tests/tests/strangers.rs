@@ -1,4 +1,5 @@
-//! What is no step is never taken for one, and never deleted: other people's files, half-copied steps, other spellings of a number, symlinks.
+//! What is no step is never taken for one, and never deleted: other people's files, half-copied
+//! steps, other spellings of a number, symlinks.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use std::collections::BTreeMap;
@@ -94,7 +95,8 @@ fn littered(dir: &Path) -> (PathBuf, Vec<PathBuf>) {
     ] {
         std::fs::write(root.join(file), text).unwrap();
     }
-    // A step under another number, one that lacks a file, one whose manifest was cut, and symlinks to whole ones.
+    // A step under another number, one that lacks a file, one whose manifest was cut, and symlinks
+    // to whole ones.
     look::copy_tree(&root.join("step_00000002"), &root.join("step_00000023")).unwrap();
     look::copy_tree(&root.join("step_00000002"), &root.join("step_2")).unwrap();
     symlink("step_00000002", root.join("step_00000025")).unwrap();

@@ -1,8 +1,11 @@
-//! Killed, or fed an errno, at every system call of saves with retention: nothing is torn, no committed step is lost, every error is told as what it is.
+//! Killed, or fed an errno, at every system call of saves with retention: nothing is torn, no
+//! committed step is lost, every error is told as what it is.
 //!
-//! The subject is a real process on a real file system, through every engine; `strace` injects. By default kills are made at every call that changes what is
-//! on the disk (a kill before any other call is a kill before the next of these), and errors at a sample of all calls (another one with `STEPWELL_SEED=n`);
-//! with `STEPWELL_LONG=1` both are made everywhere. Where nothing can be traced, the sweeps print SKIPPED and why.
+//! The subject is a real process on a real file system, through every engine; `strace` injects. By
+//! default kills are made at every call that changes what is on the disk (a kill before any other
+//! call is a kill before the next of these), and errors at a sample of all calls (another one with
+//! `STEPWELL_SEED=n`); with `STEPWELL_LONG=1` both are made everywhere. Where nothing can be
+//! traced, the sweeps print SKIPPED and why.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test")]
 
 use std::collections::BTreeMap;
@@ -34,8 +37,8 @@ const ERRNOS: [(&str, i32); 8] = [
     ("EROFS", 30),
 ];
 
-/// Calls that an error is injected into: all that work on files, rings or threads. Not those of the memory allocator, whose refusal ends any program, nor
-/// `close`, whose errors nobody can act on.
+/// Calls that an error is injected into: all that work on files, rings or threads. Not those of the
+/// memory allocator, whose refusal ends any program, nor `close`, whose errors nobody can act on.
 const FALLIBLE: [&str; 40] = [
     "open",
     "openat",
@@ -79,7 +82,8 @@ const FALLIBLE: [&str; 40] = [
     "flock",
 ];
 
-/// Calls that change what is on the disk: a kill before any other is a kill before the next of these.
+/// Calls that change what is on the disk: a kill before any other is a kill before the next of
+/// these.
 const CHANGING: [&str; 15] = [
     "openat2",
     "mkdir",
@@ -165,7 +169,8 @@ fn each<T: Sync>(cases: &[T], work: impl Fn(usize, &T) + Sync) {
     });
 }
 
-/// `cases`, or about `most` of them: the same on every run, but where `STEPWELL_SEED` says otherwise.
+/// `cases`, or about `most` of them: the same on every run, but where `STEPWELL_SEED` says
+/// otherwise.
 fn sampled<T>(cases: Vec<T>, most: usize) -> Vec<T> {
     let all = cases.len();
     if long() || all <= most {
@@ -298,7 +303,8 @@ fn sweep_errnos(engine: &'static str, most: usize) {
             }
             judge(&ran, call, *errno).map_err(told)?;
             let acknowledged = [vec![1], ran.committed()].concat();
-            // The process lives: exactly the newest two that it acknowledged are there, whatever else is.
+            // The process lives: exactly the newest two that it acknowledged are there, whatever
+            // else is.
             for step in acknowledged.iter().rev().take(2) {
                 if !root.join(format!("step_{step:08}")).exists() {
                     return Err(told(format!("step {step} is lost")));

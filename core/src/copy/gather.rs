@@ -1,10 +1,12 @@
 //! Gathering: strided memory → a run of the row-major bytes of a box.
 //!
-//! [`crate::sys::HostSource`] calls this. A box is first *simplified* (dimensions of one element dropped, neighbours that are
-//! contiguous in memory merged), so that a contiguous box of any rank is one dimension. A run of its elements is then cut
-//! into *pieces*, at most `2 N - 1` for `N` dimensions, each a box of its own and contiguous where it is written.
+//! [`crate::sys::HostSource`] calls this. A box is first *simplified* (dimensions of one element
+//! dropped, neighbours that are contiguous in memory merged), so that a contiguous box of any rank
+//! is one dimension. A run of its elements is then cut into *pieces*, at most `2 N - 1` for `N`
+//! dimensions, each a box of its own and contiguous where it is written.
 
-/// One dimension of a box: how many elements, and how many bytes from one to the next (any sign; 0 is a broadcast).
+/// One dimension of a box: how many elements, and how many bytes from one to the next (any sign; 0
+/// is a broadcast).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dim {
     /// Number of elements, never zero.
@@ -13,7 +15,8 @@ pub struct Dim {
     pub stride: i64,
 }
 
-/// A part of a run: `count` indices of dimension `dim` and everything below, starting `offset` bytes from the box's first element.
+/// A part of a run: `count` indices of dimension `dim` and everything below, starting `offset`
+/// bytes from the box's first element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Bytes from the box's first element to the piece's first.
@@ -26,8 +29,8 @@ pub struct Piece {
     pub elements: u64,
 }
 
-/// The dimensions of a box, outermost first, with those of one element dropped and contiguous neighbours merged. A box of one element has none.
-/// `None` if the box is empty.
+/// The dimensions of a box, outermost first, with those of one element dropped and contiguous
+/// neighbours merged. A box of one element has none. `None` if the box is empty.
 pub fn simplify(extent: &[u64], strides: &[i64]) -> Option<Vec<Dim>> {
     let mut dims: Vec<Dim> = Vec::with_capacity(extent.len());
     for (&extent, &stride) in extent.iter().zip(strides) {
@@ -48,7 +51,8 @@ pub fn simplify(extent: &[u64], strides: &[i64]) -> Option<Vec<Dim>> {
     Some(dims)
 }
 
-/// Cuts the run of `len` elements from element `start` (both in row-major order) into pieces, in order. The run must lie in the box.
+/// Cuts the run of `len` elements from element `start` (both in row-major order) into pieces, in
+/// order. The run must lie in the box.
 pub fn pieces(dims: &[Dim], start: u64, len: u64, mut emit: impl FnMut(Piece)) {
     if dims.is_empty() {
         if len > 0 {

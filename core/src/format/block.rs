@@ -1,5 +1,6 @@
-//! Blocks: the fixed-size pieces that tile a data file from offset 0 to its footer; the unit of checksum and of reading. The last one may
-//! be short. A block's CRC says nothing of its position or file: its place in the table does, and the file id.
+//! Blocks: the fixed-size pieces that tile a data file from offset 0 to its footer; the unit of
+//! checksum and of reading. The last one may be short. A block's CRC says nothing of its position
+//! or file: its place in the table does, and the file id.
 
 use std::path::Path;
 
@@ -7,8 +8,8 @@ use super::checksum::crc32c;
 use crate::error::{Error, Result};
 use crate::limits::BLOCK_BYTES;
 
-/// Bytes of a block where nothing else is asked for: small enough that a resharded read wastes little, large enough that the checksums
-/// are 256 bytes per MiB.
+/// Bytes of a block where nothing else is asked for: small enough that a resharded read wastes
+/// little, large enough that the checksums are 256 bytes per MiB.
 pub const DEFAULT_BLOCK_BYTES: u64 = 16 << 10;
 
 /// How many blocks tile `[0, bytes)`.
@@ -21,7 +22,8 @@ pub fn crcs(bytes: &[u8], block_bytes: u64) -> impl Iterator<Item = u32> + '_ {
     bytes.chunks(usize::try_from(block_bytes).unwrap_or(usize::MAX).max(1)).map(crc32c)
 }
 
-/// Checks that `bytes` are those of the block with that CRC; names file and block where they are not.
+/// Checks that `bytes` are those of the block with that CRC; names file and block where they are
+/// not.
 pub fn check(block: u64, bytes: &[u8], expected: u32, file: &Path) -> Result<()> {
     let found = crc32c(bytes);
     if found == expected {
@@ -35,7 +37,8 @@ pub fn check(block: u64, bytes: &[u8], expected: u32, file: &Path) -> Result<()>
     })
 }
 
-/// Checks a block size that was chosen by a user or stands in a file: a power of two within [`BLOCK_BYTES`].
+/// Checks a block size that was chosen by a user or stands in a file: a power of two within
+/// [`BLOCK_BYTES`].
 pub fn check_size(block_bytes: u64) -> std::result::Result<(), String> {
     if block_bytes.is_power_of_two() && BLOCK_BYTES.contains(&block_bytes) {
         return Ok(());

@@ -60,7 +60,8 @@ impl Put for Vec<u8> {
     }
 }
 
-/// Writes the CRC of everything after it into its place in a sealed front: `magic (8), crc (4), what it covers …`.
+/// Writes the CRC of everything after it into its place in a sealed front: `magic (8), crc (4),
+/// what it covers …`.
 pub(crate) fn seal_front(bytes: &mut [u8]) {
     if let Some((front, covered)) = bytes.split_at_mut_checked(12)
         && let Some(place) = front.get_mut(8..)
@@ -69,8 +70,8 @@ pub(crate) fn seal_front(bytes: &mut [u8]) {
     }
 }
 
-/// Checks a front that [`seal_front`] made and returns what its CRC covers. Fronts are only looked for where a record of ours says that there is one:
-/// whatever else stands there is damage.
+/// Checks a front that [`seal_front`] made and returns what its CRC covers. Fronts are only looked
+/// for where a record of ours says that there is one: whatever else stands there is damage.
 pub(crate) fn open_front<'a>(
     bytes: &'a [u8],
     magic: [u8; 8],

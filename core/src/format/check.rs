@@ -1,7 +1,9 @@
-//! What every index must keep, whatever version or footer it came from: run before an index is written and after one was read. Only the
-//! exact tiling of a tensor by its chunks is not checked here (that is geometry, `stepwell-reshard`'s, and a footer holds but a part).
+//! What every index must keep, whatever version or footer it came from: run before an index is
+//! written and after one was read. Only the exact tiling of a tensor by its chunks is not checked
+//! here (that is geometry, `stepwell-reshard`'s, and a footer holds but a part).
 //!
-//! All arithmetic is overflow-safe, and nothing is allocated that is not bounded by what is in memory already.
+//! All arithmetic is overflow-safe, and nothing is allocated that is not bounded by what is in
+//! memory already.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -24,7 +26,8 @@ use crate::tree::{ContainerKind, NodeKind, Tree};
 
 /// First byte that a chunk or object may have in a data file.
 const FIRST_BYTE: u64 = 4096;
-/// What a stateful container's inner kind counts towards [`MAX_TYPE_NAME_BYTES`]: a page stores a kind once, memory once per container.
+/// What a stateful container's inner kind counts towards [`MAX_TYPE_NAME_BYTES`]: a page stores a
+/// kind once, memory once per container.
 pub(super) const STATEFUL_BYTES: u64 = 64;
 
 /// What extents and leaf numbers may name.
@@ -169,10 +172,12 @@ struct Open<'a> {
     children: Siblings<'a>,
 }
 
-/// Hashed with a seed of its own: a file that was made without knowing it finds no names that collide but by chance.
+/// Hashed with a seed of its own: a file that was made without knowing it finds no names that
+/// collide but by chance.
 type Siblings<'a> = HashSet<Sibling<'a>, RandomState>;
 
-/// What must differ among the children of a container: how they render. A key `a` and a field `a` would be one path.
+/// What must differ among the children of a container: how they render. A key `a` and a field `a`
+/// would be one path.
 #[derive(PartialEq, Eq, Hash)]
 enum Sibling<'a> {
     Name(&'a str),
@@ -343,7 +348,8 @@ fn check_extent(index: &Index, extent: &Extent, bounds: Bounds) -> Result<(), St
         (_, Bounds::Footer { .. }) => {
             return Err("lies in another file than the one whose footer it stands in".to_owned());
         }
-        // Where the footer begins is known to the file alone; that the end is a trailer is known here.
+        // Where the footer begins is known to the file alone; that the end is a trailer is known
+        // here.
         (Source::Own(ordinal), _) => (FIRST_BYTE, file(ordinal)?.length.saturating_sub(FIRST_BYTE)),
         (Source::Range(ordinal), _) => (0, file(ordinal)?.length),
         (Source::Pulled(_), _) => (0, u64::MAX),

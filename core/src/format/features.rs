@@ -1,5 +1,6 @@
-//! Feature bits of data files and indexes. A bit in `required` that a reader does not know makes it refuse the file; a bit in `optional`
-//! may be ignored. (Manifests, which are read first, list required features by name.)
+//! Feature bits of data files and indexes. A bit in `required` that a reader does not know makes it
+//! refuse the file; a bit in `optional` may be ignored. (Manifests, which are read first, list
+//! required features by name.)
 
 /// Of an index: it has an outline before its pages (see [`super::index_v1`]).
 pub(crate) const OUTLINE: u64 = 1 << 0;

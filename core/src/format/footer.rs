@@ -1,5 +1,6 @@
-//! The footer of a data file: pages of this file's index, pages of block checksums, the page table, and the trailer. It makes a data file
-//! explain itself: an index can be rebuilt from the data files alone, and no reader needs more than a file to verify it.
+//! The footer of a data file: pages of this file's index, pages of block checksums, the page table,
+//! and the trailer. It makes a data file explain itself: an index can be rebuilt from the data
+//! files alone, and no reader needs more than a file to verify it.
 
 use std::path::Path;
 
@@ -26,9 +27,10 @@ pub struct Footer {
     pub trailer_crc: u32,
 }
 
-/// Makes the footer of a data file. `index` holds this file's leaves, and all its extents lie in this file (`Source::Own(0)`, before
-/// `footer_offset`); its `files` are not written, since a file cannot hold its own length and digest. `block_crcs` are those of the blocks that tile
-/// `[0, footer_offset)`.
+/// Makes the footer of a data file. `index` holds this file's leaves, and all its extents lie in
+/// this file (`Source::Own(0)`, before `footer_offset`); its `files` are not written, since a file
+/// cannot hold its own length and digest. `block_crcs` are those of the blocks that tile `[0,
+/// footer_offset)`.
 pub fn encode(
     file_id: u128,
     block_bytes: u64,
@@ -109,7 +111,8 @@ pub fn pages_of(trailer: &Trailer, footer: &[u8], file: &Path) -> Result<Vec<Pag
     decode_page_table(trailer, bytes, file)
 }
 
-/// What a data file says of itself: the index of its leaves, from a whole footer. `name` becomes the name of its only file record.
+/// What a data file says of itself: the index of its leaves, from a whole footer. `name` becomes
+/// the name of its only file record.
 pub fn decode_index(trailer: &Trailer, footer: &[u8], name: &str, file: &Path) -> Result<Index> {
     let pages: Vec<PageRef> = pages_of(trailer, footer, file)?;
     let pages = pages.iter().filter(|page| page.kind == PageKind::Index).map(|page| {
@@ -127,7 +130,8 @@ pub fn decode_index(trailer: &Trailer, footer: &[u8], name: &str, file: &Path) -
     index_v1::decode_pages(pages.collect::<Result<Vec<_>>>()?, vec![record], bounds, file)
 }
 
-/// Rebuilds the index of an item from what its data files say of themselves ([`decode_index`]), in the order given. See [`merge::merge`].
+/// Rebuilds the index of an item from what its data files say of themselves ([`decode_index`]), in
+/// the order given. See [`merge::merge`].
 pub fn rebuild_index(parts: Vec<Index>) -> Result<Index> {
     Ok(merge::merge(parts, merge::Twice::First)?)
 }

@@ -1,5 +1,6 @@
-//! The first 4096 bytes of a data file. Magic, CRC and format version stand where they stand in every version, so that a reader can always
-//! say what it has before it. The CRC covers everything after itself, up to the end of the 4096 bytes.
+//! The first 4096 bytes of a data file. Magic, CRC and format version stand where they stand in
+//! every version, so that a reader can always say what it has before it. The CRC covers everything
+//! after itself, up to the end of the 4096 bytes.
 
 use std::path::Path;
 
@@ -9,7 +10,8 @@ use crate::error::{Error, Result};
 
 /// Bytes of a header; chunks begin here.
 pub const HEADER_BYTES: u64 = 4096;
-/// As PNG's: a byte that is no text, a name, both line ends and an end-of-file, so that a transfer as text is noticed.
+/// As PNG's: a byte that is no text, a name, both line ends and an end-of-file, so that a transfer
+/// as text is noticed.
 const MAGIC: [u8; 8] = *b"\x89SWD\r\n\x1a\n";
 
 /// The header of a data file.

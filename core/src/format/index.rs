@@ -1,4 +1,5 @@
-//! What an index says, in memory: the same for every version of the format, and for foreign checkpoints (a *virtual index*).
+//! What an index says, in memory: the same for every version of the format, and for foreign
+//! checkpoints (a *virtual index*).
 
 use smallvec::SmallVec;
 
@@ -77,10 +78,12 @@ pub struct TensorRecord {
     pub chunks: Chunks,
 }
 
-/// The chunks of a tensor. One is kept in place: most tensors have no more, and an index of many leaves needs no allocation for each.
+/// The chunks of a tensor. One is kept in place: most tensors have no more, and an index of many
+/// leaves needs no allocation for each.
 pub type Chunks = SmallVec<[ChunkRecord; 1]>;
 
-/// A declared view of another tensor (a part of a fused parameter, a transposed tie). Nothing writes one yet; readers know the field.
+/// A declared view of another tensor (a part of a fused parameter, a transposed tie). Nothing
+/// writes one yet; readers know the field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ViewRecord {
     /// The leaf that is looked at.

@@ -1,9 +1,12 @@
-//! Many indexes of one item become one: what each rank wrote, or what each data file's footer says of itself.
+//! Many indexes of one item become one: what each rank wrote, or what each data file's footer says
+//! of itself.
 //!
-//! Files are listed in the order of the parts. Containers and leaves that are in several parts are one; the children of a container
-//! keep the order that they have in each part (a child that only a later part has comes before the one that it precedes there, or
-//! last). Chunks of a tensor that several parts hold are put together, in the order of the parts; [`Twice`] says what counts where two hold the same
-//! region. An object is in the parts of all ranks that have it, and its bytes in one of them. One part merges to itself.
+//! Files are listed in the order of the parts. Containers and leaves that are in several parts are
+//! one; the children of a container keep the order that they have in each part (a child that only a
+//! later part has comes before the one that it precedes there, or last). Chunks of a tensor that
+//! several parts hold are put together, in the order of the parts; [`Twice`] says what counts where
+//! two hold the same region. An object is in the parts of all ranks that have it, and its bytes in
+//! one of them. One part merges to itself.
 
 use std::collections::{HashMap, HashSet};
 
@@ -54,7 +57,8 @@ impl From<Refusal> for Error {
     }
 }
 
-/// See the module documentation. Refuses parts that contradict each other, with the leaf that they disagree on.
+/// See the module documentation. Refuses parts that contradict each other, with the leaf that they
+/// disagree on.
 pub fn merge(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     let several = parts.len() > 1;
     let index = merge_some(parts, twice)?;
@@ -64,7 +68,8 @@ pub fn merge(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     Ok(index)
 }
 
-/// The same for some of the parts, to be merged with the others later: what one of them says that another writes, that other may not be here.
+/// The same for some of the parts, to be merged with the others later: what one of them says that
+/// another writes, that other may not be here.
 pub fn merge_some(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     let mut merger = Merger::default();
     for part in parts {
@@ -230,7 +235,8 @@ impl Merger {
         (number, true)
     }
 
-    /// Gives the new entries of a part their places among their siblings. Backwards, so that what follows a node has its place already.
+    /// Gives the new entries of a part their places among their siblings. Backwards, so that what
+    /// follows a node has its place already.
     fn link(&mut self, tree: &Tree, entry_of: &[(usize, bool)]) {
         let mut next_of: Vec<Option<usize>> = vec![None; entry_of.len()];
         for (node, &(entry, is_new)) in tree.nodes().iter().zip(entry_of).skip(1).rev() {

@@ -9,8 +9,9 @@
 //! | [`index`] | what an index says, in memory, whatever version it came from | |
 //! | [`merge`] | many ranks' indexes become one | |
 //!
-//! Everything that is read here is hostile until checked: checksum first, then structure, then meaning; a size is checked before
-//! it is allocated, and no input panics. Encoding is deterministic: same values in, same bytes out.
+//! Everything that is read here is hostile until checked: checksum first, then structure, then
+//! meaning; a size is checked before it is allocated, and no input panics. Encoding is
+//! deterministic: same values in, same bytes out.
 
 pub mod block;
 mod bytes;

@@ -1,6 +1,7 @@
-//! The encoding of objects: a tag, then what belongs to it. Canonical: a value has one encoding, so that equal objects of many ranks have equal
-//! digests, and a decoder refuses every other spelling. No value can name code: extensions carry a name that only the reader's own registry
-//! gives a meaning.
+//! The encoding of objects: a tag, then what belongs to it. Canonical: a value has one encoding, so
+//! that equal objects of many ranks have equal digests, and a decoder refuses every other spelling.
+//! No value can name code: extensions carry a name that only the reader's own registry gives a
+//! meaning.
 //!
 //! | tag | value | after the tag |
 //! |---|---|---|
@@ -18,7 +19,8 @@
 //! | 16 | numpy scalar | code of the dtype, its little-endian bytes |
 //! | 17 | extension | length, name, value |
 //!
-//! Lengths and counts are varints (LEB128, no byte too many). Depth, size and number of values are bounded by [`crate::limits`].
+//! Lengths and counts are varints (LEB128, no byte too many). Depth, size and number of values are
+//! bounded by [`crate::limits`].
 
 use super::limit;
 use crate::dtype::Dtype;
@@ -47,7 +49,8 @@ mod tag {
     pub const EXTENSION: u8 = 17;
 }
 
-/// The encoding of a value. A large integer that fits 64 bits, or has bytes too many, is written as the number that it is.
+/// The encoding of a value. A large integer that fits 64 bits, or has bytes too many, is written as
+/// the number that it is.
 pub fn encode(value: &Value) -> Result<Vec<u8>> {
     let mut encoder = Encoder { values: 0 };
     let mut out = Vec::new();
@@ -180,8 +183,8 @@ fn minimal(mut bytes: &[u8]) -> std::result::Result<i64, &[u8]> {
     Ok(i64::from_le_bytes(wide))
 }
 
-/// The value of an encoding; the text says what is wrong with it. Never panics, and allocates no more than a small multiple of
-/// the values that are there.
+/// The value of an encoding; the text says what is wrong with it. Never panics, and allocates no
+/// more than a small multiple of the values that are there.
 pub fn decode(bytes: &[u8]) -> std::result::Result<Value, String> {
     if bytes.len() as u64 > MAX_OBJECT_BYTES {
         return Err(format!(
@@ -352,7 +355,8 @@ mod tests {
 
     use super::*;
 
-    /// A value with its sets in the order of their encodings and its integers in the smallest variant.
+    /// A value with its sets in the order of their encodings and its integers in the smallest
+    /// variant.
     fn canonical(value: Value) -> Value {
         let all = |values: Vec<Value>| values.into_iter().map(canonical).collect::<Vec<_>>();
         let sorted = |values: Vec<Value>| {

@@ -1,6 +1,7 @@
-//! Pages: the checksummed pieces of footers and indexes. A page is a 32-byte front, which says what it is, and a payload. Its CRC covers
-//! both and stands where the page is listed (a page table or an index root), never in the page: a reader that finds the page by its entry
-//! cannot take another one for it.
+//! Pages: the checksummed pieces of footers and indexes. A page is a 32-byte front, which says what
+//! it is, and a payload. Its CRC covers both and stands where the page is listed (a page table or
+//! an index root), never in the page: a reader that finds the page by its entry cannot take another
+//! one for it.
 //!
 //! ```text
 //! 0  magic "SWPG"   4  kind u16   6  version u16   8  payload bytes u64   16  first u64   24  count u64   32  payload
@@ -19,7 +20,8 @@ const VERSION: u16 = 1;
 pub(crate) const FRONT_BYTES: u64 = 32;
 /// Bytes of one entry of a page table.
 pub(crate) const ENTRY_BYTES: u64 = 40;
-/// A page is closed when it passes this size, so that a reader that needs one leaf reads about this much.
+/// A page is closed when it passes this size, so that a reader that needs one leaf reads about this
+/// much.
 pub(crate) const TARGET_PAGE_BYTES: u64 = 1 << 20;
 
 /// What a page holds.

@@ -1,9 +1,10 @@
-//! Paths that stand in files. They are names below a directory that the reader chose, and nothing else: relative, plain components.
+//! Paths that stand in files. They are names below a directory that the reader chose, and nothing
+//! else: relative, plain components.
 
 use crate::limits::{MAX_PATH_BYTES, MAX_PATH_COMPONENT_BYTES};
 
-/// Checks that `path` stays below where it is put: no root, no `.` or `..`, no empty component, nothing that a terminal or another
-/// system would read differently. Returns what is wrong.
+/// Checks that `path` stays below where it is put: no root, no `.` or `..`, no empty component,
+/// nothing that a terminal or another system would read differently. Returns what is wrong.
 pub(crate) fn check_relative(path: &str) -> Result<(), String> {
     if path.len() as u64 > MAX_PATH_BYTES {
         return Err(format!("a path of {} bytes is longer than the limit of {MAX_PATH_BYTES}", path.len()));
@@ -24,7 +25,8 @@ pub(crate) fn check_relative(path: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// [`check_relative`], and no component may be hidden: a step's own files (`.lease`, temporaries) begin with a dot.
+/// [`check_relative`], and no component may be hidden: a step's own files (`.lease`, temporaries)
+/// begin with a dot.
 pub(crate) fn check_visible(path: &str) -> Result<(), String> {
     check_relative(path)?;
     if path.split('/').any(|component| component.starts_with('.')) {

@@ -1,6 +1,7 @@
-//! The last 4096 bytes of a data file: where its footer begins and where the page table is. It ends in its own CRC, and that very value is
-//! what manifest and index record of the file: it binds page table, pages, blocks and so every byte. (A CRC over *all* 4096 bytes would be
-//! the same for every trailer; see [`super::checksum`].)
+//! The last 4096 bytes of a data file: where its footer begins and where the page table is. It ends
+//! in its own CRC, and that very value is what manifest and index record of the file: it binds page
+//! table, pages, blocks and so every byte. (A CRC over *all* 4096 bytes would be the same for every
+//! trailer; see [`super::checksum`].)
 
 use std::path::Path;
 
@@ -77,8 +78,9 @@ impl Trailer {
         (bytes, crc)
     }
 
-    /// Reads and checks the last 4096 bytes of a data file. `expected_crc` and `expected_id` are what manifest or index say of the file;
-    /// with them, a file that took another's place is found here.
+    /// Reads and checks the last 4096 bytes of a data file. `expected_crc` and `expected_id` are
+    /// what manifest or index say of the file; with them, a file that took another's place is found
+    /// here.
     pub fn decode(
         bytes: &[u8],
         file: &Path,
@@ -156,8 +158,9 @@ impl Trailer {
     }
 }
 
-/// The pages that a footer holds, from the bytes of its page table (`trailer.page_table`). Pages tile the footer up to the table, index
-/// pages number their leaves without a gap, pages of block checksums cover every block.
+/// The pages that a footer holds, from the bytes of its page table (`trailer.page_table`). Pages
+/// tile the footer up to the table, index pages number their leaves without a gap, pages of block
+/// checksums cover every block.
 pub fn decode_page_table(trailer: &Trailer, bytes: &[u8], file: &Path) -> Result<Vec<PageRef>> {
     let corrupt = |what: &str| Error::corrupt(file, format!("its page table {what}"));
     let table = &trailer.page_table;

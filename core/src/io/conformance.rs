@@ -1,7 +1,9 @@
-//! Every promise of the traits in [`crate::io`], as one suite that each engine runs: the real ones on a real file system, the simulated one in memory.
+//! Every promise of the traits in [`crate::io`], as one suite that each engine runs: the real ones
+//! on a real file system, the simulated one in memory.
 //!
-//! It asks for nothing that the traits do not promise: no symlinks, no page cache, no particular alignment. Where a promise names an errno, that
-//! errno is asked for. A broken promise panics with the engine's name and what was expected.
+//! It asks for nothing that the traits do not promise: no symlinks, no page cache, no particular
+//! alignment. Where a promise names an errno, that errno is asked for. A broken promise panics with
+//! the engine's name and what was expected.
 #![expect(
     clippy::unwrap_used,
     clippy::panic,
@@ -52,7 +54,8 @@ struct Scene<'a> {
 }
 
 impl Scene<'_> {
-    /// A data file with these bytes, written through a queue in whole blocks, cut to length and synced.
+    /// A data file with these bytes, written through a queue in whole blocks, cut to length and
+    /// synced.
     fn data_file(&self, name: &str, bytes: &[u8]) -> Arc<dyn File> {
         let padded = bytes.len().next_multiple_of(BLOCK);
         let file = self.dir.create_file(name, padded as u64).unwrap();

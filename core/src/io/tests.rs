@@ -1,6 +1,7 @@
 //! The real engines, on this machine: every promise, every fallback, forks.
 //!
-//! Tests that change their process (forbidden system calls, limits, forks) run themselves again in one of their own.
+//! Tests that change their process (forbidden system calls, limits, forks) run themselves again in
+//! one of their own.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,8 @@ use super::*;
 use crate::Error;
 use crate::sys::testing::{fork, refuse_syscall};
 
-/// On the file system of the sources, which is a disk where the system's temporary directory may be memory.
+/// On the file system of the sources, which is a disk where the system's temporary directory may be
+/// memory.
 fn tempdir() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap()
 }
@@ -142,7 +144,8 @@ fn a_probe_leaves_nothing_behind_and_judges_what_is_not_there_yet() {
 
 #[test]
 fn a_file_that_cannot_be_had_leaves_nothing() {
-    // More than the whole file system is refused at once in memory; a disk would first be filled to the brim.
+    // More than the whole file system is refused at once in memory; a disk would first be filled to
+    // the brim.
     let full = tempfile::tempdir_in("/dev/shm").ok().map(|dir| (dir, 1 << 50, libc::ENOSPC));
     for (dir, len, errno) in full.into_iter().chain([(tempdir(), 1 << 62, libc::EFBIG)]) {
         for (wanted, _) in ENGINES {
@@ -157,7 +160,8 @@ fn a_file_that_cannot_be_had_leaves_nothing() {
 
 // ---- tests in processes of their own ----
 
-/// Runs one of the ignored tests below in a new process, perhaps as another user, and returns its output. Panics where it fails.
+/// Runs one of the ignored tests below in a new process, perhaps as another user, and returns its
+/// output. Panics where it fails.
 fn run_alone(test: &str, argument: &str, user: Option<u32>) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([&format!("io::tests::{test}"), "--exact", "--ignored", "--nocapture"]);

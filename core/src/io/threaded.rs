@@ -1,7 +1,9 @@
-//! Queues over a few threads that call `pread` and `pwrite`: the engines `threads` (O_DIRECT) and `buffered` (page cache).
+//! Queues over a few threads that call `pread` and `pwrite`: the engines `threads` (O_DIRECT) and
+//! `buffered` (page cache).
 //!
-//! Threads belong to their queue, start when they are first needed and end with it. Memory in flight belongs to the thread that moves it, so
-//! a queue that gives up on a stuck disk leaves nothing dangling: the thread frees what it holds when the kernel at last answers.
+//! Threads belong to their queue, start when they are first needed and end with it. Memory in
+//! flight belongs to the thread that moves it, so a queue that gives up on a stuck disk leaves
+//! nothing dangling: the thread frees what it holds when the kernel at last answers.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU64;
@@ -20,12 +22,14 @@ use crate::deadline::deadline_after;
 use crate::sys::{Birth, Buffer, spawn, write_out};
 use crate::{Error, Result};
 
-/// Threads of one queue. Eight of them saturate what was measured; more only add memory bandwidth wars.
+/// Threads of one queue. Eight of them saturate what was measured; more only add memory bandwidth
+/// wars.
 const MAX_THREADS: usize = 8;
 
 /// See the module documentation.
 pub struct ThreadedQueue {
-    /// Forgotten, not dropped, in a forked child, where its threads do not exist and its locks may be held for ever. `None` only then.
+    /// Forgotten, not dropped, in a forked child, where its threads do not exist and its locks may
+    /// be held for ever. `None` only then.
     inner: Option<Inner>,
     refused: VecDeque<Completion>,
     birth: Birth,
@@ -145,8 +149,9 @@ fn perform(job: Job) -> Completion {
     }
 }
 
-/// Has what was just written leave the page cache, as if it had never been there: a checkpoint that stayed would push out what the training
-/// reads, take fresh memory for every byte, and leave all of the disk's work to the fsync.
+/// Has what was just written leave the page cache, as if it had never been there: a checkpoint that
+/// stayed would push out what the training reads, take fresh memory for every byte, and leave all
+/// of the disk's work to the fsync.
 fn pass_through_cache(fd: BorrowedFd<'_>, offset: u64, len: usize) -> rustix::io::Result<()> {
     write_out(fd, offset, len).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
     // Advice; whoever does not take it keeps the pages.
@@ -170,7 +175,8 @@ impl Queue for ThreadedQueue {
             return;
         };
         match Job::new(inner.alignment, transfer, file, offset, len, buffer, token) {
-            // Its bytes are there already: handing it to another thread and back would cost more than moving them.
+            // Its bytes are there already: handing it to another thread and back would cost more
+            // than moving them.
             Ok(job) if transfer == Transfer::ReadCached => inner.ready.push_back(perform(job)),
             Ok(job) => {
                 if let Err(Job { buffer, moving, .. }) = inner.submit(job) {
@@ -228,7 +234,8 @@ impl Drop for Inner {
             }
         }
         if self.running > 0 {
-            // Detached, each thread keeps its ends of the channels, its buffer and its file, and frees them when it is let go.
+            // Detached, each thread keeps its ends of the channels, its buffer and its file, and
+            // frees them when it is let go.
             tracing::error!(
                 transfers = self.running,
                 seconds = self.stall_deadline.as_secs_f64(),

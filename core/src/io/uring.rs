@@ -21,7 +21,8 @@ pub struct UringQueue {
 }
 
 impl UringQueue {
-    /// A queue of `depth` transfers, at offsets that are multiples of `alignment`. `memory` is registered where the system allows it.
+    /// A queue of `depth` transfers, at offsets that are multiples of `alignment`. `memory` is
+    /// registered where the system allows it.
     pub fn new(depth: usize, alignment: usize, memory: Vec<Arc<Mapping>>) -> Result<Self> {
         Self::with_stall_deadline(depth, alignment, memory, STALL_DEADLINE)
     }
@@ -72,7 +73,8 @@ impl UringQueue {
 
     fn enter(&mut self, wait: Option<Duration>) {
         if let Err(error) = self.ring.enter(wait) {
-            // What is in flight may still come back by itself; that it does not is for the caller's deadline to find.
+            // What is in flight may still come back by itself; that it does not is for the caller's
+            // deadline to find.
             tracing::error!(%error, "io_uring_enter failed");
             std::thread::sleep(Duration::from_millis(10).min(wait.unwrap_or_default()));
         }

@@ -1,7 +1,8 @@
 //! The memory that restores read into: page-aligned buffers, kept for the next restore.
 //!
-//! One [`ReadBuffers`] per process, made by the first restore; what it keeps is bounded. Mapping and touching fresh memory costs as much as reading it from a fast disk; that is why it is kept. A forked child has none of its parent's
-//! (`MADV_DONTFORK`) and starts afresh.
+//! One [`ReadBuffers`] per process, made by the first restore; what it keeps is bounded. Mapping
+//! and touching fresh memory costs as much as reading it from a fast disk; that is why it is kept.
+//! A forked child has none of its parent's (`MADV_DONTFORK`) and starts afresh.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -10,7 +11,8 @@ use crate::{Error, Result};
 
 /// Smaller buffers are not worth telling apart.
 const SMALLEST: usize = 64 << 10;
-/// Buffers up to half of this are cut out of one mapping, which has this size whatever is asked for.
+/// Buffers up to half of this are cut out of one mapping, which has this size whatever is asked
+/// for.
 const MAPPING: usize = 2 << 20;
 /// Most bytes that are kept while nobody reads.
 const KEEP_BYTES: usize = 64 << 20;

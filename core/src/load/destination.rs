@@ -1,8 +1,11 @@
-//! Where a restore puts verified bytes: host memory, or a device that takes them by copies which are only started.
+//! Where a restore puts verified bytes: host memory, or a device that takes them by copies which
+//! are only started.
 //!
-//! The counterpart of the save side's state providers: a [`DeviceTarget`] is given a [`Piece`] and answers with a [`Ticket`]. A piece holds its read buffer: the
-//! memory is not read into again, nor freed, before the last clone of it is dropped, whatever becomes of the restore. So a target whose copies
-//! run by themselves keeps the piece until they are complete, and a copy that never ends costs its buffer and nothing else.
+//! The counterpart of the save side's state providers: a [`DeviceTarget`] is given a [`Piece`] and
+//! answers with a [`Ticket`]. A piece holds its read buffer: the memory is not read into again, nor
+//! freed, before the last clone of it is dropped, whatever becomes of the restore. So a target
+//! whose copies run by themselves keeps the piece until they are complete, and a copy that never
+//! ends costs its buffer and nothing else.
 
 use std::fmt;
 use std::ops::{Deref, Range};
@@ -42,8 +45,9 @@ pub trait DeviceTarget: Send + Sync + fmt::Debug {
     /// Its length in bytes.
     fn bytes(&self) -> u64;
 
-    /// Puts a piece where it belongs, or starts to: the restore returns once every ticket's fence was passed. Called from several threads, in any order, with every byte
-    /// once. An error, here or from a fence, ends the restore.
+    /// Puts a piece where it belongs, or starts to: the restore returns once every ticket's fence
+    /// was passed. Called from several threads, in any order, with every byte once. An error, here
+    /// or from a fence, ends the restore.
     fn put(&self, piece: Piece) -> Result<Ticket>;
 }
 
@@ -98,7 +102,8 @@ impl From<Dim> for Steps {
     }
 }
 
-/// `rows × cols` units of contiguous bytes, as they lie in a read buffer, and where they go. All of it is inside of both.
+/// `rows × cols` units of contiguous bytes, as they lie in a read buffer, and where they go. All of
+/// it is inside of both.
 #[derive(Clone, Debug)]
 pub struct Piece {
     /// The bytes, and others around them.
@@ -175,8 +180,8 @@ impl Started {
         }
     }
 
-    /// Waits until all have ended, whatever becomes of each; the first error. The deadline is on lack of progress: each that ends gives the next one as long
-    /// again.
+    /// Waits until all have ended, whatever becomes of each; the first error. The deadline is on
+    /// lack of progress: each that ends gives the next one as long again.
     pub(crate) fn wait(&mut self) -> Result<()> {
         let mut outcome = Ok(());
         for fence in self.fences.drain(..) {

@@ -1,8 +1,10 @@
 //! Which copies may write the same bytes.
 //!
-//! Copies of a plan that reshard made never overlap, and nearly always that is cheap to see: their byte spans are disjoint, or they are boxes of one array
-//! that straight cuts take apart. Where it cannot be seen, all copies of that memory get a common lock: they run one after the other, so
-//! that there is no race whatever the plan says. Near-linear: sorting, and at most two cuts per dimension.
+//! Copies of a plan that reshard made never overlap, and nearly always that is cheap to see: their
+//! byte spans are disjoint, or they are boxes of one array that straight cuts take apart. Where it
+//! cannot be seen, all copies of that memory get a common lock: they run one after the other, so
+//! that there is no race whatever the plan says. Near-linear: sorting, and at most two cuts per
+//! dimension.
 
 use std::ops::Range;
 
@@ -101,8 +103,9 @@ fn spans_disjoint(members: &[Member<'_>]) -> bool {
     spans.windows(2).all(|pair| matches!(pair, [a, b] if a.end <= b.start))
 }
 
-/// True if the copies are boxes of one strided array that do not overlap. The array's strides are all that occur (in magnitude); an address has one set of
-/// coordinates (the digits of a number whose radices are the strides), and a copy is only looked at if it is a box in them.
+/// True if the copies are boxes of one strided array that do not overlap. The array's strides are
+/// all that occur (in magnitude); an address has one set of coordinates (the digits of a number
+/// whose radices are the strides), and a copy is only looked at if it is a box in them.
 fn boxes_disjoint(members: &[Member<'_>]) -> bool {
     let mut strides: Vec<u64> =
         members.iter().flat_map(|m| m.copy.dims.iter().map(|dim| dim.dst.unsigned_abs())).collect();
@@ -120,7 +123,8 @@ fn boxes_disjoint(members: &[Member<'_>]) -> bool {
 /// More different strides than this are no single array.
 const MAX_STRIDES: usize = 16;
 
-/// A box in coordinates: half-open ranges, of bytes first, then of each stride from the smallest on.
+/// A box in coordinates: half-open ranges, of bytes first, then of each stride from the smallest
+/// on.
 type Cuboid = Vec<Range<u64>>;
 
 /// `strides` ascend. `None` where the copy is no box in these coordinates.

@@ -19,8 +19,9 @@ use crate::read_plan::ReadPlan;
 use crate::sys::Scatter;
 use crate::{Error, Result};
 
-/// Reads what the plan names into the targets. Every byte that reaches a target comes from a block whose checksum holds; damage is
-/// [`Error::Corrupt`] with leaf, file and block. A failure says which targets were written to before.
+/// Reads what the plan names into the targets. Every byte that reaches a target comes from a block
+/// whose checksum holds; damage is [`Error::Corrupt`] with leaf, file and block. A failure says
+/// which targets were written to before.
 ///
 /// Uses at most `options.budget_bytes` of buffers beside the targets.
 pub fn execute<'a>(
@@ -60,7 +61,8 @@ pub fn execute_while<'a>(
             place.insert(files.info(read.file)?);
         }
     }
-    // Dropped last, and on every way out: from then on nothing is written to the targets, whatever threads were left behind.
+    // Dropped last, and on every way out: from then on nothing is written to the targets, whatever
+    // threads were left behind.
     let targets: Vec<Destination<'a>> = targets.iter().map(|target| target.clone().into()).collect();
     let guard = Scatter::open(&targets, copies, windows, lists)?;
     let sink = Arc::new(Scatterer {

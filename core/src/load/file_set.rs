@@ -1,7 +1,8 @@
 //! The files below one item's directory, opened when they are first needed and checked once.
 //!
-//! What a file says of itself (header, trailer, page table, checksum pages) is compared with what the index says of it (length, id, trailer's
-//! CRC) before a byte of its data is used. Checksum pages are read when a block of theirs is. Errors name the file.
+//! What a file says of itself (header, trailer, page table, checksum pages) is compared with what
+//! the index says of it (length, id, trailer's CRC) before a byte of its data is used. Checksum
+//! pages are read when a block of theirs is. Errors name the file.
 
 mod info;
 
@@ -20,7 +21,8 @@ use crate::format::index::FileRecord;
 use crate::io::{Dir, Disk, File, Section, is_component};
 use crate::{Error, Result};
 
-/// Files that are held open at a time. An item of a large job has more files than a process may open.
+/// Files that are held open at a time. An item of a large job has more files than a process may
+/// open.
 const MAX_OPEN: usize = 128;
 
 /// How the bytes of a set's files are known to be right.
@@ -92,8 +94,9 @@ impl FileSet {
         &self.records
     }
 
-    /// Begins to read the first bytes of these files, in this order, for a restore that will want all of them. Returns at once; where it
-    /// cannot begin, that is not told: the restore begins by itself.
+    /// Begins to read the first bytes of these files, in this order, for a restore that will want
+    /// all of them. Returns at once; where it cannot begin, that is not told: the restore begins by
+    /// itself.
     pub fn begin(self: &Arc<Self>, disk: Arc<dyn Disk>, files: Vec<u32>, options: LoadOptions) {
         match Coming::start(disk, Arc::clone(self), files, options) {
             Ok(coming) => *self.begun() = Begun::Coming(coming),
@@ -101,8 +104,8 @@ impl FileSet {
         }
     }
 
-    /// Waits until [`FileSet::begin`] has done what it can. Whoever is about to keep all cores busy does well to: on the way to its reads it needs
-    /// one of them a few times, for a moment.
+    /// Waits until [`FileSet::begin`] has done what it can. Whoever is about to keep all cores busy
+    /// does well to: on the way to its reads it needs one of them a few times, for a moment.
     pub fn has_begun(&self) {
         // With the lock, so that whoever comes meanwhile waits too.
         let mut begun = self.begun();
@@ -200,7 +203,8 @@ impl FileSet {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens a file, without the lock: two threads may do so at a time, and both get what they need.
+    /// Opens a file, without the lock: two threads may do so at a time, and both get what they
+    /// need.
     fn open(&self, file: u32) -> Result<(Arc<FileInfo>, Arc<dyn File>)> {
         let record = self.records.get(file as usize).ok_or_else(|| {
             Error::corrupt(self.dir.path(), format!("the index names file {file} of {}", self.records.len()))

@@ -1,8 +1,10 @@
-//! The geometry of a scatter: a box copy in normal form, and the part of it whose source bytes lie in a window of the file.
+//! The geometry of a scatter: a box copy in normal form, and the part of it whose source bytes lie
+//! in a window of the file.
 //!
-//! Pure arithmetic, no memory is touched here: [`Strided::clip`] hands out [`Tile`]s, which `sys::scatter` copies. Invariants:
-//! dimensions are sorted by falling source stride, none has extent 1, neighbours that are contiguous on both sides are one, and `unit` is the longest
-//! run of bytes that is contiguous on both sides.
+//! Pure arithmetic, no memory is touched here: [`Strided::clip`] hands out [`Tile`]s, which
+//! `sys::scatter` copies. Invariants: dimensions are sorted by falling source stride, none has
+//! extent 1, neighbours that are contiguous on both sides are one, and `unit` is the longest run of
+//! bytes that is contiguous on both sides.
 
 use std::ops::Range;
 
@@ -52,7 +54,8 @@ pub(crate) struct Tile {
     pub(crate) dst: u64,
     /// Bytes of one unit.
     pub(crate) unit: u64,
-    /// The dimension whose neighbours are nearest to each other in the destination, of those that `cols` is not.
+    /// The dimension whose neighbours are nearest to each other in the destination, of those that
+    /// `cols` is not.
     pub(crate) rows: Dim,
     /// The dimension whose neighbours are nearest to each other in the file.
     pub(crate) cols: Dim,
@@ -66,7 +69,8 @@ impl Tile {
 }
 
 impl Strided {
-    /// The normal form of a copy; `None` if it moves nothing. The error says what is wrong: all numbers may come from a file.
+    /// The normal form of a copy; `None` if it moves nothing. The error says what is wrong: all
+    /// numbers may come from a file.
     pub(crate) fn new(copy: &BoxCopy) -> Result<Option<Self>, String> {
         let ndim = copy.extent.len();
         if copy.src_strides.len() != ndim || copy.dst_strides.len() != ndim {
@@ -86,7 +90,8 @@ impl Strided {
                 continue;
             }
             let steps = i128::from(extent - 1);
-            // Both factors are below 2^64 and their product below 2^127 is checked, so that the sums cannot wrap.
+            // Both factors are below 2^64 and their product below 2^127 is checked, so that the
+            // sums cannot wrap.
             let src_reach = steps.checked_mul(i128::from(src)).filter(|&reach| reach < 1 << 64);
             let dst_reach =
                 steps.checked_mul(i128::from(dst)).filter(|&reach| reach.unsigned_abs() < 1 << 64);
@@ -126,7 +131,8 @@ impl Strided {
         self.dims.iter().fold(self.unit, |bytes, dim| bytes.saturating_mul(dim.extent))
     }
 
-    /// True if no two units of it overlap in the destination, as far as nested strides show (every array that is not a contrived view has them).
+    /// True if no two units of it overlap in the destination, as far as nested strides show (every
+    /// array that is not a contrived view has them).
     pub(crate) fn is_injective(&self) -> bool {
         let mut dims: Vec<(u128, u128)> = self
             .dims
@@ -144,8 +150,8 @@ impl Strided {
         true
     }
 
-    /// Hands out what lies in `window` (bytes of the file) as tiles: every byte of the copy that the window holds, each once. An element that the
-    /// window's edge cuts is cut too.
+    /// Hands out what lies in `window` (bytes of the file) as tiles: every byte of the copy that
+    /// the window holds, each once. An element that the window's edge cuts is cut too.
     pub(crate) fn clip(&self, window: &Range<u64>, each: &mut dyn FnMut(Tile)) {
         if window.start < self.src.end && self.src.start < window.end {
             self.clip_dims(0, self.src.start, self.dst_offset, window, each);
@@ -199,7 +205,8 @@ impl Strided {
             each(Tile { src, dst, unit: self.unit, rows: Dim::ONE, cols: head });
             return;
         };
-        // Of the head (-1) and the outer dimensions, the one that is nearest in the destination becomes the rows.
+        // Of the head (-1) and the outer dimensions, the one that is nearest in the destination
+        // becomes the rows.
         let mut nearest = (head, None);
         for (i, dim) in outer.iter().enumerate() {
             if dim.dst.unsigned_abs() < nearest.0.dst.unsigned_abs() {

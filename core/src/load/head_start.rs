@@ -1,13 +1,17 @@
 //! Reads that begin before it is known where their bytes go.
 //!
-//! Opening a checkpoint and planning a restore cost milliseconds of computing, in which the disk would have nothing to do. Whoever opens one in
-//! order to restore most of it says so ([`FileSet::begin`]), and the first reads of its files are under way meanwhile: exactly those
-//! that a schedule of whole files begins with, into buffers of the budget. The first run whose schedule has them all takes them over
-//! ([`HeadStart::numbers`]); a small run leaves them to the next one, any other lets them go first. Nothing depends on them: where none can be begun, the run begins them all. One
-//! that fails after it was begun fails the run that took it over, as its own would have.
+//! Opening a checkpoint and planning a restore cost milliseconds of computing, in which the disk
+//! would have nothing to do. Whoever opens one in order to restore most of it says so
+//! ([`FileSet::begin`]), and the first reads of its files are under way meanwhile: exactly those
+//! that a schedule of whole files begins with, into buffers of the budget. The first run whose
+//! schedule has them all takes them over ([`HeadStart::numbers`]); a small run leaves them to the
+//! next one, any other lets them go first. Nothing depends on them: where none can be begun, the
+//! run begins them all. One that fails after it was begun fails the run that took it over, as its
+//! own would have.
 //!
-//! A thread of its own looks at the files and starts the reads, and lives until they are done: what an io_uring still has to say of a request whose thread has ended
-//! comes a clock tick late and through a worker of the kernel.
+//! A thread of its own looks at the files and starts the reads, and lives until they are done: what
+//! an io_uring still has to say of a request whose thread has ended comes a clock tick late and
+//! through a worker of the kernel.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,7 +27,8 @@ use crate::deadline::deadline_after;
 use crate::io::{Disk, File, Queue, Transfer};
 use crate::sys::{Birth, each, spawn};
 
-/// Files that are opened and checked ahead, so many at a time (it is waiting for the disk, mostly), and bytes of each whose checksums are read.
+/// Files that are opened and checked ahead, so many at a time (it is waiting for the disk, mostly),
+/// and bytes of each whose checksums are read.
 const FILES_LOOKED_AT: usize = 16;
 const LOOKS: usize = 4;
 const BYTES_LOOKED_AT: u64 = 16 << 30;
@@ -157,8 +162,9 @@ impl HeadStart {
         cell_buffer: usize,
         options: &LoadOptions,
     ) -> Result<Self> {
-        // More than a run keeps in flight, since what is computed meanwhile takes longer: all that a run of whole files has, but for a sixteenth of the budget, which
-        // is left for what it does itself.
+        // More than a run keeps in flight, since what is computed meanwhile takes longer: all that
+        // a run of whole files has, but for a sixteenth of the budget, which is left for what it
+        // does itself.
         let run = options.shares(usize::MAX, cell_buffer, buffer_len);
         let begun = (options.budget() / 16 * 15 / buffer_len).min(run.read_buffers).max(1);
         let queue_depth = begun.max(options.queue_depth);
@@ -185,7 +191,8 @@ impl HeadStart {
         Ok(self.reads.len() < self.most)
     }
 
-    /// The numbers that a schedule gives these reads, in the order of their tokens; `None` where it has not all of them.
+    /// The numbers that a schedule gives these reads, in the order of their tokens; `None` where it
+    /// has not all of them.
     pub(super) fn numbers(&self, schedule: &Schedule) -> Option<Vec<usize>> {
         self.reads
             .iter()

@@ -14,8 +14,8 @@ use crate::sys::HostTarget;
 use crate::value::Value;
 use crate::{Error, Result};
 
-/// The values of object leaves, in the order asked for; a tie gives the value of the leaf that it is tied to. Uses memory for the encoded objects
-/// beside the usual buffers.
+/// The values of object leaves, in the order asked for; a tie gives the value of the leaf that it
+/// is tied to. Uses memory for the encoded objects beside the usual buffers.
 pub fn read_objects(
     disk: &dyn Disk,
     files: &FileSet,
@@ -25,7 +25,8 @@ pub fn read_objects(
 ) -> Result<Vec<Value>> {
     let mut plan = ReadPlan::default();
     let mut encoded = Vec::with_capacity(leaves.len());
-    // Objects do not share bytes: what those of a file claim together lies in it. A leaf that is asked for twice counts once.
+    // Objects do not share bytes: what those of a file claim together lies in it. A leaf that is
+    // asked for twice counts once.
     let mut claimed: HashMap<u32, u64> = HashMap::new();
     let mut seen = HashSet::with_capacity(leaves.len());
     for (number, &leaf) in leaves.iter().enumerate() {

@@ -7,7 +7,8 @@ use crate::Error;
 /// How a restore reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Bytes of read buffers at a time; raised where it would not hold one block for each of two reads.
+    /// Bytes of read buffers at a time; raised where it would not hold one block for each of two
+    /// reads.
     pub budget_bytes: u64,
     /// Reads in flight.
     pub queue_depth: usize,
@@ -20,7 +21,8 @@ pub struct LoadOptions {
 impl Default for LoadOptions {
     fn default() -> Self {
         Self {
-            // 4 MiB × 8 saturates what was measured; the rest is for buffers that are being checked and copied meanwhile.
+            // 4 MiB × 8 saturates what was measured; the rest is for buffers that are being checked
+            // and copied meanwhile.
             budget_bytes: 64 << 20,
             queue_depth: 8,
             threads: crate::sys::cores().min(16),
@@ -32,7 +34,8 @@ impl Default for LoadOptions {
 /// How a budget is shared out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shares {
-    /// Threads that verify and copy, each with a buffer of its own for what comes through the page cache.
+    /// Threads that verify and copy, each with a buffer of its own for what comes through the page
+    /// cache.
     pub(super) threads: usize,
     /// Buffers that are read into.
     pub(super) read_buffers: usize,
@@ -44,8 +47,9 @@ impl LoadOptions {
         usize::try_from(self.budget_bytes).unwrap_or(usize::MAX)
     }
 
-    /// Shares the budget out, for buffers of these sizes: a quarter of it at most is for the threads' own, of which there are no more than `cells` to
-    /// work on. A head start asks for the same before a run is planned.
+    /// Shares the budget out, for buffers of these sizes: a quarter of it at most is for the
+    /// threads' own, of which there are no more than `cells` to work on. A head start asks for the
+    /// same before a run is planned.
     pub(super) fn shares(&self, cells: usize, cell_buffer: usize, read_buffer: usize) -> Shares {
         let budget = self.budget();
         let threads = self.threads.min(budget / 4 / cell_buffer.max(1)).min(cells).max(1);
@@ -80,8 +84,8 @@ pub struct LoadFailure {
     /// Why.
     #[source]
     pub error: Error,
-    /// Numbers of the destinations that were written to before, in part or as a whole. Their content is no longer what it was, and not
-    /// (all of) what was asked for.
+    /// Numbers of the destinations that were written to before, in part or as a whole. Their
+    /// content is no longer what it was, and not (all of) what was asked for.
     pub overwritten: Vec<u32>,
 }
 

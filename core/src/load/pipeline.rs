@@ -1,11 +1,13 @@
 //! Reads in flight, and threads that work on what has arrived.
 //!
-//! The calling thread keeps a [`Queue`] full of reads past the page cache and hands filled buffers to the workers; what the page cache has already
-//! is not queued: the workers read it themselves, cell by cell, so that it passes through their own caches only. What becomes of the bytes is a
+//! The calling thread keeps a [`Queue`] full of reads past the page cache and hands filled buffers
+//! to the workers; what the page cache has already is not queued: the workers read it themselves,
+//! cell by cell, so that it passes through their own caches only. What becomes of the bytes is a
 //! [`Sink`]'s business.
 //!
-//! Every wait ends: after `stall_timeout` without any progress the run fails, and leaves behind what it could not get back (a queue with its
-//! buffers, a thread). A sink must bear that a worker calls it after the run has ended.
+//! Every wait ends: after `stall_timeout` without any progress the run fails, and leaves behind
+//! what it could not get back (a queue with its buffers, a thread). A sink must bear that a worker
+//! calls it after the run has ended.
 
 mod worker;
 
@@ -31,8 +33,8 @@ use crate::{Error, Result};
 
 /// What becomes of the bytes.
 pub(super) trait Sink: Send + Sync + 'static {
-    /// A cell's bytes have arrived; called once for every cell, from any worker. An error ends the run. What it leaves in `started` is waited for before the
-    /// bytes' buffer is used again.
+    /// A cell's bytes have arrived; called once for every cell, from any worker. An error ends the
+    /// run. What it leaves in `started` is waited for before the bytes' buffer is used again.
     fn cell(&self, cell: usize, bytes: &Staged, started: &mut Started) -> Result<()>;
 
     /// These cells could not be read. Returning the error ends the run; `Ok` skips them.
@@ -46,7 +48,8 @@ pub(super) type Tick<'a> = &'a mut dyn FnMut(u64) -> bool;
 const SLICE: Duration = Duration::from_millis(50);
 /// Longest wait for the disk while workers hold the buffers of reads that it could have besides.
 const LOOK: Duration = Duration::from_micros(300);
-/// Share of a read that the page cache must hold for it to be read through it: a hole costs a small synchronous read.
+/// Share of a read that the page cache must hold for it to be read through it: a hole costs a small
+/// synchronous read.
 const CACHED_NUMERATOR: u64 = 7;
 const CACHED_DENOMINATOR: u64 = 8;
 /// Cells that may wait for each worker.
@@ -74,7 +77,8 @@ enum Back {
     None,
     /// Here it is.
     Buffer(Buffer),
-    /// A device still holds it: it is freed when that lets go of it, and is none of this run's any more.
+    /// A device still holds it: it is freed when that lets go of it, and is none of this run's any
+    /// more.
     Kept,
 }
 
@@ -86,7 +90,8 @@ struct Shared<S> {
     alignment: u64,
     cell_buffer: usize,
     stall_timeout: Duration,
-    /// Queues for reads through the page cache, made by the calling thread; each worker takes one when it first needs it.
+    /// Queues for reads through the page cache, made by the calling thread; each worker takes one
+    /// when it first needs it.
     queues: Mutex<Vec<Box<dyn Queue>>>,
     /// Set at the first error: what waits is not worked on.
     over: AtomicBool,
@@ -197,8 +202,9 @@ struct Reader<'a, S> {
 const OWN_TOKENS: u64 = 1 << 32;
 
 impl<S: Sink> Reader<'_, S> {
-    /// Takes over the reads that a head start began, where all of them belong to this run. A small run (of objects) that fits the budget beside them
-    /// leaves them to the next one; any other lets them go.
+    /// Takes over the reads that a head start began, where all of them belong to this run. A small
+    /// run (of objects) that fits the budget beside them leaves them to the next one; any other
+    /// lets them go.
     fn take_over(&mut self, budget: usize) {
         let Some(head_start) = self.files.take_head_start() else { return };
         let Some(numbers) = head_start.numbers(&self.shared.schedule) else {
@@ -246,7 +252,8 @@ impl<S: Sink> Reader<'_, S> {
             }
             let in_flight = self.in_flight();
             if in_flight > 0 {
-                // A buffer that a worker gives back is another read: where there is room for one, the disk is not waited for alone.
+                // A buffer that a worker gives back is another read: where there is room for one,
+                // the disk is not waited for alone.
                 let wait = if in_flight < self.depth && self.working > 0 { LOOK } else { SLICE };
                 if let Some(completion) = self.queue.as_mut().and_then(|queue| queue.complete(wait)) {
                     self.last_progress = Instant::now();
@@ -263,7 +270,8 @@ impl<S: Sink> Reader<'_, S> {
         }
     }
 
-    /// Decides how a read is done. `None`: not at all, its file cannot be opened and the sink does not mind.
+    /// Decides how a read is done. `None`: not at all, its file cannot be opened and the sink does
+    /// not mind.
     fn plan(&mut self, number: usize, read: &Read) -> Result<Option<Planned>> {
         let file = match self.files.ready(read.file, &read.bytes) {
             Ok(file) => file,
@@ -391,7 +399,8 @@ impl<S: Sink> Reader<'_, S> {
         match buffer {
             Back::None => {}
             Back::Buffer(buffer) => self.free.push(buffer),
-            // Another one may take its place, or a run whose devices let go late would have none left.
+            // Another one may take its place, or a run whose devices let go late would have none
+            // left.
             Back::Kept => self.held = self.held.saturating_sub(1),
         }
     }
@@ -408,7 +417,8 @@ impl<S: Sink> Reader<'_, S> {
         Err(Error::Timeout { waited_for, seconds: waited.as_secs_f64() })
     }
 
-    /// Gets back what is under way, however the run went: reads, workers, buffers. What does not come within the deadline is left behind.
+    /// Gets back what is under way, however the run went: reads, workers, buffers. What does not
+    /// come within the deadline is left behind.
     fn finish(&mut self, workers: Workers) -> Result<()> {
         self.shared.over.store(true, Ordering::Release);
         self.jobs = None;
@@ -422,7 +432,8 @@ impl<S: Sink> Reader<'_, S> {
                 }
             }
             if queue.in_flight() > 0 {
-                // Dropping it would wait for the disk: the queue, and the memory that the disk may still write to, stay for ever.
+                // Dropping it would wait for the disk: the queue, and the memory that the disk may
+                // still write to, stay for ever.
                 std::mem::forget(queue);
             }
         }

@@ -1,7 +1,9 @@
 //! Which pieces of which files are read, in which order, and which copies each piece feeds.
 //!
-//! The runs of a plan are rounded to whole blocks, joined where they then touch, and cut twice: into *reads* (one transfer each) and those into *cells*, the
-//! unit of checking and copying, small enough that a cell's bytes are still in the cache of the core that checked them when it copies them.
+//! The runs of a plan are rounded to whole blocks, joined where they then touch, and cut twice:
+//! into *reads* (one transfer each) and those into *cells*, the unit of checking and copying, small
+//! enough that a cell's bytes are still in the cache of the core that checked them when it copies
+//! them.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -82,8 +84,9 @@ impl Schedule {
         self.reads.iter().map(|read| read.bytes.end - read.bytes.start).sum()
     }
 
-    /// The schedule of a plan, with the windows and copy lists of a [`crate::sys::Scatter`]: window `i` is cell `i`. `numbers` maps a copy of the plan
-    /// to its number among `copies`, where it moves anything.
+    /// The schedule of a plan, with the windows and copy lists of a [`crate::sys::Scatter`]: window
+    /// `i` is cell `i`. `numbers` maps a copy of the plan to its number among `copies`, where it
+    /// moves anything.
     pub(super) fn of_plan(
         plan: &ReadPlan,
         copies: &[Strided],
@@ -104,7 +107,8 @@ impl Schedule {
                 let start = copy.src.start.max(run.bytes.start);
                 let end = copy.src.end.min(run.bytes.end);
                 if start < end {
-                    // Cells tile the run, and all but the last of a read have the same length, of which a read is a multiple.
+                    // Cells tile the run, and all but the last of a read have the same length, of
+                    // which a read is a multiple.
                     let cell_of = |byte: u64| ((byte - run.bytes.start) / cell_bytes) as usize;
                     pairs.extend((cell_of(start)..=cell_of(end - 1)).map(|cell| (cell, number)));
                 }

@@ -1,4 +1,5 @@
-//! A disk in memory that misbehaves on request, and data files written by hand. For the tests of this module.
+//! A disk in memory that misbehaves on request, and data files written by hand. For the tests of
+//! this module.
 
 use std::collections::HashMap;
 use std::io;
@@ -348,7 +349,8 @@ pub(super) fn bytes_tensor(at: Extent) -> LeafRecord {
 }
 
 impl Item {
-    /// Tensors of those lengths, one after the other, each at the next multiple of 64; leaf `i` holds `pattern(i, length)`.
+    /// Tensors of those lengths, one after the other, each at the next multiple of 64; leaf `i`
+    /// holds `pattern(i, length)`.
     pub(super) fn of_tensors(block: u64, lengths: &[u64]) -> Self {
         let mut data = Vec::new();
         let mut leaves = Vec::new();

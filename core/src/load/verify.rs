@@ -22,7 +22,8 @@ pub struct Damage {
     pub file: PathBuf,
     /// The block; `None` where the file as a whole or its footer is damaged.
     pub block: Option<u64>,
-    /// Numbers of the leaves that have bytes there, ties included. Empty where only padding or a part that no leaf needs is hit.
+    /// Numbers of the leaves that have bytes there, ties included. Empty where only padding or a
+    /// part that no leaf needs is hit.
     pub leaves: Vec<u32>,
     /// What does not hold.
     pub what: String,
@@ -57,8 +58,9 @@ pub struct VerifyProgress {
     pub total: u64,
 }
 
-/// Reads and checks every block and every footer page of every file. Damage is reported, not returned as an error; errors are what keeps the
-/// verification itself from going on. `progress` is called on this thread, and ends the verification by `false` ([`Error::Cancelled`]).
+/// Reads and checks every block and every footer page of every file. Damage is reported, not
+/// returned as an error; errors are what keeps the verification itself from going on. `progress` is
+/// called on this thread, and ends the verification by `false` ([`Error::Cancelled`]).
 pub fn verify(
     disk: &dyn Disk,
     files: &FileSet,
@@ -146,7 +148,8 @@ impl Checker {
         }
     }
 
-    /// Reads what could not be read in one go block by block, to tell the bad blocks from their neighbours.
+    /// Reads what could not be read in one go block by block, to tell the bad blocks from their
+    /// neighbours.
     fn read_again(&self, files: &FileSet) -> Result<()> {
         for number in std::mem::take(&mut *lock(&self.unread)).into_iter().flatten() {
             let Some(cell) = self.cells.get(number) else { continue };
@@ -197,7 +200,8 @@ impl Sink for Checker {
 
 /// Which leaves have bytes where.
 struct Holders {
-    /// For each file: extents with their leaves, by offset, and the furthest end so far (extents of a damaged index may overlap).
+    /// For each file: extents with their leaves, by offset, and the furthest end so far (extents of
+    /// a damaged index may overlap).
     files: Vec<Vec<(Extent, u32, u64)>>,
 }
 

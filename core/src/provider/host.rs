@@ -21,12 +21,14 @@ impl HostProvider {
 }
 
 impl<O: Send + Sync> HostProvider<O> {
-    /// A provider that holds the owner of its memory, and drops it when the capture is over. `owner` may be dropped on any thread.
+    /// A provider that holds the owner of its memory, and drops it when the capture is over.
+    /// `owner` may be dropped on any thread.
     pub fn with_owner(source: HostSource, owner: O) -> Self {
         Self { source, lazy: false, _owner: owner }
     }
 
-    /// Says that nobody writes to that memory until the provider is dropped: it may be captured late.
+    /// Says that nobody writes to that memory until the provider is dropped: it may be captured
+    /// late.
     #[must_use]
     pub fn lazy(mut self, lazy: bool) -> Self {
         self.lazy = lazy;

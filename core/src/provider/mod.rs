@@ -1,7 +1,8 @@
 //! State providers: what turns a leaf into bytes in a slot.
 //!
-//! Capture calls a provider with the parts of its leaf that one slot holds; the provider copies them, or starts a copy that a
-//! [`Fence`] will report. Objects and headers are bytes that the plan holds itself and need no provider.
+//! Capture calls a provider with the parts of its leaf that one slot holds; the provider copies
+//! them, or starts a copy that a [`Fence`] will report. Objects and headers are bytes that the plan
+//! holds itself and need no provider.
 
 mod device;
 mod host;
@@ -19,12 +20,13 @@ pub use sharded::ShardedProvider;
 
 /// A leaf's bytes, from wherever they are.
 pub trait StateProvider: Send + Sync {
-    /// Puts the fills into the slot. All fills are of this provider's leaf and of one slot. On an error nothing may still be on its way into the slot but what
-    /// that knows of itself ([`Slot::receive`]).
+    /// Puts the fills into the slot. All fills are of this provider's leaf and of one slot. On an
+    /// error nothing may still be on its way into the slot but what that knows of itself
+    /// ([`Slot::receive`]).
     fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket>;
 
-    /// Copies some of the row-major bytes of a region, from `from` on, here and now: for a look at values that should be the same elsewhere. `false`: it cannot
-    /// (they are not in host memory).
+    /// Copies some of the row-major bytes of a region, from `from` on, here and now: for a look at
+    /// values that should be the same elsewhere. `false`: it cannot (they are not in host memory).
     fn peek(&self, local: &Region, from: u64, into: &mut [u8]) -> Result<bool> {
         let _ = (local, from, into);
         Ok(false)
@@ -40,8 +42,9 @@ pub trait StateProvider: Send + Sync {
         let _ = see;
     }
 
-    /// True if this provider can give that region of its array, in elements of that many bytes; asked once per chunk before a save starts, so
-    /// that a mistake is found before anything is written. An answer is a sentence for the user.
+    /// True if this provider can give that region of its array, in elements of that many bytes;
+    /// asked once per chunk before a save starts, so that a mistake is found before anything is
+    /// written. An answer is a sentence for the user.
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
         let _ = (local, itemsize);
         Ok(())
@@ -51,7 +54,8 @@ pub trait StateProvider: Send + Sync {
 /// What must have happened to a leaf when the call returns that saves it, in the order of how soon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Haste {
-    /// Nothing: its bytes stay what they are for as long as the provider lives, or until the caller asks.
+    /// Nothing: its bytes stay what they are for as long as the provider lives, or until the caller
+    /// asks.
     Later,
     /// Its copies have been started: the caller's work on the device can be made to wait for them.
     Started,

@@ -1,4 +1,5 @@
-//! A leaf that lies in several arrays, each a box of it: what one process holds of an array that is sharded over its devices.
+//! A leaf that lies in several arrays, each a box of it: what one process holds of an array that is
+//! sharded over its devices.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -45,7 +46,8 @@ impl StateProvider for ShardedProvider {
                 Ok(Ticket::Event(fence)) => fences.push(fence),
                 Err(error) if fences.is_empty() => return Err(error),
                 Err(error) => {
-                    // What other shards were asked for may still be on its way into the slot: told when it has arrived.
+                    // What other shards were asked for may still be on its way into the slot: told
+                    // when it has arrived.
                     fences.push(Box::new(Failed(Mutex::new(Some(error)))));
                     break;
                 }

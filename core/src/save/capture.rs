@@ -1,8 +1,12 @@
-//! Capture: the half of a save that the caller waits for, as far as it must. Windows are taken one by one, in order, by the caller's thread and the pool's helpers; each
-//! is filled into a slot and handed to the flush. What a device copies is only started here: its windows are handed on when it has arrived.
+//! Capture: the half of a save that the caller waits for, as far as it must. Windows are taken one
+//! by one, in order, by the caller's thread and the pool's helpers; each is filled into a slot and
+//! handed to the flush. What a device copies is only started here: its windows are handed on when
+//! it has arrived.
 //!
-//! How long the caller waits is said by the [`Haste`] of its providers: [`Capture::run_eager`] captures what he may change when it returns, and starts the copies of what
-//! his work on the device can be made to wait for; the rest is for another thread's [`Capture::run`]. Windows that come from several devices are taken by a thread for each.
+//! How long the caller waits is said by the [`Haste`] of its providers: [`Capture::run_eager`]
+//! captures what he may change when it returns, and starts the copies of what his work on the
+//! device can be made to wait for; the rest is for another thread's [`Capture::run`]. Windows that
+//! come from several devices are taken by a thread for each.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -31,8 +35,8 @@ use crate::{Error, Result};
 pub(super) enum Message {
     /// A filled window.
     Window(usize, Slot<Full>),
-    /// The capture is over. The plan and its providers are no longer needed, but taking 20 000 of them apart takes milliseconds, which the caller need not
-    /// wait for.
+    /// The capture is over. The plan and its providers are no longer needed, but taking 20 000 of
+    /// them apart takes milliseconds, which the caller need not wait for.
     Over(Box<Windows>),
 }
 
@@ -109,13 +113,14 @@ impl Capture {
         &self.queues
     }
 
-    /// True if [`Capture::run_eager`] only starts some of what it takes, so that the caller's work on the devices has to be made to wait ([`CopyQueue::precede`]) when
-    /// it has returned.
+    /// True if [`Capture::run_eager`] only starts some of what it takes, so that the caller's work
+    /// on the devices has to be made to wait ([`CopyQueue::precede`]) when it has returned.
     pub fn is_fenced(&self) -> bool {
         self.soon.iter().any(|due| due.haste == Haste::Started)
     }
 
-    /// Has that called once every copy has been started (and all host memory was read), or none will be any more; on whatever thread.
+    /// Has that called once every copy has been started (and all host memory was read), or none
+    /// will be any more; on whatever thread.
     pub fn when_started(&self, call: WhenStarted) {
         *self.starts.call.lock().unwrap_or_else(PoisonError::into_inner) = Some(call);
         if self.starts.left.load(Ordering::Acquire) == 0 {
@@ -123,7 +128,8 @@ impl Capture {
         }
     }
 
-    /// Reads what is to be captured behind the call, here and now, and has the capture compare: what has changed by then fails the save ([`Error::Torn`]). It takes as long as capturing all
+    /// Reads what is to be captured behind the call, here and now, and has the capture compare:
+    /// what has changed by then fails the save ([`Error::Torn`]). It takes as long as capturing all
     /// of it would.
     pub fn read_first(&mut self) -> Result<()> {
         let Some(parts) = &self.parts else { return Ok(()) };
@@ -143,10 +149,13 @@ impl Capture {
         Ok(())
     }
 
-    /// Copies everything that is left, on this thread and on helpers; returns when every byte is in a slot (or in a file already), and the sources may change.
-    /// [`Error::Cancelled`] if the flush has failed or was dropped, or if [`SaveOptions::cancel`] was set before the last copy; [`Error::Timeout`] if no slot has come back for the stall timeout. When this
-    /// returns, whatever the outcome, nothing but a device reads the sources any more, and what a device reads stays. The providers are dropped soon after, on the flush's thread (or here,
-    /// if that has ended), and at the latest before `Flush::run` returns.
+    /// Copies everything that is left, on this thread and on helpers; returns when every byte is in
+    /// a slot (or in a file already), and the sources may change. [`Error::Cancelled`] if the flush
+    /// has failed or was dropped, or if [`SaveOptions::cancel`] was set before the last copy;
+    /// [`Error::Timeout`] if no slot has come back for the stall timeout. When this returns,
+    /// whatever the outcome, nothing but a device reads the sources any more, and what a device
+    /// reads stays. The providers are dropped soon after, on the flush's thread (or here, if that
+    /// has ended), and at the latest before `Flush::run` returns.
     pub fn run(mut self) -> Result<CaptureStats> {
         let started = Instant::now();
         let windows = self.soon.drain(..).chain(self.later.drain(..));
@@ -164,7 +173,8 @@ impl Capture {
         })
     }
 
-    /// Copies what cannot wait, and starts to copy what must have been started. What is left is for another thread's [`Capture::run`]; `None` where nothing is.
+    /// Copies what cannot wait, and starts to copy what must have been started. What is left is for
+    /// another thread's [`Capture::run`]; `None` where nothing is.
     pub fn run_eager(mut self) -> Result<Option<Self>> {
         let windows = std::mem::take(&mut self.soon);
         if !windows.is_empty() || self.later.is_empty() {
@@ -304,7 +314,8 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 /// One capturing thread.
 struct Worker<'a> {
     job: &'a Job,
-    /// Windows whose copies a device still makes, in order. They are kept here, so that the next ones can be started meanwhile.
+    /// Windows whose copies a device still makes, in order. They are kept here, so that the next
+    /// ones can be started meanwhile.
     pending: VecDeque<(Due, Slot<Pending>)>,
 }
 
@@ -314,7 +325,8 @@ impl Worker<'_> {
         let number = self.job.workers.fetch_add(1, Ordering::Relaxed);
         // What was started before holds slots: the first that comes sees to it.
         self.pending = std::mem::take(&mut *self.job.lock_arriving());
-        // Asked for the next window before whether it is wanted: what was captured whole may be committed already, and is not called cancelled.
+        // Asked for the next window before whether it is wanted: what was captured whole may be
+        // committed already, and is not called cancelled.
         while let Some(due) = self.job.next(number) {
             if let Some(error) = parts.link.unwanted() {
                 return Err(error);
@@ -342,10 +354,12 @@ impl Worker<'_> {
         Ok(())
     }
 
-    /// A free slot. What is pending is resolved before this thread waits for others: they might wait for it.
+    /// A free slot. What is pending is resolved before this thread waits for others: they might
+    /// wait for it.
     fn slot(&mut self) -> Result<Slot<Free>> {
         let parts = &self.job.parts;
-        // Longer than the flush waits for the disk: where that is what stalls, its error is the one to report.
+        // Longer than the flush waits for the disk: where that is what stalls, its error is the one
+        // to report.
         let stall = parts.options.stall_timeout.saturating_add(parts.options.stall_timeout / 4);
         loop {
             if let Some(slot) = parts.pool.try_acquire()? {
@@ -373,7 +387,8 @@ impl Worker<'_> {
         }
     }
 
-    /// Waits for the oldest window that is pending here, or that another thread has left, and hands it on; whether there was one.
+    /// Waits for the oldest window that is pending here, or that another thread has left, and hands
+    /// it on; whether there was one.
     fn resolve_one(&mut self) -> Result<bool> {
         let oldest = self.pending.pop_front();
         let Some((due, slot)) = oldest.or_else(|| self.job.lock_arriving().pop_front()) else {
@@ -402,7 +417,8 @@ impl Worker<'_> {
     }
 }
 
-/// Fills a window: every part in order, zeros between them. And whether a provider that is to be captured has only started a copy that no device of the capture makes.
+/// Fills a window: every part in order, zeros between them. And whether a provider that is to be
+/// captured has only started a copy that no device of the capture makes.
 fn fill(
     all: &Windows,
     window: usize,

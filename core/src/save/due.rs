@@ -1,4 +1,5 @@
-//! Which window is captured when, and by whom: how soon something of it must have happened, and the device that copies it.
+//! Which window is captured when, and by whom: how soon something of it must have happened, and the
+//! device that copies it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -67,7 +68,8 @@ pub(super) fn due(all: &Windows, queues: &[Arc<dyn CopyQueue>]) -> Vec<Due> {
                 *most = haste.max(*most);
                 first = first.or(lane);
             }
-            // What no device copies is there once the window is filled: that is no reason to wait for what devices copy beside it.
+            // What no device copies is there once the window is filled: that is no reason to wait
+            // for what devices copy beside it.
             let read = if first.is_some() { read.min(Haste::Started) } else { read };
             Due { window: number as u32, haste: copied.max(read), lane: first.unwrap_or(0) }
         })

@@ -1,5 +1,5 @@
-//! Flush: the half of a save that runs behind the caller. Slots go to the queue as they arrive, are checksummed when nobody waits for
-//! the processor, and go back; then footers, then fsync.
+//! Flush: the half of a save that runs behind the caller. Slots go to the queue as they arrive, are
+//! checksummed when nobody waits for the processor, and go back; then footers, then fsync.
 
 mod writer;
 
@@ -45,8 +45,9 @@ impl Flush {
         Arc::clone(&self.parts.progress)
     }
 
-    /// Writes the data files below `step_dir`, and returns when each is complete and synced. What makes them findable (the directories, the indexes, the
-    /// manifest) is the caller's. The error of the capture if that has failed, [`Error::Cancelled`] if it was dropped.
+    /// Writes the data files below `step_dir`, and returns when each is complete and synced. What
+    /// makes them findable (the directories, the indexes, the manifest) is the caller's. The error
+    /// of the capture if that has failed, [`Error::Cancelled`] if it was dropped.
     pub fn run(self, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<WrittenItem>> {
         self.run_with_room(disk, step_dir, &mut NoRoom)
     }

@@ -1,4 +1,5 @@
-//! What ties the two halves of a save together: whichever ends early tells the other, with its reason.
+//! What ties the two halves of a save together: whichever ends early tells the other, with its
+//! reason.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, atomic};
@@ -29,15 +30,17 @@ impl Link {
         Self { stopped: AtomicBool::new(false), cause: Mutex::new(None), unwanted, pool }
     }
 
-    /// Why the capture must stop, if it must: [`Link::cancelled`], and what the caller asked for. The flush does not ask this: what is captured whole may
-    /// be committed.
+    /// Why the capture must stop, if it must: [`Link::cancelled`], and what the caller asked for.
+    /// The flush does not ask this: what is captured whole may be committed.
     pub(super) fn unwanted(&self) -> Option<Error> {
-        // Asked under the pool's lock too, so that nothing is stopped here: the thread that gets this answer does that.
+        // Asked under the pool's lock too, so that nothing is stopped here: the thread that gets
+        // this answer does that.
         let unwanted = self.unwanted.as_ref().is_some_and(|unwanted| unwanted.load(Ordering::Acquire));
         self.cancelled().or_else(|| unwanted.then(|| Error::Cancelled("its caller cancelled it".to_owned())))
     }
 
-    /// How long a wait may last until that is asked again: nothing announces what a caller asked for.
+    /// How long a wait may last until that is asked again: nothing announces what a caller asked
+    /// for.
     pub(super) fn patience(&self) -> Duration {
         if self.unwanted.is_some() { Duration::from_millis(20) } else { Duration::MAX }
     }

@@ -5,13 +5,16 @@
 //!        └─▶ Flush::run    (another thread, at the same time: slots ─▶ queue ─▶ file, checksums, footer, fsync)
 //! ```
 //!
-//! The manager calls [`prepare`], which makes every check, gives every chunk its place, and cuts the file into *windows* of one
-//! slot each. Capture fills a slot per window and hands it over; flush submits it at once and checksums it when that costs nobody anything: behind
-//! the capture while slots are free, at once where a slot is waited for. Invariants:
+//! The manager calls [`prepare`], which makes every check, gives every chunk its place, and cuts
+//! the file into *windows* of one slot each. Capture fills a slot per window and hands it over;
+//! flush submits it at once and checksums it when that costs nobody anything: behind the capture
+//! while slots are free, at once where a slot is waited for. Invariants:
 //!
 //! * A checksum describes the bytes of the slot that was written, whatever happened to the source.
-//! * A file's content depends on the items and the options alone: not on slots, threads, engine or timing.
-//! * Whichever side ends early cancels the other; slots come back as their writes complete; nothing waits without a deadline on lack of progress.
+//! * A file's content depends on the items and the options alone: not on slots, threads, engine or
+//!   timing.
+//! * Whichever side ends early cancels the other; slots come back as their writes complete; nothing
+//!   waits without a deadline on lack of progress.
 //! * A write or fsync that failed is never tried again: the attempt is dead.
 
 mod capture;
@@ -41,8 +44,9 @@ pub use flush::Flush;
 pub use plan::prepare;
 pub use progress::{Progress, SaveStats};
 
-/// From this many bytes on a chunk starts on a page of its own, so that direct reads of it touch nothing else. The gap before it
-/// is less than a page, so at this size the cost is at most a sixteenth, and smaller chunks are packed.
+/// From this many bytes on a chunk starts on a page of its own, so that direct reads of it touch
+/// nothing else. The gap before it is less than a page, so at this size the cost is at most a
+/// sixteenth, and smaller chunks are packed.
 pub const PAGE_ALIGNED_FROM: u64 = 64 << 10;
 
 /// Alignment of the chunks below that: a cache line, and a multiple of every element.
@@ -73,7 +77,8 @@ pub enum LeafPlan {
     },
     /// A plain value.
     Object(Value),
-    /// A plain value that another rank writes: the leaf is in the index of this one's file, and no bytes of it are.
+    /// A plain value that another rank writes: the leaf is in the index of this one's file, and no
+    /// bytes of it are.
     Elsewhere,
     /// A tie to another leaf of the item, which is no alias itself.
     Alias {
@@ -109,9 +114,11 @@ pub struct SaveOptions {
     pub block_bytes: u64,
     /// This process's rank: names the data file.
     pub rank: u32,
-    /// The number of its node, where the ranks of a node write into one file for each item, side by side.
+    /// The number of its node, where the ranks of a node write into one file for each item, side by
+    /// side.
     pub node: Option<u32>,
-    /// A random id per item. Injected, so that the same state gives the same bytes where a test wants that.
+    /// A random id per item. Injected, so that the same state gives the same bytes where a test
+    /// wants that.
     pub file_ids: Vec<u128>,
     /// Threads that capture, the caller's included.
     pub capture_threads: usize,
@@ -119,7 +126,8 @@ pub struct SaveOptions {
     pub stall_timeout: Duration,
     /// Writes in flight.
     pub queue_depth: usize,
-    /// Set from any thread to end a capture that runs: it stops after the copy it is at. Once everything is captured it means nothing.
+    /// Set from any thread to end a capture that runs: it stops after the copy it is at. Once
+    /// everything is captured it means nothing.
     pub cancel: Option<Arc<AtomicBool>>,
 }
 
@@ -139,7 +147,8 @@ impl Default for SaveOptions {
     }
 }
 
-/// A data file that is complete and durable (its directory entry is not: that is the commit's part).
+/// A data file that is complete and durable (its directory entry is not: that is the commit's
+/// part).
 #[derive(Debug)]
 pub struct WrittenItem {
     /// The item's directory.

@@ -42,8 +42,9 @@ pub(super) struct PlannedItem {
     pub footer_hint: u64,
 }
 
-/// Plans a save. Everything that can be wrong with the items is found here; nothing is read, written or waited for, and the pool is not grown. Run the
-/// two halves on two threads; dropping one cancels the other.
+/// Plans a save. Everything that can be wrong with the items is found here; nothing is read,
+/// written or waited for, and the pool is not grown. Run the two halves on two threads; dropping
+/// one cancels the other.
 pub fn prepare(
     items: Vec<ItemPlan>,
     pool: &Arc<StagingPool>,
@@ -215,7 +216,8 @@ fn plan_item(
             LeafPlan::Alias { of } => LeafRecord::Alias { of },
         });
     }
-    // The most urgent first: a slot is as urgent as the most urgent leaf in it, so what is captured when its caller goes on, and what can wait, do not share slots.
+    // The most urgent first: a slot is as urgent as the most urgent leaf in it, so what is captured
+    // when its caller goes on, and what can wait, do not share slots.
     placed.sort_by_key(|placed| (Reverse(placed.haste), placed.band));
     for Placed { leaf, chunk, source, bytes, .. } in placed {
         let alignment = if bytes >= PAGE_ALIGNED_FROM { PAGE } else { SMALL_ALIGNMENT };

@@ -1,5 +1,5 @@
-//! For those who look for a mistake: whether what is captured behind a call is what was there when it was made. Everything is read twice, first while the
-//! caller waits.
+//! For those who look for a mistake: whether what is captured behind a call is what was there when
+//! it was made. Everything is read twice, first while the caller waits.
 
 use std::collections::HashMap;
 
@@ -19,7 +19,8 @@ impl FirstReading {
         self.0.insert(window, crcs);
     }
 
-    /// True if a window that was noted holds that still. [`Error::Torn`] names the first leaf that does not.
+    /// True if a window that was noted holds that still. [`Error::Torn`] names the first leaf that
+    /// does not.
     pub(super) fn check(&self, all: &Windows, window: u32, bytes: &[u8], indexes: &[Index]) -> Result<()> {
         let Some(crcs) = self.0.get(&window) else { return Ok(()) };
         let changed = parts(all, window, bytes).zip(crcs).find(|((_, bytes), crc)| crc32c(bytes) != **crc);

@@ -1,4 +1,5 @@
-//! Windows: the data files of a save, cut into pieces of one slot, each with the complete list of what goes into it.
+//! Windows: the data files of a save, cut into pieces of one slot, each with the complete list of
+//! what goes into it.
 //!
 //! Columns, not objects: a save of 20 000 small leaves makes a handful of vectors here.
 

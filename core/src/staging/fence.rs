@@ -8,21 +8,24 @@ use crate::sys::UserStream;
 
 /// A point in a queue of copies.
 pub trait Fence: Send {
-    /// Waits on this thread. [`crate::Error::Timeout`] at the deadline; it may be asked again. Any other error says that the copies failed, and that nothing is
-    /// on its way any more.
+    /// Waits on this thread. [`crate::Error::Timeout`] at the deadline; it may be asked again. Any
+    /// other error says that the copies failed, and that nothing is on its way any more.
     fn host_wait(&self, deadline: Instant) -> Result<()>;
 }
 
-/// A device's queue of copies to the host, and how it is ordered with the work of whoever computes there. Neither call stops its thread.
+/// A device's queue of copies to the host, and how it is ordered with the work of whoever computes
+/// there. Neither call stops its thread.
 ///
 /// (Lazy capture in the immutability window of a training step, and its fence: DataStates-LLM, §4.)
 pub trait CopyQueue: Send + Sync + fmt::Debug {
     /// The device's number.
     fn ordinal(&self) -> u32;
 
-    /// Makes copies that are started from now on wait for what is on the caller's stream now: they see what it has written.
+    /// Makes copies that are started from now on wait for what is on the caller's stream now: they
+    /// see what it has written.
     fn follow(&self, stream: UserStream) -> Result<()>;
 
-    /// Makes what is put on the caller's stream from now on wait for the copies that were started so far: it may write to what they read.
+    /// Makes what is put on the caller's stream from now on wait for the copies that were started
+    /// so far: it may write to what they read.
     fn precede(&self, stream: UserStream) -> Result<()>;
 }

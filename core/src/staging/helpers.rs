@@ -1,14 +1,17 @@
-//! The threads that help to capture. They belong to the pool, are made when first needed, and end with it.
+//! The threads that help to capture. They belong to the pool, are made when first needed, and end
+//! with it.
 //!
-//! A helper holds its task only between being let in and leaving; the owner of the task closes the door and waits until all have
-//! left. So a task that was given out, and the memory that it reads, is never touched after its owner has returned.
+//! A helper holds its task only between being let in and leaving; the owner of the task closes the
+//! door and waits until all have left. So a task that was given out, and the memory that it reads,
+//! is never touched after its owner has returned.
 
 use std::sync::{Arc, PoisonError, Weak};
 
 use crate::sync::{self, Condvar, JoinHandle, Mutex, Receiver, Sender};
 use crate::sys::Birth;
 
-/// Work that several threads do together. `work` is called by each and returns when nothing is left to start.
+/// Work that several threads do together. `work` is called by each and returns when nothing is left
+/// to start.
 pub(crate) trait Task: Send + Sync {
     /// Does a share of it. Does not panic.
     fn work(&self);
@@ -38,7 +41,8 @@ impl Door {
     pub(crate) fn close(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.0 = true;
-        // Bounded: a helper leaves after the copy that it is at, and what it waits for itself (slots, fences) ends by the stall timeout.
+        // Bounded: a helper leaves after the copy that it is at, and what it waits for itself
+        // (slots, fences) ends by the stall timeout.
         while state.1 > 0 {
             state = self.left.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -74,7 +78,8 @@ struct Threads {
 const MAX_HELPERS: usize = 32;
 
 impl Helpers {
-    /// Offers the task to `count` threads. Fewer may come (the others are busy, or cannot be made): the owner does what they leave.
+    /// Offers the task to `count` threads. Fewer may come (the others are busy, or cannot be made):
+    /// the owner does what they leave.
     pub(super) fn start(&self, count: usize, task: &Arc<dyn Task>) {
         if count == 0 {
             return;
@@ -89,7 +94,8 @@ impl Helpers {
             let made = sync::spawn(&name, move || {
                 while let Ok((door, task)) = receiver.recv() {
                     let Some(_inside) = door.enter() else { continue };
-                    // The owner keeps the task until we have left, so this is never the last handle.
+                    // The owner keeps the task until we have left, so this is never the last
+                    // handle.
                     if let Some(task) = task.upgrade() {
                         task.work();
                     }

@@ -1,9 +1,12 @@
-//! The staging pool: memory that is mapped, faulted in and given to the engines once, then lent and taken back for ever.
+//! The staging pool: memory that is mapped, faulted in and given to the engines once, then lent and
+//! taken back for ever.
 //!
-//! One pool serves a process ([`StagingPool::shared`]): every manager holds it, the last one frees it. Saves that share it take slots in turn. A capturing thread
-//! holds no slot while it waits for another one (it hands a slot on before it asks for the next), but what it handed on comes back only as its flush
-//! runs. So whoever captures must have a flush that runs, or will without waiting for another capture: a manager captures one save at a time, and
-//! its flushes run first in, first out.
+//! One pool serves a process ([`StagingPool::shared`]): every manager holds it, the last one frees
+//! it. Saves that share it take slots in turn. A capturing thread holds no slot while it waits for
+//! another one (it hands a slot on before it asks for the next), but what it handed on comes back
+//! only as its flush runs. So whoever captures must have a flush that runs, or will without waiting
+//! for another capture: a manager captures one save at a time, and its flushes run first in, first
+//! out.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError, Weak};
@@ -16,11 +19,13 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::sys::{Birth, Buffer, Mapping};
 use crate::{Error, Result};
 
-/// Bytes of a slot where nobody asks for another size. From 2 to 16 MiB captures are equally fast; a write of this size keeps a disk busy with few in flight, and
-/// the first one starts after a fraction of a millisecond of copying.
+/// Bytes of a slot where nobody asks for another size. From 2 to 16 MiB captures are equally fast;
+/// a write of this size keeps a disk busy with few in flight, and the first one starts after a
+/// fraction of a millisecond of copying.
 pub const DEFAULT_SLOT_BYTES: usize = 8 << 20;
 
-/// Bytes of one mapping: engines register mappings, which may be at most 1 GiB each, and a process grows its pool in steps.
+/// Bytes of one mapping: engines register mappings, which may be at most 1 GiB each, and a process
+/// grows its pool in steps.
 const SEGMENT_BYTES: usize = 256 << 20;
 
 /// A ring with fewer slots cannot fill one while another one is written.
@@ -30,7 +35,8 @@ const MIN_SLOTS: usize = 2;
 type OfProcess = Option<(Birth, Weak<StagingPool>)>;
 static SHARED: std::sync::Mutex<OfProcess> = std::sync::Mutex::new(None);
 
-/// `None` where it is not to be had: in a forked child, a thread that is not there may have it for ever. Everybody else has it for microseconds.
+/// `None` where it is not to be had: in a forked child, a thread that is not there may have it for
+/// ever. Everybody else has it for microseconds.
 fn shared_by_all() -> Option<std::sync::MutexGuard<'static, OfProcess>> {
     for _ in 0..100 {
         match SHARED.try_lock() {
@@ -46,7 +52,8 @@ fn shared_by_all() -> Option<std::sync::MutexGuard<'static, OfProcess>> {
 pub struct StagingPool {
     slot_bytes: usize,
     shared: Arc<Shared>,
-    /// Mappings in the order in which they were made. Held while growing, so that two users do not both grow.
+    /// Mappings in the order in which they were made. Held while growing, so that two users do not
+    /// both grow.
     mappings: Mutex<Vec<Arc<Mapping>>>,
     helpers: Helpers,
     /// A forked child has none of the memory.
@@ -58,7 +65,8 @@ pub struct StagingPool {
 pub struct Waited(pub Option<Duration>);
 
 impl StagingPool {
-    /// The pool of this process, made (with no memory yet: see [`StagingPool::ensure`]) where nobody holds one.
+    /// The pool of this process, made (with no memory yet: see [`StagingPool::ensure`]) where
+    /// nobody holds one.
     pub fn shared() -> Arc<Self> {
         let Some(mut shared) = shared_by_all() else { return Arc::new(Self::empty(DEFAULT_SLOT_BYTES)) };
         // A forked child sees the parent's pool here, and must not touch it, not even its counts.
@@ -74,7 +82,8 @@ impl StagingPool {
         pool
     }
 
-    /// A pool of its own, with slots of `slot_bytes` (a multiple of 4096) and at least `bytes` in all (and two slots).
+    /// A pool of its own, with slots of `slot_bytes` (a multiple of 4096) and at least `bytes` in
+    /// all (and two slots).
     pub fn new(bytes: usize, slot_bytes: usize) -> Result<Arc<Self>> {
         if slot_bytes == 0 || !slot_bytes.is_multiple_of(4096) || slot_bytes > SEGMENT_BYTES {
             return Err(Error::Misuse(format!(
@@ -107,8 +116,9 @@ impl StagingPool {
         }
     }
 
-    /// Grows to at least `bytes`, rounded up to whole slots, two at the least. Takes the time of touching the new memory. Nothing makes it shrink but slots that never
-    /// come back from a queue.
+    /// Grows to at least `bytes`, rounded up to whole slots, two at the least. Takes the time of
+    /// touching the new memory. Nothing makes it shrink but slots that never come back from a
+    /// queue.
     pub fn ensure(&self, bytes: usize) -> Result<()> {
         self.birth.check("staging pool")?;
         let wanted = bytes.div_ceil(self.slot_bytes).max(MIN_SLOTS);
@@ -166,8 +176,9 @@ impl StagingPool {
         Ok(state.free.pop().map(|buffer| Slot::lend(Lease::new(buffer, Arc::clone(&self.shared)))))
     }
 
-    /// Waits for a slot, in turn. [`Error::Timeout`] when for `stall` no slot of this pool has come back; whatever `cancelled` answers when it does
-    /// (it is asked after each [`StagingPool::wake`], and again after each `patience`).
+    /// Waits for a slot, in turn. [`Error::Timeout`] when for `stall` no slot of this pool has come
+    /// back; whatever `cancelled` answers when it does (it is asked after each
+    /// [`StagingPool::wake`], and again after each `patience`).
     pub fn acquire(
         &self,
         stall: Duration,
@@ -229,7 +240,8 @@ impl StagingPool {
         self.shared.changed.notify_all();
     }
 
-    /// Starts a task on up to `count` of the pool's threads, which are made when first needed and end with the pool.
+    /// Starts a task on up to `count` of the pool's threads, which are made when first needed and
+    /// end with the pool.
     pub(crate) fn help(&self, count: usize, task: &Arc<dyn Task>) {
         self.helpers.start(count, task);
     }
@@ -277,7 +289,8 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A slot whose memory is left to a queue that is stuck comes back no more: the pool is smaller by it, and may grow again.
+    /// A slot whose memory is left to a queue that is stuck comes back no more: the pool is smaller
+    /// by it, and may grow again.
     pub(super) fn lose(&self) {
         let mut state = self.lock();
         state.total = state.total.saturating_sub(1);

@@ -5,9 +5,10 @@
 //!                         └───▶ Pending ─wait▶ Full            (copies that a device still makes)
 //! ```
 //!
-//! Only a `Filling` slot can be written to, only a `Full` one launched, only once; memory in flight is not reachable. Whatever is dropped goes back to
-//! the pool, except what a device may still write to: that comes back when its fence has been passed; and what a queue never gave back: the pool is
-//! told that it is gone.
+//! Only a `Filling` slot can be written to, only a `Full` one launched, only once; memory in flight
+//! is not reachable. Whatever is dropped goes back to the pool, except what a device may still
+//! write to: that comes back when its fence has been passed; and what a queue never gave back: the
+//! pool is told that it is gone.
 //!
 //! Misuse does not compile. A slot that is not being filled cannot be written to:
 //!
@@ -97,7 +98,8 @@ impl Drop for Lease {
     }
 }
 
-/// One slot. `S` says what it is in: [`Free`], [`Filling`], [`Pending`], [`Full`], [`Flushing`] or [`Written`].
+/// One slot. `S` says what it is in: [`Free`], [`Filling`], [`Pending`], [`Full`], [`Flushing`] or
+/// [`Written`].
 pub struct Slot<S> {
     lease: Lease,
     state: S,
@@ -147,8 +149,8 @@ impl Slot<Filling> {
         })
     }
 
-    /// Starts to copy the bytes `from .. from + len` of the row-major bytes of `region` of an array on a device to byte `at`. What is before their end can
-    /// be written to no more.
+    /// Starts to copy the bytes `from .. from + len` of the row-major bytes of `region` of an array
+    /// on a device to byte `at`. What is before their end can be written to no more.
     pub fn receive(
         &mut self,
         source: &DeviceSource,
@@ -176,7 +178,8 @@ impl Slot<Filling> {
 }
 
 impl Slot<Pending> {
-    /// Waits until all is there. On an error the memory goes back to the pool as soon as nothing writes to it any more.
+    /// Waits until all is there. On an error the memory goes back to the pool as soon as nothing
+    /// writes to it any more.
     pub fn wait(mut self, deadline: Instant) -> Result<Slot<Full>> {
         while let Some(fence) = self.lease.fences.last() {
             let passed = fence.host_wait(deadline);

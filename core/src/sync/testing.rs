@@ -1,7 +1,8 @@
 //! The same names under [shuttle], for tests of interleavings.
 //!
-//! No wait here ever times out: whoever is not woken by what it waits for stays where it is, and shuttle reports a deadlock. So a lost wake-up cannot hide behind a
-//! deadline that comes to the rescue.
+//! No wait here ever times out: whoever is not woken by what it waits for stays where it is, and
+//! shuttle reports a deadlock. So a lost wake-up cannot hide behind a deadline that comes to the
+//! rescue.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -18,7 +19,8 @@ thread_local! {
     static DEAF: Cell<bool> = const { Cell::new(false) };
 }
 
-/// From now on nobody who waits for a condition is woken, in the tests of this thread: a defect, to show that it would be found.
+/// From now on nobody who waits for a condition is woken, in the tests of this thread: a defect, to
+/// show that it would be found.
 pub fn lose_wake_ups() {
     DEAF.set(true);
 }

@@ -1,10 +1,12 @@
-//! True if anybody else has a file open: the kernel gives a write lease (`fcntl(2)`, `F_SETLEASE`) only where nobody has.
+//! True if anybody else has a file open: the kernel gives a write lease (`fcntl(2)`, `F_SETLEASE`)
+//! only where nobody has.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::fs::fstatfs;
 
-/// File systems whose files are opened on this machine alone, so that the kernel knows of every open: ext2 to ext4, XFS, Btrfs, F2FS, bcachefs, ZFS, tmpfs.
+/// File systems whose files are opened on this machine alone, so that the kernel knows of every
+/// open: ext2 to ext4, XFS, Btrfs, F2FS, bcachefs, ZFS, tmpfs.
 const LOCAL: [u64; 7] =
     [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0xca45_1a4e, 0x2fc1_2fc1, 0x0102_1994];
 
@@ -19,8 +21,9 @@ pub enum Alone<T> {
     Interrupted(T),
 }
 
-/// Does something to a file that nobody else has open, and keeps everybody from opening it meanwhile (who tries waits, with the file that its name meant before).
-/// `fd` is open for reading and writing.
+/// Does something to a file that nobody else has open, and keeps everybody from opening it
+/// meanwhile (who tries waits, with the file that its name meant before). `fd` is open for reading
+/// and writing.
 pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
     if !is_local(fd) {
         return Alone::Not;
@@ -29,7 +32,8 @@ pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
         // SAFETY: both commands take one number and touch no memory of ours.
         unsafe { libc::fcntl(fd.as_raw_fd(), what, value) == 0 }
     };
-    // Who opens it meanwhile has the kernel send a signal, the default one of which would end this process. This one is ignored where nobody listens.
+    // Who opens it meanwhile has the kernel send a signal, the default one of which would end this
+    // process. This one is ignored where nobody listens.
     if !set(F_SETSIG, libc::SIGURG) || !set(libc::F_SETLEASE, libc::F_WRLCK) {
         return Alone::Not;
     }
@@ -39,7 +43,8 @@ pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
     if nobody_waits { Alone::Throughout(done) } else { Alone::Interrupted(done) }
 }
 
-/// True if a lease is as it was given. From the moment that somebody waits for its end, the kernel shows what it is to become.
+/// True if a lease is as it was given. From the moment that somebody waits for its end, the kernel
+/// shows what it is to become.
 fn is_leased(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: the command takes no argument and touches no memory of ours.
     unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }

@@ -1,8 +1,10 @@
-//! What its control groups leave this process of the machine's memory. Containers and batch systems set such limits, and the kernel kills who goes beyond
-//! them: `/proc/meminfo` does not know of them.
+//! What its control groups leave this process of the machine's memory. Containers and batch systems
+//! set such limits, and the kernel kills who goes beyond them: `/proc/meminfo` does not know of
+//! them.
 //!
-//! Files: `memory.max`, `memory.current` and `memory.stat` of version 2, `memory.limit_in_bytes`, `memory.usage_in_bytes` and `memory.stat` of
-//! version 1 (Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of Linux).
+//! Files: `memory.max`, `memory.current` and `memory.stat` of version 2, `memory.limit_in_bytes`,
+//! `memory.usage_in_bytes` and `memory.stat` of version 1 (Documentation/admin-guide/cgroup-v2.rst
+//! and cgroup-v1/memory.rst of Linux).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -24,7 +26,8 @@ pub(super) fn memory() -> Option<Memory> {
     narrowest(Path::new(MOUNTED), &fs::read_to_string("/proc/self/cgroup").ok()?)
 }
 
-/// `groups` is the text of `/proc/self/cgroup`: a line `number:controllers:path` for each hierarchy; version 2 has no controllers there.
+/// `groups` is the text of `/proc/self/cgroup`: a line `number:controllers:path` for each
+/// hierarchy; version 2 has no controllers there.
 fn narrowest(mounted: &Path, groups: &str) -> Option<Memory> {
     let mut found: Option<Memory> = None;
     for line in groups.lines() {
@@ -38,7 +41,8 @@ fn narrowest(mounted: &Path, groups: &str) -> Option<Memory> {
             continue;
         };
         for top in tops {
-            // A limit of a group above counts as well. In a container, the path may be the host's and not be there: its own group is the top then.
+            // A limit of a group above counts as well. In a container, the path may be the host's
+            // and not be there: its own group is the top then.
             let group = top.join(path.trim_start_matches('/'));
             for group in group.ancestors().take_while(|group| group.starts_with(&top)) {
                 let Some(memory) = files.read(group) else { continue };

@@ -1,5 +1,5 @@
-//! Gather kernels: rows, cache-blocked transposes, single elements. Only [`super::HostSource`] calls these, with pointers that
-//! it has checked.
+//! Gather kernels: rows, cache-blocked transposes, single elements. Only [`super::HostSource`]
+//! calls these, with pointers that it has checked.
 #![expect(
     clippy::cast_possible_wrap,
     reason = "extents and item sizes are those of an array in memory, whose bytes fit an isize"
@@ -13,10 +13,12 @@ use crate::copy::gather::Dim;
 /// Edge of a transposed tile, in elements.
 const TILE: usize = 32;
 
-/// Gathers a box into contiguous bytes at `dst`. `first` replaces the extent of `dims[0]`; no dimensions mean one element.
+/// Gathers a box into contiguous bytes at `dst`. `first` replaces the extent of `dims[0]`; no
+/// dimensions mean one element.
 ///
 /// # Safety
-/// Every element of the box is readable, `dst` is writable for all of them, and the two do not overlap.
+/// Every element of the box is readable, `dst` is writable for all of them, and the two do not
+/// overlap.
 pub(super) unsafe fn gather(dst: *mut u8, src: *const u8, itemsize: usize, dims: &[Dim], first: u64) {
     let Some((inner, outer)) = dims.split_last() else {
         // SAFETY: one element.
@@ -26,12 +28,14 @@ pub(super) unsafe fn gather(dst: *mut u8, src: *const u8, itemsize: usize, dims:
     let inner_extent = extent(dims.len() - 1) as usize;
     if inner.stride == itemsize as i64 {
         let row = inner_extent * itemsize;
-        // SAFETY: as promised by the caller: a row of contiguous elements for every index of the outer dimensions.
+        // SAFETY: as promised by the caller: a row of contiguous elements for every index of the
+        // outer dimensions.
         return unsafe {
             walk(outer, first, None, (dst, src), row, &mut |dst, src| run(dst, src, row));
         };
     }
-    // A dimension that is contiguous in memory, and long enough that whole cache lines of it are worth fetching at once.
+    // A dimension that is contiguous in memory, and long enough that whole cache lines of it are
+    // worth fetching at once.
     let along = (0..outer.len()).rev().find(|&d| dims[d].stride == itemsize as i64 && extent(d) > 1);
     if let Some(along) = along {
         let below: usize = (along + 1..dims.len()).map(|d| extent(d) as usize).product();
@@ -41,7 +45,8 @@ pub(super) unsafe fn gather(dst: *mut u8, src: *const u8, itemsize: usize, dims:
             src_stride: inner.stride as isize,
             dst_stride: below * itemsize,
         };
-        // SAFETY: as promised by the caller: `rows x columns` elements for every index of the other dimensions.
+        // SAFETY: as promised by the caller: `rows x columns` elements for every index of the other
+        // dimensions.
         return unsafe {
             walk(outer, first, Some(along), (dst, src), inner_extent * itemsize, &mut |dst, src| {
                 match itemsize {
@@ -77,7 +82,8 @@ pub(super) unsafe fn gather(dst: *mut u8, src: *const u8, itemsize: usize, dims:
     }
 }
 
-/// Calls `kernel` for every index of the dimensions but `skip`. `row` is what one step of the innermost of them is in `dst`, in bytes.
+/// Calls `kernel` for every index of the dimensions but `skip`. `row` is what one step of the
+/// innermost of them is in `dst`, in bytes.
 ///
 /// # Safety
 /// The addresses that this forms lie in the box and in its destination.
@@ -119,7 +125,8 @@ unsafe fn walk(
             let (extent, src_step, dst_step) = outer[d];
             index[d] += 1;
             if index[d] < extent {
-                // `wrapping`: between two rows the address may pass the end of the box when an inner loop restarts.
+                // `wrapping`: between two rows the address may pass the end of the box when an
+                // inner loop restarts.
                 src = src.wrapping_offset(src_step);
                 dst = dst.wrapping_add(dst_step);
                 break;
@@ -141,7 +148,8 @@ unsafe fn strided<T: Copy>(dst: *mut u8, src: *const u8, stride: isize, count: u
     }
 }
 
-/// A matrix whose rows are contiguous in the destination and whose columns are contiguous in the source.
+/// A matrix whose rows are contiguous in the destination and whose columns are contiguous in the
+/// source.
 struct Tiles {
     rows: usize,
     columns: usize,
@@ -152,8 +160,9 @@ struct Tiles {
 }
 
 impl Tiles {
-    /// Tile by tile, through a small buffer: a part of each column is fetched in one go and every fetched line is used whole, also where the
-    /// columns lie a power of two apart (and so compete for the same lines of the first-level cache).
+    /// Tile by tile, through a small buffer: a part of each column is fetched in one go and every
+    /// fetched line is used whole, also where the columns lie a power of two apart (and so compete
+    /// for the same lines of the first-level cache).
     ///
     /// # Safety
     /// All elements of the matrix are readable at `src` and writable at `dst`.
@@ -165,14 +174,16 @@ impl Tiles {
             for column in (0..self.columns).step_by(TILE) {
                 let columns = TILE.min(self.columns - column);
                 for (c, line) in tile.iter_mut().enumerate().take(columns) {
-                    // SAFETY: `rows` contiguous elements of column `column + c`, from row `row` on; `rows <= TILE`.
+                    // SAFETY: `rows` contiguous elements of column `column + c`, from row `row` on;
+                    // `rows <= TILE`.
                     unsafe {
                         let from = src.offset((column + c) as isize * self.src_stride).add(row * item);
                         ptr::copy_nonoverlapping(from, line.as_mut_ptr().cast::<u8>(), rows * item);
                     }
                 }
                 for r in 0..rows {
-                    // SAFETY: `columns` contiguous elements of row `row + r`, from column `column` on.
+                    // SAFETY: `columns` contiguous elements of row `row + r`, from column `column`
+                    // on.
                     unsafe {
                         let to = dst.add((row + r) * self.dst_stride + column * item).cast::<T>();
                         for (c, line) in tile.iter().enumerate().take(columns) {

@@ -22,7 +22,8 @@ impl Descriptor {
         Self { fd: ManuallyDrop::new(fd), birth, what }
     }
 
-    /// As [`Descriptor::new`] of what `open` returns, with the promise that no forked child has a copy of it.
+    /// As [`Descriptor::new`] of what `open` returns, with the promise that no forked child has a
+    /// copy of it.
     pub fn unshared(what: &'static str, mut open: impl FnMut() -> Result<OwnedFd>) -> Result<Self> {
         fork::unshared(|| Ok(Self::new(open()?, what)))
     }
@@ -46,6 +47,7 @@ impl Drop for Descriptor {
             // SAFETY: dropped once, here, and not used again.
             unsafe { ManuallyDrop::drop(&mut self.fd) };
         }
-        // In a forked child the handler has closed it already, and its number may be someone else's.
+        // In a forked child the handler has closed it already, and its number may be someone
+        // else's.
     }
 }

@@ -22,14 +22,16 @@ struct CacheStat {
     recently_evicted: u64,
 }
 
-/// Bytes of the range, in whole pages but at most `len`, that the page cache holds; `None` where the system cannot say (an older kernel, a sandbox, a file of someone else's).
+/// Bytes of the range, in whole pages but at most `len`, that the page cache holds; `None` where
+/// the system cannot say (an older kernel, a sandbox, a file of someone else's).
 pub fn cached_bytes(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Option<u64> {
     if len == 0 {
         return Some(0); // to the kernel a length of 0 means "to the end"
     }
     let range = Range { offset, len };
     let mut stat = CacheStat::default();
-    // SAFETY: both structures have the kernel's layout and outlive the call, which reads the one and fills the other.
+    // SAFETY: both structures have the kernel's layout and outlive the call, which reads the one
+    // and fills the other.
     let answer =
         unsafe { libc::syscall(SYS_CACHESTAT, fd.as_raw_fd(), &raw const range, &raw mut stat, 0_u32) };
     // SAFETY: no memory is involved.
@@ -37,8 +39,9 @@ pub fn cached_bytes(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Option<u64> {
     (answer == 0).then(|| stat.cached.saturating_mul(page).min(len))
 }
 
-/// Writes the range out of the page cache to the disk and waits for it (`sync_file_range`). This is no durability, only early work. Its error is
-/// the last that is heard of a failed write: a later fsync need not repeat it.
+/// Writes the range out of the page cache to the disk and waits for it (`sync_file_range`). This is
+/// no durability, only early work. Its error is the last that is heard of a failed write: a later
+/// fsync need not repeat it.
 pub fn write_out(fd: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<()> {
     let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));

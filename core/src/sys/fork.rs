@@ -1,12 +1,14 @@
 //! What happens to this crate's descriptors and handles when the process forks.
 //!
-//! A forked child shares every open file description with its parent: a lock lives on while the child keeps its copy, and a ring
-//! that the child submits to corrupts the parent's I/O. So a handler of `pthread_atfork` closes, in the child, every descriptor that
-//! [`super::Descriptor`] registered here, and moves the [`generation`] on; a handle that remembers an older generation answers
-//! [`crate::Error::Forked`], and touches nothing when it is dropped.
+//! A forked child shares every open file description with its parent: a lock lives on while the
+//! child keeps its copy, and a ring that the child submits to corrupts the parent's I/O. So a
+//! handler of `pthread_atfork` closes, in the child, every descriptor that [`super::Descriptor`]
+//! registered here, and moves the [`generation`] on; a handle that remembers an older generation
+//! answers [`crate::Error::Forked`], and touches nothing when it is dropped.
 //!
-//! The child's handler runs where only async-signal-safe calls are allowed: it uses atomics in static memory and `close(2)`.
-//! Children of `vfork`, `posix_spawn` and bare `clone` run no handler; they exec, and all descriptors are close-on-exec.
+//! The child's handler runs where only async-signal-safe calls are allowed: it uses atomics in
+//! static memory and `close(2)`. Children of `vfork`, `posix_spawn` and bare `clone` run no
+//! handler; they exec, and all descriptors are close-on-exec.
 
 use std::os::fd::RawFd;
 use std::sync::Once;
@@ -14,7 +16,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use crate::{Error, Result};
 
-/// One bit for each descriptor number. Numbers beyond it (more than a million open files) stay open in a child.
+/// One bit for each descriptor number. Numbers beyond it (more than a million open files) stay open
+/// in a child.
 const WORDS: usize = (1 << 20) / 64;
 
 static OPEN: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
@@ -46,7 +49,8 @@ impl Birth {
         self.0 == generation()
     }
 
-    /// [`Error::Forked`] in any process but the one that the handle was made in. `what` names the handle.
+    /// [`Error::Forked`] in any process but the one that the handle was made in. `what` names the
+    /// handle.
     pub fn check(self, what: &'static str) -> Result<()> {
         if self.is_here() { Ok(()) } else { Err(Error::Forked(what)) }
     }
@@ -56,7 +60,8 @@ impl Birth {
 fn install() {
     static INSTALL: Once = Once::new();
     INSTALL.call_once(|| {
-        // SAFETY: the three handlers are `extern "C"`, never unwind, and live as long as the program.
+        // SAFETY: the three handlers are `extern "C"`, never unwind, and live as long as the
+        // program.
         let code = unsafe { libc::pthread_atfork(Some(before), Some(after_in_parent), Some(after_in_child)) };
         if code != 0 {
             tracing::warn!(
@@ -84,8 +89,9 @@ extern "C" fn after_in_child() {
         while bits != 0 {
             let bit = bits.trailing_zeros() as usize;
             bits &= bits - 1;
-            // SAFETY: the number was registered by its only owner, a Descriptor of the parent, whose copy in this process never closes it
-            // (its generation is over); close is async-signal-safe.
+            // SAFETY: the number was registered by its only owner, a Descriptor of the parent,
+            // whose copy in this process never closes it (its generation is over); close is
+            // async-signal-safe.
             unsafe { libc::close(RawFd::try_from(index * 64 + bit).unwrap_or(-1)) };
         }
     }
@@ -100,7 +106,8 @@ pub(super) fn register(fd: RawFd) {
     }
 }
 
-/// Takes the mark away; before the descriptor is closed, since its number may be used again at once.
+/// Takes the mark away; before the descriptor is closed, since its number may be used again at
+/// once.
 pub(super) fn unregister(fd: RawFd) {
     let Ok(fd) = usize::try_from(fd) else { return };
     if let Some(word) = OPEN.get(fd / 64) {
@@ -108,8 +115,9 @@ pub(super) fn unregister(fd: RawFd) {
     }
 }
 
-/// Opens something of which no child may have a copy, ever: `open` must open and register. Where a fork fell between the two (the child then
-/// holds a copy that its handler did not know of), it is done again.
+/// Opens something of which no child may have a copy, ever: `open` must open and register. Where a
+/// fork fell between the two (the child then holds a copy that its handler did not know of), it is
+/// done again.
 pub(super) fn unshared<T>(mut open: impl FnMut() -> Result<T>) -> Result<T> {
     loop {
         let begun = BEGUN.load(Ordering::SeqCst);

@@ -9,8 +9,8 @@ use super::{copy, stream};
 use crate::region::Region;
 use crate::{Error, Result};
 
-/// An n-dimensional array in host memory, of any strides (negative, zero, Fortran order). It is only ever read, and never through a reference: no
-/// promise is needed that nobody else holds one.
+/// An n-dimensional array in host memory, of any strides (negative, zero, Fortran order). It is
+/// only ever read, and never through a reference: no promise is needed that nobody else holds one.
 #[derive(Debug)]
 pub struct HostSource {
     /// The element at index (0, 0, …).
@@ -20,18 +20,20 @@ pub struct HostSource {
     owned: Option<Arc<Vec<u8>>>,
 }
 
-// SAFETY: reading memory has no thread affinity, and `new` demands that it may be read for as long as this lives.
+// SAFETY: reading memory has no thread affinity, and `new` demands that it may be read for as long
+// as this lives.
 unsafe impl Send for HostSource {}
 // SAFETY: as above.
 unsafe impl Sync for HostSource {}
 
 impl HostSource {
-    /// An array of `shape` whose element at index zero is at `first`, with `strides` in bytes. The address need not be aligned; it is not looked at
-    /// where the array has no elements. [`Error::Misuse`] where shape and strides do not make an addressable array.
+    /// An array of `shape` whose element at index zero is at `first`, with `strides` in bytes. The
+    /// address need not be aligned; it is not looked at where the array has no elements.
+    /// [`Error::Misuse`] where shape and strides do not make an addressable array.
     ///
     /// # Safety
-    /// For as long as the value lives, every element that `shape` and `strides` can name is readable memory, and nobody writes to it while a
-    /// copy is under way.
+    /// For as long as the value lives, every element that `shape` and `strides` can name is
+    /// readable memory, and nobody writes to it while a copy is under way.
     pub unsafe fn new(first: *const u8, itemsize: usize, shape: &[u64], strides: &[i64]) -> Result<Self> {
         let memory = StridedMemory::new(first as u64, itemsize, shape, strides)?;
         // Where there are no elements, no address is needed.
@@ -39,7 +41,8 @@ impl HostSource {
         Ok(Self { first, memory, owned: None })
     }
 
-    /// An array in memory that it owns, alone or with others: the element at index zero starts at byte `first` of `memory`. [`Error::Misuse`] where an element would lie outside.
+    /// An array in memory that it owns, alone or with others: the element at index zero starts at
+    /// byte `first` of `memory`. [`Error::Misuse`] where an element would lie outside.
     pub fn owned(
         memory: impl Into<Arc<Vec<u8>>>,
         first: usize,
@@ -60,7 +63,8 @@ impl HostSource {
                 memory.len()
             )));
         }
-        // SAFETY: all elements lie in `memory`, which the value keeps, and to which nobody can write while it is shared so.
+        // SAFETY: all elements lie in `memory`, which the value keeps, and to which nobody can
+        // write while it is shared so.
         let mut source = unsafe { Self::new(memory.as_ptr().wrapping_add(first), itemsize, shape, strides)? };
         source.owned = Some(memory);
         Ok(source)
@@ -86,17 +90,20 @@ impl HostSource {
         self.memory.bytes()
     }
 
-    /// Copies the bytes `from .. from + into.len()` of the row-major bytes of `region`. Both ends fall between elements.
+    /// Copies the bytes `from .. from + into.len()` of the row-major bytes of `region`. Both ends
+    /// fall between elements.
     pub fn copy(&self, region: &Region, from: u64, into: &mut [u8]) -> Result<()> {
         let (first, itemsize) = (self.first.as_ptr(), self.itemsize());
         let to = into.as_mut_ptr();
         self.memory.runs(region, from, into.len() as u64, |run| match run {
             Run::Contiguous { offset, at, len } => {
-                // SAFETY: `len` bytes of the array from `offset` on, all of it readable (see `new`), and `at + len <= into.len()`; `into` is a mutable
-                // slice, so it overlaps nothing that is readable through a promise of its owner.
+                // SAFETY: `len` bytes of the array from `offset` on, all of it readable (see
+                // `new`), and `at + len <= into.len()`; `into` is a mutable slice, so it overlaps
+                // nothing that is readable through a promise of its owner.
                 unsafe { stream::run(to.add(at), first.offset(offset), len) };
             }
-            // SAFETY: elements of the region, so readable; they are as many bytes as there are in `into` from `at` on.
+            // SAFETY: elements of the region, so readable; they are as many bytes as there are in
+            // `into` from `at` on.
             Run::Strided { offset, at, dims, count } => unsafe {
                 copy::gather(to.add(at), first.offset(offset), itemsize, dims, count);
             },

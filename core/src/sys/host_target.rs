@@ -1,7 +1,8 @@
 //! Host memory that a restore writes into: a numpy array, a torch tensor on the CPU, a `Vec<u8>`.
 //!
-//! A [`HostTarget`] says where the memory is and for how long it may be written. Only [`super::Scatter`] writes through it, and never after the
-//! restore that was given it has returned.
+//! A [`HostTarget`] says where the memory is and for how long it may be written. Only
+//! [`super::Scatter`] writes through it, and never after the restore that was given it has
+//! returned.
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -16,17 +17,20 @@ pub struct HostTarget<'a> {
     borrowed: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: it is an exclusive borrow of plain bytes (see `new`), which may be written from any thread.
+// SAFETY: it is an exclusive borrow of plain bytes (see `new`), which may be written from any
+// thread.
 unsafe impl Send for HostTarget<'_> {}
-// SAFETY: `&HostTarget` gives no access to the bytes; writes go through `Scatter`, which sees to it that they do not race.
+// SAFETY: `&HostTarget` gives no access to the bytes; writes go through `Scatter`, which sees to it
+// that they do not race.
 unsafe impl Sync for HostTarget<'_> {}
 
 impl HostTarget<'_> {
     /// Memory that is known by its address only. Several targets may share memory.
     ///
     /// # Safety
-    /// For all of `'a`, `len` bytes from `address` on are valid for writes, from any thread, and nobody reads or writes them while a restore into
-    /// this target runs (one that uses the same memory in another target included). Any bytes are valid values there.
+    /// For all of `'a`, `len` bytes from `address` on are valid for writes, from any thread, and
+    /// nobody reads or writes them while a restore into this target runs (one that uses the same
+    /// memory in another target included). Any bytes are valid values there.
     pub unsafe fn new(address: *mut u8, len: usize) -> Result<Self> {
         let address = match NonNull::new(address) {
             Some(address) => address,

@@ -5,13 +5,15 @@ use std::io::{self, Read as _};
 
 use super::control_group;
 
-/// Bytes of memory that may be taken without swapping, and without going beyond a limit of this process's control groups; `None` where the kernel does not say.
+/// Bytes of memory that may be taken without swapping, and without going beyond a limit of this
+/// process's control groups; `None` where the kernel does not say.
 pub fn available_memory() -> Option<u64> {
     let bytes = bytes_in(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?;
     Some(control_group::memory().map_or(bytes, |group| bytes.min(group.left)))
 }
 
-/// Bytes of memory that there are for this process: those of the machine, or of its control groups; `None` where the kernel does not say.
+/// Bytes of memory that there are for this process: those of the machine, or of its control groups;
+/// `None` where the kernel does not say.
 pub fn total_memory() -> Option<u64> {
     let bytes = bytes_in(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")?;
     Some(control_group::memory().map_or(bytes, |group| bytes.min(group.limit)))
@@ -27,7 +29,8 @@ pub fn host_name() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
-/// The socket that this process may run on; `None` where it may run on several, or the kernel does not say.
+/// The socket that this process may run on; `None` where it may run on several, or the kernel does
+/// not say.
 pub fn socket() -> Option<u32> {
     let of_processor = |number: u32| {
         fs::read_to_string(format!("/sys/devices/system/cpu/cpu{number}/topology/physical_package_id")).ok()

@@ -1,7 +1,8 @@
 //! Mapped memory: page-aligned, in huge pages where possible, excluded from forked children.
 //!
-//! A [`Mapping`] is cut into [`Buffer`]s, each the only way to reach its window. Buffers keep their mapping alive, so
-//! memory cannot be unmapped while a transfer or a registration uses it. A buffer that a device copies into shows none of its bytes until they have arrived.
+//! A [`Mapping`] is cut into [`Buffer`]s, each the only way to reach its window. Buffers keep their
+//! mapping alive, so memory cannot be unmapped while a transfer or a registration uses it. A buffer
+//! that a device copies into shows none of its bytes until they have arrived.
 
 use std::collections::TryReserveError;
 use std::io;
@@ -45,18 +46,20 @@ const TOUCH_TOGETHER: usize = 64 << 20;
 /// Size and alignment of a huge page, in bytes.
 pub const HUGE_PAGE: usize = 2 << 20;
 
-// SAFETY: a Mapping is plain memory without thread affinity; shared access to its bytes only ever goes through Buffers,
-// which are disjoint windows handed out once.
+// SAFETY: a Mapping is plain memory without thread affinity; shared access to its bytes only ever
+// goes through Buffers, which are disjoint windows handed out once.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; `&Mapping` gives no access to the bytes.
 unsafe impl Sync for Mapping {}
 
-/// The kernel gives memory as it is touched. (Miri, under which the tests of this memory run too, knows neither this nor advice.)
+/// The kernel gives memory as it is touched. (Miri, under which the tests of this memory run too,
+/// knows neither this nor advice.)
 const LAZILY: libc::c_int = if cfg!(miri) { 0 } else { libc::MAP_NORESERVE };
 
 /// Anonymous memory, none of it present yet.
 fn map(len: usize) -> Result<NonNull<u8>> {
-    // SAFETY: an anonymous private mapping at an address of the kernel's choice touches no existing memory.
+    // SAFETY: an anonymous private mapping at an address of the kernel's choice touches no existing
+    // memory.
     let raw = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -73,7 +76,8 @@ fn map(len: usize) -> Result<NonNull<u8>> {
     NonNull::new(raw.cast::<u8>()).ok_or_else(|| Error::Misuse("mmap returned the null page".into()))
 }
 
-/// True if the system would give so many bytes of address space now (a limit of the process, or no overcommit, may stand against it): asks, and gives them back.
+/// True if the system would give so many bytes of address space now (a limit of the process, or no
+/// overcommit, may stand against it): asks, and gives them back.
 pub fn can_map(len: usize) -> Result<()> {
     let len = len.max(1);
     let base = map(len)?;
@@ -82,8 +86,8 @@ pub fn can_map(len: usize) -> Result<()> {
     Ok(())
 }
 
-/// Room for `count` more values, in huge pages as far as whole ones fit. What is filled once and soon takes longer to be given by the kernel page by page than to be
-/// written.
+/// Room for `count` more values, in huge pages as far as whole ones fit. What is filled once and
+/// soon takes longer to be given by the kernel page by page than to be written.
 pub fn try_reserve_huge<T>(values: &mut Vec<T>, count: usize) -> std::result::Result<(), TryReserveError> {
     values.try_reserve_exact(count)?;
     let room = values.spare_capacity_mut();
@@ -91,15 +95,17 @@ pub fn try_reserve_huge<T>(values: &mut Vec<T>, count: usize) -> std::result::Re
     let skip = first.align_offset(HUGE_PAGE);
     let len = size_of_val(room).saturating_sub(skip) / HUGE_PAGE * HUGE_PAGE;
     if len > 0 && !cfg!(miri) {
-        // SAFETY: whole pages inside of the room of this vector, which nobody else has. Advice changes where they are kept, never what they hold; one
-        // that the kernel refuses costs speed only.
+        // SAFETY: whole pages inside of the room of this vector, which nobody else has. Advice
+        // changes where they are kept, never what they hold; one that the kernel refuses costs
+        // speed only.
         let _ = unsafe { libc::madvise(first.wrapping_add(skip).cast(), len, libc::MADV_HUGEPAGE) };
     }
     Ok(())
 }
 
 impl Mapping {
-    /// Maps at least `len` bytes (rounded up to whole huge pages) and touches every page, so that later use never faults.
+    /// Maps at least `len` bytes (rounded up to whole huge pages) and touches every page, so that
+    /// later use never faults.
     pub fn new(len: usize) -> Result<Arc<Self>> {
         let len = len.max(1).next_multiple_of(HUGE_PAGE);
         let mapped_len = len + HUGE_PAGE;
@@ -109,7 +115,8 @@ impl Mapping {
         let address = unsafe { base.add(skip) };
         let advice = [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK];
         for advice in advice.into_iter().filter(|_| !cfg!(miri)) {
-            // SAFETY: the range lies in the mapping just made. Advice that the kernel refuses costs speed only.
+            // SAFETY: the range lies in the mapping just made. Advice that the kernel refuses costs
+            // speed only.
             let _ = unsafe { libc::madvise(address.as_ptr().cast(), len, advice) };
         }
         let mapping = Self {
@@ -123,7 +130,8 @@ impl Mapping {
         Ok(Arc::new(mapping))
     }
 
-    /// Makes every page present. Zeroing pages is the memory bus's work, which one thread does not fill.
+    /// Makes every page present. Zeroing pages is the memory bus's work, which one thread does not
+    /// fill.
     fn touch(&self) {
         let shares = if self.len < TOUCH_TOGETHER { 1 } else { super::cores().min(8) };
         let share = self.len.div_ceil(shares).next_multiple_of(HUGE_PAGE);
@@ -135,7 +143,8 @@ impl Mapping {
 
     fn touch_range(&self, start: usize, end: usize) {
         for page in (start..end).step_by(4096) {
-            // SAFETY: `page < len`, inside the mapping, which only `new` knows yet; the shares of its threads are disjoint.
+            // SAFETY: `page < len`, inside the mapping, which only `new` knows yet; the shares of
+            // its threads are disjoint.
             unsafe { self.address.add(page).write_volatile(0) };
         }
     }
@@ -150,8 +159,8 @@ impl Mapping {
         self.len == 0
     }
 
-    /// Cuts the mapping into buffers of `size` bytes (a multiple of 4096); a remainder stays unused. Takes the only handle, so
-    /// that no window is handed out twice.
+    /// Cuts the mapping into buffers of `size` bytes (a multiple of 4096); a remainder stays
+    /// unused. Takes the only handle, so that no window is handed out twice.
     pub fn into_buffers(self: Arc<Self>, size: usize) -> Result<Vec<Buffer>> {
         if size == 0 || !size.is_multiple_of(4096) {
             return Err(Error::Misuse(format!("a buffer of {size} bytes is not made of whole pages")));
@@ -164,8 +173,9 @@ impl Mapping {
         Ok((0..windows).map(window).collect())
     }
 
-    /// Makes it known to a device's driver, so that copies between the two run by themselves; once for all devices. Where that is refused, which is said, copies take longer, and it is
-    /// tried again after a while: refusing takes as long as doing it.
+    /// Makes it known to a device's driver, so that copies between the two run by themselves; once
+    /// for all devices. Where that is refused, which is said, copies take longer, and it is tried
+    /// again after a while: refusing takes as long as doing it.
     pub fn register_with(&self, device: &Arc<Device>) {
         let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
         match *registration {
@@ -173,7 +183,8 @@ impl Mapping {
             Registration::Refused(when) if when.elapsed() < REFUSED_FOR => return,
             Registration::None | Registration::Refused(_) => {}
         }
-        // SAFETY: mapped for as long as this value lives, which ends the registration before it unmaps.
+        // SAFETY: mapped for as long as this value lives, which ends the registration before it
+        // unmaps.
         *registration = match unsafe { Registered::new(device, self.address, self.len) } {
             Ok(registered) => Registration::Done(registered),
             Err(error) => {
@@ -275,13 +286,15 @@ impl Buffer {
     pub fn close(&mut self) {
         let base = self.as_ptr();
         if let Some(arriving) = &mut self.arriving {
-            // SAFETY: this buffer, to whose length `DeviceSource::start` has held all that it was asked for, whose maker has promised the rest.
+            // SAFETY: this buffer, to whose length `DeviceSource::start` has held all that it was
+            // asked for, whose maker has promised the rest.
             unsafe { arriving.close(base, self.mapping.is_registered()) };
         }
     }
 
-    /// Waits until all that devices were asked for is there. [`Error::Timeout`] at the deadline; it may be asked again. Any other error says that copies failed, and
-    /// that nothing is on its way any more.
+    /// Waits until all that devices were asked for is there. [`Error::Timeout`] at the deadline; it
+    /// may be asked again. Any other error says that copies failed, and that nothing is on its way
+    /// any more.
     pub fn settle(&mut self, deadline: Instant) -> Result<()> {
         self.close();
         let Some(arriving) = &mut self.arriving else { return Ok(()) };
@@ -312,7 +325,8 @@ impl Deref for Buffer {
         if self.arriving.is_some() {
             return &[];
         }
-        // SAFETY: the window is mapped, initialised (zeroed by the kernel) and reachable through this value only.
+        // SAFETY: the window is mapped, initialised (zeroed by the kernel) and reachable through
+        // this value only.
         unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) }
     }
 }

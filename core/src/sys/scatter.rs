@@ -1,12 +1,13 @@
 //! Writing verified bytes of a file into the caller's memory, from several threads.
 //!
 //! Safe to call for any plan, by three means:
-//! * *bounds*: a copy is checked against its destination's length when the [`Scatter`] is made, and every tile of it again, on both sides, before a
-//!   byte moves;
-//! * *races*: a window of the file is scattered once at most (a flag per window), windows are disjoint, and a copy never writes a byte twice. Two
-//!   copies that may overlap (see [`crate::load::disjoint`]) are written under one lock;
-//! * *lifetime*: the caller's borrow is held by a [`ScatterGuard`]; a thread that comes too late (after a stall, say) finds the gate shut, and
-//!   shutting it waits for the copy under way.
+//! * *bounds*: a copy is checked against its destination's length when the [`Scatter`] is made, and
+//!   every tile of it again, on both sides, before a byte moves;
+//! * *races*: a window of the file is scattered once at most (a flag per window), windows are
+//!   disjoint, and a copy never writes a byte twice. Two copies that may overlap (see
+//!   [`crate::load::disjoint`]) are written under one lock;
+//! * *lifetime*: the caller's borrow is held by a [`ScatterGuard`]; a thread that comes too late
+//!   (after a stall, say) finds the gate shut, and shutting it waits for the copy under way.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -58,7 +59,8 @@ enum Place {
     Device(Arc<dyn DeviceTarget>),
 }
 
-// SAFETY: the addresses are those of HostTargets, which may be written from any thread; `put` sees to it that writes do not race.
+// SAFETY: the addresses are those of HostTargets, which may be written from any thread; `put` sees
+// to it that writes do not race.
 unsafe impl Send for Scatter {}
 // SAFETY: as above.
 unsafe impl Sync for Scatter {}
@@ -83,7 +85,8 @@ impl Drop for ScatterGuard<'_> {
 }
 
 impl Scatter {
-    /// Checks everything that [`Self::put`] relies on. `windows` stand in file order and do not overlap.
+    /// Checks everything that [`Self::put`] relies on. `windows` stand in file order and do not
+    /// overlap.
     pub(crate) fn open<'a>(
         targets: &[Destination<'a>],
         copies: Vec<Strided>,
@@ -164,7 +167,8 @@ impl Scatter {
         self.targets.iter().enumerate().filter(touched).map(|(number, _)| number as u32).collect()
     }
 
-    /// Scatters a window's bytes and returns how many went somewhere. Each window once. Copies to devices are in `started` then.
+    /// Scatters a window's bytes and returns how many went somewhere. Each window once. Copies to
+    /// devices are in `started` then.
     pub(crate) fn put(&self, number: usize, bytes: &Staged, started: &mut Started) -> Result<u64> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
         if !*open {
@@ -209,9 +213,11 @@ impl Scatter {
             copy.clip(&window.bytes, &mut |tile| {
                 if tile_fits(&tile, target.len, window.bytes.end) && tile.src >= window.bytes.start {
                     let from = (tile.src - window.bytes.start) as usize;
-                    // SAFETY: the tile lies in the destination and in `bytes`, whose first byte is the window's. The destination is valid: the
-                    // gate is open, and shutting it needs the lock that is held here. Nobody else writes these bytes: the window is claimed, no other
-                    // window holds these bytes of the file, and copies that may overlap hold a common lock.
+                    // SAFETY: the tile lies in the destination and in `bytes`, whose first byte is
+                    // the window's. The destination is valid: the gate is open, and shutting it
+                    // needs the lock that is held here. Nobody else writes these bytes: the window
+                    // is claimed, no other window holds these bytes of the file, and copies that
+                    // may overlap hold a common lock.
                     unsafe {
                         copy_tile(address.as_ptr().add(tile.dst as usize), bytes.as_ptr().add(from), &tile);
                     };
@@ -236,7 +242,8 @@ fn len_of(target: &Destination<'_>) -> u64 {
     }
 }
 
-/// Addresses of all targets, to tell which share memory. Those of devices are made up, above all of this process, each device target by itself.
+/// Addresses of all targets, to tell which share memory. Those of devices are made up, above all of
+/// this process, each device target by itself.
 fn spans(targets: &[Destination<'_>]) -> Result<Vec<Range<u64>>> {
     let mut next = 1_u64 << 63;
     let mut spans = Vec::with_capacity(targets.len());
@@ -263,7 +270,8 @@ fn tile_fits(tile: &Tile, dst_end: u64, src_end: u64) -> bool {
     let mut src = u128::from(tile.src);
     for dim in [tile.rows, tile.cols] {
         let Some(steps) = dim.extent.checked_sub(1) else { return false };
-        // Products of two 64-bit numbers fit 127 bits and a sign but for the largest, which no tile of a checked copy has.
+        // Products of two 64-bit numbers fit 127 bits and a sign but for the largest, which no tile
+        // of a checked copy has.
         let Some(reach) = i128::from(steps).checked_mul(i128::from(dim.dst)) else { return false };
         let Some(src_reach) = u128::from(steps).checked_mul(u128::from(dim.src)) else { return false };
         if reach < 0 {
@@ -278,7 +286,8 @@ fn tile_fits(tile: &Tile, dst_end: u64, src_end: u64) -> bool {
         && src.saturating_add(u128::from(tile.unit)) <= u128::from(src_end)
 }
 
-/// Edge of the squares that a transposing copy moves at a time, in units: 32 lines of 64 bytes on either side fit the first-level cache.
+/// Edge of the squares that a transposing copy moves at a time, in units: 32 lines of 64 bytes on
+/// either side fit the first-level cache.
 const SQUARE: u64 = 32;
 
 /// # Safety
@@ -317,7 +326,8 @@ unsafe fn units<T: Copy>(dst: *mut u8, src: *const u8, tile: &Tile) {
         let row_end = (row + SQUARE).min(rows);
         for col in (0..cols).step_by(SQUARE as usize) {
             let col_end = (col + SQUARE).min(cols);
-            // The destination's nearer dimension is the inner one: stores that fill a line are worth more than loads that do.
+            // The destination's nearer dimension is the inner one: stores that fill a line are
+            // worth more than loads that do.
             if rows_inside {
                 for c in col..col_end {
                     // SAFETY: units of the tile.

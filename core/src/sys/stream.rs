@@ -1,13 +1,16 @@
 //! Copying a run of bytes past the cache, where it is long enough for that to pay.
 //!
-//! Streaming (non-temporal) stores do not read the destination first, and leave in the caches what training holds there. They are ordered before what follows by a
-//! [`fence`], so that another thread may be told of the bytes; it waits until the last of them has left the core, which is as long as a few KiB take.
+//! Streaming (non-temporal) stores do not read the destination first, and leave in the caches what
+//! training holds there. They are ordered before what follows by a [`fence`], so that another
+//! thread may be told of the bytes; it waits until the last of them has left the core, which is as
+//! long as a few KiB take.
 
 use std::ptr;
 
 /// Below this many bytes a streaming copy with a fence of its own does not pay.
 const STREAM_FROM: usize = 4096;
-/// And below this many one of several with a fence for all: of a short row too much is lines that are not filled.
+/// And below this many one of several with a fence for all: of a short row too much is lines that
+/// are not filled.
 const ROW_FROM: usize = 256;
 
 /// Copies `len` bytes; large runs go past the cache.
@@ -27,8 +30,9 @@ pub(super) unsafe fn run(dst: *mut u8, src: *const u8, len: usize) {
     }
 }
 
-/// [`run`] for one row of several, after the last of which the caller calls [`fence`]: rows that lie apart in the destination are mostly the first touch of a page and of
-/// each of their lines, which a copy through the cache waits for.
+/// [`run`] for one row of several, after the last of which the caller calls [`fence`]: rows that
+/// lie apart in the destination are mostly the first touch of a page and of each of their lines,
+/// which a copy through the cache waits for.
 ///
 /// # Safety
 /// As [`run`].
@@ -66,12 +70,14 @@ mod x86 {
     #[expect(clippy::cast_ptr_alignment, reason = "`loadu` takes any address; `stream` gets an aligned one")]
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) {
-        // Whole cache lines leave the core in one piece; a line of which only a part was streamed costs a read.
+        // Whole cache lines leave the core in one piece; a line of which only a part was streamed
+        // costs a read.
         let head = dst.align_offset(64).min(len);
         // SAFETY: `head <= len`.
         unsafe { ptr::copy_nonoverlapping(src, dst, head) };
         let turns = (len - head) / TURN;
-        // SAFETY: all addresses below are less than `head + turns * TURN <= len` bytes from the start; stores are aligned to 64 after `head`.
+        // SAFETY: all addresses below are less than `head + turns * TURN <= len` bytes from the
+        // start; stores are aligned to 64 after `head`.
         unsafe {
             let mut from = src.add(head);
             let mut to = dst.add(head);

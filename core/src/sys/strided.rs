@@ -1,4 +1,5 @@
-//! How the elements of an array lie in memory, wherever that is: what is checked of it once, and the runs that a part of it is copied in.
+//! How the elements of an array lie in memory, wherever that is: what is checked of it once, and
+//! the runs that a part of it is copied in.
 #![expect(
     clippy::cast_possible_wrap,
     reason = "sizes and indices of an array in memory fit an isize; `new` has checked shape and strides"
@@ -45,7 +46,8 @@ pub(super) enum Run<'a> {
 }
 
 impl StridedMemory {
-    /// [`Error::Misuse`] where shape and strides do not make an array that can be addressed from `first` on.
+    /// [`Error::Misuse`] where shape and strides do not make an array that can be addressed from
+    /// `first` on.
     pub(super) fn new(first: u64, itemsize: usize, shape: &[u64], strides: &[i64]) -> Result<Self> {
         let misuse = |what: &str| {
             Error::Misuse(format!(
@@ -90,7 +92,8 @@ impl StridedMemory {
         self.bytes
     }
 
-    /// Gives the runs of the bytes `from .. from + len` of the row-major bytes of `region`, in order. Both ends fall between elements.
+    /// Gives the runs of the bytes `from .. from + len` of the row-major bytes of `region`, in
+    /// order. Both ends fall between elements.
     pub(super) fn runs(
         &self,
         region: &Region,
@@ -118,7 +121,8 @@ impl StridedMemory {
             return Ok(());
         }
         let Some(dims) = gather::simplify(&region.extent, &self.strides) else { return Ok(()) };
-        // The region lies in the array, and `new` has checked that no offset in the array overflows.
+        // The region lies in the array, and `new` has checked that no offset in the array
+        // overflows.
         let first = self.offset(&region.offset);
         let mut at = 0_usize;
         gather::pieces(&dims, from / item, len / item, |piece| {
@@ -142,7 +146,8 @@ impl StridedMemory {
     }
 }
 
-/// The bytes from the lowest element's first to the highest one's last, relative to the element at index zero; `(0, 0)` if there are no elements, `None` on overflow.
+/// The bytes from the lowest element's first to the highest one's last, relative to the element at
+/// index zero; `(0, 0)` if there are no elements, `None` on overflow.
 pub(super) fn reach(itemsize: usize, shape: &[u64], strides: &[i64]) -> Option<(i64, i64)> {
     if shape.contains(&0) {
         return Some((0, 0));

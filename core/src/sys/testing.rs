@@ -1,4 +1,5 @@
-//! What tests do to their own process: forbid system calls, fork. Each of them runs in a process of its own (see `io::tests`).
+//! What tests do to their own process: forbid system calls, fork. Each of them runs in a process of
+//! its own (see `io::tests`).
 
 use std::io;
 
@@ -30,9 +31,11 @@ pub fn refuse_syscall(number: libc::c_long, errno: i32) -> io::Result<()> {
     if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Forks; the child runs `body` and exits with what it returns, with no destructor and no test harness behind it.
+/// Forks; the child runs `body` and exits with what it returns, with no destructor and no test
+/// harness behind it.
 pub fn fork(body: impl FnOnce() -> i32) -> io::Result<Child> {
-    // SAFETY: the C library makes its own state usable in the child (malloc among it); the test's process has no other busy threads.
+    // SAFETY: the C library makes its own state usable in the child (malloc among it); the test's
+    // process has no other busy threads.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
-/// Starts a thread in which signals are blocked (but for those that a fault of its own raises), so that the application's handlers run on the application's threads.
+/// Starts a thread in which signals are blocked (but for those that a fault of its own raises), so
+/// that the application's handlers run on the application's threads.
 pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     Builder::new().name(name.to_owned()).spawn(move || {
         block_signals();
@@ -44,7 +45,8 @@ pub fn both<A: Send, B: Send>(
     }
 }
 
-/// Does the same to every item, on this thread and at most `threads - 1` others. Answers stand in the order of the items.
+/// Does the same to every item, on this thread and at most `threads - 1` others. Answers stand in
+/// the order of the items.
 pub fn each<I: Sync, T: Send>(
     name: &str,
     threads: usize,
@@ -88,8 +90,8 @@ pub fn cores() -> usize {
 fn block_signals() {
     // SAFETY: `sigset_t` is plain data for which zeros are valid; sigfillset then sets all of it.
     let mut all: libc::sigset_t = unsafe { std::mem::zeroed() };
-    // SAFETY: `all` is a valid sigset_t and outlives the calls; only this thread's mask changes. The signals of faults stay deliverable, so
-    // that handlers that report a crash still can.
+    // SAFETY: `all` is a valid sigset_t and outlives the calls; only this thread's mask changes.
+    // The signals of faults stay deliverable, so that handlers that report a crash still can.
     unsafe {
         libc::sigfillset(&raw mut all);
         for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGABRT] {

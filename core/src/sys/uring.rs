@@ -1,10 +1,12 @@
 //! An io_uring that owns what the kernel is working on.
 //!
-//! A [`Flight`] is moved into the ring and comes out again with the kernel's answer, so that memory in flight cannot be reached, freed or unmapped, nor
-//! its file be closed. Dropping a ring waits for what is in flight; where the kernel does not return, all of it is leaked, on purpose.
+//! A [`Flight`] is moved into the ring and comes out again with the kernel's answer, so that memory
+//! in flight cannot be reached, freed or unmapped, nor its file be closed. Dropping a ring waits
+//! for what is in flight; where the kernel does not return, all of it is leaked, on purpose.
 //!
-//! No SQPOLL (it burns a core), no IOPOLL (virtio never completes it). No SINGLE_ISSUER and DEFER_TASKRUN either: with them only the thread that submitted can
-//! reap, so a ring that is dropped by another thread, after a panic say, could never learn when its memory is free again.
+//! No SQPOLL (it burns a core), no IOPOLL (virtio never completes it). No SINGLE_ISSUER and
+//! DEFER_TASKRUN either: with them only the thread that submitted can reap, so a ring that is
+//! dropped by another thread, after a panic say, could never learn when its memory is free again.
 
 use std::collections::VecDeque;
 use std::io;
@@ -52,7 +54,8 @@ pub struct Ring<T> {
     /// By the user data of its entry. Room for as many as there are entries.
     flights: Vec<Option<Flight<T>>>,
     free: VecDeque<usize>,
-    /// Windows of memory that the kernel has pinned, sorted by address; the place is the kernel's number for it.
+    /// Windows of memory that the kernel has pinned, sorted by address; the place is the kernel's
+    /// number for it.
     registered: Vec<(usize, usize)>,
     /// Keeps pinned memory mapped as long as the ring knows it.
     memory: Vec<Arc<Mapping>>,
@@ -82,7 +85,8 @@ impl<T> Ring<T> {
         })
     }
 
-    /// Pins memory, so that transfers of its buffers need not. Once per ring, before anything is in flight.
+    /// Pins memory, so that transfers of its buffers need not. Once per ring, before anything is in
+    /// flight.
     pub fn register(&mut self, memory: Vec<Arc<Mapping>>) -> io::Result<()> {
         if !self.birth.is_here() || !self.memory.is_empty() || memory.is_empty() {
             return Ok(());
@@ -95,7 +99,8 @@ impl<T> Ring<T> {
             .iter()
             .map(|&(start, len)| libc::iovec { iov_base: start as *mut libc::c_void, iov_len: len })
             .collect();
-        // SAFETY: every window lies in one of the mappings, which stay mapped while `self.memory` holds them, that is until they are unregistered.
+        // SAFETY: every window lies in one of the mappings, which stay mapped while `self.memory`
+        // holds them, that is until they are unregistered.
         unsafe { self.kernel.submitter().register_buffers(&vectors) }?;
         self.registered = windows;
         self.memory = memory;
@@ -112,8 +117,9 @@ impl<T> Ring<T> {
         self.flights.len() - self.free.len()
     }
 
-    /// Takes a flight that moves `range` of its buffer to (`write`) or from its file at `offset`. It starts with the next [`Ring::enter`]. Gives it back with
-    /// an error where the ring is full or the range is not one of the buffer.
+    /// Takes a flight that moves `range` of its buffer to (`write`) or from its file at `offset`.
+    /// It starts with the next [`Ring::enter`]. Gives it back with an error where the ring is full
+    /// or the range is not one of the buffer.
     pub fn push(
         &mut self,
         write: bool,
@@ -152,8 +158,9 @@ impl<T> Ring<T> {
     }
 
     fn push_entry(&mut self, entry: &squeue::Entry) -> io::Result<()> {
-        // SAFETY: the entry names a window of a buffer and a descriptor of the flight that `push` stores in the same breath, and that stays there until
-        // its completion was seen, or for ever.
+        // SAFETY: the entry names a window of a buffer and a descriptor of the flight that `push`
+        // stores in the same breath, and that stays there until its completion was seen, or for
+        // ever.
         unsafe { self.kernel.submission().push(entry) }.map_err(|_| io::Error::from_raw_os_error(libc::EBUSY))
     }
 
@@ -165,8 +172,9 @@ impl<T> Ring<T> {
         (address + len <= start + window).then_some(u16::try_from(index).ok()?)
     }
 
-    /// Hands what was pushed to the kernel; with `wait`, returns once something has come back, or after so long. What the kernel cannot take
-    /// now stays pushed. An error is one that will not pass.
+    /// Hands what was pushed to the kernel; with `wait`, returns once something has come back, or
+    /// after so long. What the kernel cannot take now stays pushed. An error is one that will not
+    /// pass.
     pub fn enter(&mut self, wait: Option<Duration>) -> io::Result<()> {
         if !self.birth.is_here() {
             return Err(io::Error::from_raw_os_error(libc::EBADF));
@@ -233,7 +241,8 @@ impl<T> Ring<T> {
 impl<T> Drop for Ring<T> {
     fn drop(&mut self) {
         if !self.birth.is_here() {
-            // In a forked child: the ring is the parent's, its memory is not mapped here, and its descriptor has been closed.
+            // In a forked child: the ring is the parent's, its memory is not mapped here, and its
+            // descriptor has been closed.
             std::mem::forget(std::mem::take(&mut self.flights));
             std::mem::forget(std::mem::take(&mut self.memory));
             return;
@@ -252,7 +261,8 @@ impl<T> Drop for Ring<T> {
             return;
         }
         if !self.registered.is_empty() {
-            // Closing would do it too, but some time later, and locked memory counts against a limit until then.
+            // Closing would do it too, but some time later, and locked memory counts against a
+            // limit until then.
             let _ = self.kernel.submitter().unregister_buffers();
         }
         fork::unregister(self.fd);

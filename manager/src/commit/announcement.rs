@@ -1,4 +1,5 @@
-//! What the leader tells the other ranks: how the commit ended, in a form that keeps what went wrong and with whom. Pure.
+//! What the leader tells the other ranks: how the commit ended, in a form that keeps what went
+//! wrong and with whom. Pure.
 
 use serde::{Deserialize, Serialize};
 
@@ -49,7 +50,8 @@ pub enum Announcement {
 pub struct Heard {
     /// The leader's word, if it is there.
     pub announcement: Option<Announcement>,
-    /// What the leader's last sign of life said: as long as that changes, it gets on, or waits for others.
+    /// What the leader's last sign of life said: as long as that changes, it gets on, or waits for
+    /// others.
     pub beat: u64,
 }
 

@@ -1,4 +1,5 @@
-//! Renames that take something away, and the one that replaces a small file. Each is one rename inside one directory, followed by that directory's sync.
+//! Renames that take something away, and the one that replaces a small file. Each is one rename
+//! inside one directory, followed by that directory's sync.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,7 +12,8 @@ use crate::discovery::read_manifest;
 use crate::error::Result;
 use crate::retire::delete_tree;
 
-/// Takes a step (or a dead temporary) out of sight. It may be deleted once this has returned `Ok`, and not before: the rename is durable then.
+/// Takes a step (or a dead temporary) out of sight. It may be deleted once this has returned `Ok`,
+/// and not before: the rename is durable then.
 pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<()> {
     root.rename(name, trash, Rename::NoReplace)?;
     root.sync()
@@ -23,7 +25,8 @@ pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<
 pub struct Retired {
     /// How many were renamed, from the first one on.
     pub renamed: usize,
-    /// True if those renames are durable. Before that nothing of them may be deleted: a power cut could bring the old names back.
+    /// True if those renames are durable. Before that nothing of them may be deleted: a power cut
+    /// could bring the old names back.
     pub durable: bool,
     /// What ended it early.
     pub error: Option<stepwell_core::Error>,
@@ -36,7 +39,8 @@ impl Retired {
     }
 }
 
-/// Takes several out of sight, (name, trash) each, with one sync for all of them. A rename that fails ends it; what was renamed before is made durable all the same.
+/// Takes several out of sight, (name, trash) each, with one sync for all of them. A rename that
+/// fails ends it; what was renamed before is made durable all the same.
 pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> Retired {
     let mut retired = Retired::default();
     for (name, trash) in names {
@@ -57,8 +61,9 @@ pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> Retired {
     retired
 }
 
-/// Takes a temporary out of sight whose owner is dead, and gives whether it did. An empty one without a lease is removed at once: its owner was killed, or is just about to
-/// lock it and makes it anew.
+/// Takes a temporary out of sight whose owner is dead, and gives whether it did. An empty one
+/// without a lease is removed at once: its owner was killed, or is just about to lock it and makes
+/// it anew.
 pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<bool> {
     let dir = match parent.open_dir(name) {
         Ok(dir) => dir,
@@ -70,7 +75,8 @@ pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_c
         match parent.remove_dir(name) {
             Ok(()) => return Ok(false),
             Err(error) if error.is_gone() => return Ok(false),
-            // A live owner makes and locks the lease before anything else: it has come just now, and is told by that, or a power cut took the lease.
+            // A live owner makes and locks the lease before anything else: it has come just now,
+            // and is told by that, or a power cut took the lease.
             Err(error) if error.is_occupied() => {
                 lock = dir.try_lock(LEASE, LockKind::Exclusive, true);
             }
@@ -94,7 +100,8 @@ pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_c
     }
 }
 
-/// Takes files of trash away from those who open them by their own names: gives each that of a spare, below the root. Nothing is synced: both names are of trash.
+/// Takes files of trash away from those who open them by their own names: gives each that of a
+/// spare, below the root. Nothing is synced: both names are of trash.
 pub fn rename_apart(root: &dyn Dir, trash: &str, files: &[&str]) -> stepwell_core::Result<Vec<String>> {
     let apart = |(number, file): (usize, &&str)| {
         let name = format!("{trash}/.spare-{number}");
@@ -126,7 +133,8 @@ pub fn replace_file(dir: &dyn Dir, name: &str, new_name: &str, bytes: &[u8]) -> 
 pub enum Thinned {
     /// These items are gone.
     Dropped(Vec<String>),
-    /// These items are of the step no more; their files stay for a grace period, as there are no locks to tell who reads them.
+    /// These items are of the step no more; their files stay for a grace period, as there are no
+    /// locks to tell who reads them.
     Later(Vec<String>),
     /// Readers hold the step; it stays as it is for now.
     Held,
@@ -134,8 +142,9 @@ pub enum Thinned {
     Nothing,
 }
 
-/// Drops the items of a step that are not in `keep`: a new manifest with tombstones takes the old one's place, then the files go. A crash in
-/// between leaves files that a tombstone names; recovery deletes those.
+/// Drops the items of a step that are not in `keep`: a new manifest with tombstones takes the old
+/// one's place, then the files go. A crash in between leaves files that a tombstone names; recovery
+/// deletes those.
 pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -> Result<Thinned> {
     let step = root.open_dir(name)?;
     let lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
@@ -171,7 +180,8 @@ pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -
     Ok(Thinned::Dropped(names))
 }
 
-/// Deletes what the tombstones of a manifest name. The caller holds the step's lease exclusively, or knows that no reader has it.
+/// Deletes what the tombstones of a manifest name. The caller holds the step's lease exclusively,
+/// or knows that no reader has it.
 pub fn apply_tombstones(step: &Arc<dyn Dir>, manifest: &Manifest) -> stepwell_core::Result<()> {
     let mut changed = false;
     for tombstone in &manifest.dropped {

@@ -39,7 +39,8 @@ pub struct Polled {
 pub trait World {
     /// Runs the save pipeline into the temporary; called once at most.
     fn write_data(&mut self, temporary: &Arc<dyn Dir>) -> stepwell_core::Result<Vec<ItemPart>>;
-    /// The disk is full: deletes what is on its way out, now, and gives whether there may be room then.
+    /// The disk is full: deletes what is on its way out, now, and gives whether there may be room
+    /// then.
     fn make_room(&mut self) -> bool;
     /// Who has taken the root over, if someone has.
     fn usurper(&mut self) -> stepwell_core::Result<Option<String>>;
@@ -210,7 +211,8 @@ fn create(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<Temporary>
     Ok(Temporary { dir: Some(dir?), life: None })
 }
 
-/// True if a rank has given up on the leader, asked after the temporary was made: whoever makes it later than that finds this.
+/// True if a rank has given up on the leader, asked after the temporary was made: whoever makes it
+/// later than that finds this.
 fn is_given_up(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<bool> {
     let plan = machine.plan();
     Ok(plan.world_size > 1 && root.stat(&plan.given_up)?.is_some())
@@ -231,8 +233,8 @@ fn reached(result: Result<Event>) -> Event {
     result.unwrap_or_else(Event::Unreachable)
 }
 
-/// What stands under a name: an answer, or that none can be had. In a root the name says which `step` it must be (as a listing demands);
-/// the name of a singular checkpoint says nothing.
+/// What stands under a name: an answer, or that none can be had. In a root the name says which
+/// `step` it must be (as a listing demands); the name of a singular checkpoint says nothing.
 fn look(root: &Arc<dyn Dir>, name: &str, step: Option<u64>) -> stepwell_core::Result<Stands> {
     if root.stat(name)?.is_none() {
         return Ok(Stands::Nothing);

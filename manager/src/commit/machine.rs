@@ -1,5 +1,6 @@
-//! The commit machine. One action at a time: [`Machine::start`] gives the first, [`Machine::on`] takes what came of it and gives the next, until
-//! [`Action::Finish`]. It never touches a file, a clock or another rank itself.
+//! The commit machine. One action at a time: [`Machine::start`] gives the first, [`Machine::on`]
+//! takes what came of it and gives the next, until [`Action::Finish`]. It never touches a file, a
+//! clock or another rank itself.
 //!
 //! ```text
 //! every rank:          create the temporary ─▶ write data ─▶ vote ─┐
@@ -8,9 +9,11 @@
 //!              indexes, lease, manifest, directories bottom-up ─▶ fence ─▶ rename (the commit point) ─▶ fsync(root) ─▶ verdict
 //! ```
 //!
-//! Invariants: nothing is renamed before everything below it was synced; a failed write or sync is never tried again (only *making* the temporary is, once, after
-//! the trash was emptied); an error before the rename is `NotCommitted` and the temporary goes; an error after it is `Uncertain` and everything stays. What is no
-//! step and stands under the name is renamed aside, and that is synced, before the name is taken.
+//! Invariants: nothing is renamed before everything below it was synced; a failed write or sync is
+//! never tried again (only *making* the temporary is, once, after the trash was emptied); an error
+//! before the rename is `NotCommitted` and the temporary goes; an error after it is `Uncertain` and
+//! everything stays. What is no step and stands under the name is renamed aside, and that is
+//! synced, before the name is taken.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -49,7 +52,8 @@ pub struct Plan {
     pub rank: u32,
     /// All ranks.
     pub world_size: u32,
-    /// For each rank the number of its node; ranks beyond are of node 0. The first rank of a node gathers its votes.
+    /// For each rank the number of its node; ranks beyond are of node 0. The first rank of a node
+    /// gathers its votes.
     pub nodes: Arc<[u32]>,
     /// How long nothing may happen while others are waited for.
     pub stall_timeout: Duration,
@@ -64,7 +68,8 @@ impl Plan {
         self.nodes.get(rank as usize).copied().unwrap_or(0)
     }
 
-    /// The ranks whose votes come to this one: those of its node, if it is the first there; on the leader also the first ones of all other nodes.
+    /// The ranks whose votes come to this one: those of its node, if it is the first there; on the
+    /// leader also the first ones of all other nodes.
     fn awaited(&self) -> Vec<u32> {
         let mut gathered = BTreeSet::new();
         // Ranks in order, and whether each is the first of its node.
@@ -91,7 +96,8 @@ pub enum Existing {
 /// What the machine asks for.
 #[derive(Debug)]
 pub enum Action {
-    /// Make [`Plan::temporary`]; another rank may have made it (world size > 1), or be through with it: [`Event::GivenUp`].
+    /// Make [`Plan::temporary`]; another rank may have made it (world size > 1), or be through with
+    /// it: [`Event::GivenUp`].
     CreateTemporary,
     /// Make [`Plan::given_up`]; another rank may have.
     GiveUp,
@@ -132,7 +138,8 @@ pub enum Action {
     },
     /// Make the root's entries durable.
     SyncRoot,
-    /// Remove the temporary and all in it, and what says that it was given up; failing to is no error (the next writer does it).
+    /// Remove the temporary and all in it, and what says that it was given up; failing to is no
+    /// error (the next writer does it).
     RemoveTemporary,
     /// Tell the other ranks.
     Announce(Announcement),
@@ -335,7 +342,8 @@ impl Machine {
             (State::Settling { error, .. }, Event::Failed(_)) | (State::Syncing { .. }, Event::Failed(error)) => {
                 self.end(Verdict::Uncertain(error))
             }
-            // Durable before the name has another owner: a power cut could keep the second rename without the first, and what was set aside would be nowhere.
+            // Durable before the name has another owner: a power cut could keep the second rename
+            // without the first, and what was set aside would be nowhere.
             (State::Quarantining, Event::Done) => self.to(State::SyncingAside, Action::SyncRoot),
             // A sync may take long: whose root it is, and what stands there, is asked anew.
             (State::SyncingAside, Event::Done) => self.fence(),
@@ -365,7 +373,8 @@ impl Machine {
                 let how = stepwell_core::io::Rename::NoReplace;
                 self.to(State::Forestalling(error), Action::Rename { from, to, how })
             }
-            // Where the directory is gone, the leader or another rank was faster; where it may be there still, nobody knows what becomes of it.
+            // Where the directory is gone, the leader or another rank was faster; where it may be
+            // there still, nobody knows what becomes of it.
             (State::Forestalling(error), Event::Failed(failed)) if failed.is_not_found() => {
                 let look = Action::Look(self.plan.target.clone());
                 self.to(State::Inquiring(error), look)
@@ -506,7 +515,8 @@ impl Machine {
             Ok((data, files)) => {
                 let mut actions = VecDeque::new();
                 if self.plan.world_size > 1 {
-                    // Ranks that gave up on this one have taken the temporary away with what they wrote, and it may have been made anew.
+                    // Ranks that gave up on this one have taken the temporary away with what they
+                    // wrote, and it may have been made anew.
                     actions.push_back(Action::FindFiles(data));
                 }
                 for (dir, file) in files {
@@ -527,7 +537,8 @@ impl Machine {
         self.to(State::Gathering, Action::PollVotes { missing, timeout: POLL })
     }
 
-    /// Votes that are gathered cannot be had, or one of them says no: the leader is told, and decides.
+    /// Votes that are gathered cannot be had, or one of them says no: the leader is told, and
+    /// decides.
     fn give_up(&mut self, error: Error) -> Action {
         if self.is_leader() {
             return self.abort(error);
@@ -578,7 +589,8 @@ impl Machine {
         self.to(State::Quarantining, Action::Rename { from, to, how: stepwell_core::io::Rename::NoReplace })
     }
 
-    /// After a rename that did not say yes: whose attempt stands there decides, not the errno (a network file system loses answers).
+    /// After a rename that did not say yes: whose attempt stands there decides, not the errno (a
+    /// network file system loses answers).
     fn settle(&mut self, exchange: bool, error: stepwell_core::Error, stands: Stands) -> Action {
         match stands {
             Stands::Step(attempt) if attempt == self.plan.attempt => {
@@ -593,7 +605,8 @@ impl Machine {
         }
     }
 
-    /// As long as the leader gives signs of life it is waited for: it writes, or waits for others, and has a deadline for them.
+    /// As long as the leader gives signs of life it is waited for: it writes, or waits for others,
+    /// and has a deadline for them.
     fn hear(&mut self, progress: Duration, beat: u64, heard: Heard, now: Now) -> Action {
         if let Some(announcement) = heard.announcement {
             return self.told(announcement);
@@ -611,17 +624,21 @@ impl Machine {
         self.forestall(error)
     }
 
-    /// Nothing is heard of the leader any more. What it has not renamed yet is taken from it, once it is said to whoever makes it anew: then it is certain that there never will
-    /// be such a step. (When the leader comes to its rename, all ranks have made the directory or found it there, so that nobody puts another one in its place.)
+    /// Nothing is heard of the leader any more. What it has not renamed yet is taken from it, once
+    /// it is said to whoever makes it anew: then it is certain that there never will be such a
+    /// step. (When the leader comes to its rename, all ranks have made the directory or found it
+    /// there, so that nobody puts another one in its place.)
     fn forestall(&mut self, error: Error) -> Action {
         if self.plan.existing == Existing::Replace {
-            // The temporary may be what was replaced by now, which is nobody's to take away before that is durable.
+            // The temporary may be what was replaced by now, which is nobody's to take away before
+            // that is durable.
             return self.unknown("the leader to say what became of the step that is replaced");
         }
         self.to(State::GivingUp(error), Action::GiveUp)
     }
 
-    /// A leader that fell silent may have renamed before: then the step is there, and nobody knows for how long. Where it is not, it never will be: its directory is gone.
+    /// A leader that fell silent may have renamed before: then the step is there, and nobody knows
+    /// for how long. Where it is not, it never will be: its directory is gone.
     fn inquired(&mut self, error: Error, event: &Event) -> Action {
         match event {
             Event::Stands(Stands::Step(attempt)) if *attempt == self.plan.attempt => {
@@ -638,7 +655,8 @@ impl Machine {
         self.finish(Verdict::Uncertain(stepwell_core::Error::Timeout { waited_for, seconds }))
     }
 
-    /// Before the rename: nothing is visible, and the temporary goes. Only the leader removes it, since other ranks may still write there; they are told first.
+    /// Before the rename: nothing is visible, and the temporary goes. Only the leader removes it,
+    /// since other ranks may still write there; they are told first.
     fn abort(&mut self, error: Error) -> Action {
         if !self.is_leader() {
             return self.finish(Verdict::NotCommitted(error));

@@ -1,10 +1,14 @@
-//! The commit: how a step comes to stand under its name, and how it leaves it. **The only place that renames.**
+//! The commit: how a step comes to stand under its name, and how it leaves it. **The only place
+//! that renames.**
 //!
-//! * [`machine`]: the commit as a sans-IO state machine: events in, actions out; the product, the simulators and the crash tests run the same code.
+//! * [`machine`]: the commit as a sans-IO state machine: events in, actions out; the product, the
+//!   simulators and the crash tests run the same code.
 //! * [`driver`]: carries out the machine's actions over a [`Dir`](stepwell_core::io::Dir).
-//! * [`records`]: what is written beside the data: indexes and the manifest, from the ranks' votes. Pure.
+//! * [`records`]: what is written beside the data: indexes and the manifest, from the ranks' votes.
+//!   Pure.
 //! * [`announcement`]: what the leader tells the other ranks. Pure.
-//! * [`aside`]: renames that take something away: retire, quarantine, rewind, and thinning's new manifest.
+//! * [`aside`]: renames that take something away: retire, quarantine, rewind, and thinning's new
+//!   manifest.
 
 pub mod announcement;
 pub mod aside;

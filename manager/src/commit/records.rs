@@ -1,4 +1,5 @@
-//! What is written beside the data: one index per item and the manifest, from the votes of all ranks. Pure.
+//! What is written beside the data: one index per item and the manifest, from the votes of all
+//! ranks. Pure.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet};
@@ -76,8 +77,10 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// Refuses what a commit of this draft would refuse in its manifest, before anything of it is captured: the manifest is made as [`records`] makes it,
-    /// with the widest numbers for what is not known yet, encoded by the same code, and read back. Of many ranks, the files of two are in it, and the others' are counted.
+    /// Refuses what a commit of this draft would refuse in its manifest, before anything of it is
+    /// captured: the manifest is made as [`records`] makes it, with the widest numbers for what is
+    /// not known yet, encoded by the same code, and read back. Of many ranks, the files of two are
+    /// in it, and the others' are counted.
     pub fn check(&self, session: &str, world_size: u32) -> Result<()> {
         let limit = |what: &str, found: u64, limit: u64| match found {
             found if found > limit => Err(stepwell_core::Error::Limit { what: what.into(), found, limit }),
@@ -172,7 +175,8 @@ pub struct DraftItem {
     pub name: String,
     /// Its top-level entries.
     pub top_level: Vec<TopLevel>,
-    /// Leaves of which this rank has written all that it has without knowing who else has it, in order: what the first rank has counts.
+    /// Leaves of which this rank has written all that it has without knowing who else has it, in
+    /// order: what the first rank has counts.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unsettled: Vec<u32>,
 }
@@ -205,7 +209,8 @@ pub type DataFiles = Vec<(String, u64)>;
 /// Files to write, in order, each with the directory to sync after it.
 pub type Records = Vec<(Option<String>, Record)>;
 
-/// The data files of all ranks, which must be there; and the files to write: indexes, the lease, and the manifest last.
+/// The data files of all ranks, which must be there; and the files to write: indexes, the lease,
+/// and the manifest last.
 pub fn records(
     draft: &Draft,
     attempt: &Attempt,
@@ -228,8 +233,9 @@ pub fn records(
         merged.push((item.draft, index, tensor_bytes));
     }
     claimed.check(merged.iter().map(|(_, index, _)| index))?;
-    // Ranks that do not agree on a tensor also share out others differently: first of all items what they do not agree on. One process's own plan covers everything by
-    // construction; one of several may be alone with an item.
+    // Ranks that do not agree on a tensor also share out others differently: first of all items
+    // what they do not agree on. One process's own plan covers everything by construction; one of
+    // several may be alone with an item.
     if world_size > 1 {
         merged.iter().try_for_each(|(_, index, _)| check_coverage(index))?;
     }
@@ -271,7 +277,8 @@ pub fn records(
     Ok((data, out))
 }
 
-/// The votes of a node's ranks as one, which that rank sends. What does not fit together is in it as its failure.
+/// The votes of a node's ranks as one, which that rank sends. What does not fit together is in it
+/// as its failure.
 pub fn gather(draft: &Draft, attempt: &Attempt, rank: u32, votes: Vec<Vote>) -> Vote {
     let stale = votes.iter().any(|vote| vote.stale);
     let (claims, parts) = match gather_parts(draft, votes) {
@@ -389,8 +396,8 @@ impl Gathered {
     }
 }
 
-/// Gives each top-level entry a place of its own in the state: those of an item in its order, and all as near as can be to where the ranks have them, of which each may have
-/// other entries.
+/// Gives each top-level entry a place of its own in the state: those of an item in its order, and
+/// all as near as can be to where the ranks have them, of which each may have other entries.
 fn number(items: &mut [Item]) {
     let head = |(item, of): (usize, &Item)| Some(Reverse((of.top_level.first()?.position, item, 0_usize)));
     let mut heads: BinaryHeap<_> = items.iter().enumerate().filter_map(head).collect();
@@ -431,7 +438,8 @@ impl Claimed {
         }
     }
 
-    /// What somebody who adds it up with others' needs of it: one claim for each part, and all that differ.
+    /// What somebody who adds it up with others' needs of it: one claim for each part, and all that
+    /// differ.
     fn told(&self) -> Vec<Claim> {
         let differ = self.differ.values().flat_map(|&(one, other)| [one, other]);
         let mut told: Vec<Claim> = self.first.values().copied().chain(differ).collect();
@@ -440,7 +448,8 @@ impl Claimed {
         told
     }
 
-    /// Refuses a step of which a leaf is not the same on all ranks; the indexes are those of all its items.
+    /// Refuses a step of which a leaf is not the same on all ranks; the indexes are those of all
+    /// its items.
     fn check<'a>(&self, mut items: impl Iterator<Item = &'a Index>) -> Result<()> {
         if self.differ.is_empty() {
             return Ok(());
@@ -476,8 +485,9 @@ impl Claimed {
     }
 }
 
-/// One index from parts, each that of a rank, or of a node under the rank that has gathered it; and the leaves of which somebody's copy still counts because nobody has heard of
-/// another. Refuses what does not fit together, with the leaf and the ranks.
+/// One index from parts, each that of a rank, or of a node under the rank that has gathered it; and
+/// the leaves of which somebody's copy still counts because nobody has heard of another. Refuses
+/// what does not fit together, with the leaf and the ranks.
 fn merge(
     mut parts: Vec<(u32, ItemPart)>,
     merge: impl FnOnce(Vec<Index>, Twice) -> std::result::Result<Index, Refusal>,
@@ -510,8 +520,9 @@ fn rank_of(file: &FileRecord) -> Option<u32> {
     file.name.strip_suffix(".data")?.parse().ok()
 }
 
-/// Of leaves of which ranks have written boxes without knowing of each other, what others have settled stays, and of the rest what the first has written. Gives the leaves of
-/// which a copy of somebody who knew of nobody has stayed.
+/// Of leaves of which ranks have written boxes without knowing of each other, what others have
+/// settled stays, and of the rest what the first has written. Gives the leaves of which a copy of
+/// somebody who knew of nobody has stayed.
 fn take_once(parts: &mut [(u32, ItemPart)]) -> HashSet<LeafPath> {
     let mut kept: HashMap<LeafPath, HashSet<Region>> = HashMap::new();
     for (_, part) in parts.iter() {
@@ -540,7 +551,8 @@ fn take_once(parts: &mut [(u32, ItemPart)]) -> HashSet<LeafPath> {
                 if !settled {
                     tensor.chunks.retain(|chunk| {
                         let region = region_of(chunk);
-                        // Most are copies of one another; all others are held against each that is kept.
+                        // Most are copies of one another; all others are held against each that is
+                        // kept.
                         !kept.contains(&region) && kept.iter().all(|other| other.intersect(&region).is_none())
                     });
                     if !tensor.chunks.is_empty() {

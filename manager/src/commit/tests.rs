@@ -293,7 +293,8 @@ fn the_leader_waits_for_each_rank_as_long_as_that_gets_on_and_names_who_does_not
     machine_.start();
     machine_.on(Event::Done, at(0));
     machine_.on(Event::Data(parts()), at(0));
-    // Before anything is recorded, everybody's files are looked for: who gave up has taken his away.
+    // Before anything is recorded, everybody's files are looked for: who gave up has taken his
+    // away.
     assert!(matches!(machine_.on(votes(vec![vote(1, 1)]), at(1)), Action::FindFiles(_)));
     // It was the one that the others missed; it has missed none.
     let told = machine_.on(io(2), at(1));

@@ -1,4 +1,5 @@
-//! Ranks that are threads of one process: for tests, and for whoever drives several devices from one program.
+//! Ranks that are threads of one process: for tests, and for whoever drives several devices from
+//! one program.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,5 @@
-//! How ranks agree. Correctness comes from the file system (each rank's footer and vote, one rename); a coordinator only makes it prompt.
+//! How ranks agree. Correctness comes from the file system (each rank's footer and vote, one
+//! rename); a coordinator only makes it prompt.
 //!
 //! | module | what it is |
 //! |---|---|
@@ -8,7 +9,8 @@
 //! | [`team`] | what a manager makes of it: who is there, calls that all make, answers of the leader, votes |
 //! | `pulse` | a thread that says for a rank that it lives |
 //!
-//! One process is the case of one rank, with a vote of its own. Every wait has a deadline; who gives up says for whom it waited.
+//! One process is the case of one rank, with a vote of its own. Every wait has a deadline; who
+//! gives up says for whom it waited.
 
 use std::time::Duration;
 
@@ -25,10 +27,11 @@ pub const LEADER: u32 = 0;
 /// What ranks tell each other: of a few bytes, or of an index.
 pub type Message = Vec<u8>;
 
-/// A board that all ranks of a job see. Keys are paths of plain components. Nothing is ever put under a key twice, but for signs of life.
+/// A board that all ranks of a job see. Keys are paths of plain components. Nothing is ever put
+/// under a key twice, but for signs of life.
 ///
-/// An implementation may be called from several threads at once, and must not need the others to make a call of theirs at the same time (as a collective operation
-/// would).
+/// An implementation may be called from several threads at once, and must not need the others to
+/// make a call of theirs at the same time (as a collective operation would).
 pub trait Coordinator: Send + Sync {
     /// This process.
     fn rank(&self) -> u32;
@@ -36,7 +39,8 @@ pub trait Coordinator: Send + Sync {
     /// All processes.
     fn world_size(&self) -> u32;
 
-    /// A name under which nothing stands on the board yet: the same on all ranks, if all ask equally often.
+    /// A name under which nothing stands on the board yet: the same on all ranks, if all ask
+    /// equally often.
     fn namespace(&self) -> String;
 
     /// Leaves a message. Whoever reads it sees all of it or none; one that is there is replaced.

@@ -1,4 +1,5 @@
-//! Says for a rank, from a thread of its own, that its saves get on: a rank that writes for long is none that is lost.
+//! Says for a rank, from a thread of its own, that its saves get on: a rank that writes for long is
+//! none that is lost.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -14,7 +15,8 @@ pub(crate) struct Pulse {
 }
 
 impl Pulse {
-    /// Looks at `life` every now and then, and tells the others where it has changed; `None`: there is nothing to tell.
+    /// Looks at `life` every now and then, and tells the others where it has changed; `None`: there
+    /// is nothing to tell.
     pub(crate) fn start(
         team: Arc<Team>,
         life: impl Fn() -> Option<Beat> + Send + 'static,

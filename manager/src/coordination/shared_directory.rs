@@ -1,6 +1,8 @@
-//! Ranks that share nothing but a file system: each message is a small file, which begins with its length and checksum. One that is not whole is not there yet.
+//! Ranks that share nothing but a file system: each message is a small file, which begins with its
+//! length and checksum. One that is not whole is not there yet.
 //!
-//! The directory of a job may hold what earlier runs of it have left, and what another manager of these processes says. So nothing is said before all ranks have met:
+//! The directory of a job may hold what earlier runs of it have left, and what another manager of
+//! these processes says. So nothing is said before all ranks have met:
 //!
 //! ```text
 //! each rank   hello-<rank>: a number that it has drawn, and the meetings that its process still holds
@@ -9,11 +11,13 @@
 //! leader      <id>/, once all have seen it
 //! ```
 //!
-//! What an earlier run has left names other ids. All later messages stand in that directory, which is this meeting's alone; what was said on the way there each rank takes away again.
+//! What an earlier run has left names other ids. All later messages stand in that directory, which
+//! is this meeting's alone; what was said on the way there each rank takes away again.
 //!
-//! Whoever has ended says so (`<id>/left-<rank>`), and the last one takes the directory away, so that the leader's last word (why it could not open, say) is there for whoever
-//! comes to read it later than the leader ends. Of a rank that was killed nobody hears that: what is left then goes with the next meeting, whose leader deletes all of the job's that no
-//! rank says it holds.
+//! Whoever has ended says so (`<id>/left-<rank>`), and the last one takes the directory away, so
+//! that the leader's last word (why it could not open, say) is there for whoever comes to read it
+//! later than the leader ends. Of a rank that was killed nobody hears that: what is left then goes
+//! with the next meeting, whose leader deletes all of the job's that no rank says it holds.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -36,11 +40,13 @@ use crate::retire::delete_tree;
 const MAX_MESSAGE_BYTES: u64 = 1 << 30;
 /// Length and CRC-32C of a message, before it.
 const HEAD_BYTES: usize = 12;
-/// Between two looks for a file: a message that is on its way arrives within the first few, and nobody waits for one that takes long.
+/// Between two looks for a file: a message that is on its way arrives within the first few, and
+/// nobody waits for one that takes long.
 const FIRST_PAUSE: Duration = Duration::from_micros(500);
 const LAST_PAUSE: Duration = Duration::from_millis(20);
-/// The directory of a job is taken away where it is empty, perhaps by another rank while this one comes: so often it is made again. So often, too, a message that another rank
-/// has put in the same moment is put once more.
+/// The directory of a job is taken away where it is empty, perhaps by another rank while this one
+/// comes: so often it is made again. So often, too, a message that another rank has put in the same
+/// moment is put once more.
 const TRIES: usize = 32;
 
 /// The meetings of this process that are not over, each once for every rank that is a thread of it.
@@ -103,7 +109,8 @@ struct Meeting {
 }
 
 impl SharedDirectory {
-    /// Meets the other ranks of the job below `parent`; all of them must call this, and the deadline is for them to come.
+    /// Meets the other ranks of the job below `parent`; all of them must call this, and the
+    /// deadline is for them to come.
     pub fn meet(
         parent: &Arc<dyn Dir>,
         membership: Membership,
@@ -153,7 +160,8 @@ impl Drop for SharedDirectory {
     }
 }
 
-/// A rank on its way to a meeting. What it has said is taken away when it is there, or has given up.
+/// A rank on its way to a meeting. What it has said is taken away when it is there, or has given
+/// up.
 struct Coming<'a> {
     parent: &'a dyn Dir,
     membership: &'a Membership,
@@ -235,7 +243,8 @@ impl<'a> Coming<'a> {
         let mut last: Option<String> = None;
         loop {
             let meeting: Option<Meeting> = self.heard("meeting")?;
-            // Looked for after that: what was heard may be the leader's next meeting, which it has begun after this one.
+            // Looked for after that: what was heard may be the leader's next meeting, which it has
+            // begun after this one.
             if let Some(id) = &last {
                 match self.job.open_dir(id) {
                     Err(error) if error.is_gone() => {}

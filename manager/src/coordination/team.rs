@@ -1,4 +1,5 @@
-//! The ranks that have opened one manager together. What they say to each other stands under names that begin with the session:
+//! The ranks that have opened one manager together. What they say to each other stands under names
+//! that begin with the session:
 //!
 //! | name | who leaves it | what it is |
 //! |---|---|---|
@@ -10,8 +11,9 @@
 //! | `<session>/signal` | whoever hears of it | the job is to be preempted |
 //! | `<session>/bye/<rank>` | each | it has closed |
 //!
-//! All ranks make the same calls in the same order; one that makes another is told so. One that has left a call before it was answered (its wait was over) is still at that call: it has
-//! the answer before it makes another. The leader takes off what everybody has read.
+//! All ranks make the same calls in the same order; one that makes another is told so. One that has
+//! left a call before it was answered (its wait was over) is still at that call: it has the answer
+//! before it makes another. The leader takes off what everybody has read.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::hash::Hash;
@@ -76,15 +78,17 @@ enum Part {
 /// A rank's last sign of life.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Beat {
-    /// The first save of which it still has something to say: its vote, or as the leader how it has ended.
+    /// The first save of which it still has something to say: its vote, or as the leader how it has
+    /// ended.
     pub save: u64,
     /// Changes as long as it gets on.
     pub moved: u64,
 }
 
 impl Beat {
-    /// What that tells a rank that waits for its word on that save: nothing any more, where it has said that. After a message that did not get through, each of two ranks would
-    /// else wait for the other one for ever, and live.
+    /// What that tells a rank that waits for its word on that save: nothing any more, where it has
+    /// said that. After a message that did not get through, each of two ranks would else wait for
+    /// the other one for ever, and live.
     pub fn in_save(self, save: u64) -> Option<u64> {
         (self.save <= save).then_some(self.moved)
     }
@@ -117,11 +121,13 @@ pub struct Team {
     failed: Mutex<BTreeSet<u64>>,
     /// Saves on which this rank has voted.
     voted: Mutex<BTreeSet<u64>>,
-    /// The save before which the ranks have told each other their leaves, and the first one since of which a rank has said that its own are others.
+    /// The save before which the ranks have told each other their leaves, and the first one since
+    /// of which a rank has said that its own are others.
     told: Mutex<(u64, Option<u64>)>,
     /// The leader waits for what the others have to say.
     gathers: AtomicBool,
-    /// The leader's last save, and the ranks that it has waited for in vain, each with its last sign of life.
+    /// The leader's last save, and the ranks that it has waited for in vain, each with its last
+    /// sign of life.
     missed: Mutex<(u64, BTreeMap<u32, Beat>)>,
 }
 
@@ -162,8 +168,9 @@ impl Team {
         }
     }
 
-    /// Meets the other ranks. `what` names what is opened, and `agreed` what must be the same on all ranks. On the leader, `lead` runs once everybody has come, with the
-    /// session: what it returns, or raises, all ranks get.
+    /// Meets the other ranks. `what` names what is opened, and `agreed` what must be the same on
+    /// all ranks. On the leader, `lead` runs once everybody has come, with the session: what it
+    /// returns, or raises, all ranks get.
     pub fn meet<T: Serialize + DeserializeOwned>(
         coordinator: &Arc<dyn Coordinator>,
         what: &str,
@@ -260,7 +267,8 @@ impl Team {
         (self.nodes().iter().filter(|&&node| node == own).count() > 1).then_some(own)
     }
 
-    /// For each rank, the number of its socket, counted over all nodes. Ranks of a node that are bound to none are on one of their own.
+    /// For each rank, the number of its socket, counted over all nodes. Ranks of a node that are
+    /// bound to none are on one of their own.
     pub fn sockets(&self) -> &[u32] {
         &self.places.sockets
     }
@@ -273,7 +281,8 @@ impl Team {
         format!("{}/{what}", self.session)
     }
 
-    /// The leader's answer, on every rank; `answer` runs on the leader alone. `what` is the call, for whoever makes another one.
+    /// The leader's answer, on every rank; `answer` runs on the leader alone. `what` is the call,
+    /// for whoever makes another one.
     pub fn ask<T: Serialize + DeserializeOwned>(
         &self,
         what: &str,
@@ -292,7 +301,8 @@ impl Team {
         })
     }
 
-    /// What each rank has to say becomes one answer for all. Where one has failed, all do; `answer` runs on the leader alone, with what was said, by rank.
+    /// What each rank has to say becomes one answer for all. Where one has failed, all do; `answer`
+    /// runs on the leader alone, with what was said, by rank.
     pub fn settle<S: Serialize + DeserializeOwned, T: Serialize + DeserializeOwned>(
         &self,
         what: &str,
@@ -344,7 +354,8 @@ impl Team {
         Ok(said)
     }
 
-    /// True if the leader waits for what the others have to say: it lives, and will say for whom it has waited in vain.
+    /// True if the leader waits for what the others have to say: it lives, and will say for whom it
+    /// has waited in vain.
     pub fn gathers(&self) -> bool {
         self.gathers.load(Ordering::Relaxed)
     }
@@ -353,8 +364,10 @@ impl Team {
         self.key(&format!("part/{number}/{rank}"))
     }
 
-    /// One call of all ranks: its number, and whether this rank has said its part already. `make` gives the answer, or the error for which there is none: then the call is still one
-    /// that is to be answered here. Whoever makes it again gets its answer, and whoever makes another one waits for that answer first.
+    /// One call of all ranks: its number, and whether this rank has said its part already. `make`
+    /// gives the answer, or the error for which there is none: then the call is still one that is
+    /// to be answered here. Whoever makes it again gets its answer, and whoever makes another one
+    /// waits for that answer first.
     fn call<T>(
         &self,
         what: &str,
@@ -520,7 +533,8 @@ impl Team {
         Ok(found)
     }
 
-    /// Tells all ranks how a save has ended. One that has failed may leave votes that nobody reads: they go with its verdict.
+    /// Tells all ranks how a save has ended. One that has failed may leave votes that nobody reads:
+    /// they go with its verdict.
     pub fn send_verdict(&self, save: u64, verdict: &[u8], has_failed: bool) -> Result<()> {
         if has_failed {
             self.failed.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
@@ -528,8 +542,9 @@ impl Team {
         self.put_surely(&self.key(&format!("verdict/{save}")), verdict)
     }
 
-    /// A rank has said in that save that its leaves are others than it had told. All ranks come to know of it, with the verdict. Of a save that was planned before they
-    /// told each other anew, it is no news.
+    /// A rank has said in that save that its leaves are others than it had told. All ranks come to
+    /// know of it, with the verdict. Of a save that was planned before they told each other anew,
+    /// it is no news.
     pub fn is_outdated_by(&self, save: u64) {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         if save >= told.0 {
@@ -584,7 +599,8 @@ impl Team {
         *self.missed.lock().unwrap_or_else(PoisonError::into_inner) = (save, beats);
     }
 
-    /// True if the last save has missed a rank, and that has given no sign of life since, nor a vote that came too late.
+    /// True if the last save has missed a rank, and that has given no sign of life since, nor a
+    /// vote that came too late.
     fn is_gone(&self, rank: u32) -> Result<bool> {
         let (save, beat) = {
             let missed = self.missed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -600,7 +616,8 @@ impl Team {
         (self.patience / 8).clamp(Duration::from_millis(10), Duration::from_secs(5))
     }
 
-    /// This rank needs nobody any more. The leader waits until nobody needs it, and takes everything off; `saves`: how many there were. Whoever is gone is not waited for.
+    /// This rank needs nobody any more. The leader waits until nobody needs it, and takes
+    /// everything off; `saves`: how many there were. Whoever is gone is not waited for.
     pub fn leave(&self, saves: u64, timeout: Duration) -> Result<()> {
         if self.is_alone() {
             return Ok(());
@@ -707,7 +724,8 @@ impl Board<'_> {
     }
 }
 
-/// Where each rank is: numbers of nodes, and of sockets. Every rank reads it, and ranks of one node mostly follow each other.
+/// Where each rank is: numbers of nodes, and of sockets. Every rank reads it, and ranks of one node
+/// mostly follow each other.
 #[derive(Serialize, Deserialize)]
 struct Places {
     #[serde(with = "repeats")]

@@ -1,7 +1,8 @@
-//! The capturer: one thread per manager that captures what saves have left to be captured late, in the order in which the saves were called.
+//! The capturer: one thread per manager that captures what saves have left to be captured late, in
+//! the order in which the saves were called.
 //!
-//! One save of a manager is captured at a time, here or on its caller's thread: a later one would take slots that only its flush frees, which stands
-//! behind the earlier one's.
+//! One save of a manager is captured at a time, here or on its caller's thread: a later one would
+//! take slots that only its flush frees, which stands behind the earlier one's.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -14,7 +15,8 @@ use crate::guard::guarded;
 use crate::save::job::Rest;
 
 impl Inner {
-    /// Hands over what is left of a capture. `first`: it belongs to the save that is being captured, and comes before what waits.
+    /// Hands over what is left of a capture. `first`: it belongs to the save that is being
+    /// captured, and comes before what waits.
     pub(super) fn capture_later(self: &Arc<Self>, state: &mut State, rest: Rest, first: bool) -> Result<()> {
         if state.capturer.is_none() {
             let inner = Arc::clone(self);

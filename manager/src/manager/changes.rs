@@ -64,7 +64,8 @@ impl Drop for Retiring<'_> {
 }
 
 impl Inner {
-    /// Begins to take steps out of sight: all of these that this manager does not hold, and that no other call is taking away.
+    /// Begins to take steps out of sight: all of these that this manager does not hold, and that no
+    /// other call is taking away.
     pub(super) fn retiring(&self, steps: impl IntoIterator<Item = u64>) -> Retiring<'_> {
         let mut state = self.lock();
         let free =
@@ -75,8 +76,8 @@ impl Inner {
         Retiring { inner: self, steps }
     }
 
-    /// Counts a step as held, before anything is known of it: retention leaves it from here on. Waits for a retirement that has begun, and for a
-    /// save that is to replace the step.
+    /// Counts a step as held, before anything is known of it: retention leaves it from here on.
+    /// Waits for a retirement that has begun, and for a save that is to replace the step.
     fn keep(&self, step: u64) -> Result<()> {
         let begun = Instant::now();
         let deadline = deadline_after(self.options.stall_timeout);
@@ -101,8 +102,9 @@ impl Inner {
         }
     }
 
-    /// Asks the disk once more about a step whose rename may not be durable, as the next writer would: where the root can be synced now, it is committed, and listed
-    /// from here on. Returns whether it is still uncertain.
+    /// Asks the disk once more about a step whose rename may not be durable, as the next writer
+    /// would: where the root can be synced now, it is committed, and listed from here on. Returns
+    /// whether it is still uncertain.
     pub(super) fn settle_uncertain(&self, step: u64) -> bool {
         if !self.lock().uncertain.contains(&step) {
             return false;
@@ -116,7 +118,8 @@ impl Inner {
         false
     }
 
-    /// Before anything is renamed: a branch is one line of steps, and a name that is taken would end a rewind halfway.
+    /// Before anything is renamed: a branch is one line of steps, and a name that is taken would
+    /// end a rewind halfway.
     fn check_branch_is_new(&self, branch: &str) -> Result<()> {
         let is_of_it = |name: &str| matches!(directory_layout::parse(name), Some(OwnName::Branch { branch: other, .. }) if other == branch);
         match self.root.entries()?.into_iter().find(|entry| is_of_it(&entry.name)) {
@@ -129,7 +132,8 @@ impl Inner {
         }
     }
 
-    /// Takes a step out of sight that nobody holds. A reader that comes meanwhile waits for the exclusive lease, and then finds the step gone.
+    /// Takes a step out of sight that nobody holds. A reader that comes meanwhile waits for the
+    /// exclusive lease, and then finds the step gone.
     fn retire_unheld(&self, step: u64, name: &str, trash: &str) -> Result<()> {
         let retiring = self.retiring([step]);
         if !retiring.may_go(step) {
@@ -148,7 +152,8 @@ impl Inner {
                 );
                 return Err(Error::Held { step, by });
             }
-            // Nobody can hold what cannot be locked; its files outlast the grace period where there are no locks.
+            // Nobody can hold what cannot be locked; its files outlast the grace period where there
+            // are no locks.
             Err(error) if error.is_not_found() || error.is_without_locks() => None,
             Err(error) => return Err(error.into()),
         };
@@ -159,9 +164,11 @@ impl Inner {
 }
 
 impl Manager {
-    /// Makes `step` the latest: newer steps move aside into a branch, newest first, so that an interruption leaves a root whose latest is between the two.
-    /// They are kept as `.branch-<name>.<step>`. Returns the branch and the steps that went there. A step that is damaged is refused before anything is moved,
-    /// and so is a branch that exists ([`Error::BranchExists`]).
+    /// Makes `step` the latest: newer steps move aside into a branch, newest first, so that an
+    /// interruption leaves a root whose latest is between the two. They are kept as
+    /// `.branch-<name>.<step>`. Returns the branch and the steps that went there. A step that is
+    /// damaged is refused before anything is moved, and so is a branch that exists
+    /// ([`Error::BranchExists`]).
     pub fn rewind(&self, step: u64, branch: Option<&str>) -> Result<(String, Vec<u64>)> {
         let inner = &self.inner;
         inner.check_writable("rewind")?;
@@ -186,16 +193,19 @@ impl Manager {
         Ok((branch, moved))
     }
 
-    /// Deletes a step: out of sight at once and durably, its files in the background. The newest one is deleted too if it is asked for by name
-    /// (decision 011). One that is held or being read, by this process or another, is not: [`Error::Held`].
+    /// Deletes a step: out of sight at once and durably, its files in the background. The newest
+    /// one is deleted too if it is asked for by name (decision 011). One that is held or being
+    /// read, by this process or another, is not: [`Error::Held`].
     pub fn delete(&self, step: u64) -> Result<()> {
         let inner = &self.inner;
         inner.check_writable("delete a step")?;
         inner.team()?.ask("delete", || inner.delete(step))
     }
-    /// Keeps a step from retention and deletion as long as the [`Hold`] lives. Of several ranks the leader does.
+    /// Keeps a step from retention and deletion as long as the [`Hold`] lives. Of several ranks the
+    /// leader does.
     pub fn hold(&self, step: u64) -> Result<Hold> {
-        // A reader keeps the files of a step, by its lease, and not its place: that is the writer's.
+        // A reader keeps the files of a step, by its lease, and not its place: that is the
+        // writer's.
         self.inner.check_writable("hold a step in its place (sw.open keeps its files until it is closed)")?;
         if !self.inner.team.leads() {
             return Err(Error::Invalid(format!(
@@ -221,7 +231,8 @@ impl Manager {
         metrics::add(&*self.inner.root, &found.manifest.attempt, step, metrics, &self.inner.environment)
     }
 
-    /// Applies retention now (it is applied after every commit anyway), and returns the steps that went.
+    /// Applies retention now (it is applied after every commit anyway), and returns the steps that
+    /// went.
     pub fn apply_retention(&self) -> Result<Vec<u64>> {
         self.inner.check_writable("apply retention")?;
         self.inner.drain(None)?;
@@ -229,7 +240,8 @@ impl Manager {
         self.inner.apply_retention()
     }
 
-    /// Waits until what was retired is deleted, but for what readers hold, and what the next save is to write over. `false` by the deadline.
+    /// Waits until what was retired is deleted, but for what readers hold, and what the next save
+    /// is to write over. `false` by the deadline.
     pub fn wait_for_deletions(&self, timeout: std::time::Duration) -> Result<bool> {
         self.inner.check_usable()?;
         Ok(self.inner.deleter.drain(timeout))
@@ -243,7 +255,8 @@ impl Inner {
         let listing = inner.list()?;
         let steps = &listing.steps;
         let target = steps.get(&step).ok_or_else(|| inner.not_found(Some(step)))?;
-        // Before the newer ones are out of sight: what nobody could restore does not become the latest.
+        // Before the newer ones are out of sight: what nobody could restore does not become the
+        // latest.
         if let Some(damage) = damage(&*inner.root, &target.name, &target.manifest)? {
             let what = format!(
                 "{damage}; nothing was moved: rewind to a step that is whole (sw.verify says which are)"
@@ -258,7 +271,8 @@ impl Inner {
                 "a rewind to a step that was thinned: a run that goes on from it has these items no more"
             );
         }
-        // Steps that may not be durable are newer or none of ours; they go too, so that "latest" is what was asked for.
+        // Steps that may not be durable are newer or none of ours; they go too, so that "latest" is
+        // what was asked for.
         let uncertain: Vec<u64> = inner.lock().uncertain.range(step + 1..).rev().copied().collect();
         let newer: BTreeSet<u64> =
             steps.range(step + 1..).map(|(&newer, _)| newer).chain(uncertain.iter().copied()).collect();

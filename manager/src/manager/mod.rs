@@ -72,11 +72,14 @@ pub struct SaveRequest {
     pub force: bool,
     /// What to do where the step is there already.
     pub exists: Exists,
-    /// Set from any thread (also before the call) to end the save as long as it is not captured: the call returns an error, nothing reads the state any
-    /// more, nothing is committed. [`Save::cancel`] sets it too.
+    /// Set from any thread (also before the call) to end the save as long as it is not captured:
+    /// the call returns an error, nothing reads the state any more, nothing is committed.
+    /// [`Save::cancel`] sets it too.
     pub cancel: Arc<AtomicBool>,
-    /// The streams on which the caller's work on the devices is, by the number of their device: copies are made after what is there when `save` is called, and what must
-    /// be captured before the caller changes it is waited for there. A device of which none is named is captured as its providers are made.
+    /// The streams on which the caller's work on the devices is, by the number of their device:
+    /// copies are made after what is there when `save` is called, and what must be captured before
+    /// the caller changes it is waited for there. A device of which none is named is captured as
+    /// its providers are made.
     pub streams: Streams,
 }
 
@@ -129,7 +132,8 @@ struct Inner {
     deleter: Arc<Deleter>,
     birth: Birth,
     state: Mutex<State>,
-    /// Held while the ranks tell each other which leaves they have: a call that was interrupted may still be at it when the next one begins.
+    /// Held while the ranks tell each other which leaves they have: a call that was interrupted may
+    /// still be at it when the next one begins.
     telling: Mutex<()>,
     changed: Condvar,
 }
@@ -152,7 +156,8 @@ struct State {
     queue: VecDeque<Job>,
     /// A save is being captured, by its caller or by the capturer.
     capturing: bool,
-    /// Its turn to be captured has come, and it is not in the queue yet: no other may come before it there.
+    /// Its turn to be captured has come, and it is not in the queue yet: no other may come before
+    /// it there.
     claimed: bool,
     /// What is left of captures whose callers have gone on, in the order of their saves.
     rests: VecDeque<Rest>,
@@ -167,19 +172,22 @@ struct State {
     over_before: u64,
     /// Of those that failed: the ranks have not told each other yet who has seen it.
     unsettled: BTreeSet<u64>,
-    /// The largest step that was there when the root was opened, or that a save was begun of: the same on all ranks.
+    /// The largest step that was there when the root was opened, or that a save was begun of: the
+    /// same on all ranks.
     highest: Option<u64>,
     /// The step that the leader has last chosen for a restore.
     chosen: Option<u64>,
     /// Who has which leaves, as the ranks have told each other.
     census: Option<Arc<Census>>,
-    /// Steps of which a call of `save` that all ranks make has begun, and that have no number here yet.
+    /// Steps of which a call of `save` that all ranks make has begun, and that have no number here
+    /// yet.
     owed: BTreeMap<u64, Owed>,
     /// Steps that stand under their name and may not be durable.
     uncertain: BTreeSet<u64>,
     /// What was saved and restored, in order.
     trail: Trail,
-    /// True if a step was ever seen here: then the root is not empty, and need not be looked at to know that.
+    /// True if a step was ever seen here: then the root is not empty, and need not be looked at to
+    /// know that.
     populated: bool,
     /// When the last save began.
     last_save: Option<Duration>,
@@ -188,7 +196,8 @@ struct State {
     /// The step from which on the job counts as preempted.
     preempted: Option<u64>,
     preemption_asked: bool,
-    /// Steps that this manager holds, and how often. A step is never here and in `retiring` at once, but for a [`Hold`] that waits to see what became of it.
+    /// Steps that this manager holds, and how often. A step is never here and in `retiring` at
+    /// once, but for a [`Hold`] that waits to see what became of it.
     held: BTreeMap<u64, u64>,
     /// Steps that are being taken out of sight at this moment.
     retiring: BTreeSet<u64>,
@@ -236,7 +245,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Asked before a step is taken out of sight, set aside or thinned: nobody but the root's current writer does that.
+    /// Asked before a step is taken out of sight, set aside or thinned: nobody but the root's
+    /// current writer does that.
     fn check_fence(&self) -> Result<()> {
         match crate::root::usurper(&*self.root, self.team.session())? {
             Some(owner) => Err(Error::Locked { root: self.path.clone(), owner: Some(owner) }),

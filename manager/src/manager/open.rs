@@ -27,8 +27,9 @@ use crate::root::{self, RootInfo};
 use crate::step_name::StepName;
 
 impl Manager {
-    /// Opens a root: as its writer, which settles what a crash has left there, or read-only, which changes nothing. Of several ranks, all must open it; the leader is the
-    /// writer of what all of them save.
+    /// Opens a root: as its writer, which settles what a crash has left there, or read-only, which
+    /// changes nothing. Of several ranks, all must open it; the leader is the writer of what all of
+    /// them save.
     pub fn open(path: &Path, options: Options, environment: Environment) -> Result<Self> {
         options.check()?;
         let mut opened = None;
@@ -82,7 +83,8 @@ impl Manager {
         Ok(manager)
     }
 
-    /// Waits until every save is over and what it made superfluous is out of sight; raises a failure that nobody has seen.
+    /// Waits until every save is over and what it made superfluous is out of sight; raises a
+    /// failure that nobody has seen.
     pub fn wait_until_finished(&self, timeout: Option<Duration>) -> Result<()> {
         self.inner.birth.check("manager")?;
         self.inner.drain(timeout)?;
@@ -95,14 +97,16 @@ impl Manager {
         self.inner.raise_unseen(None)
     }
 
-    /// [`Manager::check_for_errors`] by a save that is not begun where this raises: the error says so. Several ranks raise it by the same call, and so where they have agreed on
-    /// it: [`Manager::decide`].
+    /// [`Manager::check_for_errors`] by a save that is not begun where this raises: the error says
+    /// so. Several ranks raise it by the same call, and so where they have agreed on it:
+    /// [`Manager::decide`].
     pub fn check_before_saving(&self, step: u64) -> Result<()> {
         self.inner.birth.check("manager")?;
         if self.inner.team.is_alone() { self.inner.raise_unseen(Some(step)) } else { Ok(()) }
     }
 
-    /// Takes back a failure that was raised here and could not be told: it is raised again. What is no earlier failure is ignored.
+    /// Takes back a failure that was raised here and could not be told: it is raised again. What is
+    /// no earlier failure is ignored.
     pub fn put_back(&self, error: &Error) {
         if let Error::Earlier { save, .. } = error
             && self.inner.birth.is_here()
@@ -129,14 +133,17 @@ impl Manager {
             .collect()
     }
 
-    /// Finishes all saves, deletes what is to be deleted, and lets go of the root. Ends by its deadline: what the kernel does not return is leaked on
-    /// purpose, and reported. Closing again is nothing where that was its end; where a close goes on, or has given up, it waits for what is left, and says so.
+    /// Finishes all saves, deletes what is to be deleted, and lets go of the root. Ends by its
+    /// deadline: what the kernel does not return is leaked on purpose, and reported. Closing again
+    /// is nothing where that was its end; where a close goes on, or has given up, it waits for what
+    /// is left, and says so.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
         self.inner.birth.check("manager")?;
         self.inner.close(timeout.unwrap_or(self.inner.options.stall_timeout))
     }
 
-    /// True if `close` was called: it may go on still, or have given up. To a forked child it is closed: there, nobody may ever let go of the lock.
+    /// True if `close` was called: it may go on still, or have given up. To a forked child it is
+    /// closed: there, nobody may ever let go of the lock.
     pub fn is_closed(&self) -> bool {
         !self.inner.birth.is_here() || self.inner.lock().closed
     }
@@ -224,7 +231,8 @@ impl Opened {
         Ok(Self { directory, discovery, deleter, state, names, info })
     }
 
-    /// On a rank that does not lead: the leader has just opened it, and a network file system may not show that yet.
+    /// On a rank that does not lead: the leader has just opened it, and a network file system may
+    /// not show that yet.
     fn beside(path: &Path, session: &str, options: &Options, environment: &Environment) -> Result<Self> {
         let deadline = deadline_after(VISIBLE_WITHIN);
         loop {
@@ -281,7 +289,8 @@ impl Opening<'_> {
         // Before anything is changed.
         check_names(&**root, self.discovery, &names, &recorded)?;
         match root::take_epoch(&**root, session) {
-            // A disk that a killed save has filled has room again once that save's files are gone. With the lock, they are nobody's.
+            // A disk that a killed save has filled has room again once that save's files are gone.
+            // With the lock, they are nobody's.
             Err(Error::Core(error)) if error.is_full() && state.lock.is_some() => {
                 self.make_room()?;
                 root::take_epoch(&**root, session)?;
@@ -323,8 +332,9 @@ fn names(wanted: Option<StepName>, info: Option<&RootInfo>) -> StepName {
     wanted.or_else(|| info.map(|info| info.step_name.clone())).unwrap_or_default()
 }
 
-/// A pattern that does not read the steps that are there would make them none: `latest_step()` and retention would not know them; a writer's root would forget how they
-/// are named, and an evaluator wait for ever.
+/// A pattern that does not read the steps that are there would make them none: `latest_step()` and
+/// retention would not know them; a writer's root would forget how they are named, and an evaluator
+/// wait for ever.
 fn check_names(root: &dyn Dir, discovery: &Discovery, names: &StepName, recorded: &StepName) -> Result<()> {
     if names == recorded {
         return Ok(());
@@ -400,7 +410,8 @@ impl Inner {
         }
     }
 
-    /// `None`: all is over already. Whoever comes while another call closes waits for that one: it may not come to its end.
+    /// `None`: all is over already. Whoever comes while another call closes waits for that one: it
+    /// may not come to its end.
     fn begin_closing(&self, deadline: Instant) -> Result<Option<Closing<'_>>> {
         let begun = Instant::now();
         let mut state = self.lock();
@@ -485,7 +496,8 @@ impl Inner {
 }
 
 impl Inner {
-    /// The last word to the other ranks. When all of them have said it, the leader takes out of sight what late ones have written for saves that were over.
+    /// The last word to the other ranks. When all of them have said it, the leader takes out of
+    /// sight what late ones have written for saves that were over.
     fn leave(&self, timeout: Duration) -> Result<()> {
         let pulse = self.lock().pulse.take();
         drop(pulse);
@@ -505,7 +517,8 @@ impl Inner {
             let entries = self.root.entries()?.into_iter().map(|entry| entry.name);
             let ours: Vec<String> = entries.filter(|name| is_ours(name)).collect();
             if !ours.is_empty() {
-                // One of them may be a step that was replaced by one of which it is uncertain whether it is durable.
+                // One of them may be a step that was replaced by one of which it is uncertain
+                // whether it is durable.
                 self.root.sync()?;
                 self.deleter.enqueue(ours);
             }

@@ -1,8 +1,12 @@
-//! The persister: writes and commits, first in, first out, and has retention applied after each commit.
+//! The persister: writes and commits, first in, first out, and has retention applied after each
+//! commit.
 //!
-//! Threads take turns, one for each save that may be pending. One save is written at a time, one is committed at a time, in the order of their calls. A save whose commit takes long (other ranks are slow)
-//! does not keep the next one from being written where that one's capture waits for staging memory: slots come back by writes, never by a commit. Where nobody waits for
-//! memory, the next one is written after the commit, so that it finds the files of the step that retention has retired ([`crate::spares`]).
+//! Threads take turns, one for each save that may be pending. One save is written at a time, one is
+//! committed at a time, in the order of their calls. A save whose commit takes long (other ranks
+//! are slow) does not keep the next one from being written where that one's capture waits for
+//! staging memory: slots come back by writes, never by a commit. Where nobody waits for memory, the
+//! next one is written after the commit, so that it finds the files of the step that retention has
+//! retired ([`crate::spares`]).
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -64,13 +68,15 @@ impl Inner {
             self.wait_for_turn(turn);
             let Ended { outcome, replaced } = ended;
             self.forget_verdicts(counter);
-            // A failure to clean up is no failure of the save, nor is a defect: it is settled in any case.
+            // A failure to clean up is no failure of the save, nor is a defect: it is settled in
+            // any case.
             let cleaned = guarded("what follows a save", || self.follow_up(save.step(), &outcome, replaced));
             if let Err(error) = cleaned.map_err(Error::from).and_then(|applied| applied) {
                 tracing::warn!(%error, "retention could not be applied; it is tried again after the next commit");
             }
             let callbacks = {
-                // In one step: whoever sees the outcome finds the save pending no more, and whoever finds nothing pending finds the failure.
+                // In one step: whoever sees the outcome finds the save pending no more, and whoever
+                // finds nothing pending finds the failure.
                 let mut state = self.lock();
                 state.pending.retain(|pending| !pending.is(&save));
                 if replaces {

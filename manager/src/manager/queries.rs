@@ -1,4 +1,5 @@
-//! What is there. Only committed steps: what is being saved is [`Manager::pending`], what may not be durable is nowhere.
+//! What is there. Only committed steps: what is being saved is [`Manager::pending`], what may not
+//! be durable is nowhere.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -17,10 +18,12 @@ use crate::discovery::{Found, Listing, Quarantined, damage, is_no_step, read_man
 use crate::error::{Error, Result};
 use crate::retention::{self, Mode, Plan};
 
-/// How long a newest step is looked for that is not gone before it is opened: another process would have to retire one after the other all that time.
+/// How long a newest step is looked for that is not gone before it is opened: another process would
+/// have to retire one after the other all that time.
 const LOOKING: Duration = Duration::from_secs(5);
 
-/// How often the newest step is looked for anew because another process has taken a step away meanwhile.
+/// How often the newest step is looked for anew because another process has taken a step away
+/// meanwhile.
 pub(super) const LISTINGS: usize = 64;
 
 /// Keys of a step's metadata that a report names.
@@ -112,7 +115,8 @@ impl StepReport {
 }
 
 impl Manager {
-    /// The newest step that is whole: its manifest and the lengths of its files hold. A damaged one is skipped with a warning.
+    /// The newest step that is whole: its manifest and the lengths of its files hold. A damaged one
+    /// is skipped with a warning.
     pub fn latest_step(&self) -> Result<Option<u64>> {
         let inner = &self.inner;
         inner.check_usable()?;
@@ -137,7 +141,8 @@ impl Manager {
         Ok(self.inner.discovery.list(&*self.inner.root, &self.inner.names)?.quarantined.clone())
     }
 
-    /// The best step by a metric (the one that retention names, if none is given). Steps without it do not count; `None` where none has it.
+    /// The best step by a metric (the one that retention names, if none is given). Steps without it
+    /// do not count; `None` where none has it.
     pub fn best_step(&self, metric: Option<(&str, Mode)>) -> Result<Option<u64>> {
         self.inner.check_usable()?;
         let Some((metric, mode)) = metric.or_else(|| self.inner.options.retention.metric()) else {
@@ -155,7 +160,8 @@ impl Manager {
         })
     }
 
-    /// This manager's last saved or restored step + 1, else the latest + 1, else 0. A save that is pending counts; one that has failed does not.
+    /// This manager's last saved or restored step + 1, else the latest + 1, else 0. A save that is
+    /// pending counts; one that has failed does not.
     pub fn next_step(&self) -> Result<u64> {
         let inner = &self.inner;
         inner.check_usable()?;
@@ -181,7 +187,8 @@ impl Manager {
         self.metrics_of(&self.inner.find(Some(step))?.manifest)
     }
 
-    /// [`Manager::metrics`] of a step by its commit record: whoever has it open may ask, also where it was retired meanwhile.
+    /// [`Manager::metrics`] of a step by its commit record: whoever has it open may ask, also where
+    /// it was retired meanwhile.
     pub fn metrics_of(&self, manifest: &Manifest) -> Result<BTreeMap<String, f64>> {
         self.inner.check_usable()?;
         let mut metrics = manifest.metrics.clone();
@@ -323,8 +330,9 @@ impl Inner {
         Err(self.restless(begun))
     }
 
-    /// Says what has the name of a step that is newer than all steps, and is none: whoever gets an older one for the newest must not think that it is. What has no manifest
-    /// (yet) may be a copy under way.
+    /// Says what has the name of a step that is newer than all steps, and is none: whoever gets an
+    /// older one for the newest must not think that it is. What has no manifest (yet) may be a copy
+    /// under way.
     fn tell_passed_over(&self, listing: &Listing) {
         if listing.quarantined.is_empty() {
             return;
@@ -382,8 +390,9 @@ impl Inner {
         found.ok_or_else(|| self.not_found(step))
     }
 
-    /// What `look` makes of a step (`None`: of the newest), where it is there still: a newest step that is retired between finding and leasing it was the newest no more,
-    /// and the root is listed anew.
+    /// What `look` makes of a step (`None`: of the newest), where it is there still: a newest step
+    /// that is retired between finding and leasing it was the newest no more, and the root is
+    /// listed anew.
     fn with_step<T>(
         &self,
         step: Option<u64>,
@@ -416,7 +425,8 @@ impl Inner {
         Error::StepNotFound { step, root: self.path.clone(), latest }
     }
 
-    /// The largest step that is being saved. One whose capture has failed is none, though its turn to be told so may be to come.
+    /// The largest step that is being saved. One whose capture has failed is none, though its turn
+    /// to be told so may be to come.
     pub(super) fn latest_pending(&self) -> Option<u64> {
         let state = self.lock();
         state.pending.iter().filter(|save| !save.has_failed()).map(crate::save::Save::step).max()

@@ -1,7 +1,9 @@
 //! Retention, applied: after each commit, and when it is asked for.
 //!
-//! Only steps that are whole are counted: a damaged one neither counts nor goes. Few steps are looked into after each commit. Of many, those that were not looked into
-//! yet, and [`LOOKED_INTO`] others in turn: so what a save costs does not grow with what is there, and damage is found all the same.
+//! Only steps that are whole are counted: a damaged one neither counts nor goes. Few steps are
+//! looked into after each commit. Of many, those that were not looked into yet, and [`LOOKED_INTO`]
+//! others in turn: so what a save costs does not grow with what is there, and damage is found all
+//! the same.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -36,8 +38,9 @@ struct Inspected {
     next: u64,
 }
 
-/// A step that was found whole, and what retention asks of it. It stands here together: the manifests of many steps are far apart in memory, and a look into each of
-/// them would be most of the work after a commit.
+/// A step that was found whole, and what retention asks of it. It stands here together: the
+/// manifests of many steps are far apart in memory, and a look into each of them would be most of
+/// the work after a commit.
 #[derive(Debug)]
 struct Whole {
     /// As it was then.
@@ -53,7 +56,8 @@ impl Inspected {
         let mut turn = listing.steps.range(self.next..).chain(listing.steps.range(..self.next));
         let again: BTreeSet<u64> = turn.by_ref().take(LOOKED_INTO).map(|(&step, _)| step).collect();
         let next = turn.next().map_or(0, |(&step, _)| step);
-        // Both are in the order of their numbers, and are gone through side by side: of many steps a look at each costs.
+        // Both are in the order of their numbers, and are gone through side by side: of many steps
+        // a look at each costs.
         let mut whole = self.whole.iter().peekable();
         let mut due = Vec::new();
         for (step, found) in &listing.steps {
@@ -68,7 +72,8 @@ impl Inspected {
         (due, next)
     }
 
-    /// Committed steps as the rules that ask for these metrics see them, where none came after a commit.
+    /// Committed steps as the rules that ask for these metrics see them, where none came after a
+    /// commit.
     fn candidates<'a>(&'a self, metrics: &'a [String], held: &BTreeMap<u64, u64>) -> Vec<Candidate<'a>> {
         let candidate = |(&step, whole): (&u64, &'a Whole)| Candidate {
             step,
@@ -122,7 +127,8 @@ impl Inner {
         self.inspection.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All committed steps, and which of them are damaged. The others are those that were found whole.
+    /// All committed steps, and which of them are damaged. The others are those that were found
+    /// whole.
     fn whole_steps(&self, inspected: &mut Inspected) -> Result<Counted> {
         let begun = Instant::now();
         let metrics = self.options.retention.metrics();
@@ -187,7 +193,8 @@ impl Inner {
         steps.map(candidate).collect()
     }
 
-    /// Retires what no rule keeps, and thins what is kept in part. Called after a newer step is committed, never before.
+    /// Retires what no rule keeps, and thins what is kept in part. Called after a newer step is
+    /// committed, never before.
     pub(super) fn apply_retention(&self) -> Result<Vec<u64>> {
         if self.options.retention == Retention::KeepAll {
             return Ok(Vec::new());
@@ -232,8 +239,8 @@ impl Inner {
         Ok(victims)
     }
 
-    /// Looks at what was just changed, so that the next save need not: the training would wait in it for a disk that is busy with deleting. An error of it is
-    /// one of the next listing too.
+    /// Looks at what was just changed, so that the next save need not: the training would wait in
+    /// it for a disk that is busy with deleting. An error of it is one of the next listing too.
     fn look_ahead(&self) {
         let _ = self.discovery.look(&*self.root, &self.names);
     }
@@ -271,7 +278,8 @@ impl Inner {
         }
     }
 
-    /// Where there are no locks, a thinning leaves its files for the grace period: those whose time has come are deleted.
+    /// Where there are no locks, a thinning leaves its files for the grace period: those whose time
+    /// has come are deleted.
     fn finish_thinnings(&self, counted: &Counted) {
         if self.lock().lock.is_some() {
             return;

@@ -1,4 +1,5 @@
-//! `save`: everything that can be wrong is found before it returns; then the bytes are captured on the caller's thread, while the persister writes them.
+//! `save`: everything that can be wrong is found before it returns; then the bytes are captured on
+//! the caller's thread, while the persister writes them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -57,8 +58,8 @@ impl Manager {
         inner.ask_with_signals("should_save", || inner.policy_says_yes(step, custom))
     }
 
-    /// What `save` would do, before the state is even looked at: so a callable state runs only where it is needed. Raises a step that exists, and
-    /// one below the latest.
+    /// What `save` would do, before the state is even looked at: so a callable state runs only
+    /// where it is needed. Raises a step that exists, and one below the latest.
     pub fn decide(
         &self,
         step: u64,
@@ -70,15 +71,18 @@ impl Manager {
         self.inner.decide_together(step, force, exists, custom)
     }
 
-    /// Saves a state. Returns when of every leaf has happened what its provider asks for (`Haste`): the caller may change then what he may by that. The commit follows in the background; its outcome
-    /// comes through the handle. A failure of an earlier save that nobody has seen is raised, and nothing is begun.
+    /// Saves a state. Returns when of every leaf has happened what its provider asks for (`Haste`):
+    /// the caller may change then what he may by that. The commit follows in the background; its
+    /// outcome comes through the handle. A failure of an earlier save that nobody has seen is
+    /// raised, and nothing is begun.
     pub fn save(&self, request: SaveRequest) -> Result<Save> {
         self.check_before_saving(request.step)?;
         self.save_with(request, &BTreeMap::new())
     }
 
-    /// [`Manager::save`] with the answers of custom policies, and without a look at earlier failures: whoever runs this where he may not get to
-    /// hear its answer asks [`Manager::check_before_saving`] first.
+    /// [`Manager::save`] with the answers of custom policies, and without a look at earlier
+    /// failures: whoever runs this where he may not get to hear its answer asks
+    /// [`Manager::check_before_saving`] first.
     pub fn save_with(&self, request: SaveRequest, custom: &BTreeMap<String, bool>) -> Result<Save> {
         let replaces = match self.decide(request.step, request.force, request.exists, custom)? {
             Decision::Save => false,
@@ -89,8 +93,9 @@ impl Manager {
         self.begin(self.plan_save(request, replaces)?)
     }
 
-    /// The first half of [`Manager::save_with`], once [`Manager::decide`] has answered that it saves, and whether it replaces a step: all checks of the state, and the whole
-    /// plan. It waits for nothing but the processor.
+    /// The first half of [`Manager::save_with`], once [`Manager::decide`] has answered that it
+    /// saves, and whether it replaces a step: all checks of the state, and the whole plan. It waits
+    /// for nothing but the processor.
     pub fn plan_save(&self, request: SaveRequest, replaces: bool) -> Result<Ready> {
         self.planning(request, |request| self.plan_one(request, replaces))
     }
@@ -120,7 +125,8 @@ impl Manager {
         Ok(Ready { step, existing, prepared, cancel, begun })
     }
 
-    /// True if [`Manager::begin`] would return at once: nothing is captured on its thread, and nothing is in its way.
+    /// True if [`Manager::begin`] would return at once: nothing is captured on its thread, and
+    /// nothing is in its way.
     pub fn begins_at_once(&self, ready: &Ready) -> bool {
         let memory = self.inner.pool().bytes() as u64;
         let has_memory = memory > 0 && self.inner.options.staging_bytes.is_none_or(|asked| memory >= asked);
@@ -159,7 +165,8 @@ impl Manager {
         Ok(save)
     }
 
-    /// Raises what [`Manager::save`] would raise about a state, and saves nothing: nothing is captured, and no memory made.
+    /// Raises what [`Manager::save`] would raise about a state, and saves nothing: nothing is
+    /// captured, and no memory made.
     pub fn check(&self, state: StateSource) -> Result<()> {
         let inner = &self.inner;
         inner.check_usable()?;
@@ -179,7 +186,8 @@ impl Manager {
         job::plan(&inner.environment, &inner.options, &inner.pool(), order).map(drop)
     }
 
-    /// Grows the staging memory for a state of so many bytes, and has these devices know it, so that the first save does not pay for it.
+    /// Grows the staging memory for a state of so many bytes, and has these devices know it, so
+    /// that the first save does not pay for it.
     pub fn prepare(&self, bytes: u64, devices: &[u32]) -> Result<()> {
         self.inner.check_usable()?;
         let pool = self.inner.pool();
@@ -191,14 +199,16 @@ impl Manager {
         Ok(())
     }
 
-    /// Asks for preemption: the next step that is asked about is the one at which the job counts as preempted.
+    /// Asks for preemption: the next step that is asked about is the one at which the job counts as
+    /// preempted.
     pub fn request_preemption(&self) {
         if self.inner.birth.is_here() {
             self.inner.lock().preemption_asked = true;
         }
     }
 
-    /// True if the job counts as preempted at this step: not where the save policy was asked about it before that was known, since it may not have been saved.
+    /// True if the job counts as preempted at this step: not where the save policy was asked about
+    /// it before that was known, since it may not have been saved.
     pub fn reached_preemption(&self, step: u64) -> Result<bool> {
         self.inner.check_usable()?;
         self.inner.make_up()?;
@@ -256,21 +266,25 @@ impl Inner {
         {
             return Ok(Decision::Pending(pending));
         }
-        // Before the root is looked at: most calls end here, and a policy of steps alone needs nothing but the step.
+        // Before the root is looked at: most calls end here, and a policy of steps alone needs
+        // nothing but the step.
         if !force && !self.policy_says_yes(step, custom)? {
             return Ok(Decision::Refuse(Refusal::Policy));
         }
-        // After it, a step that was uncertain is there, or is to be replaced: whichever of the two a power cut leaves, it is a whole one.
+        // After it, a step that was uncertain is there, or is to be replaced: whichever of the two
+        // a power cut leaves, it is a whole one.
         let uncertain = pending.is_none() && self.settle_uncertain(step);
         let listing = self.look()?;
         let steps = &listing.steps;
-        // What has lost files is no step any more: a good one may take its number, and the commit sets the rest aside.
+        // What has lost files is no step any more: a good one may take its number, and the commit
+        // sets the rest aside.
         let there = pending.is_some()
             || match if steps.contains_key(&step) { self.committed(step)? } else { None } {
                 Some(found) => damage(&*self.root, &found.name, &found.manifest)?.is_none(),
                 None => false,
             };
-        // An existing step is told before an order: a final save that repeats the last one is no step back.
+        // An existing step is told before an order: a final save that repeats the last one is no
+        // step back.
         if there && exists == Exists::Skip {
             return Ok(Decision::Refuse(Refusal::Exists));
         }
@@ -285,12 +299,14 @@ impl Inner {
         if let Some(latest) = self.latest_above(step, steps)? {
             return Err(Error::StepOrder { step, latest, rewind_to: self.newest_below(step, steps)? });
         }
-        // Asked for even where nothing is there now: a pending save of this step may stand there by then.
+        // Asked for even where nothing is there now: a pending save of this step may stand there by
+        // then.
         Ok(if exists == Exists::Replace || uncertain { Decision::Replace } else { Decision::Save })
     }
 
-    /// The latest step, where it is above this one: the latest that a restore would take, as one that is damaged is passed over there, and must not hold up training here.
-    /// Most saves find nothing above them.
+    /// The latest step, where it is above this one: the latest that a restore would take, as one
+    /// that is damaged is passed over there, and must not hold up training here. Most saves find
+    /// nothing above them.
     fn latest_above(&self, step: u64, steps: &BTreeMap<u64, Found>) -> Result<Option<u64>> {
         let above = step + 1;
         let whole = if steps.range(above..).next().is_some() { self.newest_from(above)? } else { None };
@@ -298,7 +314,8 @@ impl Inner {
         Ok(latest.filter(|&latest| step < latest))
     }
 
-    /// The newest whole step below this one, or the newest that is being saved: what a rewind may name.
+    /// The newest whole step below this one, or the newest that is being saved: what a rewind may
+    /// name.
     fn newest_below(&self, step: u64, steps: &BTreeMap<u64, Found>) -> Result<Option<u64>> {
         let pending = {
             let state = self.lock();
@@ -313,9 +330,10 @@ impl Inner {
         Ok(pending)
     }
 
-    /// Blocks while `max_pending` saves wait beside the one that is being written, and, where there is something to capture `now`, until all earlier saves are captured
-    /// (two at once would starve each other: the later one takes slots that only its flush frees, which stands behind the earlier one's); as long as there
-    /// is progress. The turn is that of who captures now.
+    /// Blocks while `max_pending` saves wait beside the one that is being written, and, where there
+    /// is something to capture `now`, until all earlier saves are captured (two at once would
+    /// starve each other: the later one takes slots that only its flush frees, which stands behind
+    /// the earlier one's); as long as there is progress. The turn is that of who captures now.
     fn wait_for_a_place(
         &self,
         step: u64,
@@ -328,7 +346,8 @@ impl Inner {
         let mut told = false;
         let mut seen = None;
         let mut deadline = deadline_after(self.options.stall_timeout);
-        // What is captured now is written first: it may need all of the memory, which only its own writes free.
+        // What is captured now is written first: it may need all of the memory, which only its own
+        // writes free.
         while (now && captures(&state))
             || (!now && state.claimed)
             || state.pending.len() > self.options.max_pending
@@ -431,7 +450,8 @@ impl State {
         Err(Error::Held { step, by })
     }
 
-    /// True if the job counts as preempted at `step`; from `first` on where nobody has known it yet.
+    /// True if the job counts as preempted at `step`; from `first` on where nobody has known it
+    /// yet.
     fn is_preempted(&mut self, step: u64, first: u64) -> bool {
         if self.preemption_asked && self.preempted.is_none() {
             self.preempted = Some(first);

@@ -1,10 +1,14 @@
 //! What several ranks do together. One process does none of it.
 //!
-//! * Nobody asks the leader whether a step is saved where every rank can know: the policy needs nothing but the step, and the step is above all that were ever
-//!   begun. Else (clocks, signals, callables, a step that may be there) the leader's answer binds all.
-//! * Every save has the same number on all ranks. So a rank whose call of `save` raises takes part all the same: it says that it does not ([`Inner::abstain`]).
-//! * The failure of a save is raised by the same call on all ranks: by the first `save` before which that save has ended on each of them.
-//! * Before the first save, and after one of which a rank has said that its leaves are others, the ranks tell each other which leaves they have ([`Census`]).
+//! * Nobody asks the leader whether a step is saved where every rank can know: the policy needs
+//!   nothing but the step, and the step is above all that were ever begun. Else (clocks, signals,
+//!   callables, a step that may be there) the leader's answer binds all.
+//! * Every save has the same number on all ranks. So a rank whose call of `save` raises takes part
+//!   all the same: it says that it does not ([`Inner::abstain`]).
+//! * The failure of a save is raised by the same call on all ranks: by the first `save` before
+//!   which that save has ended on each of them.
+//! * Before the first save, and after one of which a rank has said that its leaves are others, the
+//!   ranks tell each other which leaves they have ([`Census`]).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
@@ -71,7 +75,8 @@ impl Facts for Alike<'_> {
     }
 }
 
-/// What this rank owes the others in a save that all begin: to take part, or to say that it does not.
+/// What this rank owes the others in a save that all begin: to take part, or to say that it does
+/// not.
 pub(super) enum Owed {
     /// Its part, once it is decided that the step is saved.
     Asked,
@@ -147,8 +152,9 @@ impl Inner {
         decision
     }
 
-    /// What the others have come to in calls of `save` that this rank has left, it takes note of before it makes another call: where they save, it says that it does not. Else it would
-    /// count differently from then on.
+    /// What the others have come to in calls of `save` that this rank has left, it takes note of
+    /// before it makes another call: where they save, it says that it does not. Else it would count
+    /// differently from then on.
     pub(super) fn make_up(&self) -> Result<()> {
         loop {
             let unfinished = self.lock().unfinished.pop_front();
@@ -223,8 +229,10 @@ impl Inner {
         self.options.save_policy.should_save(&Alike { step, is_first, custom })
     }
 
-    /// The leader's answer, where that may depend on whether the job is to be preempted: whoever has got the signal leaves a mark, and when the leader has found it, all ranks
-    /// know of it by the same answer. So a call costs as much as any that the leader answers, and not a word of each rank.
+    /// The leader's answer, where that may depend on whether the job is to be preempted: whoever
+    /// has got the signal leaves a mark, and when the leader has found it, all ranks know of it by
+    /// the same answer. So a call costs as much as any that the leader answers, and not a word of
+    /// each rank.
     pub(super) fn ask_with_signals<T: Serialize + for<'de> Deserialize<'de>>(
         &self,
         what: &str,
@@ -259,8 +267,8 @@ impl Inner {
         Ok(answer)
     }
 
-    /// Waits until all saves have ended, on this rank, that must have before the next one may be begun. Raises the failure of one of them, on all ranks, if one of
-    /// them has not seen it.
+    /// Waits until all saves have ended, on this rank, that must have before the next one may be
+    /// begun. Raises the failure of one of them, on all ranks, if one of them has not seen it.
     fn settle_failures(&self, step: u64) -> std::result::Result<(), Undecided> {
         let before = {
             let state = self.lock();
@@ -315,7 +323,8 @@ impl Inner {
         if raise { self.raise_failure(step).map_err(Undecided::Alike) } else { Ok(()) }
     }
 
-    /// Saves whose end this rank has not heard, and that the leader has committed after all, are none that have failed: the others do not count them among those.
+    /// Saves whose end this rank has not heard, and that the leader has committed after all, are
+    /// none that have failed: the others do not count them among those.
     fn hear_late(&self, before: u64) -> Result<()> {
         if self.team.leads() {
             return Ok(());
@@ -343,7 +352,8 @@ impl Inner {
         }
     }
 
-    /// A call of `save` that all ranks make has raised on this one: where it has not begun anything, the save has its number all the same, and fails on all of them.
+    /// A call of `save` that all ranks make has raised on this one: where it has not begun
+    /// anything, the save has its number all the same, and fails on all of them.
     pub(super) fn abstain(&self, step: u64, cause: &str) {
         let mut state = self.lock();
         let told = match state.owed.get_mut(&step) {
@@ -381,7 +391,8 @@ impl Inner {
             state.highest = state.highest.max(Some(step));
             state.over.insert(counter);
             state.unsettled.insert(counter);
-            // By the call that raises the failure on ranks that have not seen it, this one raises too.
+            // By the call that raises the failure on ranks that have not seen it, this one raises
+            // too.
             let error = Error::RankFailed { rank: self.team.rank(), cause: cause.to_owned() };
             state.last_failure = Some(Save::broken_off(step, error));
             counter
@@ -401,7 +412,8 @@ impl Inner {
         }
     }
 
-    /// Who has the leaves that are simply there: as the ranks have told each other, now if nobody has yet or that is no longer so. And whether this rank's are others.
+    /// Who has the leaves that are simply there: as the ranks have told each other, now if nobody
+    /// has yet or that is no longer so. And whether this rank's are others.
     pub(super) fn census(&self, step: u64, state: &StateSource) -> Result<Option<(Arc<Census>, bool)>> {
         if self.team.is_alone() {
             return Ok(None);
@@ -429,7 +441,8 @@ impl Inner {
         Ok(Some((census, false)))
     }
 
-    /// What the ranks have told each other of their leaves; `None` where nobody has yet or that is no longer so, and they are to before the next save.
+    /// What the ranks have told each other of their leaves; `None` where nobody has yet or that is
+    /// no longer so, and they are to before the next save.
     fn known_census(&self) -> Option<Arc<Census>> {
         let state = self.lock();
         // All saves that may have said so have ended on all ranks: see `settle_failures`.
@@ -451,7 +464,8 @@ impl Inner {
 }
 
 impl Manager {
-    /// Says that a call of `save` has raised on this rank, wherever that was: if all make it, and this one has not taken part by then, the others need not wait.
+    /// Says that a call of `save` has raised on this rank, wherever that was: if all make it, and
+    /// this one has not taken part by then, the others need not wait.
     pub fn abstain(&self, step: u64, cause: &str) {
         if self.inner.birth.is_here() {
             self.inner.abstain(step, cause);
@@ -472,7 +486,8 @@ impl Manager {
         })
     }
 
-    /// The caller of this rank has left a restore that all make, in one of its calls or between them: once that call is answered, the others are told why.
+    /// The caller of this rank has left a restore that all make, in one of its calls or between
+    /// them: once that call is answered, the others are told why.
     pub fn leave_restore(&self, cause: &str) {
         if !self.inner.birth.is_here() {
             return;
@@ -513,11 +528,13 @@ impl Manager {
         answer
     }
 
-    /// Of the stored leaves (by their numbers) that this rank does not want, those that no other wants either. `None`: the ranks do not all restore in the same way (`how`).
+    /// Of the stored leaves (by their numbers) that this rank does not want, those that no other
+    /// wants either. `None`: the ranks do not all restore in the same way (`how`).
     pub fn wanted_by_none(&self, how: &str, mut unwanted: Vec<u32>) -> Result<Option<Vec<u32>>> {
         self.inner.check_usable()?;
         unwanted.sort_unstable();
-        // Of a stage or an expert they lie together: a few runs, where thousands of ranks each have thousands of leaves that they do not want.
+        // Of a stage or an expert they lie together: a few runs, where thousands of ranks each have
+        // thousands of leaves that they do not want.
         let said = (how.to_owned(), runs_of(&unwanted));
         let found = self.restoring("restore", Ok(said), |all| {
             let mut all = all.into_iter();
@@ -539,7 +556,8 @@ impl Manager {
         })
     }
 
-    /// What each rank has come to becomes one end for all: where one has failed, so have all, with its cause.
+    /// What each rank has come to becomes one end for all: where one has failed, so have all, with
+    /// its cause.
     pub fn agree(&self, what: &str, mine: Result<()>) -> Result<()> {
         self.inner.check_usable()?;
         self.restoring(what, mine, |_| Ok(()))

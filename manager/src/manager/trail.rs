@@ -1,4 +1,5 @@
-//! The steps that a manager restored and saved, in the order in which it did: what [`super::Manager::next_step`] goes on from.
+//! The steps that a manager restored and saved, in the order in which it did: what
+//! [`super::Manager::next_step`] goes on from.
 
 use crate::save::Save;
 

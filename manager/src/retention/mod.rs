@@ -1,9 +1,12 @@
-//! Retention: which steps stay, and what of them. Small pure objects: committed steps in, an explained plan out.
+//! Retention: which steps stay, and what of them. Small pure objects: committed steps in, an
+//! explained plan out.
 //!
 //! * Only committed steps are counted, ordered by their number.
 //! * The newest committed step always stays whole, whatever the policy says.
-//! * A union (`|`) keeps what any of its parts keeps; a step that one part keeps whole and another thins stays whole.
-//! * Nothing is kept less than was asked: [`Retention::KeepBest`] counts steps without the metric only where there are not enough with it.
+//! * A union (`|`) keeps what any of its parts keeps; a step that one part keeps whole and another
+//!   thins stays whole.
+//! * Nothing is kept less than was asked: [`Retention::KeepBest`] counts steps without the metric
+//!   only where there are not enough with it.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -101,7 +104,8 @@ pub enum Retention {
         /// How many.
         n: u64,
     },
-    /// Steps divisible by `steps`; with `items`, only the items that a glob matches: the rest is *thinned* away.
+    /// Steps divisible by `steps`; with `items`, only the items that a glob matches: the rest is
+    /// *thinned* away.
     KeepEvery {
         /// The interval; at least 1.
         steps: u64,
@@ -109,7 +113,8 @@ pub enum Retention {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         items: Option<Vec<String>>,
     },
-    /// The oldest step, and each that was committed at least so many seconds after the one that this rule kept before it; of them only `items`, as above.
+    /// The oldest step, and each that was committed at least so many seconds after the one that
+    /// this rule kept before it; of them only `items`, as above.
     KeepEverySeconds {
         /// The interval in seconds.
         seconds: f64,
@@ -198,7 +203,8 @@ impl Plan {
     }
 }
 
-/// What a plan changes, without a word on why: of many steps most stay, and a text for each would be most of the work.
+/// What a plan changes, without a word on why: of many steps most stay, and a text for each would
+/// be most of the work.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
     /// The steps that go, oldest first.
@@ -380,7 +386,8 @@ impl Retention {
             }
             Self::KeepNewerThan { seconds } => {
                 for (at, candidate) in steps.iter().enumerate() {
-                    // A clock that was set back makes a step younger, never older: nothing is deleted too early.
+                    // A clock that was set back makes a step younger, never older: nothing is
+                    // deleted too early.
                     #[expect(clippy::cast_precision_loss, reason = "a microsecond more or less is no age")]
                     let age = (now.saturating_sub(candidate.committed_unix_ns)) as f64 / 1e9;
                     if age < *seconds {
@@ -452,7 +459,8 @@ impl<'a> Ballot<'a> {
             let of_it = items.iter().filter(|item| globs.is_match(item));
             let kept: BTreeSet<String> = of_it.map(|&item| item.to_owned()).collect();
             if kept.is_empty() {
-                // A rule that says "keep a part" never means "delete it all": more likely the glob is mistyped, or the state's items have other names.
+                // A rule that says "keep a part" never means "delete it all": more likely the glob
+                // is mistyped, or the state's items have other names.
                 self.keep(at, Items::All, || {
                     let have = items.join(", ");
                     format!("{}: none of its items ({have}) matches, so it is kept whole", rule())
@@ -483,8 +491,8 @@ impl Tally {
     }
 }
 
-/// The oldest step, and each that was committed at least so many seconds after the one that was taken before it. What is taken stays taken when the others
-/// are gone.
+/// The oldest step, and each that was committed at least so many seconds after the one that was
+/// taken before it. What is taken stays taken when the others are gone.
 fn apart(steps: &[&Candidate<'_>], seconds: f64) -> Vec<bool> {
     let mut last: Option<i64> = None;
     let is_due = |candidate: &&Candidate<'_>| {

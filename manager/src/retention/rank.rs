@@ -26,7 +26,8 @@ impl fmt::Display for Mode {
     }
 }
 
-/// The best `n` of some steps, best first, each by its place and its value: real values, then NaN, then those without the metric; of equals the later first.
+/// The best `n` of some steps, best first, each by its place and its value: real values, then NaN,
+/// then those without the metric; of equals the later first.
 pub(super) fn ranked(
     steps: &[&Candidate<'_>],
     metric: &str,

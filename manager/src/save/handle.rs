@@ -1,7 +1,7 @@
 //! The handle of a save: two tracks, capture and persist, that any thread may look at or wait for.
 //!
-//! Every accepted save ends in exactly one [`Outcome`]. A failure is *sticky* until someone has seen it: whoever waits for the outcome, or the
-//! manager, which raises it once.
+//! Every accepted save ends in exactly one [`Outcome`]. A failure is *sticky* until someone has
+//! seen it: whoever waits for the outcome, or the manager, which raises it once.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -207,8 +207,9 @@ impl Save {
         &self.shared.cancel
     }
 
-    /// True if it is certain that nothing of it will be visible, though it may not be over: what was not captured is not committed. (A step that may
-    /// not be durable has not failed in this sense: it stands there, and its number is taken.)
+    /// True if it is certain that nothing of it will be visible, though it may not be over: what
+    /// was not captured is not committed. (A step that may not be durable has not failed in this
+    /// sense: it stands there, and its number is taken.)
     pub(crate) fn has_failed(&self) -> bool {
         let state = self.lock();
         match &state.outcome {
@@ -251,8 +252,9 @@ impl Save {
         self.wait_until(timeout, "the capture", State::is_captured)
     }
 
-    /// Waits until every copy of the capture has been started and all host memory is read: what is left is for the devices that copy
-    /// ([`Save::precede`]). [`Error::Timeout`] as of [`Save::wait`].
+    /// Waits until every copy of the capture has been started and all host memory is read: what is
+    /// left is for the devices that copy ([`Save::precede`]). [`Error::Timeout`] as of
+    /// [`Save::wait`].
     pub fn wait_started(&self, timeout: Option<Duration>) -> Result<()> {
         self.wait_until(timeout, "the capture", State::is_started)
     }
@@ -270,8 +272,8 @@ impl Save {
         self.shared.queues.iter().map(|queue| queue.ordinal()).collect()
     }
 
-    /// Makes what is put on the caller's streams from now on wait, each on its device, for the copies that have been started. A device that no stream is named of is left
-    /// out.
+    /// Makes what is put on the caller's streams from now on wait, each on its device, for the
+    /// copies that have been started. A device that no stream is named of is left out.
     pub fn precede(&self, streams: &BTreeMap<u32, UserStream>) -> stepwell_core::Result<()> {
         if self.captured() {
             return Ok(());
@@ -284,21 +286,24 @@ impl Save {
         Ok(())
     }
 
-    /// Ends it if it is not captured yet: the capture stops after the copy it is at, the call that captures returns an error, and the save ends not
-    /// committed. A save that is captured goes on. Returns at once.
+    /// Ends it if it is not captured yet: the capture stops after the copy it is at, the call that
+    /// captures returns an error, and the save ends not committed. A save that is captured goes on.
+    /// Returns at once.
     pub fn cancel(&self) {
         self.shared.cancel.store(true, Ordering::Release);
     }
 
-    /// Waits for the outcome; `None` for a refused save. [`Error::Timeout`] by the deadline, or, without one, when neither this save nor one before it has
-    /// got on for the stall timeout; the save itself goes on. Whoever gets a failure from here has seen it.
+    /// Waits for the outcome; `None` for a refused save. [`Error::Timeout`] by the deadline, or,
+    /// without one, when neither this save nor one before it has got on for the stall timeout; the
+    /// save itself goes on. Whoever gets a failure from here has seen it.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<Option<Outcome>> {
         let outcome = self.wait_unseen(timeout)?;
         self.acknowledge();
         Ok(outcome)
     }
 
-    /// [`Save::wait`] for one who may not get to tell a failure, and says [`Save::acknowledge`] when he has.
+    /// [`Save::wait`] for one who may not get to tell a failure, and says [`Save::acknowledge`]
+    /// when he has.
     pub fn wait_unseen(&self, timeout: Option<Duration>) -> Result<Option<Outcome>> {
         if self.refusal().is_some() {
             return Ok(None);
@@ -326,7 +331,8 @@ impl Save {
         stats
     }
 
-    /// Calls back once it is over, on an engine thread (at once, on this thread, where it is over already).
+    /// Calls back once it is over, on an engine thread (at once, on this thread, where it is over
+    /// already).
     pub fn on_done(&self, callback: Callback) {
         let mut state = self.lock();
         match state.outcome.clone() {
@@ -373,8 +379,8 @@ impl Save {
         Ok(())
     }
 
-    /// Something that changes as long as it gets on, or a save before it does: for one who waits in slices, and gives up when it has not changed for
-    /// [`Save::stall_timeout`].
+    /// Something that changes as long as it gets on, or a save before it does: for one who waits in
+    /// slices, and gives up when it has not changed for [`Save::stall_timeout`].
     pub fn progress(&self) -> impl PartialEq + Copy + Send + use<> {
         let ahead: Vec<_> = self.lock().ahead.iter().filter_map(Weak::upgrade).collect();
         self.moves(ahead)
@@ -385,7 +391,8 @@ impl Save {
         self.shared.stall_timeout
     }
 
-    /// What changes as long as it gets on: what is captured and written, of it and of those before it, and how many of those there are still.
+    /// What changes as long as it gets on: what is captured and written, of it and of those before
+    /// it, and how many of those there are still.
     fn moves(&self, ahead: Vec<Arc<Shared>>) -> (usize, u64, bool) {
         let ahead: Vec<Self> = ahead.into_iter().map(|shared| Self { shared }).collect();
         let left = ahead.iter().filter(|save| !save.is_done()).count();
@@ -407,7 +414,8 @@ impl Save {
         set(&mut self.lock().stats);
     }
 
-    /// Ends it; the first outcome stays. The callbacks that this gives are to be called with [`Save::call`] once the caller holds no lock.
+    /// Ends it; the first outcome stays. The callbacks that this gives are to be called with
+    /// [`Save::call`] once the caller holds no lock.
     pub(crate) fn settle(&self, outcome: Outcome) -> Vec<Callback> {
         let mut state = self.lock();
         if state.outcome.is_some() {
@@ -431,7 +439,8 @@ impl Save {
         }
     }
 
-    /// A number that changes as long as it gets on: bytes captured and written, and signs of life of other ranks.
+    /// A number that changes as long as it gets on: bytes captured and written, and signs of life
+    /// of other ranks.
     pub fn moved(&self) -> u64 {
         let stats = self.shared.progress.as_ref().map(|progress| progress.snapshot()).unwrap_or_default();
         let bytes = stats.captured_bytes.wrapping_add(stats.written_bytes);

@@ -1,5 +1,6 @@
-//! A save's handle and a whole save, under schedulers that let any thread go on at any operation on a lock or a condition. No wait ends by a timeout here (see
-//! `stepwell_core::sync`): whoever is not woken is a deadlock, and is reported with the schedule that led to it.
+//! A save's handle and a whole save, under schedulers that let any thread go on at any operation on
+//! a lock or a condition. No wait ends by a timeout here (see `stepwell_core::sync`): whoever is
+//! not woken is a deadlock, and is reported with the schedule that led to it.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests end by them")]
 
@@ -35,7 +36,8 @@ const LONG: Duration = Duration::from_secs(3600);
 /// What the disk answers: EIO.
 const EIO: i32 = 5;
 
-/// Half of the schedules at random, half of them by few changes of priority, which finds bugs of few steps more surely.
+/// Half of the schedules at random, half of them by few changes of priority, which finds bugs of
+/// few steps more surely.
 fn every_interleaving(test: impl Fn() + Send + Sync + Copy + 'static) {
     let schedules = std::env::var("STEPWELL_SCHEDULES").map_or(10_000, |number| number.parse().unwrap());
     shuttle::check_random(test, schedules / 2);
@@ -155,7 +157,8 @@ fn state(breaks: bool, returned: &Arc<AtomicBool>) -> StateSource {
     StateSource { tree, leaves }
 }
 
-/// A save as [`crate::singular::save`] makes it: a thread that writes and commits, this one that captures, and one that waits and listens.
+/// A save as [`crate::singular::save`] makes it: a thread that writes and commits, this one that
+/// captures, and one that waits and listens.
 fn save(trouble: Trouble) {
     let disk = SimDisk::new();
     let root = disk.create_dir_all(Path::new("/")).unwrap();

@@ -1,6 +1,7 @@
-//! Making a save, whatever it is a part of: a step of a root or a singular checkpoint. Everything that can be wrong with it is found in
-//! [`prepare`], before a byte is captured and before anything is made on disk; then it is cut into the [`Job`] of a persister and the [`Capturing`]
-//! of the caller's thread.
+//! Making a save, whatever it is a part of: a step of a root or a singular checkpoint. Everything
+//! that can be wrong with it is found in [`prepare`], before a byte is captured and before anything
+//! is made on disk; then it is cut into the [`Job`] of a persister and the [`Capturing`] of the
+//! caller's thread.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -122,10 +123,12 @@ pub(crate) fn prepare(
     Ok(prepared)
 }
 
-/// Orders the copies of a planned save behind what the caller has put on his streams, and makes the memory for it.
+/// Orders the copies of a planned save behind what the caller has put on his streams, and makes the
+/// memory for it.
 pub(crate) fn make_ready(prepared: &mut Prepared, options: &Options, pool: &Arc<StagingPool>) -> Result<()> {
     prepared.follow()?;
-    // What the caller does not wait for, the memory for it is not made here either: two slots are enough to begin with.
+    // What the caller does not wait for, the memory for it is not made here either: two slots are
+    // enough to begin with.
     let hurry = prepared.has_eager();
     ensure_memory(pool, options, if hurry { prepared.tensor_bytes } else { 0 })?;
     if options.detect_torn {
@@ -135,8 +138,8 @@ pub(crate) fn make_ready(prepared: &mut Prepared, options: &Options, pool: &Arc<
     Ok(())
 }
 
-/// Items, chunks, both halves of the pipeline, and the manifest as far as it is known. Every check of the user's data is in here; nothing is read, written
-/// or made.
+/// Items, chunks, both halves of the pipeline, and the manifest as far as it is known. Every check
+/// of the user's data is in here; nothing is read, written or made.
 pub(crate) fn plan(
     environment: &Environment,
     options: &Options,
@@ -278,8 +281,9 @@ impl Capturing {
         Rest { save: self.save, capture: self.capture, bytes: self.bytes }
     }
 
-    /// Captures on this thread what the caller may change when this returns. The job's flush must run, or will. What is left is for another thread's
-    /// [`Rest::run`], once every capture that was begun before is over.
+    /// Captures on this thread what the caller may change when this returns. The job's flush must
+    /// run, or will. What is left is for another thread's [`Rest::run`], once every capture that
+    /// was begun before is over.
     pub(crate) fn run(self) -> Result<(Save, Option<Rest>)> {
         let Self { save, capture, streams, stall_timeout, alone, bytes } = self;
         let fenced = capture.is_fenced();
@@ -298,11 +302,12 @@ impl Capturing {
         save.set_captured(false);
         let cancelled = matches!(error.inner(), stepwell_core::Error::Cancelled(_));
         if cancelled && !save.cancel_flag().load(Ordering::Acquire) {
-            // The flush failed first; its error is the save's outcome, and told as every failure in the background is.
+            // The flush failed first; its error is the save's outcome, and told as every failure in
+            // the background is.
             return Ok((save, None));
         }
-        // The caller has the cause, here; the flush that was cancelled by it ends by itself. It is not waited for where it stands behind an earlier
-        // save's and the caller wants to go.
+        // The caller has the cause, here; the flush that was cancelled by it ends by itself. It is
+        // not waited for where it stands behind an earlier save's and the caller wants to go.
         let waits = alone || !cancelled;
         if !waits || save.wait(Some(stall_timeout)).is_err() {
             save.acknowledge();
@@ -315,7 +320,8 @@ impl Capturing {
 }
 
 impl Rest {
-    /// Captures it, on this thread. How it ended is the save's outcome: a capture that fails cancels its flush, with its reason.
+    /// Captures it, on this thread. How it ended is the save's outcome: a capture that fails
+    /// cancels its flush, with its reason.
     pub(crate) fn run(self, pool: &Arc<StagingPool>, options: &Options) {
         let Self { save, capture, bytes } = self;
         if let Err(error) = ensure_memory(pool, options, bytes) {
@@ -326,8 +332,9 @@ impl Rest {
     }
 }
 
-/// Makes sure that there is staging memory for a state of so many bytes: all of it where that is allowed, and two slots at least. Where nobody has said how much, a ring
-/// that the system does not give is made smaller: the save takes longer, and is no failed one.
+/// Makes sure that there is staging memory for a state of so many bytes: all of it where that is
+/// allowed, and two slots at least. Where nobody has said how much, a ring that the system does not
+/// give is made smaller: the save takes longer, and is no failed one.
 pub(crate) fn ensure_memory(pool: &Arc<StagingPool>, options: &Options, state_bytes: u64) -> Result<()> {
     let slot = pool.slot_bytes() as u64;
     let wanted = if let Some(bytes) = options.staging_bytes {

@@ -1,4 +1,5 @@
-//! The persist track of a save: runs the pipeline and the commit machine, on a thread of its own, and says how it ended.
+//! The persist track of a save: runs the pipeline and the commit machine, on a thread of its own,
+//! and says how it ended.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -31,7 +32,8 @@ pub(crate) struct Ended {
     pub replaced: Option<String>,
 }
 
-/// Runs a job to its end. A panic of the engine becomes a failure of the save. `written` is called once its data is durable, before anything else is done with it.
+/// Runs a job to its end. A panic of the engine becomes a failure of the save. `written` is called
+/// once its data is durable, before anything else is done with it.
 pub(crate) fn run(
     job: Job,
     root: &Arc<dyn Dir>,
@@ -166,7 +168,8 @@ impl World for SaveWorld<'_> {
         let mut room = SaveRoom { deleter: self.deleter, temporary: &self.temporary };
         let written = flush.run_with_room(&*disk, temporary, &mut room);
         let synced = if written.is_ok() { self.deleter.spares().sync() } else { Ok(()) };
-        // What this save has not taken, the next one would not take either. Not before: a directory that is deleted cannot be synced.
+        // What this save has not taken, the next one would not take either. Not before: a directory
+        // that is deleted cannot be synced.
         self.deleter.give_up_spares();
         let written = written?;
         synced?;
@@ -227,7 +230,8 @@ impl World for SaveWorld<'_> {
             }
             return Ok(Heard { announcement: Some(announcement), beat: 0 });
         }
-        // Whoever waits for this save has the patience that it has with the leader: it ends by itself, with an error that says who was silent.
+        // Whoever waits for this save has the patience that it has with the leader: it ends by
+        // itself, with an error that says who was silent.
         self.save.gets_on();
         Ok(Heard { announcement: None, beat: self.life_of(LEADER)?.unwrap_or_default() })
     }

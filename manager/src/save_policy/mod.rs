@@ -1,11 +1,14 @@
 //! Save policies: which calls of `save` write. Small pure objects: a question in, a yes or no out.
 //!
-//! Policies compose with `|` and `&`, are plain data (JSON), and know whether they are *deterministic*: whether every rank comes to the same
-//! answer by itself. Where not (clocks, signals, callables), the leader's answer binds all ranks. A call that a policy of steps alone refuses costs no look at
-//! the root (but for the first one, where nobody knows yet whether it is empty).
+//! Policies compose with `|` and `&`, are plain data (JSON), and know whether they are
+//! *deterministic*: whether every rank comes to the same answer by itself. Where not (clocks,
+//! signals, callables), the leader's answer binds all ranks. A call that a policy of steps alone
+//! refuses costs no look at the root (but for the first one, where nobody knows yet whether it is
+//! empty).
 //!
-//! **The first save.** [`SavePolicy::every_steps`] also says yes to the first step that an empty root is asked for, whatever its number: a run
-//! that cannot save shows it at its start and not after the first interval. [`SavePolicy::at_steps`] says yes to its steps and to no other.
+//! **The first save.** [`SavePolicy::every_steps`] also says yes to the first step that an empty
+//! root is asked for, whatever its number: a run that cannot save shows it at its start and not
+//! after the first interval. [`SavePolicy::at_steps`] says yes to its steps and to no other.
 
 use std::collections::BTreeSet;
 use std::ops::{BitAnd, BitOr};
@@ -14,7 +17,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// What a policy may ask for. It asks only for what it needs, and what costs a look at the root is looked up when it does.
+/// What a policy may ask for. It asks only for what it needs, and what costs a look at the root is
+/// looked up when it does.
 pub trait Facts {
     /// The step that might be saved.
     fn step(&self) -> u64;
@@ -152,7 +156,8 @@ impl SavePolicy {
         })
     }
 
-    /// True if every rank comes to the same answer by itself, from the step and the agreed listing alone.
+    /// True if every rank comes to the same answer by itself, from the step and the agreed listing
+    /// alone.
     pub fn is_deterministic(&self) -> bool {
         match self {
             Self::EverySteps { .. } | Self::AtSteps { .. } => true,

@@ -1,5 +1,6 @@
-//! What ranks have of leaves that should be the same on all of them: a little of each, compared by the leader before it commits. A step whose pieces come from ranks that
-//! had drifted apart would be the state of none of them.
+//! What ranks have of leaves that should be the same on all of them: a little of each, compared by
+//! the leader before it commits. A step whose pieces come from ranks that had drifted apart would
+//! be the state of none of them.
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::checksum::crc32c;

@@ -1,7 +1,9 @@
-//! What this rank writes of its state: all of what it alone holds, and its share of what others hold too ([`stepwell_reshard::partition`]).
+//! What this rank writes of its state: all of what it alone holds, and its share of what others
+//! hold too ([`stepwell_reshard::partition`]).
 //!
-//! Whoever holds a region knows who else does: the layouts say so, and of what is simply there (a leaf, whole, on every rank that has it; a box, where the layout knows
-//! some of its holders and perhaps not all) the ranks have told each other. Then the plan needs no message.
+//! Whoever holds a region knows who else does: the layouts say so, and of what is simply there (a
+//! leaf, whole, on every rank that has it; a box, where the layout knows some of its holders and
+//! perhaps not all) the ranks have told each other. Then the plan needs no message.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -30,7 +32,8 @@ pub(crate) struct Writing<'a> {
     pub limit: Option<Limit<'a>>,
     /// True if what layouts say that several have is compared too.
     pub compares: bool,
-    /// Who has the leaves that are simply there; `None`: nobody has asked yet, and every rank writes all of its own.
+    /// Who has the leaves that are simply there; `None`: nobody has asked yet, and every rank
+    /// writes all of its own.
     pub census: Option<&'a Census>,
 }
 
@@ -40,7 +43,8 @@ impl Writing<'_> {
     pub(crate) const ALONE: Self =
         Self { rank: 0, world_size: 1, nodes: &[0], limit: None, compares: false, census: None };
 
-    /// The directory of an item. One process numbers them; ranks whose states differ must come to the same name by themselves.
+    /// The directory of an item. One process numbers them; ranks whose states differ must come to
+    /// the same name by themselves.
     pub(super) fn dir(&self, number: usize, name: &str) -> String {
         if self.world_size == 1 {
             return format!("i{number}");
@@ -230,7 +234,8 @@ enum Group {
     Alone,
     /// Another one writes it.
     Others,
-    /// This rank has not had it when the ranks told each other: whoever has it now writes it, and the leader takes it once.
+    /// This rank has not had it when the ranks told each other: whoever has it now writes it, and
+    /// the leader takes it once.
     Unsettled,
     Ranks(Arc<[u32]>),
     /// This place, of so many.
@@ -377,7 +382,8 @@ impl Shares {
     }
 }
 
-/// The share of one of several replicas that do not know each other: the first one writes all that is small.
+/// The share of one of several replicas that do not know each other: the first one writes all that
+/// is small.
 fn of_places(path: u64, region: &Region, held: Held, index: u32, count: u32) -> Option<Vec<Region>> {
     if held.bytes() <= SMALL {
         return (index == 0).then(|| vec![region.clone()]);

@@ -233,7 +233,8 @@ fn every_kind() -> StateSource {
 
 #[test]
 fn the_plan_hash_of_every_kind_is_the_same_in_every_build() {
-    // Other ranks may run another build, and manifests keep it: it changes with the structure of a state and with nothing else.
+    // Other ranks may run another build, and manifests keep it: it changes with the structure of a
+    // state and with nothing else.
     assert_eq!(plan_hash(&every_kind()), "79983400ca2825c69bfa936edba04ece");
 }
 

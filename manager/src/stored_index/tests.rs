@@ -17,7 +17,8 @@ use super::*;
 const CHUNKS: u64 = 48_000;
 const CHUNK: u64 = 8;
 
-/// Top-level entries at these places in the state, in each of which there are three tensors, a tie to the second of them, and an object.
+/// Top-level entries at these places in the state, in each of which there are three tensors, a tie
+/// to the second of them, and an object.
 fn index(item: u32, entries: &[(&str, u64)]) -> Index {
     let file = |number: u128| FileRecord {
         name: format!("{number:05}.data").into(),

@@ -1,4 +1,5 @@
-//! What the tests of the manager share: a world in memory, states of a few tensors, and reading them back.
+//! What the tests of the manager share: a world in memory, states of a few tensors, and reading
+//! them back.
 #![allow(dead_code, reason = "every test file uses a part of it")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests end by them")]
 #![allow(clippy::unnecessary_wraps, clippy::cast_sign_loss, missing_docs, reason = "tests")]
@@ -63,7 +64,8 @@ impl Rng for TestRng {
     }
 }
 
-/// A world over a simulated disk. Several share one random source, as real processes never draw the same number.
+/// A world over a simulated disk. Several share one random source, as real processes never draw the
+/// same number.
 pub struct World {
     pub disk: SimDisk,
     pub clock: Arc<TestClock>,
@@ -91,7 +93,8 @@ impl World {
         }
     }
 
-    /// With staging memory of its own, as another process has: for what is saved while a write of another save, which holds some, is held up.
+    /// With staging memory of its own, as another process has: for what is saved while a write of
+    /// another save, which holds some, is held up.
     pub fn environment_apart(&self, disk: &SimDisk) -> Environment {
         let staging = Some(StagingPool::new(32 << 20, DEFAULT_SLOT_BYTES).unwrap());
         Environment { staging, ..self.environment_of(disk) }

@@ -1,4 +1,5 @@
-//! A rank raises, breaks off, is silent or gone: the save fails on all ranks with its cause, and the next one works.
+//! A rank raises, breaks off, is silent or gone: the save fails on all ranks with its cause, and
+//! the next one works.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Barrier};
@@ -86,7 +87,8 @@ fn a_failure_that_one_rank_has_not_seen_is_raised_by_the_same_call_on_all() {
         let _ = manager.close(None);
         raised
     });
-    // Its own provider breaks on rank 1 within the call; the others hear of it later, all by the same call.
+    // Its own provider breaks on rank 1 within the call; the others hear of it later, all by the
+    // same call.
     assert_eq!(raised[1].first().map(|(step, _)| *step), Some(2), "{raised:?}");
     let later: Vec<u64> = raised[0].iter().map(|(step, _)| *step).collect();
     let others: Vec<u64> = raised[1].iter().skip(1).map(|(step, _)| *step).collect();
@@ -141,7 +143,8 @@ fn nothing_is_left_of_votes_on_saves_that_nobody_has_counted() {
             scope.spawn(move || {
                 let manager = open(environment, options()).unwrap();
                 committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
-                // The leader does not look for what the others say; nor does the first of a node, in the second one.
+                // The leader does not look for what the others say; nor does the first of a node,
+                // in the second one.
                 for (step, breaking) in [(2, [0, 3]), (30, [2, 3])] {
                     if breaking.contains(&rank) {
                         breaks_off(&manager, step);
@@ -359,7 +362,8 @@ fn a_rank_that_votes_not_in_time_is_named_on_all_and_the_next_save_works() {
 
 #[test]
 fn a_rank_that_leaves_a_call_before_its_answer_makes_up_for_it_and_counts_as_the_others_do() {
-    // True if a step is saved is the leader's to say, each time; then only where a save has failed before.
+    // True if a step is saved is the leader's to say, each time; then only where a save has failed
+    // before.
     for policy in [SavePolicy::every_seconds(0.0), SavePolicy::every_steps(1)] {
         let job = Job::new();
         let left = &Barrier::new(2);

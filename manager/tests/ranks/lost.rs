@@ -1,4 +1,5 @@
-//! Messages that get lost, come late or cannot be read: nobody waits for ever, and the ranks count alike afterwards.
+//! Messages that get lost, come late or cannot be read: nobody waits for ever, and the ranks count
+//! alike afterwards.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -99,7 +100,8 @@ fn run<T: Send>(
     })
 }
 
-/// Saves these steps, and gives those that are committed. A failure that is raised by the next call is looked at by nobody.
+/// Saves these steps, and gives those that are committed. A failure that is raised by the next call
+/// is looked at by nobody.
 fn saved(manager: &Manager, steps: std::ops::Range<u64>) -> Vec<u64> {
     let ends = |step: &u64| {
         let save = manager.save(SaveRequest::new(*step, whole(*step)));

@@ -1,4 +1,5 @@
-//! Ranks that meet in a directory: what one meeting has written is its own, stays as long as somebody may read it, and then goes.
+//! Ranks that meet in a directory: what one meeting has written is its own, stays as long as
+//! somebody may read it, and then goes.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -18,7 +18,8 @@ const ROWS: u64 = 64;
 
 const COLUMNS: u64 = 48;
 
-/// A model over 4 ranks: rows cut over all of them, columns cut over pairs and held alike by two ranks each, and what everybody has.
+/// A model over 4 ranks: rows cut over all of them, columns cut over pairs and held alike by two
+/// ranks each, and what everybody has.
 fn model(rank: u32, step: u64) -> StateSource {
     let seed = step as u8;
     let mut tree = Tree::new();
@@ -60,7 +61,8 @@ fn assert_model(job: &Job, step: u64) {
     assert_eq!(found[3].1, expected(16, COLUMNS, seed ^ 3));
 }
 
-/// A leaf cut into halves over pairs of ranks (0 and 2, 1 and 3), which know nothing of each other: each says only that whoever has its box has the same.
+/// A leaf cut into halves over pairs of ranks (0 and 2, 1 and 3), which know nothing of each other:
+/// each says only that whoever has its box has the same.
 fn boxes(rank: u32, seed: u8) -> LeafSource {
     tensor(8, 4, seed, vec![part([4 * u64::from(rank % 2), 0], [4, 4], Holders::Everyone)])
 }

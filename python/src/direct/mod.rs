@@ -1,11 +1,16 @@
-//! The short way of a restore: a target that has the structure, dtypes and shapes of what is stored, in containers that are exactly built in.
+//! The short way of a restore: a target that has the structure, dtypes and shapes of what is
+//! stored, in containers that are exactly built in.
 //!
-//! [`plan`] walks the target and the stored tree side by side and answers `None` the moment anything is off, or only Python knows what it means:
-//! the general way (`stepwell.restoring`) then starts from the beginning, makes its report, and does whatever is to be done. So nothing here
-//! decides what is an error. No leaf costs a Python object but the array that is returned; no path is rendered unless a read fails.
+//! [`plan`] walks the target and the stored tree side by side and answers `None` the moment
+//! anything is off, or only Python knows what it means: the general way (`stepwell.restoring`) then
+//! starts from the beginning, makes its report, and does whatever is to be done. So nothing here
+//! decides what is an error. No leaf costs a Python object but the array that is returned; no path
+//! is rendered unless a read fails.
 //!
-//! What the two ways have in common: objects are read first, then arrays in new memory, then the caller's own arrays; leaves that are tied in the
-//! store come back as one object, those that are to be of another library as one for each target; the structure is put together when everything has been read.
+//! What the two ways have in common: objects are read first, then arrays in new memory, then the
+//! caller's own arrays; leaves that are tied in the store come back as one object, those that are
+//! to be of another library as one for each target; the structure is put together when everything
+//! has been read.
 
 mod build;
 mod siblings;
@@ -36,7 +41,8 @@ use crate::slabs::{Place, Slabs};
 /// A restore that has been matched, and what it has read so far.
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Direct {
-    /// What closes that ends this, too: a failed restore lives on in its traceback, and its lease must not.
+    /// What closes that ends this, too: a failed restore lives on in its traceback, and its lease
+    /// must not.
     checkpoint: Py<Checkpoint>,
     /// True if the caller's containers are filled, not made anew.
     fill: bool,
@@ -56,11 +62,13 @@ struct Work {
     like: Vec<(usize, Py<PyAny>)>,
     /// By the leaf that holds a tensor and the address of a target, its place in `like`.
     like_of: HashMap<(u32, usize), usize>,
-    /// The arrays over them, once there are any; as long as they are being filled nobody else has them.
+    /// The arrays over them, once there are any; as long as they are being filled nobody else has
+    /// them.
     arrays: Vec<Py<PyAny>>,
     /// Tensors that are read into the caller's memory.
     in_place: Vec<InPlace>,
-    /// Of those that are being read, the leaves whose paths are told: the tensors themselves, or what is tied to them.
+    /// Of those that are being read, the leaves whose paths are told: the tensors themselves, or
+    /// what is tied to them.
     named: Vec<u32>,
     /// By leaf, its number in `objects` or `fresh`.
     number_of: HashMap<u32, Number>,
@@ -74,7 +82,8 @@ struct Number {
     usage: Use,
 }
 
-/// What becomes of an array in new memory. Not both: it would be one that can be written to, in memory that an array which never changes has taken over.
+/// What becomes of an array in new memory. Not both: it would be one that can be written to, in
+/// memory that an array which never changes has taken over.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Use {
     /// It is returned as it is, like an object.
@@ -107,8 +116,9 @@ struct InPlace {
     twin: bool,
 }
 
-/// Matches a target that has exactly the stored structure; `None` where the general way must look. `fill`: arrays of the caller are to be filled; `convert`: what is built
-/// is to have other arrays than numpy's, which those in the state of an object may have to stay.
+/// Matches a target that has exactly the stored structure; `None` where the general way must look.
+/// `fill`: arrays of the caller are to be filled; `convert`: what is built is to have other arrays
+/// than numpy's, which those in the state of an object may have to stay.
 #[pyfunction]
 pub fn plan_direct(
     py: Python<'_>,
@@ -225,8 +235,9 @@ impl Direct {
         Ok(self.lock().named.iter().map(|&leaf| inner.tree().leaf_path(leaf).to_string()).collect())
     }
 
-    /// The caller's structure, or the stored one, with what was read. `objects`: the values of [`Direct::objects`]; `convert`: arrays → what is returned in their place;
-    /// `like`: arrays, and the targets that those of another library are to be like → these.
+    /// The caller's structure, or the stored one, with what was read. `objects`: the values of
+    /// [`Direct::objects`]; `convert`: arrays → what is returned in their place; `like`: arrays,
+    /// and the targets that those of another library are to be like → these.
     fn build<'py>(
         &self,
         py: Python<'py>,

@@ -59,7 +59,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         }
         if let Ok(dict) = target.cast_exact::<PyDict>() {
             let keys: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)> = dict.iter().collect();
-            // At the top, names that the target does not have are not wanted; places of a sequence have no names.
+            // At the top, names that the target does not have are not wanted; places of a sequence
+            // have no names.
             let sequence = matches!(
                 stored.container(),
                 Some(ContainerKind::List | ContainerKind::Tuple | ContainerKind::Deque { .. })
@@ -82,8 +83,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         } else {
             return Ok(None);
         };
-        // An empty sequence may be an object or a container; which, the general way decides. So it does where the target is one object and
-        // what is stored is none.
+        // An empty sequence may be an object or a container; which, the general way decides. So it
+        // does where the target is one object and what is stored is none.
         if items.len() != self.work.siblings.count(at) || items.is_empty() {
             return Ok(None);
         }
@@ -115,7 +116,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         }))
     }
 
-    /// The stored children that the keys of a dict name, in the dict's order. At the top, others may be stored too.
+    /// The stored children that the keys of a dict name, in the dict's order. At the top, others
+    /// may be stored too.
     fn places(
         &self,
         at: u32,
@@ -166,7 +168,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         record(self.inner, leaf)
     }
 
-    /// True if a value of the caller is one object, made of exact built-in values only: no class of the caller's is then needed to revive what is stored.
+    /// True if a value of the caller is one object, made of exact built-in values only: no class of
+    /// the caller's is then needed to revive what is stored.
     fn is_plain(&self, target: &Bound<'py, PyAny>, depth: u64) -> PyResult<bool> {
         let sequence = target.cast_exact::<PyList>().is_ok_and(|list| !list.is_empty())
             || target.cast_exact::<PyTuple>().is_ok_and(|tuple| !tuple.is_empty());
@@ -203,7 +206,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         Ok(self.own(leaf, source, buffer, target))
     }
 
-    /// An array of another library: filled where it may be, otherwise what is made anew is to be one like it.
+    /// An array of another library: filled where it may be, otherwise what is made anew is to be
+    /// one like it.
     fn foreign(
         &mut self,
         leaf: u32,
@@ -286,7 +290,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         Ok(self.fresh(source, Use::AsItIs).map(|_| Node::Leaf(source)))
     }
 
-    /// Wants a node and everything below it, as it is stored; `None` where a tie has another use for one of these.
+    /// Wants a node and everything below it, as it is stored; `None` where a tie has another use
+    /// for one of these.
     fn everything(&mut self, at: u32) -> Option<()> {
         let mut pending = vec![at];
         while let Some(at) = pending.pop() {
@@ -315,7 +320,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         });
     }
 
-    /// The number of an array in new memory; `None` where a leaf that is tied to it has another use for it.
+    /// The number of an array in new memory; `None` where a leaf that is tied to it has another use
+    /// for it.
     fn fresh(&mut self, source: u32, usage: Use) -> Option<usize> {
         let tensor = record(self.inner, source).1?;
         let work = &mut self.work;
@@ -327,7 +333,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         (number.usage == usage).then_some(number.at)
     }
 
-    /// Finds targets that share memory: the same elements from the same stored tensor are read once. Anything else that overlaps is the general way's.
+    /// Finds targets that share memory: the same elements from the same stored tensor are read
+    /// once. Anything else that overlaps is the general way's.
     pub(super) fn settle_shared(&mut self) -> bool {
         let span = |one: &InPlace| {
             let (below, len) = one.buffer.span();

@@ -1,5 +1,6 @@
-//! DLPack: the memory of a tensor of another library, as its capsule describes it (<https://dmlc.github.io/dlpack/>). The capsule is kept, never consumed: as long as
-//! it lives, so does the tensor's memory, and its own destructor gives it back.
+//! DLPack: the memory of a tensor of another library, as its capsule describes it
+//! (<https://dmlc.github.io/dlpack/>). The capsule is kept, never consumed: as long as it lives, so
+//! does the tensor's memory, and its own destructor gives it back.
 
 use std::ffi::{CStr, c_void};
 
@@ -77,16 +78,19 @@ pub(super) struct Described {
     pub strides: Dims<isize>,
 }
 
-/// Reads a capsule; `BufferError` where it is none, its tensor is on a device of another kind than CUDA's, or its elements are of a type that is not stored.
+/// Reads a capsule; `BufferError` where it is none, its tensor is on a device of another kind than
+/// CUDA's, or its elements are of a type that is not stored.
 pub(super) fn describe(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
     let refuse = |why: &str| Err(PyBufferError::new_err(why.to_owned()));
     let Ok(capsule) = capsule.cast::<PyCapsule>() else { return refuse("no DLPack capsule") };
     let tensor: &DLTensor = if let Ok(pointer) = capsule.pointer_checked(Some(LEGACY)) {
-        // SAFETY: a capsule of that name points to a DLManagedTensor, which its producer keeps until the capsule is consumed (renamed) or gone; it is borrowed here for
-        // as long as `capsule`, which nobody else has.
+        // SAFETY: a capsule of that name points to a DLManagedTensor, which its producer keeps
+        // until the capsule is consumed (renamed) or gone; it is borrowed here for as long as
+        // `capsule`, which nobody else has.
         &unsafe { pointer.cast::<DLManagedTensor>().as_ref() }.tensor
     } else if let Ok(pointer) = capsule.pointer_checked(Some(VERSIONED)) {
-        // SAFETY: as above, for the type that this name stands for. Its first field says whether the rest is laid out as it is here; later minor versions only add behind it.
+        // SAFETY: as above, for the type that this name stands for. Its first field says whether
+        // the rest is laid out as it is here; later minor versions only add behind it.
         let managed = unsafe { pointer.cast::<DLManagedTensorVersioned>().as_ref() };
         if managed.major != MAJOR {
             return refuse("a DLPack capsule of a version that is not known");
@@ -129,7 +133,8 @@ fn dims(first: *const i64, count: usize) -> Dims<isize> {
     if count == 0 || first.is_null() {
         return Dims::new();
     }
-    // SAFETY: a producer lays out `ndim` numbers at `shape`, and at `strides` where that is not null, for as long as the tensor.
+    // SAFETY: a producer lays out `ndim` numbers at `shape`, and at `strides` where that is not
+    // null, for as long as the tensor.
     let numbers = unsafe { std::slice::from_raw_parts(first, count) };
     numbers.iter().map(|&n| n as isize).collect()
 }

@@ -1,4 +1,5 @@
-//! Memory of Python objects that is held: it stays where it is, and allocated, until the value is dropped.
+//! Memory of Python objects that is held: it stays where it is, and allocated, until the value is
+//! dropped.
 
 use std::ffi::c_int;
 
@@ -31,17 +32,20 @@ enum Export {
     Capsule(Option<Py<PyAny>>),
 }
 
-// SAFETY: the fields are plain data, and what keeps the memory is only touched under the GIL (`new`, `of_capsule`, `drop`).
+// SAFETY: the fields are plain data, and what keeps the memory is only touched under the GIL
+// (`new`, `of_capsule`, `drop`).
 unsafe impl Send for HeldBuffer {}
 // SAFETY: as above; `&HeldBuffer` reads plain fields that nobody changes.
 unsafe impl Sync for HeldBuffer {}
 
 impl HeldBuffer {
-    /// Takes a strided buffer of `object`, for reading or for writing (a read-only array then raises `BufferError`).
+    /// Takes a strided buffer of `object`, for reading or for writing (a read-only array then
+    /// raises `BufferError`).
     pub fn new(object: &Bound<'_, PyAny>, writable: bool) -> PyResult<Self> {
         let mut view = Box::new(ffi::Py_buffer::new());
         let flags: c_int = ffi::PyBUF_STRIDES | if writable { ffi::PyBUF_WRITABLE } else { 0 };
-        // SAFETY: `object` is alive and the GIL is held (a Bound proves both); `view` is a valid place that outlives the export.
+        // SAFETY: `object` is alive and the GIL is held (a Bound proves both); `view` is a valid
+        // place that outlives the export.
         let answer = unsafe { ffi::PyObject_GetBuffer(object.as_ptr(), &raw mut *view, flags) };
         if answer != 0 {
             return Err(PyErr::take(object.py()).unwrap_or_else(|| PyBufferError::new_err("no buffer")));
@@ -51,7 +55,8 @@ impl HeldBuffer {
             if count == 0 || first.is_null() {
                 return Dims::new(); // numpy exports a 0-d array with null shape and strides
             }
-            // SAFETY: PyBUF_STRIDES was asked for, so shape and strides hold `ndim` numbers each and live as long as the export.
+            // SAFETY: PyBUF_STRIDES was asked for, so shape and strides hold `ndim` numbers each
+            // and live as long as the export.
             Dims::from_slice(unsafe { std::slice::from_raw_parts(first, count) })
         };
         Ok(Self {
@@ -65,7 +70,8 @@ impl HeldBuffer {
         })
     }
 
-    /// Takes the tensor of a DLPack capsule, in host memory or in that of a CUDA device, and says what its elements are. In place of a capsule: a tuple of it and of what else is to be held.
+    /// Takes the tensor of a DLPack capsule, in host memory or in that of a CUDA device, and says
+    /// what its elements are. In place of a capsule: a tuple of it and of what else is to be held.
     pub fn of_capsule(capsule: Bound<'_, PyAny>) -> PyResult<(Dtype, Self)> {
         let described = match capsule.cast::<PyTuple>() {
             Ok(tuple) => dlpack::describe(&tuple.get_item(0)?)?,
@@ -126,7 +132,8 @@ impl HeldBuffer {
         self.shape().iter().zip(self.strides()).any(|(&n, &stride)| n > 1 && stride == 0)
     }
 
-    /// True if no two elements share memory, as far as strides that grow tell (those of a broadcast or a sliding window do not).
+    /// True if no two elements share memory, as far as strides that grow tell (those of a broadcast
+    /// or a sliding window do not).
     pub fn is_injective(&self) -> bool {
         let dims = self.shape().iter().zip(self.strides()).filter(|&(&n, _)| n > 1);
         let mut dims: Vec<(usize, usize)> =
@@ -140,7 +147,8 @@ impl HeldBuffer {
         })
     }
 
-    /// The bytes between the lowest and the highest that an element lies on: (distance of the lowest from the first element, length).
+    /// The bytes between the lowest and the highest that an element lies on: (distance of the
+    /// lowest from the first element, length).
     pub fn span(&self) -> (usize, usize) {
         if self.nbytes() == 0 {
             return (0, 0);
@@ -159,7 +167,8 @@ impl Drop for HeldBuffer {
         // At interpreter shutdown there is nobody left to give it back to.
         let export = &mut self.export;
         let given_back = Python::try_attach(|_| match export {
-            // SAFETY: `view` was filled by PyObject_GetBuffer and is released exactly once, attached to the interpreter.
+            // SAFETY: `view` was filled by PyObject_GetBuffer and is released exactly once,
+            // attached to the interpreter.
             Export::Buffer(view) => unsafe { ffi::PyBuffer_Release(&raw mut **view) },
             Export::Capsule(capsule) => drop(capsule.take()),
         });

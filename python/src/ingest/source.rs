@@ -17,8 +17,8 @@ use stepwell_manager::Streams;
 use super::HeldBuffer;
 use crate::events::{Loan, Parcel};
 
-/// A provider over the `buffer` of an array leaf of a parcel; it shares the parcel, so that the memory stays for as long as the provider lives, and for as long as a
-/// device copies from it.
+/// A provider over the `buffer` of an array leaf of a parcel; it shares the parcel, so that the
+/// memory stays for as long as the provider lives, and for as long as a device copies from it.
 pub fn provider_of(
     parcel: &Arc<Parcel>,
     buffer: &HeldBuffer,
@@ -35,7 +35,8 @@ pub fn provider_of(
     })
 }
 
-/// A provider over such a buffer that takes a share of the parcel for each read only, so that the memory can go back before the provider does.
+/// A provider over such a buffer that takes a share of the parcel for each read only, so that the
+/// memory can go back before the provider does.
 pub fn returnable_provider_of(loan: &Arc<Loan>, buffer: &HeldBuffer) -> Result<Arc<dyn StateProvider>> {
     let loan = Arc::clone(loan);
     Ok(match device_of(buffer)? {
@@ -128,8 +129,9 @@ pub fn streams_of(py: Python<'_>, handles: &HashMap<u32, u64>) -> PyResult<Strea
 
 /// A stream of a framework's, by its handle.
 fn user_stream(handle: u64) -> Result<UserStream> {
-    // SAFETY: the adapters pass the current stream of a device, which lives as long as its framework: those of torch's pool are never destroyed, and one that the
-    // caller made and made current is his to keep until the call returns.
+    // SAFETY: the adapters pass the current stream of a device, which lives as long as its
+    // framework: those of torch's pool are never destroyed, and one that the caller made and made
+    // current is his to keep until the call returns.
     unsafe { UserStream::new(handle) }
 }
 
@@ -138,8 +140,10 @@ fn strides_of(buffer: &HeldBuffer) -> Vec<i64> {
 }
 
 fn source_of(buffer: &HeldBuffer) -> Result<HostSource> {
-    // SAFETY: the exporter of a held buffer keeps every element that shape and strides name readable until the buffer is released, and the
-    // callers store the source beside a share of the parcel that holds it, or read through it with such a share in hand only. That nobody writes meanwhile is what `save` demands of its caller.
+    // SAFETY: the exporter of a held buffer keeps every element that shape and strides name
+    // readable until the buffer is released, and the callers store the source beside a share of the
+    // parcel that holds it, or read through it with such a share in hand only. That nobody writes
+    // meanwhile is what `save` demands of its caller.
     unsafe { HostSource::new(buffer.address(), buffer.itemsize(), &buffer.dims(), &strides_of(buffer)) }
 }
 
@@ -149,11 +153,13 @@ fn device_source_of<O: Send + Sync + 'static>(
     owner: Arc<O>,
 ) -> Result<DeviceSource> {
     let (address, strides) = (buffer.address() as u64, strides_of(buffer));
-    // SAFETY: the exporter of a held buffer keeps every element that shape and strides name, on that device, until the buffer is released; the owner holds it.
+    // SAFETY: the exporter of a held buffer keeps every element that shape and strides name, on
+    // that device, until the buffer is released; the owner holds it.
     unsafe { DeviceSource::new(device, address, buffer.itemsize(), &buffer.dims(), &strides, owner) }
 }
 
-/// The memory of a held, writable buffer, from its lowest element to its highest. `owner` holds the buffer.
+/// The memory of a held, writable buffer, from its lowest element to its highest. `owner` holds the
+/// buffer.
 pub fn target_of<'a, O: Send + Sync + 'static>(
     buffer: &'a HeldBuffer,
     owner: &Arc<O>,
@@ -162,11 +168,14 @@ pub fn target_of<'a, O: Send + Sync + 'static>(
     let address = buffer.address().wrapping_sub(below);
     if let Some(device) = device_of(buffer)? {
         let owner = Arc::clone(owner);
-        // SAFETY: the exporter of a held buffer keeps everything between its lowest and highest element, on that device, until the buffer is released; the owner holds it.
+        // SAFETY: the exporter of a held buffer keeps everything between its lowest and highest
+        // element, on that device, until the buffer is released; the owner holds it.
         let memory = unsafe { DeviceMemory::new(device, address as u64, len as u64, owner) };
         return Ok(Destination::Device(Arc::new(memory)));
     }
-    // SAFETY: the exporter of a held, writable buffer keeps everything between its lowest and highest element mapped and writable until the
-    // buffer is released, which outlives the target by the borrow. That nobody else reads or writes it meanwhile is what `restore` demands of its caller.
+    // SAFETY: the exporter of a held, writable buffer keeps everything between its lowest and
+    // highest element mapped and writable until the buffer is released, which outlives the target
+    // by the borrow. That nobody else reads or writes it meanwhile is what `restore` demands of its
+    // caller.
     Ok(unsafe { HostTarget::new(address, len)? }.into())
 }

@@ -1,23 +1,34 @@
-"""The seam to frameworks: one module per framework, imported only where the caller has imported the framework.
+"""The seam to frameworks: one module per framework, imported only where the caller has imported the
+framework.
 
 A framework module has
 
 * ``describe(obj)``: what a value of its own types is (see ``leaves.describe``), or ``None``;
-* ``target(obj)``: what an array or abstract array of its own wants back, a :class:`Target`, or ``None``;
-* ``branch(obj)``: a container of its own types as the caller's structure, a :class:`Opened`, or ``None``;
-* ``owns(obj)``: whether an object with a state of its own is one of its own, so that it takes its arrays and no others;
+* ``target(obj)``: what an array or abstract array of its own wants back, a :class:`Target`, or
+  ``None``;
+* ``branch(obj)``: a container of its own types as the caller's structure, a :class:`Opened`, or
+  ``None``;
+* ``owns(obj)``: whether an object with a state of its own is one of its own, so that it takes its
+  arrays and no others;
 * ``arrays(values, placement)``: numpy arrays that nobody else has, as arrays of its own;
-* ``empty_on(placement)``: what makes new arrays there that the engine fills, or ``None`` (only where it has arrays that are on devices);
-* ``TAKES_OVER``: whether those take over the memory of what they are made of, for good: nobody else may write to it then (not there: no);
-* ``like(values, targets)``: the same, each where a target is that is an array of a class that never changes, or an abstract array; ``None`` for a target that is not its own
-  (only where it makes such classes known);
-* ``with_values(array)``: an array of its own whose memory holds its values: itself, or a new one (only where it has lazy views);
-* ``streams(devices)``: on which streams it computes now, by CUDA device (only where what is put on a stream of one's own can be ordered with its work);
-* ``arrange(state, saving)``: a state whose leaves are to be stored elsewhere than where they stand, an :class:`Arranged`, or ``None`` (only where it has such leaves);
-* ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named ``<framework>.…`` (only where it names some);
+* ``empty_on(placement)``: what makes new arrays there that the engine fills, or ``None`` (only
+  where it has arrays that are on devices);
+* ``TAKES_OVER``: whether those take over the memory of what they are made of, for good: nobody else
+  may write to it then (not there: no);
+* ``like(values, targets)``: the same, each where a target is that is an array of a class that never
+  changes, or an abstract array; ``None`` for a target that is not its own (only where it makes such
+  classes known);
+* ``with_values(array)``: an array of its own whose memory holds its values: itself, or a new one
+  (only where it has lazy views);
+* ``streams(devices)``: on which streams it computes now, by CUDA device (only where what is put on
+  a stream of one's own can be ordered with its work);
+* ``arrange(state, saving)``: a state whose leaves are to be stored elsewhere than where they stand,
+  an :class:`Arranged`, or ``None`` (only where it has such leaves);
+* ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named
+  ``<framework>.…`` (only where it names some);
 
-and makes the classes of its arrays known to the engine when it is imported. What is not installed or not imported costs one
-dictionary look-up.
+and makes the classes of its arrays known to the engine when it is imported. What is not installed
+or not imported costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -46,7 +57,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class OnDevice:
-    """An array on a device, which the engine fills where it is. To a restore it looks like an array of numpy whose values it cannot touch."""
+    """An array on a device, which the engine fills where it is. To a restore it looks like an array
+    of numpy whose values it cannot touch."""
 
     __slots__ = ("array", "dtype", "shape", "strides")
 
@@ -63,26 +75,31 @@ class Target:
     """What a place of the caller's wants: an array of a framework."""
 
     spec: ArraySpec
-    #: All targets that have the same function are finished in one call: pairs of target and value (a numpy array; a list of them, one for each box),
-    #: and whether the caller's own are to be filled → the arrays.
+    #: All targets that have the same function are finished in one call: pairs of target and value
+    #: (a numpy array; a list of them, one for each box), and whether the caller's own are to be
+    #: filled → the arrays.
     finish: Callable[[list[tuple[Target, Any]], bool], list[Any]]
     #: The caller's own array, or what describes one.
     value: Any = None
     #: Its memory, where that can be filled as it is.
     memory: np.ndarray[Any, Any] | OnDevice | None = None
-    #: Shape, dtype → a new array on a device, which the engine fills there; ``None``: what is new is made in host memory.
+    #: Shape, dtype → a new array on a device, which the engine fills there; ``None``: what is new
+    #: is made in host memory.
     empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
     #: True if ``value`` is an array that can stay as it is.
     has_value: bool = False
-    #: True if what is made takes over the memory of its value for good: nobody else may write to it then.
+    #: True if what is made takes over the memory of its value for good: nobody else may write to it
+    #: then.
     takes_over: bool = False
     #: The parts of it that are wanted; ``None``: all of it.
     boxes: Sequence[Box] | None = None
     #: The memory of each of them, where that can be filled as it is; ``None``: they have none.
     memories: Sequence[np.ndarray[Any, Any] | OnDevice | None] | None = None
-    #: True if boxes may reach beyond what is stored, where the shape of the whole is left open; what is there of them is zeros.
+    #: True if boxes may reach beyond what is stored, where the shape of the whole is left open;
+    #: what is there of them is zeros.
     pads: bool = False
-    #: Where it is to be, as the framework says it, and what makes a target of it that is somewhere else.
+    #: Where it is to be, as the framework says it, and what makes a target of it that is somewhere
+    #: else.
     placement: Any = None
     replace: Callable[[Target, Any], Target] | None = None
     #: Why its value cannot be filled, where it cannot.
@@ -91,27 +108,30 @@ class Target:
 
 @dataclass(slots=True, eq=False)
 class Opened:
-    """A container of a framework, taken apart: its children by path component, and what puts it together again (children by key, and whether
-    they were filled in place)."""
+    """A container of a framework, taken apart: its children by path component, and what puts it
+    together again (children by key, and whether they were filled in place)."""
 
     children: list[tuple[Any, Any]]
     close: Callable[[list[tuple[Any, Any]], bool], Any]
     #: Why it cannot be filled, where it cannot; it still says what is wanted.
     unfillable: str | None = None
-    #: The child that is looked at before anything else, and why a stored value of it does not fit (``None``: it does).
+    #: The child that is looked at before anything else, and why a stored value of it does not fit
+    #: (``None``: it does).
     first: tuple[Any, Callable[[Any], str | None]] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Arranged:
-    """A state, or a structure that is to be restored, whose leaves stand where they are stored; and what puts what was restored (and whether it was filled) to where they stood."""
+    """A state, or a structure that is to be restored, whose leaves stand where they are stored; and
+    what puts what was restored (and whether it was filled) to where they stood."""
 
     state: dict[Any, Any]
     put_back: Callable[[dict[Any, Any], bool], Any]
 
 
 class DoesNotFit(Exception):
-    """The array of that number among those that were to become a framework's has values that its dtype there has not."""
+    """The array of that number among those that were to become a framework's has values that its
+    dtype there has not."""
 
     def __init__(self, number: int, why: str) -> None:
         super().__init__(why)
@@ -154,7 +174,8 @@ def branch(obj: Any) -> Opened | None:
 
 
 def arrange(state: Any, saving: bool = False) -> Arranged | None:
-    """A state with leaves of a framework that is in use at the places where those are stored; ``None`` where all are stored where they stand."""
+    """A state with leaves of a framework that is in use at the places where those are stored;
+    ``None`` where all are stored where they stand."""
     for module in load():
         found: Arranged | None = module.arrange(state, saving) if hasattr(module, "arrange") else None
         if found is not None:
@@ -169,7 +190,8 @@ def as_saved(state: Any) -> Any:
 
 
 def library_of(obj: Any) -> str | None:
-    """The framework whose arrays an object with a state of its own takes; ``None`` where it may be any."""
+    """The framework whose arrays an object with a state of its own takes; ``None`` where it may be
+    any."""
     return next((module.__name__.rpartition(".")[2] for module in load() if module.owns(obj)), None)
 
 
@@ -184,7 +206,8 @@ def check_fits(package: str, placement: Any, shape: tuple[int, ...]) -> None:
 
 
 def empty(package: str, placement: Any) -> Callable[[tuple[int, ...], np.dtype[Any]], Any] | None:
-    """What makes new arrays of a framework at a place where the engine can fill them, and the host cannot; ``None`` where that is nowhere else than in host memory."""
+    """What makes new arrays of a framework at a place where the engine can fill them, and the host
+    cannot; ``None`` where that is nowhere else than in host memory."""
     make = getattr(_module(_FRAMEWORKS[package]), "empty_on", None)
     found: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None if make is None else make(placement)
     return found
@@ -202,7 +225,8 @@ def arrays_where_used(package: str, values: list[Any]) -> list[Any]:
 
 
 def takes_over(package: str) -> bool:
-    """True if arrays of a framework, where it is in use, take over the memory of what they are made of."""
+    """True if arrays of a framework, where it is in use, take over the memory of what they are made
+    of."""
     used = package in _FRAMEWORKS and package in sys.modules
     return used and bool(getattr(_module(_FRAMEWORKS[package]), "TAKES_OVER", False))
 
@@ -219,7 +243,8 @@ def like(values: list[Any], targets: list[Any]) -> list[Any]:
 
 
 def with_values(array: Any) -> Any:
-    """An array whose memory holds its values as they are stored: itself, or a new one where they lie there in another byte order, or a view is to conjugate or negate them."""
+    """An array whose memory holds its values as they are stored: itself, or a new one where they
+    lie there in another byte order, or a view is to conjugate or negate them."""
     if isinstance(array, np.ndarray):
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     for module in load():
@@ -229,7 +254,8 @@ def with_values(array: Any) -> Any:
 
 
 def streams(devices: Iterable[int]) -> dict[int, int]:
-    """The handles of the streams on which frameworks that are in use compute now, by the number of their CUDA device; a device on which none does that can be known is left out."""
+    """The handles of the streams on which frameworks that are in use compute now, by the number of
+    their CUDA device; a device on which none does that can be known is left out."""
     found: dict[int, int] = {}
     for module in load():
         if hasattr(module, "streams"):
@@ -238,7 +264,8 @@ def streams(devices: Iterable[int]) -> dict[int, int]:
 
 
 def revive(name: str, parts: Any) -> Any:
-    """The object for an extension that a framework owns; a description of it where the framework is not in use."""
+    """The object for an extension that a framework owns; a description of it where the framework is
+    not in use."""
     package = name.partition(".")[0]
     adapter = _FRAMEWORKS.get(package)
     if adapter is not None and package in sys.modules:
@@ -247,7 +274,8 @@ def revive(name: str, parts: Any) -> Any:
 
 
 def remake(name: str, children: dict[Any, Any]) -> Any:
-    """The container that a framework has named; its children as a dict where the framework is not in use."""
+    """The container that a framework has named; its children as a dict where the framework is not
+    in use."""
     package = name.partition(".")[0]
     adapter = _FRAMEWORKS.get(package)
     if adapter is not None and package in sys.modules:

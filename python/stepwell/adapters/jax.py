@@ -1,8 +1,12 @@
-"""What this package knows of JAX: arrays in and out, their shardings, and registered pytrees. Imported only where jax is.
+"""What this package knows of JAX: arrays in and out, their shardings, and registered pytrees.
+Imported only where jax is.
 
-An array is never changed, so it is captured after a save has returned: it is held by an export of its buffer, under which a donating call leaves it as it is. (A bare
-pointer would see the values of the next step.) That is so on the CPU; on a CUDA device it is tried, once for each, and where it is not so, arrays are copied before a save returns. An array over several devices of this process is stored shard by shard, each byte once. A registered
-pytree node is taken apart as JAX does it; what it does not hand out (static fields), and functions, come from the target.
+An array is never changed, so it is captured after a save has returned: it is held by an export of
+its buffer, under which a donating call leaves it as it is. (A bare pointer would see the values of
+the next step.) That is so on the CPU; on a CUDA device it is tried, once for each, and where it is
+not so, arrays are copied before a save returns. An array over several devices of this process is
+stored shard by shard, each byte once. A registered pytree node is taken apart as JAX does it; what
+it does not hand out (static fields), and functions, come from the target.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ KEY = "jax.random.key"
 
 
 def _capsule() -> Callable[[Any], Any]:
-    """Array → DLPack capsule. The method does the same, and takes ten times as long to find out how."""
+    """Array → DLPack capsule. The method does the same, and takes ten times as long to find out
+    how."""
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src.lib import _jax  # type: ignore[attr-defined]
 
@@ -44,15 +49,16 @@ def _capsule() -> Callable[[Any], Any]:
 
 
 def _on_device(array: Any, stream: int) -> Any:
-    """A capsule of an array on a CUDA device, for which that stream waits; ``None`` where holding it would not keep it as it is."""
+    """A capsule of an array on a CUDA device, for which that stream waits; ``None`` where holding
+    it would not keep it as it is."""
     device = next(iter(array.devices()))
     return array.__dlpack__(stream=stream) if _hold_protects(device) else None
 
 
 @cache
 def _hold_protects(device: Any) -> bool:
-    """True if a donating call leaves an array alone that is held, on that device. Tried: where it gets the memory of the array, or something else does that is made later, it
-    does not."""
+    """True if a donating call leaves an array alone that is held, on that device. Tried: where it
+    gets the memory of the array, or something else does that is made later, it does not."""
     try:
         array = jax.device_put(np.zeros(4096, np.float32), device)
         held = array.__dlpack__()
@@ -105,7 +111,8 @@ def _is_key(array: Any) -> bool:
 
 
 def describe(obj: Any) -> Any:
-    """Arrays that the engine cannot take as they are, and registered pytree nodes; ``None`` for the rest."""
+    """Arrays that the engine cannot take as they are, and registered pytree nodes; ``None`` for the
+    rest."""
     if isinstance(obj, jax.core.Tracer):
         return (
             "refuse",
@@ -134,14 +141,16 @@ def _array(array: Any) -> Any:
             KEY,
             [("impl", str(jax.random.key_impl(array))), ("data", jax.random.key_data(array))],
         )
-    # The first replica of each shard: every byte once. Of an array over several processes: one of each that this process has, with those who have it too.
+    # The first replica of each shard: every byte once. Of an array over several processes: one of
+    # each that this process has, with those who have it too.
     several = not array.is_fully_addressable
     shards = (
         _one_of_each(array) if several else [one for one in array.addressable_shards if one.replica_id == 0]
     )
     holders = _holders(array.sharding, array.shape, jax.process_count())
     name = array.dtype.name
-    # What cannot be held is copied: what lies on a device, and packed elements (int4), which have no memory that could be shared.
+    # What cannot be held is copied: what lies on a device, and packed elements (int4), which have
+    # no memory that could be shared.
     held = bool(shards) and _can_be_held(shards[0].data)
     if held or several or len(shards) > 1:
         parts: list[Any] = []
@@ -164,7 +173,8 @@ def _one_of_each(array: Any) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _holders(sharding: Any, shape: tuple[int, ...], count: int) -> dict[Box, list[int] | str]:
-    """Which of so many processes have each box of an array. A sharding that is not over all of them does not know of those that have the same on devices of their own: they find out by
+    """Which of so many processes have each box of an array. A sharding that is not over all of them
+    does not know of those that have the same on devices of their own: they find out by
     themselves."""
     found: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
@@ -192,12 +202,14 @@ def _box(index: Any, shape: tuple[int, ...]) -> Box:
     return tuple(start for start, _, _ in ranges), tuple(max(0, stop - start) for start, stop, _ in ranges)
 
 
-# ---- registered pytree nodes ------------------------------------------------------------------------------------------
+# ---- registered pytree nodes
+# ------------------------------------------------------------------------------------------
 
 
 def _open(obj: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]] | None:
-    """Keys and children of a pytree node of somebody else's, without those that are functions, and what puts it together around other children;
-    ``None`` where it is none. Named tuples are taken apart by their fields, as everywhere."""
+    """Keys and children of a pytree node of somebody else's, without those that are functions, and
+    what puts it together around other children; ``None`` where it is none. Named tuples are taken
+    apart by their fields, as everywhere."""
     if isinstance(obj, (dict, list, tuple, type)) or obj is None:
         return None
     try:
@@ -223,7 +235,8 @@ def _is_function(obj: Any) -> bool:
 
 
 def _key(entry: Any) -> Any:
-    """What a pytree key is called: the name of a field, the key of a dict, the place in a sequence."""
+    """What a pytree key is called: the name of a field, the key of a dict, the place in a
+    sequence."""
     for name in ("name", "key", "idx"):
         found = getattr(entry, name, None)
         if isinstance(found, (str, int)):
@@ -262,7 +275,8 @@ def branch(obj: Any) -> Opened | None:
 
 
 def _why_unfillable(obj: Any) -> str | None:
-    """Why an object cannot be filled, where somebody would go on with it: those of Flax NNX change in place, by functions of Flax alone."""
+    """Why an object cannot be filled, where somebody would go on with it: those of Flax NNX change
+    in place, by functions of Flax alone."""
     nnx = sys.modules.get("flax.nnx")
     classes = tuple(filter(None, (getattr(nnx, name, None) for name in ("Module", "Pytree", "Optimizer"))))
     if not isinstance(obj, classes):
@@ -306,7 +320,8 @@ def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
     return Opened([(("k", "impl"), impl), (("k", "data"), data)], close, first=(("k", "impl"), check))
 
 
-# ---- restoring --------------------------------------------------------------------------------------------------------
+# ---- restoring
+# --------------------------------------------------------------------------------------------------------
 
 
 def target(obj: Any) -> Target | None:
@@ -350,7 +365,8 @@ def like(values: list[Any], targets: list[Any]) -> list[Any]:
 
 
 def placed(one: Target, sharding: Any) -> Target:
-    """Wants the array there: on a device, or over the devices of a sharding. ``None``: on the default device."""
+    """Wants the array there: on a device, or over the devices of a sharding. ``None``: on the
+    default device."""
     one.placement, one.boxes = sharding, None
     shape = one.spec.shape
     check_fits(sharding, shape)
@@ -425,11 +441,14 @@ def _is_elsewhere(place: Any) -> bool:
 
 
 def arrays(values: list[Any], placement: Any = None) -> list[Any]:
-    """Arrays as JAX has them, in one transfer: on the default device, or at ``placement`` (one for all, or a list). On the CPU they take the memory over, which is theirs alone. What JAX
-    has no dtype for (dates) stays as it is; 64 bits become 32, where JAX has no more and the values fit."""
+    """Arrays as JAX has them, in one transfer: on the default device, or at ``placement`` (one for
+    all, or a list). On the CPU they take the memory over, which is theirs alone. What JAX has no
+    dtype for (dates) stays as it is; 64 bits become 32, where JAX has no more and the values
+    fit."""
     at = placement if isinstance(placement, list) else [placement] * len(values)
     results = list(values)
-    # Dtype → that of JAX; None where it has none. Asked once for each dtype, since there may be many thousand arrays.
+    # Dtype → that of JAX; None where it has none. Asked once for each dtype, since there may be
+    # many thousand arrays.
     becomes: dict[np.dtype[Any], Any] = {
         dtype: None if dtype.kind in "mMO" else jax.dtypes.canonicalize_dtype(dtype)
         for dtype in {value.dtype for value in values}
@@ -441,7 +460,9 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
             _check_narrowed(number, values[number], dtype)
     fits = _put_quickly(values, at, results, fits, becomes)
     for number in [number for number in fits if _is_elsewhere(at[number])]:
-        # Each process takes its part of what it has. `device_put` would be a call of all of them, which compares their values: one that has failed before is waited for, and no NaN is equal.
+        # Each process takes its part of what it has. `device_put` would be a call of all of them,
+        # which compares their values: one that has failed before is waited for, and no NaN is
+        # equal.
         value = values[number].astype(becomes[values[number].dtype], copy=False)
         results[number] = jax.make_array_from_callback(
             value.shape, at[number], value.__getitem__, dtype=value.dtype
@@ -462,7 +483,8 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
 
 
 def _check_narrowed(number: int, value: np.ndarray[Any, Any], dtype: Any) -> None:
-    """Raises where JAX, with 64 bits switched off, would make other numbers of these. No copy is made of an array that fits."""
+    """Raises where JAX, with 64 bits switched off, would make other numbers of these. No copy is
+    made of an array that fits."""
     if value.dtype.itemsize < 8 or value.size == 0 or value.dtype.kind not in "iufc":
         return
     for part in (value.real, value.imag) if value.dtype.kind == "c" else (value,):
@@ -488,8 +510,9 @@ def _check_narrowed(number: int, value: np.ndarray[Any, Any], dtype: Any) -> Non
 def _put_quickly(
     values: list[Any], at: list[Any], results: list[Any], numbers: list[int], becomes: dict[Any, Any]
 ) -> list[int]:
-    """Does what ``jax.device_put`` does, by the call that it ends in, for arrays that go to one device as they are: that takes 5 µs for each, and ``device_put`` 35.
-    Gives the numbers of those that are left: all of them where this version of JAX has no such call."""
+    """Does what ``jax.device_put`` does, by the call that it ends in, for arrays that go to one
+    device as they are: that takes 5 µs for each, and ``device_put`` 35. Gives the numbers of those
+    that are left: all of them where this version of JAX has no such call."""
     try:
         from jax._src.lib import xla_client  # type: ignore[attr-defined]
 
@@ -546,8 +569,8 @@ class _Tree:
 
 
 def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
-    """What ``shardings=`` says of a leaf path: one sharding or device for all, a function of path and spec, or a tree of shardings, in which one stands
-    for all that is below it."""
+    """What ``shardings=`` says of a leaf path: one sharding or device for all, a function of path
+    and spec, or a tree of shardings, in which one stands for all that is below it."""
     if shardings is None:
         return lambda path, spec: None
     if isinstance(shardings, (jax.sharding.Sharding, jax.Device)):
@@ -576,7 +599,8 @@ def revive(name: str, parts: Any) -> Any:
 
 
 def remake(name: str, children: dict[Any, Any]) -> Any:
-    """A typed PRNG key; other nodes come back as dicts, since a file names no class that would be imported."""
+    """A typed PRNG key; other nodes come back as dicts, since a file names no class that would be
+    imported."""
     if name == KEY and set(children) == {"impl", "data"}:
         data = children["data"]
         if not isinstance(data, jax.Array):

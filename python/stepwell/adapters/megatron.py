@@ -1,10 +1,14 @@
-"""What this package knows of Megatron's sharded state dicts (``megatron.core.dist_checkpointing.mapping``). Imported only where that is.
+"""What this package knows of Megatron's sharded state dicts
+(``megatron.core.dist_checkpointing.mapping``). Imported only where that is.
 
-There, the place of a leaf in its dict is this rank's own (every stage counts its layers from zero), and the *key* of a leaf names it for all ranks: the layers of a model may be one tensor, of which
-each ``ShardedTensor`` is a piece. So a state is *arranged* before it is taken apart: each leaf goes from where it stands to its key, below the entry of the state that it is in, and what a
-restore brings goes back to where the leaves stand.
+There, the place of a leaf in its dict is this rank's own (every stage counts its layers from zero),
+and the *key* of a leaf names it for all ranks: the layers of a model may be one tensor, of which
+each ``ShardedTensor`` is a piece. So a state is *arranged* before it is taken apart: each leaf goes
+from where it stands to its key, below the entry of the state that it is in, and what a restore
+brings goes back to where the leaves stand.
 
-Of a tensor that several ranks hold alike, each knows which replica it is, and nobody how many there are: the main replica writes it, as Megatron does.
+Of a tensor that several ranks hold alike, each knows which replica it is, and nobody how many there
+are: the main replica writes it, as Megatron does.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ _LEAVES = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersisten
 #: What is none, of which there may be many: nobody asks each of these.
 _OTHERS = frozenset({int, float, bool, str, bytes, type(None), np.ndarray, torch.Tensor, torch.nn.Parameter})
 
-#: What Megatron calls the parts of a model that one rank of an interleaved pipeline has: which of them a tensor is in says nothing about it.
+#: What Megatron calls the parts of a model that one rank of an interleaved pipeline has: which of
+#: them a tensor is in says nothing about it.
 _PART_OF_MODEL = re.compile(r"model\d+")
 
 #: Nothing is left there.
@@ -71,7 +76,8 @@ class _Arranging:
         self.found = False
         #: What is at which key, by the entry of the state.
         self._homes: dict[_Path, dict[str, Any]] = {}
-        #: Where a leaf went: the entry, the key, and what it is among those there. By the leaf's identity, as the next two.
+        #: Where a leaf went: the entry, the key, and what it is among those there. By the leaf's
+        #: identity, as the next two.
         self._places: dict[int, tuple[_Path, str, Any]] = {}
         #: What factories have built (kept: nobody else does).
         self._built: dict[int, Any] = {}
@@ -80,10 +86,12 @@ class _Arranging:
         self._open: set[int] = set()
         self._rest = self._without_leaves(state, (), ())
 
-    # ---- to the keys ------------------------------------------------------------------------------------------------------
+    # ---- to the keys
+    # ------------------------------------------------------------------------------------------------------
 
     def _without_leaves(self, value: Any, path: _Path, home: _Path) -> Any:
-        """What remains of a container when its leaves have gone to their keys below ``home``: itself, where it holds none."""
+        """What remains of a container when its leaves have gone to their keys below ``home``:
+        itself, where it holds none."""
         if type(value) in _OTHERS:
             return value
         if isinstance(value, _LEAVES):
@@ -175,10 +183,12 @@ class _Arranging:
                 there[key] = leaf
         return state
 
-    # ---- and back ---------------------------------------------------------------------------------------------------------
+    # ---- and back
+    # ---------------------------------------------------------------------------------------------------------
 
     def put_back(self, restored: dict[Any, Any], fill: bool) -> Any:
-        """The caller's structure with what was restored. Filled: its leaves, whose data is the new one; else what they stand for, as Megatron's ``load`` gives it."""
+        """The caller's structure with what was restored. Filled: its leaves, whose data is the new
+        one; else what they stand for, as Megatron's ``load`` gives it."""
         return self._back(self._state, restored, restored, fill)
 
     def _back(self, value: Any, here: Any, restored: dict[Any, Any], fill: bool) -> Any:
@@ -244,7 +254,8 @@ def _entry(component: Component) -> Component:
 
 
 def _run(leaf: Any) -> slice | None:
-    """Of the flattened part: what a leaf has of it, where that is not all of it. Few versions still have this."""
+    """Of the flattened part: what a leaf has of it, where that is not all of it. Few versions still
+    have this."""
     run: slice | None = getattr(leaf, "flattened_range", None)
     return run
 
@@ -310,7 +321,8 @@ def _at(path: str) -> Iterator[None]:
         raise _refused(path, str(error)) from error
 
 
-# ---- the protocol of adapters ---------------------------------------------------------------------------------------------
+# ---- the protocol of adapters
+# ---------------------------------------------------------------------------------------------
 
 
 def describe(obj: Any) -> Any:

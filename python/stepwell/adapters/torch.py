@@ -1,8 +1,10 @@
-"""What this package knows of torch: tensors in and out, modules filled in place. Imported only where torch is.
+"""What this package knows of torch: tensors in and out, modules filled in place. Imported only
+where torch is.
 
-A tensor in host memory or on a CUDA device is taken hold of by DLPack, without a copy and without a hand-over of streams (that is done once for each device, by the engine); one on another device
-is copied to the host before a save returns. Ties (the same non-empty storage, offset, shape
-and strides) are found by the engine. The public classes are in :mod:`stepwell.torch`.
+A tensor in host memory or on a CUDA device is taken hold of by DLPack, without a copy and without a
+hand-over of streams (that is done once for each device, by the engine); one on another device is
+copied to the host before a save returns. Ties (the same non-empty storage, offset, shape and
+strides) are found by the engine. The public classes are in :mod:`stepwell.torch`.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from ..errors import UnsupportedLeaf
 from ..specs import ArraySpec, to_dtype
 from . import OnDevice, Opened, Target
 
-#: What makes any tensor one that follows torch's protocol ``CheckpointableTensor``: a part of a tensor, or several.
+#: What makes any tensor one that follows torch's protocol ``CheckpointableTensor``: a part of a
+#: tensor, or several.
 _BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 def _capsule(tensor: torch.Tensor) -> Any:
-    """The memory of a tensor, where that holds its values: a view that conjugates or negates, or stands for zeros, has others there; of one that says so, the values are parts of another. And the
-    storage, which a capsule does not hold: the tensor lets go of it where it is given another (`tensor.data = …`, `module.to()`)."""
+    """The memory of a tensor, where that holds its values: a view that conjugates or negates, or
+    stands for zeros, has others there; of one that says so, the values are parts of another. And
+    the storage, which a capsule does not hold: the tensor lets go of it where it is given another
+    (`tensor.data = …`, `module.to()`)."""
     if _is_lazy_view(tensor):
         raise BufferError("a lazy view")
     if hasattr(tensor, _BOXES[1]):
@@ -61,8 +66,9 @@ def streams(devices: Iterable[int]) -> dict[int, int]:
 
 
 def addresses(optimizer: torch.optim.Optimizer, host: bool) -> list[tuple[int, int]]:
-    """Where the tensors are that an optimizer changes, in its steps alone, and their bytes: parameters and state; those on devices, and those in ``host`` memory too. Only
-    those that are in one piece: between the elements of others may be what somebody else changes."""
+    """Where the tensors are that an optimizer changes, in its steps alone, and their bytes:
+    parameters and state; those on devices, and those in ``host`` memory too. Only those that are in
+    one piece: between the elements of others may be what somebody else changes."""
     tensors = [one for group in optimizer.param_groups for one in group["params"]]
     for slots in optimizer.state.values():
         tensors += [one for one in slots.values() if isinstance(one, torch.Tensor)]
@@ -81,7 +87,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def describe(obj: Any) -> Any:
-    """Tensors that the engine cannot take as they are; ``torch.Size`` and ``torch.dtype``, by name; ``None`` for the rest."""
+    """Tensors that the engine cannot take as they are; ``torch.Size`` and ``torch.dtype``, by name;
+    ``None`` for the rest."""
     if isinstance(obj, torch.Tensor):
         return _tensor(obj)
     if isinstance(obj, torch.Size):
@@ -141,7 +148,8 @@ def _why_no_parts(tensor: Any) -> str | None:
 
 
 def _parts(tensor: Any) -> layouts.Parts | None:
-    """What this process has of a tensor that is distributed over several: a ``DTensor``, or one that follows the protocol of ``CheckpointableTensor``."""
+    """What this process has of a tensor that is distributed over several: a ``DTensor``, or one
+    that follows the protocol of ``CheckpointableTensor``."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is not None and hasattr(tensor, "to_local") and mesh.size() > 1:
         shape, placements = tuple(tensor.shape), tuple(tensor.placements)
@@ -245,8 +253,10 @@ def _is_over_all(mesh: Any) -> bool:
 def _pieces(
     mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], over_all: bool, in_order: bool
 ) -> list[layouts.Piece]:
-    """The boxes that the placements give to this process, and which ranks have the same. A mesh that is not ``over_all`` ranks does not know of those that have the same on another
-    such mesh (a norm under FSDP that tensor parallelism leaves alone, a TP weight under DDP): the ranks find out by themselves."""
+    """The boxes that the placements give to this process, and which ranks have the same. A mesh
+    that is not ``over_all`` ranks does not know of those that have the same on another such mesh (a
+    norm under FSDP that tensor parallelism leaves alone, a TP weight under DDP): the ranks find out
+    by themselves."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
@@ -271,9 +281,11 @@ def _pieces(
 
 
 def _in_order(cuts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The cuts of a dimension in the order in which they are made, as torch reads it out of strided shards: one of a split factor comes after those to its right whose ways make that
-    factor (FSDP2 cuts what tensor parallelism has left). Where all divides evenly, the strided cut is the same; where not, this is what FSDP2 does, and the strided cut what
-    `distribute_tensor` does. What cannot be read so stays as it is."""
+    """The cuts of a dimension in the order in which they are made, as torch reads it out of strided
+    shards: one of a split factor comes after those to its right whose ways make that factor (FSDP2
+    cuts what tensor parallelism has left). Where all divides evenly, the strided cut is the same;
+    where not, this is what FSDP2 does, and the strided cut what `distribute_tensor` does. What
+    cannot be read so stays as it is."""
     order: list[tuple[int, int, int]] = []
     for ways, at, factor in reversed(cuts):
         before, product = 0, 1
@@ -387,7 +399,8 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
 
 
 def target(obj: Any) -> Target | None:
-    """Tensors: filled where they are, or made anew on their device. Meta tensors and the class itself describe some."""
+    """Tensors: filled where they are, or made anew on their device. Meta tensors and the class
+    itself describe some."""
     if obj is torch.Tensor:
         return Target(ArraySpec(), _finish)
     if not isinstance(obj, torch.Tensor):
@@ -451,7 +464,8 @@ def owns(obj: Any) -> bool:
 
 
 def branch(obj: Any) -> Opened | None:
-    """A module whose tensors can be filled where they are: one whose ``load_state_dict`` would do nothing but copy. A :class:`stepwell.torch.TrainState`."""
+    """A module whose tensors can be filled where they are: one whose ``load_state_dict`` would do
+    nothing but copy. A :class:`stepwell.torch.TrainState`."""
     open_state = getattr(type(obj), "_stepwell_open", None)
     if open_state is not None:
         opened: Opened = open_state(obj)
@@ -470,7 +484,8 @@ def branch(obj: Any) -> Opened | None:
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The state of a module. A parameter that says which part of a tensor it is (``CheckpointableTensor``) is there itself: detached, it would not say it."""
+    """The state of a module. A parameter that says which part of a tensor it is
+    (``CheckpointableTensor``) is there itself: detached, it would not say it."""
     if not any(hasattr(one, _BOXES[0]) for one in module.parameters()):
         return module.state_dict()
     state = module.state_dict(keep_vars=True)
@@ -481,7 +496,8 @@ def tensors_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Has FSDP2 put away what it has gathered for a forward pass that no backward pass followed: the parameters are those of the optimizer then."""
+    """Has FSDP2 put away what it has gathered for a forward pass that no backward pass followed:
+    the parameters are those of the optimizer then."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = getattr(fsdp, "FSDPModule", ())
     for one in module.modules():
@@ -490,7 +506,8 @@ def reshard(module: torch.nn.Module) -> None:
 
 
 def unfillable(tensors: Mapping[str, Any]) -> str | None:
-    """Why these tensors of a module cannot be filled. Another tensor in their place would be none of the module's, and the optimizer would not know it."""
+    """Why these tensors of a module cannot be filled. Another tensor in their place would be none
+    of the module's, and the optimizer would not know it."""
     meta = [name for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]
     if not meta:
         return None
@@ -501,13 +518,15 @@ def unfillable(tensors: Mapping[str, Any]) -> str | None:
 
 
 def _only_shards(hook: Any) -> bool:
-    """True if a hook of a module is one of FSDP2's, which see to it that parameters are sharded, and follow one that was replaced: both are so where they are filled in place."""
+    """True if a hook of a module is one of FSDP2's, which see to it that parameters are sharded,
+    and follow one that was replaced: both are so where they are filled in place."""
     own = getattr(hook, "hook", hook)
     return str(getattr(own, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
 
 
 def only_copies(module: torch.nn.Module) -> bool:
-    """True if loading a state into a module copies its tensors and does nothing else: no hooks, no state that is no tensor, no loader of somebody's own."""
+    """True if loading a state into a module copies its tensors and does nothing else: no hooks, no
+    state that is no tensor, no loader of somebody's own."""
     for one in module.modules():
         cls = type(one)
         hooks = (

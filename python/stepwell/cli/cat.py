@@ -1,4 +1,5 @@
-"""``stepwell cat``: the value of a leaf, or a slice of it: in short, in full, as JSON, or into a ``.npy`` file."""
+"""``stepwell cat``: the value of a leaf, or a slice of it: in short, in full, as JSON, or into a
+``.npy`` file."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ _PLACE = re.compile(r"(-?[0-9]+)?(?P<slice>:(-?[0-9]+)?(:(-?[0-9]+)?)?)?")
 def cat(out: Output, path: Target, leaf: str, everything: bool, output: str | None) -> int:
     """The value of LEAF in the checkpoint PATH (or ROOT@STEP).
 
-    LEAF is a path as `show` draws it, and may end in a slice, as numpy has them: 'params/blocks[3]/w[0:2, :, -1]'. Only the blocks that it needs are read.
+    LEAF is a path as `show` draws it, and may end in a slice, as numpy has them:
+    'params/blocks[3]/w[0:2, :, -1]'. Only the blocks that it needs are read.
     """
     with path.open() as checkpoint:
         structure = checkpoint._tree()
@@ -74,7 +76,8 @@ def cat(out: Output, path: Target, leaf: str, everything: bool, output: str | No
 
 
 def _find(paths: list[str], given: str) -> tuple[int, tuple[Any, ...] | None]:
-    """The node that is meant, and the index. What is a path as it stands is one: ``blocks[0]`` is a block, where there are blocks."""
+    """The node that is meant, and the index. What is a path as it stands is one: ``blocks[0]`` is a
+    block, where there are blocks."""
     nodes = {path: node for node, path in enumerate(paths)}
     match = _SLICED.fullmatch(given)
     if given not in nodes and not (match and match["leaf"] in nodes):
@@ -162,8 +165,8 @@ def _load(value: Array, box: list[tuple[int, int]]) -> np.ndarray[Any, Any]:
 
 
 def _edges(value: Array, box: list[tuple[int, int]], rest: tuple[Any, ...]) -> np.ndarray[Any, Any]:
-    """An array that prints, in short, as what the slice gives would: both ends of each dimension, and one more element between them where something is left out.
-    Nothing else is read."""
+    """An array that prints, in short, as what the slice gives would: both ends of each dimension,
+    and one more element between them where something is left out. Nothing else is read."""
     choices: list[list[tuple[int, int]]] = []
     shape: list[int] = []
     for (start, n), part in zip(box, rest, strict=True):
@@ -240,7 +243,8 @@ def _stream(
 
 
 def _plain(array: np.ndarray[Any, Any]) -> Any:
-    """Nested lists for JSON: NaN and infinities as strings, complex numbers as pairs, dates as ISO texts."""
+    """Nested lists for JSON: NaN and infinities as strings, complex numbers as pairs, dates as ISO
+    texts."""
     kind = array.dtype.kind
     if kind in "mM":
         return array.astype(str).tolist()

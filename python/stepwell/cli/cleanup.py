@@ -17,10 +17,12 @@ from .writing import writer
 @click.argument("root")
 @click.option("--dry-run", is_flag=True, help="Say what would be deleted, and delete nothing.")
 def gc(out: Output, root: str, dry_run: bool) -> int:
-    """Delete what nobody needs any more in ROOT: saves that were killed (.tmp-…) and retired steps (.trash-…).
+    """Delete what nobody needs any more in ROOT: saves that were killed (.tmp-…) and retired steps
+    (.trash-…).
 
-    No step is touched; neither is what was kept on purpose: branches of rewinds, directories that were set aside. A manager that opens the root as its writer does the
-    same; this is for a root that nobody is going to open.
+    No step is touched; neither is what was kept on purpose: branches of rewinds, directories that
+    were set aside. A manager that opens the root as its writer does the same; this is for a root
+    that nobody is going to open.
     """
     path = root_at(root)
     before = scan(path)

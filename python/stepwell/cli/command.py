@@ -1,4 +1,5 @@
-"""What all commands have in common: ``--json``, ``--traceback``, and errors as one sentence and an exit code."""
+"""What all commands have in common: ``--json``, ``--traceback``, and errors as one sentence and an
+exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from .output import FINE, INTERRUPTED, MISUSE, PROBLEMS, Output, safe
 
 
 def command(name: str) -> Callable[[Callable[..., int]], click.Command]:
-    """Makes a command of a function that takes an :class:`Output` and the options, and gives the exit code."""
+    """Makes a command of a function that takes an :class:`Output` and the options, and gives the
+    exit code."""
 
     def made(function: Callable[..., int]) -> click.Command:
         @functools.wraps(function)
@@ -62,7 +64,8 @@ def _tell(out: Output, error: Exception) -> int:
 
 
 def _leave_quietly() -> NoReturn:
-    """Whoever read the output has had enough (``| head``): there is nobody to tell, also not at exit."""
+    """Whoever read the output has had enough (``| head``): there is nobody to tell, also not at
+    exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(FINE)
 

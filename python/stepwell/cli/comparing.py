@@ -1,4 +1,5 @@
-"""What two checkpoints do not have in common: structure, kinds, dtypes, shapes, values. Values are read from both sides piece by piece, so that memory stays bounded."""
+"""What two checkpoints do not have in common: structure, kinds, dtypes, shapes, values. Values are
+read from both sides piece by piece, so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Change:
     """A leaf or container that both have, and that is not the same."""
 
     path: str
-    #: What it is, on both sides, where that differs: a container's kind, ``array`` or ``object``; of two objects their types.
+    #: What it is, on both sides, where that differs: a container's kind, ``array`` or ``object``;
+    #: of two objects their types.
     kind: tuple[str, str] | None = None
     dtype: tuple[str, str] | None = None
     shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -110,7 +112,8 @@ def _leaf(tree: Tree, node: int) -> int:
 
 
 def _only(tree: Tree, others: dict[str, int]) -> tuple[list[str], list[tuple[str, int]]]:
-    """Leaves of a tree that the other has not, and the topmost places that hold them, with how many each."""
+    """Leaves of a tree that the other has not, and the topmost places that hold them, with how many
+    each."""
     leaves: list[str] = []
     tops: list[tuple[str, int]] = []
     for node, path in enumerate(tree.structure.paths):
@@ -152,7 +155,8 @@ def _objects(a: Tree, b: Tree, pairs: list[tuple[int, int]]) -> Iterator[tuple[s
 
 
 def alike(one: Any, other: Any) -> bool:
-    """True if two objects are the same: of one type, NaN like NaN, containers element by element in their order."""
+    """True if two objects are the same: of one type, NaN like NaN, containers element by element in
+    their order."""
     if type(one) is not type(other):
         return False
     if isinstance(one, np.generic):
@@ -171,7 +175,8 @@ def alike(one: Any, other: Any) -> bool:
 def _arrays(
     a: Tree, b: Tree, pairs: list[tuple[int, int]], found: Difference, tell: Tell
 ) -> Iterator[tuple[str, Values]]:
-    """Reads both sides, many small leaves or a piece of a large one at a time, and gives those that differ."""
+    """Reads both sides, many small leaves or a piece of a large one at a time, and gives those that
+    differ."""
     whole = sum(a.leaves[leaf].nbytes for leaf, _ in pairs)
     counts: dict[int, Values] = {}
     for batch in _batches(a, b, pairs):
@@ -208,7 +213,8 @@ def _batches(a: Tree, b: Tree, pairs: list[tuple[int, int]]) -> Iterator[list[tu
 
 
 def difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[int, float]:
-    """How many elements differ, and by how much at most. Arrays of one dtype are compared bit for bit: ``-0.0`` is not ``0.0``, though they differ by 0."""
+    """How many elements differ, and by how much at most. Arrays of one dtype are compared bit for
+    bit: ``-0.0`` is not ``0.0``, though they differ by 0."""
     a, b = one.reshape(-1), other.reshape(-1)
     if a.dtype == b.dtype:
         unlike = _bits(a) != _bits(b)
@@ -250,7 +256,8 @@ def _wide(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _most(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    """The largest absolute difference of elements; NaN where one of the two is NaN and the other is not."""
+    """The largest absolute difference of elements; NaN where one of the two is NaN and the other is
+    not."""
     a, b = _wide(one), _wide(other)
     if a.dtype.kind in "iu" and b.dtype == a.dtype:
         # Modulo 2^64 the difference of the larger and the smaller is exact.

@@ -26,7 +26,8 @@ _VALUE = 40
 def diff(out: Output, a: Target, b: Target, values: bool) -> int:
     """What the checkpoints A and B do not have in common: structure, kinds, dtypes, shapes, values.
 
-    Arrays of one dtype are compared bit for bit, arrays of two by their numbers. Memory stays bounded. Exits with 1 where they differ.
+    Arrays of one dtype are compared bit for bit, arrays of two by their numbers. Memory stays
+    bounded. Exits with 1 where they differ.
     """
     with a.open() as one, b.open() as other, progress("comparing") as tell:
         tree_a, tree_b = Tree(one), Tree(other)

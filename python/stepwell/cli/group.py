@@ -1,4 +1,5 @@
-"""The list of commands. Each names the module that it lives in, which is imported when it is called or asked for its help."""
+"""The list of commands. Each names the module that it lives in, which is imported when it is called
+or asked for its help."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def stepwell() -> None:
 def main() -> None:
     """Runs the command line of this process."""
     for stream in (sys.stdout, sys.stderr):
-        # A name that the terminal's encoding does not have is shown escaped; it is no reason to fail.
+        # A name that the terminal's encoding does not have is shown escaped; it is no reason to
+        # fail.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     stepwell(prog_name="stepwell")

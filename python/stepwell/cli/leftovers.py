@@ -1,5 +1,6 @@
-"""What lies in a root beside its steps: saves in flight, what killed ones left, retired steps, what was set aside. Nothing here changes anything; locks are asked
-about and never taken, for a lock that is held for a moment would refuse a writer that comes just then."""
+"""What lies in a root beside its steps: saves in flight, what killed ones left, retired steps, what
+was set aside. Nothing here changes anything; locks are asked about and never taken, for a lock that
+is held for a moment would refuse a writer that comes just then."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import final
 
-#: Names as ``manager/src/directory_layout.rs`` makes them; what only looks like one is somebody else's.
+#: Names as ``manager/src/directory_layout.rs`` makes them; what only looks like one is somebody
+#: else's.
 _TEMPORARY = re.compile(r"\.tmp-(?P<label>.+)-[0-9a-f]{32}-[0-9]+", re.DOTALL)
 _TRASH = re.compile(r"\.trash-(?P<label>.*)-[0-9a-f]{32}", re.DOTALL)
 _ASIDE = re.compile(r"\.quarantine-(?P<label>.*)-[0-9a-f]{32}", re.DOTALL)
@@ -32,7 +34,8 @@ class Leftover:
     label: str
     #: Bytes of its files.
     nbytes: int
-    #: True if somebody uses it at this moment: writes a temporary, reads a retired step. ``None``: nobody can tell.
+    #: True if somebody uses it at this moment: writes a temporary, reads a retired step. ``None``:
+    #: nobody can tell.
     live: bool | None
 
 
@@ -70,7 +73,8 @@ def scan(root: str, sizes: bool = True) -> Leftovers:
         path = os.path.join(root, name)
         if match := _TEMPORARY.fullmatch(name):
             label = match["label"]
-            # A step's is its root's writer's; any other is a save to a path, which says by its lease that it lives.
+            # A step's is its root's writer's; any other is a save to a path, which says by its
+            # lease that it lives.
             lock = found.writer if _STEP_LABEL.fullmatch(label) else is_locked(os.path.join(path, ".lease"))
             found.temporaries.append(Leftover(name, label, measure(path), lock))
         elif match := _TRASH.fullmatch(name):
@@ -85,7 +89,8 @@ def scan(root: str, sizes: bool = True) -> Leftovers:
 
 
 def is_locked(path: str) -> bool | None:
-    """True if anybody holds a lock on a file, asked without taking one; a file that is not there is not locked. ``None``: the file system does not say."""
+    """True if anybody holds a lock on a file, asked without taking one; a file that is not there is
+    not locked. ``None``: the file system does not say."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):

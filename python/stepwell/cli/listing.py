@@ -33,9 +33,11 @@ _SHOWN = 4
 @click.argument("root")
 @click.option("-n", "--last", type=click.IntRange(min=1), metavar="N", help="The newest N steps only.")
 def ls(out: Output, root: str, last: int | None) -> int:
-    """The steps of ROOT: number, time, size, items, metrics; what is damaged, in flight, or set aside.
+    """The steps of ROOT: number, time, size, items, metrics; what is damaged, in flight, or set
+    aside.
 
-    Exits with 1 where a step is damaged, something has a step's name and is none, or there is no step.
+    Exits with 1 where a step is damaged, something has a step's name and is none, or there is no
+    step.
     """
     path = root_at(root)
     rows = report_of(path)

@@ -1,6 +1,8 @@
-"""What commands print: lines for people, or one JSON document on standard output; notes on standard error; the exit codes.
+"""What commands print: lines for people, or one JSON document on standard output; notes on standard
+error; the exit codes.
 
-Whatever comes out of a file (a key, a metric's name, a reason) goes through :func:`safe` before it reaches a terminal: a key may hold escape sequences.
+Whatever comes out of a file (a key, a metric's name, a reason) goes through :func:`safe` before it
+reaches a terminal: a key may hold escape sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ MISUSE = 2
 #: An interrupt, as shells count it.
 INTERRUPTED = 130
 
-#: Version of the JSON documents: it changes when a key goes or changes its meaning, not when one comes.
+#: Version of the JSON documents: it changes when a key goes or changes its meaning, not when one
+#: comes.
 DOCUMENT_VERSION = 1
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -146,7 +149,8 @@ def width(text: str) -> int:
 
 
 def columns(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Rows as aligned lines. ``align`` has ``l`` or ``r`` per column; the last column, to the left, is not padded."""
+    """Rows as aligned lines. ``align`` has ``l`` or ``r`` per column; the last column, to the left,
+    is not padded."""
     aligned = []
     for i, side in enumerate(align):
         cells = [row[i] for row in rows]

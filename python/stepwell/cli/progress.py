@@ -1,4 +1,5 @@
-"""Progress of long work, with its rate and the time that is left: on standard error, and only where that is a terminal."""
+"""Progress of long work, with its rate and the time that is left: on standard error, and only where
+that is a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ Tell = Callable[[int, int], None]
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[Tell]:
-    """A bar for the length of the block, gone after it. What it gives is called with the bytes that are done, and all of them."""
+    """A bar for the length of the block, gone after it. What it gives is called with the bytes that
+    are done, and all of them."""
     if not is_terminal(sys.stderr):
         yield lambda done, whole: None
         return

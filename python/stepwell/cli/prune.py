@@ -21,9 +21,11 @@ from .writing import writer
 @retention_options
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 def prune(out: Output, root: str, dry_run: bool, **options: Any) -> int:
-    """Keep of ROOT what the options say, and delete the rest. What any of them keeps, stays; the newest step always does.
+    """Keep of ROOT what the options say, and delete the rest. What any of them keeps, stays; the
+    newest step always does.
 
-    Damaged steps are neither counted nor deleted. Refused while a training run holds the root; --dry-run works meanwhile.
+    Damaged steps are neither counted nor deleted. Refused while a training run holds the root;
+    --dry-run works meanwhile.
     """
     retention = retention_of(options)
     if retention is None:

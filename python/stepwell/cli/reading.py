@@ -1,4 +1,5 @@
-"""Reading arrays piece by piece, in bounded memory: what is larger than memory can be printed, written to a file and compared."""
+"""Reading arrays piece by piece, in bounded memory: what is larger than memory can be printed,
+written to a file and compared."""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ Part: TypeAlias = tuple[int, Box, np.dtype[Any]]
 
 
 def pieces(box: Sequence[tuple[int, int]], itemsize: int, limit: int = PIECE_BYTES) -> Iterator[Box]:
-    """A box cut into boxes of at most ``limit`` bytes (or one element), in row-major order: each is a run of the flattened whole."""
+    """A box cut into boxes of at most ``limit`` bytes (or one element), in row-major order: each is
+    a run of the flattened whole."""
     extents = [n for _, n in box]
     if not box or prod(extents) * itemsize <= limit:
         if prod(extents):
             yield tuple(box)
         return
-    # The outermost dimension along which one place is no more than the limit; those before it are taken place by place.
+    # The outermost dimension along which one place is no more than the limit; those before it are
+    # taken place by place.
     axis = next((i for i in range(len(box)) if prod(extents[i + 1 :]) * itemsize <= limit), len(box) - 1)
     step = max(1, limit // max(1, prod(extents[axis + 1 :]) * itemsize))
     for outer in np.ndindex(*extents[:axis]):

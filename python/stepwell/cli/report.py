@@ -1,4 +1,5 @@
-"""``stepwell report``: one HTML file about a root or a checkpoint, which needs no server, no network and nothing beside it."""
+"""``stepwell report``: one HTML file about a root or a checkpoint, which needs no server, no
+network and nothing beside it."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ from .tree import Tree
 def report(out: Output, path: Target, output: str, **options: Any) -> int:
     """Write a report about PATH (a checkpoint, a root, or ROOT@STEP) into one HTML file.
 
-    Where the bytes are by leaf path, every leaf, where each chunk lies; of a root also its steps over time, and what retention would do with the options that say
-    what stays. Of a root the newest step is shown, or that of ROOT@STEP.
+    Where the bytes are by leaf path, every leaf, where each chunk lies; of a root also its steps
+    over time, and what retention would do with the options that say what stays. Of a root the
+    newest step is shown, or that of ROOT@STEP.
     """
     retention = retention_of(options)
     root = path.path if is_root(path.path) else None

@@ -1,5 +1,5 @@
-"""What the HTML report knows, as one JSON value: columns where there may be many rows. Names are made fit to be shown here; that they are text and no markup, the page
-sees to by itself."""
+"""What the HTML report knows, as one JSON value: columns where there may be many rows. Names are
+made fit to be shown here; that they are text and no markup, the page sees to by itself."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def of_checkpoint(tree: Tree) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """A value with every text in it fit to be shown: line breaks stay, other control characters are escaped."""
+    """A value with every text in it fit to be shown: line breaks stay, other control characters are
+    escaped."""
     if isinstance(value, str):
         return value if value.isprintable() else "\n".join(safe(line) for line in value.split("\n"))
     if isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""Options that say which steps stay: the same for ``prune``, ``plan`` and ``report``. What any of them keeps, stays."""
+"""Options that say which steps stay: the same for ``prune``, ``plan`` and ``report``. What any of
+them keeps, stays."""
 
 from __future__ import annotations
 

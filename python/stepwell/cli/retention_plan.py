@@ -1,4 +1,5 @@
-"""What retention would do to a root, in words and as JSON: for ``prune``, ``plan`` and ``report``."""
+"""What retention would do to a root, in words and as JSON: for ``prune``, ``plan`` and
+``report``."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def manager_of(root: str, retention: Retention | None, read_only: bool) -> Check
 
 
 def planned(root: str, retention: Retention) -> list[dict[str, Any]]:
-    """The decision about every whole step, in their order; read-only. Damaged ones are neither counted nor deleted, and have none."""
+    """The decision about every whole step, in their order; read-only. Damaged ones are neither
+    counted nor deleted, and have none."""
     with manager_of(root, retention, read_only=True) as manager:
         return decisions(manager.plan_retention(), report_of(root))
 

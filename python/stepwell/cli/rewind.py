@@ -20,7 +20,8 @@ from .writing import writer
 )
 @click.option("--dry-run", is_flag=True, help="Say which steps would be set aside, and do nothing.")
 def rewind(out: Output, root: str, step: int, branch: str | None, dry_run: bool) -> int:
-    """Make STEP the newest step of ROOT: the steps after it are moved to a branch, where they are kept.
+    """Make STEP the newest step of ROOT: the steps after it are moved to a branch, where they are
+    kept.
 
     Refused while a training run holds the root, and to a step that is damaged or not there.
     """

@@ -61,7 +61,8 @@ def _head_lines(out: Output, tree: Tree, head: dict[str, Any]) -> Iterator[str]:
 
 
 def _drawn(out: Output, tree: Tree, depth: int | None) -> Iterator[str]:
-    """The tree, one line for each node. Its names are as wide as the widest, and what follows stands in columns."""
+    """The tree, one line for each node. Its names are as wide as the widest, and what follows
+    stands in columns."""
     structure = tree.structure
     values = tree.small_objects()
     rows: list[tuple[str, str, str, str]] = []

@@ -40,7 +40,8 @@ class Target:
 
 
 def target(given: str) -> Target:
-    """``PATH`` or ``ROOT@STEP``, as the type of an argument; a path that is there as it stands is meant as it stands."""
+    """``PATH`` or ``ROOT@STEP``, as the type of an argument; a path that is there as it stands is
+    meant as it stands."""
     root, at, step = given.rpartition("@")
     try:
         if not (at and root and step.isascii() and step.isdigit()) or os.path.lexists(given):
@@ -51,14 +52,16 @@ def target(given: str) -> Target:
 
 
 def is_root(path: str) -> bool:
-    """True if a directory is a root: it says so, or holds a step (a copy may have lost what says so)."""
+    """True if a directory is a root: it says so, or holds a step (a copy may have lost what says
+    so)."""
     if not locations.is_directory(path) or os.path.isfile(os.path.join(path, locations.MANIFEST)):
         return False
     return os.path.isdir(os.path.join(path, ".stepwell")) or bool(_core.list_steps(path))
 
 
 def root_at(path: str) -> str:
-    """The absolute path of a root that is there. Commands that write ask first: opening what is none would make it one."""
+    """The absolute path of a root that is there. Commands that write ask first: opening what is
+    none would make it one."""
     root = locations.absolute(path, "the root")
     locations.check_root(root)
     if not is_root(root):
@@ -81,7 +84,8 @@ def metrics_of(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def report_of(root: str) -> list[dict[str, Any]]:
-    """What is known of everything in a root that has a step's name; see ``StepReport`` of the engine."""
+    """What is known of everything in a root that has a step's name; see ``StepReport`` of the
+    engine."""
     manager = _core.Manager(root, reader_json())
     try:
         found: list[dict[str, Any]] = json.loads(manager.report())

@@ -1,4 +1,5 @@
-"""What a checkpoint holds, as rows: leaves with what they are and where their bytes lie, containers with their totals. ``show``, ``diff`` and ``report`` draw it."""
+"""What a checkpoint holds, as rows: leaves with what they are and where their bytes lie, containers
+with their totals. ``show``, ``diff`` and ``report`` draw it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Chunk:
     file: int | None
     offset: int
     nbytes: int
-    #: Of a box its offsets, of a run of the flattened array its first element, of an object nothing.
+    #: Of a box its offsets, of a run of the flattened array its first element, of an object
+    #: nothing.
     start: tuple[int, ...]
     #: Elements along the same.
     extent: tuple[int, ...]
@@ -118,7 +120,8 @@ class Tree:
                 self.bytes_below[parent] += self.bytes_below[at]
 
     def container(self, node: int) -> str:
-        """What a container is: ``dict``, ``namedtuple Point``, ``stateful Loader``; of a leaf nothing."""
+        """What a container is: ``dict``, ``namedtuple Point``, ``stateful Loader``; of a leaf
+        nothing."""
         kind = self.structure.nodes[node][2]
         if isinstance(kind, int):
             return ""
@@ -126,7 +129,8 @@ class Tree:
         return f"{kind[0]} {kind[1]}" if named else str(kind[0])
 
     def small_objects(self) -> dict[int, Any]:
-        """Values of the objects, by leaf, where all of them are small; nothing where they cannot be read: that is what ``verify`` tells."""
+        """Values of the objects, by leaf, where all of them are small; nothing where they cannot be
+        read: that is what ``verify`` tells."""
         numbers = [i for i, leaf in enumerate(self.leaves) if leaf.kind == "object"]
         if sum(self.leaves[i].stored_bytes for i in numbers) > _SMALL_OBJECTS:
             return {}
@@ -176,7 +180,8 @@ def seconds_to_commit(manifest: dict[str, Any]) -> float:
 
 
 def plain_value(value: Any) -> Any:
-    """An object's value as JSON: numbers, texts and containers as themselves, all else by its ``repr``."""
+    """An object's value as JSON: numbers, texts and containers as themselves, all else by its
+    ``repr``."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if type(value) is int:

@@ -23,7 +23,8 @@ _SHOWN = 4
 @click.argument("path", type=target)
 @click.option("--all", "every", is_flag=True, help="Every step of the root PATH, not the newest alone.")
 def verify(out: Output, path: Target, every: bool) -> int:
-    """Read every byte of the checkpoint PATH (or ROOT@STEP; of a root: its newest step, damaged or not) and compare every checksum. Exits with 1 where something does not hold."""
+    """Read every byte of the checkpoint PATH (or ROOT@STEP; of a root: its newest step, damaged or
+    not) and compare every checksum. Exits with 1 where something does not hold."""
     if every and path.step is not None:
         raise MisuseError(f"--all is for a root, and {path} is one step of it; leave one of the two out")
     steps: list[int | None] = [path.step]

@@ -1,4 +1,5 @@
-"""Being the writer of a root for the length of a command: refused while a training run is, and patient with deletions."""
+"""Being the writer of a root for the length of a command: refused while a training run is, and
+patient with deletions."""
 
 from __future__ import annotations
 

@@ -156,7 +156,8 @@ proptest! {
         levels in prop::collection::vec(prop_oneof![Just("**".to_owned()), r"(a|b|\*a?|\?|a\*|\{a,b\}|\*){1,2}"], 1..5),
         names in prop::collection::vec("[ab]{1,3}", 1..6),
     ) {
-        // Two stars that came to stand together inside a level mean more here than there, on purpose.
+        // Two stars that came to stand together inside a level mean more here than there, on
+        // purpose.
         prop_assume!(levels.iter().all(|level| level == "**" || !level.contains("**")));
         let glob = levels.join("/");
         let theirs = GlobBuilder::new(&glob).literal_separator(true).build().unwrap().compile_matcher();

@@ -8,7 +8,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Which element of the row-major logical tensor (its number plus one) stands at each element of the buffer; 0 where none does.
+/// Which element of the row-major logical tensor (its number plus one) stands at each element of
+/// the buffer; 0 where none does.
 fn contents(layout: &Layout, shape: &[u64], itemsize: u64, buffer_elements: u64) -> Vec<u64> {
     let mut buffer = vec![0; buffer_elements as usize];
     let strides = row_major_strides(shape);
@@ -39,7 +40,8 @@ fn segment(offset: &[u64], extent: &[u64], at: u64, strides: &[i64]) -> Segment 
 
 #[test]
 fn a_flat_shard_of_a_fused_and_cut_parameter_names_the_elements_that_it_holds() {
-    // A rank's own 4 × 3 parameter: rows 0 and 2 are rows 5 and 6 of the tensor, rows 1 and 3 are rows 1 and 2; columns 4..7 of 8.
+    // A rank's own 4 × 3 parameter: rows 0 and 2 are rows 5 and 6 of the tensor, rows 1 and 3 are
+    // rows 1 and 2; columns 4..7 of 8.
     let own = Layout(vec![segment(&[5, 4], &[2, 3], 0, &[24, 4]), segment(&[1, 4], &[2, 3], 12, &[24, 4])]);
     let shape = [8, 8];
     let all = contents(&own, &shape, 4, 12);

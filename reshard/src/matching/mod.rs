@@ -1,11 +1,14 @@
-//! Wanted leaves × stored leaves → one report that names *everything* that does not fit. Called by a restore before a byte is read, and by a dry
-//! run; pure.
+//! Wanted leaves × stored leaves → one report that names *everything* that does not fit. Called by
+//! a restore before a byte is read, and by a dry run; pure.
 //!
-//! * Leaves meet by their rendered paths: a key and a field of one name are the same, an index and an integer key too; the *text* `3` and the number `[3]` are not.
+//! * Leaves meet by their rendered paths: a key and a field of one name are the same, an index and
+//!   an integer key too; the *text* `3` and the number `[3]` are not.
 //! * Top-level entries that nothing wanted lies below are not wanted: no error, not read.
-//! * Include and exclude look at stored paths, then renames give wanted ones. [`Options::unexpected`] is asked with stored paths (what a listing of
-//!   the checkpoint shows), every other option with wanted ones.
-//! * A leaf that selection left out counts as absent, but for a wanted leaf that holds a value: leaving it out says that the value shall stay.
+//! * Include and exclude look at stored paths, then renames give wanted ones.
+//!   [`Options::unexpected`] is asked with stored paths (what a listing of the checkpoint shows),
+//!   every other option with wanted ones.
+//! * A leaf that selection left out counts as absent, but for a wanted leaf that holds a value:
+//!   leaving it out says that the value shall stay.
 //! * Aliases are followed: a tie is read from where it is stored.
 
 mod near;
@@ -35,7 +38,8 @@ pub struct Wanted {
     pub path: LeafPath,
     /// What it shall be.
     pub spec: Spec,
-    /// True if the caller has a value there that may stay when nothing is stored (`missing="keep"` needs one).
+    /// True if the caller has a value there that may stay when nothing is stored (`missing="keep"`
+    /// needs one).
     pub holds_value: bool,
 }
 
@@ -51,7 +55,8 @@ pub enum Spec {
     },
     /// An object.
     Object,
-    /// Whatever is stored there: a leaf, or all leaves below that path (each becomes a [`Match`] of its own).
+    /// Whatever is stored there: a leaf, or all leaves below that path (each becomes a [`Match`] of
+    /// its own).
     Any,
     /// Leave out: whatever is stored there or below it is not read, and nothing is missing.
     Skip,
@@ -158,7 +163,8 @@ pub enum Cast {
     Lossless,
     /// All that mean anything ([`crate::cast::is_possible`]).
     Lossy,
-    /// To this dtype, with loss if need be: it becomes the dtype of a leaf that wants none in particular, and is agreed to for a leaf that wants it.
+    /// To this dtype, with loss if need be: it becomes the dtype of a leaf that wants none in
+    /// particular, and is agreed to for a leaf that wants it.
     To(Dtype),
 }
 
@@ -176,7 +182,8 @@ pub enum Resize {
     Both,
 }
 
-/// How a match is made. The default: everything selected, everything must be there, lossless casts, no resizing.
+/// How a match is made. The default: everything selected, everything must be there, lossless casts,
+/// no resizing.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// Which stored leaves are looked at.
@@ -191,10 +198,11 @@ pub struct Options {
     pub cast: PerGlob<Cast>,
     /// Which differences of shape are allowed.
     pub resize: PerGlob<Resize>,
-    /// Top-level entries that are wanted though no wanted leaf is below them (an empty `dict` in the caller's state).
+    /// Top-level entries that are wanted though no wanted leaf is below them (an empty `dict` in
+    /// the caller's state).
     pub top_level: Vec<Component>,
-    /// True if everything that is stored is inside what is wanted: where the top of either state is no container of names, so that there are no entries
-    /// to be left out by name.
+    /// True if everything that is stored is inside what is wanted: where the top of either state is
+    /// no container of names, so that there are no entries to be left out by name.
     pub whole: bool,
     /// Items that the step had and has no longer, so that what is missing can be explained.
     pub dropped: Vec<Dropped>,
@@ -235,9 +243,11 @@ pub struct TensorMatch {
     pub lossless: bool,
     /// The shape that the caller gets.
     pub shape: Vec<u64>,
-    /// The part of the stored tensor that is read. It lies at the same place in the caller's tensor.
+    /// The part of the stored tensor that is read. It lies at the same place in the caller's
+    /// tensor.
     pub region: Region,
-    /// True if the caller's tensor is larger than `region`: the rest of it is padding, and the caller fills it.
+    /// True if the caller's tensor is larger than `region`: the rest of it is padding, and the
+    /// caller fills it.
     pub padded: bool,
     /// True if the stored tensor is larger than `region`.
     pub truncated: bool,
@@ -277,7 +287,8 @@ impl Texts {
     }
 }
 
-/// Matches `stored` with `wanted`. The report is complete whatever is wrong; [`Report::into_result`] makes it an error where something is.
+/// Matches `stored` with `wanted`. The report is complete whatever is wrong;
+/// [`Report::into_result`] makes it an error where something is.
 pub fn match_state(wanted: &[Wanted], stored: &[StoredLeaf], options: &Options) -> Report {
     let wanted_texts = Texts::new(wanted.iter().map(|wanted| &wanted.path));
     let stored_texts = Texts::new(stored.iter().map(|stored| &stored.path));
@@ -362,7 +373,8 @@ impl Matching<'_> {
         let mut below_any: Vec<(usize, usize)> = Vec::new();
         let mut collisions: HashMap<usize, Vec<usize>> = HashMap::new();
         let rules = self.options.renames.globs().len();
-        // By rename: whether it applied at all, and whether to a leaf that is wanted or left out on purpose.
+        // By rename: whether it applied at all, and whether to a leaf that is wanted or left out on
+        // purpose.
         let (mut applied, mut useful) = (vec![false; rules], vec![false; rules]);
         for s in 0..self.stored.len() {
             let stored_text = self.stored_texts.get(s);

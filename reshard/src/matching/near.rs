@@ -1,8 +1,10 @@
-//! Near names: for each missing leaf, the stored leaves that it may have been called, and the other way round. One pass over the
-//! candidates with a few look-ups each, so that the cost is bounded however many leaves there are and however many are missing.
+//! Near names: for each missing leaf, the stored leaves that it may have been called, and the other
+//! way round. One pass over the candidates with a few look-ups each, so that the cost is bounded
+//! however many leaves there are and however many are missing.
 //!
-//! A candidate is near when, after one whole component was changed, added or taken away, the two paths are the same; or when they differ
-//! in case and separators only (`a.b.w` and `A/b/w`); or when their last two components are the same.
+//! A candidate is near when, after one whole component was changed, added or taken away, the two
+//! paths are the same; or when they differ in case and separators only (`a.b.w` and `A/b/w`); or
+//! when their last two components are the same.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -35,7 +37,8 @@ impl Matching<'_> {
             self.report.missing.iter().map(|missing| (missing.wanted, self.wanted_texts.get(missing.wanted)));
         let asked = self.report.unexpected.iter().take(ASKED).map(|unexpected| self.text(unexpected.stored));
         let for_unexpected = nearest(&asked.collect::<Vec<_>>(), free);
-        // Of stored leaves the stored name is shown: it is what the user will look for in the checkpoint.
+        // Of stored leaves the stored name is shown: it is what the user will look for in the
+        // checkpoint.
         for (i, near) in for_missing.into_iter().enumerate() {
             let names = near.into_iter().map(|s| render(self.stored_texts.get(s))).collect();
             self.report.missing[i].near = names;
@@ -85,8 +88,9 @@ fn nearest<'a>(asked: &[&[u8]], candidates: impl Iterator<Item = (usize, &'a [u8
 /// Numbers that near texts share.
 fn keys(text: &[u8], mut found: impl FnMut(u64)) {
     let parts: Vec<u64> = components(text).map(|component| hash(&component)).collect();
-    // The whole, and the whole with each component left out: a changed, added or removed component meets one of them. What is left
-    // out leaves no trace of its place, so that a component that moved is near too.
+    // The whole, and the whole with each component left out: a changed, added or removed component
+    // meets one of them. What is left out leaves no trace of its place, so that a component that
+    // moved is near too.
     let without = |left_out: usize| {
         let mut hasher = DefaultHasher::new();
         for (_, part) in parts.iter().enumerate().filter(|(i, _)| *i != left_out) {

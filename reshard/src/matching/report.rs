@@ -10,14 +10,16 @@ use crate::{Error, Result};
 /// Leaves of a class that a report's text names; the report itself holds all.
 const SHOWN: usize = 16;
 
-/// What a match found. Positions count the wanted and the stored leaves that were given; `path` is the rendered wanted path where nothing else is said.
+/// What a match found. Positions count the wanted and the stored leaves that were given; `path` is
+/// the rendered wanted path where nothing else is said.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// What is read, in the order of the wanted leaves.
     pub matches: Vec<Match>,
     /// Wanted leaves whose values stay.
     pub kept: Vec<Kept>,
-    /// Stored leaves, inside wanted top-level entries, that nobody wants and that the options ignore.
+    /// Stored leaves, inside wanted top-level entries, that nobody wants and that the options
+    /// ignore.
     pub ignored: Vec<usize>,
     /// Stored leaves below [`super::Spec::Skip`].
     pub skipped: Vec<usize>,

@@ -1,4 +1,5 @@
-//! True if a stored leaf fits the wanted one that it meets: kind, dtype, shape; and what becomes of wanted leaves that meet none.
+//! True if a stored leaf fits the wanted one that it meets: kind, dtype, shape; and what becomes of
+//! wanted leaves that meet none.
 
 use std::collections::HashSet;
 
@@ -71,7 +72,8 @@ impl Matching<'_> {
         }
     }
 
-    /// The number of the dropped item that a wanted leaf was in. What the loose leaves were called is not known any more: any at the top may have been one.
+    /// The number of the dropped item that a wanted leaf was in. What the loose leaves were called
+    /// is not known any more: any at the top may have been one.
     fn dropped_with(&self, w: usize) -> Option<usize> {
         let mut components = components(self.wanted_texts.get(w));
         let top = crate::glob::render(components.next()?);
@@ -81,7 +83,8 @@ impl Matching<'_> {
         named.or_else(|| dropped.iter().position(|dropped| dropped.item == "." && loose))
     }
 
-    /// The leaf that holds the bytes. An alias of an alias is none (an index that says so was refused when it was read).
+    /// The leaf that holds the bytes. An alias of an alias is none (an index that says so was
+    /// refused when it was read).
     fn source(&self, s: usize) -> Option<usize> {
         let StoredSpec::Alias { of } = self.stored[s].spec else { return Some(s) };
         let target = self.stored.get(of as usize)?;

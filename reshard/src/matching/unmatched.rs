@@ -1,6 +1,7 @@
-//! Patterns of the caller that apply to nothing, which mostly are misspelt: for each what it may have meant. A pattern that would have chosen what is
-//! read (include, exclude, rename, cast) makes the match fail, since what it was to do does not happen; the others (missing, unexpected, resize)
-//! only allow something, and are told.
+//! Patterns of the caller that apply to nothing, which mostly are misspelt: for each what it may
+//! have meant. A pattern that would have chosen what is read (include, exclude, rename, cast) makes
+//! the match fail, since what it was to do does not happen; the others (missing, unexpected,
+//! resize) only allow something, and are told.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -18,7 +19,8 @@ pub struct Unmatched {
     pub option: &'static str,
     /// The pattern.
     pub glob: String,
-    /// What it may have meant: paths, branches above them, or a pattern that takes what is below one.
+    /// What it may have meant: paths, branches above them, or a pattern that takes what is below
+    /// one.
     pub near: Vec<String>,
     /// The number of the dropped item that it names, where it names one.
     pub dropped: Option<usize>,
@@ -56,7 +58,8 @@ impl Matching<'_> {
         }
         let given = [options.missing.globs(), options.cast.globs(), options.resize.globs()];
         if given.iter().any(|globs| !globs.is_empty()) {
-            // These are asked with wanted paths; below a wanted branch, with those of what is stored there.
+            // These are asked with wanted paths; below a wanted branch, with those of what is
+            // stored there.
             let wanted = (0..self.wanted.len())
                 .filter(|&w| self.wanted[w].spec != Spec::Any)
                 .map(|w| self.wanted_texts.get(w));
@@ -112,7 +115,8 @@ fn suggest(option: &'static str, glob: &Glob, texts: &[&[u8]]) -> Unmatched {
     }
 }
 
-/// What a glob may have meant: where its beginning stops to be a path of the texts, the names that are there; where it is one, what is below it.
+/// What a glob may have meant: where its beginning stops to be a path of the texts, the names that
+/// are there; where it is one, what is below it.
 fn near(glob: &Glob, texts: &[&[u8]]) -> Vec<String> {
     let literal = glob.leading_literal();
     if literal.is_empty() {

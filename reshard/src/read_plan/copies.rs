@@ -83,7 +83,8 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    /// Adds the copy of `region` (in the tensor's coordinates) out of a stored box that holds all of it.
+    /// Adds the copy of `region` (in the tensor's coordinates) out of a stored box that holds all
+    /// of it.
     fn copy(&mut self, stored: &StoredBox, region: &Region) -> Result<()> {
         let chunk = &self.tensor.chunks[stored.chunk as usize];
         let itemsize = self.tensor.dtype.size() as u64;
@@ -100,7 +101,8 @@ impl Maker<'_> {
                 self.inconsistent(format!("chunk {number} has {stored} bytes, but its region has {found}"))
             );
         }
-        // From here on nothing overflows on the source's side: the box lies in the chunk, and the chunk's bytes fit.
+        // From here on nothing overflows on the source's side: the box lies in the chunk, and the
+        // chunk's bytes fit.
         let ndim = region.ndim();
         let (mut dims, mut stride) = (SmallVec::with_capacity(ndim), itemsize);
         let mut src_offset = chunk.extent.offset + stored.base * itemsize;
@@ -171,7 +173,8 @@ struct Dim {
     dst: i64,
 }
 
-/// Dimensions (innermost first) made few (outermost first): those of one element go, and two that step alike on both sides become one.
+/// Dimensions (innermost first) made few (outermost first): those of one element go, and two that
+/// step alike on both sides become one.
 fn merge(dims: SmallVec<[Dim; 4]>) -> SmallVec<[Dim; 4]> {
     let mut merged: SmallVec<[Dim; 4]> = SmallVec::with_capacity(dims.len());
     for dim in dims.into_iter().filter(|dim| dim.extent != 1) {

@@ -1,13 +1,16 @@
-//! What is read, and what is copied from where to where: regions of stored tensors → box copies → coalesced reads of whole blocks. Called by a restore once its
-//! leaves are matched; the plan is carried out by the engine.
+//! What is read, and what is copied from where to where: regions of stored tensors → box copies →
+//! coalesced reads of whole blocks. Called by a restore once its leaves are matched; the plan is
+//! carried out by the engine.
 //!
-//! * Every element of every request is copied exactly once, or planning fails: memory that was not filled is never handed out.
-//! * Runs stand in file order, are whole blocks, and do not overlap within a file. Blocks that no copy needs are read only inside gaps of at
-//!   most [`PlanOptions::max_gap_bytes`].
+//! * Every element of every request is copied exactly once, or planning fails: memory that was not
+//!   filled is never handed out.
+//! * Runs stand in file order, are whole blocks, and do not overlap within a file. Blocks that no
+//!   copy needs are read only inside gaps of at most [`PlanOptions::max_gap_bytes`].
 //! * Copies stand in file order, too. A copy whose bytes lie in several runs is listed by each.
 //! * A request without elements reads nothing.
 //!
-//! The numbers of an index are hostile: sums and products are checked, and contradictions are errors that name the leaf.
+//! The numbers of an index are hostile: sums and products are checked, and contradictions are
+//! errors that name the leaf.
 
 mod copies;
 mod runs;
@@ -52,7 +55,8 @@ impl Request {
 pub struct PlanOptions {
     /// Bytes per block: runs begin and end at multiples of it (or at the end of the file).
     pub block_bytes: u64,
-    /// The same for files that differ, by their ordinals in the index; `None` and missing entries mean `block_bytes`.
+    /// The same for files that differ, by their ordinals in the index; `None` and missing entries
+    /// mean `block_bytes`.
     pub file_block_bytes: Vec<Option<u64>>,
     /// No run is longer, but for a single block that is.
     pub max_run_bytes: u64,
@@ -61,14 +65,15 @@ pub struct PlanOptions {
 }
 
 impl PlanOptions {
-    /// A local disk. With several in flight a request costs it about as much as 64 KiB more in another: bridging smaller gaps is cheaper than a second request.
-    /// Runs of 8 MiB are as fast as longer ones, and eight of them fit a restore's 64 MiB.
+    /// A local disk. With several in flight a request costs it about as much as 64 KiB more in
+    /// another: bridging smaller gaps is cheaper than a second request. Runs of 8 MiB are as fast
+    /// as longer ones, and eight of them fit a restore's 64 MiB.
     pub fn local(block_bytes: u64) -> Self {
         Self { block_bytes, file_block_bytes: Vec::new(), max_run_bytes: 8 << 20, max_gap_bytes: 64 << 10 }
     }
 
-    /// A parallel or network file system. A request costs a round trip of about a millisecond, in which several MiB come: bridge more, ask for more
-    /// at once.
+    /// A parallel or network file system. A request costs a round trip of about a millisecond, in
+    /// which several MiB come: bridge more, ask for more at once.
     pub fn network(block_bytes: u64) -> Self {
         Self { max_run_bytes: 16 << 20, max_gap_bytes: 2 << 20, ..Self::local(block_bytes) }
     }
@@ -88,8 +93,9 @@ pub fn plan(index: &Index, requests: &[Request], options: &PlanOptions) -> Resul
     of_copies(index, copies(index, requests)?, options)
 }
 
-/// Which part of which chunk goes where, for some of the requests of a plan. It is most of what planning costs where leaves are small, and may be done for shares
-/// of the requests on several threads.
+/// Which part of which chunk goes where, for some of the requests of a plan. It is most of what
+/// planning costs where leaves are small, and may be done for shares of the requests on several
+/// threads.
 pub fn copies(index: &Index, requests: &[Request]) -> Result<Vec<BoxCopy>> {
     copies::copies_of(index, requests)
 }

@@ -46,9 +46,11 @@ fn width(copy: &BoxCopy, d: usize) -> u64 {
     steps.fold(u64::from(copy.itemsize), |width, (extent, stride)| width + (extent - 1) * stride)
 }
 
-/// Calls `add` for the byte spans that a copy reads, in order. Steps that leave less than `apart` bytes between them make one span.
+/// Calls `add` for the byte spans that a copy reads, in order. Steps that leave less than `apart`
+/// bytes between them make one span.
 fn spans(copy: &BoxCopy, apart: u64, add: &mut impl FnMut(u64, u64)) {
-    // The outermost dimensions, as many as step over more than `apart`, are walked; what lies inside is one span.
+    // The outermost dimensions, as many as step over more than `apart`, are walked; what lies
+    // inside is one span.
     let ndim = copy.extent.len();
     let walked =
         (0..ndim).rev().find(|&d| copy.src_strides[d] - width(copy, d + 1).min(copy.src_strides[d]) >= apart);
@@ -78,7 +80,8 @@ fn coalesce(needs: &[Need], options: &PlanOptions) -> Vec<ReadRun> {
         }
         let mut start = need.start.max(done);
         while start < need.end {
-            // What follows without a gap fills the run up; what follows after one comes along if it fits.
+            // What follows without a gap fills the run up; what follows after one comes along if it
+            // fits.
             let extends = |run: &ReadRun| {
                 run.file == need.file
                     && start - done <= options.max_gap_bytes

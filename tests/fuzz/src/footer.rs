@@ -14,14 +14,16 @@ pub fn run(input: &[u8]) {
     let Some((is_sealed, bytes)) = sealed(input) else { return };
     let mut bytes = bytes.to_vec();
     if is_sealed {
-        // A file has whole pages: what the mutator inserts or takes goes to the end of the data, not of the file.
+        // A file has whole pages: what the mutator inserts or takes goes to the end of the data,
+        // not of the file.
         bytes.truncate(bytes.len() / 4096 * 4096);
         seal::data(&mut bytes);
     }
     let file = Path::new("00000.data");
     let header = bytes.get(..HEADER_BYTES as usize).map(|front| Header::decode(front, file));
     if let Some(Ok(header)) = &header {
-        // Bytes that no version has given a meaning are ignored, so the text may differ, but not what it says.
+        // Bytes that no version has given a meaning are ignored, so the text may differ, but not
+        // what it says.
         assert_eq!(Header::decode(&header.encode(), file).ok().as_ref(), Some(header));
     }
     let Some(end) = bytes.len().checked_sub(4096) else { return };

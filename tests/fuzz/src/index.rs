@@ -16,7 +16,8 @@ pub fn run(input: &[u8]) {
     let file = Path::new("index");
     let root = IndexHeader::decode(&bytes, file).and_then(|header| Root::decode(&header, &bytes, file));
     if let Ok(root) = &root {
-        // Readers that want few leaves read pages alone, also of an index that is refused as a whole.
+        // Readers that want few leaves read pages alone, also of an index that is refused as a
+        // whole.
         for page in &root.pages {
             if let Some(content) = page.slice(&bytes, 0) {
                 let _ = index_v1::decode_part(root, page, content, file);

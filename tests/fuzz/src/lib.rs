@@ -1,4 +1,5 @@
-//! What is fuzzed: one module per target, each a function of bytes that panics where a promise does not hold.
+//! What is fuzzed: one module per target, each a function of bytes that panics where a promise does
+//! not hold.
 //!
 //! | target | what is made of the bytes | what must hold |
 //! |---|---|---|
@@ -12,9 +13,11 @@
 //! | [`state`] | a state | it is refused and leaves nothing, or restores as it was saved |
 //! | [`glob`] | globs, renames and paths | no panic, no hang; an escaped path matches itself alone |
 //!
-//! Checksums guard everything, so that a mutated file gets no further than the first of them. [`seal`] puts them right, as whoever means harm would.
+//! Checksums guard everything, so that a mutated file gets no further than the first of them.
+//! [`seal`] puts them right, as whoever means harm would.
 //!
-//! Memory is bounded by libFuzzer (`-malloc_limit_mb`, `-rss_limit_mb`): inputs are small, so that an allocation that a number in a file asks for shows.
+//! Memory is bounded by libFuzzer (`-malloc_limit_mb`, `-rss_limit_mb`): inputs are small, so that
+//! an allocation that a number in a file asks for shows.
 
 pub mod damage;
 pub mod footer;
@@ -30,7 +33,8 @@ pub mod step;
 mod tree;
 mod world;
 
-/// Splits off the byte that says whether checksums are put right (odd) or the rest is taken as it is.
+/// Splits off the byte that says whether checksums are put right (odd) or the rest is taken as it
+/// is.
 fn sealed(input: &[u8]) -> Option<(bool, &[u8])> {
     let (&first, rest) = input.split_first()?;
     Some((first & 1 == 1, rest))

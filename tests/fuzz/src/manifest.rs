@@ -1,4 +1,5 @@
-//! Manifests. Raw bytes never get past the last line, which is its checksum; sealed ones are judged by their JSON.
+//! Manifests. Raw bytes never get past the last line, which is its checksum; sealed ones are judged
+//! by their JSON.
 
 use std::path::Path;
 

@@ -1,4 +1,5 @@
-//! What ranks tell each other: votes and announcements. A rank of another version, or a rank that went mad, must not take the leader with it.
+//! What ranks tell each other: votes and announcements. A rank of another version, or a rank that
+//! went mad, must not take the leader with it.
 
 use stepwell_manager::commit::{Announcement, Vote};
 

@@ -1,8 +1,9 @@
-//! Puts checksums right, so that a mutated file is judged by its content. Written from `docs/format.md`, apart from the code under test, and lenient:
-//! where a field makes no sense there is nothing to put right, and the reader shall say so.
+//! Puts checksums right, so that a mutated file is judged by its content. Written from
+//! `docs/format.md`, apart from the code under test, and lenient: where a field makes no sense
+//! there is nothing to put right, and the reader shall say so.
 //!
-//! Lengths that follow from the size of the input (of the last page, of the file) are put right too: otherwise every byte that is inserted would be
-//! refused for that alone.
+//! Lengths that follow from the size of the input (of the last page, of the file) are put right
+//! too: otherwise every byte that is inserted would be refused for that alone.
 
 /// CRC-32C.
 pub fn crc32c(bytes: &[u8]) -> u32 {
@@ -35,7 +36,8 @@ fn window(bytes: &[u8], offset: usize, length: usize) -> Option<std::ops::Range<
 
 const LAST_LINE: usize = 23;
 
-/// A manifest's text with the last line that belongs to it; one that stands there already is replaced.
+/// A manifest's text with the last line that belongs to it; one that stands there already is
+/// replaced.
 pub fn manifest(text: &[u8]) -> Vec<u8> {
     let has_line = text.len() > LAST_LINE && text[text.len() - LAST_LINE..].starts_with(b"{\"crc32c\": \"");
     let mut out = if has_line { text[..text.len() - LAST_LINE].to_vec() } else { text.to_vec() };

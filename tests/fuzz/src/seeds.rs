@@ -1,4 +1,5 @@
-//! Where the fuzzers begin: real checkpoints, made by the engine, cut into what each target takes. `cargo run --bin seeds` writes them.
+//! Where the fuzzers begin: real checkpoints, made by the engine, cut into what each target takes.
+//! `cargo run --bin seeds` writes them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,7 +17,8 @@ use stepwell_core::value::Value;
 use crate::tree::{Expected, State, pattern};
 use crate::{step, world};
 
-/// A small state that has a little of everything: two items and loose leaves, several blocks, a tie, objects.
+/// A small state that has a little of everything: two items and loose leaves, several blocks, a
+/// tie, objects.
 pub fn state() -> State {
     let key = |name: &str| Some(Component::Key(name.into()));
     let mut tree = Tree::new();
@@ -114,7 +116,8 @@ pub fn write(corpus: &Path) -> std::io::Result<usize> {
     Ok(written)
 }
 
-/// The same index with an outline before its pages, as a large one has it. Written from `docs/format.md`.
+/// The same index with an outline before its pages, as a large one has it. Written from
+/// `docs/format.md`.
 fn outlined(bytes: &[u8]) -> Vec<u8> {
     let file = Path::new("index");
     let mut index = index_v1::decode(bytes, file).expect("a sound index");

@@ -1,5 +1,6 @@
-//! States, whatever they are made of: saved into a file system in memory, and restored from it. What cannot be saved is refused and leaves nothing; what is
-//! saved comes back, bit for bit, in the structure that it had.
+//! States, whatever they are made of: saved into a file system in memory, and restored from it.
+//! What cannot be saved is refused and leaves nothing; what is saved comes back, bit for bit, in
+//! the structure that it had.
 
 use arbitrary::Unstructured;
 use stepwell_core::io::simulated::SimDisk;

@@ -1,7 +1,10 @@
-//! Whole steps whose every checksum holds, and that were written by somebody who means harm: opened, verified, restored.
+//! Whole steps whose every checksum holds, and that were written by somebody who means harm:
+//! opened, verified, restored.
 //!
-//! The input is a flag byte, the number of files, a `u32` of length for each, and the files: the manifest, the indexes in the order of its items, the data files in the order
-//! of its list. The flags say what is put right: 1 the data files, 2 the indexes (and what they say of the data files), 4 the manifest (and what it says of both).
+//! The input is a flag byte, the number of files, a `u32` of length for each, and the files: the
+//! manifest, the indexes in the order of its items, the data files in the order of its list. The
+//! flags say what is put right: 1 the data files, 2 the indexes (and what they say of the data
+//! files), 4 the manifest (and what it says of both).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

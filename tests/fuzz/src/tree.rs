@@ -69,7 +69,8 @@ pub struct State {
 }
 
 impl State {
-    /// A state from bytes. A tie may name any leaf, or none: what does not make sense is to be refused.
+    /// A state from bytes. A tie may name any leaf, or none: what does not make sense is to be
+    /// refused.
     pub fn from(u: &mut Unstructured<'_>) -> Result<Self> {
         let mut state = Self { tree: Tree::new(), leaves: Vec::new() };
         state.node(u, None, None, 0)?;
@@ -122,7 +123,8 @@ impl State {
         })
     }
 
-    /// As the manager takes it. Tensors of some dimensions lie in memory in another order than they are stored in.
+    /// As the manager takes it. Tensors of some dimensions lie in memory in another order than they
+    /// are stored in.
     pub fn source(&self) -> StateSource {
         let leaves = self.leaves.iter().enumerate().map(|(number, leaf)| match leaf {
             Expected::Tensor(dtype, shape, bytes) => {

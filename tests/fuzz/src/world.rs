@@ -27,7 +27,8 @@ pub const STEP: &str = "/step";
 const SLOT: usize = 64 << 10;
 /// Nothing in memory takes that long: a wait that does is a hang.
 const STALL: Duration = Duration::from_secs(20);
-/// Tensors of more bytes are not restored here. They are in the files that were planted: a few MiB at most.
+/// Tensors of more bytes are not restored here. They are in the files that were planted: a few MiB
+/// at most.
 const MAX_RESTORED: u64 = 16 << 20;
 
 struct Still;

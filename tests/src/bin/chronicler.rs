@@ -1,11 +1,15 @@
-//! Lives a history of saves on a disk that is going to fail, and judges what is left of it: the process of `tests/disks`, which cuts its power.
+//! Lives a history of saves on a disk that is going to fail, and judges what is left of it: the
+//! process of `tests/disks`, which cuts its power.
 //!
-//! `chronicler live ROOT NAME SEED [operations=N] [forget=files|directories|root] [device=NAME]` writes its journal to standard output; see
-//! [`stepwell_tests::real::history`]. `device` is a `log-writes` target that gets a mark for each line.
+//! `chronicler live ROOT NAME SEED [operations=N] [forget=files|directories|root] [device=NAME]`
+//! writes its journal to standard output; see [`stepwell_tests::real::history`]. `device` is a
+//! `log-writes` target that gets a mark for each line.
 //!
-//! `chronicler judge ROOT` reads the journals of all processes that lived there from standard input, and says `sound STEPS SET_ASIDE` or `unsound WHY`.
+//! `chronicler judge ROOT` reads the journals of all processes that lived there from standard
+//! input, and says `sound STEPS SET_ASIDE` or `unsound WHY`.
 //!
-//! `chronicler repeat ROOT` makes saves that give the same bytes on every run, and says `engine NAME direct=… registered=…`, then `saved` or `error KIND ERRNO WORDS`.
+//! `chronicler repeat ROOT` makes saves that give the same bytes on every run, and says `engine
+//! NAME direct=… registered=…`, then `saved` or `error KIND ERRNO WORDS`.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! Says in one line whether there is a CUDA driver here: for tests that give it drivers of all kinds.
+//! Says in one line whether there is a CUDA driver here: for tests that give it drivers of all
+//! kinds.
 
 fn main() {
     let first = stepwell_core::sys::driver();

@@ -1,12 +1,16 @@
-//! Saves some steps with retention and says on standard output, line by line, what became of each: the process that is killed or fed errors at every
-//! system call (`tests/tests/system_calls.rs`). The twin of `tests/python/saver.py`.
+//! Saves some steps with retention and says on standard output, line by line, what became of each:
+//! the process that is killed or fed errors at every system call (`tests/tests/system_calls.rs`).
+//! The twin of `tests/python/saver.py`.
 //!
-//! `saver ROOT FIRST STEPS` saves at once. With a fourth argument `wait` it first says `ready` and waits for a line on standard input, so that a tracer may
-//! attach and count from there; then it opens `/stepwell-sweep-begins-here`, which is found in a trace.
+//! `saver ROOT FIRST STEPS` saves at once. With a fourth argument `wait` it first says `ready` and
+//! waits for a line on standard input, so that a tracer may attach and count from there; then it
+//! opens `/stepwell-sweep-begins-here`, which is found in a trace.
 //!
-//! `saver PATH singular` saves one state under a path, says `captures`, and never ends by itself: its state has a leaf that takes for ever.
+//! `saver PATH singular` saves one state under a path, says `captures`, and never ends by itself:
+//! its state has a leaf that takes for ever.
 //!
-//! The lines: `open failed KIND ERRNO`, `committed STEP`, `failed STEP KIND ERRNO`, `uncertain STEP ERRNO`, `closed`, `close failed KIND ERRNO`.
+//! The lines: `open failed KIND ERRNO`, `committed STEP`, `failed STEP KIND ERRNO`, `uncertain STEP
+//! ERRNO`, `closed`, `close failed KIND ERRNO`.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -23,7 +27,8 @@ use stepwell_tests::real::trials;
 
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// In one write, so that a kill leaves no half line. Errors are injected here too, and it is not the talking that is tried.
+/// In one write, so that a kill leaves no half line. Errors are injected here too, and it is not
+/// the talking that is tried.
 fn write(to: impl AsFd, line: &str) {
     for _ in 0..5 {
         if rustix::io::write(&to, format!("{line}\n").as_bytes()).is_ok() {

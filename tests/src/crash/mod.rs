@@ -1,22 +1,31 @@
 //! What a power cut can leave behind: every state, built and handed to a check.
 //!
-//! A test drives the real code over a [`SimDisk`], takes its [`Log`], and calls [`explore`] (or [`explore_nested`], which also crashes inside the
-//! recovery). The check gets each crash state as a fresh simulated disk, with the [`Marks`] (acknowledgements) that had been given before the cut.
+//! A test drives the real code over a [`SimDisk`], takes its [`Log`], and calls [`explore`] (or
+//! [`explore_nested`], which also crashes inside the recovery). The check gets each crash state as
+//! a fresh simulated disk, with the [`Marks`] (acknowledgements) that had been given before the
+//! cut.
 //!
-//! **Durability**, POSIX-minimal: a write is durable after an fsync of its inode that came after its completion, an entry after an fsync of its
-//! directory. Everything else is absent, present, half there (the first or the second half) or zeros, each independently of
-//! all others: see [`model`]. The second [`Profile`] keeps metadata in order, as journaling file systems do: some bugs show only there.
+//! **Durability**, POSIX-minimal: a write is durable after an fsync of its inode that came after
+//! its completion, an entry after an fsync of its directory. Everything else is absent, present,
+//! half there (the first or the second half) or zeros, each independently of all others: see
+//! [`model`]. The second [`Profile`] keeps metadata in order, as journaling file systems do: some
+//! bugs show only there.
 //!
-//! **Cuts.** An effect that is no sync only adds states (it may be absent), a sync only removes some: so the states of all cuts are those
-//! of the cuts right before a sync, right before a mark, and at the end. Nothing else is enumerated, nothing is missed.
+//! **Cuts.** An effect that is no sync only adds states (it may be absent), a sync only removes
+//! some: so the states of all cuts are those of the cuts right before a sync, right before a mark,
+//! and at the end. Nothing else is enumerated, nothing is missed.
 //!
-//! Marks before the first effect describe what the disk held when the scenario began; no cut comes before them.
+//! Marks before the first effect describe what the disk held when the scenario began; no cut comes
+//! before them.
 //!
-//! **Enumeration** is exhaustive per cut while there are at most [`Options::cap`] states: each inode's variants are listed once, directories combine those of
-//! their children ([`space`]); what is not reachable from the root plays no part. Beyond the cap, all pairs of choices and seeded samples
-//! ([`sample`]); the report counts such cuts. States are told apart by hash, together with the marks.
+//! **Enumeration** is exhaustive per cut while there are at most [`Options::cap`] states: each
+//! inode's variants are listed once, directories combine those of their children ([`space`]); what
+//! is not reachable from the root plays no part. Beyond the cap, all pairs of choices and seeded
+//! samples ([`sample`]); the report counts such cuts. States are told apart by hash, together with
+//! the marks.
 //!
-//! **Kills** ([`sweep`]): `kill -9` leaves what was not synced to the next process, and only then comes the power cut.
+//! **Kills** ([`sweep`]): `kill -9` leaves what was not synced to the next process, and only then
+//! comes the power cut.
 //!
 //! **Mutants** ([`mutants`]) check the checker.
 
@@ -52,9 +61,10 @@ pub struct Options {
     pub nested_cap: u64,
     /// For the samples.
     pub seed: u64,
-    /// Entries (by name) below which the *bytes* of files make no difference, because nobody ever looks at them: leftovers that are only deleted. States that
-    /// differ in such bytes alone are one state. This is no assumption: a check that reads, opens or measures a file there fails, and one that does not
-    /// cannot tell those states apart.
+    /// Entries (by name) below which the *bytes* of files make no difference, because nobody ever
+    /// looks at them: leftovers that are only deleted. States that differ in such bytes alone are
+    /// one state. This is no assumption: a check that reads, opens or measures a file there fails,
+    /// and one that does not cannot tell those states apart.
     pub unread: Option<Unread>,
 }
 
@@ -120,7 +130,8 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
-/// Enumerates crash states, over one log or many; a pair of state and marks that was once checked is never checked again.
+/// Enumerates crash states, over one log or many; a pair of state and marks that was once checked
+/// is never checked again.
 pub struct Explorer {
     options: Options,
     seen: HashSet<u64>,
@@ -134,7 +145,8 @@ impl Explorer {
         Self { options, seen: HashSet::new(), explored: Explored::default() }
     }
 
-    /// Hands every crash state of `log` that is new to the check; `before` was acknowledged before the log began. Ends at the first failure.
+    /// Hands every crash state of `log` that is new to the check; `before` was acknowledged before
+    /// the log began. Ends at the first failure.
     pub fn explore(
         &mut self,
         log: &Log,
@@ -241,8 +253,10 @@ pub fn explore(
     Ok(explorer.explored)
 }
 
-/// As [`explore`], for a check that recovers the disk that it gets: what it did there is crashed again at every operation, one level deep, and given
-/// to the same check; in all states, or in about [`Options::nested_cap`] of them, spread evenly. Gives what was explored outside and inside.
+/// As [`explore`], for a check that recovers the disk that it gets: what it did there is crashed
+/// again at every operation, one level deep, and given to the same check; in all states, or in
+/// about [`Options::nested_cap`] of them, spread evenly. Gives what was explored outside and
+/// inside.
 pub fn explore_nested(
     log: &Log,
     options: &Options,
@@ -262,8 +276,8 @@ pub fn explore_nested(
     Ok((outer.explored, inner.explored))
 }
 
-/// Crashes what was done to `disk` since it was made from a crash state, and checks what that leaves. Share one explorer among all outer states: most
-/// recoveries leave the same.
+/// Crashes what was done to `disk` since it was made from a crash state, and checks what that
+/// leaves. Share one explorer among all outer states: most recoveries leave the same.
 pub fn nested(
     inner: &mut Explorer,
     disk: &SimDisk,

@@ -1,12 +1,16 @@
 //! What is durable and what is pending, per inode, after a prefix of a log.
 //!
-//! A pending effect may be kept or lost, independently of every other. What an effect means when others before it were lost:
+//! A pending effect may be kept or lost, independently of every other. What an effect means when
+//! others before it were lost:
 //!
-//! * data: a kept write puts its bytes (all, the first half, the second half with zeros before it, or zeros) at its place;
-//! * entries: a kept rename gives its inode exactly its new name: an inode has one name in its directory, whichever renames were lost; a
-//!   kept removal makes the name mean nothing. A rename into another directory is two changes.
+//! * data: a kept write puts its bytes (all, the first half, the second half with zeros before it,
+//!   or zeros) at its place;
+//! * entries: a kept rename gives its inode exactly its new name: an inode has one name in its
+//!   directory, whichever renames were lost; a kept removal makes the name mean nothing. A rename
+//!   into another directory is two changes.
 //!
-//! An fsync makes durable what had *completed* before it. A failed fsync dooms what was pending: a later fsync that succeeds does not bring it back.
+//! An fsync makes durable what had *completed* before it. A failed fsync dooms what was pending: a
+//! later fsync that succeeds does not bring it back.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,7 +23,8 @@ use stepwell_core::io::simulated::{Ino, Inode, Inodes, Op, ROOT};
 pub enum Profile {
     /// Only what was synced is sure; all else is kept or lost independently.
     PosixMinimal,
-    /// Names change in the order in which they were changed, across all directories: a crash keeps a prefix. Data as in `PosixMinimal`.
+    /// Names change in the order in which they were changed, across all directories: a crash keeps
+    /// a prefix. Data as in `PosixMinimal`.
     OrderedMetadata,
 }
 
@@ -198,7 +203,8 @@ impl Model {
         model
     }
 
-    /// True if some state before this effect may be none after it: then the cut before it must be enumerated.
+    /// True if some state before this effect may be none after it: then the cut before it must be
+    /// enumerated.
     pub(crate) fn shrinks(&self, op: &Op) -> bool {
         match op {
             Op::Fsync { .. } | Op::FsyncDir { .. } | Op::Mark(_) => true,
@@ -239,7 +245,8 @@ impl Model {
                     };
                     self.edit(*dir, edit);
                 } else {
-                    // Two directories, two changes: without a journal a crash may leave both names, or none.
+                    // Two directories, two changes: without a journal a crash may leave both names,
+                    // or none.
                     let back = match exchanged {
                         Some(other) => EditKind::Link { name: from, ino: other },
                         None => EditKind::Unlink { name: from },
@@ -352,7 +359,8 @@ impl Model {
         found
     }
 
-    /// The prefixes of entry changes that ordered metadata may keep, by the serial of the last one kept.
+    /// The prefixes of entry changes that ordered metadata may keep, by the serial of the last one
+    /// kept.
     pub(crate) fn prefixes(&self) -> Vec<u64> {
         let mut serials: Vec<u64> = self
             .inodes

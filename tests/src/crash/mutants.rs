@@ -1,8 +1,9 @@
-//! Mechanical mutants of a protocol: its log with one sync or rename left out, or with two neighbours swapped. A checker that does not
-//! notice them checks nothing.
+//! Mechanical mutants of a protocol: its log with one sync or rename left out, or with two
+//! neighbours swapped. A checker that does not notice them checks nothing.
 //!
-//! Each mutant is caught, or adds no crash state to those of the original (then no check could notice it: *equivalent*), or is
-//! explained in a table of the caller, with the reason why it is harmless. Anything else is a hole in the invariants, or in the protocol.
+//! Each mutant is caught, or adds no crash state to those of the original (then no check could
+//! notice it: *equivalent*), or is explained in a table of the caller, with the reason why it is
+//! harmless. Anything else is a hole in the invariants, or in the protocol.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -22,8 +23,9 @@ pub enum Mutation {
 }
 
 impl Mutation {
-    /// Every mutation of a log: each fsync, directory fsync and rename dropped, each adjacent pair swapped that could have happened in the
-    /// other order (a write into a file that is not made yet could not).
+    /// Every mutation of a log: each fsync, directory fsync and rename dropped, each adjacent pair
+    /// swapped that could have happened in the other order (a write into a file that is not made
+    /// yet could not).
     pub fn all(log: &Log) -> Vec<Self> {
         let ops: Vec<&Op> = log.records.iter().map(|record| &record.op).collect();
         let drops = ops.iter().enumerate().filter(|(_, op)| can_be_dropped(op)).map(|(at, _)| Self::Drop(at));
@@ -202,7 +204,8 @@ impl fmt::Display for Report {
     }
 }
 
-/// Checks the original log, which must pass, then every mutant of it. A state that passed is not checked again for another mutant.
+/// Checks the original log, which must pass, then every mutant of it. A state that passed is not
+/// checked again for another mutant.
 pub fn judge(
     log: &Log,
     options: &Options,

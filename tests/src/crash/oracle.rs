@@ -1,4 +1,5 @@
-//! The enumerator against brute force: random logs, every cut, every combination of choices built from scratch.
+//! The enumerator against brute force: random logs, every cut, every combination of choices built
+//! from scratch.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -95,7 +96,8 @@ fn run(program: &[Call]) -> Log {
     disk.log()
 }
 
-/// All states of all cuts, one combination after the other; `None` where they are too many for that.
+/// All states of all cuts, one combination after the other; `None` where they are too many for
+/// that.
 fn by_force(log: &Log, options: &Options) -> Option<BTreeSet<u64>> {
     let mut found = BTreeSet::new();
     let mut model = Model::new(&log.base);

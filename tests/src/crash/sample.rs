@@ -1,4 +1,5 @@
-//! Some states of a cut that has too many: all pairs of choices against two backgrounds, then seeded samples of every density.
+//! Some states of a cut that has too many: all pairs of choices against two backgrounds, then
+//! seeded samples of every density.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -59,7 +60,8 @@ pub(super) fn visit<E>(
     Ok(())
 }
 
-/// Every pending change with its number of choices. Edits are not chosen one by one where metadata is ordered.
+/// Every pending change with its number of choices. Edits are not chosen one by one where metadata
+/// is ordered.
 pub(super) fn pending(model: &Model, ordered: bool) -> Vec<(u64, Choice)> {
     let mut all = Vec::new();
     for state in model.reachable().iter().filter_map(|ino| model.inodes.get(ino)) {

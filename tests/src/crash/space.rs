@@ -1,7 +1,8 @@
 //! All states of a cut, where they are few enough to be listed.
 //!
-//! The states of a directory are, for each variant of its entries, the product of the states of its children: so each inode's list is made once,
-//! kept while neither it nor anything below it changes, and free of repetitions at every level.
+//! The states of a directory are, for each variant of its entries, the product of the states of its
+//! children: so each inode's list is made once, kept while neither it nor anything below it
+//! changes, and free of repetitions at every level.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;

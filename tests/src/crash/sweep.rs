@@ -1,12 +1,15 @@
-//! One run for each operation that a scenario does: there the process is killed, or that operation fails.
+//! One run for each operation that a scenario does: there the process is killed, or that operation
+//! fails.
 //!
-//! A kill is no power cut: what was done and never synced is still there for the next process, which may build on it, and *then* the power goes. So
-//! the sweep hands over the living disk; its log goes on with what the next process does.
+//! A kill is no power cut: what was done and never synced is still there for the next process,
+//! which may build on it, and *then* the power goes. So the sweep hands over the living disk; its
+//! log goes on with what the next process does.
 
 use stepwell_core::io::simulated::{Action, Fault, SimDisk};
 
-/// Runs `scenario` once for each operation that it does, killed there; then hands the disk, as a new process sees it, to `after`. Gives the number of
-/// runs. `scenario` must do the same operations every time; its own errors are its business.
+/// Runs `scenario` once for each operation that it does, killed there; then hands the disk, as a
+/// new process sees it, to `after`. Gives the number of runs. `scenario` must do the same
+/// operations every time; its own errors are its business.
 pub fn kills(
     mut prepare: impl FnMut() -> SimDisk,
     mut scenario: impl FnMut(&SimDisk),
@@ -25,8 +28,8 @@ pub fn kills(
     Ok(0)
 }
 
-/// Runs `scenario` once for each operation that it does, which then does `action`; then hands the same process's disk to `after`. Gives the number of
-/// runs.
+/// Runs `scenario` once for each operation that it does, which then does `action`; then hands the
+/// same process's disk to `after`. Gives the number of runs.
 pub fn failures(
     action: Action,
     from_then_on: bool,

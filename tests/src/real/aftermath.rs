@@ -1,4 +1,5 @@
-//! What a real disk must hold after a real accident, as [`crate::steps::check`] asks it of a simulated one: looked at as a reader, as the next writer, and as the one after that.
+//! What a real disk must hold after a real accident, as [`crate::steps::check`] asks it of a
+//! simulated one: looked at as a reader, as the next writer, and as the one after that.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -21,7 +22,8 @@ pub struct Found {
     pub set_aside: usize,
 }
 
-/// The marks of a journal: what follows a line that was not written to its end, and lines about errors, promise nothing.
+/// The marks of a journal: what follows a line that was not written to its end, and lines about
+/// errors, promise nothing.
 pub fn marks(journal: &str) -> Marks {
     let mut marks = Marks::default();
     for line in journal.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {

@@ -1,5 +1,6 @@
-//! A disk that forgets some fsyncs: the mutants by which the proofs on block devices show that they can fail. It stands between the manager and the real
-//! disk, in the tests' own binary; the product knows nothing of it.
+//! A disk that forgets some fsyncs: the mutants by which the proofs on block devices show that they
+//! can fail. It stands between the manager and the real disk, in the tests' own binary; the product
+//! knows nothing of it.
 
 use std::any::Any;
 use std::fs::OpenOptions;
@@ -19,7 +20,8 @@ pub enum Forgets {
     Files,
     /// Those of every directory.
     Directories,
-    /// Those of the root alone: the one after the rename that commits, and the one after a rename that takes away.
+    /// Those of the root alone: the one after the rename that commits, and the one after a rename
+    /// that takes away.
     Root,
 }
 

@@ -1,7 +1,9 @@
-//! A process that saves, replaces, rewinds and deletes, with retention and thinning behind it, until the power goes; and that writes down each thing before it
-//! asks for it and after it was told of it.
+//! A process that saves, replaces, rewinds and deletes, with retention and thinning behind it,
+//! until the power goes; and that writes down each thing before it asks for it and after it was
+//! told of it.
 //!
-//! The lines are the marks of [`crate::steps::promises`]: what must hold of a simulated disk must hold of a real one. A line that begins with `error` says what failed.
+//! The lines are the marks of [`crate::steps::promises`]: what must hold of a simulated disk must
+//! hold of a real one. A line that begins with `error` says what failed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -104,12 +106,14 @@ pub struct History {
 }
 
 impl History {
-    /// A history that has not begun. `name` tells the attempts of this process from those of others.
+    /// A history that has not begun. `name` tells the attempts of this process from those of
+    /// others.
     pub fn new(root: PathBuf, name: String, seed: u64, forgets: Option<Forgets>, journal: Journal) -> Self {
         Self { root, name, seed, forgets, journal, known: BTreeSet::new() }
     }
 
-    /// Opens the root, does so many things (`None`: until the power goes), and closes it. What fails is written down and gone on from; an `Err` is one of the test.
+    /// Opens the root, does so many things (`None`: until the power goes), and closes it. What
+    /// fails is written down and gone on from; an `Err` is one of the test.
     pub fn live(&mut self, operations: Option<u64>) -> Result<(), String> {
         let opened = environment(&self.root, self.forgets)
             .and_then(|environment| Manager::open(&self.root, options(), environment));
@@ -135,7 +139,8 @@ impl History {
             self.journal.say(&format!("opened {id} {epoch}"))?;
         }
         let seen = self.seen(manager)?;
-        // What is not there below them was taken away by a process that had no time to say so; that it was no loss has been judged before this one began.
+        // What is not there below them was taken away by a process that had no time to say so; that
+        // it was no loss has been judged before this one began.
         let newest = seen.keys().next_back().copied().unwrap_or(0);
         for step in (1..newest).filter(|step| !seen.contains_key(step)) {
             self.journal.say(&format!("may go {step}"))?;
@@ -297,9 +302,11 @@ impl History {
         }
     }
 
-    /// Writes down what retention has taken, and gives the steps that are listed. A step may be away *once* another is there, and that other one may be the next to go.
+    /// Writes down what retention has taken, and gives the steps that are listed. A step may be
+    /// away *once* another is there, and that other one may be the next to go.
     ///
-    /// It *may* be away, no more: retention whose fsync has failed has deleted nothing, and a power cut may bring such a step back, whole.
+    /// It *may* be away, no more: retention whose fsync has failed has deleted nothing, and a power
+    /// cut may bring such a step back, whole.
     fn note_away(&mut self, manager: &Manager) -> Result<BTreeSet<u64>, String> {
         let steps: BTreeSet<u64> = self.seen(manager)?.into_keys().collect();
         let away: Vec<u64> = self.known.difference(&steps).copied().collect();

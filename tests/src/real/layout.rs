@@ -1,4 +1,5 @@
-//! Which bytes of which file are what: the metadata of a step, of which every bit is tried, and its data.
+//! Which bytes of which file are what: the metadata of a step, of which every bit is tried, and its
+//! data.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -21,7 +22,8 @@ pub struct DataFile {
     pub data_end: u64,
     /// Pages of its own index, which only `verify` and a rebuilding read.
     pub index_pages: Vec<Range<u64>>,
-    /// For each leaf with bytes in it (ties included) and each of its extents: the leaf's number and the bytes.
+    /// For each leaf with bytes in it (ties included) and each of its extents: the leaf's number
+    /// and the bytes.
     pub extents: Vec<(u32, Range<u64>)>,
 }
 

@@ -1,4 +1,5 @@
-//! Everything that a reader does before it trusts a step, in the order in which a reader does it: list, compare lengths, open, restore, verify.
+//! Everything that a reader does before it trusts a step, in the order in which a reader does it:
+//! list, compare lengths, open, restore, verify.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -59,7 +60,8 @@ impl Found {
             {
                 Ok(Self { by, file: Some(path.clone()), block: None, leaf: None, what })
             }
-            // A damaged manifest may say anything; whoever opens it without listing it is told what is missing.
+            // A damaged manifest may say anything; whoever opens it without listing it is told what
+            // is missing.
             (Error::NotAStep { path, .. } | Error::StepGone { path, .. }, _) => {
                 Ok(Self { by, file: Some(path.clone()), block: None, leaf: None, what })
             }
@@ -170,7 +172,8 @@ impl Reader {
         }
     }
 
-    /// All of it. `None`: the step is whole, and every value is the one that was saved. `Err`: somebody was given something wrong.
+    /// All of it. `None`: the step is whole, and every value is the one that was saved. `Err`:
+    /// somebody was given something wrong.
     pub fn look(&self, step: u64) -> Result<Option<Found>, String> {
         if let Some(found) = self.listing(step)? {
             return Ok(Some(found));

@@ -1,5 +1,5 @@
-//! Proofs on real files: a small state of every kind of leaf, saved by the real manager into a real directory, and what a reader makes of that
-//! directory once somebody has damaged it.
+//! Proofs on real files: a small state of every kind of leaf, saved by the real manager into a real
+//! directory, and what a reader makes of that directory once somebody has damaged it.
 //!
 //! | file | what it is |
 //! |---|---|

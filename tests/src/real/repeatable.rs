@@ -1,4 +1,5 @@
-//! Saves that give the same bytes on every run: with a clock that stands still, and identities that are counted.
+//! Saves that give the same bytes on every run: with a clock that stands still, and identities that
+//! are counted.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! A state with every kind of leaf, whose every byte says which step it is of. Steps have equal shapes, so that files of two steps are of equal lengths.
+//! A state with every kind of leaf, whose every byte says which step it is of. Steps have equal
+//! shapes, so that files of two steps are of equal lengths.
 #![expect(
     clippy::cast_possible_wrap,
     clippy::cast_sign_loss,
@@ -98,7 +99,8 @@ fn objects(step: u64) -> [(&'static str, Value); 3] {
     ]
 }
 
-/// The state of a step: two items with tensors and an alias, loose objects, and a nested object in an item.
+/// The state of a step: two items with tensors and an alias, loose objects, and a nested object in
+/// an item.
 pub fn state(step: u64) -> StateSource {
     let key = |name: &str| Some(Component::Key(name.into()));
     let mut tree = Tree::new();
@@ -172,7 +174,8 @@ pub fn read(checkpoint: &Checkpoint, leaf: u32) -> Result<Content, Error> {
     Ok(Content::Tensor(bytes))
 }
 
-/// Reads every leaf in one restore (all tensors) and one reading of all objects, and gives what was read in leaf order.
+/// Reads every leaf in one restore (all tensors) and one reading of all objects, and gives what was
+/// read in leaf order.
 pub fn read_all(checkpoint: &Checkpoint) -> Result<Vec<Content>, Error> {
     let index = checkpoint.index()?;
     let mut requests = Vec::new();

@@ -1,7 +1,8 @@
 //! Runs `saver` under `strace`, which kills it or feeds it errors at chosen system calls.
 //!
-//! The tracer attaches when the program says that it is ready, so that its counts begin there, in every thread at zero: the n-th call is the n-th
-//! of a thread since the sweep began. Where several threads come to an n-th call, it is injected into each of them; the log says how often.
+//! The tracer attaches when the program says that it is ready, so that its counts begin there, in
+//! every thread at zero: the n-th call is the n-th of a thread since the sweep began. Where several
+//! threads come to an n-th call, it is injected into each of them; the log says how often.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -85,7 +86,8 @@ impl Owned {
     }
 }
 
-/// Runs the program under `strace` with these arguments. Every call needs a `root` of its own: its name tells the logs apart.
+/// Runs the program under `strace` with these arguments. Every call needs a `root` of its own: its
+/// name tells the logs apart.
 pub fn run(subject: &Subject, root: &Path, first: u64, steps: u64, strace: &[&str]) -> Result<Ran, String> {
     let io = |error: std::io::Error| error.to_string();
     let name = root.file_name().and_then(|name| name.to_str()).ok_or("a root needs a name")?;
@@ -117,7 +119,8 @@ pub fn run(subject: &Subject, root: &Path, first: u64, steps: u64, strace: &[&st
         .map(Owned)
         .map_err(io)?;
     let until = Instant::now() + Duration::from_secs(20);
-    // The call that it waits in is counted when it is attached to: a kill at the first `read` comes before anybody can look.
+    // The call that it waits in is counted when it is attached to: a kill at the first `read` comes
+    // before anybody can look.
     let is_over = |program: &mut Owned| program.0.try_wait().map_err(io).map(|status| status.is_some());
     while !is_traced(pid) && !is_over(&mut program)? {
         let unattached = tracer.0.try_wait().map_err(io)?.is_some() && !is_over(&mut program)?;

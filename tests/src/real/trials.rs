@@ -70,8 +70,9 @@ pub fn is_whole(checkpoint: &Checkpoint) -> Result<(), String> {
     }
 }
 
-/// What must hold after any accident, as the next writer finds it: every step that is listed is whole; of the steps that were acknowledged none is lost but those that
-/// retention (the newest two) may have taken; the next save works; nothing is left behind.
+/// What must hold after any accident, as the next writer finds it: every step that is listed is
+/// whole; of the steps that were acknowledged none is lost but those that retention (the newest
+/// two) may have taken; the next save works; nothing is left behind.
 pub fn check(root: &Path, acknowledged: &[u64]) -> Result<(), String> {
     if !root.exists() {
         return if acknowledged.is_empty() { Ok(()) } else { Err("the root is gone".to_owned()) };

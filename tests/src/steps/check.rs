@@ -23,7 +23,8 @@ struct Facts {
 #[derive(Default)]
 pub struct Checker {
     verified: HashMap<(String, u64), Facts>,
-    /// What recoveries left (without the epoch) under which marks, where a second recovery was looked at.
+    /// What recoveries left (without the epoch) under which marks, where a second recovery was
+    /// looked at.
     settled: HashSet<u64>,
     /// How the root is opened.
     options: Options,
@@ -35,7 +36,8 @@ impl Checker {
         Self { verified: HashMap::new(), settled: HashSet::new(), options }
     }
 
-    /// Every invariant that one disk can show, on a disk as a crash has left it. What recovery does is in the disk's log afterwards.
+    /// Every invariant that one disk can show, on a disk as a crash has left it. What recovery does
+    /// is in the disk's log afterwards.
     pub fn check(&mut self, disk: &SimDisk, marks: &Marks) -> Result<(), String> {
         let promises = Promises::of(marks)?;
         let before = disk.image();
@@ -164,14 +166,16 @@ impl Checker {
     }
 }
 
-/// Identities that nothing in the root has, the same ones wherever its names are the same: so recoveries of many crash states leave few different ones.
+/// Identities that nothing in the root has, the same ones wherever its names are the same: so
+/// recoveries of many crash states leave few different ones.
 fn seed_for(image: &Image) -> u64 {
     let root = image.get(ROOT).and_then(|root| root.entries()).unwrap_or_default();
     let leftovers = root.iter().map(|(name, _)| name).filter(|name| name.starts_with(".t"));
     leftovers.fold(1, |seed, name| mix(seed, content_hash(name.as_bytes()))) | 1 << 40
 }
 
-/// What has a step's name and is none is somebody's: it stands under that name, or under the one that it was set aside with.
+/// What has a step's name and is none is somebody's: it stands under that name, or under the one
+/// that it was set aside with.
 fn set_aside(image: &Image, promises: &Promises) -> Result<(), String> {
     let root = image.get(ROOT).and_then(|root| root.entries()).unwrap_or_default();
     for (name, hash) in &promises.quarantined {

@@ -42,7 +42,8 @@ pub struct Promise {
 }
 
 impl Promise {
-    /// True if what stands there as `step` is an attempt that may be seen, whole or thinned as it may be.
+    /// True if what stands there as `step` is an attempt that may be seen, whole or thinned as it
+    /// may be.
     pub fn allows(&self, step: u64, tag: &str, items: &BTreeSet<String>) -> Result<(), String> {
         if !self.may.contains(tag) {
             return Err(format!("I4, I10: step {step} is attempt {tag}, none of {:?}", self.may));
@@ -115,7 +116,8 @@ impl Promises {
                 // A step that is saved anew owes nothing to the one that was there.
                 *self.step(step)? = Promise { may: [tag.into()].into(), must: true, ..Promise::default() };
             }
-            // What was taken away before stays as it was: a step may be seen that retention then takes.
+            // What was taken away before stays as it was: a step may be seen that retention then
+            // takes.
             ["seen", step, tag] => {
                 let promise = self.step(step)?;
                 (promise.may, promise.must) = ([tag.into()].into(), true);

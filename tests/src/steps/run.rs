@@ -45,7 +45,8 @@ impl Run {
         Self::on(SimDisk::new())
     }
 
-    /// As [`Run::fresh`], for what was there before a scenario: its identities are not drawn again by a process that starts from its image.
+    /// As [`Run::fresh`], for what was there before a scenario: its identities are not drawn again
+    /// by a process that starts from its image.
     pub fn earlier() -> Self {
         Self { opened: AtomicU64::new(500), ..Self::fresh() }
     }
@@ -55,7 +56,8 @@ impl Run {
         Self { disk, patience: PATIENCE, elements: states::FEW, staging: None, opened: AtomicU64::new(1) }
     }
 
-    /// This scenario with `params` of ten blocks, saved through a ring of so many slots of three blocks: they take four.
+    /// This scenario with `params` of ten blocks, saved through a ring of so many slots of three
+    /// blocks: they take four.
     pub fn with_windows(mut self, slots: usize) -> Result<Self, String> {
         let ring = StagingPool::of_slots(slots, 3 * 4096).map_err(|error| error.to_string())?;
         (self.elements, self.staging) = (states::MANY, Some(ring));
@@ -105,8 +107,9 @@ impl Run {
         self.disk.mark(label);
     }
 
-    /// Puts something there, durably, that has a step's name and is none: everything of the root's first step but its manifest, as of a copy that somebody began. The
-    /// root holds `steps`, all of attempt `a`.
+    /// Puts something there, durably, that has a step's name and is none: everything of the root's
+    /// first step but its manifest, as of a copy that somebody began. The root holds `steps`, all
+    /// of attempt `a`.
     pub fn plant_torn(&self, name: &str, steps: &[u64]) -> Result<(), String> {
         let image = self.disk.image();
         let root = image.get(ROOT).and_then(|root| root.entries()).unwrap_or_default();
@@ -128,7 +131,8 @@ impl Run {
         Ok(manager)
     }
 
-    /// Forgets how the disk came to be as it is, and notes what it holds: `steps`, all of attempt `a`.
+    /// Forgets how the disk came to be as it is, and notes what it holds: `steps`, all of attempt
+    /// `a`.
     pub fn settle(&self, steps: &[u64]) {
         self.disk.settle();
         self.mark_opened();
@@ -143,8 +147,8 @@ impl Run {
         }
     }
 
-    /// Saves a step and waits for its outcome, and for all that it made superfluous to be deleted. An outcome that is no commit is
-    /// an `Err`, and marked.
+    /// Saves a step and waits for its outcome, and for all that it made superfluous to be deleted.
+    /// An outcome that is no commit is an `Err`, and marked.
     pub fn save(&self, manager: &Manager, step: u64, tag: &str) -> Result<(), String> {
         self.save_with(manager, step, tag, |request| request)
     }

@@ -1,4 +1,5 @@
-//! Singular checkpoints over a simulated disk: one path, no root. The marks are those of a root's step 0.
+//! Singular checkpoints over a simulated disk: one path, no root. The marks are those of a root's
+//! step 0.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -18,7 +19,8 @@ use crate::crash::Marks;
 pub const PATH: &str = "models/best";
 const PARENT: &str = "models";
 
-/// Saves attempt `tag` over whatever is there, and waits for the outcome. One that is no commit is an `Err`, and marked.
+/// Saves attempt `tag` over whatever is there, and waits for the outcome. One that is no commit is
+/// an `Err`, and marked.
 pub fn save(run: &Run, tag: &str, cancel: &Arc<AtomicBool>) -> Result<(), String> {
     let (state, metadata) = run.state(0, tag)?;
     let mut request = SingularRequest::new(PATH, state);
@@ -77,7 +79,8 @@ pub struct Checker {
 }
 
 impl Checker {
-    /// What is there is one attempt that may be there, whole; sweeping takes nothing but what is left over, and sweeping twice is sweeping once.
+    /// What is there is one attempt that may be there, whole; sweeping takes nothing but what is
+    /// left over, and sweeping twice is sweeping once.
     pub fn check(&mut self, disk: &SimDisk, marks: &Marks) -> Result<(), String> {
         let promises = Promises::of(marks)?;
         let before = disk.image();

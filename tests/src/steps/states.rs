@@ -18,7 +18,8 @@ use stepwell_reshard::read_plan::Request;
 /// Elements of a tensor, of four bytes, where nothing else is said.
 pub const FEW: u64 = 6;
 
-/// Elements of a tensor that takes nine blocks of 4096 bytes (and its file one more for the header).
+/// Elements of a tensor that takes nine blocks of 4096 bytes (and its file one more for the
+/// header).
 pub const MANY: u64 = 9 * 1024;
 
 /// The items of a state: two containers with a tensor each, and the loose leaves (one object).
@@ -69,7 +70,8 @@ pub fn state_of(step: u64, tag: &str, elements: u64) -> Result<StateSource, Stri
     Ok(StateSource { tree, leaves })
 }
 
-/// Reads everything of a checkpoint, as a restore does, and compares it with what was saved. Gives the attempt's tag.
+/// Reads everything of a checkpoint, as a restore does, and compares it with what was saved. Gives
+/// the attempt's tag.
 pub fn verify(checkpoint: &Checkpoint) -> Result<String, String> {
     let options = LoadOptions { budget_bytes: 1 << 20, threads: 1, ..LoadOptions::default() };
     let step = checkpoint.step();

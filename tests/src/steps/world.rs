@@ -8,7 +8,8 @@ use stepwell_core::io::simulated::{SimDisk, mix};
 use stepwell_manager::coordination::SingleProcess;
 use stepwell_manager::{Clock, Environment, Rng};
 
-/// Wall-clock time goes on by a second whenever someone looks; deadlines are real, and pauses take no time.
+/// Wall-clock time goes on by a second whenever someone looks; deadlines are real, and pauses take
+/// no time.
 struct Ticking {
     unix_ns: AtomicI64,
     start: Instant,
@@ -42,7 +43,8 @@ impl Rng for Seeded {
     }
 }
 
-/// The world of one process. Two processes on one disk need two seeds: identities are never drawn twice.
+/// The world of one process. Two processes on one disk need two seeds: identities are never drawn
+/// twice.
 pub fn environment(disk: &SimDisk, seed: u64) -> Environment {
     Environment {
         disk: Arc::new(disk.clone()),

@@ -1,4 +1,5 @@
-//! Operations that fail: an error is never a commit, nothing that was committed suffers, and the next save works.
+//! Operations that fail: an error is never a commit, nothing that was committed suffers, and the
+//! next save works.
 
 use stepwell_core::io::simulated::{Action, Fault, Kind, SimDisk};
 use stepwell_manager::Retention;
@@ -11,7 +12,8 @@ use super::{keeping, quick, survives};
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 
-/// Runs `scenario` on the steps 1 and 2, each operation failing in turn, and checks every crash state of each run.
+/// Runs `scenario` on the steps 1 and 2, each operation failing in turn, and checks every crash
+/// state of each run.
 fn survives_failures(action: Action, from_then_on: bool, scenario: impl Fn(&Run)) {
     let base = Run::with_steps([1, 2]).unwrap();
     let image = base.disk.image();

@@ -8,8 +8,9 @@ use stepwell_tests::steps::{states, world};
 
 use super::{keeping, quick};
 
-/// Runs `scenario` on the steps 1 and 2, killed at each operation in turn. Another process opens the root, and trusts what it sees there (and goes on
-/// to save step 9, where `goes_on` says so); every crash state of that whole history is checked.
+/// Runs `scenario` on the steps 1 and 2, killed at each operation in turn. Another process opens
+/// the root, and trusts what it sees there (and goes on to save step 9, where `goes_on` says so);
+/// every crash state of that whole history is checked.
 fn survives_kills(goes_on: bool, scenario: impl Fn(&Run)) {
     let base = Run::with_steps([1, 2]).unwrap();
     let image = base.disk.image();

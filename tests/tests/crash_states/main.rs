@@ -1,7 +1,9 @@
-//! Whatever a crash leaves of a root: what was committed is there, whole; what was not is not seen; nothing else is lost, nothing is left behind.
+//! Whatever a crash leaves of a root: what was committed is there, whole; what was not is not seen;
+//! nothing else is lost, nothing is left behind.
 //!
-//! Each scenario drives the real manager over a simulated disk; then every crash state of it is recovered and checked, and every crash state of
-//! those recoveries. The state is tiny, the protocol is the real one.
+//! Each scenario drives the real manager over a simulated disk; then every crash state of it is
+//! recovered and checked, and every crash state of those recoveries. The state is tiny, the
+//! protocol is the real one.
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod changes;

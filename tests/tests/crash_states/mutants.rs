@@ -1,4 +1,5 @@
-//! The checker, checked: every fsync and rename of the protocol left out, every two neighbours swapped.
+//! The checker, checked: every fsync and rename of the protocol left out, every two neighbours
+//! swapped.
 
 use stepwell_core::io::simulated::SimDisk;
 use stepwell_manager::{Manager, Retention};

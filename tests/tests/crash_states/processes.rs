@@ -61,7 +61,8 @@ fn without_locks_an_older_writer_is_fenced_before_its_rename() {
     let once = Mutex::new(false);
     run.disk.set_hook(Some(Arc::new(move |moment, operation| {
         let path = operation.path.to_string_lossy();
-        // Its own, after the root was listed: a listing that sees the other's step refuses the save at once.
+        // Its own, after the root was listed: a listing that sees the other's step refuses the save
+        // at once.
         let own = path.contains(".tmp-") && path.ends_with("manifest.json");
         let now = moment == Moment::Before && operation.process == 0 && own;
         if now && !std::mem::replace(&mut *once.lock().unwrap(), true) {
@@ -112,7 +113,8 @@ fn what_a_reader_holds_is_deleted_when_it_lets_go() {
     survives(&run);
 }
 
-/// A reader opens and reads the newest step around every operation of a change: it gets one attempt, whole, or a typed error.
+/// A reader opens and reads the newest step around every operation of a change: it gets one
+/// attempt, whole, or a typed error.
 fn readers_see_one_attempt(run: &Run, change: impl FnOnce(&Manager), manager: &Manager) {
     let reader = run.disk.process();
     let seen = Arc::new(Mutex::new(std::collections::BTreeMap::new()));

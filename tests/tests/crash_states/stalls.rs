@@ -1,8 +1,9 @@
-//! Operations that never return: every call ends by its deadline, `close` says that something hangs, nobody else may write meanwhile, and whoever comes after
-//! the process's end (or after the disk's return) finds nothing torn and nothing lost.
+//! Operations that never return: every call ends by its deadline, `close` says that something
+//! hangs, nobody else may write meanwhile, and whoever comes after the process's end (or after the
+//! disk's return) finds nothing torn and nothing lost.
 //!
-//! What hangs is an operation of the engine's own threads, or a transfer in a queue. A call that itself asks the disk (opening, listing, deleting)
-//! hangs with it: the kernel lets nobody go.
+//! What hangs is an operation of the engine's own threads, or a transfer in a queue. A call that
+//! itself asks the disk (opening, listing, deleting) hangs with it: the kernel lets nobody go.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex};
@@ -18,7 +19,8 @@ use stepwell_tests::steps::{ROOT, world};
 use super::kills::trust;
 use super::{quick, wider};
 
-/// What a call may take beyond its deadlines on a machine that does much else: whoever is not done by then hangs.
+/// What a call may take beyond its deadlines on a machine that does much else: whoever is not done
+/// by then hangs.
 const FOR_EVER: Duration = Duration::from_secs(120);
 
 /// One operation that does not return until it is let go.
@@ -97,7 +99,8 @@ fn prepared(image: &Image, slots: usize, patience: Duration) -> Arc<Run> {
     Arc::new(run)
 }
 
-/// These steps are saved under retention, each operation of the engine hanging in turn (without `STEPWELL_LONG` every third one).
+/// These steps are saved under retention, each operation of the engine hanging in turn (without
+/// `STEPWELL_LONG` every third one).
 fn survives_hangs(when: Moment, after: After, slots: usize, steps: &'static [u64]) {
     let image = Run::with_steps([1, 2]).unwrap().disk.image();
     let mut explorer = Explorer::new(quick());

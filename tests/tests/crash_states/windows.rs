@@ -1,4 +1,5 @@
-//! Data files of several windows, each of several blocks; and a leaf that is larger than the whole ring, which streams through it.
+//! Data files of several windows, each of several blocks; and a leaf that is larger than the whole
+//! ring, which streams through it.
 
 use stepwell_core::io::simulated::{Action, Fault, Kind, SimDisk};
 use stepwell_manager::Retention;

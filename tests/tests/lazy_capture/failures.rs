@@ -1,4 +1,5 @@
-//! A device that fails: the save fails with its name, the ring comes back, older steps and the manager go on.
+//! A device that fails: the save fails with its name, the ring comes back, older steps and the
+//! manager go on.
 
 use std::time::Duration;
 
@@ -70,7 +71,8 @@ fn every_call_that_fails_fails_that_save_and_nothing_else() {
                 fake.heal();
                 match told {
                     Some(told) => assert!(told.contains("719"), "{haste:?} {call} {nth} {how:?}: {told}"),
-                    // It was not called so often; or what failed was a mark, whose place the end of all that is on the stream takes.
+                    // It was not called so often; or what failed was a mark, whose place the end of
+                    // all that is on the stream takes.
                     None => assert!(!reached || call == "cuEventRecord", "{haste:?} {call} {nth} {how:?}"),
                 }
                 if committed {

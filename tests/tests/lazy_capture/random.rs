@@ -1,4 +1,5 @@
-//! Any order of saves, guards, updates, full rings and failures: never torn, never stuck, every buffer given back.
+//! Any order of saves, guards, updates, full rings and failures: never torn, never stuck, every
+//! buffer given back.
 
 use std::sync::Arc;
 
@@ -103,7 +104,8 @@ impl Training<'_> {
                         self.saves.push((save, self.versions.clone()));
                         self.hastes = hastes;
                     }
-                    // It did not begin, or an earlier one is told of; what was started before it failed still reads.
+                    // It did not begin, or an earlier one is told of; what was started before it
+                    // failed still reads.
                     Err(error) => {
                         assert!(self.failed, "{error}");
                         self.recover();
@@ -119,7 +121,8 @@ impl Training<'_> {
             Act::Forward => {
                 self.recover();
                 for number in 0..self.arrays.len() {
-                    // Those of earlier saves are guarded by the update between, or by the same haste.
+                    // Those of earlier saves are guarded by the update between, or by the same
+                    // haste.
                     if self.saves.len() == 1
                         && self.hastes.get(number).is_some_and(|&haste| haste > Haste::Later)
                     {
@@ -234,7 +237,8 @@ proptest! {
         if acts.iter().any(|act| matches!(act, Act::Fail(..))) {
             fake.forgive();
             let found = fake.violations();
-            // What is dropped by a failed driver orders nothing any more; memory is never used after it was freed, whatever happens.
+            // What is dropped by a failed driver orders nothing any more; memory is never used
+            // after it was freed, whatever happens.
             prop_assert!(found.iter().all(|line| line.contains("races")), "{found:?}");
         }
     }

@@ -88,6 +88,7 @@ fn a_device_that_fails_or_never_answers_ends_the_restore_with_its_name() {
     }
     let found = fake.violations();
     assert!(found.iter().all(|line| line.contains("not registered")), "{found:?}");
-    // Buffers are kept for the next restore, and what a driver has refused is not tried again for ten seconds: other tests would find it so.
+    // Buffers are kept for the next restore, and what a driver has refused is not tried again for
+    // ten seconds: other tests would find it so.
     std::thread::sleep(std::time::Duration::from_secs(11));
 }

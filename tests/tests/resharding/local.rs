@@ -1,5 +1,6 @@
-//! A process's own array of a tensor: boxes of it one behind the other, between each other, transposed, with padding. Fused and interleaved weights are such, and what
-//! ZeRO and FSDP1 flatten.
+//! A process's own array of a tensor: boxes of it one behind the other, between each other,
+//! transposed, with padding. Fused and interleaved weights are such, and what ZeRO and FSDP1
+//! flatten.
 
 use ndarray::{Axis, Slice};
 use stepwell_core::format::index::ChunkRegion;

@@ -1,7 +1,9 @@
-//! Random layouts on both sides: what several ranks save of tensors that are cut, replicated, flattened, padded and strided in any way is refused or stored once, and read by
-//! any other ranks bit for bit. The oracle is ndarray: whole tensors, and slices of them.
+//! Random layouts on both sides: what several ranks save of tensors that are cut, replicated,
+//! flattened, padded and strided in any way is refused or stored once, and read by any other ranks
+//! bit for bit. The oracle is ndarray: whole tensors, and slices of them.
 //!
-//! One seed is one case. A seed that fails is printed, and `STEPWELL_SEED` runs it alone; `STEPWELL_LONG` runs a hundred times as many.
+//! One seed is one case. A seed that fails is printed, and `STEPWELL_SEED` runs it alone;
+//! `STEPWELL_LONG` runs a hundred times as many.
 
 #![expect(
     clippy::unwrap_used,

@@ -1,4 +1,5 @@
-//! What is stored of a state, byte by byte; and what ranks of another job read of it, under any other layout.
+//! What is stored of a state, byte by byte; and what ranks of another job read of it, under any
+//! other layout.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -39,7 +40,8 @@ pub struct Stored<'a> {
 }
 
 impl<'a> Stored<'a> {
-    /// Looks at every byte of every tensor: each element is stored once, and is what was saved. Returns what is found.
+    /// Looks at every byte of every tensor: each element is stored once, and is what was saved.
+    /// Returns what is found.
     pub fn check(disk: &'a SimDisk, step: u64, checkpoint: &'a Checkpoint, state: &State) -> Self {
         let index = checkpoint.index().unwrap();
         let files: Vec<_> = index
@@ -320,7 +322,8 @@ fn want<'a>(dice: &mut Dice, state: &'a State, leaf: usize, memories: &mut [Memo
     Some(Want { leaf, path: &at.path, tensor, shape, within, pieces })
 }
 
-/// What is asked of the engine: leaves matched by their paths, and their layouts clipped to what is stored.
+/// What is asked of the engine: leaves matched by their paths, and their layouts clipped to what is
+/// stored.
 fn requests(stored: &Stored<'_>, wants: &[Want<'_>], memories: &[Memory]) -> Vec<Request> {
     let wanted = wants.iter().map(|want| {
         let spec = Spec::Tensor { dtype: Some(want.tensor.dtype), shape: Some(want.shape.clone()) };
@@ -386,7 +389,8 @@ impl Needed {
         }
     }
 
-    /// The plan reads each of them once, and what lies between two of them only where that is no more than the gap.
+    /// The plan reads each of them once, and what lies between two of them only where that is no
+    /// more than the gap.
     fn check(&self, plan: &ReadPlan, options: &PlanOptions) {
         let mut read: BTreeMap<u32, BTreeSet<u64>> = BTreeMap::new();
         for run in &plan.runs {

@@ -1,4 +1,5 @@
-//! What does not fit together is no step, ever: every rank is told which tensor it is, and the next save works.
+//! What does not fit together is no step, ever: every rank is told which tensor it is, and the next
+//! save works.
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::io::simulated::SimDisk;
@@ -12,7 +13,8 @@ use crate::states::{Held, How, Share, State, What, path, plain, shared_out};
 use crate::tensors::Tensor;
 use crate::world::{self, Setting};
 
-/// Damages a tensor's layout, or what one rank says of it. `None`: there is nothing to damage in that way.
+/// Damages a tensor's layout, or what one rank says of it. `None`: there is nothing to damage in
+/// that way.
 type Damage = fn(&mut Dice, &mut [State], usize) -> Option<()>;
 
 const DAMAGES: [Damage; 9] =

@@ -1,4 +1,5 @@
-//! Whatever a job saves in whatever layout, ranks of any other job read exactly that in any other layout.
+//! Whatever a job saves in whatever layout, ranks of any other job read exactly that in any other
+//! layout.
 
 use stepwell_core::io::simulated::SimDisk;
 use stepwell_manager::Expected;
@@ -44,7 +45,8 @@ fn one(seed: u64) {
     }
 }
 
-/// What all ranks have written is each byte of each tensor once. But for leaves that they have not told each other of: those were none of the job's first step.
+/// What all ranks have written is each byte of each tensor once. But for leaves that they have not
+/// told each other of: those were none of the job's first step.
 fn written_once(first: &State, state: &State, stored: &Stored<'_>) {
     let written: u64 = stored.checkpoint.manifest().items.iter().map(|item| item.tensor_bytes).sum();
     let told: Vec<_> = first.leaves.iter().map(|leaf| &leaf.path).collect();

@@ -192,7 +192,8 @@ impl State {
         }
     }
 
-    /// The tensors, once for each item that they are stored in: one that is tied to another item's is stored there too.
+    /// The tensors, once for each item that they are stored in: one that is tied to another item's
+    /// is stored there too.
     pub fn stored(&self) -> impl Iterator<Item = &Leaf> {
         let item = |leaf: &Leaf| if leaf.path.len() > 1 { leaf.path[0].clone() } else { String::new() };
         let holder = |(number, leaf): (usize, &Leaf)| match leaf.what {
@@ -278,7 +279,8 @@ fn source(leaf: &Leaf, pieces: Vec<Piece>, rank: u32, memories: &[Arc<Vec<u8>>])
     }
 }
 
-/// Adds leaves below a container, in their order; those of one container below it stand where its first one does.
+/// Adds leaves below a container, in their order; those of one container below it stand where its
+/// first one does.
 fn branch(
     state: &mut StateSource,
     numbers: &mut Vec<usize>,

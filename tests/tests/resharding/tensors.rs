@@ -7,7 +7,8 @@ use stepwell_reshard::segment::Place;
 
 use crate::dice::Dice;
 
-/// Bytes of an array's elements: one more dimension than the array, of the bytes of one element. [`NOTHING`] where the array has no value.
+/// Bytes of an array's elements: one more dimension than the array, of the bytes of one element.
+/// [`NOTHING`] where the array has no value.
 pub type Values = ArrayD<i32>;
 pub const NOTHING: i32 = -1;
 
@@ -131,7 +132,8 @@ pub fn run(values: &Values, start: u64, len: u64) -> Values {
     Values::from_shape_vec(dimensions(&[len], itemsize), elements.copied().collect()).unwrap()
 }
 
-/// Boxes that tile a region: it is cut in two, one of the parts is, and so on, anywhere along any axis. Now and then one is empty.
+/// Boxes that tile a region: it is cut in two, one of the parts is, and so on, anywhere along any
+/// axis. Now and then one is empty.
 pub fn tiles(dice: &mut Dice, region: &Region, parts: u64) -> Vec<Region> {
     let mut boxes = vec![region.clone()];
     for _ in 1..parts {
@@ -194,7 +196,8 @@ impl Memory {
         self.grow(dice, bytes)
     }
 
-    /// Room for a box: dimensions in any order, forwards or backwards, elements and rows apart; or between the elements of another one.
+    /// Room for a box: dimensions in any order, forwards or backwards, elements and rows apart; or
+    /// between the elements of another one.
     pub fn place(&mut self, dice: &mut Dice, extent: &[u64], itemsize: u64) -> Place {
         let fits = |(other, _, room): &(Vec<u64>, Place, u64)| other == extent && *room >= itemsize;
         if let Some(at) = self.gaps.iter().position(fits) {

@@ -1,4 +1,5 @@
-//! A job: as many managers as ranks, each on a thread of its own, over one disk in memory; and its root, as a reader finds it.
+//! A job: as many managers as ranks, each on a thread of its own, over one disk in memory; and its
+//! root, as a reader finds it.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

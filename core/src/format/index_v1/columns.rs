@@ -60,8 +60,8 @@ impl<'a, T: Number> Column<'a, T> {
 }
 
 impl Column<'_, ArchivedU64> {
-    /// The numbers of so many dimensions. An index has several for each leaf: a few are taken at one stroke, and what follows them in the column
-    /// lies behind the length.
+    /// The numbers of so many dimensions. An index has several for each leaf: a few are taken at
+    /// one stroke, and what follows them in the column lies behind the length.
     #[inline]
     pub(super) fn dims(&mut self, ndim: usize, into: &mut Dims) -> Read<()> {
         let (taken, rest) = self.rest.split_at_checked(ndim).ok_or_else(|| short(self.name))?;

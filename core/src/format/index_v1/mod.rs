@@ -1,4 +1,5 @@
-//! Version 1 of the index: the file `iN/index` of an item, and the same pages in the footers of data files.
+//! Version 1 of the index: the file `iN/index` of an item, and the same pages in the footers of
+//! data files.
 //!
 //! ```text
 //! 0     header, 128 bytes: magic, own CRC, version, features, lengths, CRC of the root table
@@ -7,12 +8,14 @@
 //! …     pages (rkyv), one after the other, each about 1 MiB
 //! ```
 //!
-//! Pages are self-contained: each repeats the containers above its first node. Of a large index, which is nearly all chunks, a reader reads the [`Outline`] and
-//! then the pages that hold the leaves whose chunks it wants.
-//! Bytes are checked before they are interpreted (CRC, then bytecheck, then the columns, then [`super::check`]); what is written is checked
-//! by the same rules. Encoding is deterministic, and decoding what was encoded gives the same index.
+//! Pages are self-contained: each repeats the containers above its first node. Of a large index,
+//! which is nearly all chunks, a reader reads the [`Outline`] and then the pages that hold the
+//! leaves whose chunks it wants. Bytes are checked before they are interpreted (CRC, then
+//! bytecheck, then the columns, then [`super::check`]); what is written is checked by the same
+//! rules. Encoding is deterministic, and decoding what was encoded gives the same index.
 //!
-//! The leader of a commit writes index files, the save pipeline writes footers, every reader reads them.
+//! The leader of a commit writes index files, the save pipeline writes footers, every reader reads
+//! them.
 
 mod columns;
 mod outline;
@@ -89,8 +92,8 @@ fn encode_as(index: &Index, paging: Paging, is_outlined: fn(&Index, usize) -> bo
     Ok(IndexFile { bytes, crc })
 }
 
-/// Reads and checks a whole index file; `file` is for messages. Everything that [`super::check`] lists holds of the result; that chunks
-/// tile their tensors is not checked here.
+/// Reads and checks a whole index file; `file` is for messages. Everything that [`super::check`]
+/// lists holds of the result; that chunks tile their tensors is not checked here.
 pub fn decode(bytes: &[u8], file: &Path) -> Result<Index> {
     let opened = Opened::new(bytes, file)?;
     let index = opened.join(opened.tree()?, opened.leaves(Vec::new())?)?;
@@ -98,8 +101,8 @@ pub fn decode(bytes: &[u8], file: &Path) -> Result<Index> {
     Ok(index)
 }
 
-/// An index file whose checksums hold. Its tree and the records of its leaves are read apart, and leaves are checked by ranges: whoever has
-/// two threads does two things at once.
+/// An index file whose checksums hold. Its tree and the records of its leaves are read apart, and
+/// leaves are checked by ranges: whoever has two threads does two things at once.
 pub struct Opened<'a> {
     file: &'a Path,
     header: IndexHeader,
@@ -146,12 +149,14 @@ impl<'a> Opened<'a> {
         self.pages.leaf_count()
     }
 
-    /// The records of all leaves, in order, not checked yet. `room` is empty: what there is room for in it is not taken anew.
+    /// The records of all leaves, in order, not checked yet. `room` is empty: what there is room
+    /// for in it is not taken anew.
     pub fn leaves(&self, room: Vec<LeafRecord>) -> Result<Vec<LeafRecord>> {
         self.pages.leaves(room)
     }
 
-    /// The index of this tree and these leaves. Each leaf must pass [`Self::check`] before it is used.
+    /// The index of this tree and these leaves. Each leaf must pass [`Self::check`] before it is
+    /// used.
     pub fn join(&self, tree: Tree, leaves: Vec<LeafRecord>) -> Result<Index> {
         let index = Index { tree, leaves, files: self.root.files.clone() };
         check_counts(&index, Bounds::Item).map_err(|fault| on_read(&index.tree, fault, self.file))?;
@@ -216,7 +221,8 @@ impl<'a> Pages<'a> {
 /// The leaves of one page of an index file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Part {
-    /// Number, in the item's index, of its first leaf; aliases and views name leaves by such numbers.
+    /// Number, in the item's index, of its first leaf; aliases and views name leaves by such
+    /// numbers.
     pub first_leaf: u64,
     /// Containers and leaves of this page, and the containers above them.
     pub tree: Tree,

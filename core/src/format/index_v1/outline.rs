@@ -1,5 +1,6 @@
-//! The outline of a large index: all of it but the chunks of its tensors, which are nearly all of it where many ranks have saved. So a reader knows the whole structure
-//! at once, and reads a page of chunks where it wants one of its leaves: thousands of ranks must not each read all pages.
+//! The outline of a large index: all of it but the chunks of its tensors, which are nearly all of
+//! it where many ranks have saved. So a reader knows the whole structure at once, and reads a page
+//! of chunks where it wants one of its leaves: thousands of ranks must not each read all pages.
 
 use std::path::Path;
 
@@ -99,8 +100,9 @@ pub struct Outline {
 }
 
 impl Outline {
-    /// From the first [`IndexHeader::pages_at`] bytes of a file that has an outline, as the manifest knows it: `crc` is that of all of it, of which what the root table says of
-    /// the pages is a part.
+    /// From the first [`IndexHeader::pages_at`] bytes of a file that has an outline, as the
+    /// manifest knows it: `crc` is that of all of it, of which what the root table says of the
+    /// pages is a part.
     pub fn decode(header: &IndexHeader, bytes: &[u8], crc: u32, file: &Path) -> Result<Self> {
         let root = Root::decode(header, bytes, file)?;
         let index = decode(header, &root, bytes, file)?

@@ -1,9 +1,11 @@
-//! The structure of an index page, version 1: the archived form of [`IndexPageV1`] is the payload of the page. Never change it: a new
-//! version gets a new structure, and this one stays readable.
+//! The structure of an index page, version 1: the archived form of [`IndexPageV1`] is the payload
+//! of the page. Never change it: a new version gets a new structure, and this one stays readable.
 //!
-//! Columns, consumed in order: a node whose component is a key takes the next `node_value` bytes of `names`, a tensor of `n` dimensions takes the next
-//! `n` of `tensor_dims`, a leaf with bytes takes the next extent, and so on. At the end of the page every column is used up. So nothing in a page can
-//! point anywhere but backwards to a node or a container kind, and memory is bounded by the page's size.
+//! Columns, consumed in order: a node whose component is a key takes the next `node_value` bytes of
+//! `names`, a tensor of `n` dimensions takes the next `n` of `tensor_dims`, a leaf with bytes takes
+//! the next extent, and so on. At the end of the page every column is used up. So nothing in a page
+//! can point anywhere but backwards to a node or a container kind, and memory is bounded by the
+//! page's size.
 
 use rkyv::{Archive, Serialize};
 
@@ -50,7 +52,8 @@ pub(super) mod tag {
 pub(super) struct IndexPageV1 {
     /// Number, in the index, of the first node that is not repeated.
     pub first_node: u64,
-    /// How many nodes at the front are repeated: the containers from the root down to the first own node.
+    /// How many nodes at the front are repeated: the containers from the root down to the first own
+    /// node.
     pub repeated_nodes: u32,
 
     /// Local number of the parent; smaller than the node's own, and the root's own for the root.
@@ -66,7 +69,8 @@ pub(super) struct IndexPageV1 {
 
     /// The distinct container kinds: what each is.
     pub kind_tag: Vec<u8>,
-    /// `DEQUE_BOUNDED`: the bound. `STATEFUL`: the kind of its state, counted from 1, an earlier one. Else 0.
+    /// `DEQUE_BOUNDED`: the bound. `STATEFUL`: the kind of its state, counted from 1, an earlier
+    /// one. Else 0.
     pub kind_number: Vec<u64>,
     /// Length of the type name, or 0.
     pub kind_name: Vec<u32>,

@@ -1,5 +1,5 @@
-//! Pages become an index. What is checked here is what must hold for the columns to be read at all; what the index says is checked
-//! afterwards, in [`crate::format::check`].
+//! Pages become an index. What is checked here is what must hold for the columns to be read at all;
+//! what the index says is checked afterwards, in [`crate::format::check`].
 
 use std::hash::BuildHasher;
 use std::sync::Arc;
@@ -89,7 +89,8 @@ impl Assembler {
         let mut node_kinds = Column::new(&page.node_kind, "node_kind");
         let mut texts = Texts::new(page.names.as_str(), "names");
         let repeated = page.repeated_nodes.to_native();
-        // The first page that is read begins with what it repeats; the following ones repeat what is there.
+        // The first page that is read begins with what it repeats; the following ones repeat what
+        // is there.
         let before = self.tree.nodes().len() as u64;
         let begins = before == 0;
         let follows = page.first_node.to_native() == before;
@@ -163,7 +164,8 @@ impl Assembler {
         texts.end()
     }
 
-    /// The containers from the root to the last node, the root first. Cut past the depth that any tree may have.
+    /// The containers from the root to the last node, the root first. Cut past the depth that any
+    /// tree may have.
     fn open_chain(&self) -> Vec<u32> {
         let nodes = self.tree.nodes();
         let mut chain = Vec::new();
@@ -183,8 +185,9 @@ impl Assembler {
     }
 }
 
-/// Names that were read not long ago, each in the one place that its hash gives it: those of a layer come again with the next one, and then
-/// cost no memory. A name that is not there, or was driven out, is made anew.
+/// Names that were read not long ago, each in the one place that its hash gives it: those of a
+/// layer come again with the next one, and then cost no memory. A name that is not there, or was
+/// driven out, is made anew.
 #[derive(Default)]
 struct Names {
     recent: Vec<Arc<str>>,
@@ -377,7 +380,8 @@ impl<'a> Tensors<'a> {
         Dtype::from_code(code).ok_or_else(|| format!("a tensor is of the unknown dtype {code}"))
     }
 
-    /// Fills a record, of which the dtype is known, where it stands: it is large, and moving it costs more than what is in it.
+    /// Fills a record, of which the dtype is known, where it stands: it is large, and moving it
+    /// costs more than what is in it.
     fn fill(&mut self, tensor: &mut TensorRecord, extents: &mut Extents<'_>) -> Read<()> {
         let ndim = usize::from(self.ndims.next()?);
         self.dims.dims(ndim, &mut tensor.shape)?;

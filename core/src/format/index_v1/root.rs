@@ -1,4 +1,5 @@
-//! The front of an index file: a fixed header, then the root table, which lists pages, files and leaves.
+//! The front of an index file: a fixed header, then the root table, which lists pages, files and
+//! leaves.
 
 use std::path::Path;
 
@@ -24,7 +25,8 @@ const MAGIC: [u8; 8] = *b"\x89SWI\r\n\x1a\n";
 /// The root table, version 1; columns as in [`super::page`]. Never change it.
 #[derive(Archive, Serialize, Debug, Default)]
 pub(super) struct IndexRootV1 {
-    /// Of each page, in order: bytes. The first page begins where the outline ends (the root table, where there is none), and each where the one before it ends.
+    /// Of each page, in order: bytes. The first page begins where the outline ends (the root table,
+    /// where there is none), and each where the one before it ends.
     pub page_length: Vec<u64>,
     /// CRC-32C of those bytes.
     pub page_crc: Vec<u32>,
@@ -165,8 +167,8 @@ impl Root {
         Ok(bytes.into_vec())
     }
 
-    /// Reads and checks the root table of an index file from `bytes`, the file's first `INDEX_HEADER_BYTES + header.root_length`
-    /// bytes or more.
+    /// Reads and checks the root table of an index file from `bytes`, the file's first
+    /// `INDEX_HEADER_BYTES + header.root_length` bytes or more.
     pub fn decode(header: &IndexHeader, bytes: &[u8], file: &Path) -> Result<Self> {
         let table = bytes
             .get(INDEX_HEADER_BYTES as usize..)
@@ -243,8 +245,9 @@ impl Root {
     }
 }
 
-/// The hash of a leaf path in a root table: for each component in turn, starting at 0, the CRC-32C of the hash so far (u32), the tag of the
-/// component (one byte, as in [`super::page`]), and its name in UTF-8 or its number as i64.
+/// The hash of a leaf path in a root table: for each component in turn, starting at 0, the CRC-32C
+/// of the hash so far (u32), the tag of the component (one byte, as in [`super::page`]), and its
+/// name in UTF-8 or its number as i64.
 pub fn path_hash(path: &LeafPath) -> u32 {
     let mut scratch = Vec::new();
     path.0.iter().fold(0, |hash, component| component_hash(hash, component, &mut scratch))

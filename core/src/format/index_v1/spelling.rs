@@ -1,5 +1,6 @@
-//! How the format spells what a tree is made of: a tag, a number and texts for each component and each kind of container. Columns are written from this,
-//! and a hash of a structure that is to mean the same in every build is taken over it.
+//! How the format spells what a tree is made of: a tag, a number and texts for each component and
+//! each kind of container. Columns are written from this, and a hash of a structure that is to mean
+//! the same in every build is taken over it.
 
 use super::page::tag;
 use crate::leaf_path::Component;

@@ -340,7 +340,8 @@ proptest! {
         prop_assert!(read(&bytes).is_err());
     }
 
-    /// What a defect could write: any change, with checksums that hold. It is refused, or it is an index like any other.
+    /// What a defect could write: any change, with checksums that hold. It is refused, or it is an
+    /// index like any other.
     #[test]
     fn altered_pages_with_good_checksums_never_panic(
         index in any_index(), leaves in 1_u64..6, page in any::<Pick>(), at in any::<Pick>(), with in any::<u8>(),
@@ -451,7 +452,8 @@ fn unknown_versions_and_required_features_are_refused_by_name_and_optional_ones_
     assert_eq!(read(&[7; 4096]).expect_err("it was accepted").kind(), "corrupt", "other bytes");
 }
 
-/// The sample, spoilt; refused on write with the leaf's name, and on read (written without the check).
+/// The sample, spoilt; refused on write with the leaf's name, and on read (written without the
+/// check).
 fn refused(spoil: impl Fn(&mut Index), text: &str) {
     let mut index = sample();
     spoil(&mut index);
@@ -731,7 +733,8 @@ fn many_leaves_make_pages_of_about_a_mebibyte() {
     assert_eq!(read(&bytes).unwrap(), index);
 }
 
-/// Prints; run it with `cargo test --release -p stepwell-core encode_and_decode_speed -- --ignored --nocapture`.
+/// Prints; run it with `cargo test --release -p stepwell-core encode_and_decode_speed -- --ignored
+/// --nocapture`.
 #[test]
 #[ignore = "a measurement"]
 fn encode_and_decode_speed() {

@@ -82,7 +82,8 @@ impl<'a> Writer<'a> {
         page
     }
 
-    /// An own node, at a depth. Its parent is an own node too or, since nodes stand in pre-order, the repeated one at the depth above.
+    /// An own node, at a depth. Its parent is an own node too or, since nodes stand in pre-order,
+    /// the repeated one at the depth above.
     fn node(&mut self, node: &'a Node, depth: usize) {
         let columns = &self.columns;
         let local = match u64::from(node.parent).checked_sub(columns.first_node) {
@@ -99,7 +100,8 @@ impl<'a> Writer<'a> {
         };
         let columns = &mut self.columns;
         let ComponentSpelling { tag, number, name } = ComponentSpelling::of(node.component.as_ref());
-        // In the place of a number stands the length of a name, which was checked against its limit.
+        // In the place of a number stands the length of a name, which was checked against its
+        // limit.
         let value = if matches!(tag, tag::KEY | tag::FIELD) { i64::from(name.len() as u32) } else { number };
         columns.node_parent.push(parent);
         columns.node_tag.push(tag);

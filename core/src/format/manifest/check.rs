@@ -105,7 +105,8 @@ fn check_meaning(manifest: &Manifest) -> std::result::Result<(), String> {
     Ok(())
 }
 
-/// What is to hold of data files that are parts of others: `paths` are all files that stand by themselves.
+/// What is to hold of data files that are parts of others: `paths` are all files that stand by
+/// themselves.
 fn check_parts(manifest: &Manifest, paths: &HashSet<&str>) -> std::result::Result<(), String> {
     let mut parts: Vec<(&str, u64, u64)> = Vec::new();
     for entry in &manifest.files {
@@ -145,7 +146,8 @@ fn unique<T: Eq + std::hash::Hash + std::fmt::Display + Copy>(
     if seen.insert(value) { Ok(()) } else { Err(format!("{what} `{value}` stands twice")) }
 }
 
-/// Levels of lists and objects, counted no further than one past the limit, so that the stack is safe whatever the value is.
+/// Levels of lists and objects, counted no further than one past the limit, so that the stack is
+/// safe whatever the value is.
 fn depth(value: &Value) -> u64 {
     fn below(value: &Value, level: u64) -> u64 {
         if level > MAX_METADATA_DEPTH {

@@ -1,5 +1,6 @@
-//! How the manifest's values stand in JSON, and the pass that refuses duplicate keys (serde keeps the last of two in a map, and ignores
-//! them where the key is unknown; two readers could then see two different manifests in one file).
+//! How the manifest's values stand in JSON, and the pass that refuses duplicate keys (serde keeps
+//! the last of two in a map, and ignores them where the key is unknown; two readers could then see
+//! two different manifests in one file).
 
 use std::collections::HashSet;
 use std::fmt;
@@ -129,7 +130,8 @@ pub(super) mod metrics {
     }
 }
 
-/// Walks all of a JSON text, keeps nothing but the keys of the objects that are open, and refuses a key that comes twice.
+/// Walks all of a JSON text, keeps nothing but the keys of the objects that are open, and refuses a
+/// key that comes twice.
 pub(super) fn refuse_duplicate_keys(text: &[u8]) -> serde_json::Result<()> {
     let mut parser = serde_json::Deserializer::from_slice(text);
     UniqueKeys.deserialize(&mut parser)?;

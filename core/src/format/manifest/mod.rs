@@ -1,13 +1,17 @@
-//! The manifest: the JSON commit record of a step. A step is a directory that holds one whose own checksum holds and whose files are
-//! there; so it names every file below the step, its length, and the digest that binds its content.
+//! The manifest: the JSON commit record of a step. A step is a directory that holds one whose own
+//! checksum holds and whose files are there; so it names every file below the step, its length, and
+//! the digest that binds its content.
 //!
-//! It is text that people and other languages read: pretty-printed, keys in a fixed order, non-finite metrics as strings. Its last line,
-//! `{"crc32c": "xxxxxxxx"}`, is the CRC-32C of all bytes before that line. Unknown keys are ignored on read and kept when a manifest is written anew, unknown
-//! required features are refused by name, duplicate keys are refused. The manager writes and reads it.
+//! It is text that people and other languages read: pretty-printed, keys in a fixed order,
+//! non-finite metrics as strings. Its last line, `{"crc32c": "xxxxxxxx"}`, is the CRC-32C of all
+//! bytes before that line. Unknown keys are ignored on read and kept when a manifest is written
+//! anew, unknown required features are refused by name, duplicate keys are refused. The manager
+//! writes and reads it.
 //!
-//! Invariants of every manifest that [`Manifest::encode`] writes and [`Manifest::decode`] returns: paths are relative and plain; item
-//! names, item directories and file paths are unique; each file and index lies below the directory of an item; a tombstone names
-//! nothing that a living item holds (recovery deletes what a tombstone names).
+//! Invariants of every manifest that [`Manifest::encode`] writes and [`Manifest::decode`] returns:
+//! paths are relative and plain; item names, item directories and file paths are unique; each file
+//! and index lies below the directory of an item; a tombstone names nothing that a living item
+//! holds (recovery deletes what a tombstone names).
 
 mod check;
 mod json;
@@ -33,8 +37,8 @@ pub const NODE_FILES: &str = "node_files";
 /// Features that a manifest may require of this reader.
 const KNOWN_FEATURES: &[&str] = &[NODE_FILES];
 
-/// Keys that this version does not know: they mean nothing to it, and are written back by whoever rewrites a record (thinning), so that what a later version
-/// has noted survives an earlier one.
+/// Keys that this version does not know: they mean nothing to it, and are written back by whoever
+/// rewrites a record (thinning), so that what a later version has noted survives an earlier one.
 pub type Others = serde_json::Map<String, serde_json::Value>;
 
 /// The commit record of a step. See the module documentation.
@@ -42,7 +46,8 @@ pub type Others = serde_json::Map<String, serde_json::Value>;
 pub struct Manifest {
     /// Version of the format; [`FORMAT_VERSION`].
     pub format_version: u32,
-    /// What a reader must know beyond the version; a name that it does not know makes it refuse the step.
+    /// What a reader must know beyond the version; a name that it does not know makes it refuse the
+    /// step.
     #[serde(default)]
     pub required_features: Vec<String>,
     /// Name and version of the program that wrote it.
@@ -79,7 +84,8 @@ pub struct Manifest {
     pub others: Others,
 }
 
-/// A save: the session that the ranks agreed on, and its number in it. An identity, which is compared: it has no other keys in any version.
+/// A save: the session that the ranks agreed on, and its number in it. An identity, which is
+/// compared: it has no other keys in any version.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Attempt {
     /// 32 lower-case hexadecimal digits.
@@ -91,7 +97,8 @@ pub struct Attempt {
 /// A part of the state that is separable on disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Item {
-    /// Its rendered top-level component, or `.` for the loose leaves or for a state that is one item.
+    /// Its rendered top-level component, or `.` for the loose leaves or for a state that is one
+    /// item.
     pub name: String,
     /// Its directory below the step, one component (`i0`).
     pub dir: String,
@@ -113,7 +120,8 @@ pub struct Item {
 pub struct TopLevel {
     /// Its rendered component.
     pub name: String,
-    /// Its place among the state's top-level entries, so that a reader can merge the items in the order that was saved.
+    /// Its place among the state's top-level entries, so that a reader can merge the items in the
+    /// order that was saved.
     pub position: u64,
     /// Keys that this version does not know.
     #[serde(flatten)]
@@ -243,8 +251,9 @@ impl Manifest {
         Ok(bytes)
     }
 
-    /// Reads and checks `manifest.json`; `file` is for messages. The checksum comes first: an altered byte is [`Error::Corrupt`], an
-    /// unknown version or required feature is [`Error::Format`], and so is what does not keep the module's invariants.
+    /// Reads and checks `manifest.json`; `file` is for messages. The checksum comes first: an
+    /// altered byte is [`Error::Corrupt`], an unknown version or required feature is
+    /// [`Error::Format`], and so is what does not keep the module's invariants.
     pub fn decode(bytes: &[u8], file: &Path) -> Result<Self> {
         limit_bytes(bytes)?;
         let format = |what: String| Error::Format { file: file.to_owned(), what };
@@ -263,7 +272,8 @@ impl Manifest {
         }
         check_features(&envelope.required_features).map_err(format)?;
         let mut manifest: Self = serde_json::from_slice(body).map_err(|error| format(error.to_string()))?;
-        // The envelope's, written by `encode`. The rest keeps its order: `remove` would put the last key in the place of this one.
+        // The envelope's, written by `encode`. The rest keeps its order: `remove` would put the
+        // last key in the place of this one.
         manifest.others.shift_remove("format");
         check::check(&manifest)?.map_err(format)?;
         Ok(manifest)

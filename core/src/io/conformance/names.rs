@@ -265,7 +265,8 @@ fn locks_exclude(scene: &Scene<'_>) {
 
 fn locks_end_with_their_holder(scene: &Scene<'_>) {
     let held = scene.dir.try_lock("lock", LockKind::Exclusive, true).unwrap().unwrap();
-    // Opening, reading and closing the file elsewhere releases nothing (as it would with POSIX record locks).
+    // Opening, reading and closing the file elsewhere releases nothing (as it would with POSIX
+    // record locks).
     scene.dir.read_file("lock", 10).unwrap();
     drop(scene.dir.open_file("lock").unwrap());
     drop(scene.dir.try_lock("lock", LockKind::Shared, false).unwrap());

@@ -78,8 +78,9 @@ impl PosixDir {
         }
     }
 
-    /// True if a file has the owner, permissions and attributes that one made as `to` now would have. The directory there has just been made by this process, so it shows them;
-    /// a file with attributes of its own (an access control list, a backup's checksum) is never the same.
+    /// True if a file has the owner, permissions and attributes that one made as `to` now would
+    /// have. The directory there has just been made by this process, so it shows them; a file with
+    /// attributes of its own (an access control list, a backup's checksum) is never the same.
     fn is_as_new(&self, fd: &OwnedFd, stat: &rustix::fs::Stat, to: &str) -> Result<bool> {
         let above = to.rsplit_once('/').map_or(".", |(above, _)| above);
         let dir = rustix::fs::statat(self.fd()?, above, AtFlags::SYMLINK_NOFOLLOW)
@@ -230,7 +231,8 @@ impl Dir for PosixDir {
             // They found the file by its old name, and have it open now.
             Alone::Interrupted(renamed) => renamed.map(|()| false)?,
         };
-        // A link that was made since the first look keeps the file: who found the old name makes it yet. So it is looked for again as late as can be.
+        // A link that was made since the first look keeps the file: who found the old name makes it
+        // yet. So it is looked for again as late as can be.
         let names = |fd: &OwnedFd| rustix::fs::fstat(fd).map_or(0, |stat| stat.st_nlink);
         let look = match fd.try_clone() {
             Ok(look) if keep && names(&fd) == 1 => look,
@@ -284,8 +286,8 @@ impl Dir for PosixDir {
         }
         // All of it at once: read-ahead would take many round trips. It is only advice.
         let _ = rustix::fs::fadvise(&fd, 0, None, rustix::fs::Advice::WillNeed);
-        // One byte more than there is, so that a file that grows meanwhile is noticed.
-        // A sparse file may claim any length: no memory for it is an answer, not the end of the process.
+        // One byte more than there is, so that a file that grows meanwhile is noticed. A sparse
+        // file may claim any length: no memory for it is an answer, not the end of the process.
         let mut bytes = Vec::new();
         let no_memory = |_| Error::io("read", self.path.join(name), io::ErrorKind::OutOfMemory);
         try_reserve_huge(&mut bytes, len as usize + 1).map_err(no_memory)?;
@@ -325,14 +327,15 @@ impl Dir for PosixDir {
                 let plain = || retry_on_intr(|| rustix::fs::renameat(from_dir, from_last, to_dir, to_last));
                 match how {
                     Rename::Replace => plain(),
-                    // Not repeated: where an interrupted one was carried out, a second would undo it.
+                    // Not repeated: where an interrupted one was carried out, a second would undo
+                    // it.
                     Rename::Exchange => match renamed(RenameFlags::EXCHANGE) {
                         Err(Errno::NOSYS | Errno::OPNOTSUPP) => Err(Errno::INVAL),
                         answer => answer,
                     },
                     Rename::NoReplace => match flagged(RenameFlags::NOREPLACE) {
-                        // The file system (NFS, some FUSE) or the kernel has no such flag. A rename of a directory into itself is EINVAL
-                        // too, and again so below.
+                        // The file system (NFS, some FUSE) or the kernel has no such flag. A rename
+                        // of a directory into itself is EINVAL too, and again so below.
                         Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
                             match rustix::fs::statat(to_dir, to_last, AtFlags::SYMLINK_NOFOLLOW) {
                                 Ok(_) => Err(Errno::EXIST),

@@ -25,7 +25,8 @@ pub struct PosixDisk {
     choice: EngineChoice,
     settings: Arc<Settings>,
     mover: Mover,
-    /// What [`Disk::register`] was told of. Weak, so that a staging pool is freed by its users alone.
+    /// What [`Disk::register`] was told of. Weak, so that a staging pool is freed by its users
+    /// alone.
     memory: Mutex<Vec<Weak<Mapping>>>,
     birth: Birth,
 }
@@ -36,7 +37,8 @@ impl PosixDisk {
         Self { choice, settings, mover, memory: Mutex::default(), birth: Birth::now() }
     }
 
-    /// In a forked child not even a disk is of use: its locks may be held by threads that do not exist there.
+    /// In a forked child not even a disk is of use: its locks may be held by threads that do not
+    /// exist there.
     fn check(&self) -> Result<()> {
         self.birth.check("disk")
     }
@@ -88,7 +90,8 @@ impl Disk for PosixDisk {
     }
 
     fn queue_for_reads(&self, depth: usize) -> Result<Box<dyn Queue>> {
-        // The staging memory of saves is none of a reader's, and registering it again takes longer than many a read.
+        // The staging memory of saves is none of a reader's, and registering it again takes longer
+        // than many a read.
         self.queue_with(depth, Vec::new())
     }
 

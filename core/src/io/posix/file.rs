@@ -43,15 +43,17 @@ pub fn direct_io(fd: BorrowedFd<'_>) -> DirectIo {
 pub struct PosixFile {
     data: Arc<Descriptor>,
     direct: bool,
-    /// A second descriptor without O_DIRECT, made when a cached read first asks for it; `None` where that is impossible.
+    /// A second descriptor without O_DIRECT, made when a cached read first asks for it; `None`
+    /// where that is impossible.
     buffered: OnceLock<Option<Arc<Descriptor>>>,
     path: PathBuf,
     settings: Arc<Settings>,
 }
 
 impl PosixFile {
-    /// Takes over a descriptor just opened with O_NONBLOCK (so that no pipe or device could make the open wait): refuses what is not
-    /// a regular file, and turns to direct I/O where the settings and the file allow it.
+    /// Takes over a descriptor just opened with O_NONBLOCK (so that no pipe or device could make
+    /// the open wait): refuses what is not a regular file, and turns to direct I/O where the
+    /// settings and the file allow it.
     pub(super) fn adopt(fd: OwnedFd, path: PathBuf, settings: &Arc<Settings>) -> Result<Self> {
         let fd = Descriptor::new(fd, "file");
         let open = fd.get()?;
@@ -74,7 +76,8 @@ impl PosixFile {
         })
     }
 
-    /// The descriptor that a transfer goes through, and the alignment that short transfers have to be continued at.
+    /// The descriptor that a transfer goes through, and the alignment that short transfers have to
+    /// be continued at.
     pub fn descriptor(&self, transfer: Transfer) -> (Arc<Descriptor>, usize) {
         if self.direct
             && transfer == Transfer::ReadCached
@@ -85,7 +88,8 @@ impl PosixFile {
         (Arc::clone(&self.data), if self.direct { self.settings.alignment } else { 1 })
     }
 
-    /// The same inode once more, without O_DIRECT. By way of `/proc`, since the name may belong to another file by now; without `/proc`, not at all.
+    /// The same inode once more, without O_DIRECT. By way of `/proc`, since the name may belong to
+    /// another file by now; without `/proc`, not at all.
     fn reopen(&self) -> Option<Arc<Descriptor>> {
         let link = format!("/proc/self/fd/{}", self.data.get().ok()?.as_raw_fd());
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
@@ -102,8 +106,8 @@ impl PosixFile {
         move |errno| Error::io(op, &path, errno)
     }
 
-    /// Preallocates, so that a full disk shows now and so that direct writes need not extend the file (twice as fast for small ones). File systems that
-    /// cannot are left alone.
+    /// Preallocates, so that a full disk shows now and so that direct writes need not extend the
+    /// file (twice as fast for small ones). File systems that cannot are left alone.
     pub(super) fn preallocate(&self, len: u64) -> Result<()> {
         let fd = self.fd()?;
         let mode = rustix::fs::FallocateFlags::empty();
@@ -140,7 +144,8 @@ impl PosixFile {
         Ok(done)
     }
 
-    /// As [`Self::read_buffered`] by direct reads of whole blocks, which leave the page cache as it is.
+    /// As [`Self::read_buffered`] by direct reads of whole blocks, which leave the page cache as it
+    /// is.
     fn read_direct(&self, fd: BorrowedFd<'_>, into: &mut [u8], offset: u64) -> Result<usize> {
         let align = self.settings.alignment as u64;
         self.settings.bounce.with(|buffer| {
@@ -167,7 +172,8 @@ impl PosixFile {
     }
 }
 
-/// Switches O_DIRECT on and O_NONBLOCK off, unless this very file wants a coarser alignment than the engine keeps to.
+/// Switches O_DIRECT on and O_NONBLOCK off, unless this very file wants a coarser alignment than
+/// the engine keeps to.
 fn set_direct(fd: BorrowedFd<'_>, alignment: usize) -> bool {
     match direct_io(fd) {
         DirectIo::Unsupported => false,
@@ -193,7 +199,8 @@ impl File for PosixFile {
 
     fn sync(&self) -> Result<()> {
         let fd = self.fd()?;
-        // Not even after EINTR is an fsync tried again: an error that was reported once may be gone the second time.
+        // Not even after EINTR is an fsync tried again: an error that was reported once may be gone
+        // the second time.
         rustix::fs::fsync(fd).map_err(self.failed("fsync"))
     }
 

@@ -1,4 +1,5 @@
-//! Directories and files of a POSIX system (Linux), for every real engine. The engines differ in how a queue moves large data only.
+//! Directories and files of a POSIX system (Linux), for every real engine. The engines differ in
+//! how a queue moves large data only.
 
 mod dir;
 mod disk;
@@ -18,10 +19,12 @@ pub use dir::PosixDir;
 pub use disk::{Mover, PosixDisk};
 pub use file::{DirectIo, PosixFile, direct_io};
 
-/// What the capability probe found out, shared by every directory and file that is opened through one disk.
+/// What the capability probe found out, shared by every directory and file that is opened through
+/// one disk.
 #[derive(Debug)]
 pub struct Settings {
-    /// Alignment that queues demand of offset, length and address, in bytes; 1 where data files are not opened with O_DIRECT.
+    /// Alignment that queues demand of offset, length and address, in bytes; 1 where data files are
+    /// not opened with O_DIRECT.
     pub alignment: usize,
     /// True if data files are opened with O_DIRECT.
     pub direct: bool,
@@ -38,8 +41,9 @@ impl Settings {
     }
 }
 
-/// A few aligned buffers for small direct reads. Heap memory would not do: a fork during a direct read into memory that the child shares may
-/// leave the parent with the old bytes (before Linux 6.3); mappings are kept out of children.
+/// A few aligned buffers for small direct reads. Heap memory would not do: a fork during a direct
+/// read into memory that the child shares may leave the parent with the old bytes (before Linux
+/// 6.3); mappings are kept out of children.
 #[derive(Debug, Default)]
 struct Bounce(Mutex<Vec<Buffer>>);
 
@@ -88,7 +92,8 @@ fn sync_entry(settings: &Arc<Settings>, path: &Path) -> Result<()> {
     }
 }
 
-/// Makes a directory and its missing ancestors, each durable in its parent, and opens it. One that is there already is made durable as well.
+/// Makes a directory and its missing ancestors, each durable in its parent, and opens it. One that
+/// is there already is made durable as well.
 pub fn create_dir_all(settings: &Arc<Settings>, path: &Path) -> Result<PosixDir> {
     let mut missing = Vec::new();
     let mut there = path;
@@ -104,13 +109,15 @@ pub fn create_dir_all(settings: &Arc<Settings>, path: &Path) -> Result<PosixDir>
             Err(error) => return Err(error),
         }
     };
-    // Whoever made the deepest directory that is there may have been killed before its entry was durable: sync that too. Each one made below is synced before
-    // the next, so no other can be in doubt.
+    // Whoever made the deepest directory that is there may have been killed before its entry was
+    // durable: sync that too. Each one made below is synced before the next, so no other can be in
+    // doubt.
     sync_entry(settings, there)?;
     let mut parent = base;
     for path in missing.into_iter().rev() {
         match retry_on_intr(|| rustix::fs::mkdir(path, Mode::from_raw_mode(0o777))) {
-            // Another process may have been faster; its entry may not be durable yet, so the parent is synced all the same.
+            // Another process may have been faster; its entry may not be durable yet, so the parent
+            // is synced all the same.
             Ok(()) | Err(Errno::EXIST) => crate::io::Dir::sync(&parent)?,
             Err(errno) => return Err(Error::io("mkdir", path, errno)),
         }

@@ -45,7 +45,8 @@ pub fn in_parent<T>(
     }
 }
 
-/// True if `openat2` works in this process: not before Linux 5.6 (ENOSYS), nor under seccomp filters that are older than it (EPERM).
+/// True if `openat2` works in this process: not before Linux 5.6 (ENOSYS), nor under seccomp
+/// filters that are older than it (EPERM).
 fn have_openat2(dir: BorrowedFd<'_>) -> bool {
     static HAVE: OnceLock<bool> = OnceLock::new();
     *HAVE.get_or_init(|| {
@@ -56,7 +57,8 @@ fn have_openat2(dir: BorrowedFd<'_>) -> bool {
     })
 }
 
-/// The same with plain `openat`: since no component is `..` and no symlink is followed, nothing can lead out.
+/// The same with plain `openat`: since no component is `..` and no symlink is followed, nothing can
+/// lead out.
 fn open_by_component(dir: BorrowedFd<'_>, name: &str, flags: OFlags, mode: Mode) -> Result<OwnedFd> {
     let (parents, last) = name.rsplit_once('/').unwrap_or(("", name));
     let step = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;

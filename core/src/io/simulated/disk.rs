@@ -1,4 +1,5 @@
-//! [`SimDisk`]: the handle of one process on a simulated file system, and the levers that tests pull.
+//! [`SimDisk`]: the handle of one process on a simulated file system, and the levers that tests
+//! pull.
 
 use std::cell::Cell;
 use std::fmt;
@@ -28,9 +29,11 @@ pub struct SimDisk {
 /// When a hook is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moment {
-    /// Counted, but not done yet. A kill or a fault that the hook brings about comes in time for later operations; a kill for this one too.
+    /// Counted, but not done yet. A kill or a fault that the hook brings about comes in time for
+    /// later operations; a kill for this one too.
     Before,
-    /// A listing has begun, and has read none of its names yet: what takes a name after the last one that stood there is missed by it, as is what loses its name now.
+    /// A listing has begun, and has read none of its names yet: what takes a name after the last
+    /// one that stood there is missed by it, as is what loses its name now.
     Amid,
     /// Done, whether it succeeded or failed.
     After,
@@ -49,7 +52,8 @@ pub struct Operation<'a> {
     pub path: &'a Path,
 }
 
-/// Called around every operation of every process, without any lock held: it may use the disk (its own operations call no hook).
+/// Called around every operation of every process, without any lock held: it may use the disk (its
+/// own operations call no hook).
 pub type Hook = Arc<dyn Fn(Moment, &Operation<'_>) + Send + Sync>;
 
 /// What all handles of one process share.
@@ -100,20 +104,23 @@ impl SimDisk {
         Self { context: Arc::new(Context { shared, process, choice: choice(1), order_seed: 0, locks: true }) }
     }
 
-    /// This process, with transfers that need this alignment of offset and length (misuse otherwise), as with O_DIRECT. For a fresh disk: handles
-    /// that were opened before keep the old one.
+    /// This process, with transfers that need this alignment of offset and length (misuse
+    /// otherwise), as with O_DIRECT. For a fresh disk: handles that were opened before keep the old
+    /// one.
     #[must_use]
     pub fn with_alignment(self, alignment: usize) -> Self {
         self.rebuilt(|context| context.choice = choice(alignment))
     }
 
-    /// This process, whose queues complete their transfers in an order drawn from `seed`; 0 is the order of submission.
+    /// This process, whose queues complete their transfers in an order drawn from `seed`; 0 is the
+    /// order of submission.
     #[must_use]
     pub fn with_order(self, seed: u64) -> Self {
         self.rebuilt(|context| context.order_seed = seed)
     }
 
-    /// This process, on a file system without locks: every try answers ENOLCK. For a fresh disk, and inherited by [`SimDisk::process`].
+    /// This process, on a file system without locks: every try answers ENOLCK. For a fresh disk,
+    /// and inherited by [`SimDisk::process`].
     #[must_use]
     pub fn without_locks(self) -> Self {
         self.rebuilt(|context| context.locks = false)
@@ -145,7 +152,8 @@ impl SimDisk {
 
     // Death.
 
-    /// `kill -9` of this process: its later calls answer [`KILLED`], its locks are free, its effects stay.
+    /// `kill -9` of this process: its later calls answer [`KILLED`], its locks are free, its
+    /// effects stay.
     pub fn kill(&self) {
         self.world().kill(self.context.process);
     }
@@ -183,7 +191,8 @@ impl SimDisk {
         }
     }
 
-    /// Limits the file system to this many bytes (whole pages per file, one per directory); `None` is no limit. More than is free answers ENOSPC.
+    /// Limits the file system to this many bytes (whole pages per file, one per directory); `None`
+    /// is no limit. More than is free answers ENOSPC.
     pub fn set_capacity(&self, bytes: Option<u64>) {
         self.world().capacity = bytes;
     }
@@ -207,7 +216,8 @@ impl SimDisk {
 
     // The log.
 
-    /// Notes something in the order of effects, such as `committed 3`. Dead processes acknowledge nothing.
+    /// Notes something in the order of effects, such as `committed 3`. Dead processes acknowledge
+    /// nothing.
     pub fn mark(&self, label: &str) {
         let mut world = self.world();
         if !world.is_killed(self.context.process) {
@@ -220,7 +230,8 @@ impl SimDisk {
         self.world().log.clone()
     }
 
-    /// Declares everything durable as it stands, and begins a new log: for the preparation of a scenario.
+    /// Declares everything durable as it stands, and begins a new log: for the preparation of a
+    /// scenario.
     pub fn settle(&self) {
         let mut world = self.world();
         world.log = Log { base: world.inodes.clone(), records: Vec::new() };
@@ -228,7 +239,8 @@ impl SimDisk {
 
     // What is there.
 
-    /// What stands on the file system now, with all effects, durable or not: what a process sees that is started now.
+    /// What stands on the file system now, with all effects, durable or not: what a process sees
+    /// that is started now.
     pub fn image(&self) -> Image {
         self.world().inodes.image()
     }
@@ -240,7 +252,8 @@ impl SimDisk {
         world.bytes(ino).ok().cloned()
     }
 
-    /// Changes the bytes of a file behind everybody's back (bit rot); `false` where there is no such file. Not logged: settle first, or enumerate nothing after.
+    /// Changes the bytes of a file behind everybody's back (bit rot); `false` where there is no
+    /// such file. Not logged: settle first, or enumerate nothing after.
     pub fn corrupt(&self, path: &str, change: impl FnOnce(&mut Vec<u8>)) -> bool {
         let mut world = self.world();
         let Ok(ino) = world.find_file(ROOT, path.trim_start_matches('/')) else { return false };
@@ -253,7 +266,8 @@ impl SimDisk {
         }
     }
 
-    /// Puts a tree under a path whose parent exists, durably and without a log entry (a copied, foreign or hostile directory); replaces what is there.
+    /// Puts a tree under a path whose parent exists, durably and without a log entry (a copied,
+    /// foreign or hostile directory); replaces what is there.
     pub fn plant(&self, path: &str, node: &Arc<Node>) -> Result<()> {
         let mut world = self.world();
         let path = path.trim_start_matches('/');
@@ -298,7 +312,8 @@ impl Disk for SimDisk {
         let mut at = self.context.perform(Kind::OpenDir, "open", Path::new("/"), |world| {
             Ok(SimDir::new(&self.context, world, ROOT, Path::new("/")) as Arc<dyn Dir>)
         })?;
-        // As on a real disk: the deepest directory that is there may have been made by somebody who was killed before syncing it.
+        // As on a real disk: the deepest directory that is there may have been made by somebody who
+        // was killed before syncing it.
         let mut above: Option<Arc<dyn Dir>> = None;
         for name in below.split('/').filter(|name| !name.is_empty()) {
             let parent = Arc::clone(&at);
@@ -333,7 +348,8 @@ impl Disk for SimDisk {
 
 impl Context {
     pub(super) fn world(&self) -> MutexGuard<'_, World> {
-        // A panic of a test thread says nothing of the state: each operation is one step under the lock.
+        // A panic of a test thread says nothing of the state: each operation is one step under the
+        // lock.
         self.shared.world.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

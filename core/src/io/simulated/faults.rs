@@ -46,13 +46,16 @@ pub enum Kind {
 pub enum Action {
     /// It fails with this errno, without effect.
     Fail(i32),
-    /// It fails with this errno after half of its bytes were written (writes; everything else as `Fail`).
+    /// It fails with this errno after half of its bytes were written (writes; everything else as
+    /// `Fail`).
     FailHalfway(i32),
     /// It takes effect, and then fails with this errno: a lost reply (network file systems).
     FailAfterwards(i32),
-    /// Half of its bytes are transferred first, as an operation of its own; the queue goes on with the rest (transfers only).
+    /// Half of its bytes are transferred first, as an operation of its own; the queue goes on with
+    /// the rest (transfers only).
     Short,
-    /// It never completes (transfers of a queue only: everything else ignores it; use a hook to make other calls wait).
+    /// It never completes (transfers of a queue only: everything else ignores it; use a hook to
+    /// make other calls wait).
     Stall,
 }
 
@@ -112,7 +115,8 @@ impl Faults {
         self.0.clear();
     }
 
-    /// The action for this operation, where a rule hits it. The first rule wins; all that match count it.
+    /// The action for this operation, where a rule hits it. The first rule wins; all that match
+    /// count it.
     pub(super) fn hit(&mut self, kind: Kind, path: &str) -> Option<Action> {
         let mut found = None;
         for fault in &mut self.0 {

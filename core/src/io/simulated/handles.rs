@@ -58,7 +58,8 @@ impl SimDir {
         })
     }
 
-    /// Takes away what a call has just made exclusively and could not finish, as the real engines do.
+    /// Takes away what a call has just made exclusively and could not finish, as the real engines
+    /// do.
     fn discard(&self, name: &str) {
         // A second failure leaves it: that is for the caller's clean-up to find.
         drop(self.remove_file(name));
@@ -109,7 +110,8 @@ impl Dir for SimDir {
     }
 
     fn unsorted_entries(&self) -> Result<Vec<Entry>> {
-        // From the last name to the first, and not in one step: what takes a name behind the place that it has reached is not seen.
+        // From the last name to the first, and not in one step: what takes a name behind the place
+        // that it has reached is not seen.
         let reached = |world: &mut World| Ok(world.entries(self.0.ino)?.keys().next_back().cloned());
         self.context().perform_amid(Kind::Entries, "list", &self.0.path, reached, |world, reached| {
             let entries = world.entries(self.0.ino)?;

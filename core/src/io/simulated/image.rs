@@ -1,7 +1,8 @@
-//! What stands on a disk, by names and bytes alone: an immutable tree that shares its parts and knows its own hash.
+//! What stands on a disk, by names and bytes alone: an immutable tree that shares its parts and
+//! knows its own hash.
 //!
-//! Two images with equal hashes hold the same names and bytes (64 bits: a collision among millions of states is a one-in-a-million event,
-//! and could only hide a state, never invent one).
+//! Two images with equal hashes hold the same names and bytes (64 bits: a collision among millions
+//! of states is a one-in-a-million event, and could only hide a state, never invent one).
 
 use std::fmt;
 use std::sync::Arc;
@@ -37,8 +38,9 @@ impl Node {
         Self::made_of(None, bytes)
     }
 
-    /// A file that is that inode. A power cut may leave one under two names, when it was renamed into another directory and that one was synced alone: nodes of one inode are
-    /// planted as one, of which the inode itself knows but one name. The hash is that of the bytes.
+    /// A file that is that inode. A power cut may leave one under two names, when it was renamed
+    /// into another directory and that one was synced alone: nodes of one inode are planted as one,
+    /// of which the inode itself knows but one name. The hash is that of the bytes.
     pub fn file_of(ino: Ino, bytes: Arc<Vec<u8>>) -> Arc<Self> {
         Self::made_of(Some(ino), bytes)
     }

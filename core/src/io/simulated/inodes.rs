@@ -22,7 +22,8 @@ pub enum Inode {
 pub struct Inodes {
     table: BTreeMap<Ino, Inode>,
     next: Ino,
-    /// Files that stand under two names, though they were never linked: what a power cut may leave of a rename.
+    /// Files that stand under two names, though they were never linked: what a power cut may leave
+    /// of a rename.
     twice: BTreeSet<Ino>,
 }
 

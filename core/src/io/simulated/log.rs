@@ -25,17 +25,20 @@ pub enum Op {
     SetLen { ino: Ino, len: u64 },
     /// A file was synced.
     Fsync { ino: Ino },
-    /// The fsync of a file failed: what was written before may be lost for ever, also where a later fsync succeeds.
+    /// The fsync of a file failed: what was written before may be lost for ever, also where a later
+    /// fsync succeeds.
     FsyncFailed { ino: Ino },
     /// A directory was synced.
     FsyncDir { dir: Ino },
-    /// `ino` took the name `to` in `to_dir`; `other` is the inode that had it before (replaced, or exchanged and now named `from`).
+    /// `ino` took the name `to` in `to_dir`; `other` is the inode that had it before (replaced, or
+    /// exchanged and now named `from`).
     Rename { dir: Ino, from: Arc<str>, to_dir: Ino, to: Arc<str>, how: Rename, ino: Ino, other: Option<Ino> },
     /// A file lost its name.
     Unlink { dir: Ino, name: Arc<str>, ino: Ino },
     /// An empty directory lost its name.
     Rmdir { dir: Ino, name: Arc<str>, ino: Ino },
-    /// Something that a test wants to know about in the order of effects, such as an acknowledgement. Not an effect.
+    /// Something that a test wants to know about in the order of effects, such as an
+    /// acknowledgement. Not an effect.
     Mark(Arc<str>),
 }
 

@@ -1,4 +1,5 @@
-//! Reads and writes in flight. A transfer takes effect when it completes; until then a crash may have kept any part of a write.
+//! Reads and writes in flight. A transfer takes effect when it completes; until then a crash may
+//! have kept any part of a write.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -169,7 +170,8 @@ fn write_step(
     let half = rest.get(..rest.len() / 2).unwrap_or_default();
     match action {
         Some(Action::Fail(errno)) => return Err(errno),
-        // The log still has the whole write in flight, for ever: whatever of it a crash keeps is covered.
+        // The log still has the whole write in flight, for ever: whatever of it a crash keeps is
+        // covered.
         Some(Action::FailHalfway(errno)) => return world.put(ino, here, half).and(Err(errno)),
         Some(Action::FailAfterwards(errno)) => {
             world.put(ino, here, rest)?;

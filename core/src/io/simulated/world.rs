@@ -1,6 +1,8 @@
-//! The one state behind all handles: inodes, processes, locks, the log; and what each operation does to them.
+//! The one state behind all handles: inodes, processes, locks, the log; and what each operation
+//! does to them.
 //!
-//! Called with the mutex of [`super::disk`] held. Answers are errnos: the handles add verb and path.
+//! Called with the mutex of [`super::disk`] held. Answers are errnos: the handles add verb and
+//! path.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,7 +22,8 @@ const LONGEST: u64 = 1 << 32;
 pub(super) struct World {
     pub(super) inodes: Inodes,
     pub(super) log: Log,
-    /// Where each inode got its last name: directory and name. Kept after the name is gone, for messages.
+    /// Where each inode got its last name: directory and name. Kept after the name is gone, for
+    /// messages.
     places: BTreeMap<Ino, (Ino, Arc<str>)>,
     /// Open handles per inode.
     handles: BTreeMap<Ino, u64>,
@@ -71,7 +74,8 @@ impl World {
         }
     }
 
-    /// Takes another table for the present state, which begins a new log. Handles and locks stay on their inodes.
+    /// Takes another table for the present state, which begins a new log. Handles and locks stay on
+    /// their inodes.
     pub(super) fn replant(&mut self, inodes: Inodes) {
         let mut fresh = Self::new(inodes);
         std::mem::swap(&mut fresh.inodes, &mut self.inodes);
@@ -431,7 +435,8 @@ impl World {
         Ok(pages + self.free_bytes() / 4096 * 4096)
     }
 
-    /// Changes bytes without a record; what fits, and ENOSPC where nothing does. Gives the bytes written.
+    /// Changes bytes without a record; what fits, and ENOSPC where nothing does. Gives the bytes
+    /// written.
     pub(super) fn put(&mut self, ino: Ino, offset: u64, data: &[u8]) -> Answer<usize> {
         if offset.saturating_add(data.len() as u64) > LONGEST {
             return Err(libc::EFBIG);

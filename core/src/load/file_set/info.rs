@@ -214,7 +214,8 @@ impl Tail {
         let start = length.saturating_sub(TAIL);
         match exactly(file, start, length - start) {
             Ok(bytes) => Ok(Self { start, bytes }),
-            // It holds data too, and a sector of those that cannot be read says nothing against the footer.
+            // It holds data too, and a sector of those that cannot be read says nothing against the
+            // footer.
             Err(Error::Io { .. }) => {
                 let start = length - PAGE;
                 Ok(Self { start, bytes: exactly(file, start, PAGE)? })

@@ -45,7 +45,8 @@ impl Workers {
     pub(super) fn join(self, idle: bool) {
         if idle {
             for handle in self.0 {
-                // A panic outside the guarded part of a worker has closed its channels; the reader has seen that.
+                // A panic outside the guarded part of a worker has closed its channels; the reader
+                // has seen that.
                 let _ = handle.join();
             }
         }

@@ -1,4 +1,5 @@
-//! What the save pipeline writes, a restore reads: chunked tensors, ties, objects, whatever the order in which the disk answers.
+//! What the save pipeline writes, a restore reads: chunked tensors, ties, objects, whatever the
+//! order in which the disk answers.
 
 use std::path::Path;
 use std::sync::Arc;

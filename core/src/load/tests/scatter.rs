@@ -1,4 +1,5 @@
-//! Any box of a chunk lands at its place, whatever the order, direction and padding of the destination; ndarray is the oracle.
+//! Any box of a chunk lands at its place, whatever the order, direction and padding of the
+//! destination; ndarray is the oracle.
 
 use ndarray::{ArrayD, IxDyn, Slice};
 use proptest::prelude::*;

@@ -15,7 +15,8 @@ use crate::sync::{RecvTimeoutError, TryRecvError};
 use crate::sys::Buffer;
 use crate::{Error, Result};
 
-/// How long to look away while the capture runs: a full slot may arrive meanwhile, while the queue has room.
+/// How long to look away while the capture runs: a full slot may arrive meanwhile, while the queue
+/// has room.
 const GLANCE: Duration = Duration::from_millis(1);
 
 /// How long to look away when nothing can arrive but a completion, or a cancellation.
@@ -83,7 +84,8 @@ fn create(parts: &Parts, step_dir: &Arc<dyn Dir>, room: &mut dyn Room) -> Result
         let crcs = vec![0; blocks];
         let part = match (parts.options.node, parts.indexes.get(files.len())) {
             (Some(node), Some(index)) => {
-                // The footer is as long whatever the checksums are: a part has its exact length from the beginning.
+                // The footer is as long whatever the checksums are: a part has its exact length
+                // from the beginning.
                 let footer =
                     footer::encode(item.file_id, parts.options.block_bytes, item.data_bytes, index, &crcs)?;
                 let length = item.data_bytes + footer.bytes.len() as u64;
@@ -125,7 +127,8 @@ fn create_file(dir: &dyn Dir, name: &str, len: u64, room: &mut dyn Room) -> Resu
     })
 }
 
-/// A part of so many bytes of the file that the ranks of a node share, reserved. `None`: there are no locks, and without them two ranks would reserve the same.
+/// A part of so many bytes of the file that the ranks of a node share, reserved. `None`: there are
+/// no locks, and without them two ranks would reserve the same.
 fn part_of_file(
     dir: &dyn Dir,
     name: &str,
@@ -341,7 +344,8 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Checksums one window, if now is the time: when the capture is over, or waits for slots. Whether there was one.
+    /// Checksums one window, if now is the time: when the capture is over, or waits for slots.
+    /// Whether there was one.
     fn checksum_one(&mut self) -> Result<bool> {
         let starved = !self.captured() && self.parts.pool.is_starved();
         if !self.captured() && !starved {
@@ -385,7 +389,8 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Encodes the footer of one file whose checksums are all known, and lines it up. Whether there was one.
+    /// Encodes the footer of one file whose checksums are all known, and lines it up. Whether there
+    /// was one.
     fn footer(&mut self) -> Result<bool> {
         let next = self.files.iter().position(|file| file.unsummed == 0 && file.footer.is_none());
         let Some(number) = next else { return Ok(false) };
@@ -466,8 +471,8 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// After a failure: gives back every slot as its write completes. Writes that never complete keep their memory, and the queue stays with them, on purpose: the
-    /// kernel may still read it.
+    /// After a failure: gives back every slot as its write completes. Writes that never complete
+    /// keep their memory, and the queue stays with them, on purpose: the kernel may still read it.
     fn abandon(mut self) {
         self.pending.clear();
         self.written.clear();

@@ -202,7 +202,8 @@ proptest! {
         prop_assert_eq!(written.index.files[0].length, written.length);
         prop_assert_eq!(written.index.files[0].trailer_crc, written.trailer_crc);
 
-        // Every chunk is where the index says, aligned, disjoint, those of lower bands first; what is in no extent is zero.
+        // Every chunk is where the index says, aligned, disjoint, those of lower bands first; what
+        // is in no extent is zero.
         let mut expected = vec![0_u8; file.len()];
         expected[..4096].copy_from_slice(&file[..4096]);
         let mut chunks = Vec::new();

@@ -10,8 +10,9 @@ use crate::Error;
 use crate::provider::{Fill, Ticket};
 use crate::staging::{Fence, Filling, Slot};
 
-/// A device whose copies arrive late: what a fill must hold is known when its fence has been passed. (The slot's memory cannot be written from elsewhere
-/// in safe code, so the bytes are there at once; what the test sees is that nobody used the slot before.)
+/// A device whose copies arrive late: what a fill must hold is known when its fence has been
+/// passed. (The slot's memory cannot be written from elsewhere in safe code, so the bytes are there
+/// at once; what the test sees is that nobody used the slot before.)
 struct Device {
     delay: Duration,
     passed: Arc<AtomicU64>,

@@ -1,7 +1,8 @@
 //! The functions of the driver that are called, looked up once and together.
 //!
-//! cudarc's own functions panic where the library or a symbol is missing, and answer with an enumeration, of which a newer driver may give a value that it does not
-//! have. So its library and its structures are used here, and answers are plain numbers.
+//! cudarc's own functions panic where the library or a symbol is missing, and answer with an
+//! enumeration, of which a newer driver may give a value that it does not have. So its library and
+//! its structures are used here, and answers are plain numbers.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -31,7 +32,8 @@ macro_rules! functions {
             /// Looks all of them up; the name of the first that is missing and must not be.
             ///
             /// # Safety
-            /// The library is there, and is a CUDA driver: functions of these names have these arguments.
+            /// The library is there, and is a CUDA driver: functions of these names have these
+            /// arguments.
             pub(super) unsafe fn find() -> Result<Self, &'static str> {
                 // SAFETY: as promised by the caller. It is loaded for good.
                 let library = unsafe { sys::culib() };

@@ -28,7 +28,8 @@ pub(in crate::sys) struct Arriving {
 /// One device that copies.
 struct Sender {
     device: Arc<Device>,
-    /// Behind the last of its copies; none as long as more may come, or where it could not be marked, or asked.
+    /// Behind the last of its copies; none as long as more may come, or where it could not be
+    /// marked, or asked.
     mark: Option<Event>,
     owners: Vec<Owner>,
     /// Asked for, and started when nothing more is.
@@ -66,14 +67,17 @@ impl Arriving {
         }
     }
 
-    /// Nothing more will be asked for: starts what is queued and marks the ends. What cannot be marked is waited for with all that is on its stream.
+    /// Nothing more will be asked for: starts what is queued and marks the ends. What cannot be
+    /// marked is waited for with all that is on its stream.
     ///
     /// # Safety
-    /// The buffer begins at `base` and is as long as was said where the copies were queued; `known` says whether the driver was told of it. What they copy from is memory of their devices.
+    /// The buffer begins at `base` and is as long as was said where the copies were queued; `known`
+    /// says whether the driver was told of it. What they copy from is memory of their devices.
     pub(in crate::sys) unsafe fn close(&mut self, base: *mut u8, known: bool) {
         for one in &mut self.from {
             let queued = std::mem::take(&mut one.queued);
-            // SAFETY: as the caller says; `owners` keeps what is copied from, and the buffer is kept and shows nothing until all has arrived.
+            // SAFETY: as the caller says; `owners` keeps what is copied from, and the buffer is
+            // kept and shows nothing until all has arrived.
             if let Err(error) = unsafe { start_all(&one.device, base, known, &queued) } {
                 self.failed.get_or_insert(error);
             }
@@ -92,7 +96,8 @@ impl Arriving {
             from.retain_mut(|one| {
                 let ended = one.has_ended().or_else(|error| {
                     failed.get_or_insert(error);
-                    // One error may be of the question alone; the work of a context that answers nothing else is over.
+                    // One error may be of the question alone; the work of a context that answers
+                    // nothing else is over.
                     match one.mark.take() {
                         Some(_) => one.has_ended(),
                         None => Ok(true),

@@ -1,4 +1,5 @@
-//! Many copies to the host, started in one call where the driver can (`cuMemcpyBatchAsync`, from CUDA 12.8 on): a state of many small leaves costs a call for each slot, not one for each leaf.
+//! Many copies to the host, started in one call where the driver can (`cuMemcpyBatchAsync`, from
+//! CUDA 12.8 on): a state of many small leaves costs a call for each slot, not one for each leaf.
 
 use cudarc::driver::sys;
 
@@ -16,7 +17,8 @@ pub(super) struct Queued {
     pub(super) len: usize,
 }
 
-/// Starts to copy to a buffer that begins at `base`, in any order; `known` says that the driver knows that memory.
+/// Starts to copy to a buffer that begins at `base`, in any order; `known` says that the driver
+/// knows that memory.
 ///
 /// # Safety
 /// As for [`start`], of each of them.
@@ -37,7 +39,8 @@ pub(super) unsafe fn start_all(device: &Device, base: *mut u8, known: bool, copi
         // What is on the stream before it is seen, as by any other copy there.
         how.srcAccessOrder = sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
         let (mut since, mut failed) = (0_usize, usize::MAX);
-        // SAFETY: three lists of that length and one attribute, for all from the first copy on, which outlive the call; the copies are as the caller promises.
+        // SAFETY: three lists of that length and one attribute, for all from the first copy on,
+        // which outlive the call; the copies are as the caller promises.
         let code = unsafe {
             call(
                 to.as_mut_ptr(),
@@ -54,7 +57,8 @@ pub(super) unsafe fn start_all(device: &Device, base: *mut u8, known: bool, copi
         if code == SUCCESS {
             return Ok(());
         }
-        // What it has started already is copied once more, to the same place; an error that stays is told by what follows.
+        // What it has started already is copied once more, to the same place; an error that stays
+        // is told by what follows.
         tracing::debug!(?device, code, "copies are started one by one: cuMemcpyBatchAsync does not");
     }
     copies.iter().try_for_each(|&Queued { at, from, len }| {

@@ -1,4 +1,5 @@
-//! One device: its primary context, which is the frameworks' too, and our two queues of copies, out of it and into it.
+//! One device: its primary context, which is the frameworks' too, and our two queues of copies, out
+//! of it and into it.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::marker::PhantomData;
@@ -20,7 +21,8 @@ const PER_THREAD: u64 = 2;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: a graph that some thread captures forbids nothing to this one.
 const RELAXED: c_int = 2;
 
-/// See the module documentation. It is never taken apart: the context is shared, and lives as long as the process.
+/// See the module documentation. It is never taken apart: the context is shared, and lives as long
+/// as the process.
 pub struct Device {
     /// For what outlives a call.
     me: Weak<Self>,
@@ -45,10 +47,12 @@ pub(super) struct Stream(pub(super) Handle);
 pub struct UserStream(u64);
 
 impl UserStream {
-    /// A stream by the driver's handle (a `CUstream`; 0 is the default stream). [`Error::Misuse`] for the one that each thread has for itself.
+    /// A stream by the driver's handle (a `CUstream`; 0 is the default stream). [`Error::Misuse`]
+    /// for the one that each thread has for itself.
     ///
     /// # Safety
-    /// It is a stream of the primary context of the device that it is used with, and is not destroyed meanwhile.
+    /// It is a stream of the primary context of the device that it is used with, and is not
+    /// destroyed meanwhile.
     pub unsafe fn new(handle: u64) -> Result<Self> {
         if handle == PER_THREAD {
             return Err(Error::Misuse(
@@ -65,7 +69,8 @@ impl UserStream {
 
 struct RawEvent(Handle);
 
-// SAFETY: the driver's handles may be used from any thread in whose context they are; `Entered` sees to that.
+// SAFETY: the driver's handles may be used from any thread in whose context they are; `Entered`
+// sees to that.
 unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
@@ -93,10 +98,12 @@ impl Device {
         let mut name: [c_char; 96] = [0; 96];
         // SAFETY: writes at most so many bytes, a zero among them.
         fail("cuDeviceGetName", unsafe { (api.cuDeviceGetName)(name.as_mut_ptr(), 96, device) })?;
-        // SAFETY: it ends with a zero: the last byte was one before, and is written as nothing else.
+        // SAFETY: it ends with a zero: the last byte was one before, and is written as nothing
+        // else.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
         let mut context: Handle = ptr::null_mut();
-        // SAFETY: writes one handle. The context is the one that the frameworks of this process use; it is retained for good.
+        // SAFETY: writes one handle. The context is the one that the frameworks of this process
+        // use; it is retained for good.
         fail("cuDevicePrimaryCtxRetain", unsafe {
             (api.cuDevicePrimaryCtxRetain)(&raw mut context, device)
         })?;
@@ -123,13 +130,15 @@ impl Device {
         &self.name
     }
 
-    /// Makes its context this thread's, until the answer is dropped. What was the thread's context before is again then.
+    /// Makes its context this thread's, until the answer is dropped. What was the thread's context
+    /// before is again then.
     pub(super) fn enter(&self) -> Result<Entered<'_>> {
         self.birth.check("CUDA device")?;
         // SAFETY: the context is retained for good.
         self.check("cuCtxPushCurrent", unsafe { (self.api.cuCtxPushCurrent_v2)(self.context) })?;
         let mut mode = RELAXED;
-        // SAFETY: swaps one number of this thread's, which is swapped back when the answer is dropped.
+        // SAFETY: swaps one number of this thread's, which is swapped back when the answer is
+        // dropped.
         let code = unsafe { (self.api.cuThreadExchangeStreamCaptureMode)(&raw mut mode) };
         let entered = Entered {
             device: self,
@@ -162,7 +171,8 @@ impl Device {
         }
         let entered = self.enter()?;
         let mut stream: Handle = ptr::null_mut();
-        // SAFETY: writes one handle, of the context that was entered. Least urgent: 0 is the lowest priority that there is.
+        // SAFETY: writes one handle, of the context that was entered. Least urgent: 0 is the lowest
+        // priority that there is.
         let code = unsafe { (entered.api.cuStreamCreateWithPriority)(&raw mut stream, NON_BLOCKING, 0) };
         self.check("cuStreamCreateWithPriority", code)?;
         // Where another thread was faster, one stream stays unused for ever.
@@ -183,7 +193,8 @@ impl Device {
     pub(super) fn mark(&self, stream: Stream) -> Result<Event> {
         let event = self.event()?;
         let entered = self.enter()?;
-        // SAFETY: an event and a stream, ours or the caller's (who says that it lives), of the context that was entered.
+        // SAFETY: an event and a stream, ours or the caller's (who says that it lives), of the
+        // context that was entered.
         let code = unsafe { (entered.api.cuEventRecord)(event.raw, stream.0) };
         self.check("cuEventRecord", code)?;
         Ok(event)
@@ -192,7 +203,8 @@ impl Device {
     /// Makes what is put on a stream from now on wait for an event.
     pub(super) fn wait(&self, stream: Stream, event: &Event) -> Result<()> {
         let entered = self.enter()?;
-        // SAFETY: as in `mark`. What is waited for is the event as it was recorded, whatever becomes of it later.
+        // SAFETY: as in `mark`. What is waited for is the event as it was recorded, whatever
+        // becomes of it later.
         let code = unsafe { (entered.api.cuStreamWaitEvent)(stream.0, event.raw, 0) };
         self.check("cuStreamWaitEvent", code)
     }
@@ -214,7 +226,8 @@ impl Device {
         Ok(Event { device, raw })
     }
 
-    /// Refuses a stream on which a graph is being captured: what is put there runs when the graph is replayed, not now.
+    /// Refuses a stream on which a graph is being captured: what is put there runs when the graph
+    /// is replayed, not now.
     fn check_not_capturing(&self, stream: Stream) -> Result<()> {
         let entered = self.enter()?;
         let mut status: c_int = 0;
@@ -240,12 +253,14 @@ fn failed(api: &Api, device: &dyn std::fmt::Display, call: &'static str, code: C
 }
 
 impl Device {
-    /// The handle of the stream on which copies out of it are made: for a library that has one of its arrays wait on it, or rather it for the array.
+    /// The handle of the stream on which copies out of it are made: for a library that has one of
+    /// its arrays wait on it, or rather it for the array.
     pub fn copy_stream(&self) -> Result<u64> {
         Ok(self.to_host()?.0 as u64)
     }
 
-    /// Makes copies into it that are started from now on wait for what is on the caller's stream now.
+    /// Makes copies into it that are started from now on wait for what is on the caller's stream
+    /// now.
     pub fn receive_after(&self, stream: UserStream) -> Result<()> {
         self.order(stream.stream(), stream.stream(), self.to_device()?)
     }
@@ -255,7 +270,8 @@ impl Device {
         self.order(stream.stream(), self.to_device()?, stream.stream())
     }
 
-    /// Makes `second` wait for what is on `first` now, where a graph is not being captured on the caller's.
+    /// Makes `second` wait for what is on `first` now, where a graph is not being captured on the
+    /// caller's.
     fn order(&self, callers: Stream, first: Stream, second: Stream) -> Result<()> {
         self.check_not_capturing(callers)?;
         let event = self.mark(first)?;

@@ -1,4 +1,5 @@
-//! CUDA: copies between the memory of devices and ours. Nothing else of this project calls the driver.
+//! CUDA: copies between the memory of devices and ours. Nothing else of this project calls the
+//! driver.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -12,9 +13,11 @@
 //! | `target` | [`DeviceMemory`]: an array on a device, to be restored |
 //!
 //! Invariants:
-//! * Nothing here makes a context or synchronises one: the frameworks' primary context is used, entered for the length of a call and left as it was.
-//! * A buffer that a device copies into shows no bytes, and goes nowhere, before the copies have ended; what they read from stays allocated until then. A buffer
-//!   whose copies never end is lost.
+//! * Nothing here makes a context or synchronises one: the frameworks' primary context is used,
+//!   entered for the length of a call and left as it was.
+//! * A buffer that a device copies into shows no bytes, and goes nowhere, before the copies have
+//!   ended; what they read from stays allocated until then. A buffer whose copies never end is
+//!   lost.
 //! * Memory is unregistered before it is unmapped.
 
 mod api;
@@ -40,7 +43,8 @@ pub use target::DeviceMemory;
 
 use crate::Result;
 
-/// The longest distance of rows that the copying engines know (`CU_DEVICE_ATTRIBUTE_MAX_PITCH` of every device so far).
+/// The longest distance of rows that the copying engines know (`CU_DEVICE_ATTRIBUTE_MAX_PITCH` of
+/// every device so far).
 const MAX_PITCH: u64 = (1 << 31) - 1;
 
 /// What an answer is called.
@@ -77,10 +81,12 @@ struct Rows {
     device_pitch: i64,
 }
 
-/// Starts to copy rows: in one go where they touch each other on both sides or lie apart by what the engines can do, else row by row.
+/// Starts to copy rows: in one go where they touch each other on both sides or lie apart by what
+/// the engines can do, else row by row.
 ///
 /// # Safety
-/// All rows are in memory of that device, and in host memory that is there, and that nobody else touches, until what is on the stream now has ended.
+/// All rows are in memory of that device, and in host memory that is there, and that nobody else
+/// touches, until what is on the stream now has ended.
 unsafe fn start(entered: &Entered<'_>, stream: Stream, direction: Direction, rows: Rows) -> Result<()> {
     let Rows { host, device, width, height, host_pitch, device_pitch } = rows;
     let one = |host: *mut u8, device: u64, bytes: usize| {
@@ -132,7 +138,8 @@ unsafe fn start(entered: &Entered<'_>, stream: Stream, direction: Direction, row
             WidthInBytes: width,
             Height: height as usize,
         };
-        // SAFETY: as promised by the caller; the description outlives the call, and of its addresses only those of the types that it names are looked at.
+        // SAFETY: as promised by the caller; the description outlives the call, and of its
+        // addresses only those of the types that it names are looked at.
         let code = unsafe { (entered.api.cuMemcpy2DAsync_v2)(&raw const copy, stream.0) };
         return entered.device.check("cuMemcpy2DAsync", code);
     }

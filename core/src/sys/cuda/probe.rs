@@ -10,7 +10,8 @@ use super::device::Device;
 use crate::sys::Birth;
 use crate::{Error, Result};
 
-/// The oldest driver whose functions are called here (CUDA 10.1 has them all; nothing older was tried).
+/// The oldest driver whose functions are called here (CUDA 10.1 has them all; nothing older was
+/// tried).
 const OLDEST: c_int = 11_000;
 
 /// A CUDA driver that answers, and has every function that is needed.
@@ -20,14 +21,15 @@ pub struct Driver {
     version: c_int,
     /// How many devices this process sees.
     count: c_int,
-    /// Those that were asked for: never given back, since the contexts are those of the frameworks, and the driver may be gone before this process is.
+    /// Those that were asked for: never given back, since the contexts are those of the frameworks,
+    /// and the driver may be gone before this process is.
     devices: Mutex<Vec<Arc<Device>>>,
     /// CUDA does not work in a forked child.
     birth: Birth,
 }
 
-/// The driver. [`Error::NoDriver`] says why there is none: not installed, a stub, one too old, one that finds no device. [`Error::Forked`] in a child of
-/// the process that asked first.
+/// The driver. [`Error::NoDriver`] says why there is none: not installed, a stub, one too old, one
+/// that finds no device. [`Error::Forked`] in a child of the process that asked first.
 pub fn driver() -> Result<&'static Driver> {
     static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
     match DRIVER.get_or_init(probe) {
@@ -38,7 +40,8 @@ pub fn driver() -> Result<&'static Driver> {
 
 fn probe() -> Result<Driver, String> {
     let birth = Birth::now();
-    // SAFETY: loads a library by its name, as every user of CUDA does; whatever its constructors do, the driver's are made for that.
+    // SAFETY: loads a library by its name, as every user of CUDA does; whatever its constructors
+    // do, the driver's are made for that.
     if !unsafe { sys::is_culib_present() } {
         return Err("there is no NVIDIA driver (libcuda.so.1 cannot be loaded)".to_owned());
     }

@@ -1,4 +1,5 @@
-//! Host memory that the driver knows: copies to and from it run by themselves, at full speed. (Other memory is copied through the driver's own, by the thread that asks.)
+//! Host memory that the driver knows: copies to and from it run by themselves, at full speed.
+//! (Other memory is copied through the driver's own, by the thread that asks.)
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -6,7 +7,8 @@ use std::sync::Arc;
 use super::device::Device;
 use crate::Result;
 
-/// `CU_MEMHOSTREGISTER_PORTABLE`: for all devices. (Never write-combined: what is checksummed and written to disk is read.)
+/// `CU_MEMHOSTREGISTER_PORTABLE`: for all devices. (Never write-combined: what is checksummed and
+/// written to disk is read.)
 const PORTABLE: u32 = 1;
 
 /// A registration.
@@ -42,7 +44,8 @@ impl Registered {
     /// Ends it. On an error the driver may know the memory still: it must stay mapped.
     pub(in crate::sys) fn end(self) -> Result<()> {
         let entered = self.device.enter()?;
-        // SAFETY: what was registered, still mapped, with no copy under way (a buffer with one keeps its mapping).
+        // SAFETY: what was registered, still mapped, with no copy under way (a buffer with one
+        // keeps its mapping).
         let code = unsafe { (entered.api.cuMemHostUnregister)(self.address.as_ptr().cast()) };
         self.device.check("cuMemHostUnregister", code)
     }

@@ -12,7 +12,8 @@ use crate::sys::Buffer;
 use crate::sys::strided::{Run, StridedMemory};
 use crate::{Error, Result};
 
-/// An n-dimensional array on a device, of any strides. See [`crate::sys::HostSource`] for one on the host.
+/// An n-dimensional array on a device, of any strides. See [`crate::sys::HostSource`] for one on
+/// the host.
 pub struct DeviceSource {
     device: Arc<Device>,
     first: u64,
@@ -21,12 +22,14 @@ pub struct DeviceSource {
 }
 
 impl DeviceSource {
-    /// An array of `shape` whose element at index zero is at `first`, with `strides` in bytes. [`Error::Misuse`] where they do not make an array that can be
-    /// addressed.
+    /// An array of `shape` whose element at index zero is at `first`, with `strides` in bytes.
+    /// [`Error::Misuse`] where they do not make an array that can be addressed.
     ///
     /// # Safety
-    /// As long as `owner` lives, every element that `shape` and `strides` can name is memory of that device. (That nobody writes there meanwhile is what the
-    /// order of streams is for: an array that is changed under a copy arrives as neither the old nor the new one, and nothing worse happens.)
+    /// As long as `owner` lives, every element that `shape` and `strides` can name is memory of
+    /// that device. (That nobody writes there meanwhile is what the order of streams is for: an
+    /// array that is changed under a copy arrives as neither the old nor the new one, and nothing
+    /// worse happens.)
     pub unsafe fn new(
         device: Arc<Device>,
         first: u64,
@@ -54,8 +57,10 @@ impl DeviceSource {
         self.memory.itemsize()
     }
 
-    /// Has the device copy the bytes `from .. from + len` of the row-major bytes of `region` to byte `at` of a buffer, behind what the device's queue holds already: at the latest when the
-    /// buffer is closed. Both ends fall between elements. An error may come when some of it is under way: the buffer knows.
+    /// Has the device copy the bytes `from .. from + len` of the row-major bytes of `region` to
+    /// byte `at` of a buffer, behind what the device's queue holds already: at the latest when the
+    /// buffer is closed. Both ends fall between elements. An error may come when some of it is
+    /// under way: the buffer knows.
     pub fn start(&self, region: &Region, from: u64, len: u64, into: &mut Buffer, at: u64) -> Result<()> {
         let room = at.checked_add(len).and_then(|end| usize::try_from(end).ok());
         let Some(end) = room.filter(|&end| end <= into.size()) else {
@@ -89,8 +94,10 @@ impl DeviceSource {
                 Run::Strided { offset, at, dims, count } => {
                     let first = self.first.wrapping_add_signed(offset as i64);
                     each_rows(base.wrapping_add(at), first, itemsize, dims, count, &mut |rows| {
-                        // SAFETY: rows of a box of elements of the array, which the owner keeps, as the buffer keeps the owner until they have arrived; they are as many bytes
-                        // as the buffer has from there on, which shows none of them and goes nowhere until then.
+                        // SAFETY: rows of a box of elements of the array, which the owner keeps, as
+                        // the buffer keeps the owner until they have arrived; they are as many
+                        // bytes as the buffer has from there on, which shows none of them and goes
+                        // nowhere until then.
                         unsafe { start(&entered, stream, Direction::FromDevice, rows) }
                     })
                 }

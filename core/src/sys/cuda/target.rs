@@ -74,7 +74,8 @@ impl DeviceTarget for DeviceMemory {
                 host_pitch: steps.from as usize,
                 device_pitch: steps.to,
             };
-            // SAFETY: the piece lies inside of the target and of what is staged, as was checked above; both are kept until the copies have ended.
+            // SAFETY: the piece lies inside of the target and of what is staged, as was checked
+            // above; both are kept until the copies have ended.
             unsafe { start(&entered, stream, Direction::ToDevice, rows) }
         };
         if touch(&cols) {
@@ -136,7 +137,8 @@ impl Drop for Sent {
         if *self.passed.get_mut() {
             return;
         }
-        // One error may be of the question alone; the work of a context that answers nothing else is over.
+        // One error may be of the question alone; the work of a context that answers nothing else
+        // is over.
         let ended = self.has_ended().or_else(|_| self.is_all_over());
         if matches!(ended, Ok(false)) {
             // The device may still read the one and write to the other.
