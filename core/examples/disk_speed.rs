@@ -1,4 +1,4 @@
-//! What each engine makes of this disk: writing and cold reading of one file, in GB/s.
+//! Measures each engine on this disk: writing and cold reading of one file, in GB/s.
 //!
 //! `cargo run --release -p stepwell-core --example disk_speed -- DIRECTORY [MIB] [TRANSFER_KIB]
 //! [DEPTH]`

@@ -6,7 +6,7 @@
 //! ml_dtypes holds them in memory: **one byte per element**, unpacked. Multi-byte types are stored
 //! little-endian.
 
-/// What a dtype's values are; casts within a kind to a wider type are lossless.
+/// The kind of a dtype's values. Casts within a kind to a wider type are lossless.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// `bool`
@@ -48,7 +48,7 @@ macro_rules! dtypes {
             /// and `bool`).
             pub const fn bits(self) -> usize { match self { $(Self::$variant => $bits,)* } }
 
-            /// What its values are.
+            /// The kind of its values.
             pub const fn kind(self) -> Kind { match self { $(Self::$variant => Kind::$kind,)* } }
 
             /// The dtype of a code read from a file.

@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What every fallible call of this crate returns.
+/// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// See the module documentation.
@@ -31,7 +31,7 @@ pub enum Error {
         leaf: Option<String>,
         /// The block of the data file, where one is known.
         block: Option<u64>,
-        /// What does not hold.
+        /// The violated condition.
         what: String,
     },
     /// A file is not of a form that this version reads (unknown version, unknown required feature,
@@ -40,17 +40,17 @@ pub enum Error {
     Format {
         /// The file.
         file: PathBuf,
-        /// What was found and what would have been understood.
+        /// The finding, and what this version understands.
         what: String,
     },
     /// A bound of [`crate::limits`] was passed, on write or on read.
     #[error("{what} is {found}, more than the limit of {limit}")]
     Limit {
-        /// What was counted, with its place.
+        /// The counted thing, with its place.
         what: String,
-        /// What was found.
+        /// The count.
         found: u64,
-        /// What is allowed.
+        /// The limit.
         limit: u64,
     },
     /// A leaf cannot be stored, or two leaves collide.
@@ -64,7 +64,7 @@ pub enum Error {
     /// Nothing happened for too long.
     #[error("waited {seconds:.1} s for {waited_for}")]
     Timeout {
-        /// What was waited for.
+        /// The awaited event.
         waited_for: String,
         /// For how long, in seconds.
         seconds: f64,
@@ -90,7 +90,7 @@ pub enum Error {
     Device {
         /// Its number and name.
         device: String,
-        /// What was asked of it.
+        /// The call that failed.
         call: &'static str,
         /// Name and number of its answer.
         answer: String,
@@ -187,8 +187,8 @@ impl Error {
         self.errno() == Some(libc::EEXIST)
     }
 
-    /// True if something stands in the way: the name of a rename is taken, or a directory that was
-    /// to go is not empty. Systems say either of both (EEXIST, ENOTEMPTY).
+    /// True if a name is occupied: the target of a rename exists, or a directory to remove is not
+    /// empty. Systems return either EEXIST or ENOTEMPTY.
     pub fn is_occupied(&self) -> bool {
         matches!(self.errno(), Some(libc::EEXIST | libc::ENOTEMPTY))
     }

@@ -1,17 +1,16 @@
 //! Leaf paths: the address of a value in the state, a *list* of typed components, never a joined
 //! string.
 //!
-//! A path renders for people and globs as `params/layers[0]/w`: keys and fields are separated by
-//! `/`, indices and integer keys stand in brackets (the container says which of the two it is).
-//! `\`, `/`, `[` and `]` inside a key are escaped with `\`, and an empty key renders as `\e`, so
-//! that the rendering is reversible. The empty path (a state that is itself a leaf) renders as the
-//! empty string.
+//! People and globs see a path as `params/layers[0]/w`. `/` separates keys and fields; brackets
+//! hold indices and integer keys (the container says which). `\`, `/`, `[` and `]` inside a key are
+//! escaped with `\`, and an empty key renders as `\e`, so the rendering is reversible. The empty
+//! path (a state that is itself a leaf) renders as the empty string.
 
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
-/// One step from a container to its child. Names are shared: the same few stand in every layer of a
-/// model, and paths are copied often.
+/// One step from a container to its child. Names are shared, because every layer of a model repeats
+/// them and paths are copied often.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Component {
     /// A string key of a mapping, verbatim (a dotted torch name is one key).

@@ -1,5 +1,5 @@
-//! What a restore reads and where it puts it: made by `stepwell-reshard`, carried out by
-//! [`crate::load`].
+//! A read plan: what a restore reads and where the bytes go. `stepwell-reshard` makes it, and
+//! [`crate::load`] runs it.
 
 use smallvec::SmallVec;
 
@@ -25,8 +25,8 @@ pub struct ReadRun {
     pub copies: Vec<u32>,
 }
 
-/// A number for each dimension of a copy. What is contiguous on both sides is one dimension, so
-/// that one or two are left as a rule.
+/// A number for each dimension of a copy. Dimensions that are contiguous on both sides are merged,
+/// so one or two usually remain.
 pub type CopyDims<T = u64> = SmallVec<[T; 2]>;
 
 /// A box of elements, from a chunk in a file to a strided place in a destination. Strides and

@@ -1,14 +1,13 @@
-//! The structure of a state: containers and leaves in order, so that what is restored without a
-//! target has the types and the order that were saved. Nodes stand in pre-order; a node knows its
-//! parent, so a leaf's path costs nothing until someone asks.
+//! The structure of a state: containers and leaves in order, so that a restore without a target
+//! returns the saved types and order. Nodes are in pre-order and know their parent, so a leaf's
+//! path costs nothing until it is needed.
 
 use std::collections::TryReserveError;
 
 use crate::leaf_path::{Component, LeafPath};
 use crate::sys::try_reserve_huge;
 
-/// What kind of container a node is. The type names say what was saved; they never choose what is
-/// imported.
+/// The kind of a container. Type names describe what was saved; they never choose an import.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum ContainerKind {
     /// `dict`; insertion order is kept.
@@ -55,7 +54,7 @@ pub enum ContainerKind {
     },
 }
 
-/// What a node is.
+/// The kind of a node.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum NodeKind {
     /// A container; its children are the nodes that name it as their parent.
@@ -71,7 +70,7 @@ pub struct Node {
     pub parent: u32,
     /// How the parent reaches it; `None` for the root.
     pub component: Option<Component>,
-    /// What it is.
+    /// Its kind.
     pub kind: NodeKind,
 }
 

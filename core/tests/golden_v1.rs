@@ -1,6 +1,5 @@
-//! A step of format version 1, kept for ever in `fixtures/golden_v1`: what was written then is read
-//! now, to the last bit. As long as version 1 is what is written, the same values also give the
-//! same bytes.
+//! Reads a step of format version 1 in `fixtures/golden_v1`, bit for bit, permanently. As long as
+//! this code writes version 1, the same values also give the same bytes.
 //!
 //! The files were made by the ignored test at the end (`cargo test -p stepwell-core --test
 //! golden_v1 -- --ignored`), which never replaces a file that is there: a golden file that no

@@ -1,7 +1,7 @@
-//! The staging pool, its helpers and the two halves of a save, under schedulers that let any thread
-//! go on at any operation on a lock, a condition, a channel or an atomic. No wait ends by a timeout
-//! here (see `stepwell_core::sync`): whoever is not woken is a deadlock, and shuttle says so, with
-//! a schedule that repeats it.
+//! The staging pool, its helpers and the two halves of a save, under schedulers that may switch
+//! threads at any operation on a lock, a condition, a channel or an atomic. No wait times out here
+//! (see `stepwell_core::sync`). A thread that is never woken is a deadlock, and shuttle reports it
+//! with a schedule that repeats it.
 //!
 //! `cargo test -p stepwell-core --features interleavings,test-support --test interleavings`;
 //! `STEPWELL_SCHEDULES` says how many schedules each test has.
@@ -186,7 +186,7 @@ impl StateProvider for Watched {
     }
 }
 
-/// What goes wrong in a save.
+/// The failure that a test injects into a save.
 #[derive(Clone, Copy, PartialEq)]
 enum Trouble {
     Nothing,
@@ -196,9 +196,9 @@ enum Trouble {
     Disk,
     /// The caller wants it no more.
     Cancel,
-    /// Whoever was to write goes away.
+    /// The flush is dropped.
     NoFlush,
-    /// Whoever was to capture goes away.
+    /// The capture is dropped.
     NoCapture,
 }
 
@@ -262,8 +262,7 @@ fn save(trouble: Trouble) {
             assert_eq!(items.len(), 1);
             assert_eq!(captured_bytes.load(Ordering::SeqCst), 3 * LEAF, "every byte once");
         }
-        // What was captured whole may still fail to be written; what was not is never written
-        // whole.
+        // A complete capture may still fail to be written. An incomplete one is never written.
         (Some(Ok(_)), Some(Err(error))) => assert!(trouble == Trouble::Disk, "{error}"),
         (_, Some(Ok(_))) => panic!("a save that was not captured was written"),
         (Some(Ok(_)), None) => panic!("a save that nobody writes was captured"),
@@ -286,7 +285,7 @@ fn save(trouble: Trouble) {
     assert_eq!(pool.free_slots(), 2, "every slot comes back");
 }
 
-/// Of the kernel's interface: EIO.
+/// EIO of the kernel's interface.
 fn libc_eio() -> i32 {
     5
 }

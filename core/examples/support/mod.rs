@@ -45,7 +45,7 @@ pub fn sources(sizes: &[usize]) -> Vec<Arc<Vec<u8>>> {
     sizes.iter().enumerate().map(|(i, &size)| Arc::new(vec![i as u8 | 1; size])).collect()
 }
 
-/// What a save is given: made anew each time, as a save makes it.
+/// The input of a save, created again each time, as a save does.
 pub fn items(sources: &[Arc<Vec<u8>>], threads: usize) -> Result<(Vec<ItemPlan>, SaveOptions)> {
     let mut tree = Tree::new();
     let root = tree.push_container(None, None, ContainerKind::Dict);

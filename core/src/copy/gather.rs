@@ -51,8 +51,8 @@ pub fn simplify(extent: &[u64], strides: &[i64]) -> Option<Vec<Dim>> {
     Some(dims)
 }
 
-/// Cuts the run of `len` elements from element `start` (both in row-major order) into pieces, in
-/// order. The run must lie in the box.
+/// Calls `emit` with the pieces of the run of `len` elements from element `start` (both in
+/// row-major order), in order. The run must be inside the box.
 pub fn pieces(dims: &[Dim], start: u64, len: u64, mut emit: impl FnMut(Piece)) {
     if dims.is_empty() {
         if len > 0 {

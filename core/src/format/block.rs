@@ -37,8 +37,7 @@ pub fn check(block: u64, bytes: &[u8], expected: u32, file: &Path) -> Result<()>
     })
 }
 
-/// Checks a block size that was chosen by a user or stands in a file: a power of two within
-/// [`BLOCK_BYTES`].
+/// Checks a block size from a user or a file: a power of two within [`BLOCK_BYTES`].
 pub fn check_size(block_bytes: u64) -> std::result::Result<(), String> {
     if block_bytes.is_power_of_two() && BLOCK_BYTES.contains(&block_bytes) {
         return Ok(());

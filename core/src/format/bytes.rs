@@ -70,8 +70,8 @@ pub(crate) fn seal_front(bytes: &mut [u8]) {
     }
 }
 
-/// Checks a front that [`seal_front`] made and returns what its CRC covers. Fronts are only looked
-/// for where a record of ours says that there is one: whatever else stands there is damage.
+/// Checks a front that [`seal_front`] made and returns the bytes that its CRC covers. A record of
+/// ours announces each front, so anything else at that place is damage.
 pub(crate) fn open_front<'a>(
     bytes: &'a [u8],
     magic: [u8; 8],

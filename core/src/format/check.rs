@@ -1,6 +1,6 @@
-//! What every index must keep, whatever version or footer it came from: run before an index is
-//! written and after one was read. Only the exact tiling of a tensor by its chunks is not checked
-//! here (that is geometry, `stepwell-reshard`'s, and a footer holds but a part).
+//! The invariants of every index, for all versions and footers. Checked before an index is written
+//! and after one was read. Exact tiling of a tensor by its chunks is not checked here: it is
+//! geometry (`stepwell-reshard`), and a footer holds only a part.
 //!
 //! All arithmetic is overflow-safe, and nothing is allocated that is not bounded by what is in
 //! memory already.
@@ -26,18 +26,18 @@ use crate::tree::{ContainerKind, NodeKind, Tree};
 
 /// First byte that a chunk or object may have in a data file.
 const FIRST_BYTE: u64 = 4096;
-/// What a stateful container's inner kind counts towards [`MAX_TYPE_NAME_BYTES`]: a page stores a
-/// kind once, memory once per container.
+/// The share of a stateful container's inner kind in [`MAX_TYPE_NAME_BYTES`]. A page stores a kind
+/// once, memory stores it once per container.
 pub(super) const STATEFUL_BYTES: u64 = 64;
 
-/// What extents and leaf numbers may name.
+/// The bounds for extents and leaf numbers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Bounds {
     /// The whole index of an item.
     Item,
-    /// The index in a footer: every extent lies in that very file, before its footer.
+    /// The index in a footer: every extent is in that file, before its footer.
     Footer {
-        /// Where the footer begins.
+        /// Offset of the footer.
         footer_offset: u64,
     },
     /// Some pages of an item's index: aliases and views may name leaves that are elsewhere.
@@ -47,7 +47,7 @@ pub(crate) enum Bounds {
     },
 }
 
-/// What does not hold.
+/// A violated invariant.
 pub(crate) enum Fault {
     /// A bound was passed.
     Limit(Error),
@@ -71,7 +71,7 @@ pub(crate) fn check(index: &Index, bounds: Bounds) -> Checked {
     check_leaves(index, 0..index.leaves.len(), bounds)
 }
 
-/// What [`check`] looks at beside the tree by itself and the leaves one by one.
+/// The part of [`check`] that compares counts.
 pub(crate) fn check_counts(index: &Index, bounds: Bounds) -> Checked {
     limit("the number of leaves", index.leaves.len() as u64, MAX_LEAVES)?;
     if index.tree.leaf_count() != index.leaves.len() {
@@ -87,7 +87,7 @@ pub(crate) fn check_counts(index: &Index, bounds: Bounds) -> Checked {
     Ok(())
 }
 
-/// What [`check`] looks at in those leaves.
+/// The part of [`check`] for these leaves.
 pub(crate) fn check_leaves(index: &Index, numbers: Range<usize>, bounds: Bounds) -> Checked {
     let at_leaf = |leaf: usize, what| Fault::Node(index.tree.leaf_node(leaf as u32).unwrap_or(0), what);
     let leaves = index.leaves.get(numbers.clone());
@@ -122,7 +122,7 @@ fn check_files(files: &[FileRecord]) -> Checked {
     Ok(())
 }
 
-/// What [`check`] looks at in the tree by itself.
+/// The part of [`check`] for the tree alone.
 pub(crate) fn check_tree(tree: &Tree) -> Checked {
     limit("the number of nodes", tree.nodes().len() as u64, MAX_NODES)?;
     let mut open: Vec<Open<'_>> = Vec::new();
@@ -176,8 +176,8 @@ struct Open<'a> {
 /// collide but by chance.
 type Siblings<'a> = HashSet<Sibling<'a>, RandomState>;
 
-/// What must differ among the children of a container: how they render. A key `a` and a field `a`
-/// would be one path.
+/// The rendering of a child, unique within its container. A key `a` and a field `a` would be one
+/// path.
 #[derive(PartialEq, Eq, Hash)]
 enum Sibling<'a> {
     Name(&'a str),
@@ -348,8 +348,7 @@ fn check_extent(index: &Index, extent: &Extent, bounds: Bounds) -> Result<(), St
         (_, Bounds::Footer { .. }) => {
             return Err("lies in another file than the one whose footer it stands in".to_owned());
         }
-        // Where the footer begins is known to the file alone; that the end is a trailer is known
-        // here.
+        // Only the file knows the start of its footer. The trailer at its end is known here.
         (Source::Own(ordinal), _) => (FIRST_BYTE, file(ordinal)?.length.saturating_sub(FIRST_BYTE)),
         (Source::Range(ordinal), _) => (0, file(ordinal)?.length),
         (Source::Pulled(_), _) => (0, u64::MAX),

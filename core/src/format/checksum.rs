@@ -1,8 +1,8 @@
 //! CRC-32C (Castagnoli), the one checksum of the format. It finds accidents; it is no security.
 //!
-//! A trap that the format avoids: a CRC over bytes that *end* in their own CRC is a constant,
-//! whatever the bytes are. So a digest that is recorded elsewhere is the stored value itself
-//! (trailers), or it covers bytes whose own CRC stands in front of what it covers (indexes).
+//! A CRC over bytes that *end* in their own CRC is a constant, for any bytes. Therefore a digest
+//! that is recorded elsewhere is the stored CRC itself (trailers), or it covers bytes whose own CRC
+//! comes before the bytes that it covers (indexes).
 
 /// CRC-32C of `bytes`, on the fastest path that the processor has.
 pub fn crc32c(bytes: &[u8]) -> u32 {

@@ -23,13 +23,13 @@ const CRCS_PER_PAGE: usize = (page::TARGET_PAGE_BYTES / 4) as usize;
 pub struct Footer {
     /// A multiple of 4096 bytes.
     pub bytes: Vec<u8>,
-    /// What manifest and index record of the file.
+    /// The CRC that manifest and index record for the file.
     pub trailer_crc: u32,
 }
 
-/// Makes the footer of a data file. `index` holds this file's leaves, and all its extents lie in
-/// this file (`Source::Own(0)`, before `footer_offset`); its `files` are not written, since a file
-/// cannot hold its own length and digest. `block_crcs` are those of the blocks that tile `[0,
+/// Encodes the footer of a data file. `index` holds this file's leaves, with all extents in this
+/// file (`Source::Own(0)`, before `footer_offset`). Its `files` are not written, because a file
+/// cannot contain its own length and digest. `block_crcs` are those of the blocks that tile `[0,
 /// footer_offset)`.
 pub fn encode(
     file_id: u128,
@@ -111,8 +111,8 @@ pub fn pages_of(trailer: &Trailer, footer: &[u8], file: &Path) -> Result<Vec<Pag
     decode_page_table(trailer, bytes, file)
 }
 
-/// What a data file says of itself: the index of its leaves, from a whole footer. `name` becomes
-/// the name of its only file record.
+/// Decodes the index in a whole footer: the leaves of this data file. `name` becomes the name of
+/// its only file record.
 pub fn decode_index(trailer: &Trailer, footer: &[u8], name: &str, file: &Path) -> Result<Index> {
     let pages: Vec<PageRef> = pages_of(trailer, footer, file)?;
     let pages = pages.iter().filter(|page| page.kind == PageKind::Index).map(|page| {

@@ -24,7 +24,7 @@ fn path() -> &'static Path {
     Path::new("i0/00000.data")
 }
 
-/// What one rank of `world` holds of a tensor `w` and a tensor of its own.
+/// The part of a tensor `w` that one rank of `world` holds, and a tensor of its own.
 fn part(rank: u64, world: u64) -> Index {
     let own =
         |offset, length| Extent { source: Source::Own(0), offset, length, integrity: Integrity::BlockCrc };

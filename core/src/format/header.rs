@@ -1,6 +1,6 @@
-//! The first 4096 bytes of a data file. Magic, CRC and format version stand where they stand in
-//! every version, so that a reader can always say what it has before it. The CRC covers everything
-//! after itself, up to the end of the 4096 bytes.
+//! The first 4096 bytes of a data file. Magic, CRC and format version have the same offsets in
+//! every version, so that a reader can always report the version. The CRC covers all 4096 bytes
+//! after itself.
 
 use std::path::Path;
 
@@ -25,9 +25,9 @@ pub struct Header {
     pub optional_features: u64,
     /// Bytes of a block.
     pub block_bytes: u64,
-    /// Random; stands in header, trailer, index and manifest.
+    /// Random; repeated in trailer, index and manifest.
     pub file_id: u128,
-    /// Who wrote it.
+    /// The rank that wrote it.
     pub rank: u32,
 }
 

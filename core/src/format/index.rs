@@ -1,5 +1,5 @@
-//! What an index says, in memory: the same for every version of the format, and for foreign
-//! checkpoints (a *virtual index*).
+//! An index in memory: the same for every version of the format, and for foreign checkpoints (a
+//! *virtual index*).
 
 use smallvec::SmallVec;
 
@@ -18,7 +18,7 @@ pub struct Index {
     pub files: Vec<FileRecord>,
 }
 
-/// What a leaf is.
+/// The content of a leaf.
 #[derive(Clone, Debug, PartialEq)]
 pub enum LeafRecord {
     /// A logical tensor.
@@ -33,7 +33,7 @@ pub enum LeafRecord {
 }
 
 impl LeafRecord {
-    /// Where its bytes are.
+    /// The extents of its bytes.
     pub fn extents(&self) -> impl Iterator<Item = &Extent> {
         let (chunks, object) = match self {
             Self::Tensor(tensor) => (tensor.chunks.as_slice(), None),
@@ -88,13 +88,13 @@ pub type Chunks = SmallVec<[ChunkRecord; 1]>;
 pub struct ViewRecord {
     /// The leaf that is looked at.
     pub of: u32,
-    /// Where, in its tensor.
+    /// Its region in that tensor.
     pub region: Region,
     /// Order of its dimensions.
     pub permutation: Vec<u32>,
 }
 
-/// What a chunk covers.
+/// The region of a chunk.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum ChunkRegion {
     /// A box, stored row-major.
@@ -119,18 +119,18 @@ pub enum Codec {
 /// A region of a logical tensor that is stored contiguously.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChunkRecord {
-    /// What it covers.
+    /// Its region.
     pub region: ChunkRegion,
-    /// Where its bytes are.
+    /// The place of its bytes.
     pub extent: Extent,
     /// How they are encoded.
     pub codec: Codec,
 }
 
-/// Where bytes are, and how their integrity is known.
+/// The place of some bytes, and how their integrity is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Extent {
-    /// Where from.
+    /// The file or reader.
     pub source: Source,
     /// First byte in the source.
     pub offset: u64,
@@ -140,7 +140,7 @@ pub struct Extent {
     pub integrity: Integrity,
 }
 
-/// Where an extent's bytes come from.
+/// The source of an extent's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
     /// A data file of ours: ordinal in [`Index::files`].
@@ -172,7 +172,7 @@ impl Source {
 /// How the integrity of an extent is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Integrity {
-    /// CRC-32C of the blocks of the data file that it lies in.
+    /// CRC-32C of its blocks in the data file.
     BlockCrc,
     /// CRC-32 of a zip member.
     Zip(u32),
@@ -180,7 +180,7 @@ pub enum Integrity {
     None,
 }
 
-/// A file that extents lie in.
+/// A file with extents.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct FileRecord {
     /// Path relative to the index's directory (`00000.data`, `g000/00017.data`).
@@ -191,7 +191,8 @@ pub struct FileRecord {
     pub file_id: u128,
     /// CRC-32C of its trailer: the link between manifest, index and file.
     pub trailer_crc: u32,
-    /// Where it is, if it has no file of its own. Not in the index file: the manifest says it.
+    /// Its container, if it is a part of another file. Recorded in the manifest, not in the index
+    /// file.
     pub within: Option<Within>,
 }
 
@@ -201,7 +202,7 @@ impl FileRecord {
         self.within.as_ref().map_or(&self.name, |within| &within.name)
     }
 
-    /// Where they begin there.
+    /// The offset of the data file in the file on disk.
     pub fn stored_offset(&self) -> u64 {
         self.within.as_ref().map_or(0, |within| within.offset)
     }
@@ -212,6 +213,6 @@ impl FileRecord {
 pub struct Within {
     /// Path of that file, relative as [`FileRecord::name`].
     pub name: Box<str>,
-    /// Where in it the data file begins.
+    /// Offset of the data file in it.
     pub offset: u64,
 }

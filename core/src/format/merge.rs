@@ -16,12 +16,12 @@ use crate::error::{Error, Result};
 use crate::leaf_path::Component;
 use crate::tree::{ContainerKind, Node, NodeKind, Tree};
 
-/// What becomes of a region that two parts say they hold.
+/// How a region that two parts hold is merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Twice {
     /// A replica that was written twice: the first counts.
     First,
-    /// Both stay: whoever checks the coverage refuses them.
+    /// Both stay. The check of coverage refuses them.
     Both,
 }
 
@@ -37,7 +37,7 @@ pub enum Refusal {
         first: usize,
         /// Position of the other.
         second: usize,
-        /// What each of them says.
+        /// The values of both.
         what: String,
     },
     /// They are no parts of an index.
@@ -84,7 +84,7 @@ pub fn merge_some(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     Ok(index)
 }
 
-/// Whoever says that another rank writes an object must not be the only one who has it.
+/// Checks that at least one rank writes each object that another rank leaves to others.
 fn check_objects(index: &Index) -> Result<()> {
     for (leaf, record) in (0_u32..).zip(&index.leaves) {
         if matches!(record, LeafRecord::Object(extent) if extent.length == 0) {

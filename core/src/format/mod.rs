@@ -31,7 +31,7 @@ pub mod page;
 mod paths;
 pub mod trailer;
 
-/// The version of the format that this code writes. Older ones stay readable for ever.
+/// The format version that this code writes. Older versions stay readable permanently.
 pub const FORMAT_VERSION: u32 = 1;
 
 /// Refuses a count that passes its bound of [`crate::limits`].

@@ -24,7 +24,7 @@ pub(crate) const ENTRY_BYTES: u64 = 40;
 /// much.
 pub(crate) const TARGET_PAGE_BYTES: u64 = 1 << 20;
 
-/// What a page holds.
+/// The kind of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageKind {
     /// Leaves of an index; `first` and `count` number leaves.
@@ -50,10 +50,10 @@ impl PageKind {
     }
 }
 
-/// Where a page is, and what it is.
+/// The place and kind of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRef {
-    /// What it holds.
+    /// Its kind.
     pub kind: PageKind,
     /// First byte in the file.
     pub offset: u64,

@@ -1,5 +1,4 @@
-//! Paths that stand in files. They are names below a directory that the reader chose, and nothing
-//! else: relative, plain components.
+//! Paths in files: relative names of plain components below a directory that the reader chose.
 
 use crate::limits::{MAX_PATH_BYTES, MAX_PATH_COMPONENT_BYTES};
 

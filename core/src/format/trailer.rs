@@ -23,19 +23,19 @@ const CRC_AT: usize = TRAILER_BYTES as usize - 4;
 pub struct Trailer {
     /// The same as in the header.
     pub file_id: u128,
-    /// Where blocks end and the footer begins; a multiple of 4096.
+    /// Offset of the footer, after the last block; a multiple of 4096.
     pub footer_offset: u64,
     /// From there to the end of the file; a multiple of 4096.
     pub footer_length: u64,
     /// Bytes of a block.
     pub block_bytes: u64,
-    /// Where the pages of the footer are listed.
+    /// The table of the footer's pages.
     pub page_table: PageTableRef,
     /// The CRC that the trailer ends in.
     pub crc: u32,
 }
 
-/// Where a page table is: between the last page and the trailer.
+/// The place of a page table: between the last page and the trailer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageTableRef {
     /// First byte in the file.
@@ -59,7 +59,7 @@ impl Trailer {
         block::count(self.footer_offset, self.block_bytes)
     }
 
-    /// Its 4096 bytes; `crc` is made, whatever stands in the field.
+    /// Encodes its 4096 bytes. Computes `crc` and ignores the field.
     pub(crate) fn encode(&self) -> (Vec<u8>, u32) {
         let mut bytes = Vec::with_capacity(TRAILER_BYTES as usize);
         bytes.put(MAGIC);

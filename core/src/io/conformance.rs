@@ -1,9 +1,9 @@
 //! Every promise of the traits in [`crate::io`], as one suite that each engine runs: the real ones
 //! on a real file system, the simulated one in memory.
 //!
-//! It asks for nothing that the traits do not promise: no symlinks, no page cache, no particular
-//! alignment. Where a promise names an errno, that errno is asked for. A broken promise panics with
-//! the engine's name and what was expected.
+//! It asks only for what the traits promise: no symlinks, no page cache, no particular alignment.
+//! If a promise names an errno, the suite checks that errno. A broken promise panics with the
+//! engine's name and the expectation.
 #![expect(
     clippy::unwrap_used,
     clippy::panic,

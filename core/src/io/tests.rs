@@ -386,7 +386,7 @@ fn fork_with_handles() {
         queue.submit(Transfer::Read, &file, 0, 4096, Buffer::alone(4096).unwrap(), 9);
         let refused = queue.complete(Duration::ZERO).unwrap();
         assert!(refused.token == 9 && forked(refused.result.err()));
-        // What the child makes itself works, the lock is seen, and the dead handles may go.
+        // Handles of the child work, the lock is visible, and the dead handles may be dropped.
         let fresh = open_disk(&path, argument[1].parse().unwrap()).unwrap();
         let root = fresh.open_dir(&path).unwrap();
         assert!(root.try_lock("lock", LockKind::Shared, false).unwrap().is_none());

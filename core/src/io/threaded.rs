@@ -28,8 +28,8 @@ const MAX_THREADS: usize = 8;
 
 /// See the module documentation.
 pub struct ThreadedQueue {
-    /// Forgotten, not dropped, in a forked child, where its threads do not exist and its locks may
-    /// be held for ever. `None` only then.
+    /// Leaked, not dropped, in a forked child: its threads do not exist there, and its locks may be
+    /// held permanently. `None` only then.
     inner: Option<Inner>,
     refused: VecDeque<Completion>,
     birth: Birth,
@@ -154,7 +154,7 @@ fn perform(job: Job) -> Completion {
 /// of the disk's work to the fsync.
 fn pass_through_cache(fd: BorrowedFd<'_>, offset: u64, len: usize) -> rustix::io::Result<()> {
     write_out(fd, offset, len).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
-    // Advice; whoever does not take it keeps the pages.
+    // Advice only. The kernel may keep the pages.
     let _ = rustix::fs::fadvise(fd, offset, NonZeroU64::new(len as u64), rustix::fs::Advice::DontNeed);
     Ok(())
 }
@@ -219,7 +219,7 @@ impl Drop for ThreadedQueue {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.jobs = None;
-        // What no thread has begun is called off.
+        // Cancel transfers that no thread has started.
         while self.pending.try_recv().is_ok() {
             self.running -= 1;
         }

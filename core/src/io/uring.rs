@@ -73,8 +73,8 @@ impl UringQueue {
 
     fn enter(&mut self, wait: Option<Duration>) {
         if let Err(error) = self.ring.enter(wait) {
-            // What is in flight may still come back by itself; that it does not is for the caller's
-            // deadline to find.
+            // Transfers in flight may still complete. If they do not, the caller's deadline finds
+            // it.
             tracing::error!(%error, "io_uring_enter failed");
             std::thread::sleep(Duration::from_millis(10).min(wait.unwrap_or_default()));
         }

@@ -10,8 +10,8 @@ use crate::sys::DeviceSource;
 
 /// A leaf on a device.
 ///
-/// Its copies wait for what the caller's stream held when [`CopyQueue::follow`] was called last;
-/// whoever makes a provider calls that.
+/// Its copies wait for the work that was on the caller's stream at the last [`CopyQueue::follow`].
+/// The creator of a provider calls that.
 pub struct DeviceProvider {
     source: DeviceSource,
     haste: Haste,

@@ -32,7 +32,7 @@ pub trait StateProvider: Send + Sync {
         Ok(false)
     }
 
-    /// What must have happened to its bytes when the caller goes on.
+    /// How much of its bytes is captured before the caller continues.
     fn haste(&self) -> Haste {
         Haste::Captured
     }
@@ -51,7 +51,7 @@ pub trait StateProvider: Send + Sync {
     }
 }
 
-/// What must have happened to a leaf when the call returns that saves it, in the order of how soon.
+/// How much of a leaf is captured before `save` returns, in the order of urgency.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Haste {
     /// Nothing: its bytes stay what they are for as long as the provider lives, or until the caller
@@ -63,7 +63,7 @@ pub enum Haste {
     Captured,
 }
 
-/// A part of a chunk that lies in one slot.
+/// The part of a chunk in one slot.
 #[derive(Clone, Copy, Debug)]
 pub struct Fill<'a> {
     /// The chunk's box in the provider's array.
@@ -72,11 +72,11 @@ pub struct Fill<'a> {
     pub from: u64,
     /// Bytes in the part; whole elements.
     pub len: u64,
-    /// Where in the slot it goes, in bytes.
+    /// Its offset in the slot, in bytes.
     pub at: u64,
 }
 
-/// What a provider answers.
+/// The answer of a provider.
 pub enum Ticket {
     /// The bytes are in the slot.
     Done,

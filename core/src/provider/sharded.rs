@@ -1,5 +1,4 @@
-//! A leaf that lies in several arrays, each a box of it: what one process holds of an array that is
-//! sharded over its devices.
+//! A leaf in several arrays, each a box of it: one process's shards of an array on several devices.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;

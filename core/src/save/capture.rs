@@ -1,7 +1,7 @@
-//! Capture: the half of a save that the caller waits for, as far as it must. Windows are taken one
-//! by one, in order, by the caller's thread and the pool's helpers; each is filled into a slot and
-//! handed to the flush. What a device copies is only started here: its windows are handed on when
-//! it has arrived.
+//! Capture: the half of a save that the caller waits for. The caller's thread and the pool's
+//! helpers take windows one by one, in order, fill each into a slot, and hand it to the flush.
+//! Copies of a device are only started here, and their windows are handed on when the copies have
+//! arrived.
 //!
 //! How long the caller waits is said by the [`Haste`] of its providers: [`Capture::run_eager`]
 //! captures what he may change when it returns, and starts the copies of what his work on the
@@ -31,7 +31,7 @@ use crate::staging::{
 use crate::sync::{AtomicUsize, Mutex, Sender};
 use crate::{Error, Result};
 
-/// What goes from the capture to the flush.
+/// A message from the capture to the flush.
 pub(super) enum Message {
     /// A filled window.
     Window(usize, Slot<Full>),
@@ -40,7 +40,7 @@ pub(super) enum Message {
     Over(Box<Windows>),
 }
 
-/// What [`Capture::new`] is made of.
+/// The parts of a [`Capture::new`].
 pub(super) struct Parts {
     pub windows: Windows,
     /// For messages.
@@ -52,7 +52,7 @@ pub(super) struct Parts {
     pub options: SaveOptions,
 }
 
-/// What a capture did.
+/// The statistics of a capture.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CaptureStats {
     /// Bytes put into slots.
@@ -65,7 +65,7 @@ pub struct CaptureStats {
     pub waited_seconds: f64,
 }
 
-/// What is called once every copy of a save has been started, or none will be any more.
+/// Called once, when every copy of a save has been started or none will be.
 pub type WhenStarted = Box<dyn FnOnce() + Send>;
 
 /// The half that copies. Dropping it cancels the save.
@@ -81,7 +81,7 @@ pub struct Capture {
     /// The devices that copy.
     queues: Vec<Arc<dyn CopyQueue>>,
     starts: Arc<Starts>,
-    /// What was there at first, where that is compared.
+    /// The first readings, if torn saves are detected.
     first: Option<Arc<FirstReading>>,
     link: Arc<Link>,
     progress: Arc<Progress>,
@@ -173,8 +173,8 @@ impl Capture {
         })
     }
 
-    /// Copies what cannot wait, and starts to copy what must have been started. What is left is for
-    /// another thread's [`Capture::run`]; `None` where nothing is.
+    /// Copies what cannot wait, and starts the copies that must be enqueued. Returns the rest for
+    /// another thread's [`Capture::run`], or `None`.
     pub fn run_eager(mut self) -> Result<Option<Self>> {
         let windows = std::mem::take(&mut self.soon);
         if !windows.is_empty() || self.later.is_empty() {
@@ -183,7 +183,7 @@ impl Capture {
         Ok(self.parts.is_some().then_some(self))
     }
 
-    /// Fills these windows. What was only started, and need not be there yet, is kept.
+    /// Fills these windows. Keeps those whose copies are enqueued and may arrive later.
     fn copy(&mut self, windows: Vec<Due>) -> Result<()> {
         let started = Instant::now();
         let Some(parts) = self.parts.take() else {
@@ -214,7 +214,7 @@ impl Capture {
         if let Some(Job { parts, arriving, .. }) = Arc::into_inner(job) {
             self.arriving = arriving.into_inner().unwrap_or_else(PoisonError::into_inner);
             if (self.later.is_empty() && self.arriving.is_empty()) || error.is_some() {
-                // Where the flush has ended, this comes back and is dropped here.
+                // If the flush has ended, the message comes back and is dropped here.
                 let _ = parts.sender.send(Message::Over(Box::new(parts.windows)));
             } else {
                 self.parts = Some(parts);
@@ -255,7 +255,7 @@ impl Starts {
     }
 }
 
-/// What the capturing threads share.
+/// The state that the capturing threads share.
 struct Job {
     parts: Parts,
     lanes: Vec<Lane>,
@@ -323,7 +323,7 @@ impl Worker<'_> {
     fn work(&mut self) -> Result<()> {
         let parts = &self.job.parts;
         let number = self.job.workers.fetch_add(1, Ordering::Relaxed);
-        // What was started before holds slots: the first that comes sees to it.
+        // Copies that were enqueued earlier hold slots. The first caller takes care of them.
         self.pending = std::mem::take(&mut *self.job.lock_arriving());
         // Asked for the next window before whether it is wanted: what was captured whole may be
         // committed already, and is not called cancelled.
@@ -347,15 +347,15 @@ impl Worker<'_> {
             self.resolve_one()?;
         }
         if !self.pending.is_empty() {
-            // They hold slots: whoever waits for one sees to them.
+            // They hold slots. The next thread that waits for a slot takes care of them.
             self.job.lock_arriving().append(&mut self.pending);
             parts.pool.wake();
         }
         Ok(())
     }
 
-    /// A free slot. What is pending is resolved before this thread waits for others: they might
-    /// wait for it.
+    /// Returns a free slot. Resolves pending windows before this thread waits for others, because
+    /// others might wait for them.
     fn slot(&mut self) -> Result<Slot<Free>> {
         let parts = &self.job.parts;
         // Longer than the flush waits for the disk: where that is what stalls, its error is the one

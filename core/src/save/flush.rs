@@ -17,7 +17,7 @@ use crate::staging::StagingPool;
 use crate::sync::Receiver;
 use crate::{Error, Result};
 
-/// What [`Flush::new`] is made of.
+/// The parts of a [`Flush::new`].
 pub(super) struct Parts {
     pub items: Vec<PlannedItem>,
     pub windows: Vec<Window>,
@@ -45,9 +45,9 @@ impl Flush {
         Arc::clone(&self.parts.progress)
     }
 
-    /// Writes the data files below `step_dir`, and returns when each is complete and synced. What
-    /// makes them findable (the directories, the indexes, the manifest) is the caller's. The error
-    /// of the capture if that has failed, [`Error::Cancelled`] if it was dropped.
+    /// Writes the data files below `step_dir`, and returns when each is complete and synced. The
+    /// caller makes them findable (directories, indexes, manifest). Returns the capture's error if
+    /// it failed, and [`Error::Cancelled`] if it was dropped.
     pub fn run(self, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<WrittenItem>> {
         self.run_with_room(disk, step_dir, &mut NoRoom)
     }

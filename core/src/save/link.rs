@@ -1,5 +1,5 @@
-//! What ties the two halves of a save together: whichever ends early tells the other, with its
-//! reason.
+//! The link between the two halves of a save. A half that ends early reports its reason to the
+//! other.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, atomic};
@@ -13,7 +13,7 @@ use crate::sync::{AtomicBool, Mutex};
 pub(super) struct Link {
     stopped: AtomicBool,
     cause: Mutex<Option<Cause>>,
-    /// Set by whoever called for the save, when it is wanted no more.
+    /// Set by the caller that cancels the save.
     unwanted: Option<Arc<atomic::AtomicBool>>,
     pool: Arc<StagingPool>,
 }

@@ -62,7 +62,7 @@ pub struct ItemPlan {
     pub leaves: Vec<LeafPlan>,
 }
 
-/// What is saved of a leaf.
+/// The plan of a leaf.
 pub enum LeafPlan {
     /// A tensor, or this rank's part of one.
     Tensor {
@@ -70,9 +70,9 @@ pub enum LeafPlan {
         dtype: Dtype,
         /// Global shape.
         shape: Vec<u64>,
-        /// What this rank stores of it, in the order in which it is stored.
+        /// The chunks that this rank stores, in file order.
         chunks: Vec<ChunkPlan>,
-        /// Where the bytes come from. Dropped when the capture is over.
+        /// The source of the bytes. Dropped after the capture.
         provider: Arc<dyn StateProvider>,
     },
     /// A plain value.

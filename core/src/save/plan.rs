@@ -35,10 +35,10 @@ pub(super) struct PlannedItem {
     pub dir: String,
     pub file_name: String,
     pub file_id: u128,
-    /// Where the footer starts: the end of the data.
+    /// Offset of the footer: the end of the data.
     pub data_bytes: u64,
     pub tensor_bytes: u64,
-    /// What the footer will take, roughly and rather too much.
+    /// Approximate size of the footer, rounded up generously.
     pub footer_hint: u64,
 }
 
@@ -126,7 +126,7 @@ fn check_options(items: &[ItemPlan], pool: &StagingPool, options: &SaveOptions) 
     Ok(())
 }
 
-/// Where the next extent of a file goes.
+/// The place of a file's next extent.
 struct Cursor {
     offset: u64,
 }
@@ -186,7 +186,7 @@ fn plan_item(
     let mut placed = Vec::with_capacity(leaves.len());
     let mut objects = Vec::new();
     let mut tensor_bytes = 0;
-    // What the index takes, roughly: names, and per leaf and chunk its numbers.
+    // Approximate size of the index: names, and numbers per leaf and chunk.
     let mut index_bytes = 64 * tree.nodes().len() as u64;
     for (leaf, plan) in (0_u32..).zip(leaves) {
         let haste = plan.haste();

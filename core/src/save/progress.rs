@@ -1,4 +1,4 @@
-//! What a save has done so far, readable from any thread while it runs.
+//! The progress of a save, readable from any thread while it runs.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ pub struct Progress {
     waited_nanos: AtomicU64,
 }
 
-/// What a save has done, at one moment.
+/// The progress of a save at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SaveStats {
     /// Bytes of all data files before their footers.

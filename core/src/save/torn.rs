@@ -8,7 +8,7 @@ use crate::format::checksum::crc32c;
 use crate::format::index::Index;
 use crate::{Error, Result};
 
-/// What windows held at first: the checksum of each part of a leaf, by the number of the window.
+/// The first reading of windows: the checksum of each part of a leaf, by window number.
 #[derive(Default)]
 pub(super) struct FirstReading(HashMap<u32, Vec<u32>>);
 

@@ -23,7 +23,7 @@ pub(super) struct Window {
     pub parts: Range<usize>,
 }
 
-/// Where the bytes of a part come from.
+/// The source of a part's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
     /// A chunk, from byte `from` of its row-major bytes.

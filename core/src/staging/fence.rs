@@ -1,4 +1,4 @@
-//! What makes somebody wait until copies that were only started are complete.
+//! Fences: waits for copies that were started and are not complete yet.
 
 use std::fmt;
 use std::time::Instant;
@@ -13,8 +13,8 @@ pub trait Fence: Send {
     fn host_wait(&self, deadline: Instant) -> Result<()>;
 }
 
-/// A device's queue of copies to the host, and how it is ordered with the work of whoever computes
-/// there. Neither call stops its thread.
+/// A device's queue of copies to the host, and its order relative to other work on that device.
+/// Neither call blocks its thread.
 ///
 /// (Lazy capture in the immutability window of a training step, and its fence: DataStates-LLM, §4.)
 pub trait CopyQueue: Send + Sync + fmt::Debug {

@@ -16,7 +16,7 @@ pub(crate) trait Task: Send + Sync {
     /// Does a share of it. Does not panic.
     fn work(&self);
 
-    /// Where helpers come in and leave.
+    /// The door that helpers enter and leave.
     fn door(&self) -> &Arc<Door>;
 }
 

@@ -1,12 +1,11 @@
-//! The staging pool: memory that is mapped, faulted in and given to the engines once, then lent and
-//! taken back for ever.
+//! The staging pool: memory that is mapped, faulted in and registered once, then lent and returned
+//! for the life of the process.
 //!
-//! One pool serves a process ([`StagingPool::shared`]): every manager holds it, the last one frees
-//! it. Saves that share it take slots in turn. A capturing thread holds no slot while it waits for
-//! another one (it hands a slot on before it asks for the next), but what it handed on comes back
-//! only as its flush runs. So whoever captures must have a flush that runs, or will without waiting
-//! for another capture: a manager captures one save at a time, and its flushes run first in, first
-//! out.
+//! One pool serves a process ([`StagingPool::shared`]). Every manager holds it, and the last one
+//! frees it. Saves that share it take slots in turn. A capturing thread holds no slot while it
+//! waits for another one: it passes a slot on before it asks for the next. That slot returns only
+//! if its flush runs. So a capture needs a flush that runs, or that will run without waiting for
+//! another capture. A manager captures one save at a time, and its flushes run first in, first out.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError, Weak};
@@ -247,7 +246,7 @@ impl StagingPool {
     }
 }
 
-/// What slots need of the pool: they may outlive it.
+/// The part of the pool that slots need. They may outlive the pool.
 pub(super) struct Shared {
     state: Mutex<State>,
     changed: Condvar,

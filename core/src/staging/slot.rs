@@ -5,10 +5,10 @@
 //!                         └───▶ Pending ─wait▶ Full            (copies that a device still makes)
 //! ```
 //!
-//! Only a `Filling` slot can be written to, only a `Full` one launched, only once; memory in flight
-//! is not reachable. Whatever is dropped goes back to the pool, except what a device may still
-//! write to: that comes back when its fence has been passed; and what a queue never gave back: the
-//! pool is told that it is gone.
+//! Only a `Filling` slot can be written to, only a `Full` one launched, and only once. Memory in
+//! flight is not reachable. A dropped slot returns to the pool, with two exceptions. A slot that a
+//! device may still write to returns when its fence has passed. A slot that a queue never returned
+//! is lost, and the pool is notified.
 //!
 //! Misuse does not compile. A slot that is not being filled cannot be written to:
 //!
@@ -105,7 +105,7 @@ pub struct Slot<S> {
     state: S,
 }
 
-/// Nothing of worth is in it.
+/// The slot is empty.
 pub struct Free(());
 /// Being filled, by one thread.
 pub struct Filling(());
@@ -120,7 +120,7 @@ pub struct Flushing {
 /// Its bytes are in the file (not yet durable), and still here to be checksummed.
 pub struct Written(());
 
-/// What comes of a slot whose last fill was given out.
+/// The state of a slot after its last fill was given out.
 pub enum Filled {
     /// Nothing is on its way.
     Full(Slot<Full>),
@@ -149,8 +149,8 @@ impl Slot<Filling> {
         })
     }
 
-    /// Starts to copy the bytes `from .. from + len` of the row-major bytes of `region` of an array
-    /// on a device to byte `at`. What is before their end can be written to no more.
+    /// Starts to copy bytes `from .. from + len` of the row-major bytes of `region` of a device
+    /// array to byte `at`. Earlier bytes of the slot can no longer be written to.
     pub fn receive(
         &mut self,
         source: &DeviceSource,
@@ -208,7 +208,7 @@ impl<S> Slot<S> {
 }
 
 impl Slot<Full> {
-    /// What is in it.
+    /// The filled bytes.
     pub fn bytes(&self) -> &[u8] {
         self.lease.bytes()
     }
@@ -234,7 +234,7 @@ impl Slot<Flushing> {
 }
 
 impl Slot<Written> {
-    /// What was written.
+    /// The written bytes.
     pub fn bytes(&self) -> &[u8] {
         self.lease.bytes()
     }

@@ -1,14 +1,12 @@
 //! The locks, conditions, channels and threads of staging, of the save pipeline, and of a save's
 //! handle: the code whose interleavings are tested.
 //!
-//! In the product they are the standard library's and crossbeam's, under other names. With the
-//! feature `interleavings`, which only tests switch on, they are
-//! [shuttle](https://docs.rs/shuttle)'s: every operation is then a point at which a scheduler may
-//! let another thread go on. Nothing but a change of these names is between the product and what is
-//! tested.
+//! In the product they are aliases of the standard library's and crossbeam's. With the feature
+//! `interleavings`, used only by tests, they are [shuttle](https://docs.rs/shuttle)'s: a scheduler
+//! may switch threads at every operation. These names are the only difference between the product
+//! and the tested code.
 //!
-//! What is only counted or looked at (progress, the flag of a caller who wants a save no more)
-//! stays with `std`.
+//! Plain counters and flags (progress, cancellation) stay with `std`.
 
 #[cfg(not(feature = "interleavings"))]
 mod real {

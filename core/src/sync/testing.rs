@@ -1,8 +1,7 @@
 //! The same names under [shuttle], for tests of interleavings.
 //!
-//! No wait here ever times out: whoever is not woken by what it waits for stays where it is, and
-//! shuttle reports a deadlock. So a lost wake-up cannot hide behind a deadline that comes to the
-//! rescue.
+//! No wait times out here. A thread that is never woken stays blocked, and shuttle reports a
+//! deadlock, so no deadline can hide a lost wake-up.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -162,7 +161,7 @@ impl<T> Drop for Receiver<T> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.receivers -= 1;
-        // What nobody can take out is dropped, without the lock: a message may be anything.
+        // Messages without receivers are dropped outside of the lock: a message may be anything.
         let left = if state.receivers == 0 { std::mem::take(&mut state.messages) } else { VecDeque::new() };
         drop(state);
         drop(left);

@@ -4,7 +4,7 @@ use rkyv::primitive::{ArchivedI64, ArchivedU32, ArchivedU64};
 
 use crate::region::Dims;
 
-/// What a column that ended too early gets.
+/// The result of reading a column; an error if it ended too early.
 pub(super) type Read<T> = Result<T, String>;
 
 /// An archived number.
@@ -60,8 +60,8 @@ impl<'a, T: Number> Column<'a, T> {
 }
 
 impl Column<'_, ArchivedU64> {
-    /// The numbers of so many dimensions. An index has several for each leaf: a few are taken at
-    /// one stroke, and what follows them in the column lies behind the length.
+    /// Reads the numbers of so many dimensions. An index has several for each leaf, so a few are
+    /// read together, after one check of the length.
     #[inline]
     pub(super) fn dims(&mut self, ndim: usize, into: &mut Dims) -> Read<()> {
         let (taken, rest) = self.rest.split_at_checked(ndim).ok_or_else(|| short(self.name))?;

@@ -8,11 +8,11 @@
 //! …     pages (rkyv), one after the other, each about 1 MiB
 //! ```
 //!
-//! Pages are self-contained: each repeats the containers above its first node. Of a large index,
-//! which is nearly all chunks, a reader reads the [`Outline`] and then the pages that hold the
-//! leaves whose chunks it wants. Bytes are checked before they are interpreted (CRC, then
-//! bytecheck, then the columns, then [`super::check`]); what is written is checked by the same
-//! rules. Encoding is deterministic, and decoding what was encoded gives the same index.
+//! Pages are self-contained: each repeats the containers above its first node. A large index is
+//! nearly all chunks. Its reader reads the [`Outline`], then the pages with the leaves whose chunks
+//! it wants. Bytes are checked before they are interpreted (CRC, then bytecheck, then the columns,
+//! then [`super::check`]). Writers check by the same rules. Encoding is deterministic, and decoding
+//! returns the encoded index.
 //!
 //! The leader of a commit writes index files, the save pipeline writes footers, every reader reads
 //! them.
@@ -101,8 +101,8 @@ pub fn decode(bytes: &[u8], file: &Path) -> Result<Index> {
     Ok(index)
 }
 
-/// An index file whose checksums hold. Its tree and the records of its leaves are read apart, and
-/// leaves are checked by ranges: whoever has two threads does two things at once.
+/// An index file whose checksums hold. The tree and the leaf records are read separately, and
+/// leaves are checked by ranges, so that two threads can share the work.
 pub struct Opened<'a> {
     file: &'a Path,
     header: IndexHeader,
@@ -149,8 +149,8 @@ impl<'a> Opened<'a> {
         self.pages.leaf_count()
     }
 
-    /// The records of all leaves, in order, not checked yet. `room` is empty: what there is room
-    /// for in it is not taken anew.
+    /// Returns the records of all leaves, in order, unchecked. Reuses the memory of the empty
+    /// vector `room`.
     pub fn leaves(&self, room: Vec<LeafRecord>) -> Result<Vec<LeafRecord>> {
         self.pages.leaves(room)
     }
@@ -188,7 +188,7 @@ impl<'a> Pages<'a> {
         Ok(Self { file, pages: archived.collect::<Result<Vec<_>>>()? })
     }
 
-    /// What there is room for at once: memory that grows is copied each time.
+    /// Number of leaves to reserve at once. Growing memory would be copied each time.
     fn leaf_count(&self) -> usize {
         self.pages.iter().map(|(_, page)| read::leaf_count(page)).sum::<usize>().min(MAX_LEAVES as usize)
     }

@@ -79,7 +79,7 @@ pub(super) struct IndexPageV1 {
     /// Type names and protocols, one after the other.
     pub kind_texts: String,
 
-    /// What each leaf is: `TENSOR`, `OBJECT`, `ALIAS`.
+    /// The tag of each leaf: `TENSOR`, `OBJECT`, `ALIAS`.
     pub leaf_tag: Vec<u8>,
     /// Of each alias: the leaf, by its number in the index.
     pub alias_of: Vec<u32>,

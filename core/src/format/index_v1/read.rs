@@ -1,5 +1,5 @@
-//! Pages become an index. What is checked here is what must hold for the columns to be read at all;
-//! what the index says is checked afterwards, in [`crate::format::check`].
+//! Decodes pages into an index. Checks only what reading the columns requires. The index itself is
+//! checked afterwards, in [`crate::format::check`].
 
 use std::hash::BuildHasher;
 use std::sync::Arc;
@@ -185,9 +185,8 @@ impl Assembler {
     }
 }
 
-/// Names that were read not long ago, each in the one place that its hash gives it: those of a
-/// layer come again with the next one, and then cost no memory. A name that is not there, or was
-/// driven out, is made anew.
+/// Recently read names, each at the one place that its hash gives. The names of one layer repeat in
+/// the next and then cost no memory. A missing or evicted name is allocated again.
 #[derive(Default)]
 struct Names {
     recent: Vec<Arc<str>>,

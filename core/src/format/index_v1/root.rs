@@ -25,8 +25,8 @@ const MAGIC: [u8; 8] = *b"\x89SWI\r\n\x1a\n";
 /// The root table, version 1; columns as in [`super::page`]. Never change it.
 #[derive(Archive, Serialize, Debug, Default)]
 pub(super) struct IndexRootV1 {
-    /// Of each page, in order: bytes. The first page begins where the outline ends (the root table,
-    /// where there is none), and each where the one before it ends.
+    /// Bytes of each page, in order. The first page begins after the outline (or after the root
+    /// table), each other one after its predecessor.
     pub page_length: Vec<u64>,
     /// CRC-32C of those bytes.
     pub page_crc: Vec<u32>,
@@ -49,10 +49,10 @@ pub(super) struct IndexRootV1 {
 const _: () = assert!(size_of::<ArchivedIndexRootV1>() == 9 * 8);
 const _: () = assert!(align_of::<ArchivedIndexRootV1>() == 1);
 
-/// What the front of an index file says.
+/// The content of an index file's front.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Root {
-    /// Where the pages are, in order, each with its first leaf.
+    /// The places of the pages, in order, each with its first leaf.
     pub pages: Vec<PageRef>,
     /// The files that extents name.
     pub files: Vec<FileRecord>,
@@ -75,14 +75,14 @@ pub struct IndexHeader {
     pub leaves: u64,
     /// Number of nodes.
     pub nodes: u64,
-    /// Bytes of the outline, which begins where the root table ends; 0: there is none.
+    /// Bytes of the outline, which follows the root table; 0 without an outline.
     pub outline_length: u64,
     /// CRC-32C of the outline.
     pub outline_crc: u32,
 }
 
 impl IndexHeader {
-    /// Where the pages begin.
+    /// Offset of the first page.
     pub fn pages_at(&self) -> u64 {
         INDEX_HEADER_BYTES + self.root_length + self.outline_length
     }

@@ -306,7 +306,7 @@ proptest! {
         prop_assert_eq!(outline.page_of(index.leaves.len() as u32), None);
     }
 
-    /// What a defect could write.
+    /// A page that a defect could write.
     #[test]
     fn an_outline_that_says_something_else_than_the_pages_is_refused_however_it_is_read(
         index in any_index(), other in any_index(),
@@ -340,8 +340,8 @@ proptest! {
         prop_assert!(read(&bytes).is_err());
     }
 
-    /// What a defect could write: any change, with checksums that hold. It is refused, or it is an
-    /// index like any other.
+    /// Any change that a defect could write, with valid checksums. It is refused, or it is a valid
+    /// index.
     #[test]
     fn altered_pages_with_good_checksums_never_panic(
         index in any_index(), leaves in 1_u64..6, page in any::<Pick>(), at in any::<Pick>(), with in any::<u8>(),

@@ -82,8 +82,8 @@ impl<'a> Writer<'a> {
         page
     }
 
-    /// An own node, at a depth. Its parent is an own node too or, since nodes stand in pre-order,
-    /// the repeated one at the depth above.
+    /// Adds an own node at a depth. Its parent is an own node too or, in pre-order, the repeated
+    /// node at the depth above.
     fn node(&mut self, node: &'a Node, depth: usize) {
         let columns = &self.columns;
         let local = match u64::from(node.parent).checked_sub(columns.first_node) {

@@ -1,4 +1,4 @@
-//! What a manifest must keep beyond its JSON form, on write and on read alike.
+//! The invariants of a manifest beyond its JSON form, for writers and readers.
 
 use std::collections::HashSet;
 use std::io;
@@ -90,7 +90,7 @@ fn check_meaning(manifest: &Manifest) -> std::result::Result<(), String> {
         }
     }
     check_parts(manifest, &paths)?;
-    // What a tombstone names will be deleted: it must be nothing that lives.
+    // Recovery deletes what a tombstone names, so it must not name anything in use.
     for tombstone in &manifest.dropped {
         check_dir(&tombstone.dir)?;
         unique(&mut dirs, tombstone.dir.as_str(), "the directory")?;
@@ -105,8 +105,7 @@ fn check_meaning(manifest: &Manifest) -> std::result::Result<(), String> {
     Ok(())
 }
 
-/// What is to hold of data files that are parts of others: `paths` are all files that stand by
-/// themselves.
+/// Checks data files that are parts of others. `paths` are all files with their own path.
 fn check_parts(manifest: &Manifest, paths: &HashSet<&str>) -> std::result::Result<(), String> {
     let mut parts: Vec<(&str, u64, u64)> = Vec::new();
     for entry in &manifest.files {

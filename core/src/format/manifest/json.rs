@@ -1,6 +1,6 @@
-//! How the manifest's values stand in JSON, and the pass that refuses duplicate keys (serde keeps
-//! the last of two in a map, and ignores them where the key is unknown; two readers could then see
-//! two different manifests in one file).
+//! The manifest's values in JSON, and a pass that refuses duplicate keys. serde keeps the last of
+//! two in a map, and ignores unknown ones, so two readers could read two different manifests in one
+//! file.
 
 use std::collections::HashSet;
 use std::fmt;

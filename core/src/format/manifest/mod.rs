@@ -2,11 +2,10 @@
 //! checksum holds and whose files are there; so it names every file below the step, its length, and
 //! the digest that binds its content.
 //!
-//! It is text that people and other languages read: pretty-printed, keys in a fixed order,
-//! non-finite metrics as strings. Its last line, `{"crc32c": "xxxxxxxx"}`, is the CRC-32C of all
-//! bytes before that line. Unknown keys are ignored on read and kept when a manifest is written
-//! anew, unknown required features are refused by name, duplicate keys are refused. The manager
-//! writes and reads it.
+//! It is text for people and other languages: pretty-printed, keys in a fixed order, non-finite
+//! metrics as strings. Its last line, `{"crc32c": "xxxxxxxx"}`, is the CRC-32C of all bytes before
+//! that line. Unknown keys are ignored on read and kept on a rewrite. Unknown required features are
+//! refused by name, duplicate keys are refused. The manager writes and reads it.
 //!
 //! Invariants of every manifest that [`Manifest::encode`] writes and [`Manifest::decode`] returns:
 //! paths are relative and plain; item names, item directories and file paths are unique; each file
@@ -37,8 +36,8 @@ pub const NODE_FILES: &str = "node_files";
 /// Features that a manifest may require of this reader.
 const KNOWN_FEATURES: &[&str] = &[NODE_FILES];
 
-/// Keys that this version does not know: they mean nothing to it, and are written back by whoever
-/// rewrites a record (thinning), so that what a later version has noted survives an earlier one.
+/// Keys that this version does not know. A rewrite (thinning) writes them back, so that records of
+/// a later version survive an earlier one.
 pub type Others = serde_json::Map<String, serde_json::Value>;
 
 /// The commit record of a step. See the module documentation.
@@ -46,8 +45,8 @@ pub type Others = serde_json::Map<String, serde_json::Value>;
 pub struct Manifest {
     /// Version of the format; [`FORMAT_VERSION`].
     pub format_version: u32,
-    /// What a reader must know beyond the version; a name that it does not know makes it refuse the
-    /// step.
+    /// Features that a reader must know beyond the version. A reader refuses a step with an unknown
+    /// one.
     #[serde(default)]
     pub required_features: Vec<String>,
     /// Name and version of the program that wrote it.
@@ -55,7 +54,7 @@ pub struct Manifest {
     pub writer: String,
     /// The caller's label, 0 … 2⁶³ − 1; must agree with the name of the directory.
     pub step: u64,
-    /// Whose save it is.
+    /// The save that wrote it.
     pub attempt: Attempt,
     /// When the save began, nanoseconds since 1970 UTC.
     pub started_unix_ns: i64,
@@ -156,7 +155,7 @@ pub struct FileEntry {
     /// The random id of its header and trailer.
     #[serde(with = "json::hex_u128")]
     pub file_id: u128,
-    /// Where it is, if it has no file of its own: then there is nothing under `path`.
+    /// Its container, if it is a part of another file. Then nothing exists under `path`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub within: Option<Within>,
     /// Keys that this version does not know.
@@ -169,14 +168,14 @@ pub struct FileEntry {
 pub struct Within {
     /// That file, relative to the step.
     pub path: String,
-    /// Where in it the data file begins, in bytes.
+    /// Offset of the data file in it, in bytes.
     pub offset: u64,
     /// Keys that this version does not know.
     #[serde(flatten)]
     pub others: Others,
 }
 
-/// The files that stand in a directory for these data files: paths and lengths, in order.
+/// The files on disk for these data files: paths and lengths, in order.
 pub fn stored_files(entries: &[FileEntry]) -> Vec<(&str, u64)> {
     let mut found: Vec<(&str, u64)> = Vec::with_capacity(entries.len());
     let mut shared: HashMap<&str, usize> = HashMap::new();
@@ -213,7 +212,7 @@ pub struct Tombstone {
     pub others: Others,
 }
 
-/// What stands in front of the manifest proper.
+/// The fields before the manifest proper.
 #[derive(Serialize)]
 struct Tagged<'a> {
     format: &'a str,

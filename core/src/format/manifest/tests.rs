@@ -188,7 +188,7 @@ fn unknown_keys_are_ignored_and_kept_wherever_they_stand() {
     assert_eq!(without, sample());
 }
 
-/// A thinning writes the manifest anew: what it does not know is not to move about by that.
+/// A thinning rewrites the manifest. Unknown keys keep their places.
 #[test]
 fn unknown_keys_keep_their_order_when_a_manifest_is_written_anew() {
     let more = "\"first\": 1, \"second\": 2, \"third\": 3, \"world_size\"";

@@ -149,7 +149,7 @@ impl Dir for PosixDir {
         if opened.is_err()
             && let Err(error) = self.remove_dir(name)
         {
-            // Whoever tries again would be told that it exists, and not why it could not be had.
+            // A retry would report that it exists, and hide the original error.
             tracing::warn!(%error, "a directory that could not be opened could not be removed either");
         }
         opened
@@ -241,7 +241,7 @@ impl Dir for PosixDir {
                 return Ok(None);
             }
         };
-        // Where it fails, our name is gone already.
+        // If this fails, our name is already gone.
         let file = self.to_write(to, fd, len_hint);
         let ours = u64::from(file.is_ok());
         if names(&look) == ours {

@@ -10,7 +10,7 @@ use crate::io::uring::{self, UringQueue};
 use crate::io::{Dir, Disk, EngineChoice, Queue};
 use crate::sys::{Birth, Mapping};
 
-/// Who moves large data.
+/// The mover of large data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mover {
     /// The kernel's ring.
@@ -25,8 +25,8 @@ pub struct PosixDisk {
     choice: EngineChoice,
     settings: Arc<Settings>,
     mover: Mover,
-    /// What [`Disk::register`] was told of. Weak, so that a staging pool is freed by its users
-    /// alone.
+    /// Memory announced by [`Disk::register`]. Weak, so that only its users keep a staging pool
+    /// alive.
     memory: Mutex<Vec<Weak<Mapping>>>,
     birth: Birth,
 }
@@ -48,7 +48,7 @@ impl PosixDisk {
         if self.mover == Mover::Uring {
             match UringQueue::new(depth, self.settings.alignment, memory) {
                 Ok(queue) => return Ok(Box::new(queue)),
-                // What worked when the disk was opened may be forbidden or used up by now.
+                // It worked when the disk was opened. A limit or a sandbox may refuse it by now.
                 Err(error) => {
                     tracing::warn!(%error, "no io_uring to be had any more; this queue uses threads");
                 }

@@ -13,7 +13,7 @@ use crate::io::{File, SECTION_ALIGNMENT, Transfer};
 use crate::sys::{Descriptor, cached_bytes};
 use crate::{Error, Result};
 
-/// What the system says about O_DIRECT on a file (`STATX_DIOALIGN`, Linux 6.1).
+/// The system's answer about O_DIRECT on a file (`STATX_DIOALIGN`, Linux 6.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DirectIo {
     /// It does not say.
@@ -122,7 +122,7 @@ impl PosixFile {
         let no_room = || Error::io("allocate", &self.path, Errno::FBIG);
         let first = self.len()?.checked_next_multiple_of(SECTION_ALIGNMENT).ok_or_else(no_room)?;
         let end = first.checked_add(len).ok_or_else(no_room)?;
-        // Where blocks cannot be reserved, the length says what is taken.
+        // If blocks cannot be reserved, set the length.
         let (fd, mode) = (self.fd()?, rustix::fs::FallocateFlags::empty());
         match retry_on_intr(|| rustix::fs::fallocate(fd, mode, first, len)) {
             Ok(()) => Ok(first),

@@ -19,8 +19,7 @@ pub use dir::PosixDir;
 pub use disk::{Mover, PosixDisk};
 pub use file::{DirectIo, PosixFile, direct_io};
 
-/// What the capability probe found out, shared by every directory and file that is opened through
-/// one disk.
+/// The findings of the capability probe, shared by every directory and file of one disk.
 #[derive(Debug)]
 pub struct Settings {
     /// Alignment that queues demand of offset, length and address, in bytes; 1 where data files are
@@ -109,9 +108,9 @@ pub fn create_dir_all(settings: &Arc<Settings>, path: &Path) -> Result<PosixDir>
             Err(error) => return Err(error),
         }
     };
-    // Whoever made the deepest directory that is there may have been killed before its entry was
-    // durable: sync that too. Each one made below is synced before the next, so no other can be in
-    // doubt.
+    // The process that created the deepest existing directory may have been killed before its entry
+    // was durable, so sync that too. Each directory created below is synced before the next, so no
+    // other entry is in doubt.
     sync_entry(settings, there)?;
     let mut parent = base;
     for path in missing.into_iter().rev() {

@@ -46,9 +46,9 @@ pub struct Operation<'a> {
     pub process: usize,
     /// The number of this operation in its process, from 0.
     pub number: u64,
-    /// What it is.
+    /// The kind of operation.
     pub kind: Kind,
-    /// What it is done to, as the caller knows it.
+    /// Its subject, as the caller knows it.
     pub path: &'a Path,
 }
 
@@ -56,7 +56,7 @@ pub struct Operation<'a> {
 /// own operations call no hook).
 pub type Hook = Arc<dyn Fn(Moment, &Operation<'_>) + Send + Sync>;
 
-/// What all handles of one process share.
+/// The state that all handles of one process share.
 pub(super) struct Context {
     shared: Arc<Shared>,
     pub(super) process: usize,
@@ -225,7 +225,7 @@ impl SimDisk {
         }
     }
 
-    /// What was done since the file system was made or last settled.
+    /// The operations since the file system was created or last settled.
     pub fn log(&self) -> Log {
         self.world().log.clone()
     }
@@ -237,10 +237,9 @@ impl SimDisk {
         world.log = Log { base: world.inodes.clone(), records: Vec::new() };
     }
 
-    // What is there.
+    // Inspection.
 
-    /// What stands on the file system now, with all effects, durable or not: what a process sees
-    /// that is started now.
+    /// The current content with all effects, durable or not, as a newly started process sees it.
     pub fn image(&self) -> Image {
         self.world().inodes.image()
     }

@@ -1,6 +1,6 @@
 //! Which operations fail, and how.
 
-/// What an operation is, for faults and hooks.
+/// The kind of an operation, for faults and hooks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
     /// A directory is opened, by path or below another.
@@ -41,7 +41,7 @@ pub enum Kind {
     FreeBytes,
 }
 
-/// What happens to the operation that a fault hits.
+/// The effect of a fault on an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// It fails with this errno, without effect.

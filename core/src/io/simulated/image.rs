@@ -1,4 +1,4 @@
-//! What stands on a disk, by names and bytes alone: an immutable tree that shares its parts and
+//! The content of a disk, by names and bytes alone: an immutable tree that shares its parts and
 //! knows its own hash.
 //!
 //! Two images with equal hashes hold the same names and bytes (64 bits: a collision among millions
@@ -114,7 +114,7 @@ impl Image {
         self.0.hash
     }
 
-    /// What stands at a `/`-separated path.
+    /// The node at a `/`-separated path.
     pub fn get(&self, path: &str) -> Option<&Arc<Node>> {
         let mut at = &self.0;
         for part in path.split('/').filter(|part| !part.is_empty()) {

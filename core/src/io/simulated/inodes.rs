@@ -22,8 +22,7 @@ pub enum Inode {
 pub struct Inodes {
     table: BTreeMap<Ino, Inode>,
     next: Ino,
-    /// Files that stand under two names, though they were never linked: what a power cut may leave
-    /// of a rename.
+    /// Files with two names that were never linked: a power cut may leave this of a rename.
     twice: BTreeSet<Ino>,
 }
 
@@ -37,7 +36,7 @@ impl Inodes {
         }
     }
 
-    /// The inodes of an image, numbered anew.
+    /// The inodes of an image, renumbered.
     pub fn of(image: &Image) -> Self {
         let mut inodes = Self { table: BTreeMap::new(), next: ROOT, twice: BTreeSet::new() };
         inodes.plant(&image.0);
@@ -72,7 +71,7 @@ impl Inodes {
         ino
     }
 
-    /// What can be reached by name.
+    /// Everything that a name reaches.
     pub fn image(&self) -> Image {
         Image(self.node(ROOT))
     }
@@ -105,7 +104,7 @@ impl Inodes {
         self.table.get_mut(&ino)
     }
 
-    /// True if the file stands under two names; from now on no longer.
+    /// Returns true if the file has two names, and clears that mark.
     pub fn take_twice(&mut self, ino: Ino) -> bool {
         self.twice.remove(&ino)
     }

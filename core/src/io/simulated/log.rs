@@ -25,8 +25,8 @@ pub enum Op {
     SetLen { ino: Ino, len: u64 },
     /// A file was synced.
     Fsync { ino: Ino },
-    /// The fsync of a file failed: what was written before may be lost for ever, also where a later
-    /// fsync succeeds.
+    /// The fsync of a file failed: earlier writes may be lost permanently, even if a later fsync
+    /// succeeds.
     FsyncFailed { ino: Ino },
     /// A directory was synced.
     FsyncDir { dir: Ino },
@@ -54,7 +54,7 @@ pub struct Record {
 /// Effects in order, on top of a state that was durable when the record began.
 #[derive(Clone, Debug)]
 pub struct Log {
-    /// What was there, durably, before the first effect.
+    /// The durable content before the first effect.
     pub base: Inodes,
     /// The effects.
     pub records: Vec<Record>,

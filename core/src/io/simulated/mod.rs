@@ -17,8 +17,8 @@
 //! * Transfers of a queue take effect when they complete, in submission order or in a seeded
 //!   permutation of it.
 //!
-//! What it does not model: permissions, hard links, timestamps, directories that move to another
-//! parent (EXDEV; files may).
+//! Not modelled: permissions, hard links, timestamps, directories that move to another parent
+//! (EXDEV; files may).
 
 mod disk;
 mod faults;
@@ -43,5 +43,5 @@ pub type Ino = u64;
 /// The inode of the file system's root directory.
 pub const ROOT: Ino = 1;
 
-/// What calls of a killed process answer (ESHUTDOWN): no file system answers that.
+/// The errno of all calls of a killed process (ESHUTDOWN). No file system returns it.
 pub const KILLED: i32 = libc::ESHUTDOWN;

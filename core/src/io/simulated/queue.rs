@@ -170,8 +170,7 @@ fn write_step(
     let half = rest.get(..rest.len() / 2).unwrap_or_default();
     match action {
         Some(Action::Fail(errno)) => return Err(errno),
-        // The log still has the whole write in flight, for ever: whatever of it a crash keeps is
-        // covered.
+        // The log keeps the whole write in flight, so it covers any part that a crash leaves.
         Some(Action::FailHalfway(errno)) => return world.put(ino, here, half).and(Err(errno)),
         Some(Action::FailAfterwards(errno)) => {
             world.put(ino, here, rest)?;
@@ -200,7 +199,7 @@ impl Queue for SimQueue {
         buffer: Buffer,
         token: u64,
     ) {
-        // Ends: each turn takes one out of flight, if only to stall for ever beside.
+        // Terminates: each pass takes one transfer out of flight, or stalls it permanently.
         while self.flying.len() >= self.depth {
             self.advance();
         }
@@ -239,7 +238,7 @@ impl Queue for SimQueue {
 
 impl Drop for SimQueue {
     fn drop(&mut self) {
-        // Waits for what is in flight: it takes effect. What stalls for ever stays as it is.
+        // Transfers in flight take effect. Stalled ones stay stalled.
         while !self.flying.is_empty() {
             self.advance();
         }

@@ -22,8 +22,7 @@ const LONGEST: u64 = 1 << 32;
 pub(super) struct World {
     pub(super) inodes: Inodes,
     pub(super) log: Log,
-    /// Where each inode got its last name: directory and name. Kept after the name is gone, for
-    /// messages.
+    /// Directory and last name of each inode. Kept after the name is gone, for messages.
     places: BTreeMap<Ino, (Ino, Arc<str>)>,
     /// Open handles per inode.
     handles: BTreeMap<Ino, u64>,
@@ -267,7 +266,7 @@ impl World {
         }
     }
 
-    /// What stands at a path below `dir`.
+    /// The inode at a path below `dir`.
     pub(super) fn find(&self, dir: Ino, path: &str) -> Answer<Option<Ino>> {
         let (parent, name) = self.resolve(dir, path)?;
         Ok(self.entries(parent)?.get(name).copied())
@@ -368,7 +367,7 @@ impl World {
         self.record(Op::Unlink { dir, name: Arc::clone(&name), ino }, ino);
         self.entries_mut(dir)?.remove(&name);
         if self.inodes.take_twice(ino) {
-            // Its count of names said one: it is freed, whoever else has it.
+            // Its link count was one, so it is freed even if it had a second name.
             self.record(Op::SetLen { ino, len: 0 }, ino);
             if let Some(Inode::File(bytes)) = self.inodes.get_mut(ino) {
                 *bytes = Arc::default();

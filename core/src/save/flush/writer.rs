@@ -182,7 +182,7 @@ impl OpenFile {
     }
 }
 
-/// What a write is of.
+/// The content of a write.
 #[derive(Clone, Copy)]
 enum Content {
     Window {
@@ -229,7 +229,7 @@ struct Writer<'a> {
     received: usize,
     /// True if nothing arrives any more.
     over: bool,
-    /// What the capture has left to be dropped.
+    /// The capture's windows, kept to be dropped here.
     done_with: Option<Box<Windows>>,
     /// When something last moved.
     moved: Instant,
@@ -344,14 +344,15 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Checksums one window, if now is the time: when the capture is over, or waits for slots.
-    /// Whether there was one.
+    /// Checksums one window, if the capture is over or waits for slots. Returns true if it found
+    /// one.
     fn checksum_one(&mut self) -> Result<bool> {
         let starved = !self.captured() && self.parts.pool.is_starved();
         if !self.captured() && !starved {
             return Ok(false);
         }
-        // What has been written gives a slot back; what waits for the queue can use the time.
+        // A checksum of a written window frees its slot. One that waits for the queue uses idle
+        // time.
         if let Some((window, slot)) = self.written.pop() {
             self.checksum(window, slot.bytes())?;
             return Ok(true);
@@ -389,8 +390,8 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Encodes the footer of one file whose checksums are all known, and lines it up. Whether there
-    /// was one.
+    /// Encodes the footer of one file whose checksums are all known, and queues it. Returns true if
+    /// it found one.
     fn footer(&mut self) -> Result<bool> {
         let next = self.files.iter().position(|file| file.unsummed == 0 && file.footer.is_none());
         let Some(number) = next else { return Ok(false) };

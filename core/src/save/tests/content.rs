@@ -1,4 +1,4 @@
-//! What stands in the file.
+//! The content of the files.
 #![expect(
     clippy::cast_possible_wrap,
     clippy::cast_sign_loss,

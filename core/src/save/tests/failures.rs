@@ -1,4 +1,4 @@
-//! Whatever fails, both halves end, with the cause, and every slot comes back.
+//! After any failure, both halves end with its cause, and every slot returns.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;

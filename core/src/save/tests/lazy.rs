@@ -1,4 +1,4 @@
-//! What nobody changes is captured when the caller has gone on; what lies in shards is stored once.
+//! Immutable leaves are captured after the caller continues. Shards are stored once.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -27,8 +27,8 @@ fn the_caller_copies_what_may_change_and_leaves_the_rest_to_another_thread_with_
         std::thread::scope(|scope| {
             let flushed = scope.spawn(|| flush.run(&disk, &dir));
             let rest = capture.run_eager().unwrap().expect("most of it can wait");
-            // The windows of the other leaf, which is the first in the file: its own bytes, and
-            // what lies beside them.
+            // The windows of the other leaf, the first in the file: its own bytes and those beside
+            // them.
             let copied = rest.progress().snapshot().captured_bytes;
             assert!((now.len()..now.len() + 3 * BLOCK).contains(&(copied as usize)), "{copied}");
             assert!(!rest.has_eager());

@@ -1,4 +1,4 @@
-//! What is wrong with a plan is found before anything is done.
+//! Errors of a plan are found before anything is written.
 
 use super::*;
 use crate::Error;
