@@ -218,7 +218,7 @@ impl Bench {
         let targets: Vec<HostTarget<'_>> =
             into.iter_mut().map(|v| HostTarget::from(v.as_mut_slice())).collect();
         let files = FileSet::new(self.disk.open_dir(&self.dir)?, &self.index.files);
-        execute(self.disk.as_ref(), &files, &self.index, &self.plan, &targets, &LoadOptions::default())?;
+        execute(self.disk.as_ref(), &files, &self.index, &self.plan, targets, &LoadOptions::default())?;
         Ok(start.elapsed())
     }
 
@@ -236,7 +236,7 @@ impl Bench {
             rest = right;
         }
         let files = FileSet::new(self.disk.open_dir(&self.dir)?, &self.index.files);
-        execute(self.disk.as_ref(), &files, &self.index, &self.plan, &targets, &LoadOptions::default())?;
+        execute(self.disk.as_ref(), &files, &self.index, &self.plan, targets, &LoadOptions::default())?;
         Ok(start.elapsed())
     }
 

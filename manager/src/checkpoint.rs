@@ -303,7 +303,7 @@ impl Checkpoint {
     pub fn read<'a>(
         &self,
         requests: &[Request],
-        targets: &[impl Clone + Into<Destination<'a>>],
+        targets: impl IntoIterator<Item = impl Into<Destination<'a>>>,
         options: &LoadOptions,
     ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
         self.read_while(requests, targets, options, &mut |_| true)
@@ -314,7 +314,7 @@ impl Checkpoint {
     pub fn read_while<'a>(
         &self,
         requests: &[Request],
-        targets: &[impl Clone + Into<Destination<'a>>],
+        targets: impl IntoIterator<Item = impl Into<Destination<'a>>>,
         options: &LoadOptions,
         go_on: &mut dyn FnMut(u64) -> bool,
     ) -> std::result::Result<LoadStats, Box<ReadFailure>> {

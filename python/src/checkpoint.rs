@@ -353,7 +353,7 @@ pub fn read_all(
                 drop(planning.take());
                 !stop.load(Ordering::Relaxed)
             };
-            inner.read_while(&requests, &targets, inner.load_options(), &mut go_on)
+            inner.read_while(&requests, targets, inner.load_options(), &mut go_on)
         }
     };
     // `buffers` outlives the work on this side, so that they go back attached.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -252,3 +253,38 @@ def test_a_dlpack_capsule_that_names_dimensions_and_no_shape_is_not_believed(tmp
     with pytest.raises(sw.UnsupportedLeaf, match="`a`"):
         sw.save(tmp_path / "bad", {"a": Foreign(False)})
     assert not (tmp_path / "bad").exists()
+
+
+def test_a_dlpack_capsule_of_a_newer_major_version_is_refused_unread(tmp_path: Path) -> None:
+    import ctypes
+    import mmap
+
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * page)
+    pages = ctypes.c_char.from_buffer(memory)
+    start = ctypes.addressof(pages)
+    # The struct ends with the first page. Reading past its two version numbers would kill this
+    # process.
+    no_access = 0
+    assert libc.mprotect(start + page, page, no_access) == 0, ctypes.get_errno()
+    memory[page - 8 : page] = struct.pack("=II", 2, 0)
+
+    class Newer:
+        exported = 0
+
+    def capsule(one: Newer) -> object:
+        one.exported += 1
+        return make(start + page - 8, b"dltensor_versioned", None)
+
+    _core.array_type(Newer, "newer", False, capsule, False)
+    newer = Newer()
+    with pytest.raises(sw.UnsupportedLeaf, match="`a`"):
+        sw.save(tmp_path / "c", {"a": newer})
+    assert newer.exported > 0
+    assert not (tmp_path / "c").exists()
+    del pages
+    memory.close()

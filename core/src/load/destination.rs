@@ -19,8 +19,9 @@ use crate::staging::Fence;
 use crate::sys::{Buffer, HostTarget, Mapping};
 use crate::{Error, Result};
 
-/// Where one tensor (or a part of one) goes.
-#[derive(Clone, Debug)]
+/// The place that one tensor, or a part of one, is restored to. It cannot be copied: one restore
+/// takes it.
+#[derive(Debug)]
 pub enum Destination<'a> {
     /// Memory that the restore writes to itself.
     Host(HostTarget<'a>),

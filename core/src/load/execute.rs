@@ -29,7 +29,7 @@ pub fn execute<'a>(
     files: &FileSet,
     index: &Index,
     plan: &ReadPlan,
-    targets: &[impl Clone + Into<Destination<'a>>],
+    targets: impl IntoIterator<Item = impl Into<Destination<'a>>>,
     options: &LoadOptions,
 ) -> Result<LoadStats, LoadFailure> {
     execute_while(disk, files, index, plan, targets, options, &mut |_| true)
@@ -41,7 +41,7 @@ pub fn execute_while<'a>(
     files: &FileSet,
     index: &Index,
     plan: &ReadPlan,
-    targets: &[impl Clone + Into<Destination<'a>>],
+    targets: impl IntoIterator<Item = impl Into<Destination<'a>>>,
     options: &LoadOptions,
     go_on: &mut dyn FnMut(u64) -> bool,
 ) -> Result<LoadStats, LoadFailure> {
@@ -61,10 +61,10 @@ pub fn execute_while<'a>(
             place.insert(files.info(read.file)?);
         }
     }
-    // Dropped last, and on every way out: from then on nothing is written to the targets, whatever
-    // threads were left behind.
-    let targets: Vec<Destination<'a>> = targets.iter().map(|target| target.clone().into()).collect();
-    let guard = Scatter::open(&targets, copies, windows, lists)?;
+    // Dropping the guard, on every way out, ends all writing to the targets, even by threads left
+    // behind.
+    let targets = targets.into_iter().map(Into::into).collect();
+    let guard = Scatter::open(targets, copies, windows, lists)?;
     let sink = Arc::new(Scatterer {
         scatter: guard.share(),
         infos,

@@ -77,8 +77,7 @@ pub fn read_objects(
     }
     let targets: Vec<HostTarget<'_>> =
         encoded.iter_mut().map(|bytes| HostTarget::from(bytes.as_mut_slice())).collect();
-    execute(disk, files, index, &plan, &targets, options).map_err(|LoadFailure { error, .. }| error)?;
-    drop(targets);
+    execute(disk, files, index, &plan, targets, options).map_err(|LoadFailure { error, .. }| error)?;
     let decode = |(&leaf, bytes): (&u32, &Vec<u8>)| {
         object::decode(bytes).map_err(|what| {
             let file = place(index, leaf).map(|(file, _)| files.path(file)).unwrap_or_default();

@@ -403,8 +403,7 @@ impl Item {
             leaves.iter().map(|&leaf| vec![0xEE; self.extent(leaf).length as usize]).collect();
         let targets: Vec<HostTarget<'_>> = into.iter_mut().map(|bytes| bytes.as_mut_slice().into()).collect();
         let result =
-            super::execute(&self.disk, &self.files(), &self.index, &self.plan(leaves), &targets, options);
-        drop(targets);
+            super::execute(&self.disk, &self.files(), &self.index, &self.plan(leaves), targets, options);
         (into, result)
     }
 }

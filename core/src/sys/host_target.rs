@@ -1,36 +1,64 @@
 //! Host memory that a restore writes into: a numpy array, a torch tensor on the CPU, a `Vec<u8>`.
 //!
-//! A [`HostTarget`] says where the memory is and for how long it may be written. Only
-//! [`super::Scatter`] writes through it, and never after the restore that was given it has
-//! returned.
+//! A [`HostTarget`] is an exclusive borrow of that memory. Only [`super::Scatter`] writes through
+//! it, and never after the restore that took it has returned.
+//!
+//! A target is neither `Copy` nor `Clone`, and a restore takes its targets. So safe code cannot
+//! give the same memory to two restores. This compiles:
+//!
+//! ```
+//! use stepwell_core::{load::Destination, sys::HostTarget};
+//! let mut bytes = vec![0_u8; 8];
+//! let target = HostTarget::from(bytes.as_mut_slice());
+//! let first = Destination::from(target);
+//! ```
+//!
+//! One more use of the target does not:
+//!
+//! ```compile_fail,E0382
+//! use stepwell_core::{load::Destination, sys::HostTarget};
+//! let mut bytes = vec![0_u8; 8];
+//! let target = HostTarget::from(bytes.as_mut_slice());
+//! let first = Destination::from(target);
+//! let second = Destination::from(target); // it was moved
+//! ```
+//!
+//! nor does a copy of the destination:
+//!
+//! ```compile_fail,E0599
+//! use stepwell_core::{load::Destination, sys::HostTarget};
+//! let mut bytes = vec![0_u8; 8];
+//! let target = HostTarget::from(bytes.as_mut_slice());
+//! let first = Destination::from(target);
+//! let second = first.clone(); // there is no such method
+//! ```
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
 use crate::{Error, Result};
 
-/// A destination in host memory, borrowed for `'a`.
-#[derive(Clone, Copy, Debug)]
+/// A destination in host memory, borrowed exclusively for `'a`.
+#[derive(Debug)]
 pub struct HostTarget<'a> {
     address: NonNull<u8>,
     len: usize,
     borrowed: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: it is an exclusive borrow of plain bytes (see `new`), which may be written from any
-// thread.
+// SAFETY: an exclusive borrow of plain bytes (see `new`), which any thread may write.
 unsafe impl Send for HostTarget<'_> {}
-// SAFETY: `&HostTarget` gives no access to the bytes; writes go through `Scatter`, which sees to it
-// that they do not race.
+// SAFETY: `&HostTarget` gives no access to the bytes. Only `Scatter` writes, and it takes the
+// target.
 unsafe impl Sync for HostTarget<'_> {}
 
 impl HostTarget<'_> {
-    /// Memory that is known by its address only. Several targets may share memory.
+    /// Memory that is known by its address only. Several targets of one restore may share memory.
     ///
     /// # Safety
-    /// For all of `'a`, `len` bytes from `address` on are valid for writes, from any thread, and
-    /// nobody reads or writes them while a restore into this target runs (one that uses the same
-    /// memory in another target included). Any bytes are valid values there.
+    /// For all of `'a`, `len` bytes from `address` are valid for writes from any thread, and any
+    /// bytes are valid values there. While a restore into this target runs, nobody else reads or
+    /// writes them. That includes another restore whose targets share the memory.
     pub unsafe fn new(address: *mut u8, len: usize) -> Result<Self> {
         let address = match NonNull::new(address) {
             Some(address) => address,

@@ -85,10 +85,10 @@ impl Drop for ScatterGuard<'_> {
 }
 
 impl Scatter {
-    /// Checks everything that [`Self::put`] relies on. `windows` stand in file order and do not
-    /// overlap.
+    /// Checks everything that [`Self::put`] relies on, and takes the targets. `windows` are in file
+    /// order and do not overlap.
     pub(crate) fn open<'a>(
-        targets: &[Destination<'a>],
+        targets: Vec<Destination<'a>>,
         copies: Vec<Strided>,
         windows: Vec<Window>,
         lists: Vec<u32>,
@@ -126,20 +126,20 @@ impl Scatter {
                 return Err(Error::Misuse("a window of a read names copies that are not its own".into()));
             }
         }
-        let locks = disjoint::Locks::find(&spans(targets)?, &copies);
+        let locks = disjoint::Locks::find(&spans(&targets)?, &copies);
         Ok(ScatterGuard {
             scatter: Arc::new(Self {
                 held: (0..locks.count()).map(|_| Mutex::new(())).collect(),
                 locks,
                 claimed: windows.iter().map(|_| AtomicBool::new(false)).collect(),
                 targets: targets
-                    .iter()
+                    .into_iter()
                     .map(|target| Target {
+                        len: len_of(&target),
                         place: match target {
                             Destination::Host(target) => Place::Host(target.address()),
-                            Destination::Device(target) => Place::Device(Arc::clone(target)),
+                            Destination::Device(target) => Place::Device(target),
                         },
-                        len: len_of(target),
                         touched: AtomicBool::new(false),
                     })
                     .collect(),

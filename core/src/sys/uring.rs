@@ -147,7 +147,10 @@ impl<T> Ring<T> {
             (false, None) => opcode::Read::new(file, address, len).offset(offset).build(),
         }
         .user_data(slot as u64);
-        if let Err(full) = self.push_entry(&entry) {
+        // SAFETY: the entry names bytes of the flight's buffer (`range` was checked) and its
+        // descriptor. `self.flights` takes the flight below, before anything submits the entry, and
+        // keeps it until its completion was seen. A ring that is dropped earlier leaks it.
+        if let Err(full) = unsafe { self.push_entry(&entry) } {
             self.free.push_front(slot);
             return Err((flight, full));
         }
@@ -157,10 +160,13 @@ impl<T> Ring<T> {
         Ok(())
     }
 
-    fn push_entry(&mut self, entry: &squeue::Entry) -> io::Result<()> {
-        // SAFETY: the entry names a window of a buffer and a descriptor of the flight that `push`
-        // stores in the same breath, and that stays there until its completion was seen, or for
-        // ever.
+    /// Queues an entry for the next [`Ring::enter`].
+    ///
+    /// # Safety
+    /// The memory and the descriptor that the entry names stay valid, and nobody else uses that
+    /// memory, until the entry's completion was seen. If it never is, they stay so permanently.
+    unsafe fn push_entry(&mut self, entry: &squeue::Entry) -> io::Result<()> {
+        // SAFETY: as promised by the caller.
         unsafe { self.kernel.submission().push(entry) }.map_err(|_| io::Error::from_raw_os_error(libc::EBUSY))
     }
 

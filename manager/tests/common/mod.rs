@@ -227,7 +227,7 @@ pub fn read(checkpoint: &Checkpoint) -> Vec<(String, Vec<u8>)> {
 fn read_into(checkpoint: &Checkpoint, requests: &[Request], buffers: &mut [Vec<u8>]) {
     let targets: Vec<HostTarget<'_>> =
         buffers.iter_mut().map(|buffer| HostTarget::from(buffer.as_mut_slice())).collect();
-    checkpoint.read(requests, &targets, &LoadOptions::default()).map_err(|failure| failure.error).unwrap();
+    checkpoint.read(requests, targets, &LoadOptions::default()).map_err(|failure| failure.error).unwrap();
 }
 
 /// A step of this manager reads back as it was saved by [`save`].

@@ -89,13 +89,16 @@ pub(super) fn describe(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
         // `capsule`, which nobody else has.
         &unsafe { pointer.cast::<DLManagedTensor>().as_ref() }.tensor
     } else if let Ok(pointer) = capsule.pointer_checked(Some(VERSIONED)) {
-        // SAFETY: as above, for the type that this name stands for. Its first field says whether
-        // the rest is laid out as it is here; later minor versions only add behind it.
-        let managed = unsafe { pointer.cast::<DLManagedTensorVersioned>().as_ref() };
-        if managed.major != MAJOR {
+        let managed = pointer.cast::<DLManagedTensorVersioned>();
+        // SAFETY: every version begins with its major number. Only that is read: another version
+        // may be shorter.
+        let major = unsafe { (&raw const (*managed.as_ptr()).major).read() };
+        if major != MAJOR {
             return refuse("a DLPack capsule of a version that is not known");
         }
-        &managed.tensor
+        // SAFETY: as above, for the type that this name stands for. Later minor versions only add
+        // fields behind.
+        &unsafe { managed.as_ref() }.tensor
     } else {
         return refuse("no DLPack capsule, or one that was consumed");
     };

@@ -203,10 +203,9 @@ pub fn read(checkpoint: &Checkpoint, leaves: &[usize]) -> Result<Vec<Restored>> 
     let targets: Vec<HostTarget<'_>> =
         buffers.iter_mut().map(|buffer| HostTarget::from(buffer.as_mut_slice())).collect();
     checkpoint
-        .read(&requests, &targets, &load_options())
+        .read(&requests, targets, &load_options())
         .map_err(|failure| failure.error)
         .inspect_err(no_hang)?;
-    drop(targets);
     let objects = checkpoint.read_objects(&objects, &load_options()).inspect_err(no_hang)?;
     let (mut buffers, mut objects) = (buffers.into_iter(), objects.into_iter());
     Ok(leaves

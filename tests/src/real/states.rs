@@ -170,7 +170,7 @@ pub fn read(checkpoint: &Checkpoint, leaf: u32) -> Result<Content, Error> {
     let mut bytes = vec![0; count as usize];
     let request = Request::whole(leaf, record, 0);
     let target = HostTarget::from(&mut bytes[..]);
-    checkpoint.read(&[request], &[target], &load_options()).map_err(|failure| failure.error)?;
+    checkpoint.read(&[request], [target], &load_options()).map_err(|failure| failure.error)?;
     Ok(Content::Tensor(bytes))
 }
 
@@ -199,7 +199,7 @@ pub fn read_all(checkpoint: &Checkpoint) -> Result<Vec<Content>, Error> {
     }
     let targets: Vec<HostTarget<'_>> =
         buffers.iter_mut().map(|buffer| HostTarget::from(&mut buffer[..])).collect();
-    checkpoint.read(&requests, &targets, &load_options()).map_err(|failure| failure.error)?;
+    checkpoint.read(&requests, targets, &load_options()).map_err(|failure| failure.error)?;
     let values = checkpoint.read_objects(&objects, &load_options())?;
     let content = |&(tensor, at): &(bool, usize)| {
         if tensor { Content::Tensor(buffers[at].clone()) } else { Content::Object(values[at].clone()) }

@@ -98,7 +98,7 @@ pub fn verify(checkpoint: &Checkpoint) -> Result<String, String> {
                 let mut bytes = vec![0; wanted.len()];
                 let target = HostTarget::from(&mut bytes[..]);
                 checkpoint
-                    .read(&[Request::whole(leaf, record, 0)], &[target], &options)
+                    .read(&[Request::whole(leaf, record, 0)], [target], &options)
                     .map_err(|failure| format!("reading `{path}` of step {step}: {}", failure.error))?;
                 if bytes != wanted {
                     return Err(format!("`{path}` of step {step} {tag} holds other bytes"));

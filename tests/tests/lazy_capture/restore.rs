@@ -29,7 +29,7 @@ fn a_step_is_restored_into_arrays_of_devices_and_of_the_host_at_once() {
             .map(|array| Destination::Device(array.target() as Arc<dyn DeviceTarget>))
             .collect();
         targets.push(HostTarget::from(host.as_mut_slice()).into());
-        world.read_into(1, &targets).unwrap();
+        world.read_into(1, targets).unwrap();
         for array in into.iter().take(4) {
             assert!(array.peek() == fake.pattern(0, array.bytes(), 1), "cached: {cached}");
         }
@@ -50,7 +50,7 @@ fn what_the_callers_stream_still_does_to_an_array_is_over_before_it_is_filled() 
     saved[0].device().receive_after(stream.user()).unwrap();
     let targets: Vec<Destination<'_>> =
         saved.iter().map(|array| Destination::Device(array.target() as Arc<dyn DeviceTarget>)).collect();
-    world.read_into(1, &targets).unwrap();
+    world.read_into(1, targets).unwrap();
     for array in &saved {
         assert!(array.peek() == fake.pattern(0, array.bytes(), 1));
     }
@@ -73,16 +73,16 @@ fn a_device_that_fails_or_never_answers_ends_the_restore_with_its_name() {
         [("cuMemcpyHtoDAsync_v2", How::Once), ("copy", How::Sticky), ("cuEventRecord", How::Sticky)]
     {
         fake.fail(call, 2, 719, how);
-        let error = world.read_into(1, &targets()).unwrap_err();
+        let error = world.read_into(1, targets()).unwrap_err();
         assert_eq!(error.kind(), "device", "{call}: {error}");
         assert!(error.to_string().contains("Fake GPU 0") && error.to_string().contains("719"), "{error}");
         fake.heal();
     }
     fake.stall(true);
-    let error = world.read_into(1, &targets()).unwrap_err();
+    let error = world.read_into(1, targets()).unwrap_err();
     assert_eq!(error.kind(), "timeout", "{error}");
     fake.stall(false);
-    world.read_into(1, &targets()).unwrap();
+    world.read_into(1, targets()).unwrap();
     for array in &saved {
         assert!(array.peek() == fake.pattern(0, array.bytes(), 1));
     }

@@ -82,13 +82,12 @@ impl World {
         let mut found: Vec<Vec<u8>> = lengths.iter().map(|&len| vec![0; len as usize]).collect();
         let targets: Vec<Destination<'_>> =
             found.iter_mut().map(|one| HostTarget::from(one.as_mut_slice()).into()).collect();
-        self.read_into(step, &targets).unwrap();
-        drop(targets);
+        self.read_into(step, targets).unwrap();
         found
     }
 
     /// All leaves of a step, each into a target of its own.
-    pub fn read_into(&self, step: u64, targets: &[Destination<'_>]) -> stepwell_manager::Result<()> {
+    pub fn read_into(&self, step: u64, targets: Vec<Destination<'_>>) -> stepwell_manager::Result<()> {
         let checkpoint = self.manager.checkpoint(Some(step)).unwrap();
         let requests: Vec<Request> = (0_u32..)
             .zip(checkpoint.leaves())

@@ -227,7 +227,7 @@ pub fn read_as_a_rank(dice: &mut Dice, stored: &Stored<'_>, state: &State) {
     needed.check(&plan, &network);
     let mut found = memories.clone();
     let stats =
-        checkpoint.read(&requests, &targets(&mut found), &load).map_err(|failure| failure.error).unwrap();
+        checkpoint.read(&requests, targets(&mut found), &load).map_err(|failure| failure.error).unwrap();
     compare(&wants, &found, &expected);
     check_stats(&plan, &stats, &load);
 
@@ -243,7 +243,7 @@ pub fn read_as_a_rank(dice: &mut Dice, stored: &Stored<'_>, state: &State) {
     let files = FileSet::new(dir, &checkpoint.outline().files);
     let mut found = memories;
     let stats =
-        load::execute(stored.disk, &files, &checkpoint.index().unwrap(), &plan, &targets(&mut found), &load)
+        load::execute(stored.disk, &files, &checkpoint.index().unwrap(), &plan, targets(&mut found), &load)
             .unwrap();
     compare(&wants, &found, &expected);
     check_stats(&plan, &stats, &load);

@@ -52,7 +52,7 @@ fn a_disk_that_hangs_ends_in_an_error_and_not_in_a_wait() {
         let mut into = vec![0xEE; 1 << 20];
         let targets = [HostTarget::from(into.as_mut_slice())];
         let failure =
-            execute(&item.disk, &files, &item.index, &item.plan(&[0]), &targets, &options).unwrap_err();
+            execute(&item.disk, &files, &item.index, &item.plan(&[0]), targets, &options).unwrap_err();
         assert_eq!(failure.error.kind(), "timeout", "{failure}");
         assert!(failure.overwritten.is_empty());
         assert!(started.elapsed() < Duration::from_secs(60));
@@ -69,7 +69,7 @@ fn refused(plan: &ReadPlan, len: usize) -> String {
     let item = Item::of_tensors(4096, &[10_000]);
     let mut into = vec![0xEE; len];
     let targets = [HostTarget::from(into.as_mut_slice())];
-    let failure = execute(&item.disk, &item.files(), &item.index, plan, &targets, &options()).unwrap_err();
+    let failure = execute(&item.disk, &item.files(), &item.index, plan, targets, &options()).unwrap_err();
     assert!(failure.overwritten.is_empty());
     assert!(into.iter().all(|&b| b == 0xEE));
     assert_eq!(failure.error.kind(), "misuse");
@@ -102,7 +102,7 @@ fn copies_to_the_same_place_do_not_race() {
     plan.copies[1].dst = 0;
     let mut into = vec![0; 3 << 20];
     let targets = [HostTarget::from(into.as_mut_slice())];
-    execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options()).unwrap();
+    execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap();
     let (a, b) = (pattern(0, 3 << 20), pattern(1, 3 << 20));
     assert!(into.iter().zip(a.iter().zip(&b)).all(|(found, (a, b))| found == a || found == b));
 }

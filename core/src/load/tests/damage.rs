@@ -83,7 +83,7 @@ fn damage_beside_what_is_wanted_does_not_matter() {
     plan.runs.pop();
     let (mut a, mut b) = (vec![0; 3 * BLOCK as usize], vec![0; 3 * BLOCK as usize]);
     let targets = [HostTarget::from(a.as_mut_slice()), HostTarget::from(b.as_mut_slice())];
-    execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options()).unwrap();
+    execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap();
     assert_eq!((a, b), (pattern(0, 3 * BLOCK), pattern(2, 3 * BLOCK)));
 }
 
@@ -115,7 +115,7 @@ fn a_file_that_is_cut_while_it_is_read_is_found() {
         let mut into = vec![0; 40 * BLOCK as usize];
         let targets = [HostTarget::from(into.as_mut_slice())];
         let plan = item.plan(&[0]);
-        let failure = execute(&item.disk, &files, &item.index, &plan, &targets, &options()).unwrap_err();
+        let failure = execute(&item.disk, &files, &item.index, &plan, targets, &options()).unwrap_err();
         let Error::Corrupt { leaf, .. } = &failure.error else { panic!("{failure}") };
         assert_eq!(leaf.as_deref(), Some("w0"));
     }
@@ -171,7 +171,7 @@ fn an_index_that_points_behind_the_blocks_is_damage() {
         plan.copies[0].extent[0] = length.min(10);
         plan.copies[0].src_offset = offset + length - length.min(10);
         let targets = [HostTarget::from(into.as_mut_slice())];
-        let result = execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options());
+        let result = execute(&item.disk, &item.files(), &item.index, &plan, targets, &options());
         assert_eq!(result.unwrap_err().error.kind(), "corrupt");
         assert_eq!(verified(&item).damages[0].leaves, vec![0]);
     }

@@ -154,7 +154,7 @@ fn a_device_that_copies_late_and_out_of_order_has_every_byte_when_the_restore_re
             ];
             let plan = item.plan(&[0, 1, 2]);
             card.running(|| {
-                small.running(|| execute(&item.disk, &item.files(), &item.index, &plan, &targets, &tight()))
+                small.running(|| execute(&item.disk, &item.files(), &item.index, &plan, targets, &tight()))
             })
             .unwrap()
         };
@@ -185,7 +185,7 @@ fn a_transposed_tensor_reaches_a_device_too() {
     };
     let card = Card::new(rows * cols, Temper::Late);
     let targets = [card.target()];
-    card.running(|| execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options())).unwrap();
+    card.running(|| execute(&item.disk, &item.files(), &item.index, &plan, targets, &options())).unwrap();
     let (stored, found) = (pattern(0, rows * cols), card.memory.lock().unwrap());
     let right = (0..rows * cols).all(|i| stored[i as usize] == found[(i % cols * rows + i / cols) as usize]);
     assert!(right);
@@ -205,7 +205,7 @@ fn a_copy_that_a_device_fails_or_refuses_fails_the_restore_and_names_the_destina
                     Destination::from(card.target()),
                 ];
                 let plan = item.plan(&[0, 1]);
-                card.running(|| execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options()))
+                card.running(|| execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()))
                     .unwrap_err()
             };
             assert!(failure.error.to_string().contains(said), "{failure}");
@@ -227,7 +227,7 @@ fn a_device_that_never_answers_ends_the_restore_and_keeps_its_bytes_to_itself() 
         let plan = item.plan(&[0]);
         let begun = Instant::now();
         let failure = card
-            .running(|| execute(&item.disk, &item.files(), &item.index, &plan, &targets, &impatient))
+            .running(|| execute(&item.disk, &item.files(), &item.index, &plan, targets, &impatient))
             .unwrap_err();
         assert!(begun.elapsed() < Duration::from_secs(8));
         assert_eq!(failure.error.kind(), "timeout", "{failure}");
@@ -252,7 +252,7 @@ fn no_byte_of_a_damaged_block_reaches_a_device() {
     let targets = [card.target()];
     let plan = item.plan(&[0]);
     let failure = card
-        .running(|| execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options()))
+        .running(|| execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()))
         .unwrap_err();
     assert_eq!(failure.error.kind(), "corrupt");
     assert_eq!(card.taken.load(Ordering::SeqCst), 0);

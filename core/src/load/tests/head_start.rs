@@ -15,8 +15,7 @@ fn load(item: &Item, files: &FileSet, leaves: &[usize], options: &LoadOptions) -
     let mut into: Vec<Vec<u8>> =
         leaves.iter().map(|&leaf| vec![0xEE; item.extent(leaf).length as usize]).collect();
     let targets: Vec<HostTarget<'_>> = into.iter_mut().map(|bytes| bytes.as_mut_slice().into()).collect();
-    let result = execute(&item.disk, files, &item.index, &item.plan(leaves), &targets, options);
-    drop(targets);
+    let result = execute(&item.disk, files, &item.index, &item.plan(leaves), targets, options);
     (into, result)
 }
 

@@ -118,12 +118,12 @@ fn what_was_saved_is_restored_whatever_the_order_of_answers() {
             let mut into = vec![0; saved.len()];
             let targets = [HostTarget::from(into.as_mut_slice())];
             let straight = plan(&index, leaf, [SHAPE[1], 1]);
-            execute(&disk, &files, &index, &straight, &targets, &options()).unwrap();
+            execute(&disk, &files, &index, &straight, targets, &options()).unwrap();
             assert!(into == saved);
 
             let targets = [HostTarget::from(into.as_mut_slice())];
             let transposed = plan(&index, leaf, [1, SHAPE[0]]);
-            execute(&disk, &files, &index, &transposed, &targets, &options()).unwrap();
+            execute(&disk, &files, &index, &transposed, targets, &options()).unwrap();
             for (row, col) in [(0, 0), (299, 499), (17, 122), (17, 123), (255, 1)] {
                 let (from, to) = ((row * 500 + col) * 4, (col * 300 + row) * 4);
                 assert_eq!(into[to..to + 4], saved[from..from + 4]);

@@ -80,7 +80,7 @@ fn check<T: Copy + PartialEq + std::fmt::Debug + Default>(case: &Case, from_byte
     let len: usize = case.target.iter().product();
     let mut into = vec![0_u8; len * item_size as usize];
     let targets = [HostTarget::from(into.as_mut_slice())];
-    let stats = execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options()).unwrap();
+    let stats = execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap();
     let volume: usize = case.extent.iter().product();
     assert_eq!(stats.bytes_copied, volume as u64 * item_size);
 

@@ -68,7 +68,7 @@ fn a_plan_that_leaves_bytes_unfilled_is_refused() {
     plan.runs[0].len -= 2 * BLOCK;
     let mut into = vec![0; 4 * BLOCK as usize];
     let targets = [HostTarget::from(into.as_mut_slice())];
-    let failure = execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options()).unwrap_err();
+    let failure = execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap_err();
     assert!(failure.error.to_string().contains("not whole"), "{failure}");
     assert_eq!(failure.overwritten, vec![0]);
 }
@@ -86,7 +86,7 @@ fn runs_that_overlap_or_touch_are_read_once() {
     };
     let mut into = vec![0; 6 * BLOCK as usize];
     let targets = [HostTarget::from(into.as_mut_slice())];
-    let stats = execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options()).unwrap();
+    let stats = execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap();
     assert_eq!((stats.reads, stats.bytes_copied), (1, 6 * BLOCK));
     assert_eq!(into, pattern(0, 6 * BLOCK));
 }
@@ -107,7 +107,7 @@ fn a_scalar_is_an_array_of_no_dimensions() {
     };
     let mut into = [0; 8];
     let targets = [HostTarget::from(into.as_mut_slice())];
-    execute(&item.disk, &item.files(), &item.index, &plan, &targets, &options()).unwrap();
+    execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap();
     assert_eq!(into.to_vec(), pattern(0, 8));
 }
 
@@ -132,7 +132,7 @@ fn a_foreign_file_of_odd_length_is_read_whole() {
         };
         let mut into = vec![0; 1_000_000];
         let targets = [HostTarget::from(into.as_mut_slice())];
-        execute(&item.disk, &files, &Index::default(), &plan, &targets, &options()).unwrap();
+        execute(&item.disk, &files, &Index::default(), &plan, targets, &options()).unwrap();
         assert_eq!(into, bytes[3..]);
     }
 }
