@@ -1,6 +1,5 @@
-//! What is done while a checkpoint is being opened: the engine begins to read what is going to be
-//! wanted, and the arrays that are going to be filled are taken hold of. Where leaves are small
-//! that costs as much time as opening does.
+//! Work that overlaps with opening a checkpoint: prefetching reads, and exporting the arrays that a
+//! restore fills. With small leaves, both take as long as opening does.
 
 use std::collections::HashSet;
 
@@ -16,8 +15,7 @@ use crate::hooks::hooks;
 use crate::ingest::HeldBuffer;
 use crate::wait;
 
-/// What is going to be read of a checkpoint: everything or nothing that is known, or all of some
-/// top-level entries.
+/// The data that a restore will read: all, unknown, or all of some top-level entries.
 #[derive(FromPyObject)]
 pub enum Ahead {
     #[pyo3(transparent)]
@@ -66,8 +64,8 @@ impl Taken {
         Ok(Self(walk.buffers.into_iter()))
     }
 
-    /// The buffer of an array: one that was taken, or a new one. What was taken of others that
-    /// would have come before is given back.
+    /// Returns the buffer of an array: one that was already exported, or a new one. Releases
+    /// earlier exports that were skipped.
     pub fn buffer(&mut self, array: &Bound<'_, PyAny>) -> PyResult<HeldBuffer> {
         match self.0.find(|buffer| buffer.is_of(array)) {
             Some(buffer) => Ok(buffer),

@@ -13,7 +13,7 @@ use crate::ingest::HeldBuffer;
 pub struct ArrayType {
     /// Kept, so that its address stays its own.
     _class: Py<PyType>,
-    /// What the library is called.
+    /// Name of the library.
     pub library: Arc<str>,
     /// True if its instances export a buffer, and have a numpy dtype.
     pub buffer: bool,
@@ -72,13 +72,13 @@ pub struct Known {
 }
 
 impl Known {
-    /// What is known of the class of an array.
+    /// The registered class of an array.
     pub fn array(&self, object: &Bound<'_, PyAny>) -> Option<&Arc<ArrayType>> {
         self.arrays.get(&address(object))
     }
 
-    /// Holds the memory of an array: of one that exports a buffer, or of a class that is known.
-    /// What is held to be written to is writable.
+    /// Exports the memory of an array: through the buffer protocol, or through a registered class.
+    /// A `writable` export is checked to be writable.
     pub fn hold(&self, array: &Bound<'_, PyAny>, writable: bool) -> PyResult<HeldBuffer> {
         let known = self.array(array).filter(|known| !(writable && known.immutable));
         match known {
@@ -90,7 +90,7 @@ impl Known {
         }
     }
 
-    /// What is known of the class of an abstract array.
+    /// The registered class of an abstract array.
     pub fn abstract_array(&self, object: &Bound<'_, PyAny>) -> Option<&Arc<AbstractType>> {
         self.abstracts.get(&address(object))
     }

@@ -23,7 +23,7 @@ const LAST_PAUSE: Duration = Duration::from_millis(10);
 
 type Answer = Result<Option<Message>, String>;
 
-/// What is asked of Python: an operation (`put`, `get`, `remove`), a key, and what is put there.
+/// A request to Python: an operation (`put`, `get`, `remove`), a key, and the value of a `put`.
 struct Request {
     operation: &'static str,
     key: String,
@@ -87,7 +87,7 @@ impl Board {
         self.send(Ok(message));
     }
 
-    /// What kept Python from answering it.
+    /// Fails the request with Python's reason.
     fn fail(&self, why: String) {
         self.send(Err(why));
     }
@@ -105,12 +105,12 @@ impl Board {
 impl Board {
     fn send(&self, answer: Answer) {
         if let Some(sender) = self.at.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // Whoever asked may have given up.
+            // The requester may have given up.
             let _ = sender.send(answer);
         }
     }
 
-    /// What the engine is given.
+    /// The board for the engine.
     pub fn coordinator(&self) -> AskedBoard {
         AskedBoard {
             shared: Arc::clone(&self.shared),

@@ -44,7 +44,7 @@ impl Checkpoint {
         Self { inner: Mutex::new(Some(Arc::new(inner))), taken: Mutex::new(taken) }
     }
 
-    /// What was taken hold of when it was opened, once.
+    /// Takes the exports that were made while it was opened.
     pub(crate) fn taken(&self) -> Taken {
         std::mem::take(&mut *self.taken.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -68,10 +68,10 @@ impl Drop for Checkpoint {
 /// array)`.
 type ReadRow<'py> = (u32, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 
-/// What is read of a file: `(path, reads, blocks, bytes of them, bytes that are wanted of them)`.
+/// The reads of a file: `(path, reads, blocks, bytes of the blocks, wanted bytes)`.
 type PlanRow = (String, u64, u64, u64, u64);
 
-/// What a stored leaf is: `(kind, dtype, shape, tied)`.
+/// A stored leaf: `(kind, dtype, shape, tied)`.
 type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>, bool);
 
 fn leaf_row(inner: &Engined, leaf: usize) -> LeafRow {
@@ -92,7 +92,7 @@ fn leaf_row(inner: &Engined, leaf: usize) -> LeafRow {
 /// where it is supplied by a reader.
 type ChunkRow = (Option<u32>, u64, u64, Vec<u64>, Vec<u64>);
 
-/// Of what a leaf is an alias or a view, and its chunks.
+/// The leaf that this one is an alias or view of, and its chunks.
 type PlaceRow = (Option<u32>, Vec<ChunkRow>);
 
 fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
@@ -139,13 +139,13 @@ impl Checkpoint {
         Ok(self.get(py)?.is_leased())
     }
 
-    /// What of its files is missing or has another length, in words.
+    /// Describes missing files and wrong lengths.
     fn damage(&self, py: Python<'_>) -> PyResult<Option<String>> {
         let inner = self.get(py)?;
         py.detach(move || inner.damage()).map_err(|error| raise_manager(py, &error))
     }
 
-    /// The manifest, as it stands in its file.
+    /// The manifest as text.
     fn manifest(&self, py: Python<'_>) -> PyResult<String> {
         let bytes = self.get(py)?.manifest().encode().map_err(|error| raise_manager(py, &error.into()))?;
         let text = String::from_utf8(bytes).map_err(|error| PyValueError::new_err(error.to_string()))?;
@@ -180,21 +180,21 @@ impl Checkpoint {
         PyList::new(py, nodes.collect::<PyResult<Vec<_>>>()?)
     }
 
-    /// What each leaf is: `(kind, dtype, shape, tied)`.
+    /// All leaves: `(kind, dtype, shape, tied)`.
     fn leaves(&self, py: Python<'_>) -> PyResult<Vec<LeafRow>> {
         let inner = self.get(py)?;
         Ok((0..inner.outline().leaves.len()).map(|leaf| leaf_row(&inner, leaf)).collect())
     }
 
-    /// What one leaf is.
+    /// One leaf.
     fn leaf(&self, py: Python<'_>, leaf: usize) -> PyResult<LeafRow> {
         Ok(leaf_row(&*self.get(py)?, leaf))
     }
 
-    /// Where the bytes of each leaf are: the data files, relative to the step, and per leaf the
-    /// leaf that it is tied to or is a view of, and its chunks: `(file, offset, bytes, first
-    /// element or offsets, elements or extents)`. A chunk that is a run of the flattened array has
-    /// one number each, that of an object none.
+    /// The places of all bytes: the data files, relative to the step, and for each leaf the leaf
+    /// that it is tied to or a view of, and its chunks: `(file, offset, bytes, first element or
+    /// offsets, elements or extents)`. A run of the flattened array has one number each, an object
+    /// none.
     fn places(&self, py: Python<'_>) -> PyResult<(Vec<String>, Vec<PlaceRow>)> {
         let inner = self.get(py)?;
         let index = py.detach(|| inner.index()).map_err(|error| raise_manager(py, &error))?;
@@ -261,9 +261,9 @@ impl Checkpoint {
         read_all(py, &inner, parts, targets, || Ok(()))
     }
 
-    /// What [`Checkpoint::read`] would read for leading parts of stored tensors, `(leaf, extent)`,
-    /// and [`Checkpoint::objects`] for objects; per file `(path, reads, blocks, bytes of them,
-    /// bytes that are wanted of them)`. No data is read.
+    /// The reads that [`Checkpoint::read`] would make for leading parts of stored tensors, `(leaf,
+    /// extent)`, and [`Checkpoint::objects`] for objects. Returns for each file `(path, reads,
+    /// blocks, bytes of the blocks, wanted bytes)`. Reads no data.
     fn plan(
         &self,
         py: Python<'_>,
@@ -331,8 +331,8 @@ pub fn read_all(
     meanwhile: impl FnOnce() -> PyResult<()>,
 ) -> PyResult<u64> {
     let streams = receive_after(py, &buffers)?;
-    // What a read that has failed may still have under way is no more than what was there before:
-    // the frameworks' next work comes behind it.
+    // Copies of a failed read may still be in flight. The frameworks' next work is ordered after
+    // them.
     let behind = |streams: &[(Arc<Device>, UserStream)]| {
         for (device, stream) in streams {
             if let Err(error) = device.received_before(*stream) {

@@ -1,5 +1,4 @@
-//! What waits for Python's notifier thread: callbacks that are due, lines for the log, and buffers
-//! to be given back.
+//! The queue of Python's notifier thread: due callbacks, log lines, and buffers to release.
 //!
 //! Engine threads only ever push here; they never attach to the interpreter. The notifier waits
 //! detached, and drops owners and runs callbacks attached. A queue belongs to one process: after a
@@ -56,7 +55,7 @@ impl Events {
     }
 }
 
-/// What the notifier is told.
+/// A message to the notifier.
 #[derive(IntoPyObject)]
 enum Told {
     Callback(u64),
@@ -106,8 +105,8 @@ impl Events {
     }
 }
 
-/// A flattened state on its way through the engine. Whoever drops the last share of it, on whatever
-/// thread, only hands it to the notifier; [`Loan::give_back`] needs none.
+/// A flattened state in the engine. The thread that drops its last share passes it to the notifier;
+/// [`Loan::give_back`] needs no notifier.
 pub struct Parcel {
     flat: Option<Box<Flat>>,
     events: Events,

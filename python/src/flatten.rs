@@ -29,9 +29,9 @@ use crate::values::{Plain, TOO_DEEP, described, exact_scalar, to_value};
 
 /// A leaf of a flattened state.
 pub enum Leaf {
-    /// An array: its elements lie in the held buffer. `immutable`: nobody changes them.
+    /// An array whose elements are in the held buffer. `immutable`: they never change.
     Array { dtype: Dtype, buffer: HeldBuffer, immutable: bool },
-    /// An array that lies in several buffers, each a box of it.
+    /// An array in several buffers, each a box of it.
     Sharded { dtype: Dtype, shape: Vec<u64>, shards: Vec<Shard> },
     /// A typed value.
     Object(Value),
@@ -41,7 +41,7 @@ pub enum Leaf {
 
 /// A box of an array, and the buffer that holds it.
 pub struct Shard {
-    /// Where in the whole.
+    /// Its region in the whole array.
     pub region: Region,
     /// Its elements.
     pub buffer: HeldBuffer,
@@ -92,7 +92,7 @@ impl<'py> Dtypes<'py> {
         self.named(hooks, array.getattr(intern!(array.py(), "dtype"))?)
     }
 
-    /// What a dtype object is stored as, or `None`.
+    /// The stored dtype of a dtype object, or `None`.
     pub fn named(&mut self, hooks: &Hooks, dtype: Bound<'py, PyAny>) -> PyResult<Option<Dtype>> {
         if let Some((_, known)) = self.0.get(&(dtype.as_ptr() as usize)) {
             return Ok(*known);
@@ -107,9 +107,9 @@ impl<'py> Dtypes<'py> {
 struct Walk<'h, 'py> {
     hooks: &'h Hooks,
     arrays: Arc<Known>,
-    /// What is walked may differ between ranks: the first one's counts.
+    /// The value may differ between ranks, and the first holder's counts.
     drifting: bool,
-    /// Whose arrays were met in the stateful object that is being walked.
+    /// The library of the arrays in the stateful object that is being walked.
     library: Option<Arc<str>>,
     flat: Flat,
     /// Address, dtype, and whether the leaf is a converted copy of what lies there → the leaves
@@ -117,7 +117,7 @@ struct Walk<'h, 'py> {
     ties: HashMap<(usize, Dtype, bool), Vec<u32>>,
     /// Leaves that are copies of something whose memory is not seen here, by what names it.
     copies: HashMap<String, u32>,
-    /// Of the leaves that are converted copies: what they are copies of.
+    /// For leaves that are converted copies: their originals.
     originals: HashMap<u32, HeldBuffer>,
     dtypes: Dtypes<'py>,
     /// The objects that are being walked, outermost first, by address, and the numbers of their
@@ -168,7 +168,7 @@ impl<'py> Walk<'_, 'py> {
         walked
     }
 
-    /// Whatever is neither an array nor a built-in scalar.
+    /// Any value except arrays and built-in scalars.
     fn container(
         &mut self,
         parent: Option<u32>,
@@ -261,7 +261,7 @@ impl<'py> Walk<'_, 'py> {
         Err(self.refuse(Some(node), None, key.py(), &why))
     }
 
-    /// Whatever is not exactly one of the common built-ins.
+    /// Any value that is not exactly one of the common built-ins.
     fn other(
         &mut self,
         parent: Option<u32>,
@@ -362,7 +362,7 @@ impl<'py> Walk<'_, 'py> {
         let node = self.flat.tree.nodes().len() as u32;
         let around = self.library.take();
         self.stateful_children(parent, component, answer, depth)?;
-        // What it gets back are arrays as it gave them.
+        // It gets back arrays of the library whose arrays it gave.
         if let Some(library) = std::mem::replace(&mut self.library, around) {
             self.flat.tree.map_protocol(node, |protocol| format!("{protocol}/{library}"));
         }
@@ -467,8 +467,8 @@ impl<'py> Walk<'_, 'py> {
             Err(error) => return Err(error),
         };
         let Ok((dtype, mut buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
-        // Where there is no driver that could copy it, or it would have to element by element, the
-        // package knows another way.
+        // Without a driver, or with a layout that needs copies element by element, the package has
+        // another way.
         let Ok(device) = device_of(&buffer) else { return Ok(None) };
         if device.is_some() && buffer.is_broadcast() {
             return Ok(None);
@@ -607,7 +607,7 @@ impl<'py> Walk<'_, 'py> {
     }
 }
 
-/// Who holds a part, of its description.
+/// The holders of a part, from its description.
 fn holders(shard: &Bound<'_, PyAny>) -> PyResult<Holders> {
     if shard.len()? < 4 {
         return Ok(Holders::This);

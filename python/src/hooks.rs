@@ -1,5 +1,5 @@
-//! What the bindings ask of the Python package: how to describe a value that is no exact built-in,
-//! how to revive one, and which exception stands for an error. Looked up once.
+//! Calls into the Python package: describe a value that is not an exact built-in, revive one, and
+//! find the exception of an error. Looked up once.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;

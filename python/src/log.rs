@@ -1,9 +1,8 @@
-//! What the engine has to say beside answers and errors: its `tracing` events, on their way to
-//! Python's `logging`.
+//! Forwards the engine's `tracing` events to Python's `logging`.
 //!
-//! The one subscriber of this module's process puts level, target and text into the notifier's
-//! queue; the notifier calls `logging`. Engine threads never touch Python for it. What is below
-//! INFO is not looked at, and spans are not followed: an event that matters says its step itself.
+//! The module's one subscriber puts level, target and text into the notifier's queue, and the
+//! notifier calls `logging`. So engine threads never touch Python. Levels below INFO are ignored,
+//! and spans are not followed: an important event names its step itself.
 
 use std::fmt::{self, Write};
 use std::sync::{RwLock, TryLockError};
@@ -18,9 +17,8 @@ use crate::events::Events;
 /// Level as `logging` counts, target, text.
 pub type Line = (u8, String, String);
 
-/// Where lines go: the queue of the process that has that number. A forked child must not push into
-/// its parent's. Neither side waits for it: in a forked child, a thread that is not there may have
-/// it.
+/// The queue for lines, and the process that owns it. A forked child must not push into its
+/// parent's. Neither side waits for it: in a forked child, a missing thread may hold it.
 static SINK: RwLock<Option<(u32, Events)>> = RwLock::new(None);
 
 /// Makes this process's lines go to a queue.

@@ -38,14 +38,14 @@ pub struct Manager {
     stall_timeout: Duration,
     /// Saves that were not over when last looked at: what waits look at to see progress.
     saves: Mutex<Vec<Save>>,
-    /// What queries run on.
+    /// The worker thread for queries.
     standby: wait::Standby,
     /// There from the first `close` on.
     closing: OnceLock<Arc<Closing>>,
 }
 
-/// The one close of a manager, on a thread of its own. Whoever calls `close` waits for it; an
-/// interrupt or a timeout ends that wait alone.
+/// The one close of a manager, on its own thread. Callers of `close` wait for it; an interrupt or a
+/// timeout ends only that wait.
 #[derive(Default)]
 struct Closing {
     state: Mutex<ClosingState>,
@@ -225,7 +225,7 @@ impl Manager {
     /// are told.
     fn leave_restore(&self, cause: &str) {
         let (inner, cause) = (Arc::clone(&self.inner), cause.to_owned());
-        // Whoever leaves does not wait.
+        // The caller does not wait for this.
         let _ = spawn("stepwell-leave", move || inner.leave_restore(&cause));
     }
 
@@ -285,8 +285,8 @@ impl Manager {
         Ok(SaveHandle::new(save))
     }
 
-    /// Waits until nothing is left to be captured behind a call: for whoever is about to change the
-    /// state. Raises when nothing has happened for the stall timeout.
+    /// Waits until every leaf is captured, so that the caller may change the state. Raises after
+    /// the stall timeout without progress.
     fn wait_captured(&self, py: Python<'_>) -> PyResult<()> {
         let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting: Vec<Save> =
@@ -302,9 +302,9 @@ impl Manager {
         devices.into_iter().collect()
     }
 
-    /// Before the state changes on these streams: makes them wait, each on its device, for what is
-    /// still to be captured behind a call. This thread waits only for copies that could not be
-    /// started yet, for what lies in host memory, and for devices of which no stream is named.
+    /// Call it before the state changes on these streams. Makes each stream wait on its device for
+    /// pending captures. This thread waits only for copies that could not start yet, for leaves in
+    /// host memory, and for devices without a given stream.
     fn guard(&self, py: Python<'_>, streams: HashMap<u32, u64>) -> PyResult<()> {
         let waiting: Vec<Save> = {
             let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
@@ -394,7 +394,7 @@ impl Manager {
         self.query(py, move |inner| inner.metrics(step))
     }
 
-    /// Of a step that is open: it may have been retired meanwhile.
+    /// The metrics of an open step, which may have been retired meanwhile.
     fn metrics_of(&self, py: Python<'_>, checkpoint: &Checkpoint) -> PyResult<BTreeMap<String, f64>> {
         let manifest = Arc::clone(checkpoint.get(py)?.manifest());
         self.query(py, move |inner| inner.metrics_of(&manifest))
@@ -408,7 +408,7 @@ impl Manager {
         self.query(py, move |inner| inner.delete(step))
     }
 
-    /// What has a step's name and is none: name and reason.
+    /// Invalid directories with a step's name: name and reason.
     fn quarantined(&self, py: Python<'_>) -> PyResult<Vec<(String, String)>> {
         let found = self.query(py, Engined::quarantined)?;
         Ok(found.into_iter().map(|quarantined| (quarantined.name, quarantined.reason)).collect())
@@ -436,7 +436,7 @@ impl Manager {
         serde_json::to_string(&plan).map_err(|error| PyRuntimeError::new_err(error.to_string()))
     }
 
-    /// What is known of everything that has a step's name, as JSON.
+    /// Everything known about directories with a step's name, as JSON.
     fn report(&self, py: Python<'_>) -> PyResult<String> {
         let report = self.query(py, Engined::report)?;
         serde_json::to_string(&report).map_err(|error| PyRuntimeError::new_err(error.to_string()))
@@ -582,15 +582,15 @@ impl Manager {
         (saves.len(), saves.iter().fold(0_u64, |sum, save| sum.wrapping_add(save.moved())))
     }
 
-    /// What is waited for, in words.
+    /// Describes the saves that `close` waits for.
     fn pending_saves(&self) -> Option<String> {
         let (pending, _) = self.moved();
         let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         saves.first().map(|first| format!("{pending} save(s), the oldest of step {}", first.step()))
     }
 
-    /// A call that the ranks of a restore make. One that reads for long is waited for; whoever is
-    /// silent, the call itself names.
+    /// A call that all ranks of a restore make. Waits for a rank that reads for long; the call
+    /// itself names a silent rank.
     fn together<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -608,7 +608,7 @@ impl Manager {
         ask: impl FnOnce(&Engined) -> Result<T, Error> + Send + 'static,
     ) -> PyResult<T> {
         let inner = Arc::clone(&self.inner);
-        // Whoever asks other ranks waits for them as long, and says whom it waited for.
+        // Calls to other ranks have their own deadline, and name the rank that they waited for.
         let limit =
             if inner.ranks().1 > 1 { self.stall_timeout.saturating_mul(2) } else { self.stall_timeout };
         let answer = self.standby.on_thread_within(py, limit, move || ask(&inner))?;
@@ -629,8 +629,8 @@ pub struct Held {
     hold: Mutex<Option<Hold>>,
 }
 
-/// What a rank says of its own failure. The others hear of the leader's as it is, and of any other
-/// one's as the leader puts it.
+/// The report of a rank's own failure. Other ranks get the leader's failure as it is, and any other
+/// one in the leader's words.
 fn failed(inner: &Engined, cause: String) -> Error {
     match inner.ranks() {
         (0, _) => Error::RankFailed { rank: 0, cause },

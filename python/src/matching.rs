@@ -1,4 +1,4 @@
-//! What is wanted, from Python; and the report, to Python.
+//! Converts wanted leaves from Python, and the report to Python.
 
 use std::collections::HashSet;
 
@@ -199,14 +199,13 @@ fn rendered<'py>(
     Ok(out)
 }
 
-/// What a process holds of its own parameter: offset and extent in the tensor, then the first
+/// A part of a parameter that a process holds: offset and extent in the tensor, then the first
 /// element and the steps in the parameter's own array.
 type PieceRow = (Vec<u64>, Vec<u64>, u64, Vec<i64>);
 
-/// The part `start .. start + len` of a process's own parameter, flattened, as boxes of the tensor:
-/// each with its place in the run, in elements. The parameter has that local shape, and holds these
-/// pieces. `None` where the run does not lie in it, or a piece is not laid out along its
-/// dimensions.
+/// Returns the part `start .. start + len` of a process's flattened parameter as boxes of the
+/// tensor, each with its place in the run, in elements. The parameter has that local shape and
+/// holds these pieces. `None` if the run exceeds it, or a piece is not aligned with its dimensions.
 #[pyfunction]
 pub fn flat_pieces(local: Vec<u64>, pieces: Vec<PieceRow>, start: u64, len: u64) -> Option<Vec<PieceRow>> {
     let segments = pieces.into_iter().map(|(offset, extent, at, steps)| Segment {

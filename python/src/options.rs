@@ -18,8 +18,8 @@ use stepwell_manager::{
 use crate::board::Ranks;
 use crate::errors::invalid;
 
-/// What `stepwell.options.to_json` writes: all of it, and nothing else. A name or a type that the
-/// two sides do not share is an error, never a default.
+/// The options as `stepwell.options.to_json` writes them. A name or type that the two sides do not
+/// share is an error, never a default.
 #[expect(clippy::struct_excessive_bools, reason = "flags as the user has written them")]
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -52,7 +52,7 @@ struct Written {
     root_metadata: serde_json::Value,
 }
 
-/// What a failure in the background does.
+/// The effect of a background failure.
 #[derive(Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Told {
@@ -105,7 +105,7 @@ pub fn engine(py: Python<'_>, name: &str) -> PyResult<Engine> {
     name.parse().map_err(|error| invalid(py, &format!("{error}")))
 }
 
-/// The real world of one process, for what lies at `path`.
+/// The real environment of one process, for `path`.
 pub fn environment(
     path: &Path,
     engine: Engine,

@@ -9,7 +9,7 @@ use stepwell_reshard::read_plan::Request;
 
 use crate::checkpoint::Engined;
 
-/// What is read of one data file.
+/// The reads of one data file.
 #[derive(Default)]
 pub struct FilePlan {
     /// Relative to the step.
@@ -92,7 +92,7 @@ pub fn files(
     Ok(found.into_values().collect())
 }
 
-/// What a leaf is, ties followed.
+/// The record of a leaf, with ties resolved.
 fn record(inner: &Engined, leaf: u32) -> Result<&LeafRecord, Error> {
     let leaves = &inner.outline().leaves;
     let found = match leaves.get(leaf as usize) {

@@ -1,5 +1,4 @@
-//! What is done by path, without a manager: one checkpoint saved or opened, a root looked at from
-//! outside.
+//! Operations on a path without a manager: save or open one checkpoint, inspect a root.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -151,8 +150,8 @@ pub fn engine_choice(
     Ok((choice.engine, choice.direct, choice.alignment, choice.registered, choice.reasons.clone()))
 }
 
-/// The CUDA driver's version and the names of its devices, and `None`; or why there is none that
-/// can be used. Asking makes this process one that uses CUDA.
+/// Returns the CUDA driver's version and the names of its devices, and `None`; or the reason why no
+/// driver can be used. Asking initialises CUDA in this process.
 #[pyfunction]
 pub fn cuda() -> (Option<(i32, Vec<String>)>, Option<String>) {
     let names = |driver: &'static Driver| -> Result<_, stepwell_core::Error> {

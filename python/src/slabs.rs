@@ -1,5 +1,5 @@
-//! Where arrays in new memory lie: the policy of `stepwell.allocate` for a whole restore at a time,
-//! whose sizes are all known before.
+//! Memory for new arrays: the policy of `stepwell.allocate` for a whole restore at a time, with all
+//! sizes known in advance.
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -13,10 +13,10 @@ const LARGE: u64 = 4 << 20;
 const SMALL_SLAB: u64 = 2 << 20;
 /// Slabs of those between.
 const MEDIUM_SLAB: u64 = 8 << 20;
-/// What vector units and zero-copy imports of other frameworks want.
+/// Alignment for vector units and for zero-copy imports by other frameworks.
 const ALIGNMENT: u64 = 64;
 
-/// Where an array lies.
+/// The place of an array.
 #[derive(Clone, Copy, Debug)]
 pub enum Place {
     /// Nowhere: it has no bytes.

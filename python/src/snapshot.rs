@@ -15,7 +15,7 @@ use crate::flatten::Leaf;
 use crate::ingest::{HeldBuffer, provider_of, returnable_provider_of, streams_of};
 use crate::state::State;
 
-/// What a framework says of its devices.
+/// A framework's description of its devices.
 #[derive(Default)]
 pub struct OnDevices {
     /// The current streams, by the number of their device.
@@ -89,7 +89,7 @@ pub fn source(
 /// When the arrays of a state are captured.
 #[derive(Clone, Copy)]
 pub enum Snapshot {
-    /// What may change before `save` returns, what never does after it.
+    /// Mutable leaves before `save` returns, immutable ones after it.
     Auto,
     /// All of it after `save` has returned: the caller changes nothing before it is captured.
     Lazy,

@@ -13,7 +13,7 @@ use stepwell_reshard::tiling;
 use crate::events::Loan;
 use crate::flatten::{Flat, Leaf};
 
-/// What a leaf is: kind, dtype, and shape (of an alias: the leaf that it is tied to).
+/// A leaf: kind, dtype, and shape (for an alias: the leaf that it is tied to).
 type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
 
 /// A flattened state: structure, object values, and arrays by reference (their buffers are held
@@ -21,7 +21,7 @@ type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct State {
     flat: Mutex<Option<Flat>>,
-    /// What became of it, where that is to be given back when this is dropped.
+    /// The loan to give back when this is dropped.
     loan: Mutex<Option<Arc<Loan>>>,
 }
 
@@ -65,8 +65,7 @@ impl State {
         })
     }
 
-    /// What each leaf is: `("array", dtype, shape)`, `("object", None, None)` or `("alias", None,
-    /// [of])`.
+    /// All leaves: `("array", dtype, shape)`, `("object", None, None)` or `("alias", None, [of])`.
     fn leaves(&self) -> PyResult<Vec<LeafRow>> {
         self.with(|flat| {
             let row = |leaf: &Leaf| match leaf {
@@ -114,7 +113,7 @@ pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<State> {
     Ok(State { flat: Mutex::new(Some(crate::flatten::flatten(state)?)), loan: Mutex::default() })
 }
 
-/// Where arrays lie: the addresses of the first element, of the lowest byte, and of the byte after
+/// The memory of arrays: addresses of the first element, of the lowest byte, and of the byte after
 /// the highest.
 #[pyfunction]
 pub fn spans(arrays: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<(usize, usize, usize)>> {

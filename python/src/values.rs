@@ -14,7 +14,7 @@ use stepwell_core::value::Value;
 use crate::arrays;
 use crate::hooks::{Hooks, dtype_named};
 
-/// What a value turned out to be.
+/// A classified value.
 pub enum Plain {
     /// An object leaf.
     Value(Value),

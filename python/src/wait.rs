@@ -95,7 +95,7 @@ impl Standby {
     ) -> PyResult<Option<T>> {
         let (send, mut receive) = channel();
         let worker = self.take().map_or_else(Worker::start, Ok)?;
-        // What the work holds is dropped before its answer is sent.
+        // The work and everything that it holds is dropped before its answer is sent.
         worker.work.send(Box::new(move || drop(send.send(work())))).map_err(|_| no_answer())?;
         match wait_within(py, Some(limit), &mut receive)? {
             Ok(answer) => {
@@ -113,7 +113,7 @@ impl Standby {
     }
 
     fn take(&self) -> Option<Worker> {
-        // Never waited for: in a forked child, whoever held it may be no more.
+        // Never wait here: in a forked child, the holder may not exist.
         self.0.try_lock().ok()?.take().filter(|worker| worker.birth.is_here())
     }
 
@@ -144,8 +144,8 @@ pub fn on_thread_while<T: Send + 'static>(
 }
 
 /// Runs work that reads the caller's memory, on a thread of its own. A signal handler that raises
-/// sets `stop`, which the work looks at; this does not return before the work has ended. What it
-/// answered after that goes to `late`; signals that come meanwhile are handled after the return.
+/// sets `stop`, which the work checks, and this returns only after the work has ended. Its later
+/// answer goes to `late`. Signals in between are handled after the return.
 pub fn until_stopped<T: Send + 'static>(
     py: Python<'_>,
     stop: &AtomicBool,
@@ -175,7 +175,7 @@ fn start_named<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> PyResult<(JoinHandle<()>, Receiver<T>)> {
     let (send, receive) = channel();
-    // What the work holds is dropped before its answer is sent.
+    // The work and everything that it holds is dropped before its answer is sent.
     let thread = spawn(name, move || drop(send.send(work()))).map_err(no_thread)?;
     Ok((thread, receive))
 }
@@ -189,9 +189,9 @@ fn no_answer() -> PyErr {
     PyRuntimeError::new_err("the engine ended a call without an answer; please report this")
 }
 
-/// Runs work on a thread of its own, and does not return before it has ended, whatever happens: it
-/// writes into the caller's memory. `meanwhile` is done here. What that or a signal handler raises
-/// sets `stop`, which the work looks at.
+/// Runs work that writes into the caller's memory, on a thread of its own, and always waits for its
+/// end. `meanwhile` runs here. An exception from it or from a signal handler sets `stop`, which the
+/// work checks.
 pub fn to_the_end<T: Send + 'static>(
     py: Python<'_>,
     stop: &AtomicBool,
@@ -245,12 +245,12 @@ pub fn until_dropped(py: Python<'_>, receive: &mut Receiver<()>) -> PyResult<()>
     wait_for(py, receive).map(|_| ())
 }
 
-/// What comes, in whatever time; `None` if nothing can come any more.
+/// Waits for a message without a limit. `None` if no sender is left.
 fn wait_for<T: Send>(py: Python<'_>, receive: &mut Receiver<T>) -> PyResult<Option<T>> {
     Ok(wait_within(py, None, receive)?.ok())
 }
 
-/// What comes within the limit.
+/// Waits for a message within the limit.
 fn wait_within<T: Send>(
     py: Python<'_>,
     limit: Option<Duration>,

@@ -10,7 +10,7 @@
 
 use stepwell_core::dtype::{Dtype, Kind};
 
-/// What a float format can say. Every finite value is a multiple of `2^quantum` with at most
+/// The values of a float format. Every finite value is a multiple of `2^quantum` with at most
 /// `precision` significant bits.
 #[expect(clippy::struct_excessive_bools, reason = "four independent properties of a format")]
 struct FloatFormat {

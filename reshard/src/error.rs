@@ -4,14 +4,14 @@
 use crate::matching::Report;
 use crate::tiling::Fault;
 
-/// What every fallible call of this crate returns.
+/// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// See the module documentation.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// What is stored is not what is wanted; the report names every leaf.
+    /// Stored and wanted leaves differ; the report names every leaf.
     #[error("{0}")]
     Mismatch(Box<Report>),
     /// A glob or a rename cannot be understood.
@@ -19,7 +19,7 @@ pub enum Error {
     Glob {
         /// The glob, as it was given.
         glob: String,
-        /// What is wrong with it, and how to write it.
+        /// The problem, and the correct form.
         what: String,
     },
     /// The chunks of a tensor do not cover it exactly once.
@@ -35,7 +35,7 @@ pub enum Error {
     Index {
         /// The rendered leaf path.
         leaf: String,
-        /// What contradicts what.
+        /// The contradiction.
         what: String,
     },
     /// Something was asked for that the checkpoint cannot give; a defect of the caller.

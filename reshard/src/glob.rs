@@ -16,9 +16,8 @@
 //! | `{a,b}` | either; may be nested, may hold `/` and wildcards |
 //! | `\*` `\?` `\{` `\}` `\,` | that character |
 //!
-//! What globset would match in paths without brackets and escapes, these match too (a property test
-//! holds the two together); globset itself knows neither indices, nor keys that hold `/`, nor what
-//! a wildcard stood for, which renames need.
+//! For paths without brackets and escapes, these globs match what globset matches (a property test
+//! compares them). globset has no indices, no keys with `/`, and no captures, which renames need.
 //!
 //! [`escape`] makes of a rendered path the glob that matches it alone.
 
@@ -185,7 +184,7 @@ impl Glob {
         }
     }
 
-    /// What every path that it matches begins with: of several alternatives, the first one's.
+    /// The common beginning of every matching path; with alternatives, the first one's.
     pub(crate) fn leading_literal(&self) -> &[u8] {
         match self.alternatives.first().and_then(|tokens| tokens.first()) {
             Some(Token::Literal(text)) => text,
@@ -193,7 +192,7 @@ impl Glob {
         }
     }
 
-    /// What every path that it matches ends in, likewise.
+    /// The common end of every matching path, likewise.
     pub(crate) fn trailing_literal(&self) -> Option<&[u8]> {
         match self.alternatives.first().and_then(|tokens| tokens.last()) {
             Some(Token::Literal(text)) => Some(text),
@@ -219,7 +218,7 @@ impl Glob {
     }
 }
 
-/// What a wildcard stands for.
+/// The kind of a wildcard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wildcard {
     /// Whole components, or what begins with one.
@@ -257,11 +256,11 @@ pub(crate) fn template(glob: &str) -> Result<(Parts, Vec<Wildcard>), String> {
     Ok((parts.collect(), wildcards))
 }
 
-/// What [`Glob::match_leading`] found.
+/// The result of [`Glob::match_leading`].
 pub(crate) struct Leading<'t> {
-    /// What each wildcard stood for, in order.
+    /// The text that each wildcard matched, in order.
     pub(crate) captures: Vec<&'t [u8]>,
-    /// What follows the part that matched.
+    /// The text after the match.
     pub(crate) rest: &'t [u8],
 }
 
@@ -387,7 +386,7 @@ enum Level {
 
 const EMPTY_LEVEL: &str = "it has an empty level; an empty key is written `\\e`";
 
-/// Parses what stands in brackets.
+/// Parses the content of brackets.
 fn index(chars: &mut impl Iterator<Item = char>, tokens: &mut Vec<Token>) -> Result<(), String> {
     literal(tokens, INDEX);
     let mut empty = true;
@@ -440,7 +439,7 @@ impl<'g, 't> Matcher<'g, 't> {
         Self { tokens, text, leading: false, captures: Vec::new(), failed: Vec::new() }
     }
 
-    /// Where the match ends.
+    /// Returns the end of the match.
     fn run(&mut self, leading: bool) -> Option<usize> {
         self.leading = leading;
         if !leading

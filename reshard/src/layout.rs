@@ -26,7 +26,7 @@ impl Layout {
         all && *place == Place::row_major(shape, itemsize)
     }
 
-    /// Boxes of a tensor, each where it lies in the whole of it, row-major.
+    /// A layout of row-major boxes at their places in the whole tensor.
     pub fn boxes(shape: &[u64], itemsize: u64, boxes: impl Iterator<Item = Region>) -> Self {
         let whole = Place::row_major(shape, itemsize);
         let segment =
@@ -49,9 +49,9 @@ impl Layout {
     /// the tensor, or fused of several: so the run is cut into boxes of the local array, and each
     /// is followed through the segments that it meets.
     ///
-    /// `None` where the run does not lie in the local array, or where a segment is not laid out
-    /// along its dimensions (each dimension of a segment must step along one of the array,
-    /// forwards; no two along the same).
+    /// Returns the layout of a run of the flattened local array. `None` if the run exceeds the
+    /// array, or a segment is not aligned with its dimensions: each dimension of a segment must
+    /// step forwards along one of the array, and no two along the same.
     pub fn flat(&self, local: &[u64], itemsize: u64, start: u64, len: u64, offset: u64) -> Option<Self> {
         let local_strides: Vec<i64> = row_major_strides(local)
             .into_iter()
@@ -103,9 +103,9 @@ impl Layout {
         self.0.iter().try_fold(0_u64, |sum, segment| sum.checked_add(segment.elements()?))
     }
 
-    /// What must be read to fill the buffer `dst` from a stored tensor. `stored` is the part of the
-    /// wanted tensor that is stored (a match's region; what lies beyond it is padding), `shape` the
-    /// wanted shape. `None` where a segment does not lie in the tensor.
+    /// Returns the requests that fill the buffer `dst` from a stored tensor. `stored` is the stored
+    /// part of the wanted tensor (a match's region; the rest is padding), `shape` the wanted shape.
+    /// `None` if a segment exceeds the tensor.
     pub fn requests(&self, leaf: u32, shape: &[u64], stored: &Region, dst: u32) -> Option<Vec<Request>> {
         let mut requests = Vec::with_capacity(self.0.len());
         for segment in &self.0 {

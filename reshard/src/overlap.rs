@@ -15,7 +15,7 @@ const FANOUT: usize = 8;
 pub struct StoredBox {
     /// Position of the chunk.
     pub chunk: u32,
-    /// What it covers.
+    /// Its region.
     pub region: Region,
     /// Elements of the chunk before it.
     pub base: u64,
@@ -26,7 +26,7 @@ pub struct StoredBox {
 pub struct Overlap<'a> {
     /// The box.
     pub stored: &'a StoredBox,
-    /// What both hold, in the tensor's coordinates.
+    /// The common region, in the tensor's coordinates.
     pub region: Region,
 }
 
@@ -48,7 +48,7 @@ struct Node {
 }
 
 impl ChunkIndex {
-    /// `Err` names the chunk that does not lie in the tensor.
+    /// Builds the lookup. `Err` is the number of a chunk that exceeds the tensor.
     pub fn new(shape: &[u64], chunks: &[ChunkRecord]) -> Result<Self, usize> {
         let mut boxes = Vec::with_capacity(chunks.len());
         for (number, chunk) in chunks.iter().enumerate() {
@@ -110,7 +110,7 @@ impl ChunkIndex {
         self.build(range.start + middle..range.end);
     }
 
-    /// What `region` needs, in the order of chunks and of boxes within them.
+    /// The overlaps of `region`, in the order of chunks and of boxes within them.
     pub fn overlaps(&self, region: &Region) -> Vec<Overlap<'_>> {
         let mut found = Vec::new();
         let mut open = vec![0_usize];

@@ -1,5 +1,5 @@
-//! Who writes what of the regions that several ranks hold alike. Pure and deterministic: whoever
-//! holds a region knows who else does, so all of them come to the same answer by themselves.
+//! Divides the writing of replicated regions between their holders. Pure and deterministic: every
+//! holder knows the others, so all of them compute the same answer.
 //!
 //! The regions of one group of holders are laid one after another, and that line is cut into one
 //! stretch for each writer: so every byte is written once, writers get as many bytes each (first
@@ -19,8 +19,8 @@ const CUT_FROM: u64 = 1 << 20;
 /// A border falls on a whole step of the outermost axis whose steps have at most so many bytes.
 const STEP_BYTES: u64 = 128 << 10;
 
-/// Of the holders of a region that are at one place, at most so many write (as FastPersist has it:
-/// one for each socket is enough, and writes longer files).
+/// The most writers among the holders of a region at one place. One per socket is enough, and makes
+/// longer files (FastPersist).
 #[derive(Clone, Copy, Debug)]
 pub struct Limit<'a> {
     /// How many.
@@ -74,13 +74,13 @@ impl Writers {
         Self { ends: (0..count).map(|place| (place, u64::from(place) + 1)).collect() }
     }
 
-    /// Whoever writes what cannot be cut.
+    /// The writer of an indivisible region.
     pub fn first(&self) -> Option<u32> {
         self.ends.first().map(|&(rank, _)| rank)
     }
 
-    /// What begins before a place on a line of that length, as the borders of a rank's stretch;
-    /// `None` for a rank that writes nothing.
+    /// The borders of a rank's stretch on a line of that length. `None` for a rank that writes
+    /// nothing.
     fn stretch(&self, rank: u32, length: u64) -> Option<(u64, u64)> {
         let total = u128::from(self.ends.last()?.1);
         let at = |weight: u64| (u128::from(length) * u128::from(weight) / total) as u64;

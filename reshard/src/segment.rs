@@ -7,7 +7,7 @@ use stepwell_core::region::{Dims, Region, row_major_strides, volume};
 
 use crate::subchunk::run_to_boxes;
 
-/// Where a region lies in a buffer. In bytes.
+/// The place of a region in a buffer, in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The region's first element.
@@ -27,7 +27,7 @@ impl Place {
         Self { offset: 0, strides }
     }
 
-    /// Where a box of what lies here is. The box lies in it.
+    /// The place of a box inside this region.
     #[must_use]
     pub fn of_box(&self, region: &Region) -> Self {
         let steps = region.offset.iter().zip(&self.strides);
@@ -37,8 +37,8 @@ impl Place {
         Self { offset, strides: self.strides.clone() }
     }
 
-    /// The bytes of the buffer, first and end, that a region of that extent lies in; `None` where
-    /// they do not fit 64 bits or begin before the buffer.
+    /// The first byte and the end of a region of that extent in the buffer. `None` if they overflow
+    /// 64 bits or begin before the buffer.
     pub fn span(&self, extent: &[u64], itemsize: u64) -> Option<(u64, u64)> {
         if extent.contains(&0) {
             return Some((self.offset, self.offset));
@@ -61,7 +61,7 @@ impl Place {
 pub struct Segment {
     /// A box of the logical tensor, or a run of the flattened one.
     pub region: ChunkRegion,
-    /// Where its elements are in the local buffer.
+    /// The place of its elements in the local buffer.
     pub place: Place,
 }
 
@@ -136,8 +136,8 @@ impl Segment {
         }
     }
 
-    /// The segment as boxes with their places: itself, or the boxes of its run. `None` where it
-    /// does not lie in the tensor.
+    /// The segment as boxes with their places: itself, or the boxes of its run. `None` if it
+    /// exceeds the tensor.
     pub fn boxes(&self, shape: &[u64]) -> Option<Vec<(Region, Place)>> {
         match &self.region {
             ChunkRegion::Box(region) => {

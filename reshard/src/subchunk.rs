@@ -62,7 +62,7 @@ pub struct Cut<'a> {
     region: &'a Region,
     /// Into how many parts each axis is cut; empty: it stays whole.
     parts: Vec<u64>,
-    /// Of the next box.
+    /// Offset of the next box.
     at: Vec<u64>,
     left: u64,
 }
@@ -126,9 +126,9 @@ pub fn cut<'a>(region: &'a Region, shape: &[u64], itemsize: u64, options: &Optio
     Cut { region, at: vec![0; parts.len()], parts, left }
 }
 
-/// Where a chunk lies in its shard, in parts of each axis. Chunks of one band stand together in a
-/// file, whatever tensors they are of: so a reader with another cut finds what it wants of many
-/// small chunks in one piece.
+/// Returns the band of a chunk: its place in its shard, in parts of each axis. Chunks of one band
+/// are adjacent in a file, across tensors, so a reader with another sharding finds many small
+/// chunks in one piece.
 pub fn band(chunk: &Region, shard: &Region, shape: &[u64]) -> u32 {
     let mut band = 0_u32;
     for (d, &extent) in shard.extent.iter().enumerate().filter(|&(_, &extent)| extent > 0) {
@@ -199,9 +199,9 @@ fn parts(extent: &[u64], sharded: Option<&[bool]>, itemsize: u64, options: &Opti
     parts
 }
 
-/// The run `start .. start + len` of the row-major flattened tensor as at most `2 * ndim - 1`
-/// boxes, in the run's order. Each box is itself contiguous in that order. `None` where the run
-/// does not lie in the tensor.
+/// Returns the run `start .. start + len` of the row-major flattened tensor as at most `2 * ndim -
+/// 1` boxes, in the run's order. Each box is contiguous in that order. `None` if the run exceeds
+/// the tensor.
 pub fn run_to_boxes(shape: &[u64], start: u64, len: u64) -> Option<Vec<Region>> {
     let end = start.checked_add(len)?;
     if end > volume(shape)? {

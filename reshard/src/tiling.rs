@@ -23,7 +23,7 @@ const BUDGET: usize = 512;
 /// Why chunks do not tile a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// A chunk does not lie in the tensor.
+    /// A chunk exceeds the tensor.
     Outside {
         /// Position of the chunk.
         chunk: usize,
@@ -39,7 +39,7 @@ pub enum Fault {
         first: usize,
         /// Position of the other.
         second: usize,
-        /// What both hold.
+        /// The common region.
         region: Region,
     },
     /// The chunks are so irregular that checking them would take too long; no writer makes such

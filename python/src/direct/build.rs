@@ -1,4 +1,4 @@
-//! What was read, put together: in the caller's containers, or in those that are stored.
+//! Assembles the result of a restore, in the caller's containers or in stored ones.
 
 use std::collections::HashMap;
 

@@ -7,10 +7,9 @@
 //! decides what is an error. No leaf costs a Python object but the array that is returned; no path
 //! is rendered unless a read fails.
 //!
-//! What the two ways have in common: objects are read first, then arrays in new memory, then the
-//! caller's own arrays; leaves that are tied in the store come back as one object, those that are
-//! to be of another library as one for each target; the structure is put together when everything
-//! has been read.
+//! Both paths have the same order: objects are read first, then arrays in new memory, then the
+//! caller's own arrays. Leaves that are tied in the store come back as one object, those of another
+//! library as one for each target. The structure is assembled when everything has been read.
 
 mod build;
 mod siblings;
@@ -41,10 +40,10 @@ use crate::slabs::{Place, Slabs};
 /// A restore that has been matched, and what it has read so far.
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Direct {
-    /// What closes that ends this, too: a failed restore lives on in its traceback, and its lease
-    /// must not.
+    /// Closing it ends this restore too. A traceback may keep a failed restore alive, but not its
+    /// lease.
     checkpoint: Py<Checkpoint>,
-    /// True if the caller's containers are filled, not made anew.
+    /// True if the caller's containers are filled, false if new ones are made.
     fill: bool,
     /// True if all arrays that are made are to be others than numpy's.
     convert: bool,
@@ -58,7 +57,7 @@ struct Work {
     /// Leaves that hold the tensors that get new memory, and where in it.
     fresh: Vec<(u32, Place)>,
     slabs: Slabs,
-    /// What is to be made of some of them, by their number: arrays of another library, like these.
+    /// Arrays that become another library's, by number, each with the array to imitate.
     like: Vec<(usize, Py<PyAny>)>,
     /// By the leaf that holds a tensor and the address of a target, its place in `like`.
     like_of: HashMap<(u32, usize), usize>,
@@ -75,15 +74,15 @@ struct Work {
     siblings: Siblings,
 }
 
-/// Where the object or the array of a leaf is among those that are read, and what becomes of it.
+/// The place of a leaf's object or array among those that are read, and its treatment.
 #[derive(Clone, Copy)]
 struct Number {
     at: usize,
     usage: Use,
 }
 
-/// What becomes of an array in new memory. Not both: it would be one that can be written to, in
-/// memory that an array which never changes has taken over.
+/// The treatment of an array in new memory. The two exclude each other: a writable array must not
+/// share memory with an immutable one.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Use {
     /// It is returned as it is, like an object.
@@ -92,7 +91,7 @@ enum Use {
     Like,
 }
 
-/// What is put together at the end.
+/// A node of the result.
 enum Node {
     /// An object or an array in new memory, by the leaf that holds it.
     Leaf(u32),

@@ -69,7 +69,7 @@ impl<'a, 'py> Walk<'a, 'py> {
             let mut children = Vec::new();
             for ((key, value), place) in keys.into_iter().zip(places) {
                 let Some(child) = self.node(place, &value, depth + 1)? else { return Ok(None) };
-                // What stays the caller's own stays where it is.
+                // The caller's own value stays in place.
                 if !matches!(child, Node::Own(_)) {
                     children.push((key.unbind(), child));
                 }
@@ -206,8 +206,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         Ok(self.own(leaf, source, buffer, target))
     }
 
-    /// An array of another library: filled where it may be, otherwise what is made anew is to be
-    /// one like it.
+    /// An array of another library: filled in place if possible, otherwise made like the target.
     fn foreign(
         &mut self,
         leaf: u32,
@@ -236,7 +235,7 @@ impl<'a, 'py> Walk<'a, 'py> {
 
     /// An array that nobody can change, or an abstract one, of the same dtype and shape.
     fn like(&mut self, source: u32, tensor: &TensorRecord, target: &Bound<'py, PyAny>) -> Found<Node> {
-        // What a symbol stands for, no file says.
+        // A symbolic dimension has no value in a file.
         let Ok(shape) = target.getattr(intern!(target.py(), "shape"))?.extract::<Vec<u64>>() else {
             return Ok(None);
         };
@@ -412,7 +411,7 @@ impl<'a> Key<'a> {
     }
 }
 
-/// What a component renders as: keys and fields by name, indices and integer keys by number.
+/// The rendering of a component: keys and fields by name, indices and integer keys by number.
 #[derive(PartialEq, Eq, Hash)]
 enum Name<'a> {
     Text(&'a str),

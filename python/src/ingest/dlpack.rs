@@ -50,13 +50,13 @@ struct DLTensor {
     byte_offset: u64,
 }
 
-/// What a capsule named [`LEGACY`] points to begins with this.
+/// The head of the struct behind a capsule named [`LEGACY`].
 #[repr(C)]
 struct DLManagedTensor {
     tensor: DLTensor,
 }
 
-/// What a capsule named [`VERSIONED`] points to begins with this.
+/// The head of the struct behind a capsule named [`VERSIONED`].
 #[repr(C)]
 struct DLManagedTensorVersioned {
     major: u32,
@@ -67,7 +67,7 @@ struct DLManagedTensorVersioned {
     tensor: DLTensor,
 }
 
-/// What a capsule says of a tensor.
+/// The tensor that a capsule describes.
 pub(super) struct Described {
     /// The number of the CUDA device whose memory it is in; `None`: the host's.
     pub device: Option<u32>,
@@ -127,7 +127,7 @@ pub(super) fn describe(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
     } else {
         dims(tensor.strides, ndim).into_iter().map(|stride| stride.saturating_mul(itemsize)).collect()
     };
-    // An offset lies in the same allocation, by what the format demands of its producer.
+    // The format demands that the offset stays inside the allocation.
     let address = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
     Ok(Described { device, address, dtype, shape, strides })
 }

@@ -25,7 +25,7 @@ pub struct HeldBuffer {
     strides: Dims<isize>,
 }
 
-/// Who keeps the memory.
+/// The owner of the memory.
 enum Export {
     // Boxed: an exporter may keep pointers into its own view.
     Buffer(Box<ffi::Py_buffer>),
@@ -147,8 +147,8 @@ impl HeldBuffer {
         })
     }
 
-    /// The bytes between the lowest and the highest that an element lies on: (distance of the
-    /// lowest from the first element, length).
+    /// The bytes between the lowest and the highest byte of any element: (distance of the lowest
+    /// from the first element, length).
     pub fn span(&self) -> (usize, usize) {
         if self.nbytes() == 0 {
             return (0, 0);

@@ -1,9 +1,9 @@
 //! Memory that Python owns, seen from Rust: the only unsafe code of this crate.
 //!
-//! An array is reached through the buffer protocol *without* its format: numpy then exports every
-//! dtype, those of ml_dtypes and `datetime64` included, which refuse a buffer with a format. What
-//! the elements are is known from the dtype object. Tensors of libraries that export no buffer come
-//! by DLPack, which says what they are.
+//! An array is reached through the buffer protocol *without* its format. numpy then exports every
+//! dtype, also those of ml_dtypes and `datetime64`, which refuse a buffer with a format. The dtype
+//! object describes the elements. Tensors of libraries that export no buffer come by DLPack, which
+//! describes them.
 #![expect(unsafe_code, reason = "pointers of Python's buffers enter the engine here and nowhere else")]
 
 mod dlpack;

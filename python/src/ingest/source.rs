@@ -42,7 +42,7 @@ pub fn returnable_provider_of(loan: &Arc<Loan>, buffer: &HeldBuffer) -> Result<A
     Ok(match device_of(buffer)? {
         None => Arc::new(Returnable { inner: HostProvider::new(source_of(buffer)?), loan }),
         Some(device) => {
-            // What it reads is held by the share that each read takes.
+            // Each read holds a share of the source's memory.
             let make = |owner| device_source_of(Arc::clone(&device), buffer, owner);
             make(Arc::clone(&loan))?;
             Arc::new(ReturnableOnDevice {

@@ -8,8 +8,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Which element of the row-major logical tensor (its number plus one) stands at each element of
-/// the buffer; 0 where none does.
+/// For each element of the buffer, the number (plus one) of its element in the row-major logical
+/// tensor; 0 if it has no element.
 fn contents(layout: &Layout, shape: &[u64], itemsize: u64, buffer_elements: u64) -> Vec<u64> {
     let mut buffer = vec![0; buffer_elements as usize];
     let strides = row_major_strides(shape);

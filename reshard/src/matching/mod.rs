@@ -34,16 +34,16 @@ use crate::selection::{Renames, Selection};
 /// A leaf of the abstract state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
-    /// Where it stands in the caller's state.
+    /// Its path in the caller's state.
     pub path: LeafPath,
-    /// What it shall be.
+    /// The wanted form.
     pub spec: Spec,
     /// True if the caller has a value there that may stay when nothing is stored (`missing="keep"`
     /// needs one).
     pub holds_value: bool,
 }
 
-/// What a wanted leaf shall be.
+/// The wanted form of a leaf.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Spec {
     /// A tensor; `None` takes what is stored.
@@ -55,8 +55,7 @@ pub enum Spec {
     },
     /// An object.
     Object,
-    /// Whatever is stored there: a leaf, or all leaves below that path (each becomes a [`Match`] of
-    /// its own).
+    /// Anything: a leaf, or all leaves below that path (each becomes its own [`Match`]).
     Any,
     /// Leave out: whatever is stored there or below it is not read, and nothing is missing.
     Skip,
@@ -65,13 +64,13 @@ pub enum Spec {
 /// A leaf of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredLeaf {
-    /// Where it stands in the stored state.
+    /// Its path in the stored state.
     pub path: LeafPath,
-    /// What it is.
+    /// Its form.
     pub spec: StoredSpec,
 }
 
-/// What a stored leaf is.
+/// The form of a stored leaf.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StoredSpec {
     /// A logical tensor.
@@ -133,7 +132,7 @@ impl<T: Copy> PerGlob<T> {
     }
 }
 
-/// What happens to a wanted leaf that is not stored.
+/// The treatment of a wanted leaf that is not stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnMissing {
     /// It is an error.
@@ -143,7 +142,7 @@ pub enum OnMissing {
     Keep,
 }
 
-/// What happens to a stored leaf, inside a wanted top-level entry, that nobody wants.
+/// The treatment of a stored leaf inside a wanted top-level entry that is not wanted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnUnexpected {
     /// It is an error.
@@ -228,7 +227,7 @@ pub struct Match {
     pub stored: usize,
     /// Position of the stored leaf that holds the bytes: another one where `stored` is an alias.
     pub source: usize,
-    /// What it becomes; `None` for an object.
+    /// The tensor that it becomes; `None` for an object.
     pub tensor: Option<TensorMatch>,
 }
 
@@ -243,8 +242,7 @@ pub struct TensorMatch {
     pub lossless: bool,
     /// The shape that the caller gets.
     pub shape: Vec<u64>,
-    /// The part of the stored tensor that is read. It lies at the same place in the caller's
-    /// tensor.
+    /// The part of the stored tensor that is read. Its place in the caller's tensor is the same.
     pub region: Region,
     /// True if the caller's tensor is larger than `region`: the rest of it is padding, and the
     /// caller fills it.
@@ -315,7 +313,7 @@ struct Matching<'a> {
     report: Report,
 }
 
-/// What stored leaves meet.
+/// The wanted leaves, as stored leaves meet them.
 struct Targets<'a> {
     by_text: HashMap<&'a [u8], usize>,
     /// [`Spec::Any`] and [`Spec::Skip`], which take what is below them.

@@ -88,9 +88,9 @@ fn nearest<'a>(asked: &[&[u8]], candidates: impl Iterator<Item = (usize, &'a [u8
 /// Numbers that near texts share.
 fn keys(text: &[u8], mut found: impl FnMut(u64)) {
     let parts: Vec<u64> = components(text).map(|component| hash(&component)).collect();
-    // The whole, and the whole with each component left out: a changed, added or removed component
-    // meets one of them. What is left out leaves no trace of its place, so that a component that
-    // moved is near too.
+    // The whole path, and the path without each component: a changed, added or removed component
+    // matches one of them. A left-out component leaves no trace of its place, so a moved one is
+    // near too.
     let without = |left_out: usize| {
         let mut hasher = DefaultHasher::new();
         for (_, part) in parts.iter().enumerate().filter(|(i, _)| *i != left_out) {

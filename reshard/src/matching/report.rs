@@ -10,11 +10,11 @@ use crate::{Error, Result};
 /// Leaves of a class that a report's text names; the report itself holds all.
 const SHOWN: usize = 16;
 
-/// What a match found. Positions count the wanted and the stored leaves that were given; `path` is
-/// the rendered wanted path where nothing else is said.
+/// The result of a match. Positions count the given wanted and stored leaves. `path` is the
+/// rendered wanted path unless stated otherwise.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// What is read, in the order of the wanted leaves.
+    /// The leaves to read, in the order of the wanted leaves.
     pub matches: Vec<Match>,
     /// Wanted leaves whose values stay.
     pub kept: Vec<Kept>,
@@ -113,9 +113,9 @@ pub struct WrongShape {
     pub stored: usize,
     /// Its path.
     pub path: String,
-    /// What is stored.
+    /// The stored shape.
     pub stored_shape: Vec<u64>,
-    /// What is wanted.
+    /// The wanted shape.
     pub wanted_shape: Vec<u64>,
 }
 
@@ -128,11 +128,11 @@ pub struct WrongDtype {
     pub stored: usize,
     /// Its path.
     pub path: String,
-    /// What is stored.
+    /// The stored dtype.
     pub stored_dtype: Dtype,
-    /// What is wanted.
+    /// The wanted dtype.
     pub wanted_dtype: Dtype,
-    /// What is wrong with the cast, as a predicate ("may lose values").
+    /// The problem of the cast, as a predicate ("may lose values").
     pub why: &'static str,
 }
 
@@ -145,9 +145,9 @@ pub struct WrongKind {
     pub stored: usize,
     /// Its path.
     pub path: String,
-    /// What is stored, with its article.
+    /// The stored kind, with its article.
     pub stored_kind: &'static str,
-    /// What is wanted, with its article.
+    /// The wanted kind, with its article.
     pub wanted_kind: &'static str,
 }
 

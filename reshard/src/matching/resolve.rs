@@ -72,8 +72,8 @@ impl Matching<'_> {
         }
     }
 
-    /// The number of the dropped item that a wanted leaf was in. What the loose leaves were called
-    /// is not known any more: any at the top may have been one.
+    /// The number of the dropped item that held a wanted leaf. The names of plain top-level leaves
+    /// are no longer known, so any leaf at the top may have been one.
     fn dropped_with(&self, w: usize) -> Option<usize> {
         let mut components = components(self.wanted_texts.get(w));
         let top = crate::glob::render(components.next()?);

@@ -19,8 +19,7 @@ pub struct Unmatched {
     pub option: &'static str,
     /// The pattern.
     pub glob: String,
-    /// What it may have meant: paths, branches above them, or a pattern that takes what is below
-    /// one.
+    /// Likely intended paths: leaves, subtrees above them, or a pattern for everything below one.
     pub near: Vec<String>,
     /// The number of the dropped item that it names, where it names one.
     pub dropped: Option<usize>,
@@ -38,7 +37,7 @@ impl Matching<'_> {
         for glob in unused(include, &stored) {
             found.push(Unmatched { dropped: self.dropped(&glob), ..suggest("include", &glob, &stored) });
         }
-        // What is gone need not be there to be left out, or to get another name.
+        // A dropped leaf need not exist to be excluded or renamed.
         for glob in unused(options.selection.exclude(), &stored) {
             if self.dropped(&glob).is_none() {
                 found.push(suggest("exclude", &glob, &stored));
@@ -115,15 +114,15 @@ fn suggest(option: &'static str, glob: &Glob, texts: &[&[u8]]) -> Unmatched {
     }
 }
 
-/// What a glob may have meant: where its beginning stops to be a path of the texts, the names that
-/// are there; where it is one, what is below it.
+/// Likely intended globs. At the place where the glob's beginning stops to be an existing path: the
+/// names there. If it is an existing path: everything below it.
 fn near(glob: &Glob, texts: &[&[u8]]) -> Vec<String> {
     let literal = glob.leading_literal();
     if literal.is_empty() {
         let Some(last) = glob.trailing_literal().and_then(|text| components(text).last()) else {
             return Vec::new();
         };
-        // Of a beginning that is open, the end may be near the ends of paths.
+        // With an open beginning, compare the ends of paths.
         let mut by_name: HashMap<&[u8], &[u8]> = HashMap::new();
         for text in texts {
             if let Some(name) = components(text).last() {

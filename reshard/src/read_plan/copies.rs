@@ -101,7 +101,7 @@ impl Maker<'_> {
                 self.inconsistent(format!("chunk {number} has {stored} bytes, but its region has {found}"))
             );
         }
-        // From here on nothing overflows on the source's side: the box lies in the chunk, and the
+        // From here on, the source side cannot overflow: the box is inside the chunk, and the
         // chunk's bytes fit.
         let ndim = region.ndim();
         let (mut dims, mut stride) = (SmallVec::with_capacity(ndim), itemsize);
@@ -138,7 +138,7 @@ impl Maker<'_> {
         Ok(())
     }
 
-    /// The file of a chunk, once it is known to lie in it.
+    /// Returns the file of a chunk, after a check that the chunk is inside it.
     fn file(&self, number: u32, chunk: &ChunkRecord) -> Result<u32> {
         let Codec::Raw = chunk.codec;
         let file = match chunk.extent.source {

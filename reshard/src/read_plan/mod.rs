@@ -1,12 +1,11 @@
-//! What is read, and what is copied from where to where: regions of stored tensors → box copies →
-//! coalesced reads of whole blocks. Called by a restore once its leaves are matched; the plan is
-//! carried out by the engine.
+//! Plans reads and copies: regions of stored tensors → box copies → coalesced reads of whole
+//! blocks. A restore calls it after the match, and the engine runs the plan.
 //!
-//! * Every element of every request is copied exactly once, or planning fails: memory that was not
-//!   filled is never handed out.
-//! * Runs stand in file order, are whole blocks, and do not overlap within a file. Blocks that no
-//!   copy needs are read only inside gaps of at most [`PlanOptions::max_gap_bytes`].
-//! * Copies stand in file order, too. A copy whose bytes lie in several runs is listed by each.
+//! * Every element of every request is copied exactly once, or planning fails. The caller never
+//!   sees unfilled memory.
+//! * Runs are in file order, are whole blocks, and do not overlap within a file. Unneeded blocks
+//!   are read only inside gaps of at most [`PlanOptions::max_gap_bytes`].
+//! * Copies are in file order, too. A copy whose bytes are in several runs is listed by each.
 //! * A request without elements reads nothing.
 //!
 //! The numbers of an index are hostile: sums and products are checked, and contradictions are
@@ -114,7 +113,7 @@ pub fn of_copies(index: &Index, mut copies: Vec<BoxCopy>, options: &PlanOptions)
     Ok(ReadPlan { runs, copies })
 }
 
-/// What a plan reads, for dry runs and reports.
+/// The size of a plan's reads, for dry runs and reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PlanStats {
     /// Files that are opened.

@@ -70,7 +70,7 @@ fn spans(copy: &BoxCopy, apart: u64, add: &mut impl FnMut(u64, u64)) {
 /// Sorted needs as runs.
 fn coalesce(needs: &[Need], options: &PlanOptions) -> Vec<ReadRun> {
     let mut runs: Vec<ReadRun> = Vec::new();
-    // Up to here of the current file everything that is needed lies in a run.
+    // Up to this offset, all needed bytes of the current file are inside a run.
     let mut done = 0;
     for need in needs {
         let block = options.block_of(need.file);
@@ -80,8 +80,8 @@ fn coalesce(needs: &[Need], options: &PlanOptions) -> Vec<ReadRun> {
         }
         let mut start = need.start.max(done);
         while start < need.end {
-            // What follows without a gap fills the run up; what follows after one comes along if it
-            // fits.
+            // An adjacent block extends the run up to its limit. A block after a gap is included if
+            // it fits.
             let extends = |run: &ReadRun| {
                 run.file == need.file
                     && start - done <= options.max_gap_bytes
