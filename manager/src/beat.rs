@@ -1,12 +1,12 @@
 //! Signs of life, for file systems without locks.
 //!
-//! Where locks reach, the writer's lock says that it lives. Where they do not, a writer keeps a
-//! small file in the root's own directory and rewrites it every few seconds:
-//! `.stepwell/beat-<session>`. Whoever wants to become the writer writes its own first and then
-//! watches the others for a while, by its own clock: as long as one changes, its writer lives. (No
-//! two clocks are compared, and no file's age.) Two that come at once see each other, and both step
-//! back. The file is one per session and not a field of the epoch, so that an old writer's beat can
-//! never overwrite a new writer's epoch.
+//! With locks, the writer's lock shows that it lives. Without locks, a writer keeps a small file in
+//! the root's own directory and rewrites it every few seconds: `.stepwell/beat-<session>`. A new
+//! writer writes its own first, then watches the others for a while, by its own clock. As long as
+//! one changes, its writer lives. (No clocks of two machines and no file's age are compared.) Two
+//! writers that start at once see each other, and both give up. Each session has its own file,
+//! instead of a field of the epoch, so that an old writer's heartbeat never overwrites a new
+//! writer's epoch.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -38,7 +38,7 @@ struct Beat {
     count: u64,
     /// From one to the next.
     every_ms: u64,
-    /// Who it is, for people.
+    /// The writer, for messages.
     owner: String,
 }
 
@@ -99,7 +99,7 @@ fn go_on(root: &dyn Dir, session: &str, every: Duration, stop: &(Mutex<bool>, Co
         if *wait.unwrap_or_else(PoisonError::into_inner).0 {
             return;
         }
-        // Whoever has taken over has removed it.
+        // A writer that took over has removed it.
         if matches!(root.stat(&format!("{CONTROL}/{}", name(session))), Ok(None)) {
             return;
         }

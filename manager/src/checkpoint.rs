@@ -1,11 +1,10 @@
 //! One step, opened for reading: leased, its items merged into one tree in the order that was
 //! saved.
 //!
-//! Leaves have one numbering over all items: positions in [`Checkpoint::outline`], which is also
-//! what [`Checkpoint::match_state`] speaks of. Where the chunks of a tensor are is read with the
-//! rest of the index or, where that is large, when they are wanted. Data files are opened lazily
-//! below one directory descriptor; a file that is not there any more is [`Error::StepGone`], never
-//! other data.
+//! Leaves have one numbering over all items: positions in [`Checkpoint::outline`], also used by
+//! [`Checkpoint::match_state`]. The places of a tensor's chunks are read with the rest of the
+//! index; in a large index, they are read when they are needed. Data files are opened lazily below
+//! one directory descriptor. A missing file is [`Error::StepGone`], never other data.
 
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -53,8 +52,8 @@ pub struct Checkpoint {
     birth: Birth,
 }
 
-/// What is going to be read of a checkpoint, as far as that is known when it is opened: the disk
-/// can begin before a restore is planned.
+/// The part of a checkpoint that will be read, as far as it is known at opening. The disk can start
+/// before a restore is planned.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Expected {
     /// Nothing that is known.
@@ -148,7 +147,7 @@ impl Checkpoint {
         Self::lease(&parent, name, environment, PATIENCE, expected, load_options)?.ok_or_else(gone)
     }
 
-    /// Opens and leases a directory below `parent`; `None` if there is none.
+    /// Opens and leases a directory below `parent`. `None` if it does not exist.
     pub(crate) fn lease(
         parent: &Arc<dyn Dir>,
         name: &str,
@@ -191,7 +190,7 @@ impl Checkpoint {
         }))
     }
 
-    /// Where it is.
+    /// Its path.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
@@ -211,8 +210,8 @@ impl Checkpoint {
         self.lease.protects()
     }
 
-    /// What of the files that its manifest lists is missing or has another length: a copy that is
-    /// still under way has its manifest before the rest. No data is read.
+    /// Describes files of the manifest that are missing or have another length. A copy in progress
+    /// has its manifest before the rest. Reads no data.
     pub fn damage(&self) -> Result<Option<String>> {
         self.birth.check("checkpoint")?;
         Ok(damage_by(&self.manifest, |path| self.dir.stat(path))?)
@@ -224,8 +223,8 @@ impl Checkpoint {
         &self.load_options
     }
 
-    /// All items merged: one tree, one numbering of leaves, file names relative to the step. Of a
-    /// large index the chunks of tensors are not here: see [`Checkpoint::index_of`].
+    /// All items merged: one tree, one numbering of leaves, file names relative to the step. For a
+    /// large index it lacks the chunks of tensors: see [`Checkpoint::index_of`].
     pub fn outline(&self) -> &Arc<Index> {
         self.index.outline()
     }

@@ -7,13 +7,13 @@
 
 /// The commit record of a step.
 pub const MANIFEST: &str = "manifest.json";
-/// Where a thinned step's new manifest is written before it takes the old one's name.
+/// The temporary name of a thinned step's new manifest.
 pub const MANIFEST_NEW: &str = ".manifest.json.new";
 /// Readers hold a shared lock on this file of a step.
 pub const LEASE: &str = ".lease";
 /// The index of an item, below the item's directory.
 pub const INDEX: &str = "index";
-/// What belongs to the root and to no step.
+/// The directory for files of the root itself.
 pub const CONTROL: &str = ".stepwell";
 /// Format version, root id, step-name pattern, the user's root metadata.
 pub const ROOT_JSON: &str = "root.json";
@@ -94,8 +94,8 @@ pub fn temporary(label: &str, session: &str, counter: u64) -> String {
     format!("{TEMPORARY_PREFIX}{}-{session}-{counter}", shortened(label))
 }
 
-/// Says of a save of several ranks that one of them has given up on the leader: whoever comes to it
-/// later leaves it. Every rank derives it itself.
+/// Marks a save of several ranks in which a rank has given up on the leader: later participants
+/// leave it. Every rank derives the name itself.
 pub fn given_up(label: &str, session: &str, counter: u64) -> String {
     format!("{GIVEN_UP_PREFIX}{}-{session}-{counter}", shortened(label))
 }
@@ -133,7 +133,7 @@ pub fn control(name: &str) -> String {
     format!("{CONTROL}/{name}")
 }
 
-/// What a name of ours says; `None` for steps and for what is not ours.
+/// Parses a name of ours. `None` for steps and foreign names.
 pub fn parse(name: &str) -> Option<OwnName> {
     if name == CONTROL {
         return Some(OwnName::Control);
@@ -158,7 +158,7 @@ pub fn parse(name: &str) -> Option<OwnName> {
     Some(OwnName::Temporary { label, session, counter })
 }
 
-/// What a name says behind its prefix that is a save's: label, session, counter.
+/// Parses the rest of a save's name: label, session, counter.
 fn of_a_save(rest: &str) -> Option<(String, String, u64)> {
     let mut parts = rest.rsplitn(3, '-');
     let counter = parts.next()?.parse().ok()?;

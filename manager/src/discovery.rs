@@ -6,23 +6,22 @@
 //! which means reported by name and reason, never chosen, never deleted. Listing reads manifests;
 //! [`damage`] is for the step that is chosen and for those that retention counts.
 //!
-//! What the disk does not answer is no answer: an I/O error (EIO, EMFILE, EACCES, …) ends a
-//! listing. A step that was left out for it would make an older one the latest, and retention count
-//! wrong. Only what is not there any more (ENOENT, ESTALE: another process has retired it) is left
-//! out.
+//! A disk error is not an answer: EIO, EMFILE, EACCES and others end a listing. If such a step were
+//! left out, an older one would become the latest, and retention would count wrong. Only missing
+//! steps are left out (ENOENT, ESTALE: another process has retired it).
 //!
 //! A directory is not listed in one step: between two of its parts another process commits a step,
 //! whose name the listing has passed already, and retires an older one, whose name it has not
 //! reached. So a listing counts only where nothing speaks against it, or where the next one finds
 //! the same: a reader never sees fewer steps than there always were.
 //!
-//! Manifests are cached by the identity of their file and by when it changed, so that a repeated
-//! [`Discovery::list`] costs one `stat` per step and reads nothing. The writer of a root is nearly
-//! always the only one who changes it. Its [`Discovery::look`] goes by what it notes of its own
-//! changes ([`stepwell_core::io::noting`]), and where the directory shows that somebody else has
-//! changed it, by the names and inode numbers there: what a save costs does not grow with the steps
-//! that are there. What is changed inside a step by hand is found when that step is chosen
-//! ([`Discovery::is_as_listed`]), and bit by bit by retention.
+//! Manifests are cached by file identity and change time, so a repeated [`Discovery::list`] costs
+//! one `stat` per step and reads nothing. The writer of a root is nearly always the only process
+//! that changes it. Its [`Discovery::look`] uses the record of its own changes
+//! ([`stepwell_core::io::noting`]). If the directory shows a foreign change, it compares names and
+//! inode numbers. So the cost of a save does not grow with the number of steps. Manual changes
+//! inside a step are found when that step is chosen ([`Discovery::is_as_listed`]), and gradually by
+//! retention.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -58,12 +57,12 @@ pub struct Found {
     pub manifest: Arc<Manifest>,
 }
 
-/// A directory with a step's name that is no step.
+/// An invalid directory with a step's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quarantined {
     /// The directory's name.
     pub name: String,
-    /// What does not hold.
+    /// The violated condition.
     pub reason: String,
     /// True if it has a manifest, which does not hold then.
     pub has_manifest: bool,
@@ -75,12 +74,12 @@ impl Quarantined {
     }
 }
 
-/// What a listing found.
+/// The result of a listing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Listing {
     /// The steps, by number.
     pub steps: BTreeMap<u64, Found>,
-    /// What has a step's name and is none.
+    /// Invalid directories with a step's name.
     pub quarantined: Vec<Quarantined>,
 }
 
@@ -96,7 +95,7 @@ pub struct Discovery {
 struct Cache {
     /// Everything that was read as a step, by its directory's name.
     known: HashMap<String, Known>,
-    /// What the last pass found.
+    /// The result of the last pass.
     listing: Arc<Listing>,
 }
 
@@ -109,7 +108,7 @@ struct Known {
     manifest: Arc<Manifest>,
 }
 
-/// What one reading of a root's directory found.
+/// The result of reading a root's directory once.
 struct Pass {
     listing: Arc<Listing>,
     /// Something was gone before it could be looked at.
@@ -138,7 +137,7 @@ impl Discovery {
         }
     }
 
-    /// What stands under this name is looked at anew: its manifest is another one.
+    /// Has this name inspected again, because its manifest has changed.
     pub fn touch(&self, name: &str) {
         self.lock().remove(name);
         if let Some(notes) = &self.notes {
@@ -146,7 +145,7 @@ impl Discovery {
         }
     }
 
-    /// What the root holds now, every manifest looked at.
+    /// The current content of the root, with every manifest inspected.
     pub fn list(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
         self.agree(root, names, false)
     }
@@ -173,8 +172,7 @@ impl Discovery {
         }
     }
 
-    /// True if the manifest of a step is the file that was listed. Where it is not, the next
-    /// listing reads it anew.
+    /// True if the manifest of a step is the listed file. If not, the next listing reads it again.
     pub fn is_as_listed(&self, root: &dyn Dir, found: &Found) -> stepwell_core::Result<bool> {
         let listed = match self.lock().known.get(&found.name) {
             Some(known) if Arc::ptr_eq(&known.manifest, &found.manifest) => known.stat,
@@ -217,7 +215,7 @@ impl Discovery {
         }
     }
 
-    /// Looks at what stands under these names, and at nothing else.
+    /// Inspects these names only.
     fn look_at(&self, root: &dyn Dir, names: &StepName, touched: &[String]) -> Result<Arc<Listing>> {
         let mut read = Vec::new();
         let mut quarantined = Vec::new();
@@ -384,7 +382,7 @@ impl Cache {
             && added.iter().all(&mut is_free)
             && self.listing.steps.len() + added.len() == self.known.len()
         {
-            // Nothing but new steps, most often one: the others are not copied.
+            // Only new steps, usually one: the others are not copied.
             if !added.is_empty() {
                 let steps = &mut Arc::make_mut(&mut self.listing).steps;
                 steps.extend(added.into_iter().map(|found| (found.manifest.step, found)));
@@ -396,14 +394,14 @@ impl Cache {
             let found = Found { name: name.clone(), manifest: Arc::clone(&known.manifest) };
             add(&mut listing, names, known.manifest.step, found);
         }
-        // Also where it says the same: manifests are known by their identity, and one that was read
-        // anew (its file was linked, or its permissions changed) is another.
+        // Even for equal content: manifests are compared by identity, and one that was read again
+        // (its file was linked, or its permissions changed) has another.
         self.listing = Arc::new(listing);
     }
 }
 
-/// True if the answer to reading a manifest says something of what stands there (damaged, foreign,
-/// no regular file), and not of the disk.
+/// True if a read error describes the manifest (damaged, foreign, not a regular file), not the
+/// disk.
 pub(crate) fn is_no_step(error: &stepwell_core::Error) -> bool {
     use stepwell_core::Error::{Corrupt, Format, Limit};
     matches!(error, Corrupt { .. } | Format { .. } | Limit { .. }) || error.is_no_file()
@@ -436,9 +434,9 @@ pub fn read_manifest(parent: &dyn Dir, name: &str) -> stepwell_core::Result<Mani
     Manifest::decode(&bytes, &parent.path().join(path))
 }
 
-/// What of the files that a manifest lists is missing or has another length. An error is no damage:
-/// the disk did not answer. A caller that reads without the writer's lock looks with [`stands`]
-/// before it calls a step damaged: it may have been retired or replaced meanwhile.
+/// Describes files of a manifest that are missing or have another length. A disk error is not
+/// damage. A caller without the writer's lock checks [`stands`] before it calls a step damaged: the
+/// step may have been retired or replaced meanwhile.
 pub fn damage(parent: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_core::Result<Option<String>> {
     damage_by(manifest, |path| parent.stat(&format!("{name}/{path}")))
 }
@@ -458,7 +456,7 @@ pub(crate) fn damage_by(
             }
             Ok(Some(_)) => return Ok(Some(format!("{path} is no regular file"))),
             Ok(None) => return Ok(Some(format!("{path} is missing"))),
-            // What leads there is missing, or is no directory.
+            // A directory on the way is missing, or is not a directory.
             Err(error) if error.is_gone() || is_no_step(&error) => {
                 return Ok(Some(error.to_string()));
             }
@@ -468,7 +466,7 @@ pub(crate) fn damage_by(
     Ok(None)
 }
 
-/// True if a step that was listed still stands under its name, as the same attempt.
+/// True if a listed step still has its name, as the same attempt.
 pub fn stands(parent: &dyn Dir, found: &Found) -> stepwell_core::Result<bool> {
     match read_manifest(parent, &found.name) {
         Ok(manifest) => Ok(manifest.attempt == found.manifest.attempt),

@@ -1,5 +1,5 @@
-//! What a manager touches: disk, clock, randomness, other ranks, staging memory. Injected, so that
-//! the product and the simulators run the same code.
+//! The environment of a manager: disk, clock, randomness, other ranks, staging memory. Injected, so
+//! that the product and the simulators run the same code.
 
 use std::hash::{BuildHasher, Hasher};
 use std::path::Path;

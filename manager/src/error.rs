@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::save::Save;
 use crate::step_name::StepName;
 
-/// What every fallible call of this crate returns.
+/// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// See the module documentation.
@@ -50,7 +50,7 @@ pub enum Error {
     StepGone {
         /// The step's directory.
         path: PathBuf,
-        /// What was not found.
+        /// The missing thing.
         what: String,
     },
     /// A step may not go back behind the latest one.
@@ -74,7 +74,7 @@ pub enum Error {
         /// Why.
         source: stepwell_core::Error,
     },
-    /// The step stands under its name, but it is not known whether it survives a power cut.
+    /// The step has its name, but may not survive a power cut.
     #[error(
         "step {step} was renamed into place, but making that durable failed ({source}); it is not counted as committed. Save again, or reopen the root: its next writer settles what is there"
     )]
@@ -89,7 +89,7 @@ pub enum Error {
     RankFailed {
         /// The rank.
         rank: u32,
-        /// What it said.
+        /// Its report.
         cause: String,
     },
     /// Ranks did not answer in time.
@@ -97,7 +97,7 @@ pub enum Error {
     CoordinationTimeout {
         /// The ranks that are missing.
         missing: Vec<u32>,
-        /// What they were waited for.
+        /// The awaited answer.
         waited_for: String,
         /// For how long, in seconds.
         seconds: f64,
@@ -120,7 +120,7 @@ pub enum Error {
         /// Which ranks, which regions.
         what: String,
     },
-    /// What carries the messages of the ranks does not answer.
+    /// The board for the ranks' messages does not answer.
     #[error("the ranks cannot reach each other: {0}")]
     Unreachable(String),
     /// An error of the leader, in a call that all ranks have made.
@@ -131,7 +131,7 @@ pub enum Error {
     Locked {
         /// The root.
         root: PathBuf,
-        /// What is known of the other writer.
+        /// The other writer, as far as it is known.
         owner: Option<String>,
     },
     /// Someone holds the step, so that it is neither deleted nor replaced.
@@ -139,7 +139,7 @@ pub enum Error {
     Held {
         /// The step.
         step: u64,
-        /// Who holds it, as far as that is known, and what to do.
+        /// The holder, as far as it is known, and what to do.
         by: String,
     },
     /// The file system has no locks, and the caller has not said that it is the only writer.
@@ -147,7 +147,7 @@ pub enum Error {
     NoLocks {
         /// The root.
         root: PathBuf,
-        /// What the system answered.
+        /// The system's answer.
         answer: String,
     },
     /// The root has steps under another pattern of names, which the one that was asked for does not
@@ -199,7 +199,7 @@ pub enum Error {
     /// The manager writes nothing.
     #[error("cannot {what}: this manager of {} was opened with read_only=True", root.display())]
     ReadOnly {
-        /// What was asked.
+        /// The request.
         what: &'static str,
         /// The root.
         root: PathBuf,
@@ -209,7 +209,7 @@ pub enum Error {
     NotAStep {
         /// The directory.
         path: PathBuf,
-        /// What does not hold.
+        /// The violated condition.
         reason: String,
     },
     /// An argument that cannot work.
@@ -218,13 +218,13 @@ pub enum Error {
     /// A wait ended by its deadline.
     #[error("waited {:.1} s for {waited_for}; it goes on in the background", waited.as_secs_f64())]
     Timeout {
-        /// What was waited for.
+        /// The awaited event.
         waited_for: String,
         /// For how long.
         waited: Duration,
     },
-    /// A save in the background failed earlier, and nobody had seen it yet. Who cannot tell it
-    /// after all gives it to [`Manager::put_back`].
+    /// An earlier background save failed, and nobody had seen it yet. A caller that cannot report
+    /// it gives it to [`Manager::put_back`].
     ///
     /// [`Manager::put_back`]: crate::Manager::put_back
     #[error("an earlier save failed: {source}{}", not_begun(*unsaved))]
@@ -245,7 +245,7 @@ pub enum Error {
         wanted: u64,
         /// Bytes that are.
         there: u64,
-        /// What the system answered.
+        /// The system's answer.
         source: stepwell_core::Error,
     },
     /// From planning; a mismatch carries the whole report.
@@ -269,7 +269,7 @@ fn step_exists(step: u64, root: &std::path::Path, latest: Option<u64>, rewind_to
     }
 }
 
-/// What to do where training goes on from an older step than the latest.
+/// Advice for a run that continues from an older step than the latest.
 fn way_back(step: u64, rewind_to: Option<u64>) -> String {
     match rewind_to {
         Some(older) => {
@@ -420,7 +420,7 @@ const RELAYED: &[&str] = &[
 ];
 
 impl Relayed {
-    /// What others are told of an error.
+    /// The report of an error to other ranks.
     pub fn of(error: &Error) -> Self {
         let step = match error {
             Error::StepExists { step, .. }

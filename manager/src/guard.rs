@@ -7,7 +7,7 @@ use stepwell_core::{Error, Result};
 
 /// Runs something; a panic becomes an error that names `who`.
 pub(crate) fn guarded<T>(who: &str, run: impl FnOnce() -> T) -> Result<T> {
-    // What it left half done is behind locks that are taken whether they are poisoned or not.
+    // Its unfinished changes are behind locks that ignore poisoning.
     catch_unwind(AssertUnwindSafe(run)).map_err(|panic| {
         let said = panic
             .downcast_ref::<&str>()

@@ -68,7 +68,7 @@ pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Optio
         };
         match parent.stat(name)? {
             Some(stat) if stat.id == dir.id()? => {
-                // What is no step has no lease either, and whoever opens it says so.
+                // An invalid step has no lease either. Opening it reports the error.
                 if let Some(error) = refused
                     && dir.stat(MANIFEST)?.is_some()
                 {
@@ -95,15 +95,15 @@ pub struct Owned {
     pub life: Option<Box<dyn Lock>>,
 }
 
-/// Makes a temporary that says by a held lease that its owner lives: for those that no root's lock
-/// speaks for. Where there are no locks, it says nothing. `shared`: another rank may have made it.
+/// Creates a temporary whose held lease shows that its owner lives, for temporaries outside of the
+/// root's lock. Without locks the lease shows nothing. `shared`: another rank may have created it.
 pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_core::Result<Owned> {
     let mut tries = OWN_TRIES;
     loop {
         tries -= 1;
         let dir = match parent.create_dir(name) {
-            // Made by another rank; or by this call, and not out of the way yet of whoever took it
-            // for a dead one's.
+            // Another rank created it; or this call did, and a process that took it for a dead
+            // one's has not removed it yet.
             Err(error) if error.already_exists() && (shared || tries < OWN_TRIES - 1) => {
                 parent.open_dir(name)
             }
@@ -113,14 +113,14 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
             Err(error) if error.is_not_found() && tries > 0 => continue,
             dir => dir?,
         };
-        // Shared, so that whoever reads the step right after its rename need not wait.
+        // A shared lock, so that readers need not wait right after the rename.
         let lock = match dir.try_lock(LEASE, LockKind::Shared, true) {
             Ok(lock) => lock,
             Err(error) if error.is_without_locks() => return Ok(Owned { dir, life: None }),
             // Taken for a dead one's in the moment before it was locked.
             Err(error) if error.is_not_found() && tries > 0 => continue,
             Err(error) => {
-                // Whoever tries again would be told that it exists.
+                // A retry would report that it exists.
                 if !shared && let Err(error) = parent.remove_dir(name) {
                     tracing::warn!(%error, "a temporary that could not be locked could not be removed either");
                 }

@@ -66,8 +66,8 @@ struct Sidecar {
     metrics: BTreeMap<String, Number>,
 }
 
-/// Writes a sidecar for a committed step. What could not be read again is refused before anything
-/// is written: metrics and their names have the limits of a manifest's.
+/// Writes a metrics file for a committed step. Refuses unreadable content before it writes: metrics
+/// and their names have the limits of a manifest's.
 pub fn add(
     root: &dyn Dir,
     attempt: &Attempt,
@@ -224,7 +224,7 @@ pub fn reclaim(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &
         if alive.attempts.contains(&attempt) {
             continue;
         }
-        // Where all manifests can be read, the number says nothing more.
+        // If all manifests are readable, the number adds nothing.
         if !alive.numbers.is_empty()
             && parse(&*dir, &name).map_or(true, |found| alive.numbers.contains(&found.step))
         {
@@ -238,7 +238,7 @@ pub fn reclaim(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &
     Ok(removed)
 }
 
-/// What sidecars may belong to.
+/// The possible owners of metrics files.
 #[derive(Default)]
 struct Alive {
     attempts: HashSet<Attempt>,

@@ -1,4 +1,4 @@
-//! What a manager may be told. Every option is typed; none switches another off.
+//! The options of a manager. Every option is typed; none switches another off.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::retention::Retention;
 use crate::save_policy::SavePolicy;
 use crate::step_name::StepName;
 
-/// Where so many ranks write at most ([`Options::writers`]).
+/// The scope of [`Options::writers`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WritersPer {
@@ -22,7 +22,7 @@ pub enum WritersPer {
     Socket,
 }
 
-/// What has a data file of its own for each item.
+/// The owner of a data file for each item.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FilesPer {
@@ -63,7 +63,7 @@ pub struct Options {
     /// Files of so many bytes of the last retired step are written over by the next save; `None`:
     /// all are deleted.
     pub overwrite_from_bytes: Option<u64>,
-    /// What a failure in the background that nobody has seen does.
+    /// The effect of a background failure that nobody has seen.
     pub on_save_error: OnSaveError,
     /// Bytes of a chunk, about.
     pub chunk_bytes: u64,
@@ -74,7 +74,7 @@ pub struct Options {
     /// At most so many ranks of each node, or socket, write what others hold too; `None`: all of
     /// them.
     pub writers: Option<u32>,
-    /// Where so many write.
+    /// The scope of `writers`.
     pub writers_per: WritersPer,
     /// Into how many files the ranks write.
     pub files_per: FilesPer,
@@ -104,7 +104,7 @@ const MAX_STALL_TIMEOUT: Duration = Duration::from_secs(1_000_000_000);
 /// A writer gives several signs of life in it, each of which is synced.
 const MIN_SILENCE: Duration = Duration::from_millis(60);
 
-/// What a failure in the background that nobody has seen does.
+/// The effect of a background failure that nobody has seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnSaveError {
     /// It raises once, at the next call that can.

@@ -20,7 +20,7 @@ use crate::discovery::Listing;
 use crate::environment::Environment;
 use crate::error::Result;
 
-/// What recovery found and did.
+/// The findings and actions of a recovery.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Recovered {
     /// Trash to delete: its renames are durable.
@@ -40,7 +40,7 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
     for entry in root.entries()? {
         match directory_layout::parse(&entry.name) {
             Some(OwnName::Trash { .. }) if entry.kind == EntryKind::Dir => recovered.trash.push(entry.name),
-            // Empty. Where it cannot be removed now, the next one tries it again.
+            // Empty. If it cannot be removed now, the next writer tries again.
             Some(OwnName::GivenUp { session: owner }) if owner != session => {
                 let _ = root.remove_dir(&entry.name);
             }
@@ -92,10 +92,9 @@ fn sweep_paths(root: &dyn Dir, names: Vec<(String, String)>, recovered: &mut Rec
     Ok(())
 }
 
-/// Finishes thinnings, and makes missing leases again. A step that cannot be mended is left as it
-/// is, with a warning: it can still be read. Where there are no locks, what was thinned away less
-/// than `grace` ago stays, by this process's clock: the one that is wrong costs a reader its step,
-/// and no data.
+/// Finishes thinnings, and recreates missing leases. A step that cannot be repaired stays as it is,
+/// with a warning, and remains readable. Without locks, files thinned away within `grace` stay.
+/// This uses the clock of this process: a wrong one costs a reader its step, but no data.
 pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration, recovered: &mut Recovered) {
     for found in listing.steps.values() {
         let mended = (|| -> stepwell_core::Result<bool> {
@@ -153,8 +152,8 @@ pub fn finish_thinning(
             return Ok(());
         }
     }
-    // Whoever wrote this manifest may have been killed before its rename was durable: a power cut
-    // after the deletion would bring the old one back, without its files.
+    // The writer of this manifest may have been killed before its rename was durable. A power cut
+    // after the deletion would then restore the old manifest without its files.
     step.sync()?;
     aside::apply_tombstones(step, &found.manifest)
 }

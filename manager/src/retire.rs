@@ -2,10 +2,9 @@
 //! it.
 //!
 //! A step comes here after [`retire`](crate::commit::aside::retire) has made its rename durable.
-//! The deleter tries the step's lease exclusively; where a reader holds it, the trash waits and is
-//! tried again. Where there are no locks, it waits for a grace period, which begins anew with each
-//! writer: no two clocks are compared. Whatever is left when the process ends is finished by the
-//! next writer.
+//! The deleter tries the step's lease exclusively. If a reader holds it, the trash waits and is
+//! tried again. Without locks, it waits for a grace period, restarted by each writer: no clocks of
+//! two machines are compared. The next writer finishes what is left when the process ends.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -75,7 +74,7 @@ fn ignore_missing(result: stepwell_core::Result<()>) -> stepwell_core::Result<()
     }
 }
 
-/// What became of one try.
+/// The result of one try.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Removed {
     /// It is gone.
@@ -140,13 +139,13 @@ struct Trash {
 #[derive(Default)]
 struct Queue {
     ready: VecDeque<Trash>,
-    /// What readers hold, or may hold.
+    /// Trash that readers hold, or may hold.
     held: VecDeque<Trash>,
     /// The thread is at one.
     busy: bool,
     /// Calls that wait until all is deleted: then there is no reason to go slowly.
     waiting: usize,
-    /// What could not be deleted; told once.
+    /// Failed deletions; each is reported once.
     failed: Vec<stepwell_core::Error>,
     stop: bool,
     /// The thread has nothing more to do but to end.
@@ -188,8 +187,7 @@ pub struct Deleter {
 }
 
 impl Deleter {
-    /// A deleter with nothing to do. Where there are no locks it leaves trash alone for the time of
-    /// `grace`.
+    /// An idle deleter. Without locks, it leaves trash alone for `grace`.
     pub fn new(root: Arc<dyn Dir>, clock: Arc<dyn Clock>, grace: Duration) -> Self {
         Self::with_spares(root, clock, grace, None)
     }
@@ -206,7 +204,7 @@ impl Deleter {
         Self { shared: Arc::new(shared), spares, thread: Mutex::new(None) }
     }
 
-    /// What the next save may write over.
+    /// The files that the next save may write over.
     pub fn spares(&self) -> &Spares {
         &self.spares
     }
@@ -247,12 +245,12 @@ impl Deleter {
         }
     }
 
-    /// Has all deleted at full speed, now, because the disk is full, and waits for that; `false` by
-    /// the deadline. What readers hold stays.
+    /// Deletes everything now, at full speed, because the disk is full, and waits for it. Returns
+    /// `false` at the deadline. Trash that readers hold stays.
     pub fn empty_now(&self, timeout: Duration) -> bool {
         self.give_up_spares();
-        // Never on this thread: an unlink that the kernel does not return from would hold up the
-        // save for ever.
+        // Never on this thread: an unlink that hangs in the kernel would block the save
+        // permanently.
         self.drain(timeout)
     }
 
@@ -351,7 +349,7 @@ fn work(shared: &Shared) {
     }
 }
 
-/// In one step: whoever sees that nothing is busy finds what became of it.
+/// In one step: a caller that finds nothing busy must find the result.
 fn finish(shared: &Shared, mut trash: Trash, result: stepwell_core::Result<Removed>) {
     let mut queue = shared.lock();
     queue.busy = false;

@@ -24,7 +24,7 @@ const MAX_EPOCH_BYTES: u64 = 64 << 10;
 const LOCK_TRIES: usize = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
-/// What `root.json` says.
+/// The content of `root.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RootInfo {
     /// `stepwell-root`.
@@ -44,18 +44,18 @@ pub struct RootInfo {
     others: Others,
 }
 
-/// What the epoch file says: the current writer.
+/// The content of the epoch file: the current writer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Epoch {
     /// Counts the writers of this root.
     pub epoch: u64,
     /// The writer's session.
     pub session: String,
-    /// Who it is, for people.
+    /// The writer, for messages.
     pub owner: String,
 }
 
-/// What stands at a path.
+/// The content of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
     /// No directory.
@@ -68,8 +68,8 @@ pub enum Standing {
     Directory,
 }
 
-/// What stands at a path. A disk that does not answer is an error: whoever takes it for nothing
-/// begins anew where there is everything.
+/// Inspects a path. A disk error is an error, not absence: a caller that takes it for absence would
+/// start a new run over an existing one.
 pub fn standing(environment: &Environment, path: &Path) -> Result<Standing> {
     let directory = match environment.disk.open_dir(path) {
         Ok(directory) => directory,
@@ -82,7 +82,7 @@ pub fn standing(environment: &Environment, path: &Path) -> Result<Standing> {
     Ok(if directory.stat(CONTROL)?.is_some() { Standing::Root } else { Standing::Directory })
 }
 
-/// `root.json`; `None` where there is none (a root that was copied step by step, or a foreign
+/// Reads `root.json`. `None` if it does not exist (a root copied step by step, or a foreign
 /// directory).
 pub fn read_info(root: &dyn Dir) -> Result<Option<RootInfo>> {
     let name = control(ROOT_JSON);
@@ -176,7 +176,7 @@ pub fn lock(root: &dyn Dir, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
     }
 }
 
-/// Who the current writer is, as the epoch file says.
+/// The current writer, from the epoch file.
 pub fn read_epoch(root: &dyn Dir) -> stepwell_core::Result<Option<Epoch>> {
     match root.read_file(&control(EPOCH), MAX_EPOCH_BYTES) {
         // A torn epoch cannot be: it is replaced whole. One that people have edited counts as none.
@@ -186,8 +186,8 @@ pub fn read_epoch(root: &dyn Dir) -> stepwell_core::Result<Option<Epoch>> {
     }
 }
 
-/// Who has taken the root over from this session, if someone has. Asked before every rename: it is
-/// the fence where no lock keeps an older writer out.
+/// The other writer that has taken the root over from this session, if any. Checked before every
+/// rename: without locks, this fence keeps an older writer out.
 pub fn usurper(root: &dyn Dir, session: &str) -> stepwell_core::Result<Option<String>> {
     Ok(read_epoch(root)?.filter(|epoch| epoch.session != session).map(|epoch| epoch.owner))
 }

@@ -18,7 +18,7 @@ pub(crate) fn numbers_of(runs: Vec<(u32, u32)>) -> Vec<u32> {
     runs.into_iter().flat_map(|(first, end)| first..end).collect()
 }
 
-/// What lies in the runs of both, in order.
+/// The numbers in the runs of both, in order.
 pub(crate) fn in_both(one: &[(u32, u32)], other: &[(u32, u32)]) -> Vec<(u32, u32)> {
     let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
     let mut found = Vec::new();

@@ -1,4 +1,4 @@
-//! What planning and committing cost in jobs of up to 16 384 ranks, without their data: `make
+//! The cost of planning and committing in jobs of up to 16 384 ranks, without their data. `make
 //! bench-ranks` prints the table.
 //!
 //! The state is that of a Llama of 405 billion parameters: weights in bf16, cut over tensor and
@@ -48,7 +48,7 @@ impl StateProvider for Nothing {
     }
 }
 
-/// Where a rank is.
+/// The place of a rank.
 #[derive(Clone, Copy)]
 struct Job {
     pp: u32,
@@ -97,7 +97,7 @@ impl Job {
         out
     }
 
-    /// What a rank has.
+    /// The state of a rank.
     fn state(self, rank: u32) -> StateSource {
         let (tp, dp, stage) = self.place(rank);
         let tensors = self.tensors(stage);
@@ -167,7 +167,7 @@ impl Job {
     }
 }
 
-/// What the data file of an item would say of itself.
+/// The index in the footer of an item's data file.
 fn written(rank: u32, plan: ItemPlan) -> Index {
     let mut offset = 4096;
     let mut extent = |bytes: u64| {
@@ -239,7 +239,7 @@ fn draft(items: &mut state::Items) -> Draft {
     }
 }
 
-/// What a rank plans, and how long that takes.
+/// A rank's plan, and the time to make it.
 fn planned(job: Job, nodes: &[u32], rank: u32) -> (state::Items, f64) {
     let state = job.state(rank);
     let writing = Writing {

@@ -1,10 +1,9 @@
 //! Singular checkpoints: one state under one path, by the same machine. The temporary is a sibling
 //! of the path.
 //!
-//! There is no root here, and no writer's lock. So a writer holds the lease of its temporary as
-//! long as it lives, and the next save to the same path removes the temporaries whose lease nobody
-//! holds; where the path lies in a root, so does that root's next writer. On a file system without
-//! locks they stay.
+//! There is no root here, and no writer's lock. A writer holds the lease of its temporary while it
+//! lives. The next save to the same path removes temporaries without a held lease; if the path is
+//! inside a root, so does that root's next writer. On a file system without locks they stay.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -30,7 +29,7 @@ use crate::save::persist;
 use crate::save::{Save, Streams};
 use crate::state::StateSource;
 
-/// What is saved under a path.
+/// A request to save under a path.
 pub struct SingularRequest {
     /// The directory that the checkpoint becomes.
     pub path: PathBuf,
@@ -42,7 +41,7 @@ pub struct SingularRequest {
     pub metrics: BTreeMap<String, f64>,
     /// Metadata.
     pub custom_metadata: serde_json::Value,
-    /// What to do where a checkpoint is there.
+    /// The treatment of an existing checkpoint.
     pub exists: Exists,
     /// As [`crate::SaveRequest::cancel`].
     pub cancel: Arc<AtomicBool>,

@@ -1,13 +1,13 @@
-//! Files of a retired step that the next save writes over: its blocks are there already, and the
-//! file system need neither free those nor find others. Where blocks are discarded when they are
-//! freed, that is half of the time of a save.
+//! Files of a retired step that the next save writes over. Their blocks are allocated, so the file
+//! system need not free and find blocks. On file systems that discard freed blocks, this halves the
+//! time of a save.
 //!
-//! The last step that was retired waits in its trash for the next save, its lease locked and its
-//! data files under names that nobody has ever seen: who was about to open one by its own name has
-//! done so, or finds nothing, long before it is written over. A file is taken only if nobody has it
-//! open and it has no other name (a hard link of a backup). What no save takes goes with its trash:
-//! when the next step is retired, when the disk is full, and at the end. A process that is killed
-//! leaves trash as any other, which the next writer deletes.
+//! The last retired step waits in its trash for the next save. Its lease is locked, and its data
+//! files have names that nobody has ever seen: a process that was about to open one by its own name
+//! has done so, or finds nothing, long before the file is written over. A file is taken only if
+//! nobody has it open and it has no other name (a backup's hard link). Unused files are deleted
+//! with their trash: when the next step is retired, when the disk is full, and at the end. A killed
+//! process leaves ordinary trash, which the next writer deletes.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -101,16 +101,15 @@ impl Spares {
         self.root.take_over(&name, to, len_hint).unwrap_or_else(|error| {
             tracing::debug!(name, %error, "it is not written over");
             if !error.already_exists() {
-                // It may stand there all the same.
+                // It may exist under the new name all the same.
                 let _ = self.root.remove_file(to);
             }
             None
         })
     }
 
-    /// Makes durable that what was taken is no longer where it was: before a step is committed that
-    /// has it, since a power cut might leave it in both places, and whoever deletes the one would
-    /// take it from the other.
+    /// Makes the moves durable before the step with the files is committed. A power cut might leave
+    /// a file in both places, and deleting one would damage the other.
     pub fn sync(&self) -> stepwell_core::Result<()> {
         let left = std::mem::take(&mut *self.left());
         for name in &left {

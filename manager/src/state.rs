@@ -1,10 +1,9 @@
 //! A state as the front end hands it over, and how it is cut into items.
 //!
-//! **Items** are the top-level entries that are containers or stateful objects; loose leaves share
-//! one item, `.`; a state with more than [`MAX_SPLIT_ITEMS`] such entries, or that is no
-//! string-keyed mapping, is one item. Grouping never alters leaf paths. Ties are shared within an
-//! item; a tie between two items is stored in both, so that each can be restored alone. What of a
-//! leaf this rank writes, and what others do, is [`sharing`]'s.
+//! **Items** are the top-level containers and stateful objects. Plain leaves share one item, `.`. A
+//! state with more than [`MAX_SPLIT_ITEMS`] such entries, or without string keys, is one item.
+//! Grouping never alters leaf paths. Ties are shared within an item. A tie between two items is
+//! stored in both, so that each can be restored alone. [`sharing`] decides which rank writes what.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -45,7 +44,7 @@ pub struct StateSource {
     pub leaves: Vec<LeafSource>,
 }
 
-/// Where a leaf's value comes from.
+/// The source of a leaf's value.
 #[derive(Clone)]
 pub enum LeafSource {
     /// A tensor.
@@ -54,10 +53,10 @@ pub enum LeafSource {
         dtype: Dtype,
         /// Shape of all of it, on all processes together.
         shape: Vec<u64>,
-        /// What this process holds of it.
+        /// The parts that this process holds.
         parts: Vec<Part>,
-        /// Where the bytes come from: an array of that shape, of which only the parts are asked
-        /// for. How their elements lie in memory is the provider's.
+        /// The source of the bytes: an array of that shape, of which only the parts are requested.
+        /// The provider knows their memory layout.
         provider: Arc<dyn StateProvider>,
     },
     /// A plain value, of which every rank that has this leaf has the same.
@@ -71,19 +70,19 @@ pub enum LeafSource {
 /// A region of a tensor that this process holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Where in the tensor.
+    /// Its region in the tensor.
     pub region: Region,
-    /// Who holds the same.
+    /// The other holders.
     pub holders: Holders,
 }
 
-/// Who holds a region: one of them writes each byte of it.
+/// The holders of a region: one of them writes each byte of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Holders {
     /// This process alone.
     This,
-    /// Every process whose state has this box of this leaf, and all have the same: what they have
-    /// is compared. For whoever knows some of them, but perhaps not all.
+    /// Every process whose state has this box of this leaf, all with equal values, which are
+    /// compared. For layouts that know some of the holders, but perhaps not all.
     Everyone,
     /// The same, but they may differ: the first one's counts.
     First,
@@ -128,14 +127,14 @@ impl LeafSource {
 
 /// A state, cut into items.
 pub(crate) struct Items {
-    /// What this rank writes, one data file for each.
+    /// This rank's data files, one plan for each.
     pub plans: Vec<ItemPlan>,
-    /// What it has of items of which others write everything, so that what nobody writes is missed,
-    /// and what ranks do not agree on is found.
+    /// This rank's tensors of items that others write, so that the leader notices unwritten tensors
+    /// and disagreements.
     pub unwritten: Vec<ItemPart>,
     /// All items of the state.
     pub drafts: Vec<DraftItem>,
-    /// What this rank has of leaves that should be the same on others.
+    /// This rank's values of leaves that should be equal on others.
     pub claims: Vec<Claim>,
     pub plan_hash: String,
     /// Bytes of all tensors as this rank writes them.
@@ -361,7 +360,7 @@ fn leaves(
     shares: &Shares,
     tensor_bytes: &mut u64,
 ) -> Result<Vec<LeafPlan>> {
-    // Where a leaf of the state that holds a value is stored in this item.
+    // For each leaf with a value: its number in this item.
     let mut stored: HashMap<u32, u32> = (0_u32..)
         .zip(origins)
         .filter(|(_, origin)| !matches!(state.leaves.get(**origin as usize), Some(LeafSource::Alias(_))))

@@ -101,8 +101,7 @@ impl StepName {
         format!("{}{step:0width$}", self.prefix, width = self.width)
     }
 
-    /// The number of a step by its name; `None` where the name is no step's, or not the canonical
-    /// one.
+    /// Parses the number of a step from its name. `None` unless it is a step's canonical name.
     pub fn parse(&self, name: &str) -> Option<u64> {
         self.parse_own(name).or_else(|| self.also.iter().find_map(|other| other.parse_own(name)))
     }

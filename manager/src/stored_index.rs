@@ -39,7 +39,7 @@ pub(crate) struct StoredIndex {
     paged: Option<Paged>,
 }
 
-/// What is read later.
+/// The part that is read later.
 struct Paged {
     items: Vec<PagedItem>,
     /// By leaf: where its chunks are, as item of `items` and leaf of that, where they are not in
@@ -61,7 +61,7 @@ struct Filled {
     pages: HashSet<(usize, usize)>,
 }
 
-/// What was read of an item.
+/// The part of an item that was read.
 enum Read {
     Whole(Index),
     Outlined(Index, Outline, Arc<dyn File>),
@@ -264,7 +264,7 @@ fn whole(dir: &dyn Dir, item: &Item, alone: bool, between: &(dyn Fn() + Sync)) -
     let opened = opened?;
     let leaves = || {
         let mut room = Vec::new();
-        // A help and no more: whoever fills it asks again.
+        // A hint only: the vector grows if this fails.
         let _ = try_reserve_huge(&mut room, opened.leaf_count());
         opened.leaves(room)
     };
@@ -351,13 +351,13 @@ pub(crate) fn files(manifest: &Manifest) -> Vec<FileRecord> {
     manifest.items.iter().flat_map(|item| of_item.remove(item.dir.as_str()).unwrap_or_default()).collect()
 }
 
-/// Where a data file is, if it has no file of its own.
+/// The container of a data file that is a part of another file.
 fn within(entry: &FileEntry) -> Option<Within> {
     let within = entry.within.as_ref()?;
     Some(Within { name: within.path.as_str().into(), offset: within.offset })
 }
 
-/// Nodes `first..end` of an item's tree, which stand at that place in the state.
+/// Nodes `first..end` of an item's tree, at that place in the state.
 struct Branch {
     position: u64,
     item: usize,

@@ -105,7 +105,7 @@ fn metrics_that_cannot_be_read_are_told_and_the_best_step_is_not_deleted_for_it(
             manager.close(Some(LONG)).unwrap();
         }
     }
-    // What is no sidecar says nothing of any step; what is gone neither.
+    // Foreign and missing files say nothing about any step.
     let other = format!("/run/.stepwell/metrics/{}-7-{}.json", "a".repeat(32), "b".repeat(32));
     world.disk.plant(&other, &Node::file(Arc::new(b"no json".to_vec()))).unwrap();
     let manager = world.open(Options { read_only: true, ..best() });

@@ -1,4 +1,4 @@
-//! What is held is not taken away; what is taken away is deleted.
+//! Held steps stay; retired steps are deleted.
 
 #![allow(clippy::unwrap_used, reason = "tests end by it")]
 

@@ -1,5 +1,4 @@
-//! States that nobody changes are captured behind the call; saves stay in order, whoever captures
-//! them.
+//! Immutable states are captured after the call returns. Saves stay in order, on any capturing thread.
 
 #![expect(clippy::unwrap_used, reason = "tests end by them")]
 

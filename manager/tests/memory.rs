@@ -46,7 +46,7 @@ fn below_a_limit() {
     let text = error.to_string();
     assert!(text.contains("1073741824 bytes") && text.contains("staging_bytes="), "{text}");
     manager.close(Some(LONG)).unwrap();
-    // Where nobody has said how much, less does.
+    // Without a requested size, a smaller ring is enough.
     let manager = open(None);
     manager.prepare(64 << 30, &[]).unwrap();
     commit(&manager, 1);

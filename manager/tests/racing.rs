@@ -1,4 +1,4 @@
-//! What a reader sees of a root in which a writer commits and retires at the same time.
+//! A reader of a root in which a writer commits and retires at the same time.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests end by it")]
 

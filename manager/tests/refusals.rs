@@ -1,5 +1,4 @@
-//! What the commit would refuse is refused before a byte is captured, and nothing is made on disk
-//! for it.
+//! Saves that the commit would refuse are refused before a byte is captured or written.
 
 mod common;
 
@@ -47,7 +46,7 @@ fn nested(levels: u64) -> serde_json::Value {
     })
 }
 
-/// What a save has beside its tensors.
+/// The parts of a save beside its tensors.
 #[derive(Clone)]
 struct Extras {
     name: String,

@@ -1,4 +1,4 @@
-//! What a root says of its steps to those who list them.
+//! A root's report on its steps.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests end by it")]
 

@@ -1,4 +1,4 @@
-//! What is a step and what is not; retention, rewinding, leases, recovery.
+//! Valid and invalid steps; retention, rewinding, leases, recovery.
 
 #![allow(clippy::unwrap_used, reason = "tests end by it")]
 
@@ -187,7 +187,7 @@ fn what_a_later_version_has_noted_survives_a_thinning_and_a_writer_of_this_one()
         *bytes = serde_json::to_vec(&root).unwrap();
     });
     let retention = Retention::keep_latest(1) | Retention::keep_every_items(1, ["params"]);
-    // What the root says changes too, so that it is written anew.
+    // The root's metadata changes too, so that its file is rewritten.
     let manager = world.open(Options { root_metadata: serde_json::json!({"run": 1}), ..keeping(retention) });
     commit(&manager, 2);
     let thin = manager.manifest(Some(1)).unwrap();
@@ -308,7 +308,7 @@ fn a_rewind_that_is_interrupted_leaves_a_latest_between_the_two() {
     world.disk.inject(Fault::on(Kind::Rename, Action::Fail(5)).at("step_00000003"));
     manager.rewind(1, Some("b")).unwrap_err();
     assert_eq!(manager.all_steps().unwrap(), [1, 2, 3]);
-    // What a branch of that name holds by now could be of another line: the rest goes to a new one.
+    // A branch of that name may hold another line of steps by now, so the rest needs a new one.
     assert_eq!(manager.rewind(1, Some("b")).unwrap_err().kind(), "invalid");
     manager.rewind(1, Some("c")).unwrap();
     assert_eq!(manager.all_steps().unwrap(), [1]);
@@ -337,7 +337,7 @@ fn a_rewind_to_a_branch_that_exists_is_refused_before_anything_is_moved() {
     // Names that begin like it are others.
     manager.rewind(2, Some("b-2")).unwrap();
     assert_eq!(manager.all_steps().unwrap(), [1, 2]);
-    // Where nothing is to be moved, no branch is asked for.
+    // Without steps to move, the branch name is not checked.
     manager.rewind(2, Some("b")).unwrap();
 }
 
@@ -470,7 +470,7 @@ fn a_pattern_that_does_not_read_the_steps_that_are_there_is_refused_and_nothing_
     manager.close(Some(LONG)).unwrap();
     let error = world.try_open(Options { step_name: Some(other.clone()), ..options() }).err().unwrap();
     assert!(matches!(&error, Error::OtherStepName { example, .. } if example == "7"), "{error}");
-    // Where no step stands under it any more, the old pattern is forgotten.
+    // The old pattern is forgotten once no step uses it.
     let manager = world.open(options());
     manager.delete(7).unwrap();
     manager.close(Some(LONG)).unwrap();
@@ -628,7 +628,7 @@ fn a_root_json_that_is_damaged_is_named_with_what_to_do() {
         let text = error.to_string();
         assert!(text.contains("/run/.stepwell/root.json") && text.contains("delete this file"), "{text}");
     }
-    // What it says to do.
+    // The advice of the error works.
     let process = world.disk.process();
     process.open_dir(Path::new("/run/.stepwell")).unwrap().remove_file("root.json").unwrap();
     assert_eq!(world.open(options()).all_steps().unwrap(), [1]);

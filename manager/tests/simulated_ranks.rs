@@ -2,7 +2,7 @@
 //! doubled, ranks that are paused or killed at any action, a second job that takes the root over.
 //! One seed is one history; a seed that fails is printed, and `STEPWELL_SEED` runs it alone.
 //!
-//! What must hold of every history, once it is over:
+//! The invariants of every history, once it is over:
 //!
 //! * a step that is visible is whole: all ranks' files of one attempt, and the manifest that lists
 //!   them;
@@ -44,8 +44,8 @@ use stepwell_manager::discovery::{damage, read_manifest};
 use stepwell_manager::{Clock, Environment, directory_layout, recovery, root};
 
 const STALL: Duration = Duration::from_secs(10);
-/// After so long nothing goes wrong any more: whoever waits then must come to an end by itself, and
-/// not because somebody is killed at last.
+/// After this time nothing goes wrong any more. Every wait must then end by itself, not because a
+/// process is killed.
 const TROUBLE: Duration = Duration::from_secs(60);
 /// Bytes of a rank's data file: room for what every file begins and ends with.
 const FILE_BYTES: usize = 3 * 4096;
@@ -111,7 +111,7 @@ struct Rank {
     killed: bool,
 }
 
-/// What all ranks of a job share.
+/// The state that all ranks of a job share.
 struct Job {
     session: String,
     ranks: u32,
@@ -308,7 +308,7 @@ struct History {
     chaos: bool,
     /// As long as anything may go wrong.
     trouble: bool,
-    /// What every rank could still look at, for the seed that fails.
+    /// The views of all ranks, for a seed that fails.
     log: Vec<String>,
 }
 
@@ -435,8 +435,7 @@ impl History {
         true
     }
 
-    /// The time until a rank's next action: mostly little, sometimes longer than everybody's
-    /// patience.
+    /// The time until a rank's next action: usually short, sometimes longer than every timeout.
     fn pause(&mut self) -> Duration {
         let longest = if self.trouble && self.dice.once_in(60) { 40_000 } else { 30 };
         Duration::from_millis(self.dice.below(longest))
@@ -450,7 +449,7 @@ impl History {
             let environment = self.environment(&rank.process);
             root::make_control(&*rank.root).unwrap();
             root::take_epoch(&*rank.root, &job.session).unwrap();
-            // What the epoch's last owner was at: dead, to the best of this job's knowledge.
+            // The epoch's last owner counts as dead, as far as this job knows.
             let _ = recovery::sweep(&*rank.root, &job.session, &environment);
         }
         let (save, session) = (rank.save, job.session.clone());

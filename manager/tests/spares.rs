@@ -236,8 +236,8 @@ fn on_a_real_disk_hard_links_and_open_files_keep_their_bytes() {
     }
 }
 
-/// What `tar` and `rsync` do: they open files by the directories that they have open, whatever
-/// those are called by now.
+/// Copies as `tar` and `rsync` do: it opens files through directory descriptors, whatever the
+/// directories' current names.
 fn copier(root: &Path, stop: &AtomicBool) -> (u64, u64) {
     let (mut opened, mut changed) = (0, 0);
     let mut dirs: BTreeMap<PathBuf, std::fs::File> = BTreeMap::new();
@@ -309,7 +309,7 @@ fn a_copy_of_a_step_that_is_retired_while_its_file_is_being_opened_gets_no_other
     assert_eq!(changed, 0, "of {opened}");
 }
 
-/// Of the step's data file.
+/// The inode of the step's data file.
 fn inode(root: &Path, step: u64) -> u64 {
     std::fs::metadata(root.join(format!("step_{step:08}/i0/00000.data"))).unwrap().ino()
 }
@@ -323,8 +323,8 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// What `cp -al` does: gives files of steps a second name, by directories that it has open. Counts
-/// what it got, and what of it did not stay the step's.
+/// Links as `cp -al` does: it gives files of steps a second name, through directory descriptors.
+/// Counts the links, and those whose content changed.
 fn linker(root: &Path, links: &Path, stop: &AtomicBool, linked: &AtomicU64) -> u64 {
     let mut changed = 0;
     while !stop.load(Ordering::Relaxed) {

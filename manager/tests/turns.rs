@@ -68,10 +68,10 @@ fn a_damaged_step_does_not_hold_up_training_that_goes_on_below_it() {
     for step in 3..=4 {
         commit(&manager, step);
     }
-    // What is whole still orders: a step back is refused, and says behind which.
+    // Valid steps still define the order: a step back is refused, and the error names the latest.
     let error = manager.save(request(0)).err().unwrap();
     assert!(matches!(error, Error::StepOrder { step: 0, latest: 4, .. }), "{error}");
-    // Where it comes to a damaged one, that is set aside.
+    // A save over a damaged step quarantines it.
     for step in 5..=9 {
         commit(&manager, step);
         assert_restores(&manager, step);

@@ -1,5 +1,5 @@
-//! What the leader tells the other ranks: how the commit ended, in a form that keeps what went
-//! wrong and with whom. Pure.
+//! The leader's announcement to the other ranks: the result of the commit, with the failure and the
+//! ranks concerned. Pure.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,50 +13,50 @@ use crate::error::{Error, Result};
 pub enum Announcement {
     /// The step survives a power cut.
     Committed,
-    /// Nothing of it is visible: a rank (the leader itself, mostly) failed.
+    /// Nothing is visible: a rank failed, usually the leader itself.
     RankFailed {
         /// The rank.
         rank: u32,
-        /// What it said.
+        /// Its report.
         cause: String,
     },
-    /// Nothing of it is visible: what the ranks have does not fit together.
+    /// Nothing is visible: the ranks' parts do not fit together.
     Layout {
         /// The leaf.
         leaf: String,
         /// Which ranks, and which regions.
         what: String,
     },
-    /// Nothing of it is visible: ranks did not answer in time.
+    /// Nothing is visible: ranks did not answer in time.
     RanksMissing {
         /// The ranks.
         missing: Vec<u32>,
-        /// What they were waited for.
+        /// The awaited answer.
         waited_for: String,
         /// For how long, in seconds.
         seconds: f64,
     },
-    /// The step stands under its name, but may not survive a power cut.
+    /// The step has its name, but may not survive a power cut.
     Uncertain {
-        /// What failed on the leader.
+        /// The failure on the leader.
         cause: String,
         /// Its errno, where it has one.
         errno: Option<i32>,
     },
 }
 
-/// What another rank knows while it waits for the leader.
+/// The knowledge of a rank that waits for the leader.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Heard {
     /// The leader's word, if it is there.
     pub announcement: Option<Announcement>,
-    /// What the leader's last sign of life said: as long as that changes, it gets on, or waits for
+    /// The leader's last heartbeat. While it changes, the leader makes progress or waits for
     /// others.
     pub beat: u64,
 }
 
 impl Announcement {
-    /// What a rank says of its verdict: the leader to all, another one in its vote.
+    /// A rank's report of its verdict: the leader's to all, another rank's in its vote.
     pub fn of(verdict: &Verdict, rank: u32) -> Self {
         match verdict {
             Verdict::Committed { .. } => Self::Committed,
@@ -83,7 +83,7 @@ impl Announcement {
         }
     }
 
-    /// What that means for another rank; `target` is the step, for messages.
+    /// The verdict for another rank. `target` is the step, for messages.
     pub fn verdict(self, target: &std::path::Path) -> Verdict {
         match self {
             Self::Committed => Verdict::Committed { replaced: None },
@@ -100,7 +100,7 @@ impl Announcement {
         }
     }
 
-    /// What it means in a vote: why there are no parts. `rank`: who has sent it.
+    /// The error of a vote without parts. `rank` is its sender.
     pub fn error(self, rank: u32) -> Error {
         match self.verdict(std::path::Path::new("")) {
             Verdict::NotCommitted(error) => error,

@@ -19,7 +19,7 @@ pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<
     root.sync()
 }
 
-/// What a retirement of several did.
+/// The result of retiring several steps.
 #[derive(Debug, Default)]
 #[must_use]
 pub struct Retired {
@@ -28,7 +28,7 @@ pub struct Retired {
     /// True if those renames are durable. Before that nothing of them may be deleted: a power cut
     /// could bring the old names back.
     pub durable: bool,
-    /// What ended it early.
+    /// The error that ended it early.
     pub error: Option<stepwell_core::Error>,
 }
 
@@ -61,9 +61,8 @@ pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> Retired {
     retired
 }
 
-/// Takes a temporary out of sight whose owner is dead, and gives whether it did. An empty one
-/// without a lease is removed at once: its owner was killed, or is just about to lock it and makes
-/// it anew.
+/// Renames a dead owner's temporary to trash. Returns true if it did. An empty one without a lease
+/// is removed at once: its owner was killed, or has not locked it yet and will recreate it.
 pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<bool> {
     let dir = match parent.open_dir(name) {
         Ok(dir) => dir,
@@ -87,7 +86,7 @@ pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_c
         Ok(Some(_lock)) => {
             match parent.rename(name, trash, Rename::NoReplace) {
                 Ok(()) => Ok(true),
-                // Its owner has just finished it, and what was locked stands under its own name.
+                // Its owner has just finished it, and the locked directory has its final name.
                 Err(error) if error.is_not_found() => Ok(false),
                 Err(error) => Err(error),
             }
@@ -117,7 +116,7 @@ pub fn set_aside(root: &dyn Dir, name: &str, branch: &str) -> stepwell_core::Res
     root.sync()
 }
 
-/// Writes a small file anew: the old one or the new one is there at any instant.
+/// Rewrites a small file. Either the old or the new one exists at any instant.
 pub fn replace_file(dir: &dyn Dir, name: &str, new_name: &str, bytes: &[u8]) -> stepwell_core::Result<()> {
     match dir.remove_file(new_name) {
         Err(error) if !error.is_not_found() => return Err(error),
@@ -128,7 +127,7 @@ pub fn replace_file(dir: &dyn Dir, name: &str, new_name: &str, bytes: &[u8]) -> 
     dir.sync()
 }
 
-/// What became of a thinning.
+/// The result of a thinning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Thinned {
     /// These items are gone.

@@ -26,7 +26,7 @@ pub struct Outcome {
     pub commit: Duration,
 }
 
-/// What came of a look for votes.
+/// The result of reading votes.
 #[derive(Debug, Default)]
 pub struct Polled {
     /// The votes that have come.
@@ -35,14 +35,14 @@ pub struct Polled {
     pub beats: Vec<(u32, u64)>,
 }
 
-/// What the driver needs beside the root directory.
+/// The driver's needs beside the root directory.
 pub trait World {
     /// Runs the save pipeline into the temporary; called once at most.
     fn write_data(&mut self, temporary: &Arc<dyn Dir>) -> stepwell_core::Result<Vec<ItemPart>>;
     /// The disk is full: deletes what is on its way out, now, and gives whether there may be room
     /// then.
     fn make_room(&mut self) -> bool;
-    /// Who has taken the root over, if someone has.
+    /// The other writer that has taken the root over, if any.
     fn usurper(&mut self) -> stepwell_core::Result<Option<String>>;
     /// Publishes this rank's vote.
     fn send_vote(&mut self, vote: &Vote) -> Result<()>;
@@ -72,7 +72,7 @@ pub fn run(machine: Machine, root: &Arc<dyn Dir>, clock: &dyn Clock, world: &mut
     }
 }
 
-/// A commit under way: for whoever drives several of them, action by action.
+/// A commit in progress, for callers that drive several of them action by action.
 pub struct Commit {
     machine: Machine,
     action: Option<Action>,
@@ -211,8 +211,8 @@ fn create(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<Temporary>
     Ok(Temporary { dir: Some(dir?), life: None })
 }
 
-/// True if a rank has given up on the leader, asked after the temporary was made: whoever makes it
-/// later than that finds this.
+/// True if a rank has given up on the leader. Checked after the temporary was created, so a later
+/// leader finds the mark.
 fn is_given_up(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<bool> {
     let plan = machine.plan();
     Ok(plan.world_size > 1 && root.stat(&plan.given_up)?.is_some())
@@ -233,8 +233,8 @@ fn reached(result: Result<Event>) -> Event {
     result.unwrap_or_else(Event::Unreachable)
 }
 
-/// What stands under a name: an answer, or that none can be had. In a root the name says which
-/// `step` it must be (as a listing demands); the name of a singular checkpoint says nothing.
+/// Returns the state of a name, or an error. In a root the name implies the `step` (as a listing
+/// demands). The name of a singular checkpoint implies nothing.
 fn look(root: &Arc<dyn Dir>, name: &str, step: Option<u64>) -> stepwell_core::Result<Stands> {
     if root.stat(name)?.is_none() {
         return Ok(Stands::Nothing);

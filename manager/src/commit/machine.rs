@@ -9,11 +9,11 @@
 //!              indexes, lease, manifest, directories bottom-up ─▶ fence ─▶ rename (the commit point) ─▶ fsync(root) ─▶ verdict
 //! ```
 //!
-//! Invariants: nothing is renamed before everything below it was synced; a failed write or sync is
-//! never tried again (only *making* the temporary is, once, after the trash was emptied); an error
-//! before the rename is `NotCommitted` and the temporary goes; an error after it is `Uncertain` and
-//! everything stays. What is no step and stands under the name is renamed aside, and that is
-//! synced, before the name is taken.
+//! Invariants: a rename follows the syncs of everything below it. A failed write or sync is never
+//! retried; only *creating* the temporary is, once, after the trash was emptied. An error before
+//! the rename is `NotCommitted` and removes the temporary. An error after it is `Uncertain` and
+//! keeps everything. An invalid step under the name is renamed aside, and that is synced, before
+//! the name is used.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -29,12 +29,12 @@ use crate::error::Error;
 /// How long one look for votes or for the verdict takes at most, so that deadlines are kept.
 const POLL: Duration = Duration::from_millis(250);
 
-/// What a commit is to do.
+/// The task of a commit.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The step, for messages.
     pub step: u64,
-    /// Whose save it is.
+    /// The save.
     pub attempt: Attempt,
     /// The directory while it is written.
     pub temporary: String,
@@ -42,11 +42,11 @@ pub struct Plan {
     pub given_up: String,
     /// The name that it gets.
     pub target: String,
-    /// What to do with a step that stands there.
+    /// The treatment of an existing step.
     pub existing: Existing,
     /// The name that a replaced step gets.
     pub trash: String,
-    /// The name that something that is no step gets.
+    /// The new name for an invalid step.
     pub quarantine: String,
     /// This rank and all ranks.
     pub rank: u32,
@@ -84,7 +84,7 @@ impl Plan {
     }
 }
 
-/// What to do with a step that has the name already.
+/// The treatment of an existing step with the name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Existing {
     /// It stays; the commit is refused.
@@ -93,7 +93,7 @@ pub enum Existing {
     Replace,
 }
 
-/// What the machine asks for.
+/// A request of the machine.
 #[derive(Debug)]
 pub enum Action {
     /// Make [`Plan::temporary`]; another rank may have made it (world size > 1), or be through with
@@ -125,7 +125,7 @@ pub enum Action {
     SyncDir(String),
     /// Read the epoch: is this still the root's writer?
     CheckFence,
-    /// What stands under this name?
+    /// Inspect this name.
     Look(String),
     /// Rename within the root.
     Rename {
@@ -152,7 +152,7 @@ pub enum Action {
     Finish(Box<Verdict>),
 }
 
-/// What came of an action.
+/// The result of an action.
 #[derive(Debug)]
 pub enum Event {
     /// It was done.
@@ -170,24 +170,24 @@ pub enum Event {
         /// Of ranks that have not voted: a number that changes as long as they get on.
         beats: Vec<(u32, u64)>,
     },
-    /// What stands under the name.
+    /// The state of the inspected name.
     Stands(Stands),
     /// The fence: `None` if this is still the writer, else who is.
     Fence(Option<String>),
-    /// What this rank knows of the others.
+    /// This rank's knowledge of the others.
     Heard(Heard),
     /// Ranks could not be reached.
     Unreachable(Error),
 }
 
-/// What stands under a name.
+/// The state of a name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stands {
     /// Nothing.
     Nothing,
     /// A step, of this attempt.
     Step(Attempt),
-    /// Something that is no step, and why.
+    /// An invalid step, with the reason.
     NoStep(String),
 }
 
@@ -208,9 +208,9 @@ pub enum Verdict {
         /// The name in the root of the step that was replaced, ready to be deleted.
         replaced: Option<String>,
     },
-    /// Nothing of it is visible.
+    /// Nothing is visible.
     NotCommitted(Error),
-    /// It stands under its name, but may not survive a power cut.
+    /// The step has its name, but may not survive a power cut.
     Uncertain(stepwell_core::Error),
 }
 
@@ -246,14 +246,14 @@ enum State {
     Removing(Error),
     Awaiting {
         progress: Duration,
-        /// What the leader's last sign of life said.
+        /// The leader's last heartbeat.
         beat: u64,
     },
-    /// The leader is silent: whoever comes to this save from now on leaves it.
+    /// The leader is silent: later participants of this save must leave it.
     GivingUp(Error),
-    /// What the leader has not renamed yet, it must not rename any more.
+    /// Prevents a late rename by the leader.
     Forestalling(Error),
-    /// It has, or somebody else was before: does the step stand there?
+    /// The leader has renamed, or another rank was faster: does the step exist?
     Inquiring(Error),
     Telling(Verdict),
     Finished,
@@ -266,7 +266,7 @@ pub struct Machine {
     draft: Draft,
     state: State,
     votes: BTreeMap<u32, Vote>,
-    /// Who has not voted: what the last sign of life said, and when that was new.
+    /// Ranks without a vote: the last heartbeat of each, and its time.
     missing: BTreeMap<u32, (u64, Duration)>,
     quarantined: bool,
 }
@@ -278,7 +278,7 @@ impl Machine {
         Self { plan, draft, state, votes: BTreeMap::new(), missing: BTreeMap::new(), quarantined: false }
     }
 
-    /// What it is to do.
+    /// Its task.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -289,7 +289,7 @@ impl Machine {
         Action::CreateTemporary
     }
 
-    /// What follows from an event.
+    /// Returns the next action after an event.
     pub fn on(&mut self, event: Event, now: Now) -> Action {
         match (std::mem::replace(&mut self.state, State::Finished), event) {
             (State::Creating, Event::Done) => self.to(State::Writing, Action::WriteData),
@@ -305,7 +305,7 @@ impl Machine {
                     Action::Listen { timeout: POLL },
                 )
             }
-            // Without this rank's vote there is no step; the leader is told why, if it can be.
+            // Without this rank's vote the step fails. Report the reason to the leader if possible.
             (State::Gathering | State::Overhearing, Event::Unreachable(error)) => self.give_up(error),
             // The vote may have come through, and the leader may commit on it.
             (State::Voting | State::Awaiting { .. }, Event::Unreachable(error)) => self.forestall(error),
@@ -338,14 +338,14 @@ impl Machine {
                 self.to(State::Settling { exchange, error }, look)
             }
             (State::Settling { exchange, error }, Event::Stands(stands)) => self.settle(exchange, error, stands),
-            // Nothing can be learnt, or it stands there and may not last: nothing is touched.
+            // The outcome is unknown, or the step may not be durable: leave everything.
             (State::Settling { error, .. }, Event::Failed(_)) | (State::Syncing { .. }, Event::Failed(error)) => {
                 self.end(Verdict::Uncertain(error))
             }
             // Durable before the name has another owner: a power cut could keep the second rename
             // without the first, and what was set aside would be nowhere.
             (State::Quarantining, Event::Done) => self.to(State::SyncingAside, Action::SyncRoot),
-            // A sync may take long: whose root it is, and what stands there, is asked anew.
+            // A sync may take long, so check the owner of the root and the name again.
             (State::SyncingAside, Event::Done) => self.fence(),
             (State::Syncing { exchange: false }, Event::Done) => self.end(Verdict::Committed { replaced: None }),
             (State::Syncing { exchange: true }, Event::Done) => {
@@ -373,8 +373,8 @@ impl Machine {
                 let how = stepwell_core::io::Rename::NoReplace;
                 self.to(State::Forestalling(error), Action::Rename { from, to, how })
             }
-            // Where the directory is gone, the leader or another rank was faster; where it may be
-            // there still, nobody knows what becomes of it.
+            // If the directory is gone, the leader or another rank was faster. If it may still
+            // exist, its fate is unknown.
             (State::Forestalling(error), Event::Failed(failed)) if failed.is_not_found() => {
                 let look = Action::Look(self.plan.target.clone());
                 self.to(State::Inquiring(error), look)
@@ -515,8 +515,8 @@ impl Machine {
             Ok((data, files)) => {
                 let mut actions = VecDeque::new();
                 if self.plan.world_size > 1 {
-                    // Ranks that gave up on this one have taken the temporary away with what they
-                    // wrote, and it may have been made anew.
+                    // Ranks that gave up on this one have removed the temporary with their files,
+                    // and it may have been recreated.
                     actions.push_back(Action::FindFiles(data));
                 }
                 for (dir, file) in files {
@@ -589,7 +589,7 @@ impl Machine {
         self.to(State::Quarantining, Action::Rename { from, to, how: stepwell_core::io::Rename::NoReplace })
     }
 
-    /// After a rename that did not say yes: whose attempt stands there decides, not the errno (a
+    /// After a rename that reported an error: the attempt under the name decides, not the errno (a
     /// network file system loses answers).
     fn settle(&mut self, exchange: bool, error: stepwell_core::Error, stands: Stands) -> Action {
         match stands {
@@ -624,10 +624,9 @@ impl Machine {
         self.forestall(error)
     }
 
-    /// Nothing is heard of the leader any more. What it has not renamed yet is taken from it, once
-    /// it is said to whoever makes it anew: then it is certain that there never will be such a
-    /// step. (When the leader comes to its rename, all ranks have made the directory or found it
-    /// there, so that nobody puts another one in its place.)
+    /// The leader is silent. First announce that to anyone who recreates the directory, then rename
+    /// it aside. If that succeeds, the step will never exist. (Before the leader's rename, all
+    /// ranks have created or found the directory, so nobody puts another one in its place.)
     fn forestall(&mut self, error: Error) -> Action {
         if self.plan.existing == Existing::Replace {
             // The temporary may be what was replaced by now, which is nobody's to take away before
@@ -637,8 +636,8 @@ impl Machine {
         self.to(State::GivingUp(error), Action::GiveUp)
     }
 
-    /// A leader that fell silent may have renamed before: then the step is there, and nobody knows
-    /// for how long. Where it is not, it never will be: its directory is gone.
+    /// The silent leader may have renamed before. If the step exists, its durability is unknown. If
+    /// it does not, it never will, because its directory is gone.
     fn inquired(&mut self, error: Error, event: &Event) -> Action {
         match event {
             Event::Stands(Stands::Step(attempt)) if *attempt == self.plan.attempt => {

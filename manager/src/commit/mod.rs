@@ -1,5 +1,4 @@
-//! The commit: how a step comes to stand under its name, and how it leaves it. **The only place
-//! that renames.**
+//! The commit: how a step gets its name and loses it. **The only module that renames.**
 //!
 //! * [`machine`]: the commit as a sans-IO state machine: events in, actions out; the product, the
 //!   simulators and the crash tests run the same code.

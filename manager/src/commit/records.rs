@@ -1,5 +1,5 @@
-//! What is written beside the data: one index per item and the manifest, from the votes of all
-//! ranks. Pure.
+//! The records beside the data, from the votes of all ranks: one index per item and the manifest.
+//! Pure.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet};
@@ -27,12 +27,12 @@ use crate::error::{Error, Result};
 use crate::state::claims::Claim;
 use crate::state::{MAX_SPLIT_ITEMS, leaf_hashes};
 
-/// What a rank wrote of one item.
+/// A rank's part of one item.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ItemPart {
     /// The item, as this rank's state has it.
     pub item: DraftItem,
-    /// What its data file holds; `files[0]` is that file.
+    /// The content of its data file; `files[0]` is that file.
     pub index: Index,
     /// Bytes of tensors.
     pub tensor_bytes: u64,
@@ -49,7 +49,7 @@ pub struct Vote {
     pub attempt: Attempt,
     /// Its leaves are others than it has told the ranks.
     pub stale: bool,
-    /// What it has of leaves that should be the same on others.
+    /// This rank's values of leaves that should be equal on others.
     pub claims: Vec<Claim>,
     /// Its parts, and those of the ranks that it has gathered; or why there are none.
     pub parts: Result<Vec<ItemPart>, Announcement>,
@@ -68,7 +68,7 @@ pub struct Draft {
     pub plan_hash: String,
     /// The items, in order: directory, name, top-level entries.
     pub items: Vec<DraftItem>,
-    /// What this rank has of leaves that should be the same on others.
+    /// This rank's values of leaves that should be equal on others.
     pub claims: Vec<Claim>,
     /// The user's metrics.
     pub metrics: BTreeMap<String, f64>,
@@ -277,8 +277,8 @@ pub fn records(
     Ok((data, out))
 }
 
-/// The votes of a node's ranks as one, which that rank sends. What does not fit together is in it
-/// as its failure.
+/// Merges the votes of a node's ranks into one, which that rank sends. A conflict becomes its
+/// failure.
 pub fn gather(draft: &Draft, attempt: &Attempt, rank: u32, votes: Vec<Vote>) -> Vote {
     let stale = votes.iter().any(|vote| vote.stale);
     let (claims, parts) = match gather_parts(draft, votes) {
@@ -293,7 +293,7 @@ fn gather_parts(draft: &Draft, votes: Vec<Vote>) -> Result<(Vec<Claim>, Vec<Item
     let items = gathered.items().into_iter().filter(|item| !item.parts.is_empty());
     let merged = items.map(|item| {
         let mut draft = item.draft;
-        // Whoever has an entry says where it stands; the leader puts them in order.
+        // Holders of an entry report its position. The leader orders the entries.
         let mut known: HashSet<String> = draft.top_level.iter().map(|entry| entry.name.clone()).collect();
         for (_, part) in &item.parts {
             let new = part.item.top_level.iter().filter(|entry| known.insert(entry.name.clone()));
@@ -308,17 +308,17 @@ fn gather_parts(draft: &Draft, votes: Vec<Vote>) -> Result<(Vec<Claim>, Vec<Item
         Ok(ItemPart { item: draft, index, tensor_bytes })
     });
     let parts = merged.collect::<Result<_>>()?;
-    // What differs on this node, too: the leaf may be one of which only others have written.
+    // Report differences on this node too: only other ranks may have written the leaf.
     Ok((claimed.told(), parts))
 }
 
-/// What the ranks have written, by item.
+/// The parts of all ranks, by item.
 #[derive(Default)]
 struct Gathered {
     /// In the order of the leader's state; what it does not have comes after that.
     items: Vec<GatheredItem>,
     by_dir: HashMap<String, usize>,
-    /// Where a top-level entry stands in the state of the first rank that has it.
+    /// Position of a top-level entry in the state of the first rank that has it.
     positions: HashMap<String, u64>,
     /// The item that a top-level entry is in, and whose part says so.
     item_of: HashMap<String, (usize, String)>,
@@ -413,7 +413,7 @@ fn number(items: &mut [Item]) {
     }
 }
 
-/// What the ranks say of leaves that should be the same.
+/// The ranks' claims on leaves that should be equal.
 #[derive(Default)]
 struct Claimed {
     /// By the part.
@@ -505,7 +505,7 @@ fn merge(
     Ok((index, unsettled))
 }
 
-/// Whose a part is, for messages.
+/// Names the owner of a part, for messages.
 fn named(rank: u32, index: &Index) -> String {
     let mut ranks: Vec<u32> = index.files.iter().filter_map(rank_of).collect();
     ranks.sort_unstable();
@@ -515,7 +515,7 @@ fn named(rank: u32, index: &Index) -> String {
     }
 }
 
-/// Whose a data file is.
+/// The rank of a data file.
 fn rank_of(file: &FileRecord) -> Option<u32> {
     file.name.strip_suffix(".data")?.parse().ok()
 }

@@ -501,7 +501,7 @@ fn a_step_that_stands_there_is_not_called_uncommitted_where_the_leader_fell_sile
     assert!(matches!(follower.on(io(2), at(1)), Action::Look(_)));
     let end = finished(follower.on(Event::Stands(Stands::Step(attempt(1))), at(1)));
     assert!(matches!(end, Verdict::Uncertain(_)), "{end:?}");
-    // What could not be taken from the leader, it may still rename.
+    // The leader may still rename a directory that could not be moved aside.
     for said in [true, false] {
         let mut follower = listening();
         follower.on(silence(0), at(10));
@@ -510,7 +510,7 @@ fn a_step_that_stands_there_is_not_called_uncommitted_where_the_leader_fell_sile
         }
         assert!(matches!(finished(follower.on(io(5), at(10))), Verdict::Uncertain(_)));
     }
-    // What is swapped may be the old step by now.
+    // The swapped directory may be the old step by now.
     let mut follower = machine(Plan { existing: Existing::Replace, ..plan(1, 2) });
     follower.start();
     follower.on(Event::Done, at(0));

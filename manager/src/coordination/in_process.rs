@@ -1,5 +1,4 @@
-//! Ranks that are threads of one process: for tests, and for whoever drives several devices from
-//! one program.
+//! Ranks as threads of one process: for tests, and for programs that drive several devices.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -24,7 +24,7 @@ pub mod team;
 /// The rank that decides: listings, clocks, signals, and the rename.
 pub const LEADER: u32 = 0;
 
-/// What ranks tell each other: of a few bytes, or of an index.
+/// A message between ranks: a few bytes, or an index.
 pub type Message = Vec<u8>;
 
 /// A board that all ranks of a job see. Keys are paths of plain components. Nothing is ever put
@@ -39,11 +39,10 @@ pub trait Coordinator: Send + Sync {
     /// All processes.
     fn world_size(&self) -> u32;
 
-    /// A name under which nothing stands on the board yet: the same on all ranks, if all ask
-    /// equally often.
+    /// A fresh name on the board: the same on all ranks if all call it equally often.
     fn namespace(&self) -> String;
 
-    /// Leaves a message. Whoever reads it sees all of it or none; one that is there is replaced.
+    /// Puts a message, replacing an older one. A reader sees all of it or none.
     fn put(&self, key: &str, message: &[u8]) -> Result<()>;
 
     /// The message under a key: `None` if nothing is there within that time.

@@ -11,13 +11,13 @@
 //! leader      <id>/, once all have seen it
 //! ```
 //!
-//! What an earlier run has left names other ids. All later messages stand in that directory, which
-//! is this meeting's alone; what was said on the way there each rank takes away again.
+//! Leftovers of an earlier run name other ids. All later messages are in that directory, which
+//! belongs to this meeting alone. Each rank removes its earlier messages.
 //!
-//! Whoever has ended says so (`<id>/left-<rank>`), and the last one takes the directory away, so
-//! that the leader's last word (why it could not open, say) is there for whoever comes to read it
-//! later than the leader ends. Of a rank that was killed nobody hears that: what is left then goes
-//! with the next meeting, whose leader deletes all of the job's that no rank says it holds.
+//! A rank that ends writes `<id>/left-<rank>`, and the last one removes the directory. So a late
+//! reader still finds the leader's last message, for example why it could not open. A killed rank
+//! leaves no such file. The leader of the next meeting then deletes all of the job's leftovers that
+//! no live rank holds.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -59,7 +59,7 @@ pub struct Membership {
     pub rank: u32,
     /// All processes.
     pub world_size: u32,
-    /// What tells this job from others in the same directory: letters, digits, `_`, `-` and `.`.
+    /// Identifies this job in the directory: letters, digits, `_`, `-` and `.`.
     pub job_id: String,
 }
 
@@ -160,8 +160,7 @@ impl Drop for SharedDirectory {
     }
 }
 
-/// A rank on its way to a meeting. What it has said is taken away when it is there, or has given
-/// up.
+/// A rank on its way to a meeting. Its messages are removed when it has arrived or given up.
 struct Coming<'a> {
     parent: &'a dyn Dir,
     membership: &'a Membership,

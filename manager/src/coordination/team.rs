@@ -1,5 +1,5 @@
-//! The ranks that have opened one manager together. What they say to each other stands under names
-//! that begin with the session:
+//! The ranks that have opened one manager together. The names of their messages begin with the
+//! session:
 //!
 //! | name | who leaves it | what it is |
 //! |---|---|---|
@@ -29,29 +29,29 @@ use super::{Coordinator, LEADER, Message};
 use crate::error::{Error, Relayed, Result};
 use crate::runs::repeats;
 
-/// How long one look at the board takes at most, so that whoever waits can be told otherwise.
+/// Timeout of one look at the board, so that a waiting rank notices other news.
 const LOOK: Duration = Duration::from_millis(200);
 /// How long a vote or a verdict that could not be put is tried again.
 const PUT_AGAIN: Duration = Duration::from_secs(10);
 /// After so many calls, ranks say how far they have read.
 const CALLS_KEPT: u64 = 64;
 
-/// What a rank says of itself when it comes.
+/// A rank's introduction when it arrives.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// Of the software: all ranks must plan alike.
+    /// Version of the software: all ranks must plan alike.
     version: String,
-    /// What it opens.
+    /// The path that it opens.
     what: String,
     /// The machine that it is on.
     node: String,
     /// The socket of that machine.
     socket: Option<u32>,
-    /// What must be the same on all ranks, each with its name.
+    /// The settings that must be equal on all ranks, each with its name.
     agreed: Vec<(String, String)>,
 }
 
-/// What the leader tells those who have come.
+/// The leader's welcome.
 #[derive(Serialize, Deserialize)]
 struct Welcome {
     session: String,
@@ -64,11 +64,11 @@ struct Welcome {
 enum Answer {
     /// It.
     Said(serde_json::Value),
-    /// Why there is none.
+    /// The reason why there is no session.
     Failed(Relayed),
 }
 
-/// What a rank has to say in a call.
+/// A rank's message in a call.
 #[derive(Serialize, Deserialize)]
 enum Part {
     Said(serde_json::Value),
@@ -86,9 +86,9 @@ pub struct Beat {
 }
 
 impl Beat {
-    /// What that tells a rank that waits for its word on that save: nothing any more, where it has
-    /// said that. After a message that did not get through, each of two ranks would else wait for
-    /// the other one for ever, and live.
+    /// The news for a rank that waits for a report on that save: `None` if the report was already
+    /// sent. Without this, two live ranks would wait for each other permanently after a lost
+    /// message.
     pub fn in_save(self, save: u64) -> Option<u64> {
         (self.save <= save).then_some(self.moved)
     }
@@ -106,7 +106,7 @@ impl Beat {
 /// See the module documentation.
 pub struct Team {
     coordinator: Arc<dyn Coordinator>,
-    /// Where this team has met.
+    /// The name of this team's meeting.
     namespace: String,
     session: String,
     places: Places,
@@ -131,7 +131,7 @@ pub struct Team {
     missed: Mutex<(u64, BTreeMap<u32, Beat>)>,
 }
 
-/// What a rank knows of the calls that all make.
+/// A rank's knowledge of the calls that all ranks make.
 #[derive(Default)]
 struct Calls {
     /// Those that have ended here: the number of the next one.
@@ -281,8 +281,8 @@ impl Team {
         format!("{}/{what}", self.session)
     }
 
-    /// The leader's answer, on every rank; `answer` runs on the leader alone. `what` is the call,
-    /// for whoever makes another one.
+    /// Returns the leader's answer, on every rank. `answer` runs on the leader alone. `what` names
+    /// the call, for ranks that make another one.
     pub fn ask<T: Serialize + DeserializeOwned>(
         &self,
         what: &str,
@@ -301,8 +301,8 @@ impl Team {
         })
     }
 
-    /// What each rank has to say becomes one answer for all. Where one has failed, all do; `answer`
-    /// runs on the leader alone, with what was said, by rank.
+    /// Makes one answer of all ranks' reports. If one rank has failed, all fail. `answer` runs on
+    /// the leader alone, with the reports by rank.
     pub fn settle<S: Serialize + DeserializeOwned, T: Serialize + DeserializeOwned>(
         &self,
         what: &str,
@@ -339,7 +339,7 @@ impl Team {
         })
     }
 
-    /// What each rank has said in a call, by rank; the leader's own comes first.
+    /// Returns the reports of a call, by rank; the leader's own comes first.
     fn gather<S: DeserializeOwned>(&self, number: u64, what: &str, mine: S) -> Result<Vec<S>> {
         let mut said = vec![mine];
         for rank in 1..self.world_size() {
@@ -364,10 +364,9 @@ impl Team {
         self.key(&format!("part/{number}/{rank}"))
     }
 
-    /// One call of all ranks: its number, and whether this rank has said its part already. `make`
-    /// gives the answer, or the error for which there is none: then the call is still one that is
-    /// to be answered here. Whoever makes it again gets its answer, and whoever makes another one
-    /// waits for that answer first.
+    /// Runs one call of all ranks: its number, and true if this rank has already sent its report.
+    /// `make` returns the answer, or an error without one. After an error the call remains open:
+    /// the same call made again gets its answer, and another call waits for that answer first.
     fn call<T>(
         &self,
         what: &str,
@@ -440,7 +439,7 @@ impl Team {
         Ok(())
     }
 
-    /// The leader's answer; an error where there is none.
+    /// Waits for the leader's answer.
     fn hear<T: DeserializeOwned>(&self, number: u64, what: &str) -> Result<Result<T>> {
         let message = self.wait(&self.key(&format!("call/{number}")), LEADER, what)?;
         let (called, answer): (String, Answer) = decoded(LEADER, &message)?;
@@ -542,9 +541,8 @@ impl Team {
         self.put_surely(&self.key(&format!("verdict/{save}")), verdict)
     }
 
-    /// A rank has said in that save that its leaves are others than it had told. All ranks come to
-    /// know of it, with the verdict. Of a save that was planned before they told each other anew,
-    /// it is no news.
+    /// Records that a rank reported changed leaves in that save. All ranks learn of it with the
+    /// verdict. A save that was planned before the last census is ignored.
     pub fn is_outdated_by(&self, save: u64) {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         if save >= told.0 {
@@ -557,7 +555,7 @@ impl Team {
         self.told.lock().unwrap_or_else(PoisonError::into_inner).1
     }
 
-    /// The ranks have told each other anew, before that save.
+    /// Records that the ranks held a census before that save.
     pub fn have_told(&self, save: u64) {
         *self.told.lock().unwrap_or_else(PoisonError::into_inner) = (save, None);
     }
@@ -587,7 +585,7 @@ impl Team {
         self.coordinator.put(&self.key(&format!("beat/{}", self.rank())), &beat.encode())
     }
 
-    /// What a rank has last said so.
+    /// Returns a rank's last heartbeat.
     pub fn beat_of(&self, rank: u32) -> Result<Beat> {
         let beat = self.coordinator.get(&self.key(&format!("beat/{rank}")), Duration::ZERO)?;
         Ok(beat.and_then(|message| Beat::decode(&message)).unwrap_or_default())
@@ -616,8 +614,8 @@ impl Team {
         (self.patience / 8).clamp(Duration::from_millis(10), Duration::from_secs(5))
     }
 
-    /// This rank needs nobody any more. The leader waits until nobody needs it, and takes
-    /// everything off; `saves`: how many there were. Whoever is gone is not waited for.
+    /// Leaves the team. The leader waits until no rank needs it, and then clears the board. `saves`
+    /// is the number of saves. Dead ranks are not waited for.
     pub fn leave(&self, saves: u64, timeout: Duration) -> Result<()> {
         if self.is_alone() {
             return Ok(());
@@ -655,7 +653,7 @@ impl Team {
     }
 }
 
-/// Waits, each with the same patience.
+/// Waits on the board, each wait with the same timeout.
 struct Board<'a> {
     coordinator: &'a Arc<dyn Coordinator>,
     patience: Duration,
@@ -693,7 +691,7 @@ impl Board<'_> {
         }
     }
 
-    /// Who has come, and where they are; refuses ranks that mean something else.
+    /// Collects introductions and places. Refuses ranks with other settings.
     fn gather_hellos(&self, namespace: &str, own: &Hello, size: u32) -> Result<Places> {
         let mut nodes = Numbered::default();
         let mut sockets = Numbered::default();
@@ -724,8 +722,8 @@ impl Board<'_> {
     }
 }
 
-/// Where each rank is: numbers of nodes, and of sockets. Every rank reads it, and ranks of one node
-/// mostly follow each other.
+/// The node and socket number of each rank. Every rank reads it, and ranks of one node are mostly
+/// adjacent.
 #[derive(Serialize, Deserialize)]
 struct Places {
     #[serde(with = "repeats")]

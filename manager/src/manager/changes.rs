@@ -1,4 +1,4 @@
-//! What changes a root beside saving: rewind, delete, hold, prune, later metrics.
+//! Changes of a root beside saving: rewind, delete, hold, prune, later metrics.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

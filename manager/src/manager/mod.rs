@@ -58,7 +58,7 @@ pub use saving::{Decision, Ready};
 use together::Owed;
 use trail::Trail;
 
-/// What is saved, and how.
+/// A request to save.
 pub struct SaveRequest {
     /// The step: the caller's label, 0 … 2^63 - 1.
     pub step: u64,
@@ -70,7 +70,7 @@ pub struct SaveRequest {
     pub custom_metadata: serde_json::Value,
     /// Skips the policy, and nothing else.
     pub force: bool,
-    /// What to do where the step is there already.
+    /// The treatment of an existing step.
     pub exists: Exists,
     /// Set from any thread (also before the call) to end the save as long as it is not captured:
     /// the call returns an error, nothing reads the state any more, nothing is committed.
@@ -99,7 +99,7 @@ impl SaveRequest {
     }
 }
 
-/// What to do where a step is there already.
+/// The treatment of an existing step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Exists {
     /// It is an error.
@@ -159,7 +159,7 @@ struct State {
     /// Its turn to be captured has come, and it is not in the queue yet: no other may come before
     /// it there.
     claimed: bool,
-    /// What is left of captures whose callers have gone on, in the order of their saves.
+    /// Unfinished captures whose callers have continued, in the order of their saves.
     rests: VecDeque<Rest>,
     /// Every save that is not over, oldest first.
     pending: Vec<Save>,
@@ -177,14 +177,14 @@ struct State {
     highest: Option<u64>,
     /// The step that the leader has last chosen for a restore.
     chosen: Option<u64>,
-    /// Who has which leaves, as the ranks have told each other.
+    /// The holders of plain leaves, as the ranks have exchanged them.
     census: Option<Arc<Census>>,
     /// Steps of which a call of `save` that all ranks make has begun, and that have no number here
     /// yet.
     owed: BTreeMap<u64, Owed>,
-    /// Steps that stand under their name and may not be durable.
+    /// Steps that have their name and may not be durable.
     uncertain: BTreeSet<u64>,
-    /// What was saved and restored, in order.
+    /// The saved and restored steps, in order.
     trail: Trail,
     /// True if a step was ever seen here: then the root is not empty, and need not be looked at to
     /// know that.
@@ -209,9 +209,9 @@ struct State {
     /// The staging memory, from the first use until nothing is left to save.
     pool: Option<Arc<StagingPool>>,
     lock: Option<Box<dyn Lock>>,
-    /// Where there is no lock: the writer's signs of life.
+    /// The writer's heartbeat, on file systems without locks.
     heart: Option<Heart>,
-    /// Where there are other ranks: this one's.
+    /// This rank's heartbeat, if there are other ranks.
     pulse: Option<Pulse>,
     /// Calls of `save` that this rank has left before it knew what the others do.
     unfinished: VecDeque<together::Unfinished>,
@@ -271,7 +271,7 @@ impl Manager {
         &self.inner.environment
     }
 
-    /// What it was told.
+    /// Its options.
     pub fn options(&self) -> &Options {
         &self.inner.options
     }

@@ -105,8 +105,8 @@ impl Manager {
         if self.inner.team.is_alone() { self.inner.raise_unseen(Some(step)) } else { Ok(()) }
     }
 
-    /// Takes back a failure that was raised here and could not be told: it is raised again. What is
-    /// no earlier failure is ignored.
+    /// Takes back a failure that was raised here and could not be reported, so that it is raised
+    /// again. Ignores other errors.
     pub fn put_back(&self, error: &Error) {
         if let Error::Earlier { save, .. } = error
             && self.inner.birth.is_here()
@@ -149,7 +149,7 @@ impl Manager {
     }
 }
 
-/// What must be the same on all ranks: what they plan by, and what they count by.
+/// The options that must be equal on all ranks: those for planning and for counting.
 fn agreed(options: &Options) -> Vec<(String, String)> {
     let writers = options.writers.map_or_else(
         || "all".to_owned(),
@@ -332,9 +332,8 @@ fn names(wanted: Option<StepName>, info: Option<&RootInfo>) -> StepName {
     wanted.or_else(|| info.map(|info| info.step_name.clone())).unwrap_or_default()
 }
 
-/// A pattern that does not read the steps that are there would make them none: `latest_step()` and
-/// retention would not know them; a writer's root would forget how they are named, and an evaluator
-/// wait for ever.
+/// Refuses a pattern that does not read the existing steps. `latest_step()` and retention would not
+/// know them, a writer's root would forget their pattern, and an evaluator would wait permanently.
 fn check_names(root: &dyn Dir, discovery: &Discovery, names: &StepName, recorded: &StepName) -> Result<()> {
     if names == recorded {
         return Ok(());
@@ -352,7 +351,7 @@ fn check_names(root: &dyn Dir, discovery: &Discovery, names: &StepName, recorded
 }
 
 impl Inner {
-    /// What the ranks must know alike, and their signs of life.
+    /// Exchanges the shared settings, and starts heartbeats.
     fn join(self: &Arc<Self>) -> Result<()> {
         if self.team.is_alone() {
             return Ok(());
@@ -410,8 +409,8 @@ impl Inner {
         }
     }
 
-    /// `None`: all is over already. Whoever comes while another call closes waits for that one: it
-    /// may not come to its end.
+    /// Returns `None` if everything is closed. A second call waits for the first, and may have to
+    /// close in its place.
     fn begin_closing(&self, deadline: Instant) -> Result<Option<Closing<'_>>> {
         let begun = Instant::now();
         let mut state = self.lock();
@@ -467,7 +466,7 @@ impl Inner {
         // Past the deadline a moment is still given: a deletion stops between two files.
         let stopped = self.deleter.stop(left().max(Duration::from_millis(100)));
         if drained.is_ok() {
-            // Kept otherwise: whoever took the root over would meet a writer that still writes.
+            // Keep it otherwise, so that a new writer sees that this one still writes.
             let heart = {
                 let mut state = self.lock();
                 state.lock = None;
@@ -539,7 +538,7 @@ impl Drop for Closing<'_> {
 
 impl Drop for Manager {
     fn drop(&mut self) {
-        // What a close could not end by its deadline was reported: it is not waited for once more.
+        // A close that missed its deadline was reported. Do not wait again.
         if self.is_closed() {
             return;
         }

@@ -2,11 +2,10 @@
 //! commit.
 //!
 //! Threads take turns, one for each save that may be pending. One save is written at a time, one is
-//! committed at a time, in the order of their calls. A save whose commit takes long (other ranks
-//! are slow) does not keep the next one from being written where that one's capture waits for
-//! staging memory: slots come back by writes, never by a commit. Where nobody waits for memory, the
-//! next one is written after the commit, so that it finds the files of the step that retention has
-//! retired ([`crate::spares`]).
+//! committed at a time, in the order of their calls. If a commit takes long (slow ranks) and the
+//! next capture waits for staging memory, the next save is written meanwhile: writes free slots,
+//! commits do not. If nobody waits for memory, the next save is written after the commit, so that
+//! it finds the files of the step that retention has retired ([`crate::spares`]).
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -24,7 +23,7 @@ use crate::save::persist::{self, Ended};
 /// How often it is looked whether somebody waits for staging memory, while a commit goes on.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Whose turn it is. Saves are numbered as they are taken from the queue.
+/// The turns of the saves, numbered as they leave the queue.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Turns {
     /// How many have been taken, how many are not being written any more, and how many have ended.
@@ -64,7 +63,7 @@ impl Inner {
             };
             let (save, ended) =
                 persist::run(job, &self.root, &self.environment, &self.team, &self.deleter, &written);
-            // Where it was not written.
+            // A save that was not written.
             self.wait_for_turn(turn);
             let Ended { outcome, replaced } = ended;
             self.forget_verdicts(counter);
@@ -75,8 +74,8 @@ impl Inner {
                 tracing::warn!(%error, "retention could not be applied; it is tried again after the next commit");
             }
             let callbacks = {
-                // In one step: whoever sees the outcome finds the save pending no more, and whoever
-                // finds nothing pending finds the failure.
+                // In one step: a caller that sees the outcome must not find the save pending, and
+                // one that finds nothing pending must find the failure.
                 let mut state = self.lock();
                 state.pending.retain(|pending| !pending.is(&save));
                 if replaces {
@@ -92,7 +91,7 @@ impl Inner {
                 }
                 state.over.insert(counter);
                 state.turns.ended += 1;
-                // Where it failed before it was written, or as it was.
+                // It failed before or during the write.
                 state.turns.has_been_written(turn);
                 callbacks
             };

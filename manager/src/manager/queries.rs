@@ -1,5 +1,5 @@
-//! What is there. Only committed steps: what is being saved is [`Manager::pending`], what may not
-//! be durable is nowhere.
+//! Queries. They see only committed steps: [`Manager::pending`] lists saves in progress, and steps
+//! that may not be durable are not listed at all.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ use crate::retention::{self, Mode, Plan};
 /// have to retire one after the other all that time.
 const LOOKING: Duration = Duration::from_secs(5);
 
-/// How often the newest step is looked for anew because another process has taken a step away
+/// How often the newest step is looked up again because another process has removed a step
 /// meanwhile.
 pub(super) const LISTINGS: usize = 64;
 
@@ -53,7 +53,7 @@ pub struct StepReport {
     pub started_unix_ns: i64,
     /// When it was committed: nanoseconds since 1970.
     pub committed_unix_ns: i64,
-    /// What is wrong with it, if something is.
+    /// Its damage, if any.
     pub damage: Option<String>,
 }
 
@@ -135,7 +135,7 @@ impl Manager {
         Ok(self.inner.lock().pending.iter().map(crate::save::Save::step).collect())
     }
 
-    /// What has a step's name and is none, with the reason.
+    /// Invalid directories with a step's name, with the reason.
     pub fn quarantined(&self) -> Result<Vec<Quarantined>> {
         self.inner.check_usable()?;
         Ok(self.inner.discovery.list(&*self.inner.root, &self.inner.names)?.quarantined.clone())
@@ -187,8 +187,8 @@ impl Manager {
         self.metrics_of(&self.inner.find(Some(step))?.manifest)
     }
 
-    /// [`Manager::metrics`] of a step by its commit record: whoever has it open may ask, also where
-    /// it was retired meanwhile.
+    /// [`Manager::metrics`] of a step by its commit record: also for an open step that was retired
+    /// meanwhile.
     pub fn metrics_of(&self, manifest: &Manifest) -> Result<BTreeMap<String, f64>> {
         self.inner.check_usable()?;
         let mut metrics = manifest.metrics.clone();
@@ -197,7 +197,7 @@ impl Manager {
         Ok(metrics)
     }
 
-    /// What retention would do now, and why.
+    /// The decisions of retention now, with reasons.
     pub fn plan_retention(&self) -> Result<Plan> {
         self.inner.check_usable()?;
         self.inner.retention_plan()
@@ -255,7 +255,7 @@ impl Manager {
         }
     }
 
-    /// Where a step is, for messages.
+    /// The path of a step, for messages.
     pub fn step_path(&self, step: u64) -> PathBuf {
         self.inner.path.join(self.inner.names.format(step))
     }
@@ -330,9 +330,8 @@ impl Inner {
         Err(self.restless(begun))
     }
 
-    /// Says what has the name of a step that is newer than all steps, and is none: whoever gets an
-    /// older one for the newest must not think that it is. What has no manifest (yet) may be a copy
-    /// under way.
+    /// Logs invalid directories with a newer step's name, so that nobody takes an older step for
+    /// the newest. One without a manifest may be a copy in progress.
     fn tell_passed_over(&self, listing: &Listing) {
         if listing.quarantined.is_empty() {
             return;
@@ -352,7 +351,7 @@ impl Inner {
         Error::Timeout { waited_for, waited: begun.elapsed() }
     }
 
-    /// What is wrong with a step that was listed, and whether it still stands under its name.
+    /// The damage of a listed step, and true if it still has its name.
     fn damage_and_standing(&self, found: &Found) -> stepwell_core::Result<(Option<String>, bool)> {
         let damage = damage(&*self.root, &found.name, &found.manifest)?;
         let stands = damage.is_none() || stands(&*self.root, found)?;
@@ -390,9 +389,8 @@ impl Inner {
         found.ok_or_else(|| self.not_found(step))
     }
 
-    /// What `look` makes of a step (`None`: of the newest), where it is there still: a newest step
-    /// that is retired between finding and leasing it was the newest no more, and the root is
-    /// listed anew.
+    /// Runs `look` on a step (`None`: the newest). If the newest step is retired between listing
+    /// and leasing, the root is listed again.
     fn with_step<T>(
         &self,
         step: Option<u64>,
@@ -413,7 +411,7 @@ impl Inner {
     }
 
     pub(super) fn not_found(&self, step: Option<u64>) -> Error {
-        // What has its name and is damaged says so itself.
+        // A damaged step reports itself.
         let names = step.map(|step| self.names.names(step)).unwrap_or_default();
         for name in names {
             match read_manifest(&*self.root, &name) {

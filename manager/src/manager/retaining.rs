@@ -46,7 +46,7 @@ struct Whole {
     /// As it was then.
     manifest: Arc<Manifest>,
     committed_unix_ns: i64,
-    /// Of the metrics that the rules ask for.
+    /// The values of the metrics that the rules use.
     values: SmallVec<[Option<f64>; 2]>,
 }
 
@@ -104,7 +104,7 @@ impl Counted {
 }
 
 impl Inner {
-    /// What retention would do with what is there, every step looked into.
+    /// The decisions of retention, after a look into every step.
     pub(super) fn retention_plan(&self) -> Result<Plan> {
         self.look_into_all();
         let counted = self.whole_steps(&mut self.inspected())?;
@@ -113,7 +113,7 @@ impl Inner {
         self.options.retention.plan(&candidates, self.environment.clock.unix_ns())
     }
 
-    /// Whatever was found whole is looked into again.
+    /// Has every valid step inspected again.
     pub(super) fn look_into_all(&self) {
         *self.inspected() = Inspected::default();
     }
@@ -214,7 +214,7 @@ impl Inner {
         let changes = retention.changes(&candidates, self.environment.clock.unix_ns())?;
         drop(candidates);
         self.check_fence()?;
-        // Nobody plans anew before this plan is carried out.
+        // Nobody makes another plan before this one is carried out.
         let victims = self.retire(&counted, &changes.deleted, &mut inspected)?;
         drop(inspected);
         for (step, keep) in &changes.thinned {
@@ -247,7 +247,7 @@ impl Inner {
 
     /// Takes steps out of sight, and gives those that went.
     fn retire(&self, counted: &Counted, steps: &[u64], inspected: &mut Inspected) -> Result<Vec<u64>> {
-        // What was held since the plan was made stays.
+        // Steps that were held since the plan stay.
         let retiring = self.retiring(steps.iter().copied());
         let found = steps.iter().filter(|&&step| retiring.may_go(step)).filter_map(|&step| counted.get(step));
         let found: Vec<&Found> = found.collect();
@@ -278,8 +278,8 @@ impl Inner {
         }
     }
 
-    /// Where there are no locks, a thinning leaves its files for the grace period: those whose time
-    /// has come are deleted.
+    /// Without locks, a thinning leaves its files for the grace period. Deletes those whose period
+    /// is over.
     fn finish_thinnings(&self, counted: &Counted) {
         if self.lock().lock.is_some() {
             return;

@@ -21,7 +21,7 @@ use crate::save::{Refusal, Save};
 use crate::save_policy::Facts;
 use crate::state::StateSource;
 
-/// What `save` would do with a step.
+/// The treatment of a step by `save`.
 #[derive(Clone, Debug)]
 pub enum Decision {
     /// It would save.
@@ -58,8 +58,8 @@ impl Manager {
         inner.ask_with_signals("should_save", || inner.policy_says_yes(step, custom))
     }
 
-    /// What `save` would do, before the state is even looked at: so a callable state runs only
-    /// where it is needed. Raises a step that exists, and one below the latest.
+    /// Decides before the state is looked at, so that a callable state runs only if needed. Fails
+    /// for a step that exists, and for one below the latest.
     pub fn decide(
         &self,
         step: u64,
@@ -80,9 +80,8 @@ impl Manager {
         self.save_with(request, &BTreeMap::new())
     }
 
-    /// [`Manager::save`] with the answers of custom policies, and without a look at earlier
-    /// failures: whoever runs this where he may not get to hear its answer asks
-    /// [`Manager::check_before_saving`] first.
+    /// [`Manager::save`] with the answers of custom policies, without a look at earlier failures. A
+    /// caller that may not see the result calls [`Manager::check_before_saving`] first.
     pub fn save_with(&self, request: SaveRequest, custom: &BTreeMap<String, bool>) -> Result<Save> {
         let replaces = match self.decide(request.step, request.force, request.exists, custom)? {
             Decision::Save => false,
@@ -251,7 +250,7 @@ impl Inner {
             return Err(Error::Invalid(format!("step {step} is more than 2^63 - 1, the largest there is")));
         }
         if self.options.read_only {
-            // Who forces a save means to have it.
+            // A forced save must happen.
             if force {
                 return Err(Error::ReadOnly { what: "save a step", root: self.path.clone() });
             }
@@ -276,8 +275,8 @@ impl Inner {
         let uncertain = pending.is_none() && self.settle_uncertain(step);
         let listing = self.look()?;
         let steps = &listing.steps;
-        // What has lost files is no step any more: a good one may take its number, and the commit
-        // sets the rest aside.
+        // A step that has lost files is invalid. A good one may take its number, and the commit
+        // quarantines the rest.
         let there = pending.is_some()
             || match if steps.contains_key(&step) { self.committed(step)? } else { None } {
                 Some(found) => damage(&*self.root, &found.name, &found.manifest)?.is_none(),
@@ -299,7 +298,7 @@ impl Inner {
         if let Some(latest) = self.latest_above(step, steps)? {
             return Err(Error::StepOrder { step, latest, rewind_to: self.newest_below(step, steps)? });
         }
-        // Asked for even where nothing is there now: a pending save of this step may stand there by
+        // Needed even if the step does not exist now: a pending save of it may be committed by
         // then.
         Ok(if exists == Exists::Replace || uncertain { Decision::Replace } else { Decision::Save })
     }
@@ -346,8 +345,8 @@ impl Inner {
         let mut told = false;
         let mut seen = None;
         let mut deadline = deadline_after(self.options.stall_timeout);
-        // What is captured now is written first: it may need all of the memory, which only its own
-        // writes free.
+        // A capture for this call is written first. It may need all of the memory, which only its
+        // own writes free.
         while (now && captures(&state))
             || (!now && state.claimed)
             || state.pending.len() > self.options.max_pending
@@ -488,7 +487,7 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// What a policy is told, looked up when it asks.
+/// The facts for a policy, looked up when it asks.
 struct Asked<'a> {
     inner: &'a Inner,
     step: u64,

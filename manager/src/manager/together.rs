@@ -1,4 +1,4 @@
-//! What several ranks do together. One process does none of it.
+//! The common actions of several ranks. One process needs none of them.
 //!
 //! * Nobody asks the leader whether a step is saved where every rank can know: the policy needs
 //!   nothing but the step, and the step is above all that were ever begun. Else (clocks, signals,
@@ -42,7 +42,7 @@ enum Said {
 /// A rank, and what it has ([`plain_leaves`]).
 type Told = (u32, Vec<u64>);
 
-/// What can be known on every rank alike.
+/// Facts that every rank knows alike.
 struct Alike<'a> {
     step: u64,
     is_first: bool,
@@ -75,7 +75,7 @@ impl Facts for Alike<'_> {
     }
 }
 
-/// What this rank owes the others in a save that all begin: to take part, or to say that it does
+/// This rank's duty to the others in a save that all begin: to take part, or to report that it does
 /// not.
 pub(super) enum Owed {
     /// Its part, once it is decided that the step is saved.
@@ -152,9 +152,9 @@ impl Inner {
         decision
     }
 
-    /// What the others have come to in calls of `save` that this rank has left, it takes note of
-    /// before it makes another call: where they save, it says that it does not. Else it would count
-    /// differently from then on.
+    /// Catches up with calls of `save` that this rank has left, before it makes another one. If the
+    /// others save, it reports that it takes no part. Otherwise its count would differ from then
+    /// on.
     pub(super) fn make_up(&self) -> Result<()> {
         loop {
             let unfinished = self.lock().unfinished.pop_front();
@@ -223,16 +223,15 @@ impl Inner {
         })
     }
 
-    /// What a deterministic policy says, of what every rank knows.
+    /// The answer of a deterministic policy, from facts that every rank knows.
     pub(super) fn says_yes_alike(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
         let is_first = self.lock().highest.is_none();
         self.options.save_policy.should_save(&Alike { step, is_first, custom })
     }
 
-    /// The leader's answer, where that may depend on whether the job is to be preempted: whoever
-    /// has got the signal leaves a mark, and when the leader has found it, all ranks know of it by
-    /// the same answer. So a call costs as much as any that the leader answers, and not a word of
-    /// each rank.
+    /// The leader's answer to a question that may depend on a preemption. A rank that got the
+    /// signal leaves a mark. Once the leader has found it, all ranks learn of it by the same
+    /// answer. So the call costs as much as any call to the leader, without a message of each rank.
     pub(super) fn ask_with_signals<T: Serialize + for<'de> Deserialize<'de>>(
         &self,
         what: &str,
@@ -412,8 +411,8 @@ impl Inner {
         }
     }
 
-    /// Who has the leaves that are simply there: as the ranks have told each other, now if nobody
-    /// has yet or that is no longer so. And whether this rank's are others.
+    /// The holders of plain leaves. Exchanged now if they are unknown or outdated. Also returns
+    /// true if this rank's leaves have changed.
     pub(super) fn census(&self, step: u64, state: &StateSource) -> Result<Option<(Arc<Census>, bool)>> {
         if self.team.is_alone() {
             return Ok(None);
@@ -528,13 +527,13 @@ impl Manager {
         answer
     }
 
-    /// Of the stored leaves (by their numbers) that this rank does not want, those that no other
-    /// wants either. `None`: the ranks do not all restore in the same way (`how`).
+    /// Returns the stored leaves (of the given numbers, which this rank does not want) that no
+    /// other rank wants either. `None` if the ranks do not all restore in the same way (`how`).
     pub fn wanted_by_none(&self, how: &str, mut unwanted: Vec<u32>) -> Result<Option<Vec<u32>>> {
         self.inner.check_usable()?;
         unwanted.sort_unstable();
-        // Of a stage or an expert they lie together: a few runs, where thousands of ranks each have
-        // thousands of leaves that they do not want.
+        // The leaves of a stage or an expert are adjacent: a few runs, although thousands of ranks
+        // each have thousands of unwanted leaves.
         let said = (how.to_owned(), runs_of(&unwanted));
         let found = self.restoring("restore", Ok(said), |all| {
             let mut all = all.into_iter();
@@ -556,14 +555,13 @@ impl Manager {
         })
     }
 
-    /// What each rank has come to becomes one end for all: where one has failed, so have all, with
-    /// its cause.
+    /// Makes one result of the results of all ranks: if one has failed, all fail with its cause.
     pub fn agree(&self, what: &str, mine: Result<()>) -> Result<()> {
         self.inner.check_usable()?;
         self.restoring(what, mine, |_| Ok(()))
     }
 
-    /// What ranks say to each other in a restore.
+    /// The messages of ranks in a restore.
     fn restoring<S: Serialize + for<'de> Deserialize<'de>, T: Serialize + for<'de> Deserialize<'de>>(
         &self,
         what: &str,

@@ -25,7 +25,7 @@ impl Mark {
         matches!(self, Self::Saved(save) if save.has_failed())
     }
 
-    /// True if it will count for ever.
+    /// True if it counts permanently.
     fn is_firm(&self) -> bool {
         match self {
             Self::Restored(_) => true,

@@ -45,7 +45,7 @@ pub enum Metrics<'a> {
     Asked {
         /// Their names.
         names: &'a [String],
-        /// What they are in this step.
+        /// Their values in this step.
         values: &'a [Option<f64>],
     },
 }
@@ -141,14 +141,14 @@ pub enum Retention {
         /// The age in seconds.
         seconds: f64,
     },
-    /// What any of them keeps.
+    /// The union of what the rules keep.
     Any {
         /// The parts.
         of: Vec<Retention>,
     },
 }
 
-/// What stays of a step.
+/// The part of a step that stays.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Items {
@@ -158,13 +158,13 @@ pub enum Items {
     Only(BTreeSet<String>),
 }
 
-/// What happens to a step, and why.
+/// The decision on a step, with reasons.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "decision", rename_all = "snake_case")]
 pub enum Decision {
     /// It stays.
     Keep {
-        /// What of it.
+        /// The part that stays.
         items: Items,
         /// One reason per rule that keeps it.
         reasons: Vec<String>,
@@ -203,8 +203,8 @@ impl Plan {
     }
 }
 
-/// What a plan changes, without a word on why: of many steps most stay, and a text for each would
-/// be most of the work.
+/// The changes of a plan without reasons. Most of many steps stay, and texts for them would be most
+/// of the work.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
     /// The steps that go, oldest first.
@@ -229,7 +229,7 @@ impl Retention {
         Self::KeepEvery { steps, items: None }
     }
 
-    /// Of the steps divisible by `steps`, the items that a glob matches.
+    /// Keeps, of the steps divisible by `steps`, the items that match a glob.
     pub fn keep_every_items(steps: u64, items: impl IntoIterator<Item = impl Into<String>>) -> Self {
         Self::KeepEvery { steps, items: Some(items.into_iter().map(Into::into).collect()) }
     }
@@ -299,7 +299,7 @@ impl Retention {
         names
     }
 
-    /// What stays and what goes, and why. `steps` are the committed ones, in any order.
+    /// Returns the decision on each step. `steps` are the committed ones, in any order.
     pub fn plan(&self, steps: &[Candidate<'_>], now_unix_ns: i64) -> Result<Plan> {
         let ballot = self.ballot(steps, now_unix_ns, true)?;
         Ok(Plan {
@@ -307,7 +307,7 @@ impl Retention {
         })
     }
 
-    /// What [`Retention::plan`] changes.
+    /// The changes of [`Retention::plan`].
     pub fn changes(&self, steps: &[Candidate<'_>], now_unix_ns: i64) -> Result<Changes> {
         let mut changes = Changes::default();
         for (candidate, decision) in self.ballot(steps, now_unix_ns, false)?.decisions() {
@@ -401,7 +401,7 @@ impl Retention {
     }
 }
 
-/// What the rules keep of each step.
+/// The votes of the rules on all steps.
 struct Ballot<'a> {
     /// In the order of their numbers.
     steps: Vec<&'a Candidate<'a>>,
@@ -411,7 +411,7 @@ struct Ballot<'a> {
     explained: bool,
 }
 
-/// What the rules keep of one step.
+/// The votes of the rules on one step.
 #[derive(Clone, Default)]
 struct Tally {
     /// All of it.
@@ -491,8 +491,8 @@ impl Tally {
     }
 }
 
-/// The oldest step, and each that was committed at least so many seconds after the one that was
-/// taken before it. What is taken stays taken when the others are gone.
+/// Selects the oldest step, and each that was committed at least so many seconds after the last
+/// selected one. A selected step stays selected when the others are gone.
 fn apart(steps: &[&Candidate<'_>], seconds: f64) -> Vec<bool> {
     let mut last: Option<i64> = None;
     let is_due = |candidate: &&Candidate<'_>| {

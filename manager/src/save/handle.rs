@@ -1,7 +1,7 @@
 //! The handle of a save: two tracks, capture and persist, that any thread may look at or wait for.
 //!
-//! Every accepted save ends in exactly one [`Outcome`]. A failure is *sticky* until someone has
-//! seen it: whoever waits for the outcome, or the manager, which raises it once.
+//! Every accepted save ends in exactly one [`Outcome`]. A failure is *sticky* until somebody has
+//! seen it: a waiter for the outcome, or the manager, which raises it once.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,9 +23,9 @@ use crate::guard::guarded;
 pub enum Outcome {
     /// The step survives a power cut.
     Committed,
-    /// Nothing of it is visible.
+    /// Nothing is visible.
     NotCommitted(Arc<Error>),
-    /// It stands under its name, but may not survive a power cut.
+    /// The step has its name, but may not survive a power cut.
     DurabilityUncertain(Arc<Error>),
 }
 
@@ -65,7 +65,7 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// What a save did, and how long its phases took (in seconds).
+/// The statistics of a save, with the durations of its phases in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Stats {
     /// The pipeline: bytes, planning, capture, writing, checksums, syncing.
@@ -83,7 +83,7 @@ pub struct Stats {
 /// How often somebody who waits without a deadline looks whether there is progress.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// What is called when a save is over.
+/// Called when a save is over.
 pub type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
 #[derive(Default)]
@@ -127,7 +127,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// Of a save of which there is nothing to wait for.
+    /// The handle of a save without anything to wait for.
     fn over(step: u64) -> Self {
         Self {
             step,
@@ -207,9 +207,9 @@ impl Save {
         &self.shared.cancel
     }
 
-    /// True if it is certain that nothing of it will be visible, though it may not be over: what
-    /// was not captured is not committed. (A step that may not be durable has not failed in this
-    /// sense: it stands there, and its number is taken.)
+    /// True if nothing of it will ever be visible, even if it is not over: an incomplete capture is
+    /// not committed. (A step that may not be durable has not failed in this sense: it exists, and
+    /// its number is taken.)
     pub(crate) fn has_failed(&self) -> bool {
         let state = self.lock();
         match &state.outcome {
@@ -293,9 +293,9 @@ impl Save {
         self.shared.cancel.store(true, Ordering::Release);
     }
 
-    /// Waits for the outcome; `None` for a refused save. [`Error::Timeout`] by the deadline, or,
-    /// without one, when neither this save nor one before it has got on for the stall timeout; the
-    /// save itself goes on. Whoever gets a failure from here has seen it.
+    /// Waits for the outcome; `None` for a refused save. Fails with [`Error::Timeout`] at the
+    /// deadline or, without one, after the stall timeout without progress of this save or an
+    /// earlier one. The save itself continues. A failure returned here counts as seen.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<Option<Outcome>> {
         let outcome = self.wait_unseen(timeout)?;
         self.acknowledge();
@@ -322,7 +322,7 @@ impl Save {
         self.lock().seen = true;
     }
 
-    /// What it has done so far.
+    /// Its statistics so far.
     pub fn stats(&self) -> Stats {
         let mut stats = self.lock().stats;
         if let Some(progress) = &self.shared.progress {
@@ -372,7 +372,7 @@ impl Save {
                 let waited_for = format!("{what} of the save of step {}", self.step());
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
-            // What others do is not announced here.
+            // Progress of other ranks does not wake this thread.
             let pause = if timeout.is_none() { left.min(LOOK) } else { left };
             state = self.shared.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -391,8 +391,8 @@ impl Save {
         self.shared.stall_timeout
     }
 
-    /// What changes as long as it gets on: what is captured and written, of it and of those before
-    /// it, and how many of those there are still.
+    /// A value that changes while there is progress: captured and written bytes of this save and of
+    /// those before it, and the number of the latter.
     fn moves(&self, ahead: Vec<Arc<Shared>>) -> (usize, u64, bool) {
         let ahead: Vec<Self> = ahead.into_iter().map(|shared| Self { shared }).collect();
         let left = ahead.iter().filter(|save| !save.is_done()).count();

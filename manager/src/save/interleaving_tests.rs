@@ -1,6 +1,6 @@
-//! A save's handle and a whole save, under schedulers that let any thread go on at any operation on
-//! a lock or a condition. No wait ends by a timeout here (see `stepwell_core::sync`): whoever is
-//! not woken is a deadlock, and is reported with the schedule that led to it.
+//! A save's handle and a whole save, under schedulers that may switch threads at any operation on a
+//! lock or a condition. No wait times out here (see `stepwell_core::sync`). A thread that is never
+//! woken is a deadlock, reported with the schedule that led to it.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests end by them")]
 
@@ -33,7 +33,7 @@ use crate::state::{LeafSource, StateSource};
 
 const SLOT: usize = 64 << 10;
 const LONG: Duration = Duration::from_secs(3600);
-/// What the disk answers: EIO.
+/// The disk's answer: EIO.
 const EIO: i32 = 5;
 
 /// Half of the schedules at random, half of them by few changes of priority, which finds bugs of
@@ -117,7 +117,7 @@ fn a_failure_that_nobody_waited_for_is_told_exactly_once() {
     });
 }
 
-/// What goes wrong.
+/// The injected failure.
 #[derive(Clone, Copy, PartialEq)]
 enum Trouble {
     Nothing,

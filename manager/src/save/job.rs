@@ -29,7 +29,7 @@ use crate::state::{self, Census, StateSource, Writing};
 /// Free memory where the system does not say how much there is.
 const UNKNOWN_MEMORY: u64 = 4 << 30;
 
-/// What is to be saved.
+/// A request to save.
 pub(crate) struct Order {
     /// The root (or the path of a singular checkpoint), for messages.
     pub root: PathBuf,
@@ -42,17 +42,17 @@ pub(crate) struct Order {
     pub streams: Streams,
     /// When the call began.
     pub begun: Instant,
-    /// Whose save it will be.
+    /// The ranks that save.
     pub team: Arc<Team>,
-    /// Who has the leaves that are simply there, as far as the ranks have told each other.
+    /// The holders of plain leaves, from the last census.
     pub census: Option<Arc<Census>>,
-    /// This rank's are others.
+    /// True if this rank's leaves have changed since.
     pub stale: bool,
 }
 
-/// Where it goes.
+/// Its final place.
 pub(crate) struct Place {
-    /// What the names of its temporary and its trash are made of.
+    /// The source of the names of its temporary and its trash.
     pub label: String,
     /// The name that it gets.
     pub target: String,
@@ -86,7 +86,7 @@ pub(crate) struct Job {
     pub save: Save,
     pub plan: Plan,
     pub draft: Draft,
-    /// What this rank has of items of which others write everything.
+    /// This rank's tensors of items that others write.
     pub unwritten: Vec<ItemPart>,
     pub flush: Flush,
     pub queued: Instant,
@@ -104,7 +104,7 @@ pub(crate) struct Capturing {
     bytes: u64,
 }
 
-/// What is left of a capture when the caller goes on: what nobody changes until it is captured.
+/// The rest of a capture after the caller continues: leaves that stay unchanged until then.
 pub(crate) struct Rest {
     save: Save,
     capture: Capture,
@@ -127,8 +127,7 @@ pub(crate) fn prepare(
 /// memory for it.
 pub(crate) fn make_ready(prepared: &mut Prepared, options: &Options, pool: &Arc<StagingPool>) -> Result<()> {
     prepared.follow()?;
-    // What the caller does not wait for, the memory for it is not made here either: two slots are
-    // enough to begin with.
+    // Memory for a late capture is allocated late too: two slots are enough to begin with.
     let hurry = prepared.has_eager();
     ensure_memory(pool, options, if hurry { prepared.tensor_bytes } else { 0 })?;
     if options.detect_torn {
@@ -281,9 +280,9 @@ impl Capturing {
         Rest { save: self.save, capture: self.capture, bytes: self.bytes }
     }
 
-    /// Captures on this thread what the caller may change when this returns. The job's flush must
-    /// run, or will. What is left is for another thread's [`Rest::run`], once every capture that
-    /// was begun before is over.
+    /// Captures on this thread what the caller may change after the return. The job's flush must
+    /// run, or must start to run. Another thread's [`Rest::run`] does the rest, after all earlier
+    /// captures.
     pub(crate) fn run(self) -> Result<(Save, Option<Rest>)> {
         let Self { save, capture, streams, stall_timeout, alone, bytes } = self;
         let fenced = capture.is_fenced();
@@ -332,9 +331,9 @@ impl Rest {
     }
 }
 
-/// Makes sure that there is staging memory for a state of so many bytes: all of it where that is
-/// allowed, and two slots at least. Where nobody has said how much, a ring that the system does not
-/// give is made smaller: the save takes longer, and is no failed one.
+/// Provides staging memory for a state of that size: all of it if allowed, and two slots at least.
+/// Without a requested size, a ring that the system refuses is made smaller: the save takes longer,
+/// but does not fail.
 pub(crate) fn ensure_memory(pool: &Arc<StagingPool>, options: &Options, state_bytes: u64) -> Result<()> {
     let slot = pool.slot_bytes() as u64;
     let wanted = if let Some(bytes) = options.staging_bytes {

@@ -11,8 +11,8 @@
 //! | `persist` | running it: the pipeline and the commit, guarded, to an [`Outcome`] |
 //! | `handle` | what the caller holds of it: [`Save`], with its two tracks |
 //!
-//! Who runs it when is not here: a manager's persister ([`crate::manager`]), in order and with
-//! retention after each; a thread of its own for a singular checkpoint ([`crate::singular`]).
+//! The runner is elsewhere: a manager's persister ([`crate::manager`]), in order and with retention
+//! after each save; a thread of its own for a singular checkpoint ([`crate::singular`]).
 
 mod handle;
 #[cfg(all(test, feature = "interleavings"))]

@@ -109,7 +109,7 @@ fn commit(
             Ended { outcome: Outcome::Committed, replaced }
         }
         Verdict::NotCommitted(error) => {
-            // Told through the outcome, to whoever is to hear it.
+            // The outcome reports it to the caller.
             tracing::info!(%error, "not committed");
             Ended { outcome: Outcome::NotCommitted(Arc::new(error)), replaced: None }
         }
@@ -168,8 +168,8 @@ impl World for SaveWorld<'_> {
         let mut room = SaveRoom { deleter: self.deleter, temporary: &self.temporary };
         let written = flush.run_with_room(&*disk, temporary, &mut room);
         let synced = if written.is_ok() { self.deleter.spares().sync() } else { Ok(()) };
-        // What this save has not taken, the next one would not take either. Not before: a directory
-        // that is deleted cannot be synced.
+        // A later save would not use these files either. Not earlier: a deleted directory cannot be
+        // synced.
         self.deleter.give_up_spares();
         let written = written?;
         synced?;
@@ -230,8 +230,7 @@ impl World for SaveWorld<'_> {
             }
             return Ok(Heard { announcement: Some(announcement), beat: 0 });
         }
-        // Whoever waits for this save has the patience that it has with the leader: it ends by
-        // itself, with an error that says who was silent.
+        // The waiter must not time out first: the leader's timeout names the silent rank.
         self.save.gets_on();
         Ok(Heard { announcement: None, beat: self.life_of(LEADER)?.unwrap_or_default() })
     }

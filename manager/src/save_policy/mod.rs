@@ -1,10 +1,9 @@
 //! Save policies: which calls of `save` write. Small pure objects: a question in, a yes or no out.
 //!
-//! Policies compose with `|` and `&`, are plain data (JSON), and know whether they are
-//! *deterministic*: whether every rank comes to the same answer by itself. Where not (clocks,
-//! signals, callables), the leader's answer binds all ranks. A call that a policy of steps alone
-//! refuses costs no look at the root (but for the first one, where nobody knows yet whether it is
-//! empty).
+//! Policies compose with `|` and `&`, are plain data (JSON), and know if they are *deterministic*:
+//! if every rank gets the same answer by itself. Otherwise (clocks, signals, callables) the
+//! leader's answer binds all ranks. If a policy of steps alone refuses, the call does not look at
+//! the root, except for the first one, when it is unknown if the root is empty.
 //!
 //! **The first save.** [`SavePolicy::every_steps`] also says yes to the first step that an empty
 //! root is asked for, whatever its number: a run that cannot save shows it at its start and not
@@ -17,8 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// What a policy may ask for. It asks only for what it needs, and what costs a look at the root is
-/// looked up when it does.
+/// The facts that a policy may ask for. A look at the root happens only when a policy asks.
 pub trait Facts {
     /// The step that might be saved.
     fn step(&self) -> u64;
@@ -30,7 +28,7 @@ pub trait Facts {
     fn saving(&self) -> bool;
     /// True if the ranks have agreed that this job is to be preempted.
     fn preempted(&self) -> bool;
-    /// What a custom policy (a callable of the front end) says; one that was not asked says no.
+    /// The answer of a custom policy (a callable of the front end); `false` if it was not asked.
     fn custom(&self, name: &str) -> bool;
 }
 
@@ -60,7 +58,7 @@ pub enum SavePolicy {
     WhenIdle,
     /// When the job is to be preempted.
     OnPreemption,
-    /// What a callable of the front end says.
+    /// The answer of a callable of the front end.
     Custom {
         /// Its name in [`Facts::custom`]; a name that is not answered says no.
         name: String,

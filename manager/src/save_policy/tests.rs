@@ -77,7 +77,7 @@ fn a_deterministic_policy_asks_for_the_step_and_at_most_whether_it_is_the_first(
     assert!(!policy.should_save(&StepOnly(5)).unwrap());
     assert!(SavePolicy::every_steps(2).should_save(&StepOnly(6)).unwrap());
     assert!(SavePolicy::every_steps(2).should_save(&StepOnly(5)).is_err());
-    // What costs a look is not asked where the answer is known already.
+    // An expensive look is skipped if the answer is known already.
     let both = SavePolicy::at_steps([7]) & SavePolicy::every_seconds(3.0);
     assert!(!both.should_save(&StepOnly(6)).unwrap() && both.should_save(&StepOnly(7)).is_err());
 }

@@ -1,6 +1,5 @@
-//! What ranks have of leaves that should be the same on all of them: a little of each, compared by
-//! the leader before it commits. A step whose pieces come from ranks that had drifted apart would
-//! be the state of none of them.
+//! Samples of leaves that should be equal on all ranks, compared by the leader before it commits.
+//! If ranks had drifted apart, the step would mix their states.
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::checksum::crc32c;
@@ -16,10 +15,10 @@ use crate::error::Result;
 const PIECES: u64 = 16;
 const PIECE_BYTES: u64 = 4096;
 
-/// What a rank has of a leaf.
+/// A rank's value of a leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Claim {
-    /// Whose it is.
+    /// The rank.
     pub rank: u32,
     /// Hash of the leaf's path.
     pub path: u64,

@@ -1,9 +1,9 @@
-//! What this rank writes of its state: all of what it alone holds, and its share of what others
-//! hold too ([`stepwell_reshard::partition`]).
+//! This rank's part of the writing: everything that it alone holds, and its share of replicated
+//! regions ([`stepwell_reshard::partition`]).
 //!
-//! Whoever holds a region knows who else does: the layouts say so, and of what is simply there (a
-//! leaf, whole, on every rank that has it; a box, where the layout knows some of its holders and
-//! perhaps not all) the ranks have told each other. Then the plan needs no message.
+//! Every holder of a region knows the others. Layouts name them. For plain leaves, and for boxes
+//! whose layout knows only some holders, the ranks have exchanged this. So the plan needs no
+//! message.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,10 +18,10 @@ use super::{Claim, Fnv, Holders, LeafSource, Part, StateSource};
 use crate::error::{Error, Result};
 use crate::runs::{numbers_of, runs_of};
 
-/// What an object counts where bytes are balanced: how long it is, is known when it is encoded.
+/// The weight of an object when bytes are balanced. Its real size is known only after encoding.
 const OBJECT_BYTES: u64 = 64;
 
-/// Who writes, and what is known of the others.
+/// The writing rank, and its knowledge of the others.
 #[derive(Clone, Copy)]
 pub(crate) struct Writing<'a> {
     pub rank: u32,
@@ -32,8 +32,8 @@ pub(crate) struct Writing<'a> {
     pub limit: Option<Limit<'a>>,
     /// True if what layouts say that several have is compared too.
     pub compares: bool,
-    /// Who has the leaves that are simply there; `None`: nobody has asked yet, and every rank
-    /// writes all of its own.
+    /// The holders of plain leaves. `None` before the first census: every rank writes all of its
+    /// own.
     pub census: Option<&'a Census>,
 }
 
@@ -144,7 +144,7 @@ impl Census {
         Self { leaves, sets: sets.into_iter().map(|set| numbers_of(set).into()).collect() }
     }
 
-    /// Who has a part; `None` where nobody has said so.
+    /// The holders of a part; `None` if unknown.
     fn holders(&self, part: u64) -> Option<Arc<[u32]>> {
         let at = self.leaves.binary_search_by_key(&part, |&(leaf, _)| leaf).ok()?;
         let (_, set) = self.leaves.get(at)?;
@@ -229,13 +229,13 @@ pub(crate) struct Shares {
     claims: Vec<Claim>,
 }
 
-/// Who holds a part, as far as that matters for who writes it.
+/// The holders of a part, as far as they matter for its writer.
 enum Group {
     Alone,
     /// Another one writes it.
     Others,
-    /// This rank has not had it when the ranks told each other: whoever has it now writes it, and
-    /// the leader takes it once.
+    /// This rank did not have it at the last census. Every current holder writes it, and the leader
+    /// takes one copy.
     Unsettled,
     Ranks(Arc<[u32]>),
     /// This place, of so many.
@@ -245,7 +245,7 @@ enum Group {
 /// A part that others hold too.
 struct Shared {
     leaf: usize,
-    /// What puts the parts of a group in the same order on all of its ranks.
+    /// Orders the parts of a group alike on all of its ranks.
     order: (u64, Region),
     held: Held,
 }
@@ -366,7 +366,7 @@ impl Shares {
         self.mine.get(leaf as usize).is_some_and(Option::is_some)
     }
 
-    /// What this rank has of leaves that should be the same on others.
+    /// This rank's values of leaves that should be equal on others.
     pub(super) fn claims(&self) -> Vec<Claim> {
         self.claims.clone()
     }
@@ -376,7 +376,7 @@ impl Shares {
         self.unsettled.binary_search(&leaf).is_ok()
     }
 
-    /// What this rank writes of a tensor.
+    /// The regions of a tensor that this rank writes.
     pub(super) fn regions(&self, leaf: u32) -> &[Region] {
         self.mine.get(leaf as usize).and_then(Option::as_deref).unwrap_or_default()
     }

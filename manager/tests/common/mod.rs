@@ -1,5 +1,5 @@
-//! What the tests of the manager share: a world in memory, states of a few tensors, and reading
-//! them back.
+//! Shared by the manager's tests: a world in memory, states of a few tensors, and reading them
+//! back.
 #![allow(dead_code, reason = "every test file uses a part of it")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests end by them")]
 #![allow(clippy::unnecessary_wraps, clippy::cast_sign_loss, missing_docs, reason = "tests")]

@@ -18,7 +18,7 @@ use crate::common;
 use crate::common::LONG;
 use crate::job::{Job, committed, expected, failure, model_of_two, open, options, part, tensor, whole};
 
-/// What a rank does that raises in a call of `save` which all have begun.
+/// A rank that raises in a call of `save` which all have begun.
 fn breaks_off(manager: &Manager, step: u64) {
     let decision = manager.decide(step, false, Exists::Error, &BTreeMap::new()).unwrap();
     assert!(matches!(decision, Decision::Save));
@@ -124,7 +124,7 @@ fn a_rank_that_breaks_off_a_save_ends_it_for_all_at_once_and_the_next_one_works(
                     assert!(error.contains(&named), "{error}");
                 }
             }
-            // Where nothing was begun, nobody is owed anything.
+            // Without a common call there is no duty to the others.
             manager.abstain(9, "a step that the policy refuses");
             committed(&manager.save(SaveRequest::new(10, whole(10))).unwrap());
             manager.close(None).unwrap();
@@ -228,7 +228,7 @@ fn who_waits_for_a_save_is_told_which_rank_was_silent() {
         let manager =
             open(environment, Options { stall_timeout: Duration::from_secs(1), ..options() }).unwrap();
         committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
-        // Without a deadline of its own it has the patience of the save.
+        // Without its own deadline it uses the timeout of the save.
         let save = (rank != 0).then(|| manager.save(SaveRequest::new(2, whole(2))).unwrap());
         let ended = save.map(|save| save.wait(None));
         given_up.wait();

@@ -64,7 +64,7 @@ impl Job {
         })
     }
 
-    /// What one process finds: the bytes of each leaf, by path.
+    /// The state that one process restores: the bytes of each leaf, by path.
     pub fn restored(&self, step: u64) -> Vec<(String, Vec<u8>)> {
         let options = Options { read_only: true, ..options() };
         let manager =
@@ -102,7 +102,7 @@ pub fn open(environment: Environment, options: Options) -> Result<Manager> {
     Manager::open(Path::new(common::ROOT), options, environment)
 }
 
-/// Elements of a whole tensor, told by their place: whoever asks for a region gets those.
+/// Elements whose values are their places in the whole tensor. Any region can be requested.
 pub struct Places {
     columns: u64,
     seed: u8,

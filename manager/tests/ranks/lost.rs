@@ -1,5 +1,5 @@
-//! Messages that get lost, come late or cannot be read: nobody waits for ever, and the ranks count
-//! alike afterwards.
+//! Messages that are lost, late or unreadable: every wait ends, and the ranks count alike
+//! afterwards.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use crate::job::{Job, committed, failure, open, options, whole};
 const PATIENCE: Duration = Duration::from_secs(2);
 const EIO: i32 = 5;
 
-/// What becomes of a message, the first time that it is put.
+/// The treatment of a message, the first time that it is put.
 #[derive(Clone, Copy, PartialEq)]
 enum Fate {
     Lost,

@@ -162,7 +162,7 @@ fn why_the_leader_could_not_open_is_heard_by_those_who_look_when_it_has_ended() 
             let error = if rank.number == 0 {
                 let environment = job.environment(board);
                 if is_killed {
-                    // Nothing of it is dropped.
+                    // Leaks the coordinator, as a killed process would.
                     std::mem::forget(Arc::clone(&environment.coordinator));
                 }
                 let error = open(environment, options()).err();

@@ -162,7 +162,7 @@ fn ranks_that_do_not_agree_on_an_option_are_told_which() {
 #[test]
 fn what_few_ranks_or_none_write_of_an_item_is_checked_like_the_rest() {
     type Leaf = fn(u32) -> Option<LeafSource>;
-    // Only one rank has the item, be it the leader.
+    // Only one rank has the item, possibly the leader.
     let first: Leaf = |rank| (rank == 0).then(|| tensor(8, 4, 0, vec![part([0, 0], [4, 4], Holders::This)]));
     // It holds nothing of it.
     let nothing: Leaf = |rank| (rank == 1).then(|| tensor(8, 4, 0, vec![]));

@@ -1,4 +1,4 @@
-//! What several ranks save together: each byte once, and one process reads it as a whole.
+//! Saves of several ranks: each byte once, and one process reads the whole.
 
 use std::sync::{Arc, Barrier};
 
@@ -61,8 +61,8 @@ fn assert_model(job: &Job, step: u64) {
     assert_eq!(found[3].1, expected(16, COLUMNS, seed ^ 3));
 }
 
-/// A leaf cut into halves over pairs of ranks (0 and 2, 1 and 3), which know nothing of each other:
-/// each says only that whoever has its box has the same.
+/// A leaf cut into halves over pairs of ranks (0 and 2, 1 and 3) that know nothing of each other:
+/// each declares only that every holder of its box has the same.
 fn boxes(rank: u32, seed: u8) -> LeafSource {
     tensor(8, 4, seed, vec![part([4 * u64::from(rank % 2), 0], [4, 4], Holders::Everyone)])
 }
