@@ -1,4 +1,4 @@
-//! Immutable states are captured after the call returns. Saves stay in order, on any capturing thread.
+//! Immutable states are captured after the call returns. Saves stay in order on any thread.
 
 #![expect(clippy::unwrap_used, reason = "tests end by them")]
 

@@ -3,7 +3,8 @@ any of them restores in whole or in part.
 
     import stepwell as sw
 
-    with sw.CheckpointManager("runs/llama", save_policy=sw.every_steps(100), retention=sw.keep_latest(3)) as mgr:
+    policy, retention = sw.every_steps(100), sw.keep_latest(3)
+    with sw.CheckpointManager("runs/llama", save_policy=policy, retention=retention) as mgr:
         if mgr.latest_step() is not None:
             state = mgr.restore(into=state)
         for step in range(mgr.next_step(), 10_000):
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from . import errors
-from . import lifecycle as _lifecycle  # noqa: F401  (its hooks run after those of whoever imports this)
+from . import lifecycle as _lifecycle  # noqa: F401  (registers its exit hook first)
 from ._core import VERSION as __version__
 from .errors import (
     Cancelled,

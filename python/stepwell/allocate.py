@@ -25,7 +25,7 @@ SLAB = 2 << 20
 #: Bytes that are taken beyond what a restore asked for, at most. Nearly all of the 64 MiB that it
 #: may use besides its result are its read buffers'.
 MOST_WASTE = 2 << 20
-#: What vector units and zero-copy imports of other frameworks want.
+#: Alignment for vector units and for zero-copy imports by other frameworks.
 ALIGNMENT = 64
 
 

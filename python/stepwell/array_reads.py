@@ -1,8 +1,8 @@
 """Reading the arrays of a restore: what is read into which memory, and in which order.
 
-New memory first, casts included; then, when everything else is known to fit, the caller's own
-arrays: those that are cast or lie between others' elements batch by batch, the rest in place, all
-at once. What a failure may have overwritten is named. A dry run makes the same batches.
+Arrays in new memory come first, with casts. Then, when everything else is known to fit, come the
+caller's own arrays: those that need casts or have gaps batch by batch, the others in place, all at
+once. An error names what it may have overwritten. A dry run makes the same batches.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Job:
     path: str
     #: The shape of all that is wanted, where this is a part of it.
     whole: tuple[int, ...]
-    #: Where in the stored array what is wanted begins.
+    #: Offset of the wanted region in the stored array.
     offset: tuple[int, ...]
     #: The caller's memory, where it is to be filled.
     target: Any = None
-    #: What is returned; made here or the caller's.
+    #: The returned array, made here or the caller's.
     result: Any = None
-    #: What makes it on a device, where the engine fills it.
+    #: Makes the array on a device, for the engine to fill.
     empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
     #: True if other targets lie between its elements, so that it is read apart and written alone.
     apart: bool = False
@@ -78,7 +78,7 @@ class Job:
         offset, extent = ((0,) * len(shape), tuple(shape)) if box is None else box
         wanted = to_dtype(dtype)
         if isinstance(target, OnDevice):
-            # What has to be cast, padded or cut goes through host memory.
+            # Values that are cast, padded or cropped go through host memory.
             same = stored_dtype == dtype == native_name(target.dtype)
             ends = zip(offset, extent, stored_shape, strict=False)
             if not same or any(first + n > size for first, n, size in ends) or not nested(target):
@@ -138,7 +138,7 @@ class ArrayReads:
         self._report = report
         self._allocator = Allocator()
         self._exchange: Exchange | None = None
-        #: What is exchanged with other ranks, with those who want it here.
+        #: Regions exchanged with other ranks, each with the jobs that want it here.
         self._exchanged: dict[Region, list[Job]] = {}
         self.jobs = jobs
 
@@ -221,8 +221,8 @@ class ArrayReads:
             )
 
     def _check_kept(self, own: list[Job], places: Sequence[tuple[int, int, int]]) -> None:
-        """What is to stay as it is may be the same array as one that is filled, but not a part of
-        it."""
+        """Checks that an array which keeps its value is not a part of one that is filled. It may be
+        the same array."""
         kept = [(path, array) for path, array in self._kept if 0 not in array.shape]
         if not kept or not own:
             return
@@ -255,7 +255,7 @@ class ArrayReads:
         self._report.nbytes -= sum(job.nbytes for jobs in self._exchanged.values() for job in jobs)
 
     def _run_exchange(self, stage: int, overwritten: list[str]) -> None:
-        """What is exchanged in a stage. All ranks make this call."""
+        """Runs the exchange of a stage. All ranks make this call."""
         if self._exchange is None:
             return
         here = [job for region, jobs in self._exchanged.items() if region[0] == stage for job in jobs]
@@ -278,8 +278,8 @@ class ArrayReads:
                     _zero_outside(job.target, job.box())
 
     def batches(self, own: bool) -> Iterator[list[Job]]:
-        """What is read together: into new memory, or into the caller's ``own``. Those of one batch
-        are all read straight to where they belong, or all apart."""
+        """Yields the jobs that are read together: into new memory, or into the caller's ``own``.
+        All jobs of a batch are read in place, or none is."""
         exchanged = {job for jobs in self._exchanged.values() for job in jobs}
         jobs = [
             job
@@ -456,8 +456,7 @@ def _same_view(one: _Array | OnDevice, other: _Array | OnDevice) -> bool:
 
 
 class _Phantom:
-    """Where the elements of an array are, for questions of that alone: nobody can look at their
-    values here."""
+    """The memory layout of an array without access to its values."""
 
     def __init__(self, array: OnDevice, first: int) -> None:
         self.__array_interface__ = {

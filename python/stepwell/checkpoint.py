@@ -24,14 +24,14 @@ from .rebuild import Structure, kind_of
 from .restore_options import RestoreKeywords, RestoreOptions, spelled_out
 from .specs import ArraySpec, ObjectSpec, to_dtype
 
-#: What a path component is looked up by.
+#: One step of a path.
 Key: TypeAlias = str | int
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What is known of a step without reading an array."""
+    """Facts about a step, known without reading an array."""
 
     #: Its number.
     step: int
@@ -51,7 +51,7 @@ class Metadata:
     world_size: int
     #: The version of the file format.
     format_version: int
-    #: What wrote it, with its version.
+    #: The program that wrote it, with its version.
     writer: str
     #: Bytes of all arrays.
     nbytes: int
@@ -70,19 +70,19 @@ class Damage:
     block: int | None
     #: Rendered paths of the leaves that lie there.
     leaves: tuple[str, ...]
-    #: What is wrong, in words.
+    #: A description of the damage.
     what: str
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a verification found."""
+    """The result of a verification."""
 
     #: Files and bytes that were read.
     files: int
     nbytes: int
-    #: What does not hold; empty where all does.
+    #: All damage; empty if everything is valid.
     damages: tuple[Damage, ...]
     #: The directory that was looked at.
     path: str = ""
@@ -302,7 +302,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """Its path."""
         return str(self._open().path())
 
     @property
@@ -342,7 +342,7 @@ class Checkpoint:
         return list(self)
 
     def metadata(self) -> Metadata:
-        """What is known without reading an array."""
+        """Returns facts about the step without reading an array."""
         with collecting.paused():
             return self._metadata()
 
@@ -392,8 +392,8 @@ class Checkpoint:
 
     @spelled_out
     def plan(self, **options: Unpack[RestoreKeywords]) -> RestorePlan:
-        """What :meth:`restore` with these keywords would read and do. Reads no array, changes
-        nothing, and raises what ``restore`` would raise about what is wanted."""
+        """Returns what :meth:`restore` with these keywords would read and do. Reads no array and
+        changes nothing. Raises the errors that ``restore`` would raise about the match."""
         checked = RestoreOptions.of(options, "plan").reading_alone()
         return plan.plan(self._open(), checked, self.manifest["items"])
 

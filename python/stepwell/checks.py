@@ -1,6 +1,6 @@
-"""What callers pass, checked before anything happens: each function returns the argument in the one
-form that the rest takes, or raises :class:`~stepwell.errors.MisuseError` that names the argument,
-what it was, and what it may be."""
+"""Checks of arguments before anything happens. Each function returns the argument in one form, or
+raises :class:`~stepwell.errors.MisuseError` that names the argument, its value, and valid
+values."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def shown(value: Any) -> str:
 
 
 def _is_truth(value: Any) -> bool:
-    """True if a value is a truth value, of Python's or of numpy's. Whoever has one of numpy's has
-    imported it; for the others it costs more than all of a short command."""
+    """True for a bool of Python or numpy. Avoids importing numpy, which costs more than a short
+    command: a numpy bool exists only if numpy is imported."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_))
 
 
 def flag(value: Any, name: str) -> bool:
-    """A truth value. Others have one too, but ``"no"`` is true, and whoever passes it means
+    """Checks a bool. Other truth values are refused: ``"no"`` is true, and its author means
     something else."""
     if _is_truth(value):
         return bool(value)

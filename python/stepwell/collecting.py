@@ -9,10 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No collection inside. A tree of a hundred thousand leaves is several objects per leaf, none
-    of which is garbage: looking through them again and again while they are made takes as long as
-    making them. Whoever finds the collector on switches it on again, so that threads may
-    overlap."""
+    """Pauses the garbage collector. A tree of a hundred thousand leaves is several objects per
+    leaf, none of them garbage: scanning them again and again takes as long as making them. A thread
+    that finds the collector enabled enables it again, so threads may overlap."""
     was_on = gc.isenabled()
     gc.disable()
     try:

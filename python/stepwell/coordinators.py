@@ -26,7 +26,7 @@ from .checks import shown, whole
 from .errors import CoordinationTimeout, MisuseError
 from .locations import absolute
 
-#: What tells how many processes a launcher has started.
+#: Environment variables with the number of processes of a launcher.
 _SIZES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _JOB_ID: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 #: How many managers this process has opened over a store, by its name: all processes open them in
@@ -38,8 +38,8 @@ _made = count()
 
 @runtime_checkable
 class Board(Protocol):
-    """What carries messages. Calls come from one thread at a time; each returns soon, whatever the
-    other processes do."""
+    """Carries messages. One thread calls at a time. Each call returns soon, whatever the other
+    processes do."""
 
     #: This process, from 0 on, and how many there are.
     rank: int
@@ -49,7 +49,7 @@ class Board(Protocol):
         """Leaves a message, whole at once; one that is there is replaced."""
 
     def get(self, key: str) -> bytes | None:
-        """The message under a key, or ``None`` if there is none now."""
+        """Returns the current message of a key, or ``None``."""
 
     def remove(self, key: str) -> None:
         """Takes a message off, if it is there."""
@@ -60,10 +60,12 @@ class SharedDirectory:
     """Processes that share a directory and nothing else. They may open several managers under one
     ``job_id``, one after the other: all of them in the same order.
 
-    Args: rank: this process, from 0 on. world_size: how many there are. job_id: what tells this job
-    from others that use the same directory at the same time: the scheduler's job number, say. 1 to
-    128 letters, digits, ``_``, ``-`` or ``.``. path: the directory, which is there and seen by all;
-    default: one inside the root of the manager.
+    Args:
+        rank: this process, from 0 on.
+        world_size: the number of processes.
+        job_id: identifies this job among others that use the same directory at the same time, for
+            example the scheduler's job number. 1 to 128 letters, digits, ``_``, ``-`` or ``.``.
+        path: an existing directory that all processes see; default: one inside the manager's root.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class TorchStore:
 
         if not dist.is_initialized():
             raise MisuseError("TorchStore() needs torch.distributed.init_process_group() to have run")
-        #: What the ranks of ``restore(broadcast=…)`` exchange goes over it.
+        #: The group for the exchange of ``restore(broadcast=…)``.
         self.group = group = distributed_c10d._get_default_group() if group is None else group
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
@@ -310,7 +312,7 @@ class MPI:
             self._asking.release()
 
     def _awaited(self, deadline: float, look: Callable[[], Any]) -> Any:
-        """What a look finds, as soon as there is something."""
+        """Looks until something is found."""
         pause = 0.0
         while (found := look()) is None:
             if time.monotonic() > deadline:
@@ -392,8 +394,8 @@ class Service:
 
 
 def find(coordinator: Any) -> Coordinator | None:
-    """What ``coordinator=`` means: the object that was passed; with ``"auto"``, what is
-    initialised; ``None`` for one process.
+    """Resolves ``coordinator=``: the given object; for ``"auto"``, the initialised one; ``None``
+    for one process.
 
     Raises:
         MisuseError: several processes run, and nothing is known that could carry their messages.
@@ -449,6 +451,7 @@ def initialised_framework(rank: int, world_size: int) -> str | None:
 
 
 def _jax_client() -> Any:
-    """What ``jax.distributed.initialize()`` has made, without importing or starting anything."""
+    """Returns the client of ``jax.distributed.initialize()``, without importing or starting
+    anything."""
     module = sys.modules.get("jax._src.distributed")
     return None if module is None else getattr(module.global_state, "client", None)

@@ -1,5 +1,5 @@
-"""What can go wrong, as exceptions. Each class has a stable ``kind``; the engine names its errors
-by kind, and :func:`from_engine` turns such a name into the class that stands for it.
+"""The exceptions. Each class has a stable ``kind``. The engine names its errors by kind, and
+:func:`from_engine` maps a kind to its class.
 
 Messages say what happened, where (leaf, file, rank), and what to do; the same facts are attributes.
 """
@@ -15,7 +15,7 @@ class StepwellError(Exception):
 
     kind: ClassVar[str] = "error"
 
-    #: Where the engine was more precise than the class: its own kind (``io``, ``limit``, ...).
+    #: The engine's own kind, if it is more precise than the class (``io``, ``limit``, ...).
     engine_kind: str | None = None
     #: Rendered path of the leaf that it is about.
     leaf: str | None = None
@@ -67,8 +67,8 @@ class CorruptCheckpoint(StepwellError):
 
 
 class MismatchError(StepwellError, ValueError):
-    """What is wanted and what is stored do not fit. ``report`` lists every difference, and nothing
-    was written: change what is wanted, or allow the difference with ``missing``, ``unexpected``,
+    """The wanted and the stored leaves do not match. ``report`` lists every difference, and nothing
+    was written. Change what you want, or allow the difference with ``missing``, ``unexpected``,
     ``rename``, ``cast`` or ``resize``."""
 
     kind = "mismatch"
@@ -123,9 +123,8 @@ class CoordinationTimeout(StepwellError, TimeoutError):
 
 
 class CoordinatorError(StepwellError, ConnectionError):
-    """What carries the messages of the ranks does not answer: the process that keeps the store is
-    gone, mostly. The message says what it said. Committed steps are untouched; start the job
-    again."""
+    """The messages of the ranks do not get through, usually because the process with the store is
+    gone. The error has its answer. Committed steps are untouched; start the job again."""
 
     kind = "unreachable"
 
@@ -258,7 +257,7 @@ def class_of(kind: str) -> type[StepwellError] | None:
     return BY_KIND.get(kind) or CORE_KINDS.get(kind)
 
 
-#: What to do, where an errno says it and the system's own words for it do not.
+#: Advice for an errno that the system's own words lack.
 REMEDIES: dict[int, str] = {
     _errno.ENOSPC: "the disk is full: free space there, or keep fewer steps (retention=)",
     _errno.EDQUOT: "your quota there is used up: delete something of yours, or keep fewer steps (retention=)",
@@ -275,8 +274,7 @@ SAVE_REMEDIES: dict[int, str] = {
 
 
 def _remedy(cls: type[StepwellError], code: int | None) -> str | None:
-    """What to do about an error of that class with that errno; ``None`` where there is nothing to
-    say."""
+    """Returns the advice for an error of that class with that errno, or ``None``."""
     if issubclass(cls, SaveFailed):
         return SAVE_REMEDIES.get(code or 0)
     return REMEDIES.get(code or 0) if issubclass(cls, StorageError) else None

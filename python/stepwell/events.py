@@ -1,5 +1,4 @@
-"""What a manager did, for dashboards and logs: one plain dict for each save and restore that is
-over.
+"""Events of a manager for dashboards and logs: one plain dict for each finished save and restore.
 
 Pass ``on_event=`` to the manager: any function of one dict, or :class:`JsonLines`. Every event has
 ``event``, ``root``, ``step`` and ``time`` (UTC, ISO 8601);
@@ -58,7 +57,7 @@ def _tell(on_event: OnEvent, event: str, root: str, step: int | None, more: Even
     try:
         on_event({"event": event, "root": root, "step": step, "time": moment, **more})
     except Exception as failure:
-        # What watches a run does not end it.
+        # A failing observer does not end the run.
         lifecycle.log(_ERROR, "stepwell", f"on_event raised {type(failure).__name__}: {failure}")
 
 

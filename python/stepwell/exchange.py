@@ -1,10 +1,10 @@
-"""What several ranks want alike is read once in all, and the others get it from who has read it:
-``restore(broadcast=…)``.
+"""Exchange between ranks, ``restore(broadcast=…)``: shared regions are read once, and the reader
+sends them to the others.
 
-The ranks tell each other which regions of which stored leaves each one wants; what two or more want
-alike is exchanged among those, and everything else is read by whoever wants it. From then on each
-knows by itself what happens: regions are cut into pieces, pieces are put into batches, and a
-*round* is a batch for each rank at most. In a round
+The ranks first announce the regions of stored leaves that each wants. Regions that two or more
+ranks want are exchanged among them; each rank reads its other regions itself. From then on, every
+rank derives the same plan. Regions are cut into pieces, pieces are grouped into batches, and a
+*round* is at most one batch for each rank. In a round
 
 1. who reads, reads its pieces into a buffer: the first of those who want the batch (``True``), or
    each of them a share (``"gather"``); and each takes the memory that it needs;
@@ -35,10 +35,10 @@ from .errors import CoordinatorError, RankFailed, StepwellError
 from .together import Together
 from .transports import Bytes, Carry, Ranks, Transport
 
-#: What goes through one collective, in bytes: as much as the read buffers of a restore take, and
-#: far more than what a collective takes as long for as for nothing (a few MiB).
+#: Bytes of one collective: as much as a restore's read buffers, and far above the few MiB below
+#: which latency dominates.
 BATCH = 64 << 20
-#: What is read in one piece, in bytes: as much as a stored chunk has.
+#: Bytes that are read in one piece, as large as a stored chunk.
 PIECE = 8 << 20
 #: With more readers than fit, their pieces become smaller, down to this: a few blocks, of which
 #: those at the ends are read twice. The buffer grows from there on.
@@ -69,19 +69,19 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What some ranks want alike: for each of the first of them, what that one reads."""
+    """Regions that the same ranks want, with the share of each reader."""
 
     ranks: Ranks
     shares: list[list[_Piece]]
 
     @property
     def share_bytes(self) -> int:
-        """Of the longest share; all are as long in the buffer."""
+        """Bytes of the longest share; all shares take that much of the buffer."""
         return max((share[-1].at + share[-1].nbytes for share in self.shares if share), default=0)
 
 
 class Exchange:
-    """What the ranks of one restore exchange."""
+    """The exchange between the ranks of one restore."""
 
     def __init__(self, core: Any, transport: Transport, together: Together, all_read: bool) -> None:
         self._core = core
@@ -126,7 +126,7 @@ class Exchange:
         message = np.frombuffer(zlib.compress(json.dumps(mine).encode()), np.uint8)
         size = np.frombuffer(len(message).to_bytes(8, "little"), np.uint8).copy()
         carry = transport.gather(size, everyone)
-        # Where they differ, all ranks have come as far by this call, and the sizes can go.
+        # If they differ, all ranks have reached this call, so the sizes are no longer needed.
         if self._together.same(hashlib.sha256(message.tobytes()).hexdigest()):
             return dict.fromkeys(mine, everyone)
         sizes = [int.from_bytes(row.tobytes(), "little") for row in self._carried(carry)]
@@ -161,8 +161,8 @@ class Exchange:
         return nbytes[0], nbytes[1]
 
     def _ready(self, batch: _Batch) -> Carry:
-        """What carries a batch, when all ranks have come to it: this rank has read its share, and
-        has the memory for those of the others."""
+        """Returns the collective of a batch once all ranks have arrived: this rank has read its
+        share and allocated memory for the others."""
         share = self._read(batch)
         if self._all_read:
             return self._transport.gather(share, batch.ranks)
@@ -183,7 +183,7 @@ class Exchange:
         return buffer
 
     def _carried(self, carry: Carry) -> Bytes:
-        """What a collective has carried. What a framework raises in it is about other ranks."""
+        """Runs a collective. A framework's exception in it concerns other ranks."""
         try:
             return carry()
         except StepwellError:
@@ -194,13 +194,13 @@ class Exchange:
             ) from failure
 
     def _values(self, share: Bytes, piece: _Piece) -> np.ndarray[Any, Any]:
-        """A piece, where it lies in a share."""
+        """Returns a piece of a share."""
         there = share[piece.at : piece.at + piece.nbytes]
         return there.view(self._dtypes[piece.region]).reshape(piece.extent)
 
 
 def _batches(ranks: Ranks, regions: list[Region], readers: int) -> Iterator[_Batch]:
-    """What these ranks want alike, in batches, each in as many shares as there are readers."""
+    """Yields the common regions of these ranks in batches, each with one share per reader."""
     limit = min(PIECE, max(LEAST, BATCH // readers))
     boxes = [
         (region, offset, extent)

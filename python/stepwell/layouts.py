@@ -1,7 +1,7 @@
-"""What one process holds of a tensor of several processes.
+"""One process's parts of a distributed tensor.
 
-Whatever says so (:mod:`stepwell.shards`, a ``DTensor``, …) comes down to *pieces*: boxes of the
-logical tensor, each at a place in the array of this process. What no piece covers is padding.
+Every description (:mod:`stepwell.shards`, a ``DTensor``, …) becomes *pieces*: boxes of the logical
+tensor, each at a place in the array of this process. Elements without a piece are padding.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .checks import shown, sizes
 from .errors import MisuseError, UnsupportedLeaf
 from .specs import ArraySpec, native_name, to_dtype
 
-#: Who holds the same box: ``None`` (this process alone), ``(index, count)`` of replicas that are
-#: not named, a list of ranks, ``"everyone"`` who has that box of the leaf.
+#: The holders of a box: ``None`` (this process alone), ``(index, count)`` of unnamed replicas, a
+#: list of ranks, or ``"everyone"`` who has that box of the leaf.
 Holders: TypeAlias = "tuple[int, int] | list[int] | str | None"
 
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """Elements of an array that lies in one piece, row-major: the first of them, and the steps
-    along each dimension of a box."""
+    """Elements of a contiguous row-major array: the first one, and the step along each dimension of
+    a box."""
 
     offset: int
     steps: tuple[int, ...]
@@ -39,7 +39,7 @@ class Piece:
     #: In the logical tensor.
     offset: tuple[int, ...]
     extent: tuple[int, ...]
-    #: What of the local array it is: an index that gives a view of that extent, or a place in its
+    #: Its place in the local array: an index that gives a view of that extent, or a place in
     #: memory.
     place: tuple[slice, ...] | Strided
     holders: Holders = None
@@ -47,20 +47,19 @@ class Piece:
 
 @dataclass(slots=True)
 class Parts:
-    """What a process holds of one tensor, and how the same is made of another array."""
+    """One process's parts of one tensor, and how to make the same of another array."""
 
     local: Any
     #: ``None``: as stored.
     global_shape: tuple[int, ...] | None
     pieces: list[Piece]
-    #: New local array → what the caller has there. ``None``: whoever put several such parts into
-    #: one array takes the values of the pieces.
+    #: New local array → the caller's value. ``None`` if several such parts share one array: then
+    #: the caller takes the values of the pieces.
     rebuild: Callable[[Any], Any] | None
-    #: What stands in a state for it, for messages: text, or the object, which is put into words
-    #: where there is something to say.
+    #: Its description for messages: text, or the object, which is formatted only when needed.
     what: object = "a part of a tensor"
-    #: Where ``global_shape`` is left open: whether a part may reach beyond what is stored (it is
-    #: filled with zeros there).
+    #: For an open ``global_shape``: true if a part may exceed the stored tensor and is filled with
+    #: zeros there.
     pads: bool = False
 
     def __str__(self) -> str:
@@ -140,7 +139,7 @@ def extent_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def view(local: Any, piece: Piece) -> Any:
-    """What an array holds of a piece, where it lies."""
+    """Returns the view of a piece in an array."""
     place = piece.place
     if not isinstance(place, Strided):
         there: Any = local
@@ -164,7 +163,7 @@ def is_in_one_piece(local: Any) -> bool:
 
 
 # ---- into states, and out of them
-# ------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def describe(parts: Parts) -> tuple[Any, ...]:
@@ -202,7 +201,7 @@ def _check(parts: Parts) -> None:
 
 
 def _inner(local: Any) -> Target:
-    """What is wanted of the array of this process by itself."""
+    """Returns the target of the local array alone."""
     if isinstance(local, np.ndarray):
         spec = ArraySpec(local.shape, local.dtype)
         return Target(spec, lambda found, _: [value for _, value in found], memory=local, has_value=True)
@@ -217,8 +216,8 @@ def _inner(local: Any) -> Target:
 
 
 def target(parts: Parts) -> Target:
-    """What is wanted where a process has parts of a tensor: its boxes, read into its own array
-    (``into``), or into a new one like it."""
+    """Returns the target of a process's parts: its boxes, read into its own array (``into``) or
+    into a new one like it."""
     _check(parts)
     inner = _inner(parts.local)
     memory = inner.memory
@@ -250,7 +249,7 @@ def _finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
 
 
 def _finished(target: Target, values: Any, fill: bool) -> Any:
-    """What the caller has there, with the values of the pieces."""
+    """Returns the caller's value with the values of the pieces."""
     values = values if isinstance(values, list) else [values]
     parts: Parts = target.value
     if parts.rebuild is None:
@@ -281,7 +280,7 @@ def filled(local: Any, found: list[tuple[Piece, Any]], fill: bool) -> Any:
 
 
 def _made_of(dtype: np.dtype[Any] | None, found: list[tuple[Piece, Any]]) -> np.dtype[Any]:
-    """Of which dtype a new array is; where the caller has left that open, of that of its pieces."""
+    """Returns the dtype of a new array: the requested one, or that of its pieces."""
     if dtype is not None:
         return to_dtype(native_name(dtype))
     dtypes = {value.dtype for _, value in found}

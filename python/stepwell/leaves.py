@@ -41,7 +41,8 @@ Description: TypeAlias = (
     | tuple[Literal["fields"], str, str, Pairs]  # namedtuple, dataclass
     | tuple[Literal["stateful"], str, str, Any]  # type, protocol, the state it gave
     | tuple[Literal["custom"], str, Pairs]
-    | tuple[Literal["sharded"], str, list[int], list[Any], str | None]  # dtype, shape, parts, library
+    # dtype, shape, parts, library
+    | tuple[Literal["sharded"], str, list[int], list[Any], str | None]
     | tuple[Literal["refuse"], str]
 )
 
@@ -49,8 +50,8 @@ _HINT = "convert it, give it state_dict()/load_state_dict(), or sw.register() it
 
 
 def storable_name(dtype: Any) -> str | None:
-    """The name that the format has for a dtype whose arrays are stored as they lie in memory, or
-    ``None``: for dtypes that numpy does not know, too."""
+    """Returns the format's name of a dtype whose arrays are stored as they are in memory, or
+    ``None``. Works for dtypes that numpy does not know, too."""
     if not isinstance(dtype, np.dtype):
         return None
     if not dtype.isnative or dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None:
@@ -70,7 +71,7 @@ _FORMAT_NAMES: dict[str, str] = _format_names()
 
 
 def describe(obj: Any) -> Description:
-    """What a value is, for the walk over a state. ``("refuse", why)`` where it cannot be stored."""
+    """Describes a value for the walk over a state. ``("refuse", why)`` if it cannot be stored."""
     cls = type(obj)
     maker = _EXACT.get(cls)
     if maker is not None:

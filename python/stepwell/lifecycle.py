@@ -1,15 +1,15 @@
-"""What must happen around the life of a process: callbacks and the engine's log on one thread,
-pending saves flushed at exit, failures that nobody has seen turned into an exit status, and handles
-that know when they are in a forked child.
+"""The life of a process: one thread for callbacks and the engine's log, pending saves that are
+flushed at exit, unseen failures that become an exit status, and handles that know when they are in
+a forked child.
 
 * One daemon thread, started with the first manager, waits in the engine (without the GIL), runs
-  callbacks and hands the engine's log to ``logging.getLogger("stepwell")``; engine threads never
+  callbacks and passes the engine's log to ``logging.getLogger("stepwell")``. Engine threads never
   touch Python.
-* What is to be ended at exit is kept here, strongly: a manager that its user has dropped still has
-  an end that someone hears of.
-* The atexit hook is registered when this package is imported, hence runs after all hooks that were
-  registered later. It closes the managers that this process made, prints failures that nobody has
-  seen, and then leaves with ``os._exit(1)``: an exception there would exit 0.
+* Managers and background saves are held here strongly until they end, even if their user has
+  dropped them.
+* The atexit hook is registered when this package is imported, so it runs after all hooks that are
+  registered later. It closes the managers that this process made, prints unseen failures, and then
+  leaves with ``os._exit(1)``: an exception there would exit with 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXIT_STATUS = 1
 
 
 class Ending(Protocol):
-    """What the exit hook does with a manager or a background save."""
+    """The exit hook's view of a manager or a background save."""
 
     #: Which one it is, for messages.
     what: str
@@ -116,7 +116,7 @@ class _Notifier:
                     continue
                 try:
                     callback()
-                except BaseException:  # a callback's own failure is printed, as concurrent.futures does
+                except BaseException:  # printed, as concurrent.futures does
                     print("stepwell: exception in a callback", file=sys.stderr)
                     traceback.print_exc()
 

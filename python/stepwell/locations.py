@@ -97,7 +97,7 @@ def check_watched(root: str) -> None:
 
 @contextmanager
 def explaining(path: str) -> Iterator[None]:
-    """Has the error that there is no step say what is there instead."""
+    """Adds an explanation of the path to the error that no step exists."""
     try:
         yield
     except (StepNotFound, FormatError, StorageError) as error:
@@ -113,8 +113,7 @@ def explaining(path: str) -> Iterator[None]:
 
 
 def explain(path: str, asked_for_step: bool = False) -> str:
-    """What a path that is no checkpoint is, and what may have been meant; empty where there is
-    nothing to say."""
+    """Explains a path that is not a checkpoint, with likely intended paths. May be empty."""
     if inside := _inside(path):
         return inside
     if not os.path.lexists(path):
@@ -138,7 +137,7 @@ def explain(path: str, asked_for_step: bool = False) -> str:
 
 
 def _inside(path: str) -> str:
-    """Of what the path is a part, where it is one."""
+    """Names the checkpoint or root that contains the path."""
     above = os.path.dirname(path)
     if os.path.basename(path) == _CONTROL and os.path.isdir(path):
         return f"it is the control directory of the root {above}; pass that"
@@ -152,7 +151,7 @@ def _inside(path: str) -> str:
 
 
 def _no_directory(path: str) -> str:
-    """What is there and is no directory."""
+    """Describes an existing path that is not a directory."""
     return "a file" if os.path.exists(path) else "a link that leads nowhere"
 
 

@@ -52,26 +52,32 @@ class CheckpointManager:
     Defaults: every call of :meth:`save` saves, nothing is deleted. As a context manager it closes
     at the end of the block, which waits for pending saves.
 
-    Args: root: the directory of the run; made where it is missing, unless
-    ``Options(create=False)``. save_policy: which calls of :meth:`save` write: :func:`every_steps`
-    and the like. retention: which steps stay: :func:`keep_latest` and the like. step_name: how the
-    directories of steps are named; default: what the root has, else ``step_00000000``.
-    staging_bytes: the memory that saves pass through, in bytes. ``"auto"``: as much as the state
-    takes, and at most a quarter of what is free. max_pending: how many saves may wait beside the
-    one that is being written; one more :meth:`save` waits for the oldest. coordinator: how the
-    processes of a job agree, where there are several and all of them use the manager:
-    :class:`SharedDirectory`, :class:`TorchStore`, :class:`JaxService`, :class:`MPI`. ``"auto"``:
-    torch's or JAX's, if that is initialised. ``None``: this process alone uses the manager, though
-    it is one of several. read_only: write nothing. :meth:`save` then does nothing, and says so.
-    on_save_error: ``"raise"``: a save that failed in the background is raised by the next call, and
-    makes the process end with an error if nobody looked; ``"warn"``: it is logged. on_event: called
-    with a dict for each save and restore that is over, with its phases: a function, or
-    :class:`stepwell.JsonLines`. See :mod:`stepwell.events`. options: what few need.
+    Args:
+        root: the directory of the run. Created if it is missing, unless ``Options(create=False)``.
+        save_policy: which calls of :meth:`save` write: :func:`every_steps` and the like.
+        retention: which steps stay: :func:`keep_latest` and the like.
+        step_name: the names of step directories; default: the root's, else ``step_00000000``.
+        staging_bytes: the memory that saves pass through, in bytes. ``"auto"``: the size of the
+            state, at most a quarter of the free memory.
+        max_pending: how many saves may wait beside the one that is being written. One more
+            :meth:`save` waits for the oldest.
+        coordinator: how the processes of a job agree, if several of them use the manager:
+            :class:`SharedDirectory`, :class:`TorchStore`, :class:`JaxService`, :class:`MPI`.
+            ``"auto"``: torch's or JAX's, if it is initialised. ``None``: this process alone uses
+            the manager, although it is one of several.
+        read_only: write nothing. :meth:`save` then does nothing, and logs a warning.
+        on_save_error: ``"raise"``: the next call raises the error of a background save, and the
+            process ends with an error if nobody looked. ``"warn"``: the error is logged.
+        on_event: a function, or :class:`stepwell.JsonLines`, called with a dict for each finished
+            save and restore. See :mod:`stepwell.events`.
+        options: rarely needed options.
 
-    Raises: LockedError: another live process writes to this root. StorageError: the root cannot be
-    made or opened. MisuseError: an argument cannot be meant like that; or this is one of several
-    processes, and nothing is known that could carry their messages. CoordinationTimeout: not all
-    processes have come.
+    Raises:
+        LockedError: another live process writes to this root.
+        StorageError: the root cannot be created or opened.
+        MisuseError: an argument is invalid; or this is one of several processes, and no coordinator
+            is initialised.
+        CoordinationTimeout: not all processes have arrived.
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class CheckpointManager:
         #: The engine's part of each :class:`Hold`, without which it would end with the object that
         #: :meth:`hold` returned.
         self._held: set[Any] = set()
-        #: Whose parameters and state change in guarded steps only.
+        #: Optimizers whose parameters and state change only in guarded steps.
         self._attached: list[Attached] = []
         #: Threads that are in a guard, and attached optimizers that are in a step: what is saved
         #: meanwhile is about to change.
@@ -154,8 +160,7 @@ class CheckpointManager:
         weakref.finalize(self, self._ending.abandoned).atexit = False
         self._ending.preemption = Preemption(self._policy.signals, weakref.WeakMethod(self._preempt))
 
-    # ---- saving
-    # -------------------------------------------------------------------------------------------------------
+    # ---- saving ----
 
     def save(
         self,
@@ -171,29 +176,36 @@ class CheckpointManager:
         """Saves ``state`` as ``step`` if the policy says so (``force``: in any case), and returns
         when the state may be changed again (what an attached optimizer owns: by its ``step()``).
 
-        Whatever is wrong with the state raises here, by leaf path, and leaves nothing. What goes
-        wrong later is raised by the result.
+        Errors of the state raise here, by leaf path, and leave nothing behind. The result raises
+        later errors.
 
-        Args: step: its number, from 0 on, and not below the newest one. state: the state, or a
-        callable that gives it, which runs only if the policy says yes. metrics: real numbers by
-        name, which retention ranks by. custom_metadata: JSON that belongs to the step. force: skip
-        the policy (and nothing else). exists: what happens if the step is there already:
-        ``"error"``; ``"skip"`` (a step that is still being saved: that save comes back);
-        ``"replace"`` (the new one is written first). snapshot: when arrays are copied. ``"auto"``:
-        before this returns, but for those that nobody can change (JAX), which are held and copied
-        behind, and those on CUDA devices: what :meth:`attach` has been told of is copied behind and
-        waited for by its ``step()``, and your next work on the device waits for the rest;
-        ``"lazy"``: all of them behind (you change them inside :meth:`update_guard` only, or after
-        ``save.wait_captured()``); ``"eager"``: all of them before this returns, so that a donated
-        array needs no second buffer.
+        Args:
+            step: its number, 0 or more, and not below the newest one.
+            state: the state, or a callable that returns it and runs only if the policy says yes.
+            metrics: real numbers by name, for retention.
+            custom_metadata: JSON that belongs to the step.
+            force: skip the policy (and nothing else).
+            exists: for an existing step: ``"error"``, ``"skip"`` (returns the pending save of that
+                step, if any) or ``"replace"`` (the new one is written first).
+            snapshot: when arrays are copied. ``"auto"``: before this returns, with two exceptions.
+                Immutable arrays (JAX) are held and copied later. Arrays on CUDA devices are copied
+                later too: the ``step()`` of an attached optimizer (:meth:`attach`) waits for its
+                own, and your next work on the device waits for the rest. ``"lazy"``: all are copied
+                later; change them only inside :meth:`update_guard` or after
+                ``save.wait_captured()``. ``"eager"``: all are copied before this returns, so a
+                donated array needs no second buffer.
 
-        Returns: A future of the save. One that the policy refused is falsy and has a ``reason``; so
-        is every one of a manager with ``read_only=True``.
+        Returns:
+            A future of the save. It is falsy and has a ``reason`` if the policy refused, and always
+            for a manager with ``read_only=True``.
 
-        Raises: UnsupportedLeaf: a value of the state cannot be stored. StepExists: the step is
-        there already. StepOrder: the step is below the newest one. DonatedBuffer: an array of JAX
-        is no more what it was. SaveFailed: a save before this one failed, and nobody had asked.
-        This one was not begun; the next one is.
+        Raises:
+            UnsupportedLeaf: a value of the state cannot be stored.
+            StepExists: the step exists.
+            StepOrder: the step is below the newest one.
+            DonatedBuffer: a JAX array was donated before it was captured.
+            SaveFailed: an earlier save failed, and nobody had asked. This save was not started; the
+                next one is.
         """
         core = self._open()
         begun = time.perf_counter()
@@ -225,8 +237,8 @@ class CheckpointManager:
                     self._tell_read_only()
                     return Save(step, None, refusal)
                 if pending is not None:
-                    # Its result is that of the step: whoever waits for this one has it when the
-                    # step is durable.
+                    # It shares the result of the pending save: its waiter returns when the step is
+                    # durable.
                     return Save(step, pending)
                 if is_callable_state(state):
                     state = state()
@@ -313,9 +325,8 @@ class CheckpointManager:
         return True
 
     def _on_devices(self, flat: Any, updating: bool) -> tuple[dict[int, int], list[tuple[int, int]]]:
-        """Of the CUDA devices that a state is on: the current streams; and where that is that
-        attached optimizers own, and that is captured behind the call: nothing, while it is
-        updated."""
+        """Returns the current streams of the CUDA devices of a state, and the memory there that
+        attached optimizers own and that is captured later. Empty during an update."""
         devices = flat.devices()
         attached = [] if updating else [one for one in self._attached if devices or one._lazy_host]
         if not attached:
@@ -328,16 +339,16 @@ class CheckpointManager:
 
     @contextmanager
     def update_guard(self) -> Iterator[None]:
-        """Around the update of the state: has it wait for what was left to be captured behind a
-        call (of an attached optimizer, or ``snapshot="lazy"``). On a CUDA device the current stream
-        waits, and this thread does not, but for copies that could not be started yet because the
-        staging ring is full; for host memory this thread waits. Costs nothing where nothing was
-        left. What is saved inside of it is copied or fenced when ``save`` returns, since the update
-        may come behind it.
+        """Guards an update of the state: it waits for pending captures (of an attached optimizer,
+        or ``snapshot="lazy"``). On a CUDA device the current stream waits. This thread waits only
+        for host memory, and for copies that could not start because the staging ring is full.
+        Without pending captures it costs nothing. A save inside the guard is copied or fenced when
+        ``save`` returns, because the update may follow it.
 
-        Raises: StalledError: nothing has happened for ``Options.stall_timeout``. DeviceError: the
-        device answers with an error. MisuseError: a CUDA graph is being captured on the current
-        stream (put the guard around its replay).
+        Raises:
+            StalledError: no progress for ``Options.stall_timeout``.
+            DeviceError: the device reports an error.
+            MisuseError: the current stream captures a CUDA graph (put the guard around its replay).
         """
         self._fence()
         here = threading.get_ident()
@@ -350,17 +361,20 @@ class CheckpointManager:
                 self._guarded.discard(here)
 
     def attach(self, optimizer: Any, *, host: Literal["now", "lazy"] = "now") -> Attached:
-        """Has an optimizer of torch (or those of a :class:`stepwell.torch.TrainState`) wait, before
-        each ``step()``, for what was left to lazy capture, as :meth:`update_guard` does. What it
-        owns on CUDA devices (its parameters and its state) is captured during the next forward and
-        backward from then on: nothing but its steps may change that. Returns what
-        :meth:`stepwell.manager.Attached.remove` ends. Optimizers that step inside ``backward()``
-        are refused; a replayed CUDA graph runs no hooks, and needs :meth:`update_guard` around it.
+        """Makes a torch optimizer (or those of a :class:`stepwell.torch.TrainState`) wait before
+        each ``step()`` for pending captures, as :meth:`update_guard` does. From then on, its
+        parameters and state on CUDA devices are captured during the next forward and backward pass,
+        so nothing but its steps may change them. Returns an object whose
+        :meth:`stepwell.manager.Attached.remove` ends this. Optimizers that step inside
+        ``backward()`` are refused. A replayed CUDA graph runs no hooks, and needs
+        :meth:`update_guard` around it.
 
-        Args: optimizer: the optimizer, or a TrainState: all of its optimizers. (Of a wrapper: the
-        optimizer in it, whose ``step()`` must be the one of its class.) host: what it owns in host
-        memory (offloaded state, say) is captured when ``save`` returns (``"now"``), or as what is
-        on devices is (``"lazy"``): its ``step()`` waits for it, on the host.
+        Args:
+            optimizer: the optimizer, or a TrainState for all of its optimizers. For a wrapper, pass
+                the optimizer inside it, whose ``step()`` must be its class's.
+            host: when state in host memory (such as offloaded state) is captured. ``"now"``: before
+                ``save`` returns. ``"lazy"``: later, as on devices; ``step()`` waits for it on the
+                host.
         """
         from .torch import optimizers_of
 
@@ -400,33 +414,35 @@ class CheckpointManager:
             self._core.guard(adapters.streams(devices) if devices else {})
 
     def _answers(self, step: int) -> dict[str, bool]:
-        """What the policy's callables say: on the first process, whose answer counts for all."""
+        """Returns the answers of the policy's callables on the first process, which count for
+        all."""
         if not self._policy._predicates:
             return {}
         core = self._open()
         latest = core.latest_step()  # which all processes ask for
         return self._policy.answers(step, latest) if core.ranks()[0] == 0 else {}
 
-    # ---- restoring
-    # ----------------------------------------------------------------------------------------------------
+    # ---- restoring ----
 
     @spelled_out
     def restore(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
         """Restores a step (``None``: the newest committed one).
 
-        ``like`` says what is wanted and is never changed; ``into`` is filled where it can be and
-        returned with new values where not; neither: everything, as it is stored. All differences
-        are reported at once, before anything is written. Never returns memory that was not filled.
-        Where several processes have opened the manager, all of them make this call; each reads what
-        it wants, or with ``broadcast=`` one of them for those who want the same. The keywords are
-        those of :class:`~stepwell.restore_options.RestoreKeywords`.
+        ``like`` describes the result and is never changed. ``into`` is filled where possible, and
+        returned with new values elsewhere. Without either, everything comes back as it is stored.
+        All differences are reported at once, before anything is written. Unfilled memory is never
+        returned. If several processes have opened the manager, all of them make this call. Each
+        reads what it wants; with ``broadcast=``, one reads for all that want the same. The keywords
+        are those of :class:`~stepwell.restore_options.RestoreKeywords`.
 
-        Raises: StepNotFound: there is no such committed step, or none at all. MismatchError: what
-        is wanted is not what is stored; nothing was written. CorruptCheckpoint: a stored block is
-        not what was written; ``overwritten`` lists what ``into`` had got by then. RankFailed:
-        another rank could not restore; ``overwritten`` as above. MisuseError: nothing is
-        initialised over which ``broadcast=`` could exchange arrays. CoordinatorError: an exchange
-        has failed: another rank is gone, mostly.
+        Raises:
+            StepNotFound: the committed step does not exist.
+            MismatchError: the wanted and the stored leaves do not match; nothing was written.
+            CorruptCheckpoint: a stored block is damaged; ``overwritten`` lists the leaves of
+                ``into`` that were already filled.
+            RankFailed: another rank could not restore; ``overwritten`` as above.
+            MisuseError: no library is initialised for the exchange of ``broadcast=``.
+            CoordinatorError: an exchange failed, usually because another rank is gone.
         """
         manager = self._open()
         alone = manager.ranks()[1] == 1
@@ -462,9 +478,8 @@ class CheckpointManager:
         return answer
 
     def _restored_by_all(self, core: Any, options: RestoreOptions, together: Together) -> Any:
-        """What this rank restores, where all ranks do: in two steps, so that none has written
-        anything where what another wants does not fit, and none goes on where another could not
-        read."""
+        """Restores this rank's part, in two steps: no rank writes anything before all match, and
+        none continues if another could not read."""
         together.how = f"broadcast={options.broadcast!r}"
         token = current_rank.set(self._open().ranks())
         try:
@@ -480,14 +495,13 @@ class CheckpointManager:
 
     @spelled_out
     def plan(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> RestorePlan:
-        """What :meth:`restore` with these keywords would read and do: bytes, blocks and files, by
-        item and in all; leaves by what happens to them. Reads no array, changes nothing, and raises
-        what ``restore`` would raise about what is wanted.
+        """Returns what :meth:`restore` with these keywords would read and do: bytes, blocks and
+        files, by item and in total, and the treatment of each leaf. Reads no array and changes
+        nothing. Raises the errors that ``restore`` would raise about the match.
 
-        It is this process's own, and asks the others nothing: of several processes each plans what
-        it reads itself. What others want is not known to it, so that leaves which it does not want
-        itself are listed as left to them (``report.left_out``), where ``restore`` raises if nobody
-        wants them."""
+        With several processes, each plans its own reads without asking the others. Leaves that it
+        does not want itself are listed as left to them (``report.left_out``). ``restore`` raises if
+        no process wants them."""
         checked = RestoreOptions.of(options, "plan").reading_alone()
         ranks = self._open().ranks()
         token = current_rank.set(ranks)
@@ -517,7 +531,7 @@ class CheckpointManager:
             raise
 
     def metadata(self, step: int | None = None) -> Metadata:
-        """What is known of a step without reading an array."""
+        """Returns facts about a step without reading an array."""
         with self.checkpoint(step) as checkpoint:
             found = checkpoint.metadata()
             return replace(found, metrics=self._open().metrics_of(checkpoint._open()))
@@ -531,8 +545,7 @@ class CheckpointManager:
         """Adds metrics to a committed step (an evaluator's); retention counts them."""
         self._open().add_metrics(step_number(step), real_numbers(metrics))
 
-    # ---- steps
-    # --------------------------------------------------------------------------------------------------------
+    # ---- steps ----
 
     def latest_step(self) -> int | None:
         """The newest committed step."""
@@ -605,7 +618,7 @@ class CheckpointManager:
         return Hold(number, self._open().hold(number), self._held)
 
     def plan_retention(self) -> dict[int, dict[str, Any]]:
-        """What retention would do now: per step what stays, what goes, and why."""
+        """Returns the decisions of retention now, with reasons, by step."""
         plan: dict[str, Any] = json.loads(self._open().plan_retention())
         return {int(step): decision for step, decision in plan.get("steps", plan).items()}
 
@@ -619,7 +632,7 @@ class CheckpointManager:
         return nbytes
 
     def reload(self) -> None:
-        """Looks at the root anew: what others have removed or added."""
+        """Reads the root again, to find what others have removed or added."""
         self._open().reload()
 
     @property
@@ -627,8 +640,7 @@ class CheckpointManager:
         """The directory of the run."""
         return self._root
 
-    # ---- ending
-    # -------------------------------------------------------------------------------------------------------
+    # ---- ending ----
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Waits until no save is pending; raises a failure that nobody has seen."""

@@ -18,8 +18,7 @@ from .paths import named
 from .shards import LocalShard
 from .specs import AS_STORED, ArraySpec, ObjectSpec
 
-#: What a dimension of a tensor is cut along: nothing, an axis, or several (the first one
-#: outermost).
+#: The axes that cut a dimension of a tensor: none, one, or several (the first one outermost).
 Axes: TypeAlias = "str | tuple[str, ...] | None"
 
 
@@ -48,8 +47,8 @@ class RankMesh:
         shape = tuple(self.axes.values())
         if self.size > _MOST_RANKS:
             raise MisuseError(f"{self!r} has {self.size} ranks, and a job has at most {_MOST_RANKS}")
-        #: Where ranks are numbered otherwise: which is at each point of the grid, and at which
-        #: point each is.
+        #: For ranks in another order: the rank at each point of the grid, and the point of each
+        #: rank.
         self._table: list[int] | None = None
         self._places: dict[int, int] = {}
         if ranks is None:
@@ -88,7 +87,7 @@ class RankMesh:
         return prod(self.axes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is."""
+        """Returns the coordinates of a rank."""
         rank = whole(rank, "a rank", 0)
         place = self._places.get(rank) if self._table is not None else rank if rank < self.size else None
         if place is None:
@@ -124,13 +123,15 @@ class Rules:
     have all of it. A tensor that no pattern matches is an error: end with ``"**": ()`` if the rest
     is replicated.
 
-    Args: patterns: pattern → one entry for each dimension from the first on (those that are not
-    named are not cut): the name of an axis, several (the first one outermost), or ``None``. stages:
-    for pipelines: pattern → number of the stage, or a function of the leaf path and the number of
-    stages that gives it. What has none (``None``) is on all stages; where the mesh has one stage,
-    everything is. stage_axis: the axis of the stages. uneven: where a dimension is no multiple:
-    ``"chunk"``, as ``torch.chunk`` (the last parts are shorter, or empty), or ``"balanced"`` (the
-    first ones have one more).
+    Args:
+        patterns: pattern → one entry for each dimension from the first on (further ones are not
+            cut): the name of an axis, several (the first one outermost), or ``None``.
+        stages: for pipelines: pattern → number of the stage, or a function of the leaf path and the
+            number of stages that returns it. Leaves without one (``None``) are on all stages. With
+            one stage, everything is on it.
+        stage_axis: the axis of the stages.
+        uneven: for a dimension that is not a multiple: ``"chunk"``, as ``torch.chunk`` (the last
+            parts are shorter, or empty), or ``"balanced"`` (the first ones have one more).
     """
 
     __slots__ = ("_patterns", "_stage_axis", "_stages", "_uneven")
@@ -200,9 +201,9 @@ class Rules:
         return template.finish(part, False)
 
     def abstract_state(self, metadata: Any, mesh: RankMesh, rank: int) -> Any:
-        """What this rank wants of a stored state (``manager.metadata(step)``, or a tree of
-        :class:`ArraySpec`): for ``like=``. Each tensor is a :class:`LocalShard` over a spec; what
-        other stages have is left out (``...``)."""
+        """Returns this rank's part of a stored state (``manager.metadata(step)``, or a tree of
+        :class:`ArraySpec`), for ``like=``. Each tensor is a :class:`LocalShard` over a spec. Leaves
+        of other stages are left out (``...``)."""
         instance(mesh, RankMesh, "mesh", "sw.RankMesh(…)")
         part = template.parse(getattr(metadata, "tree", metadata))
         for leaf in template.leaves(part):

@@ -1,10 +1,10 @@
 """Stateful objects inside the state of another: a loader whose ``state_dict()`` holds a generator,
 a scheduler that holds a scheduler.
 
-What an object gave when it was saved is what it gets when it is loaded. So a stateful object in its
-state is one again: with ``into`` the live one that the target's own state has at that place,
-loaded; otherwise a generator of Python or numpy made anew. One of somebody else's class cannot be
-made here: it has to be there. Nothing of the caller's changes before :meth:`Nested.load`.
+An object gets back what it gave when it was saved. So a stateful object in its state is rebuilt
+first: with ``into``, the live one at that place of the target's own state is loaded; otherwise a
+new generator of Python or numpy is made. Objects of other classes cannot be made here and must
+exist. The caller's objects do not change before :meth:`Nested.load`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Nested:
         self._leaf = leaf
         self._node = node
         self._fill = fill
-        #: What is loaded in the end: the inner ones first.
+        #: The final loads, inner objects first.
         self._loads: list[tuple[str, Any, Protocol, Any]] = []
         #: The caller's stateful objects, by node of the stored ones, as far as they were asked for.
         self._live: dict[int, tuple[Any, Protocol] | None] = {node: leaf.owner}
@@ -71,7 +71,7 @@ class Nested:
             stateful.give(path, owner, protocol, state)
 
     def _path(self, node: int) -> str:
-        """What a stored node is called where the caller wants it."""
+        """Returns the caller's path of a stored node."""
         path = self._leaf.path
         for component in self._below(self._node, node):
             path = extend(path, component)
@@ -81,12 +81,13 @@ class Nested:
         return self._structure.components(node)[len(self._structure.components(outer)) :]
 
     def _find(self, node: int) -> tuple[Any, Protocol] | None:
-        """The caller's object where a stateful one is stored."""
+        """Returns the caller's object at the place of a stored stateful node."""
         if node in self._live:
             return self._live[node]
         outer = self._structure.nodes[node][0]
-        while outer not in (self._node, 0) and self._structure.nodes[outer][2][0] != "stateful":  # type: ignore[index]
-            outer = self._structure.nodes[outer][0]
+        nodes: Any = self._structure.nodes
+        while outer not in (self._node, 0) and nodes[outer][2][0] != "stateful":
+            outer = nodes[outer][0]
         above = self._find(outer) if outer != node else None
         found = None
         if above is not None:

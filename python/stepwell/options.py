@@ -1,4 +1,4 @@
-"""What a manager may be told besides policies. Every option is typed; none switches another off."""
+"""The options of a manager beside policies. Every option is typed; none switches another off."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepName:
             raise MisuseError(f"also_read is a tuple of StepName, not {shown(self.also_read)}")
 
     def plain(self) -> dict[str, Any]:
-        """What the engine reads."""
+        """Returns plain values for the engine."""
         return {
             "prefix": self.prefix,
             "width": self.width,
@@ -78,8 +78,8 @@ class Options:
     min_row_bytes: int = 4096
     #: The unit of checksums and of reading.
     block_bytes: int = 16 << 10
-    #: Of what several processes hold alike, at most so many of them write, on each machine or
-    #: socket (``writers_per``); ``None``: all of them. Fewer writers write longer files.
+    #: The most writers of replicated leaves, per node or socket (``writers_per``); ``None``: all
+    #: holders write. Fewer writers write longer files.
     writers: int | None = None
     #: ``"node"``: so many on each machine. ``"socket"``: on each of its sockets, for processes that
     #: are bound to one; those that are not count together.

@@ -15,7 +15,7 @@ _SPECIAL = re.compile(r"[\\/\[\]]")
 
 
 def escape(name: str) -> str:
-    """A key or field as it stands in a rendered path."""
+    """Escapes a key or field for a rendered path."""
     if not name:
         return "\\e"
     return _SPECIAL.sub(lambda match: "\\" + match.group(), name)
@@ -52,7 +52,7 @@ def render(components: Iterable[Component]) -> str:
 
 
 def starts_with(path: str, prefix: str) -> bool:
-    """True if a path lies at or below another."""
+    """True if a path is another one or below it."""
     return not prefix or path == prefix or (path.startswith(prefix) and path[len(prefix)] in "/[")
 
 

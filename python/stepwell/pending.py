@@ -1,4 +1,4 @@
-"""What ``save`` returns: a future of one save."""
+"""The result of ``save``: a future of one save."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .timeouts import seconds
 @final
 @dataclass(frozen=True, slots=True)
 class SaveStats:
-    """What a save did, so far: bytes, and seconds per phase. Phases overlap; what is not over is
-    0."""
+    """Statistics of a save so far: bytes, and seconds per phase. Phases overlap; unfinished ones
+    are 0."""
 
     #: Bytes that its data files will have, and how many of them are copied and written by now.
     nbytes: int
@@ -91,7 +91,7 @@ class Save:
         return self.step
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What made it fail, or ``None`` once it is committed."""
+        """Returns its error, or ``None`` once it is committed."""
         self._owner.check()
         limit = seconds(timeout)  # a wrong one is no failure of the save
         try:

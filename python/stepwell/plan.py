@@ -22,7 +22,7 @@ _SHOWN = 8
 @final
 @dataclass(slots=True)
 class ItemPlan:
-    """What is read of one item."""
+    """The reads of one item."""
 
     #: Its name.
     name: str
@@ -43,7 +43,7 @@ class ItemPlan:
 @final
 @dataclass(slots=True)
 class RestorePlan:
-    """What a restore would do. ``str()`` of it is for people."""
+    """The plan of a restore. ``str()`` formats it for people."""
 
     #: The checkpoint's directory.
     path: str
@@ -51,8 +51,8 @@ class RestorePlan:
     step: int
     #: By name, those that are read.
     items: dict[str, ItemPlan]
-    #: What is restored, kept, cast, resized, renamed, ignored and left out: the report that the
-    #: restore would return.
+    #: The report that the restore would return: leaves restored, kept, cast, resized, renamed,
+    #: ignored and left out.
     report: RestoreReport
 
     @property

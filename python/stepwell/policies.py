@@ -50,12 +50,12 @@ class SavePolicy:
         )
 
     def to_json(self) -> str:
-        """What the engine reads."""
+        """Returns JSON for the engine."""
         names = {id(ask): _name(number, ask) for number, ask in enumerate(self._predicates)}
         return json.dumps(self._rule, default=lambda asked: names[id(asked.ask)])
 
     def answers(self, step: int, latest: int | None) -> dict[str, bool]:
-        """What the callables say about a step, by name."""
+        """Returns the callables' answers about a step, by name."""
         return {_name(number, ask): bool(ask(step, latest)) for number, ask in enumerate(self._predicates)}
 
     def __repr__(self) -> str:

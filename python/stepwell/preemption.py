@@ -16,7 +16,7 @@ from typing import Any
 
 from . import lifecycle
 
-#: Tells a manager; false, or no such callable any more, where there is none to tell.
+#: Notifies a manager. Returns false, or is gone, if the manager no longer exists.
 Tell = Callable[[], Callable[[], bool] | None]
 
 #: Signals that anybody here has listened to.

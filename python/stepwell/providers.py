@@ -1,11 +1,11 @@
 """State providers of the user's: leaves whose bytes lie wherever they are, in as many pieces as
 there are.
 
-A leaf is usually an array. What is no array, and would first have to be copied into one (a table
-that lives in pages, a cache that is sharded by hand, a tensor of which a part is on a device and a
-part on the host), can say where its bytes are instead: a class with ``dtype``, ``shape`` and
-:meth:`StateProvider.stepwell_chunks` is stored as one array, chunk by chunk, without a copy on the
-way. (The idea of composable providers of chunks: DataStates-LLM, §4.2.)
+A leaf is usually an array. Other values would first have to be copied into one: a table in pages, a
+cache that is sharded by hand, a tensor partly on a device. A class can give the places of its bytes
+instead: with ``dtype``, ``shape`` and :meth:`StateProvider.stepwell_chunks` it is stored as one
+array, chunk by chunk, without a copy. (Composable providers of chunks are an idea of
+DataStates-LLM, §4.2.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Chunk:
 
     #: Its values: an array of numpy, torch or JAX, in host memory or on a device.
     array: Any
-    #: Where its first element is in the whole; empty: at the begin.
+    #: Offset of its first element in the whole; empty: the origin.
     offset: tuple[int, ...] = ()
     #: ``"now"``: copied (on a device: fenced) when ``save`` returns. ``"lazy"``: it is changed in
     #: guarded updates only, or after ``save.wait_captured()``.
@@ -37,7 +37,7 @@ class Chunk:
 
 
 class StateProvider(Protocol):
-    """What an object has that gives its bytes in chunks."""
+    """The interface of an object that gives its bytes in chunks."""
 
     #: The element type of the whole (a numpy dtype, or its name).
     dtype: Any
@@ -62,7 +62,7 @@ _Row: TypeAlias = tuple[tuple[int, ...], Any, bool]
 
 
 def _chunks(provider: Any) -> list[_Row]:
-    """The chunks. What is wrong with one of them is a :class:`MisuseError`."""
+    """Returns the chunks. An invalid chunk is a :class:`MisuseError`."""
     shape = sizes(provider.shape, "the shape of a provider")
     found: list[_Row] = []
     for chunk in listed(provider.stepwell_chunks(), "stepwell_chunks() gives several sw.Chunk(…)"):
@@ -131,7 +131,7 @@ def describe(
 
 
 def target(provider: Any) -> Target:
-    """What is wanted where one is: every chunk filled; for ``like=`` one array."""
+    """Returns the target of a provider: every chunk is filled; for ``like=``, one array."""
     chunks: list[_Row] = []
     unfillable = None
     try:

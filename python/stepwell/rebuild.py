@@ -31,7 +31,7 @@ class Structure:
         self.nodes = nodes
         self.children: list[list[int]] = [[] for _ in nodes]
         self._paths: list[str] | None = None
-        #: Of the containers in which somebody has looked: place → child.
+        #: For visited containers: key → child.
         self._child_at: dict[int, dict[tuple[bool, str | int], int]] = {}
         leaves: list[tuple[int, int]] = []
         for number, (parent, component, kind) in enumerate(nodes):
@@ -157,8 +157,8 @@ class Structure:
 
 
 def _place(component: Component) -> tuple[bool, str | int]:
-    """What components that render alike have in common: keys and fields the name, indices and
-    integer keys the number."""
+    """Returns the common identity of components that render alike: the name of keys and fields, the
+    number of indices and integer keys."""
     return component[0] in "kf", component[1]
 
 
@@ -175,7 +175,7 @@ def protocol_name(kind: ContainerKind) -> str:
 
 
 def library(kind: ContainerKind) -> str | None:
-    """Whose arrays the state of a stateful object had, where that is not numpy."""
+    """Returns the library of the arrays in a stateful object's state, unless it is numpy."""
     return kind[2].partition("/")[2] or None
 
 

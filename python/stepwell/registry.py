@@ -70,12 +70,12 @@ def register(
 
 
 def of_class(cls: type) -> Registered | None:
-    """What was registered for that very class."""
+    """Returns the registration of exactly that class."""
     return _by_class.get(cls)
 
 
 def of_name(name: str) -> Registered | None:
-    """What was registered under that name."""
+    """Returns the registration of that name."""
     return _by_name.get(name)
 
 

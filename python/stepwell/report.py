@@ -1,5 +1,5 @@
-"""What a restore did, or why it did nothing: the report that every restore can return and every
-mismatch carries."""
+"""The report of a restore, done or refused. Every restore can return it, and every mismatch carries
+it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .errors import MismatchError
 
 @dataclass(slots=True)
 class RestoreReport:
-    """What a restore did, or why it did nothing. Paths are rendered leaf paths: wanted ones, or
-    stored ones where that is said."""
+    """The report of a restore, done or refused. Paths are rendered leaf paths: wanted ones, or
+    stored ones where stated."""
 
     #: Leaves that were restored.
     restored: list[str] = field(default_factory=list)

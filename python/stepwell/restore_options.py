@@ -31,10 +31,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class RestoreKeywords(TypedDict, total=False):
-    """What a caller may say about a restore. All of it is given by keyword."""
+    """The keywords of a restore."""
 
-    #: What is wanted: a structure of arrays, specs, types, values; never changed. Top-level entries
-    #: that it has not are not read.
+    #: The wanted structure of arrays, specs, types, values; never changed. Missing top-level
+    #: entries are not read.
     like: Any
     #: The same, filled where it can be; what cannot be changed in place is new in what is returned.
     into: Any
@@ -45,10 +45,10 @@ class RestoreKeywords(TypedDict, total=False):
     #: Stored paths (or branches) to wanted ones: ``{"old/*": "new/*"}``; each wildcard stands for
     #: what it matched.
     rename: Mapping[str, str] | Iterable[tuple[str, str]] | None
-    #: What happens to a wanted leaf that is not stored: ``"error"``, or ``"keep"`` (the caller's
+    #: The treatment of a wanted leaf that is not stored: ``"error"``, or ``"keep"`` (the caller's
     #: own array stays); also by glob.
     missing: Missing | Mapping[str, Missing]
-    #: What happens to a stored leaf inside a wanted top-level entry that is not wanted; also by
+    #: The treatment of a stored leaf inside a wanted top-level entry that is not wanted; also by
     #: glob.
     unexpected: Unexpected | Mapping[str, Unexpected]
     #: Which changes of dtype are allowed: ``"exact"`` (none), ``"lossless"`` (the default: widening
@@ -57,17 +57,17 @@ class RestoreKeywords(TypedDict, total=False):
     #: Which changes of shape are allowed: ``"pad"`` with zeros, ``"truncate"``, or ``"both"``; also
     #: by glob.
     resize: Resize | Mapping[str, Resize | None] | None
-    #: Where arrays of JAX go: one sharding or device for all, a tree of them (one stands for all
-    #: below it), or a function of path and :class:`~stepwell.ArraySpec`.
+    #: The places of JAX arrays: one sharding or device for all, a tree of them (one entry covers
+    #: all below it), or a function of path and :class:`~stepwell.ArraySpec`.
     shardings: Any
-    #: Whose arrays come back where no ``like`` or ``into`` says so; default: those of numpy.
+    #: The library of returned arrays without ``like`` or ``into``; default: numpy.
     to: Literal["numpy", "torch", "jax"] | None
     #: On which device those of ``to`` are; torch's or JAX's.
     device: Any
-    #: Of what several ranks want alike, each byte is read once in all, and exchanged among them by
-    #: torch, JAX or MPI, on this thread: ``True``: the first of them reads it for the others;
-    #: ``"gather"``: each of them reads a share. All ranks pass the same. For managers that several
-    #: processes have opened; in any other one there is nobody to exchange with.
+    #: Read each byte that several ranks want once, and exchange it by torch, JAX or MPI, on this
+    #: thread. ``True``: the first of them reads for the others. ``"gather"``: each of them reads a
+    #: share. All ranks pass the same value. Has no effect unless several processes have opened the
+    #: manager.
     broadcast: bool | Literal["gather"]
     #: Return the :class:`~stepwell.RestoreReport` too: ``(state, report)``.
     return_report: bool
@@ -167,15 +167,15 @@ class RestoreOptions:
 
     @property
     def to_fill(self) -> Any:
-        """What of the caller's is going to be filled leaf by leaf, as far as that can be seen
-        before the checkpoint is open. The engine takes hold of its arrays meanwhile."""
+        """Returns the value that will be filled leaf by leaf, as far as it is known before the
+        checkpoint is open. The engine exports its arrays meanwhile."""
         return self.into if self.is_exact and not self.return_report and not self.broadcast else None
 
     @property
     def expected(self) -> bool | list[str]:
-        """What is going to be read, as far as that can be seen before the checkpoint is open:
-        ``True``: everything; a list: all of these top-level entries; ``False``: not known. The
-        engine begins to read it meanwhile, from the beginnings of the files."""
+        """Returns what will be read, as far as it is known before the checkpoint is open: ``True``:
+        everything; a list: all of these top-level entries; ``False``: unknown. The engine
+        prefetches it from the beginnings of the files."""
         if self.include is not None or self.exclude is not None or self.rename is not None or self.broadcast:
             return False
         target = self.target
@@ -190,8 +190,7 @@ class RestoreOptions:
         return False
 
     def placement(self) -> Callable[[str, ArraySpec], Any] | None:
-        """Where an array of JAX goes, by its path and what it is; ``None`` where nothing says
-        so."""
+        """Returns the function from path and spec of a JAX array to its place, or ``None``."""
         if self.shardings is None:
             return None
         from .adapters import jax
@@ -199,7 +198,7 @@ class RestoreOptions:
         return jax.placements(self.shardings)
 
     def plain(self) -> dict[str, Any]:
-        """What the engine reads, as plain lists and strings."""
+        """Returns plain lists and strings for the engine."""
         return {
             "include": _globs(self.include, "include"),
             "exclude": _globs(self.exclude, "exclude"),
@@ -230,7 +229,8 @@ def spelled_out(function: _Function) -> _Function:
         )
         for field in dataclasses.fields(RestoreOptions)
     ]
-    function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+    shown_as = signature.replace(parameters=[*own, *keywords])
+    function.__signature__ = shown_as  # type: ignore[attr-defined]
     return function
 
 

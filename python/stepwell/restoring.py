@@ -1,9 +1,9 @@
 """Restoring: match what is wanted with what is stored, then read, then put together.
 
-Order matters: the whole match is finished (one report, all differences) before the first byte of
-the caller's memory is written; objects and arrays that are cast are read and checked first, arrays
-that are filled in place last; containers and stateful objects are updated when everything has been
-read. What a failure in the last step may have overwritten is named by the error.
+The order matters. The whole match finishes (one report, all differences) before the first byte of
+the caller's memory is written. Objects and cast arrays are read and checked first, arrays that are
+filled in place last. Containers and stateful objects are updated when everything has been read. An
+error in the last step names what it may have overwritten.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class Restore:
             raise error
 
     def _check_first(self, part: Part) -> None:
-        """Raises where a stored value says that what lies beside it is of another kind, whose
-        differences would only mislead."""
+        """Raises if a stored value shows that its container is of another kind. The differences of
+        the other leaves would only mislead."""
         for branch in template.branches(part):
             if branch.first is None:
                 continue
@@ -188,7 +188,7 @@ class Restore:
         return found
 
     def _arrays(self) -> dict[tuple[int, int], Any]:
-        """What was read: an array, or one for each box where boxes were wanted."""
+        """Returns the arrays that were read: one, or one for each wanted box."""
         return {
             key: jobs[0].result if len(jobs) == 1 else [job.result for job in jobs]
             for key, jobs in self._job_of.items()
@@ -202,7 +202,7 @@ class Restore:
         }
         answer = _core.match_state(self.core, wanted.specs, wanted.top_level, given)
         if self._together is not None and not _misfits(answer):
-            # What another rank wants is stored for that one.
+            # A leaf that another rank wants is not unexpected.
             mine = answer["unexpected_leaves"]
             of_none = set(self._together.unexpected(mine))
             given["elsewhere"] = set(mine) - of_none
@@ -295,8 +295,8 @@ class Restore:
                 )
 
     def _empty(self, wanted: Wanted, leaf: Any, stored: int, fill: bool) -> Any:
-        """What makes a new array on the device where it is to be. What only passes through on its
-        way into one that is there already is made on the host."""
+        """Returns the function that makes a new array on its final device. An array that is only
+        copied into an existing one is made on the host."""
         if leaf is not None and leaf.target is not None:
             return None if fill and leaf.target.has_value else leaf.target.empty
         if self._to is None or self._place is not None or leaf is None or leaf.owner is not None:
@@ -356,7 +356,7 @@ def run(
     from each other what several want."""
     job = Restore(core, options, together=together, exchange=exchange)
     target = AS_STORED if options.target is None else options.target
-    # What goes straight to a device goes leaf by leaf.
+    # Restores to a device go leaf by leaf.
     on_host = job.makes_no_tensors_on_devices
     plain = options.shardings is None and not options.return_report and exchange is None
     if options.is_exact and on_host and plain:

@@ -30,7 +30,7 @@ class Retention:
         raise TypeError("a retention rule is neither true nor false; combine rules with |, not with or")
 
     def to_json(self) -> str:
-        """What the engine reads."""
+        """Returns JSON for the engine."""
         return json.dumps(self._rule)
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""What a process says of the arrays that it has: :class:`LocalShard` (a box of a tensor),
-:class:`Segments` (boxes of one or several tensors, anywhere in one array), :class:`FlatShard` (a
-part of a flattened parameter)."""
+"""Descriptions of a process's arrays: :class:`LocalShard` (a box of a tensor), :class:`Segments`
+(boxes of one or several tensors, anywhere in one array), :class:`FlatShard` (a part of a flattened
+parameter)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ class LocalShard:
     """A box of a tensor: what this process holds of it. In a state it is saved, in a ``like`` or
     ``into`` it is restored.
 
-    Args: local: the array of this process (numpy, torch, JAX, or an :class:`ArraySpec` where it
-    only says what is wanted); its shape is the extent of the box. global_shape: the shape of the
-    whole tensor, on all processes together. offset: the place of the box's first element in it.
-    replica: ``(index, count)``, where ``count`` processes hold this same box and this is the one of
-    that index: they share the writing.
+    Args:
+        local: the array of this process (numpy, torch, JAX), or an :class:`ArraySpec` in a
+            ``like``. Its shape is the extent of the box.
+        global_shape: the shape of the whole tensor, on all processes together.
+        offset: the place of the box's first element in it.
+        replica: ``(index, count)``: ``count`` processes hold this same box, and this is number
+            ``index``. They share the writing.
     """
 
     __slots__ = ("global_shape", "local", "offset", "replica")
@@ -84,15 +86,18 @@ def _replica(replica: Any) -> tuple[int, int]:
 class Segment:
     """A box of a tensor, and where in an array it lies.
 
-    Args: name: which tensor, where an array holds parts of several: the tensor is stored below the
-    array's own path under that name. ``None``: the array's own path. offset: the place of the box's
-    first element in the tensor (in its ``view``, where one is given). extent: its number of
-    elements along each dimension; default: what ``into`` has. into: which part of the array it is,
-    as an index (``numpy.s_[2:4, ::2]``); default: all of it. shape: the shape of the whole tensor.
-    It may be left out where the segment only says what is wanted. view: another shape of the
-    tensor, in which ``offset`` and ``extent`` count: each dimension of the tensor cut into factors,
-    ``(groups, heads, width, columns)``. into_shape: the same for the array. permute: the order in
-    which the dimensions of ``into`` are those of the box. replica: as of :class:`LocalShard`.
+    Args:
+        name: the tensor, if an array holds parts of several. The tensor is stored below the array's
+            own path under that name. ``None``: the array's own path.
+        offset: the place of the box's first element in the tensor (or in its ``view``).
+        extent: its number of elements along each dimension; default: that of ``into``.
+        into: the part of the array, as an index (``numpy.s_[2:4, ::2]``); default: all of it.
+        shape: the shape of the whole tensor. Optional in a ``like``.
+        view: another shape of the tensor, for ``offset`` and ``extent``: each dimension of the
+            tensor split into factors, ``(groups, heads, width, columns)``.
+        into_shape: the same for the array.
+        permute: the order of the box's dimensions in ``into``.
+        replica: as in :class:`LocalShard`.
     """
 
     __slots__ = (
@@ -147,11 +152,15 @@ class Segment:
     ) -> Segment:
         """A run of a flattened parameter, as ZeRO and FSDP1 shard it.
 
-        Args: name: as above. of: what the process has of the parameter, without its data: the shape
-        of the tensor where it has all of it; else a :class:`LocalShard` or :class:`Segments` over
-        an :class:`ArraySpec`, which says how that is cut by other kinds of parallelism. start: the
-        first element, in what the process has, flattened. length: how many. at: where they begin in
-        the array. replica: as above.
+        Args:
+            name: as above.
+            of: this process's part of the parameter, without its data: the shape of the tensor if
+                it has all of it; else a :class:`LocalShard` or :class:`Segments` over an
+                :class:`ArraySpec`, which describes the cuts of other kinds of parallelism.
+            start: the first element of the flattened part.
+            length: the number of elements.
+            at: the place of the first element in the array.
+            replica: as above.
         """
         made = cls(name, (), replica=replica)
         numbers = ((start, "start"), (length, "length"), (at, "at"))
@@ -226,13 +235,15 @@ class Segments:
     """An array that holds boxes of one tensor, or of several: fused weights, buckets of parameters,
     padded or transposed parts.
 
-    In a state, the tensors are stored as if they were there by themselves: below the array's own
-    path under the names of the segments, or at it where they have none. In a ``like`` or ``into``
-    the array is put together from them. What no segment covers is padding: it is not stored, stays
-    as it is in an ``into``, and is zero in a new array.
+    A save stores each tensor as if it were in the state by itself: below the array's own path under
+    the names of the segments, or at that path without names. A ``like`` or ``into`` assembles the
+    array from them. Elements without a segment are padding: not stored, unchanged in an ``into``,
+    and zero in a new array.
 
-    Args: local: the array of this process, in one piece (numpy, torch, JAX), or an
-    :class:`ArraySpec` that describes it. segments: what it holds.
+    Args:
+        local: the array of this process, contiguous (numpy, torch, JAX), or an :class:`ArraySpec`
+            that describes it.
+        segments: its segments.
     """
 
     __slots__ = ("local", "segments")
@@ -257,7 +268,7 @@ class Segments:
         return any(one.name is not None for one in self.segments)
 
     def tensors(self) -> dict[str | None, Parts]:
-        """What it holds of each tensor."""
+        """Returns its parts of each tensor."""
         shape = tuple(self.local.shape)
         found: dict[str | None, Parts] = {}
         for segment in self.segments:
@@ -341,8 +352,8 @@ class FlatShard:
 
 
 def _own_parameter(of: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...], list[Piece]]:
-    """What a process has of a parameter: the tensor's shape, that of its own array, and the pieces
-    in that."""
+    """Returns a process's part of a parameter: the tensor's shape, that of its own array, and the
+    pieces in it."""
     shape, own, pieces = _described(of)
     if prod(own) > MAX_SIZE:
         raise MisuseError(f"of= has more elements than 64 bits count: its shape is {own}")
@@ -365,7 +376,7 @@ def _described(of: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...], list[P
 
 
 def _steps(shape: Sequence[int]) -> list[int]:
-    """Of a row-major array, in elements."""
+    """Returns the strides of a row-major array, in elements."""
     steps = [1] * len(shape)
     for d in range(len(shape) - 1, 0, -1):
         steps[d - 1] = steps[d] * shape[d]

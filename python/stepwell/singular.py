@@ -157,8 +157,8 @@ def restore(path: Path, *, step: int | None = None, **options: Unpack[RestoreKey
 
 
 def metadata(path: Path, step: int | None = None) -> Metadata:
-    """What is known of the checkpoint at ``path`` without reading an array: what was saved with it.
-    Metrics that were added later are a root's: :meth:`CheckpointManager.metadata`."""
+    """Returns facts about the checkpoint at ``path``, as saved with it, without reading an array.
+    Later metrics belong to a root: :meth:`CheckpointManager.metadata`."""
     with open(path, step) as checkpoint:
         return checkpoint.metadata()
 
@@ -166,8 +166,8 @@ def metadata(path: Path, step: int | None = None) -> Metadata:
 def verify(
     path: Path, step: int | None = None, *, progress: Callable[[int, int], Any] | None = None
 ) -> VerifyReport:
-    """Reads the whole checkpoint at ``path`` and compares every checksum. Of a root it takes the
-    newest step (or ``step``), damaged or not: the report says which that was."""
+    """Reads the whole checkpoint at ``path`` and compares every checksum. In a root it takes the
+    newest step (or ``step``), damaged or not, and the report names it."""
     return verifying.verify(absolute(path), None if step is None else step_number(step), open, progress)
 
 
@@ -221,11 +221,11 @@ def watch(
     ``which="latest"`` skips to the newest; ``"all"`` gives every one that is still there. Ends when
     nothing new has come for ``timeout`` seconds. Each is closed when the next is asked for.
 
-    Whole steps only: one that lacks files (of a mirror that is being filled, say) is passed over
-    with a warning and looked at again later, so that ``"all"`` may give it after a newer one;
-    ``"latest"`` gives the newest that is whole, and never one older than what it gave before. What
-    is saved anew after a rewind, or replaces the step that was given last, is given too; what a
-    rewind leaves as the newest is not."""
+    It yields complete steps only. A step without all of its files (in a mirror that is still being
+    copied, for example) is skipped with a warning and tried again later, so ``"all"`` may yield it
+    after a newer one. ``"latest"`` yields the newest complete step, and never one older than
+    before. It also yields a step that was saved again after a rewind, or that replaces the last
+    one, but not the step that a rewind leaves as the newest."""
     one_of(which, "which", ("latest", "all"))
     limit, pause = seconds(timeout), seconds(interval, "interval")
     where = absolute(root, "the root")

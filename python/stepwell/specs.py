@@ -1,5 +1,4 @@
-"""What a caller wants back, without data: :class:`ArraySpec` and the markers that stand in a
-``like``."""
+"""Abstract leaves: :class:`ArraySpec` and the markers in a ``like``."""
 
 from __future__ import annotations
 
@@ -53,10 +52,10 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
 class ArraySpec:
     """Shape and dtype of an array, without its data.
 
-    ``shape`` (elements along each dimension) or ``dtype`` (of numpy, ``ml_dtypes``, or the name of
-    one) may be ``None``: as stored. ``layout`` is ``None``: all of the tensor, in C order. What a
-    process wants of a tensor is said by a :class:`LocalShard`, :class:`Segments` or
-    :class:`FlatShard` over a spec.
+    ``shape`` (elements along each dimension) or ``dtype`` (of numpy, ``ml_dtypes``, or a name) may
+    be ``None``: as stored. ``layout`` is ``None``: all of the tensor, in C order. A
+    :class:`LocalShard`, :class:`Segments` or :class:`FlatShard` over a spec describes a process's
+    part of a tensor.
     """
 
     shape: tuple[int, ...] | None
@@ -121,13 +120,15 @@ class PerRank(Generic[T]):
     """A value that differs on every rank: the state of a random generator, of a data loader. It is
     stored once for each of them, and every rank gets its own back.
 
-    Where a step was saved by other ranks than those that restore it, nobody can say which value is
-    whose: then ``resize`` says it.
+    If other ranks restore a step than saved it, ``resize`` must assign the values, because nobody
+    else can.
 
-    Args: value: the value; in a ``like`` or ``into``, what is wanted. key: what tells it from those
-    of other ranks; default: the rank. Coordinates in a mesh (``"dp=1,tp=0"``) stay right where
-    ranks are numbered otherwise. resize: ``resize(values, rank, world_size)`` gives this rank its
-    value, from those of all ranks that have saved, in the order of their keys.
+    Args:
+        value: the value; in a ``like`` or ``into``, the wanted one.
+        key: distinguishes it from those of other ranks; default: the rank. Coordinates in a mesh
+            (``"dp=1,tp=0"``) stay right if ranks are renumbered.
+        resize: ``resize(values, rank, world_size)`` returns this rank's value, from those of all
+            ranks that saved, in the order of their keys.
     """
 
     value: T

@@ -62,8 +62,8 @@ def _bits_set(bits: Any, state: Any) -> None:
 _BIT_GENERATORS: dict[str, Any] = {
     name: getattr(np.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 }
-#: Places in a buffer, which numpy takes over unchecked and reads at: where they stand in a state,
-#: by bit generator, and how far they go.
+#: Positions in a buffer, which numpy takes over unchecked and reads at: their places in a state, by
+#: bit generator, and their limits.
 _PLACES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "MT19937": (lambda state: state["state"]["pos"], 624),
     "Philox": (lambda state: state["buffer_pos"], 4),
@@ -71,8 +71,7 @@ _PLACES: dict[str, tuple[Callable[[Any], Any], int]] = {
 
 
 def _bits_make(like: Any, state: Any) -> Any:
-    """A bit generator of the kind of ``like``; where there is none, of the one of numpy's that the
-    state names."""
+    """Returns a bit generator like ``like``, or else the numpy one that the state names."""
     made = _BIT_GENERATORS[state["bit_generator"]]() if like is None else type(like)()
     if state["bit_generator"] in _PLACES:
         place, most = _PLACES[state["bit_generator"]]
@@ -134,8 +133,8 @@ _BUILT_IN = {one.name: one for one in (_RANDOM, _BITS, _GENERATOR, _RANDOM_STATE
 
 
 def rebuilt(type_name: str, protocol: str, state: Any) -> Any:
-    """A stored generator of Python or numpy, made anew. Nothing is imported for it: a type of
-    anybody else's comes back as the state that it gave, and so does a state that is none."""
+    """Rebuilds a stored generator of Python or numpy. Imports nothing: other types, and invalid
+    states, come back as the stored state."""
     known = _BUILT_IN.get(protocol)
     if known is None or known.make is None or not type_name.startswith(("random.", "numpy.random.")):
         return state

@@ -1,10 +1,10 @@
 """The walk over a ``like`` or ``into``: what is wanted at which leaf path, and how the answer is
 put together again.
 
-The structure is that of the caller; leaf paths are those that a save of the same structure would
-have (the engine's walk over a state asks the same :func:`stepwell.leaves.describe`). A ``like`` is
-never changed: containers are made anew. An ``into`` keeps its identity wherever it can be changed
-in place: dicts, lists, dataclasses, arrays, stateful objects.
+The structure is the caller's. Leaf paths are those of a save of the same structure (the engine's
+walk over a state uses the same :func:`stepwell.leaves.describe`). A ``like`` is never changed: new
+containers are made. An ``into`` keeps its identity where it can be changed in place: dicts, lists,
+dataclasses, arrays, stateful objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .registry import is_namedtuple_class, of_class, stored_name
 from .shards import FlatShard, LocalShard, Segments
 from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated, current_rank
 
-#: What is wanted at a leaf: an array; an object; anything at all, a whole subtree too; nothing.
+#: The kind of a wanted leaf: an array; an object; anything, also a whole subtree; nothing.
 What: TypeAlias = Literal["array", "object", "stored", "skip"]
 
 
@@ -44,7 +44,7 @@ class Leaf:
     spec: ArraySpec | None = None
     #: The stateful object that a stored subtree goes into.
     owner: tuple[Any, stateful.Protocol] | None = None
-    #: What a framework wants back, and how it is made from what is read.
+    #: The framework's target, and how its value is made.
     target: adapters.Target | None = None
     #: True if it may be missing from the store: the result is then ``...``.
     optional: bool = False
@@ -133,7 +133,7 @@ def as_state(like: Any) -> Any:
     take no memory."""
     part = parse(like)
     for leaf in leaves(part):
-        # What an object of a framework takes as it is stored has no size that is known before.
+        # A framework object that takes its state as stored has no size in advance.
         theirs = leaf.value is AS_STORED and (leaf.optional or leaf.check is not None)
         nothing = theirs or isinstance(leaf.value, (ObjectSpec, type))
         leaf.result = None if nothing else leaf.value
@@ -271,6 +271,7 @@ def _other(value: Any, path: str, components: tuple[Component, ...], above: Abov
     protocol = None if registered is not None and registered.flatten else stateful.protocol_of(value)
     if protocol is not None:
         return Leaf(path, components, "stored", value, owner=(value, protocol))
+    description: Any
     try:
         description = describe(value)
     except Exception as failure:
@@ -278,28 +279,28 @@ def _other(value: Any, path: str, components: tuple[Component, ...], above: Abov
         raise
     tag = description[0]
     if tag == "mapping":
-        return _branch(value, path, components, above, _keys(description[2], path), _finish_mapping)  # type: ignore[misc]
+        return _branch(value, path, components, above, _keys(description[2], path), _finish_mapping)
     if tag == "deque":
-        items: list[Any] = description[2]  # type: ignore[misc, assignment]
+        items: list[Any] = description[2]
         if items and is_plain(items):
             return Leaf(path, components, "object", value)
         return _branch(
             value, path, components, above, [(("x", i), v) for i, v in enumerate(items)], _finish_deque
         )
     if tag == "fields":
-        fields: list[tuple[Component, Any]] = [(("f", name), v) for name, v in description[3]]  # type: ignore[misc]
+        fields: list[tuple[Component, Any]] = [(("f", name), v) for name, v in description[3]]
         make = _finish_namedtuple if isinstance(value, tuple) else _finish_dataclass
         return _branch(value, path, components, above, fields, make)
     if tag == "custom":
-        return _branch(value, path, components, above, _keys(description[2], path), _finish_custom)  # type: ignore[misc]
+        return _branch(value, path, components, above, _keys(description[2], path), _finish_custom)
     if tag == "refuse":
         raise _refused(path, str(description[1]))
     return Leaf(path, components, "object", value)
 
 
 def _inside(value: Any, path: str, above: Above) -> Above:
-    """What is around the children of a container. Raises where it is around itself, or where that
-    has no end."""
+    """Returns the containers around a container's children. Raises for a cycle, and for endless
+    nesting."""
     for one, at in above:
         if one is value:
             where = (
@@ -347,7 +348,7 @@ def _keys(items: Any, path: str) -> list[tuple[Component, Any]]:
 
 
 def _target(value: Any, path: str) -> adapters.Target | None:
-    """What a framework's array wants; a tensor that cannot be restored into is refused by path."""
+    """Returns the target of a framework's array. Refuses an unsuitable tensor by path."""
     try:
         with naming(path, "its sharding does not fit it"):
             if type(value) is layouts.Parts:

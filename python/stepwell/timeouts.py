@@ -5,8 +5,7 @@ from __future__ import annotations
 from .checks import shown
 from .errors import MisuseError
 
-#: Thirty years: whoever asks for more asks for no deadline. The clocks of the engine end not far
-#: beyond.
+#: Thirty years: longer requests mean no deadline. The engine's clocks end not much later.
 NO_DEADLINE = 1e9
 
 

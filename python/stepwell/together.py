@@ -1,5 +1,5 @@
-"""What the ranks of one restore say to each other over the board of their manager: the same calls
-in the same order on all of them, and whoever fails says so in place of its next one."""
+"""The messages between the ranks of one restore, over the board of their manager: the same calls in
+the same order on all of them. A rank that fails reports that in place of its next call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Together:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        #: What must be the same on all of them, beside what is wanted.
+        #: Settings that must be equal on all ranks, beside the wanted leaves.
         self.how = ""
         self._has_said = False
         #: True if a call has raised: on all ranks, then, and nobody waits for a word of this one.
@@ -28,13 +28,13 @@ class Together:
         return chosen
 
     def exchange_over(self, name: str) -> None:
-        """What they exchange goes over that, on all of them: two kinds of collectives would not
-        meet."""
+        """Sets the transport of the exchange, which must be the same on all ranks: two kinds of
+        collectives would not meet."""
         self.how += f" over {name}"
 
     def unexpected(self, leaves: list[int]) -> list[int]:
-        """What nobody on this rank wants, by the numbers of stored leaves, in order → what nobody
-        on any rank does. All ranks make this call before they read an array."""
+        """Takes the stored leaves that this rank does not want, by number and in order. Returns
+        those that no rank wants. All ranks make this call before they read an array."""
         self._has_said = True
         with self._asking():
             found: list[int] | None = self._manager.wanted_by_none(self.how, leaves)

@@ -22,8 +22,7 @@ from .template import Checked, Maybe
 
 __all__ = ["TrainState"]
 
-#: What wrappers put into the names of parameters: the names are those of the model that was
-#: wrapped.
+#: The names that wrappers insert into parameter names. Stored names are those of the wrapped model.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -33,8 +32,8 @@ class TrainState:
 
         state = {"train": sw.torch.TrainState(model, optimizer, scheduler), "step": 0}
 
-    ``optimizers`` and ``scheduler`` are one each, or several: by name in a dict, or in a list. What
-    is stored:
+    ``optimizers`` and ``scheduler`` are one each, or several: by name in a dict, or in a list. The
+    stored entries are:
 
     * ``model/<name>``: parameters and persistent buffers;
     * ``optimizer/state/<parameter's name>/<slot>``: by name, never by number;
@@ -76,7 +75,7 @@ class TrainState:
         self._names()
 
     # ---- what it is made of
-    # -------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Parameter → its name; of a tied one the first."""
@@ -141,7 +140,7 @@ class TrainState:
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     # ---- a restore into it
-    # --------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------
 
     def _stepwell_open(self) -> Opened:
         """Taken apart for a restore: what is there is filled; of what is not, whatever is stored is
@@ -316,7 +315,7 @@ def _take_groups(
             group[key] = _like(group.get(key), value)
 
 
-#: What schedulers and torch itself put into groups beside the optimizer's hyperparameters.
+#: Entries that schedulers and torch itself add to groups beside the optimizer's hyperparameters.
 _BESIDE = frozenset(
     {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
 )
@@ -417,8 +416,8 @@ def _tensor(value: Any) -> Any:
 
 
 def _wanted(slots: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What is wanted for slots that are there: tensors and numbers go where they are. Containers (a
-    history that grows) are as long as they were then."""
+    """Returns the targets of existing slots: tensors and numbers are filled in place. Containers (a
+    growing history) come back with their stored length."""
     return {
         slot: AS_STORED if value is None or isinstance(value, (Mapping, list, tuple)) else value
         for slot, value in slots.items()
@@ -438,8 +437,8 @@ def _only_stored(slots_of: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
 def _take_slots(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Mapping[str, Any]
 ) -> None:
-    """Gives each parameter the slots that are stored, and no others. One that was filled where it
-    is stays; one that was made anew goes where the parameter is."""
+    """Gives each parameter its stored slots, and no others. A slot that was filled in place
+    stays. A new one moves to the parameter's place."""
     for group in optimizer.param_groups:
         counts_on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
@@ -470,7 +469,7 @@ def _placed(slot: str, value: Any, parameter: torch.Tensor, counts_on_device: bo
         # Counters stay on the host, unless the optimizer reads them on the device.
         return value.to(parameter.device) if slot != "step" or counts_on_device else value
     if adapter.is_over_several(parameter):
-        # What this process has of the parameter, it has of the slot.
+        # The process has the same part of the slot as of the parameter.
         return adapter.part_like(parameter, value)
     made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     if made.device == value.device and made.stride() == value.stride():

@@ -1,6 +1,6 @@
-"""What carries the bytes that the ranks of a restore exchange: collectives of torch or of JAX, or
+"""Transports of the bytes that the ranks of a restore exchange: collectives of torch or JAX, or
 messages of MPI. Always on the thread that calls ``restore``, where the training's own collectives
-run: two threads would have them in another order on each rank.
+run: two threads would order them differently on each rank.
 
 Waits end when those of the framework do: by the timeout of the process group (torch), when the
 coordination service misses a process (JAX), after ``Options.stall_timeout`` (MPI).
@@ -41,17 +41,19 @@ class Transport(Protocol):
     world_size: int
 
     def broadcast(self, buffer: Bytes, ranks: Ranks) -> Carry:
-        """What the first of the ranks has. ``buffer`` is as long on all, and may be overwritten."""
+        """Sends the bytes of the first rank. ``buffer`` is equally long on all, and may be
+        overwritten."""
 
     def gather(self, share: Bytes, ranks: Ranks) -> Carry:
         """A row for each of the ranks: what that one has. ``share`` is as long on all."""
 
 
 def find(coordinator: Any, stall_timeout: float) -> Transport:
-    """What carries the bytes of the ranks of a manager with that coordinator.
+    """Returns the transport for the ranks of a manager with that coordinator.
 
-    Raises: MisuseError: its messages are too slow for them, and nothing else is initialised over
-    the same ranks.
+    Raises:
+        MisuseError: the coordinator's messages are too slow for arrays, and no other library is
+            initialised over the same ranks.
     """
     if isinstance(coordinator, TorchStore):
         return _Torch(coordinator.group)
@@ -72,7 +74,7 @@ def find(coordinator: Any, stall_timeout: float) -> Transport:
 
 
 def _tree(buffer: Any, ranks: Ranks, rank: int, swap: _Swap) -> None:
-    """A broadcast from the first of the ranks along a binomial tree: whoever has it hands it on."""
+    """Broadcasts from the first rank along a binomial tree: each receiver forwards the bytes."""
     me, reach = ranks.index(rank), 1
     while reach < len(ranks) and not me & reach:
         reach *= 2
@@ -105,7 +107,8 @@ class _Torch:
         self._group: Any = dist.group.WORLD if group is None else group
         self.rank: int = dist.get_rank(self._group)
         self.world_size: int = dist.get_world_size(self._group)
-        backends: list[str] = dist.get_backend_config(self._group).split(",")  # "cpu:gloo,cuda:nccl"
+        # For example "cpu:gloo,cuda:nccl".
+        backends: list[str] = dist.get_backend_config(self._group).split(",")
         devices = [one.partition(":")[0] for one in backends]
         self._device = "cpu" if "cpu" in devices else devices[0]
 

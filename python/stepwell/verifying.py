@@ -1,9 +1,9 @@
 """``sw.verify``: the checkpoint that is looked at is the newest one that is listed, whatever its
 state, and damage is what the report is for.
 
-Opening passes a damaged step over, and rightly so: whoever restores wants one that is whole.
-Whoever verifies wants to know. So a step is chosen here by its name, and what keeps it from being
-opened (its manifest, an index) is damage like any other.
+Opening skips a damaged step, because a restore needs a complete one. A verification must report it.
+So it chooses a step by name, and anything that prevents its opening (its manifest, an index) is
+damage like any other.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .options import reader_json
 
 Progress: TypeAlias = Callable[[int, int], Any] | None
 
-#: How often the newest step is looked for anew; a writer would have to commit and retire a step
-#: within each.
+#: How often the newest step is looked up again. A writer would have to commit and retire a step
+#: within each attempt.
 _ATTEMPTS = 10
 
 
@@ -61,7 +61,7 @@ def _one(path: str, step: int | None, opened: Callable[..., Checkpoint], progres
         with opened(path, step) as checkpoint:
             return checkpoint.verify(progress)
     except (CorruptCheckpoint, StorageError) as error:
-        # What the disk does not answer, or this version does not read, is no damage.
+        # A disk error, or a newer format, is not damage.
         known = isinstance(error, (CorruptCheckpoint, FileNotFoundError))
         if not known or error.file is None or not error.file.startswith(path + os.sep):
             raise
@@ -91,8 +91,8 @@ def _damaged(root: str, opened: Callable[..., Checkpoint]) -> dict[int, tuple[st
 
 
 def _was_step(path: str, opened: Callable[..., Checkpoint]) -> bool:
-    """True if what is no step is one that was damaged: not a directory of somebody else's, a step
-    of a later version, or one under another's name."""
+    """True if an invalid step was damaged: not a foreign directory, a step of a later version, or
+    one under another step's name."""
     if not os.path.lexists(os.path.join(path, MANIFEST)):
         return os.path.isdir(os.path.join(path, "i0"))
     try:

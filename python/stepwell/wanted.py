@@ -1,5 +1,5 @@
-"""What is asked of the store: the leaves of a template as rows for the engine's match, and the
-values that they get in the end."""
+"""The request to the store: the leaves of a template as rows for the engine's match, and their
+final values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = frozenset(_core.dtype_names())
 
 
 class Wanted:
-    """What is asked of the store: the template's leaves, as the engine reads them."""
+    """The request to the store: the template's leaves, in the engine's form."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Wanted:
         self.kept: list[int] = []
         #: Paths of the caller's objects that were given their states.
         self.given: list[str] = []
-        #: What subtrees of the store became, by the leaf that wants them.
+        #: The values of stored subtrees, by the leaf that wants them.
         self._states: dict[int, Any] = {}
         #: Stateful objects inside the states of others.
         self._nested: list[Nested] = []
@@ -206,8 +206,8 @@ class Wanted:
         return name is not None and adapters.takes_over(name)
 
     def _library_of(self, leaf: Leaf, stored: int) -> str | None:
-        """Whose array a stored one becomes. Where no object was saved, or one of another class, an
-        object of a framework takes those of its own."""
+        """Returns the library of a restored array. Without a stored object, or with one of another
+        class, an object of a framework gets arrays of its own framework."""
         if leaf.owner is None:
             return self._to
         structure, owner = self._structure, leaf.owner[0]
@@ -318,8 +318,8 @@ def _ancestors(structure: Structure, node: int) -> list[int]:
 
 
 def _of_owner(structure: Structure, node: int, leaf: Leaf) -> int:
-    """Of the nodes that hold nothing but ``node``, the one that is the state of an object like the
-    leaf's: where that has one entry only, what all its leaves have above them is that entry."""
+    """Returns, among the nodes with the same leaves as ``node``, the state of an object like the
+    leaf's. If that state has one entry only, all of its leaves have that entry above them."""
     if leaf.owner is None:
         return node
     owner, protocol = leaf.owner

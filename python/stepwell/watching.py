@@ -64,7 +64,7 @@ class _Steps:
         self._reader: Any = None
         self._open_step = open_step
         self._after = after
-        #: What the caller has seen before: never given, also after a rewind.
+        #: The steps that the caller has seen before: never yielded, also after a rewind.
         self._first = after
         #: The steps that were given, or were too old to be: where their manifests are, and which
         #: files those were.
@@ -115,7 +115,7 @@ class _Steps:
         return [step for step in steps if self._after is None or step > self._after or step in too]
 
     def _there(self) -> list[int]:
-        """All steps of the root, also of one that is made, or made anew, while it is watched."""
+        """Returns all steps of the root, also of one that is created or recreated meanwhile."""
         if self._reader is None:
             if not is_directory(self._root):
                 return []
@@ -191,7 +191,7 @@ class _Steps:
 
 
 def _identity(file: str) -> _Identity:
-    """Which file stands there: another attempt of the same step has another one."""
+    """Returns the file's identity: each attempt of a step has another one."""
     try:
         found = os.stat(file)
     except OSError:

@@ -2,7 +2,7 @@
 processes pay to save to one disk.
 
     make bench-reshard                          # everything, about 20 minutes
-    make bench-reshard ARGS="--quick"           # a quarter of the state, one round of some cases: a minute or two
+    make bench-reshard ARGS="--quick"           # a quarter of the state, some cases: 1 to 2 minutes
 
 One layer of a Llama is saved by ranks and restored by others, cut otherwise (``CASES``): by
 stepwell, DCP, Orbax and slices of safetensors files, and as many bytes are read from the bare disk.
@@ -139,7 +139,7 @@ class Bench:
             crew.end()
 
     # ---- restores
-    # -----------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------
 
     def root(self, who: str, saved: Layout) -> Path:
         """Where a contestant's checkpoint is. Whoever has no ranks has one, of whole tensors."""
@@ -249,7 +249,7 @@ class Bench:
                 shutil.rmtree(self.root(who, saved), ignore_errors=True)
 
     # ---- saves
-    # --------------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------
 
     def rounds_of_saves(self, rounds: int, saves: int) -> None:
         """Four processes at once, ours, into files of their own and into one, and the bare
@@ -302,7 +302,7 @@ def planned(root: Path, state: State, layout: Layout) -> int:
 
 
 # ---- tables
-# -----------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def needed(state: State, layout: Layout) -> int:

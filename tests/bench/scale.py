@@ -1,7 +1,7 @@
 """Measure what must stay small however much there is: leaves, steps, bytes of JAX arrays, and the
 import.
 
-    make bench-scale                          # about 10 minutes, most of it for a root of 10 000 steps
+    make bench-scale                          # about 10 minutes, mostly a root of 10 000 steps
     make bench-scale ARGS="--quick"           # up to 1 000 steps, 1 GiB
 
 Figures are medians (and quartiles) of wall time; every one has its target beside it.

@@ -55,7 +55,7 @@ def failing_save(manager: sw.CheckpointManager) -> sw.Save:
 
 
 # ---- the basic cycle
-# --------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def test_an_empty_root_has_no_latest_and_no_best_step(root: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_step_of_another_root_is_restored_beside_ones_own(root: Path, tmp_path
 
 
 # ---- which calls save
-# -------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def saved(root: Path, policy: sw.SavePolicy, steps: range) -> list[int]:
@@ -150,7 +150,7 @@ def test_a_save_that_failed_does_not_keep_the_next_step_from_being_saved(root: P
 
 
 # ---- which steps stay
-# -------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 ACCURACY = [1.0, 9.0, 3.0, 2.0, 4.0, 8.0, 0.0]
 KEPT: list[tuple[str, sw.Retention, int, list[float], list[int]]] = [
@@ -207,7 +207,7 @@ def test_what_was_set_aside_twice_under_one_number_is_there_twice(root: Path) ->
 
 
 # ---- names
-# ------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def test_numbers_longer_than_their_width_are_steps_too(root: Path) -> None:
@@ -220,7 +220,7 @@ def test_numbers_longer_than_their_width_are_steps_too(root: Path) -> None:
 
 
 # ---- crashes and permissions
-# ------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def test_the_directory_of_an_interrupted_save_is_not_restored_by_hand_either(root: Path) -> None:
@@ -289,7 +289,7 @@ def test_files_and_directories_are_open_to_whom_the_umask_says(python: Run, root
 
 
 # ---- saves in the background
-# ------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def test_while_a_save_runs_the_latest_step_is_the_last_committed_one(root: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_wait_that_times_out_leaves_the_save_to_go_on(root: Path) -> None:
 
 
 # ---- parts, structures, sizes
-# -----------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def test_a_placeholder_leaves_a_leaf_or_a_branch_alone_and_reads_no_byte_of_it(tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ def test_twenty_thousand_leaves_take_few_files_and_one_of_them_few_bytes(root: P
 
 
 # ---- the list
-# ---------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def test_every_test_that_the_list_names_is_there() -> None:

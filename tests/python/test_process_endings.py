@@ -33,7 +33,7 @@ save = manager.save(1, {"a": np.full(96 << 20, 7, np.uint8)})
 
 
 # ---- exceptions, exits, threads
-# ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def test_an_exception_that_nobody_catches_is_shown_and_takes_no_save_with_it(python: Run, root: Path) -> None:
@@ -303,7 +303,7 @@ late.checkpoint = late.manager.checkpoint()
 
 
 # ---- other processes
-# --------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 LOADER = """
 import multiprocessing, signal

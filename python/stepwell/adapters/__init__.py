@@ -27,8 +27,8 @@ A framework module has
 * ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named
   ``<framework>.…`` (only where it names some);
 
-and makes the classes of its arrays known to the engine when it is imported. What is not installed
-or not imported costs one dictionary look-up.
+and registers the classes of its arrays with the engine when it is imported. A framework that is not
+imported costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class OnDevice:
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """What a place of the caller's wants: an array of a framework."""
+    """A wanted array of a framework."""
 
     spec: ArraySpec
     #: All targets that have the same function are finished in one call: pairs of target and value
@@ -98,8 +98,7 @@ class Target:
     #: True if boxes may reach beyond what is stored, where the shape of the whole is left open;
     #: what is there of them is zeros.
     pads: bool = False
-    #: Where it is to be, as the framework says it, and what makes a target of it that is somewhere
-    #: else.
+    #: Its place, in the framework's terms, and the function that returns a target at another place.
     placement: Any = None
     replace: Callable[[Target, Any], Target] | None = None
     #: Why its value cannot be filled, where it cannot.
@@ -157,12 +156,12 @@ def _first(what: str, *arguments: Any) -> Any:
 
 
 def describe(obj: Any) -> Any:
-    """What an object of a framework that is in use is, or ``None``."""
+    """Describes an object of an imported framework, or returns ``None``."""
     return _first("describe", obj)
 
 
 def target(obj: Any) -> Target | None:
-    """What an array or abstract array of a framework that is in use wants, or ``None``."""
+    """Returns the target of a framework's array or abstract array, or ``None``."""
     found: Target | None = _first("target", obj)
     return found
 
@@ -206,8 +205,8 @@ def check_fits(package: str, placement: Any, shape: tuple[int, ...]) -> None:
 
 
 def empty(package: str, placement: Any) -> Callable[[tuple[int, ...], np.dtype[Any]], Any] | None:
-    """What makes new arrays of a framework at a place where the engine can fill them, and the host
-    cannot; ``None`` where that is nowhere else than in host memory."""
+    """Returns a function that allocates arrays of a framework in memory that the engine can fill
+    and the host cannot. ``None`` for host memory."""
     make = getattr(_module(_FRAMEWORKS[package]), "empty_on", None)
     found: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None if make is None else make(placement)
     return found

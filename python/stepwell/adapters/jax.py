@@ -1,5 +1,5 @@
-"""What this package knows of JAX: arrays in and out, their shardings, and registered pytrees.
-Imported only where jax is.
+"""The JAX adapter: arrays in and out, their shardings, and registered pytrees. Imported only if jax
+is.
 
 An array is never changed, so it is captured after a save has returned: it is held by an export of
 its buffer, under which a donating call leaves it as it is. (A bare pointer would see the values of
@@ -30,7 +30,7 @@ from . import Box, DoesNotFit, Opened, Target
 #: An array never changes, and on the CPU it is made without a copy.
 TAKES_OVER = True
 
-#: What DLPack calls a CUDA device.
+#: DLPack's number of a CUDA device.
 _CUDA = 2
 
 #: The stored name of a typed PRNG key.
@@ -65,7 +65,7 @@ def _hold_protects(device: Any) -> bool:
         address = array.unsafe_buffer_pointer()
         donate = jax.jit(lambda one: one + 1, donate_argnums=0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it could not be donated, which is what is hoped for
+            warnings.simplefilter("ignore")  # "could not be donated" is the hoped-for answer
             made = [donate(array)]
             made += [jax.device_put(np.ones(4096, np.float32), device) for _ in range(8)]
         protects = all(one.block_until_ready().unsafe_buffer_pointer() != address for one in made)
@@ -149,8 +149,8 @@ def _array(array: Any) -> Any:
     )
     holders = _holders(array.sharding, array.shape, jax.process_count())
     name = array.dtype.name
-    # What cannot be held is copied: what lies on a device, and packed elements (int4), which have
-    # no memory that could be shared.
+    # Arrays that cannot be held are copied: arrays on a device, and packed elements (int4) without
+    # shareable memory.
     held = bool(shards) and _can_be_held(shards[0].data)
     if held or several or len(shards) > 1:
         parts: list[Any] = []
@@ -203,7 +203,7 @@ def _box(index: Any, shape: tuple[int, ...]) -> Box:
 
 
 # ---- registered pytree nodes
-# ------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def _open(obj: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]] | None:
@@ -235,8 +235,7 @@ def _is_function(obj: Any) -> bool:
 
 
 def _key(entry: Any) -> Any:
-    """What a pytree key is called: the name of a field, the key of a dict, the place in a
-    sequence."""
+    """Returns the name of a pytree key: a field's name, a dict's key, a sequence's index."""
     for name in ("name", "key", "idx"):
         found = getattr(entry, name, None)
         if isinstance(found, (str, int)):
@@ -319,9 +318,7 @@ def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
 
     return Opened([(("k", "impl"), impl), (("k", "data"), data)], close, first=(("k", "impl"), check))
 
-
-# ---- restoring
-# --------------------------------------------------------------------------------------------------------
+    # ---- restoring ----
 
 
 def target(obj: Any) -> Target | None:
@@ -345,7 +342,7 @@ def _wants(spec: ArraySpec, value: Any = None, has_value: bool = False) -> Targe
 
 
 def _place_of(wanted: Any) -> Any:
-    """Where an array, or an abstract one, is; ``None``: wherever the default is."""
+    """Returns the place of an array, concrete or abstract; ``None`` for the default place."""
     if isinstance(wanted, jax.ShapeDtypeStruct):
         return wanted.sharding
     committed = getattr(wanted, "committed", getattr(wanted, "_committed", True))
@@ -441,10 +438,10 @@ def _is_elsewhere(place: Any) -> bool:
 
 
 def arrays(values: list[Any], placement: Any = None) -> list[Any]:
-    """Arrays as JAX has them, in one transfer: on the default device, or at ``placement`` (one for
-    all, or a list). On the CPU they take the memory over, which is theirs alone. What JAX has no
-    dtype for (dates) stays as it is; 64 bits become 32, where JAX has no more and the values
-    fit."""
+    """Converts to JAX arrays in one transfer: on the default device, or at ``placement`` (one for
+    all, or a list). On the CPU they take over the memory, which must be theirs alone. Dtypes that
+    JAX lacks (dates) stay as they are. 64-bit values become 32-bit ones if JAX is limited to these
+    and they fit."""
     at = placement if isinstance(placement, list) else [placement] * len(values)
     results = list(values)
     # Dtype → that of JAX; None where it has none. Asked once for each dtype, since there may be
@@ -569,8 +566,9 @@ class _Tree:
 
 
 def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
-    """What ``shardings=`` says of a leaf path: one sharding or device for all, a function of path
-    and spec, or a tree of shardings, in which one stands for all that is below it."""
+    """Returns the function that ``shardings=`` defines: from a leaf path and spec to a sharding or
+    device. It may be one for all, a function, or a tree in which one entry covers everything below
+    it."""
     if shardings is None:
         return lambda path, spec: None
     if isinstance(shardings, (jax.sharding.Sharding, jax.Device)):
@@ -579,7 +577,10 @@ def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
         asked: Callable[[str, ArraySpec], Any] = shardings
         return asked
     there: dict[str, Any] = {}
-    is_place: Callable[[Any], bool] = lambda one: isinstance(one, (jax.sharding.Sharding, jax.Device))  # noqa: E731
+
+    def is_place(one: Any) -> bool:
+        return isinstance(one, (jax.sharding.Sharding, jax.Device))
+
     for keys, one in jax.tree_util.tree_flatten_with_path(shardings, is_leaf=is_place)[0]:
         if not is_place(one):
             raise MisuseError(f"shardings= holds shardings and devices of jax, not {type(one).__qualname__}")

@@ -1,5 +1,5 @@
-"""What this package knows of Megatron's sharded state dicts
-(``megatron.core.dist_checkpointing.mapping``). Imported only where that is.
+"""The Megatron adapter: sharded state dicts (``megatron.core.dist_checkpointing.mapping``).
+Imported only if that module is.
 
 There, the place of a leaf in its dict is this rank's own (every stage counts its layers from zero),
 and the *key* of a leaf names it for all ranks: the layers of a model may be one tensor, of which
@@ -7,8 +7,8 @@ each ``ShardedTensor`` is a piece. So a state is *arranged* before it is taken a
 from where it stands to its key, below the entry of the state that it is in, and what a restore
 brings goes back to where the leaves stand.
 
-Of a tensor that several ranks hold alike, each knows which replica it is, and nobody how many there
-are: the main replica writes it, as Megatron does.
+A replicated tensor knows its replica's number, but nobody knows the number of replicas. So the main
+replica writes it, as in Megatron.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.dist_checkpointing.mapping import (  # type: ignore[import-untyped,import-not-found,unused-ignore]
+from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
@@ -44,8 +44,8 @@ _LEAVES = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersisten
 #: What is none, of which there may be many: nobody asks each of these.
 _OTHERS = frozenset({int, float, bool, str, bytes, type(None), np.ndarray, torch.Tensor, torch.nn.Parameter})
 
-#: What Megatron calls the parts of a model that one rank of an interleaved pipeline has: which of
-#: them a tensor is in says nothing about it.
+#: Megatron's names for the model chunks of one rank in an interleaved pipeline. They say nothing
+#: about a tensor.
 _PART_OF_MODEL = re.compile(r"model\d+")
 
 #: Nothing is left there.
@@ -56,7 +56,7 @@ _Path = tuple[Component, ...]
 
 @dataclass(slots=True, eq=False)
 class _Joined:
-    """What this rank has of one tensor: all leaves of its key."""
+    """This rank's part of one tensor: all leaves with its key."""
 
     members: list[tuple[Any, layouts.Parts]] = field(default_factory=list)
 
@@ -74,20 +74,18 @@ class _Arranging:
         self._state = state
         self._saving = saving
         self.found = False
-        #: What is at which key, by the entry of the state.
+        #: The content of each key, by the entry of the state.
         self._homes: dict[_Path, dict[str, Any]] = {}
-        #: Where a leaf went: the entry, the key, and what it is among those there. By the leaf's
-        #: identity, as the next two.
+        #: The place of each leaf, by its identity: the entry, the key, and its part there.
         self._places: dict[int, tuple[_Path, str, Any]] = {}
-        #: What factories have built (kept: nobody else does).
+        #: The results of factories, by identity. Kept alive here.
         self._built: dict[int, Any] = {}
         #: Containers that hold leaves, at any depth.
         self._around: set[int] = set()
         self._open: set[int] = set()
         self._rest = self._without_leaves(state, (), ())
 
-    # ---- to the keys
-    # ------------------------------------------------------------------------------------------------------
+    # ---- to the keys ----
 
     def _without_leaves(self, value: Any, path: _Path, home: _Path) -> Any:
         """What remains of a container when its leaves have gone to their keys below ``home``:
@@ -116,7 +114,7 @@ class _Arranging:
             return _GONE
         if isinstance(value, dict):
             return type(value)(pairs)
-        # Where a sequence has lost some, the others keep their numbers.
+        # A sequence that has lost elements becomes a dict, so that the others keep their numbers.
         return type(value)(left for _, left in pairs) if len(pairs) == len(rest) else dict(pairs)
 
     def _take(self, leaf: Any, path: _Path, home: _Path) -> None:
@@ -183,8 +181,7 @@ class _Arranging:
                 there[key] = leaf
         return state
 
-    # ---- and back
-    # ---------------------------------------------------------------------------------------------------------
+    # ---- and back ----
 
     def put_back(self, restored: dict[Any, Any], fill: bool) -> Any:
         """The caller's structure with what was restored. Filled: its leaves, whose data is the new
@@ -230,7 +227,7 @@ class _Arranging:
             if isinstance(leaf, ShardedObject):
                 new = _with_tensors(found[which], leaf.data)
             else:
-                # Where nothing was stored, and nothing need be, it keeps what it has.
+                # An optional leaf that was not stored keeps its value.
                 new = found[which] if type(found) is list else leaf.data
         if not fill:
             return new
@@ -239,7 +236,7 @@ class _Arranging:
 
 
 def _children(value: Any) -> list[tuple[Component, Any]] | None:
-    """What Megatron looks into: dicts and lists; tuples too."""
+    """Returns the children of the containers that Megatron walks: dicts, lists and tuples."""
     if type(value) in (dict, OrderedDict):
         return [(("i" if type(key) is int else "k", key), child) for key, child in value.items()]
     if type(value) in (list, tuple):
@@ -254,19 +251,19 @@ def _entry(component: Component) -> Component:
 
 
 def _run(leaf: Any) -> slice | None:
-    """Of the flattened part: what a leaf has of it, where that is not all of it. Few versions still
+    """Returns the leaf's run of the flattened part, unless it has all of it. Few versions still
     have this."""
     run: slice | None = getattr(leaf, "flattened_range", None)
     return run
 
 
 def _anything(stored: Any) -> str | None:
-    """Whatever is stored is the object."""
+    """Accepts any stored object."""
     return None
 
 
 def _parts(leaf: Any, saving: bool) -> layouts.Parts:
-    """Where this rank has which boxes of a tensor."""
+    """Returns this rank's boxes of a tensor, with their places."""
     run = _run(leaf)
     extent = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
     if leaf.data is not None:
@@ -322,7 +319,7 @@ def _at(path: str) -> Iterator[None]:
 
 
 # ---- the protocol of adapters
-# ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------
 
 
 def describe(obj: Any) -> Any:

@@ -1,5 +1,4 @@
-"""What this package knows of torch: tensors in and out, modules filled in place. Imported only
-where torch is.
+"""The torch adapter: tensors in and out, modules filled in place. Imported only if torch is.
 
 A tensor in host memory or on a CUDA device is taken hold of by DLPack, without a copy and without a
 hand-over of streams (that is done once for each device, by the engine); one on another device is
@@ -23,8 +22,8 @@ from ..errors import UnsupportedLeaf
 from ..specs import ArraySpec, to_dtype
 from . import OnDevice, Opened, Target
 
-#: What makes any tensor one that follows torch's protocol ``CheckpointableTensor``: a part of a
-#: tensor, or several.
+#: The attributes of torch's protocol ``CheckpointableTensor``: the tensor is one or several parts
+#: of another.
 _BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
@@ -123,7 +122,7 @@ def _tensor(tensor: torch.Tensor) -> Any:
         plain = plain.resolve_conj().resolve_neg().clone()
         key = None
     else:
-        # What may be shared between leaves is named, so that it is stored once.
+        # The key identifies tensors that leaves may share, so that they are stored once.
         key = f"{plain.device} {plain.data_ptr()} {plain.dtype} {tuple(plain.shape)} {plain.stride()}"
         plain = plain.cpu()
     return ("copied", as_numpy(plain), key if plain.numel() else None, "torch")
@@ -148,8 +147,8 @@ def _why_no_parts(tensor: Any) -> str | None:
 
 
 def _parts(tensor: Any) -> layouts.Parts | None:
-    """What this process has of a tensor that is distributed over several: a ``DTensor``, or one
-    that follows the protocol of ``CheckpointableTensor``."""
+    """Returns this process's part of a distributed tensor: a ``DTensor``, or one that follows the
+    protocol of ``CheckpointableTensor``."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is not None and hasattr(tensor, "to_local") and mesh.size() > 1:
         shape, placements = tuple(tensor.shape), tuple(tensor.placements)
@@ -194,7 +193,8 @@ def _parts(tensor: Any) -> layouts.Parts | None:
             setattr(made, name, getattr(tensor, name))
         return made
 
-    return layouts.Parts(plain, tuple(tensor.global_shape), _boxes(tensor), remade)  # type: ignore[attr-defined]
+    part: Any = tensor
+    return layouts.Parts(plain, tuple(part.global_shape), _boxes(tensor), remade)
 
 
 def _boxes(tensor: Any) -> list[layouts.Piece]:
@@ -281,11 +281,11 @@ def _pieces(
 
 
 def _in_order(cuts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The cuts of a dimension in the order in which they are made, as torch reads it out of strided
-    shards: one of a split factor comes after those to its right whose ways make that factor (FSDP2
-    cuts what tensor parallelism has left). Where all divides evenly, the strided cut is the same;
-    where not, this is what FSDP2 does, and the strided cut what `distribute_tensor` does. What
-    cannot be read so stays as it is."""
+    """Sorts the cuts of a dimension by the order in which they were made, as torch derives it from
+    strided shards. A cut with a split factor comes after the cuts to its right whose ways multiply
+    to that factor: FSDP2 cuts what tensor parallelism has left. For even sizes, the strided cut is
+    the same. For uneven sizes, this order is FSDP2's, and the strided cut is
+    ``distribute_tensor``'s. Other cuts are returned unchanged."""
     order: list[tuple[int, int, int]] = []
     for ways, at, factor in reversed(cuts):
         before, product = 0, 1
@@ -337,13 +337,13 @@ _KNOWN = frozenset(_core.dtype_names())
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
-    """What the format calls a dtype of torch; ``None`` where it has none."""
+    """Returns the format's name of a torch dtype; ``None`` if it has no name."""
     name = str(dtype).removeprefix("torch.")
     return name if name in _KNOWN else None
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
-    """What torch calls a dtype; ``None`` where it has none."""
+    """Returns torch's dtype; ``None`` if torch has no such dtype."""
     found = getattr(torch, dtype.name, None)
     return found if isinstance(found, torch.dtype) else None
 
@@ -374,12 +374,12 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Any:
 
 
 def _made(value: Any) -> Any:
-    """What was read as a tensor: one that was filled on its device, or an array."""
+    """Converts a value that was read: a tensor that was filled on its device, or an array."""
     return value if isinstance(value, torch.Tensor) else from_numpy(value)
 
 
 def empty_on(placement: Any) -> Callable[[tuple[int, ...], np.dtype[Any]], Any] | None:
-    """What makes tensors on a CUDA device that the engine can copy to."""
+    """Returns a function that makes tensors on a CUDA device for the engine to fill."""
     if placement is None or torch.device(placement).type != "cuda" or _core.cuda()[1] is not None:
         return None
 
@@ -399,8 +399,8 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
 
 
 def target(obj: Any) -> Target | None:
-    """Tensors: filled where they are, or made anew on their device. Meta tensors and the class
-    itself describe some."""
+    """Returns the target of a tensor: filled in place, or made on its device. Meta tensors and the
+    class ``torch.Tensor`` are abstract targets."""
     if obj is torch.Tensor:
         return Target(ArraySpec(), _finish)
     if not isinstance(obj, torch.Tensor):
@@ -525,8 +525,8 @@ def _only_shards(hook: Any) -> bool:
 
 
 def only_copies(module: torch.nn.Module) -> bool:
-    """True if loading a state into a module copies its tensors and does nothing else: no hooks, no
-    state that is no tensor, no loader of somebody's own."""
+    """True if loading a state into a module only copies its tensors: no hooks, only
+    tensors, no custom loader."""
     for one in module.modules():
         cls = type(one)
         hooks = (

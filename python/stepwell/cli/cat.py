@@ -76,8 +76,8 @@ def cat(out: Output, path: Target, leaf: str, everything: bool, output: str | No
 
 
 def _find(paths: list[str], given: str) -> tuple[int, tuple[Any, ...] | None]:
-    """The node that is meant, and the index. What is a path as it stands is one: ``blocks[0]`` is a
-    block, where there are blocks."""
+    """Returns the node and the index. An existing path wins over a slice: ``blocks[0]`` is a block
+    if there are blocks."""
     nodes = {path: node for node, path in enumerate(paths)}
     match = _SLICED.fullmatch(given)
     if given not in nodes and not (match and match["leaf"] in nodes):
@@ -93,7 +93,7 @@ def _find(paths: list[str], given: str) -> tuple[int, tuple[Any, ...] | None]:
 
 
 def _index(text: str) -> tuple[Any, ...]:
-    """What stands between the brackets of a slice."""
+    """Parses the content of a slice's brackets."""
     parts: list[Any] = []
     for one in text.split(","):
         part = one.strip()
@@ -124,7 +124,7 @@ def _head(value: Array, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _shape(box: list[tuple[int, int]], rest: tuple[Any, ...]) -> tuple[int, ...]:
-    """Of what comes out: dimensions that were indexed by a number are gone."""
+    """Returns the shape of the result, without the dimensions that a number has indexed."""
     return tuple(len(range(*part.indices(n))) for (_, n), part in zip(box, rest, strict=True) if part != 0)
 
 

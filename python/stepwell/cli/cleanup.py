@@ -57,7 +57,7 @@ def gc(out: Output, root: str, dry_run: bool) -> int:
 
 
 def _kept(found: Leftovers) -> list[Leftover]:
-    """What is there on purpose, or in use."""
+    """Returns entries that exist on purpose or are in use."""
     branches = [one for steps in found.branches.values() for one in steps]
     return [one for one in found.temporaries if one.live is not False] + found.aside + branches
 

@@ -1,4 +1,4 @@
-"""What all commands have in common: ``--json``, ``--traceback``, and errors as one sentence and an
+"""The common part of all commands: ``--json``, ``--traceback``, and errors as one sentence and an
 exit code."""
 
 from __future__ import annotations
@@ -64,14 +64,13 @@ def _tell(out: Output, error: Exception) -> int:
 
 
 def _leave_quietly() -> NoReturn:
-    """Whoever read the output has had enough (``| head``): there is nobody to tell, also not at
-    exit."""
+    """Ends quietly after the reader of the output has closed it (``| head``), also at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(FINE)
 
 
 class _Warnings(logging.Handler):
-    """What the engine has to say, as notes."""
+    """Prints the engine's log as notes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"warning: {safe(record.getMessage())}", err=True)

@@ -1,5 +1,5 @@
-"""What two checkpoints do not have in common: structure, kinds, dtypes, shapes, values. Values are
-read from both sides piece by piece, so that memory stays bounded."""
+"""The differences between two checkpoints: structure, kinds, dtypes, shapes, values. Values of both
+sides are read piece by piece, so memory stays bounded."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Change:
     """A leaf or container that both have, and that is not the same."""
 
     path: str
-    #: What it is, on both sides, where that differs: a container's kind, ``array`` or ``object``;
-    #: of two objects their types.
+    #: The kinds of both sides, if they differ: a container's kind, ``array`` or ``object``, or the
+    #: types of two objects.
     kind: tuple[str, str] | None = None
     dtype: tuple[str, str] | None = None
     shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -51,7 +51,7 @@ class Change:
 @final
 @dataclass(slots=True)
 class Difference:
-    """What two checkpoints do not have in common."""
+    """The differences between two checkpoints."""
 
     #: Leaves, and the topmost containers or leaves that hold all of them.
     only_a: list[str] = field(default_factory=list)

@@ -24,7 +24,7 @@ _VALUE = 40
     "--values/--no-values", default=True, help="Whether values are read and compared (the default)."
 )
 def diff(out: Output, a: Target, b: Target, values: bool) -> int:
-    """What the checkpoints A and B do not have in common: structure, kinds, dtypes, shapes, values.
+    """Compare the checkpoints A and B: structure, kinds, dtypes, shapes, values.
 
     Arrays of one dtype are compared bit for bit, arrays of two by their numbers. Memory stays
     bounded. Exits with 1 where they differ.

@@ -1,6 +1,6 @@
-"""What lies in a root beside its steps: saves in flight, what killed ones left, retired steps, what
-was set aside. Nothing here changes anything; locks are asked about and never taken, for a lock that
-is held for a moment would refuse a writer that comes just then."""
+"""The entries of a root beside its steps: saves in flight, leftovers of killed saves, retired
+steps, branches. Nothing here changes anything. Locks are queried and never taken, because even a
+brief lock would refuse a writer at that moment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Leftover:
     """A directory beside the steps."""
 
     name: str
-    #: Of the step, or of the checkpoint: what it was going to be called, or was called.
+    #: The intended or former name of the step or checkpoint.
     label: str
     #: Bytes of its files.
     nbytes: int
@@ -42,7 +42,7 @@ class Leftover:
 @final
 @dataclass(slots=True)
 class Leftovers:
-    """What lies beside the steps, by kind."""
+    """The entries beside the steps, by kind."""
 
     #: True if a writer holds the root; ``None``: nobody can tell.
     writer: bool | None = None
@@ -50,12 +50,12 @@ class Leftovers:
     trash: list[Leftover] = field(default_factory=list)
     #: Directories that had a step's name, were none, and were in the way of a commit.
     aside: list[Leftover] = field(default_factory=list)
-    #: What rewinds have set aside: branch → steps.
+    #: Steps that were set aside by rewinds, by branch.
     branches: dict[str, list[Leftover]] = field(default_factory=dict)
 
     @property
     def dead(self) -> list[Leftover]:
-        """What nobody needs any more."""
+        """Entries that nobody needs."""
         return [one for one in self.temporaries if one.live is False] + self.trash
 
 

@@ -1,4 +1,4 @@
-"""``stepwell ls``: the steps of a root, and what lies beside them."""
+"""``stepwell ls``: the steps of a root, and the entries beside them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .output import (
 )
 from .targets import report_of, root_at
 
-#: Of a step's metrics and metadata keys, so many are shown in its line.
+#: The most metrics and metadata keys in a step's line.
 _SHOWN = 4
 
 
@@ -81,7 +81,7 @@ def step_document(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def beside_document(beside: Leftovers) -> dict[str, Any]:
-    """What lies beside the steps, as JSON."""
+    """The entries beside the steps, as JSON."""
 
     def plain(one: Leftover) -> dict[str, Any]:
         return {"name": one.name, "label": one.label, "bytes": one.nbytes}

@@ -1,8 +1,8 @@
-"""What commands print: lines for people, or one JSON document on standard output; notes on standard
-error; the exit codes.
+"""Output of commands: lines for people, or one JSON document on standard output; notes on standard
+error; exit codes.
 
-Whatever comes out of a file (a key, a metric's name, a reason) goes through :func:`safe` before it
-reaches a terminal: a key may hold escape sequences.
+Text from a file (a key, a metric's name, a reason) goes through :func:`safe` before it reaches a
+terminal, because a key may hold escape sequences.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_terminal(stream: IO[Any]) -> bool:
 
 @final
 class Output:
-    """Where one command prints to."""
+    """The output of one command."""
 
     def __init__(self, command: str, as_json: bool) -> None:
         self.command = command
@@ -78,15 +78,15 @@ class Output:
         return click.style(text, **style) if self._colours else text
 
     def dim(self, text: str) -> str:
-        """What matters less."""
+        """Styles less important text."""
         return self.styled(text, dim=True)
 
     def good(self, text: str) -> str:
-        """What is as it should be."""
+        """Styles good news."""
         return self.styled(text, fg="green")
 
     def bad(self, text: str) -> str:
-        """What is not."""
+        """Styles bad news."""
         return self.styled(text, fg="red", bold=True)
 
 

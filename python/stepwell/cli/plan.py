@@ -1,5 +1,5 @@
-"""``stepwell plan``: dry runs. Of a restore: what it would read, cast and leave out; of ``prune``:
-what would stay, and why."""
+"""``stepwell plan``: dry runs of a restore (reads, casts, left-out leaves) and of ``prune`` (kept
+steps, with reasons)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ _CHOICES = {
 @click.option("--resize", type=click.Choice(_CHOICES["resize"]), help="Allowed changes of shape.")
 @retention_options
 def plan(out: Output, path: Target, like: Target | None, **options: Any) -> int:
-    """What a restore of the checkpoint PATH (or ROOT@STEP) with these options would read and do; no
-    array is read.
+    """Show what a restore of PATH (or ROOT@STEP) with these options would read and do. Reads no
+    array.
 
     With options that say which steps stay (--keep-latest and its like), PATH is a root, and the
     plan is that of `stepwell prune`. Exits with 1 where a restore would refuse.

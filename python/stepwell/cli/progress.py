@@ -15,8 +15,8 @@ Tell = Callable[[int, int], None]
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[Tell]:
-    """A bar for the length of the block, gone after it. What it gives is called with the bytes that
-    are done, and all of them."""
+    """Shows a bar while the block runs. Yields a function that takes the finished bytes and the
+    total bytes."""
     if not is_terminal(sys.stderr):
         yield lambda done, whole: None
         return

@@ -21,8 +21,8 @@ from .writing import writer
 @retention_options
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 def prune(out: Output, root: str, dry_run: bool, **options: Any) -> int:
-    """Keep of ROOT what the options say, and delete the rest. What any of them keeps, stays; the
-    newest step always does.
+    """Keep the steps of ROOT that any option selects, and delete the rest. The newest step always
+    stays.
 
     Damaged steps are neither counted nor deleted. Refused while a training run holds the root;
     --dry-run works meanwhile.

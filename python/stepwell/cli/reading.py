@@ -29,8 +29,8 @@ def pieces(box: Sequence[tuple[int, int]], itemsize: int, limit: int = PIECE_BYT
         if prod(extents):
             yield tuple(box)
         return
-    # The outermost dimension along which one place is no more than the limit; those before it are
-    # taken place by place.
+    # The outermost dimension of which one place fits the limit. Dimensions before it are read place
+    # by place.
     axis = next((i for i in range(len(box)) if prod(extents[i + 1 :]) * itemsize <= limit), len(box) - 1)
     step = max(1, limit // max(1, prod(extents[axis + 1 :]) * itemsize))
     for outer in np.ndindex(*extents[:axis]):

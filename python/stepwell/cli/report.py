@@ -35,9 +35,9 @@ from .tree import Tree
 def report(out: Output, path: Target, output: str, **options: Any) -> int:
     """Write a report about PATH (a checkpoint, a root, or ROOT@STEP) into one HTML file.
 
-    Where the bytes are by leaf path, every leaf, where each chunk lies; of a root also its steps
-    over time, and what retention would do with the options that say what stays. Of a root the
-    newest step is shown, or that of ROOT@STEP.
+    It shows the bytes by leaf path, every leaf, and the place of each chunk. For a root it also
+    shows the steps over time and the decisions of retention. It covers the newest step of a root,
+    or that of ROOT@STEP.
     """
     retention = retention_of(options)
     root = path.path if is_root(path.path) else None

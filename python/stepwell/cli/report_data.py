@@ -1,5 +1,5 @@
-"""What the HTML report knows, as one JSON value: columns where there may be many rows. Names are
-made fit to be shown here; that they are text and no markup, the page sees to by itself."""
+"""The data of the HTML report, as one JSON value, with columns for long tables. Names are escaped
+here for display; the page inserts them as text, never as markup."""
 
 from __future__ import annotations
 

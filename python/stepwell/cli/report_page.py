@@ -1,9 +1,9 @@
 """The HTML report as one file: markup, style, script and data, and a policy that lets nothing else
 run.
 
-Data cannot become markup: it stands in an element that is never executed, with ``<``, ``>`` and
-``&`` escaped, and the script puts it on the page as text. Should either fail, the page's policy
-runs only the one script whose digest it names.
+Data cannot become markup. It is inside an element that is never executed, with ``<``, ``>`` and
+``&`` escaped, and the script inserts it as text. If either fails, the page's policy still runs only
+the one script whose digest it names.
 """
 
 from __future__ import annotations

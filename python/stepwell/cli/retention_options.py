@@ -1,5 +1,5 @@
-"""Options that say which steps stay: the same for ``prune``, ``plan`` and ``report``. What any of
-them keeps, stays."""
+"""Options that select the steps to keep, for ``prune``, ``plan`` and ``report``. A step that any of
+them selects stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What retention would do to a root, in words and as JSON: for ``prune``, ``plan`` and
+"""The decisions of retention for a root, as text and JSON, for ``prune``, ``plan`` and
 ``report``."""
 
 from __future__ import annotations

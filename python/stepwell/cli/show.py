@@ -25,7 +25,7 @@ _VALUE = 48
 @click.option("--layout", "form", flag_value="layout", help="Items, data files, and the chunks in them.")
 @click.option("--depth", type=click.IntRange(min=0), metavar="N", help="Containers down to level N only.")
 def show(out: Output, path: Target, form: str, depth: int | None) -> int:
-    """What the checkpoint PATH (or ROOT@STEP) holds. No array is read."""
+    """Show the content of the checkpoint PATH (or ROOT@STEP). Reads no array."""
     with path.open() as checkpoint:
         tree = Tree(checkpoint)
         head = tree.head()
@@ -61,8 +61,7 @@ def _head_lines(out: Output, tree: Tree, head: dict[str, Any]) -> Iterator[str]:
 
 
 def _drawn(out: Output, tree: Tree, depth: int | None) -> Iterator[str]:
-    """The tree, one line for each node. Its names are as wide as the widest, and what follows
-    stands in columns."""
+    """The tree, one line for each node. Names have the same width."""
     structure = tree.structure
     values = tree.small_objects()
     rows: list[tuple[str, str, str, str]] = []
@@ -97,7 +96,7 @@ def _name(tree: Tree, node: int) -> str:
 
 
 def _remark(leaf: Leaf, value: Any) -> str:
-    """What is worth saying of a leaf: a tie, or the value of a small object."""
+    """Returns a remark on a leaf: a tie, or the value of a small object."""
     if leaf.tied_to is not None:
         return f"= {safe(leaf.tied_to)}, tied"
     if leaf.kind == "object" and value is not ...:

@@ -1,4 +1,4 @@
-"""What commands are pointed at: a checkpoint (``PATH`` or ``ROOT@STEP``), or a root."""
+"""The targets of commands: a checkpoint (``PATH`` or ``ROOT@STEP``), or a root."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Target:
 
     #: Absolute.
     path: str
-    #: Of a root; ``None``: the newest.
+    #: The step of a root; ``None``: the newest.
     step: int | None = None
 
     def __str__(self) -> str:
@@ -84,8 +84,7 @@ def metrics_of(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def report_of(root: str) -> list[dict[str, Any]]:
-    """What is known of everything in a root that has a step's name; see ``StepReport`` of the
-    engine."""
+    """Facts about everything in a root that has a step's name; see the engine's ``StepReport``."""
     manager = _core.Manager(root, reader_json())
     try:
         found: list[dict[str, Any]] = json.loads(manager.report())

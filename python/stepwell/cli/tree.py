@@ -1,5 +1,5 @@
-"""What a checkpoint holds, as rows: leaves with what they are and where their bytes lie, containers
-with their totals. ``show``, ``diff`` and ``report`` draw it."""
+"""The content of a checkpoint as rows: leaves with kinds and places, containers with totals. Drawn
+by ``show``, ``diff`` and ``report``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SMALL_OBJECTS = 1 << 20
 @final
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a leaf that lies in one piece."""
+    """A contiguous part of a leaf."""
 
     #: Ordinal of the data file; ``None``: it is supplied by a reader outside the engine.
     file: int | None
     offset: int
     nbytes: int
-    #: Of a box its offsets, of a run of the flattened array its first element, of an object
-    #: nothing.
+    #: The offsets of a box, or the first element of a run of the flattened array; empty for
+    #: objects.
     start: tuple[int, ...]
     #: Elements along the same.
     extent: tuple[int, ...]
@@ -120,8 +120,8 @@ class Tree:
                 self.bytes_below[parent] += self.bytes_below[at]
 
     def container(self, node: int) -> str:
-        """What a container is: ``dict``, ``namedtuple Point``, ``stateful Loader``; of a leaf
-        nothing."""
+        """The kind of a container: ``dict``, ``namedtuple Point``, ``stateful Loader``; empty for a
+        leaf."""
         kind = self.structure.nodes[node][2]
         if isinstance(kind, int):
             return ""
@@ -141,7 +141,7 @@ class Tree:
         return dict(zip(numbers, values, strict=True))
 
     def head(self) -> dict[str, Any]:
-        """What is known of the whole, as JSON."""
+        """Facts about the checkpoint, as JSON."""
         manifest = self.manifest
         lengths = {str(file["path"]): int(file["length"]) for file in manifest["files"]}
         return {
