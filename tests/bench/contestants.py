@@ -1,5 +1,5 @@
-"""Who is measured. Each saves a state below a directory and restores it; what it promises is said
-in its docstring."""
+"""The contestants. Each saves a state below a directory and restores it; its docstring states its
+promises."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Staged:
         self.pool = ThreadPoolExecutor(THREADS)
 
     def pairs(self, state: State, into_buffer: bool) -> list[tuple[int, int, int]]:
-        """What :func:`parallel_copy` takes."""
+        """Returns the arguments of :func:`parallel_copy`."""
         at, pairs = self.address, []
         for _, array in flat(state):
             there = array.ctypes.data

@@ -25,7 +25,7 @@ from typing import Any
 from measure import measured
 from workloads import State
 
-#: An operation that takes longer has failed, whoever it is that hangs.
+#: A slower operation has failed.
 DEADLINE = 300.0
 _DIE_WITH_PARENT = 1
 
@@ -36,7 +36,7 @@ class CrewFailed(Exception):
 
 @dataclass
 class Done:
-    """What one rank's timed part took. ``begin`` and ``end`` are comparable between processes."""
+    """The measurement of one rank. ``begin`` and ``end`` are comparable between processes."""
 
     begin: float
     end: float
@@ -51,7 +51,7 @@ class Done:
 
 @dataclass
 class Rank:
-    """What a rank's function is told."""
+    """The arguments of a rank's function."""
 
     number: int
     world: int
@@ -89,7 +89,7 @@ def twice(
         done.append(one)
         if check is not None and not again:
             check(found)
-        # Before the next one, whose memory would otherwise stand beside it.
+        # Free it before the next one is made.
         del found
     return done
 
@@ -121,7 +121,7 @@ class Crew:
     def run(
         self, function: str, world: int, *arguments: Any, before_go: Callable[[], Any] = lambda: None
     ) -> list[Any]:
-        """What each rank's function returned. ``before_go`` is called whenever all ranks are ready.
+        """Returns the result of each rank's function. Calls ``before_go`` when all ranks are ready.
 
         Raises:
             CrewFailed: a rank has failed.
@@ -152,7 +152,7 @@ def _end_with_parent() -> None:
 
 
 def _as_child(work: Callable[[], None]) -> None:
-    """What a forked process does, and nothing else."""
+    """The whole life of a forked process."""
     code = 1
     try:
         work()

@@ -38,7 +38,7 @@ class JaxPeer(Peer):
         self.state = owned(self.state)
 
     def abstract(self, part: str | None = None) -> Tree:
-        """What a restore is asked for."""
+        """Returns the abstract tree for a restore."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), part_of(self.state, part)
         )

@@ -13,13 +13,13 @@ from workloads import State, _llama, _train_state
 
 #: One layer of a larger model: its matrices have the sizes that count here.
 LAYERS = 1
-#: Cut along their rows by tensor parallelism, and along their columns. What is neither is on all
-#: ranks.
+#: Tensors that tensor parallelism cuts along their rows, and along their columns. Other tensors are
+#: on all ranks.
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed", "lm_head")
 BY_COLUMNS = ("o_proj", "down_proj")
 
-#: What decides along which axis a tensor is cut: tensor parallelism; the same with every matrix cut
-#: along its other axis; FSDP, which cuts everything along the first.
+#: The axis along which a tensor is cut: tensor parallelism; the same with every matrix cut along
+#: its other axis; FSDP, along the first.
 Cut = Literal["tensor", "swapped", "fsdp"]
 
 Box = tuple[slice, ...]
@@ -69,8 +69,8 @@ class Layout:
         return place * self.pp // (2 + 2 * LAYERS)
 
     def box(self, name: str, shape: tuple[int, ...], rank: int) -> Box | None:
-        """What a rank has of a tensor, as ``torch.chunk`` cuts it; ``None``: another stage has
-        it."""
+        """Returns a rank's part of a tensor, as ``torch.chunk`` cuts it; ``None`` if another stage
+        has it."""
         stage, at = divmod(rank, self.ranks)
         if self.stage(name) != stage:
             return None

@@ -1,4 +1,4 @@
-"""What a contestant of PyTorch or JAX does; each runs in a process of its own
+"""The interface of a PyTorch or JAX contestant, which runs in a process of its own
 (:mod:`peer_process`)."""
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ class Peer:
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """What the contestant offers to do before the first save."""
+        """Prepares for the first save, if the contestant offers that."""
 
     def step(self) -> None:
-        """What a training step does to the arrays: where they cannot be changed, all of them are
-        new."""
+        """Changes the arrays as a training step does. Immutable arrays are replaced."""
 
     def save(self, step: int, kept: bool = False) -> tuple[float, float]:
         """Seconds until training may go on, and until the step would survive a power cut: the
@@ -63,7 +62,7 @@ class Peer:
         shutil.rmtree(self.directory(step, kept=True))
 
     def directory(self, step: int, kept: bool = False) -> Path:
-        """Where a step is."""
+        """Returns the directory of a step."""
         return self.base / f"{'kept' if kept else 'all'}-{step}"
 
     def empty(self, part: str | None = None) -> Any:

@@ -27,7 +27,7 @@ from measure import Spare, Timing, drop_caches, footprint, measured, resident, s
 from peer import KEPT, Peer, part_of
 from workloads import WORKLOADS, State, differences, nbytes
 
-#: Where the contestants are.
+#: The modules of the contestants.
 MODULES = ("raw_peer", "torch_peers", "jax_peers")
 
 #: Saves into the root with retention; the last three are counted: at each of them a step has just

@@ -79,8 +79,7 @@ class Plan:
     saves: int = 3
     retention: bool = True
     warm: bool = True
-    #: Who takes part in so many rounds only: what takes half a minute per operation has little
-    #: noise.
+    #: Contestants that take part in so many rounds only. Slow operations have little noise.
     fewer: dict[str, int] = field(default_factory=dict)
 
 
@@ -124,7 +123,7 @@ PLANS = {
 
 @dataclass
 class Result:
-    """What the rounds of one workload gave: ``seconds[who][column][round]``."""
+    """The results of one workload: ``seconds[who][column][round]``."""
 
     workload: str
     rounds: int
@@ -140,7 +139,7 @@ class Result:
         return statistics.median(values) if values else None
 
     def best(self, among: Iterable[str], column: str) -> str | None:
-        """Who has the smallest median."""
+        """Returns the contestant with the smallest median."""
         found = {who: median for who in among if (median := self.median(who, column)) is not None}
         return min(found, key=found.__getitem__) if found else None
 
@@ -155,7 +154,7 @@ class Result:
 def run_one(
     who: str, workload: str, plan: Plan, directory: Path, spare: Spare, verify: bool
 ) -> dict[str, Any] | str:
-    """What a contestant's process measured, or why there is nothing."""
+    """Returns the measurements of a contestant's process, or the reason why it failed."""
     answer = directory / "answer.json"
     answer.unlink(missing_ok=True)
     command = [
@@ -182,7 +181,7 @@ def run_one(
 def bench(workload: str, plan: Plan, people: list[str], base: Path) -> Result:
     """All rounds of a workload."""
     result = Result(workload, plan.rounds)
-    # What the next process is going to need is held meanwhile, so that the host does not take it.
+    # Hold memory for the next process meanwhile, so that the host does not take it.
     spare = Spare(14 * GIB if workload == "llama3g" else 8 * GIB)
     order = np.random.default_rng(11)
     for number in range(1, plan.rounds + 1):
@@ -217,8 +216,7 @@ def bench(workload: str, plan: Plan, people: list[str], base: Path) -> Result:
     return result
 
 
-#: What is held against what: title, ours, the peers of which the best counts, column, and at most
-#: how much of it by workload.
+#: The ratios: title, ours, the peers of which the best counts, column, and the limit by workload.
 TRAIN = ("llama1g", "llama3g", "llama60m")
 Target = tuple[str, str, tuple[str, ...], str, dict[str, float]]
 
@@ -283,8 +281,7 @@ def shown_seconds(result: Result) -> str:
 
 
 def shown_costs(result: Result) -> str:
-    """Memory and CPU time beside the seconds. What is held between saves is the staging memory,
-    where there is some."""
+    """Returns memory and CPU time. Memory held between saves is staging memory."""
     memory = ("held", "save", "fresh, cold", "into, cold", "weights, cold")
     cpu = ("save", "fresh, cold")
     rows = [

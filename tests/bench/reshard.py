@@ -66,11 +66,11 @@ LONGER, OF_A_PEER = 1.2, 0.5
 BUDGET = 64 << 20
 #: Read buffers of all ranks.
 BUFFERS = 512 << 20
-#: What stays free on the disk.
+#: Bytes that stay free on the disk.
 LEFT_FREE = 10_000_000_000
 WRITERS = Layout(4)
-#: Of what is the same on all ranks: bytes written in terms of its own, and the largest writer's in
-#: terms of the mean. And seconds in terms of the bare disk's.
+#: Limits for replicated state: written bytes / its size, and the largest writer / the mean. And for
+#: seconds / the raw disk's.
 ONCE, SHARE, OF_RAW = 1.01, 1.05, 1.3
 
 OURS = {False: "stepwell, into", True: "stepwell, new"}
@@ -81,15 +81,15 @@ PEERS = {
     "Orbax, no compression": OURS[True],
     "safetensors slices": OURS[True],
 }
-#: Of the process of JAX: as many as there are ranks at most.
+#: Devices of the JAX process: at most the number of ranks.
 DEVICES = 8
 RAW = "raw disk"
-#: What the processes of a machine write into, by contestant.
+#: The owner of a data file, by contestant.
 SAVING = {"stepwell": "rank", "stepwell, one file": "node"}
 #: Those whose files do not depend on who saves.
 WHOLE = (RAW, "safetensors slices")
 CONTESTANTS = (RAW, *OURS.values(), *PEERS)
-#: What is left in a look.
+#: The cases of a quick look.
 QUICK = (SAME, "8 → 3, uneven", "8 → 2, across", "FSDP 4 → 2")
 
 
@@ -101,7 +101,7 @@ class Restored:
     warm: float
     read: int
     cpu: float
-    #: Of the rank that took most of it, beside its result.
+    #: The largest memory of any rank beside its result.
     memory: int
     opened: float
 
@@ -118,8 +118,8 @@ class Bench:
                 "JAX_PLATFORMS": "cpu",
             }
             self.crews["jax"] = Crew("reshard_jax", state, environment)
-        # What ranks are going to need at most, held whenever none are running, so that the host
-        # does not take it.
+        # Hold the memory that ranks will need whenever none are running, so that the host does not
+        # take it.
         self.spare = Spare(BUFFERS + 2 * nbytes(state))
         self.spare.hold()
         self.jobs = 0
@@ -142,7 +142,8 @@ class Bench:
     # ---------------------------------------------------------------------------------------
 
     def root(self, who: str, saved: Layout) -> Path:
-        """Where a contestant's checkpoint is. Whoever has no ranks has one, of whole tensors."""
+        """Returns the directory of a contestant's checkpoint. Without ranks it has whole
+        tensors."""
         name = "stepwell" if who in OURS.values() else who.replace(",", "").replace(" ", "-")
         return self.base / (name if who in WHOLE else f"{name}-{saved.cut}")
 
@@ -215,7 +216,7 @@ class Bench:
     def run(
         self, crew: str, function: str, world: int, *arguments: Any, before_go: Callable[[], Any]
     ) -> Any | None:
-        """What the ranks answered; ``None`` where they failed, which is said at the end."""
+        """Returns the ranks' answers, or ``None`` after a failure, which is reported at the end."""
         self.spare.release()
         try:
             return self.crews[crew].run(function, world, *arguments, before_go=before_go)
@@ -283,7 +284,7 @@ class Bench:
             print(f"  saves, round {number} of {rounds}", flush=True)
 
     def replicated(self) -> dict[str, list[Done]]:
-        """What is on all of eight ranks."""
+        """Measures state that is equal on all eight ranks."""
         found = {}
         for shards, name in ((False, "arrays that are simply there"), (True, "shards with replica=")):
             root = self.base / "replicated"
@@ -414,7 +415,17 @@ def shown_memory(bench: Bench) -> str:
 
 
 def shown_replicated(found: dict[str, list[Done]], size: int) -> str:
-    rows = [["the same on 8 ranks, saved", "written in all / its size", "at most", "", "largest writer / mean", "at most", ""]]  # fmt: skip
+    rows = [
+        [
+            "the same on 8 ranks, saved",
+            "written in all / its size",
+            "at most",
+            "",
+            "largest writer / mean",
+            "at most",
+            "",
+        ]
+    ]
     for name, done in found.items():
         written = [one.written for one in done]
         once, share = sum(written) / size, max(written) / statistics.mean(written)

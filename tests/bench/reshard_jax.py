@@ -1,5 +1,5 @@
-"""What a process of JAX does in the resharding bench: arrays over eight devices of the host, saved
-and restored by Orbax."""
+"""The JAX process of the resharding bench: arrays over eight host devices, saved and restored by
+Orbax."""
 
 from __future__ import annotations
 

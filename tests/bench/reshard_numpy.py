@@ -1,5 +1,5 @@
-"""What ranks of numpy do in the resharding bench: stepwell's, those that slice safetensors files,
-and the bare disk's."""
+"""The numpy ranks of the resharding bench: stepwell, slices of safetensors files, and the raw
+disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from layout import Box, Layout, empty, extent, held, offset
 from measure import huge_buffer, sync_file_system
 from workloads import State, differences, nbytes
 
-#: What has been saved under this number is what is restored.
+#: The number of the step that is saved and restored.
 STEP = 1
 
 
@@ -33,7 +33,7 @@ def _shards(
     """A rank's arrays, or what describes them, as parts of whole tensors."""
 
     def shard(array: np.ndarray, box: Box) -> sw.LocalShard:
-        # What is not cut is on all ranks of its stage, and they share the writing of it.
+        # An uncut tensor is on all ranks of its stage, and they share its writing.
         replica = (rank % layout.ranks, layout.ranks) if extent(box) == array.shape else (0, 1)
         return sw.LocalShard(make(array, box), array.shape, offset(box), replica)
 
@@ -41,7 +41,7 @@ def _shards(
 
 
 def wanted(state: State, layout: Layout, rank: int) -> dict[str, Any]:
-    """What a rank passes as ``like=``."""
+    """Returns a rank's ``like=``."""
     return _shards(state, layout, rank, lambda array, box: sw.ArraySpec(extent(box), array.dtype))
 
 
@@ -216,7 +216,7 @@ def raw_restore(rank: Rank, directory: Path, layout: Layout) -> list[Done]:
     sizes = [-(-layout.needed(rank.state, number) // 4096) * 4096 for number in range(rank.world)]
     start, size = sum(sizes[: rank.number]), sizes[rank.number]
     path = directory / "raw"
-    # What is on several ranks is in the file once: the last rank reads from its beginning.
+    # Replicated data is in the file once: the last rank reads from its beginning.
     start = min(start, path.stat().st_size - size)
     view = memoryview(huge_buffer(size))
 

@@ -1,4 +1,4 @@
-"""What ranks of torch do in the resharding bench: DTensors, saved and loaded with
+"""The torch ranks of the resharding bench: DTensors, saved and loaded with
 ``torch.distributed.checkpoint`` over gloo."""
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ from measure import settle
 from stepwell import _core
 from tables import table
 
-#: Where a root is looked at while it grows, and where `stepwell ls` is run.
+#: Sizes at which a growing root is inspected and `stepwell ls` is run.
 SIZES = (100, 1_000, 10_000)
 LISTED = 2_000
-#: What does not depend on the number of steps may be so many times what it is at the smallest root.
+#: The limit of a cost that must not depend on the number of steps, relative to the smallest root.
 FLAT = 2.0
 
 DEADLINE = 1200.0
@@ -89,7 +89,16 @@ def importing(report: Report) -> None:
         program = (
             f"import numpy, ml_dtypes, time; t = time.perf_counter(); {code}; print(time.perf_counter() - t)"
         )
-        return float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60, env=ENVIRONMENT).stdout)  # fmt: skip
+        return float(
+            subprocess.run(
+                [sys.executable, "-c", program],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+                env=ENVIRONMENT,
+            ).stdout
+        )
 
     child("from stepwell import CheckpointManager")
     report.add(
@@ -171,7 +180,9 @@ def bookkeeping(report: Report, root: Path, steps: int) -> dict[str, float]:
     blocked, committed, cpu = [], [], []
     with manager:
         latest = [one / 1_000 for one in seconds_of(lambda: [manager.latest_step() for _ in range(1_000)], 5)]
-        next_step = [one / 1_000 for one in seconds_of(lambda: [manager.next_step() for _ in range(1_000)], 5)]  # fmt: skip
+        next_step = [
+            one / 1_000 for one in seconds_of(lambda: [manager.next_step() for _ in range(1_000)], 5)
+        ]
         for _ in range(25):
             step = manager.next_step()
             before = resource.getrusage(resource.RUSAGE_SELF)

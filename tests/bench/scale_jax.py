@@ -1,5 +1,5 @@
-"""What `save` of JAX arrays costs the training, by size and number of leaves; :mod:`scale` starts
-it, in a process of its own.
+"""The cost of `save` of JAX arrays for the training, by size and number of leaves. :mod:`scale`
+starts it in a process of its own.
 
 Arrays are captured after `save` has returned. A training step that donates them meanwhile must
 leave what is saved as it was: the step is run at once after `save`, what is restored is compared

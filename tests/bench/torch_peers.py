@@ -1,5 +1,5 @@
-"""The contestants of PyTorch, each as its own documentation recommends it. What a page of a mapped
-file costs is paid inside the timing: every page is touched."""
+"""The contestants of PyTorch, each as its own documentation recommends it. Every page of a mapped
+file is touched during the measurement."""
 
 from __future__ import annotations
 

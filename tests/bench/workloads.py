@@ -81,7 +81,7 @@ WORKLOADS = {
     "large4": large4,
     "llama60m": llama60m,
 }
-#: What is measured where nothing is chosen.
+#: The default workloads.
 MEASURED = ["llama1g", "llama3g", "small20k", "large4"]
 
 

@@ -1,5 +1,5 @@
-"""What the demos of several processes have in common: a run whose processes are changed between its
-phases, and what is looked at.
+"""The common part of the demos of several processes: a run whose processes change between its
+phases, and the checks.
 
 One process is killed in the middle of a save: what do the others say, and what is visible? Others
 resume, and the tensors that all of them have restored, put together, are compared with what a plain
@@ -26,7 +26,7 @@ import numpy as np
 import stepwell as sw
 
 DEADLINE = 300.0
-#: Where one is to be killed, a rank counts as gone after so many seconds without a sign of life.
+#: Seconds without a heartbeat after which a rank counts as dead, in demos that kill one.
 STALL = 5.0
 #: How far losses may be from those of the undisturbed run, in parts of them.
 TOLERANCE = 1e-5
@@ -184,7 +184,7 @@ def succeed(processes: Sequence[BaseProcess], folder: Path) -> None:
 
 
 def errors(folder: Path) -> dict[int, dict[str, Any]]:
-    """What ranks have ended with."""
+    """Returns the errors of the ranks."""
     found = sorted(folder.glob("error-*.json"))
     return {int(path.stem.split("-")[1]): json.loads(path.read_text()) for path in found}
 
@@ -228,7 +228,7 @@ def verify(root: Path) -> None:
 
 
 def compare_parts(folder: Path, world: int, whole: Mapping[str, np.ndarray]) -> None:
-    """What all ranks have restored, put together, is the whole tensors bit for bit."""
+    """Checks that the restored parts of all ranks make up the whole tensors, bit for bit."""
     covered = {name: np.zeros(np.shape(array), bool) for name, array in whole.items()}
     for rank in range(world):
         places = json.loads((folder / f"places-{rank}.json").read_text())

@@ -28,7 +28,7 @@ DTYPE = "float64"
 
 
 def parts(state: Any) -> dict[str, Any]:
-    """Of a state what is cut."""
+    """Returns the sharded part of a state."""
     optimizer = state["optimizer"]
     return job.flat({"params": state["params"], "m": optimizer["m"], "v": optimizer["v"]})
 

@@ -1,11 +1,10 @@
 """The log that a ``log-writes`` device keeps, and the states of the disk that a power cut may have
 left.
 
-The device logs a write when a flush comes that makes it durable, or at once where the write says so
-itself (FUA): what stands in the log before a flush, or before a mark, is what the disk owes at that
-moment. A prefix of the log is a state that a disk with a volatile cache may leave; so is, between
-two flushes, any choice among the writes that no flush has reached yet. Format: Linux,
-``drivers/md/dm-log-writes.c``.
+The device logs a write when a flush makes it durable, or at once for a durable write (FUA). The log
+before a flush or a mark is what the disk owes at that moment. A prefix of the log is a state that a
+disk with a volatile cache may leave. So is, between two flushes, any choice among the writes that
+no flush has reached yet. Format: Linux, ``drivers/md/dm-log-writes.c``.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ FLUSH, FUA, DISCARD, MARK = 1, 2, 4, 8
 class Entry:
     sector: int
     flags: int
-    #: Of a mark.
+    #: The text of a mark.
     text: str
-    #: Where the data are in the log, and how many bytes.
+    #: The place of the data in the log, and its length in bytes.
     offset: int
     length: int
 
 
 @dataclass(frozen=True)
 class State:
-    """What the disk may hold: all writes of the log before ``before``, and of those that follow the
-    ones in ``extra``."""
+    """A possible state of the disk: all writes of the log before ``before``, and the later ones in
+    ``extra``."""
 
     before: int
     extra: tuple[int, ...]

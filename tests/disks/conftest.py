@@ -1,4 +1,4 @@
-"""What the proofs on disks share: a lab, and reasons why there is none."""
+"""Fixtures of the tests on disks: a lab, or the reason why there is no lab."""
 
 from __future__ import annotations
 

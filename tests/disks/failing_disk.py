@@ -9,7 +9,7 @@ whenever the file has changed:
 * ``writes N`` / ``flushes N``: that one and all of its kind after it, until there are other orders
 * ``all N``: from the N-th write or flush on everything fails, reads too
 
-What failed is not written. A line for each is appended to the file of orders with the ending
+A failed request is not written. A line for each is appended to the file of orders with the suffix
 ``.failed``.
 """
 

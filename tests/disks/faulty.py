@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("failing_disk.py")
 
 
 def missing() -> str | None:
-    """Why there is none here."""
+    """Returns the reason why this machine cannot make one."""
     absent = [
         program for program in ("nbdkit", "nbdfuse", "fusermount3", "mkfs.ext4") if which(program) is None
     ]
@@ -55,10 +55,9 @@ class FaultyDisk:
     def mount(self) -> Path:
         """Mounts its file system, which has blocks of 4096 bytes.
 
-        What the kernel writes at once must be one write here. FUSE cuts a long one, and one that
-        does not begin with a page, in two; where the second fails the first makes it a short write,
-        and the loop driver calls a short write a success: no file system, and nobody above it,
-        would hear of that failure.
+        A write of the kernel must be one write here. FUSE splits a long or unaligned one in two. If
+        the second fails, the first makes it a short write, which the loop driver reports as a
+        success. No file system would learn of that failure.
         """
         at = self.lab.mount(self.device, "failing", "ext4")
         number = os.stat(at).st_dev
@@ -73,7 +72,7 @@ class FaultyDisk:
         new.replace(self.orders)
 
     def failed(self) -> list[str]:
-        """What has failed since it was made."""
+        """Returns the failed requests so far."""
         return self.failures.read_text().splitlines() if self.failures.exists() else []
 
     def close(self) -> None:

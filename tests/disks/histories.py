@@ -15,8 +15,8 @@ from lab import CHRONICLER, run
 
 @dataclass(frozen=True)
 class Failure:
-    """What failed (``open``, ``save``, ``rewind``, …), as which kind of error, with which errno, in
-    which words."""
+    """A failure: the operation (``open``, ``save``, ``rewind``, …), the kind of error, the errno
+    and the message."""
 
     what: str
     kind: str

@@ -1,9 +1,9 @@
 """A place for images, mounts and processes that leaves nothing behind, also when a test fails or is
 killed.
 
-The test process takes a mount namespace of its own, and mounts a tmpfs in it for everything that a
-test makes: what is mounted is seen by nobody else, and is gone, with its loop devices, when the
-last process of the tests is. Processes are killed with whoever started them.
+The test process takes a mount namespace of its own, with a tmpfs for everything that a test makes.
+Nobody else sees these mounts. They vanish, with their loop devices, with the last process of the
+tests. Processes are killed with their parent.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run(
 
 
 def until(what: Callable[[], bool], why: str, seconds: float = PATIENCE) -> None:
-    """Waits, but not for ever."""
+    """Waits until a deadline."""
     deadline = time.monotonic() + seconds
     while not what():
         if time.monotonic() > deadline:
@@ -164,8 +164,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def unmount(at: Path) -> None:
-    """Unmounts what is mounted there, if something is. What is busy is tried again, then let go as
-    soon as nobody uses it."""
+    """Unmounts a place, if something is mounted there. Retries a busy one, then detaches it."""
     if not os.path.ismount(at):
         return
     for _ in range(50):

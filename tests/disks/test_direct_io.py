@@ -40,7 +40,7 @@ def coarse(lab: Lab) -> Path:
         output("mkfs.ext4", "-q", "-F", "-b", "4096", device)
         return lab.mount(device, "coarse", "ext4", "rw")
     finally:
-        # It goes when it is unmounted, whoever does that.
+        # It vanishes when it is unmounted.
         output("losetup", "--detach", device)
 
 

@@ -29,8 +29,8 @@ def sizes(count: int, step: int) -> list[int]:
 
 
 def fill(at: Path, leave: int) -> Path:
-    """Takes all room but so many bytes; the file that has it. What the file system needs to note
-    where it is is taken too."""
+    """Fills a file system up to that many free bytes, and returns the file. Counts the file
+    system's own records too."""
     filler = at / "filler"
     with filler.open("wb") as file:
         length, piece = 0, shutil.disk_usage(at).free

@@ -1,7 +1,6 @@
-"""A block device answers EIO, once or for good, to the n-th write or the n-th flush, under a real
-file system and through every engine: each failure is a typed error, no committed step is lost, what
-is called committed is there after the disk was mounted anew, and once the disk works the next save
-does.
+"""A block device answers EIO, once or permanently, to the n-th write or flush, below a real file
+system and through every engine. Each failure is a typed error, no committed step is lost, every
+committed step exists after a remount, and the next save works once the disk does.
 
 The page cache is what makes this hard: after a failed write-back it holds pages that it calls clean
 and that no disk has, and a second fsync says that all is well.

@@ -1,9 +1,9 @@
 """Real power cuts: a kernel is killed while a process of it saves, replaces, rewinds, deletes and
 retires, and its disk is mounted again.
 
-Cut after cut on one disk: each process goes on from what the last one left. A cut loses what that
-kernel had not written; it loses nothing of what it had written and not flushed, and comes at random
-moments. What a disk's own cache may lose, at every moment: ``test_block_states.py``.
+Each process continues on the disk of the last cut. A cut loses what that kernel had not written. It
+keeps what was written and not flushed, and comes at random moments. ``test_block_states.py`` covers
+the loss of a disk's own cache, at every moment.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ REFUSED = [
     (*RING, "openat2", "statx", "renameat2"),
     tuple(refusing.X86_64),
 ]
-#: What cannot be done without: answered so, it is an error. Every other refusal changes no byte.
+#: Required calls: these answers are errors. Every other refusal changes no byte.
 ERRORS = {
-    # "There is none" is gone round, but for the swap by which a step is replaced: without it a
-    # power cut could lose both. Any other answer says something of that very file.
+    # A missing call is replaced, except for the swap that replaces a step: without it a power cut
+    # could lose both. Any other answer concerns that very file.
     ("renameat2", "ENOSYS"), ("renameat2", "EINVAL"), ("renameat2", "EPERM"), ("renameat2", "ENOMEM"), ("renameat2", "EACCES"),
     # ENOSYS is gone round. The others may be a full disk, a quota, or a file that may not grow.
     ("fallocate", "EPERM"), ("fallocate", "ENOMEM"), ("fallocate", "EINVAL"), ("fallocate", "EACCES"),

@@ -1,8 +1,8 @@
 """A kernel as a process: user-mode Linux, which is killed as a power cut kills a machine.
 
-The guest's root file system is this machine's own, read-only; its disks are images. What it writes
-to its serial line arrives here at once, past every cache of its own. A guest never halts: it says
-``error none finished`` and is killed.
+The guest's root file system is this machine's own, read-only; its disks are images. Its serial line
+arrives here at once, without a cache. A guest never halts: it prints ``error none finished`` and is
+killed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lab import PATIENCE, Lab, kill, until, which
 GUESTS = Path(__file__).parent / "guests"
 FINISHED = "error none finished"
 KERNEL = "linux.uml"
-#: Where Debian's package has the kernel's modules.
+#: The kernel modules of Debian's package.
 MODULES = Path("/usr/lib/uml/modules")
 
 
-#: What a first guest has shown, once for all tests.
+#: The findings of the first guest, for all tests.
 _tried: list[str | None] = []
 
 
@@ -41,7 +41,7 @@ def unusable(lab: Lab, *modules: str) -> str | None:
 
 
 def missing(*modules: str) -> str | None:
-    """What is not installed."""
+    """Returns the name of a missing package or module."""
     if which(KERNEL) is None:
         return f"{KERNEL} is not installed (on Debian: apt install user-mode-linux)"
     for module in modules:

@@ -1,4 +1,4 @@
-"""What the real recovery, and the check of every promise, make of a root after an accident."""
+"""Recovery and the check of every promise on a root after an accident."""
 
 from __future__ import annotations
 

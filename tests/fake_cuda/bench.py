@@ -1,5 +1,5 @@
-"""What lazy capture costs the host, over the fake driver: no device, so no rates; what a call
-takes, and what the engine does for each chunk.
+"""The cost of lazy capture for the host, over the fake driver: no device, so no rates; the duration
+of a call, and the engine's work for each chunk.
 
 python tests/fake_cuda/bench.py
 """
@@ -45,9 +45,9 @@ def measured(cuda: fake_cuda.FakeCuda, leaves: int, nbytes: int, scratch: Path) 
         mgr.prepare(state)
         mgr.save(0, state).result()
         for step in range(1, ROUNDS + 1):
-            time.sleep(0.1)  # a training computes between two saves, and what the last one has left is done
-            # The device stands still, so that its copies, which are the host's here, are in
-            # nobody's way.
+            # A training computes between two saves, and the last save finishes.
+            time.sleep(0.1)
+            # The device is stalled, so that its copies, which the host makes here, disturb nobody.
             cuda.stall(True)
             begun = time.perf_counter()
             save = mgr.save(step, state)

@@ -1,10 +1,9 @@
 """The fake CUDA driver (see libcuda.c) for tests in Python: real tensors of torch in fake device
 memory.
 
-``load()`` builds and loads it, before stepwell looks for a driver. Tensors come in by DLPack, so
-that torch holds them as it holds any of a CUDA device; what would run a kernel or ask CUDA's
-runtime fails, since there is none. Their values are looked at and changed by the functions here, on
-streams of the driver's.
+``load()`` builds and loads it before stepwell looks for a driver. Tensors come in by DLPack, so
+torch holds them like any CUDA tensor. Kernels and calls of CUDA's runtime fail, because there is no
+device. The functions here read and change values, on streams of the driver.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class _Managed(ctypes.Structure):
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
 _Managed._fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
 
-#: What torch may still delete, by the address of its description.
+#: Descriptions that torch may still delete, by address.
 _alive: dict[int, Any] = {}
 
 
@@ -111,7 +110,7 @@ class FakeCuda:
         at: int | None = None,
     ) -> Any:
         """A tensor of torch on a device, with these values; freed when torch lets go of it, unless
-        it lies in another one's memory."""
+        it is part of another one's memory."""
         import torch
 
         values = np.asarray(values)
@@ -155,7 +154,7 @@ class FakeCuda:
         )
 
     def values(self, tensor: Any) -> np.ndarray[Any, Any]:
-        """What a contiguous tensor holds, now and past all streams."""
+        """Returns the current values of a contiguous tensor, outside of all streams."""
         dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
         out = np.empty(tuple(tensor.shape), dtype)
         self._library.fakecuda_peek(
@@ -221,7 +220,7 @@ class FakeCuda:
         return int(self._library.fakecuda_calls(name.encode()))
 
     def violations(self) -> list[str]:
-        """What was found, once all has run; it is forgotten."""
+        """Runs everything, and returns and clears the violations."""
         deadline = time.monotonic() + 60
         while self._library.fakecuda_pending():
             assert time.monotonic() < deadline, "the devices do not come to an end"

@@ -350,8 +350,8 @@ def test_views_that_are_tied_or_transposed_are_stored_as_what_they_are(cuda: Fak
 
 
 def turned_values(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What an array of the shape of ``values.T`` holds that lies in memory as that does, with
-    strides (1, 20)."""
+    """Returns the elements of an array with the shape of ``values.T`` and strides (1, 20) over the
+    same memory."""
     memory = np.ascontiguousarray(values.T).reshape(-1)
     return np.lib.stride_tricks.as_strided(memory, (30, 20), (4, 80)).reshape(-1).copy()
 

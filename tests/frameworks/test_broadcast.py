@@ -1,5 +1,5 @@
-"""What several ranks want alike is read once in all and exchanged among them:
-``restore(broadcast=…)``, in real processes, over torch, JAX and MPI."""
+"""Regions that several ranks want are read once and exchanged: ``restore(broadcast=…)``, in real
+processes, over torch, JAX and MPI."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ dist.destroy_process_group()
 """
     )
     told = [out.split() for out in run_forked(tmp_path, TORCH, script, 3, tmp_path / "run", free_port())]
-    # Whoever reads that block fails by it, and all others with it.
+    # The reader of that block fails, and all others with it.
     assert [one[0] for one in told] == ["mine", "theirs", "theirs"]
     assert sorted(one[1] for one in told).count("restored") == 0
     assert "mine" in [one[1] for one in told]

@@ -1,4 +1,4 @@
-"""The examples of the pages about frameworks run as they stand there, with the real ones."""
+"""The examples of the pages about frameworks, run with the real frameworks."""
 
 from __future__ import annotations
 

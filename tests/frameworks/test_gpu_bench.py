@@ -1,5 +1,5 @@
-"""The measurement on a GPU is ready to run: it says that it is skipped where there is none, and
-goes through all of it in a rehearsal."""
+"""The GPU benchmark is ready to run: it reports a skip without a device, and runs in a
+rehearsal."""
 
 from __future__ import annotations
 

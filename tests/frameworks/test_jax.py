@@ -155,7 +155,7 @@ def test_abstract_arrays_of_one_device_are_matched_in_the_engine(
     assert back["w"].committed
     assert back["none"].sharding == third
     assert not back["b"].committed
-    # What does not match exactly is not theirs alone to decide.
+    # Leaves that do not match exactly are also decided by the general path.
     abstract["w"] = jax.ShapeDtypeStruct((3, 4), jnp.float16, sharding=third)
     with pytest.raises(sw.MismatchError, match="float16"):
         sw.restore(root, like=abstract)
@@ -301,7 +301,7 @@ def test_tied_arrays_of_jax_are_matched_in_the_engine_and_each_target_gets_its_o
         assert (array.sharding, array.committed) == (other.sharding, other.committed)
     assert back["p"]["a"] is back["p"]["e"], "tied in the target, too"
     assert back["p"]["a"] is not back["p"]["b"]
-    # What is two arrays can be donated as two.
+    # Two arrays can be donated separately.
     step = jax.jit(lambda a, b: (a + 1, b + 2), donate_argnums=(0, 1))
     assert equal(step(back["p"]["a"], back["p"]["b"]), (w + 1, w + 2))
     assert equal([back["p"]["c"], back["q"]], [w, [v, v]])
@@ -544,7 +544,7 @@ def test_an_nnx_module_that_could_not_be_filled_is_refused_and_comes_back_anew_a
     made = sw.restore(root, like={"net": other})["net"]
     assert type(made) is nnx.Linear
     assert equal(nnx.state(made), nnx.state(run))
-    # What was saved as a module goes into a live one by way of a new one.
+    # A saved module goes into a live one through a new one.
     nnx.update(other, nnx.state(made))
     assert equal(nnx.state(other), nnx.state(run))
 

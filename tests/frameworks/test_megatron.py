@@ -45,7 +45,7 @@ def of_layers(name: str, *shape: int) -> np.ndarray[Any, Any]:
     return whole(name, LAYERS, *shape)
 
 
-#: What is stored of it, by key: Megatron's own names, and whole tensors.
+#: The stored tensors by key: Megatron's own names, and whole tensors.
 STORED = {
     "embedding.word_embeddings.weight": whole("embed", VOCAB, HIDDEN),
     "decoder.layers.self_attention.linear_qkv.weight": of_layers("qkv", FFN, HIDDEN),
@@ -79,8 +79,8 @@ class Grid:
         return rank // (self.tp * self.dp), rank // self.tp % self.dp, rank % self.tp
 
     def tensors(self, rank: int) -> dict[str, Any]:
-        """What a rank has, by the names in its own modules: the parts of each virtual stage under
-        its own ``model<n>``."""
+        """Returns a rank's tensors by the names in its own modules. Each virtual stage has its own
+        ``model<n>``."""
         pp, _, tp = self.at(rank)
         found: dict[str, Any] = {}
         per = LAYERS // (self.pp * self.virtual)
@@ -266,7 +266,7 @@ def objects(rank: int, grid: Grid, value: Any) -> dict[str, Any]:
 
 
 def rng(seed: int) -> list[Any]:
-    """What Megatron keeps of random generators."""
+    """Returns Megatron's record of random generators."""
     state = np.random.RandomState(seed).get_state()
     return [
         {"numpy": state, "torch": torch.arange(seed, seed + 5, dtype=torch.uint8), "n": (3, (seed, 4), None)}
@@ -373,7 +373,7 @@ def test_the_main_replica_writes_and_none_or_two_of_them_are_refused_with_tensor
 
 @dataclass
 class Holder:
-    """What Megatron does not look into."""
+    """A container that Megatron does not walk."""
 
     leaf: Any
 
@@ -450,7 +450,7 @@ def test_factories_and_leaves_without_data_are_restored_and_what_is_of_this_proc
     assert into["here"][0].unwrap() == 0.0
     assert into["here"][1] == {"n": 2.0}
     assert into["top"].data == {"seed": 2.0}
-    # What was filled can be saved again.
+    # A filled state can be saved again.
     sw.save(tmp_path / "again", into)
     assert sw.restore(tmp_path / "again")["m"]["t"][1, 0] == 5.0
 

@@ -186,8 +186,7 @@ class Weights:
 
 
 def saving(machine: Machine, weights: Weights, root: Path) -> dict[str, Any]:
-    """What a call of save() costs, how fast the device is read, and what it takes of the device's
-    memory."""
+    """Measures the duration of save(), the copy rate of the device, and its memory."""
     calls, captures, durables, waited, taken = [], [], [], False, 0
     with sw.CheckpointManager(root, retention=sw.keep_latest(1)) as mgr:
         mgr.attach(weights.optimizer)
@@ -345,7 +344,7 @@ class TorchSave(Contestant):
 
 
 class Staged(Contestant):
-    """What TorchSnapshot and DataStates do before they go on in the background, at its best: one
+    """The best case of TorchSnapshot and DataStates before they continue in the background: one
     copy into pinned memory that is kept, then a thread."""
 
     name = "copy to pinned memory, then a thread"

@@ -261,7 +261,7 @@ def test_tensors_are_let_go_of_when_they_are_captured(root: Path) -> None:
         mgr.prepare({"w": weight})
         save = mgr.save(0, {"w": weight}, snapshot="lazy")
         del weight
-        # What the allocator hands out now must not be what is being copied.
+        # The allocator must not hand out memory that is being copied.
         junk = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(64)]
         save.result()
         assert (torch.from_numpy(mgr.restore(0)["w"][::1000]) == expected).all()

@@ -1,12 +1,10 @@
-"""Makes hostile checkpoints: steps whose every checksum holds and whose content is meant to hurt
-whoever reads them.
+"""Makes hostile checkpoints: steps with valid checksums whose content is meant to harm the reader.
 
-``CASES`` maps a name to what it does to a sound checkpoint (made by :func:`sound`) and to the words
-that the refusal must hold. Nothing of the package is used to write them: checksums are computed
-here, so that no check of a writer stands in the way. ``python tests/hostile/make.py DIRECTORY``
-writes them all, to look at. What no checksum holds for any more (flipped bits, truncations, files
-that change places) is ``tests/tests/corruption.rs``; symlinks inside a step are in
-``tests/tests/strangers.rs``.
+``CASES`` maps a name to a change of a sound checkpoint (made by :func:`sound`) and to words that
+the refusal must contain. The package writes none of them: checksums are computed here, so that
+no check of a writer interferes. ``python tests/hostile/make.py DIRECTORY`` writes them all for
+inspection. Damage with invalid checksums (flipped bits, truncations, swapped files) is in
+``tests/tests/corruption.rs``, symlinks inside a step in ``tests/tests/strangers.rs``.
 """
 
 from __future__ import annotations

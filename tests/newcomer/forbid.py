@@ -13,9 +13,8 @@ IO_URING = (425, 426, 427)
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
-_LOAD_WORD = (
-    0x20  # BPF_LD | BPF_W | BPF_ABS: the number of the call is the first word of what the filter sees
-)
+# BPF_LD | BPF_W | BPF_ABS: the number of the call is the first word of the filter's input.
+_LOAD_WORD = 0x20
 _JUMP_IF_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
 _RETURN = 0x06  # BPF_RET | BPF_K
 _ALLOW = 0x7FFF_0000

@@ -1,7 +1,6 @@
-"""What a newcomer does in the first hour, from nothing but the wheel: install it into a clean
-virtual environment, run the first example of the README as it stands there, be killed in the
-middle, resume; and make the common mistakes, each of which must be answered by a message that says
-the remedy.
+"""A newcomer's first hour with nothing but the wheel: install it into a clean virtual environment,
+run the first example of the README, get killed in the middle, resume, and make the common mistakes.
+The message of each must name the remedy.
 
 ``python try.py WHEEL [FOLDER]`` prints what was tried and what came of it. It exits with 0 if all
 is as it should be, 1 if something is not, and 3 if the dependencies could not be had, so that

@@ -1,5 +1,5 @@
-"""What the tests of the command line share: the command as a process of its own, the command in
-this process, and roots to point it at."""
+"""Helpers of the command line's tests: the command as a process, the command in this process, and
+example roots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests share."""
+"""Common fixtures."""
 
 from __future__ import annotations
 

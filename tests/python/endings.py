@@ -1,4 +1,4 @@
-"""What the tests of endings share: processes that run beside a test, and the look at what they have
+"""Helpers of the tests of endings: processes that run beside a test, and checks of what they
 left."""
 
 from __future__ import annotations

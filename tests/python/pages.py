@@ -1,5 +1,4 @@
-"""The examples of the documentation, run as they stand there: in order, each page in an empty
-directory.
+"""The examples of the documentation, run in order, each page in an empty directory.
 
 * ``python`` fences share their names, from the first one of a page to the last.
 * ``console`` fences: each ``$ stepwell …`` prints what stands below it, but for times and rates. A

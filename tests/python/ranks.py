@@ -34,7 +34,7 @@ class Ranks:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def finish(self, timeout: float = 120) -> list[tuple[int, str, str]]:
-        """Exit status, output and errors of each; whoever has not ended by then is killed."""
+        """Returns exit status, output and errors of each, and kills those that miss the timeout."""
         deadline = time.monotonic() + timeout
         found = []
         for process in self.processes:

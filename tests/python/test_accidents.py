@@ -69,9 +69,9 @@ def test_kempnerforge_102_latest_never_names_a_step_that_is_not_durable(root: Pa
 
 def test_nemo_3261_an_interrupted_save_stands_in_nobodys_way_when_its_step_comes_again(root: Path) -> None:
     """A save that was cut off (wall clock, preemption, out of memory) left a half-written directory
-    under the step's own name. The run resumed from the step before, came to that step again, found
-    its directory taken, failed on one rank, and the others waited for it for ever: so did every
-    resume after it."""
+    under the step's own name. The run resumed from the step before and came to that step again. One
+    rank found its directory taken and failed, and the others waited permanently. So did every later
+    resume."""
     large = 256 << 20
     several_steps(root, 3)
     interrupted = 0
@@ -144,7 +144,7 @@ def test_orbax_394_a_copied_checkpoint_is_one_and_is_not_deleted_as_a_leftover(
         subprocess.run(
             f"tar -C {root} -c . | tar -C {there} -x --no-same-permissions", shell=True, check=True
         )
-    else:  # as an uploader does it: files only, in any order, no times, no modes, nothing of the root's own
+    else:  # as an uploader: files only, in any order, no times, no modes, no files of the root
         for file in sorted(root.rglob("step_*/**/*"), reverse=True):
             if file.is_file():
                 target = there / file.relative_to(root)
@@ -267,8 +267,8 @@ def test_marin_5386_damage_to_the_newest_steps_costs_no_more_than_those_steps(
             mgr.save(step, state(step, SMALL))
         mgr.wait_until_finished()
         assert mgr.all_steps() == [0, 10, 15, 16, 17]
-    data_files(root / "step_00000017")[0].unlink()  # what can be seen without reading: passed over
-    flip_a_bit(root / "step_00000016")  # what cannot: found when it is read, before a value is given out
+    data_files(root / "step_00000017")[0].unlink()  # visible without reading: skipped
+    flip_a_bit(root / "step_00000016")  # invisible: found when it is read, before a value is returned
     with caplog.at_level(logging.WARNING, "stepwell"), sw.CheckpointManager(root, retention=retention) as mgr:
         assert mgr.latest_step() == 16
         target = {"params": {"w": np.zeros(SMALL // 2, np.uint8)}}

@@ -42,8 +42,14 @@ def test_a_slice_is_what_numpy_says(path: Path, index: Any) -> None:
         assert np.shape(checkpoint["params"]["w"][index]) == np.shape(ARRAY[index])
 
 
-parts = st.one_of(st.integers(-5, 4), st.builds(slice, *[st.one_of(st.none(), st.integers(-8, 8))] * 2,
-                                                 st.one_of(st.none(), st.sampled_from([-3, -1, 1, 2]))))  # fmt: skip
+parts = st.one_of(
+    st.integers(-5, 4),
+    st.builds(
+        slice,
+        *[st.one_of(st.none(), st.integers(-8, 8))] * 2,
+        st.one_of(st.none(), st.sampled_from([-3, -1, 1, 2])),
+    ),
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -256,7 +262,7 @@ def test_a_look_between_any_two_changes_gives_what_is_new_and_nothing_old(
         assert given() == [(2, 20)]
         save(3, 30)
         assert given() == [(3, 30)]
-        # What a rewind leaves as the newest is replaced.
+        # The newest step after a rewind is replaced.
         manager.rewind(2)
         assert given() == []
         save(2, 21, "replace")

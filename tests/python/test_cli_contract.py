@@ -1,4 +1,4 @@
-"""What scripts may rely on, tried with the real command: standard output, standard error, exit
+"""The contract for scripts, tested with the real command: standard output, standard error, exit
 codes, errors."""
 
 from __future__ import annotations

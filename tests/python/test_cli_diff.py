@@ -24,7 +24,7 @@ def both(tmp_path: Path, a: Any, b: Any) -> tuple[Path, Path]:
 
 
 def changes(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What changed, by path, without what is the same."""
+    """Returns the changes by path, without equal leaves."""
     return {
         one["path"]: {key: value for key, value in one.items() if key != "path" and value is not None}
         for one in found["changed"]
@@ -36,7 +36,7 @@ def test_a_checkpoint_does_not_differ_from_its_copy(root: Path) -> None:
     found = document("diff", f"{root}@10", root / "step_00000010")
     assert found["same"]
     assert found["common_leaves"] == 6
-    # What is tied is compared once.
+    # Tied leaves are compared once.
     assert found["compared_bytes"] == 48 + 32 + 24
     assert "no difference" in run("diff", f"{root}@10", root / "step_00000010").stdout
 

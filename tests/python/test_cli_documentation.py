@@ -1,4 +1,4 @@
-"""docs/cli.md: its examples are run, in order, and print what stands there but for times and
+"""docs/cli.md: its examples run in order, and print the documented output except for times and
 rates."""
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def test_cat_gives_every_dtype_and_what_json_has_not(root: Path) -> None:
 def test_cat_shows_both_ends_of_a_large_array_and_reads_no_more(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(0, {"w": np.arange(100_000).reshape(100, 1000)})
-    # A block in the middle: whoever reads it meets the damage.
+    # A block in the middle: its reader meets the damage.
     flip_a_bit(root / "step_00000000" / "i0" / "00000.data", 300_000)
     lines = [line.replace(" ", "") for line in run("cat", root, "w").stdout.splitlines()]
     assert lines[0] == "w:int64[100,1000]"

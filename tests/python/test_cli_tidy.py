@@ -19,7 +19,7 @@ def steps(root: Path) -> list[int]:
 
 
 def decided(found: dict[str, Any]) -> dict[int, str]:
-    """What was decided, by step."""
+    """Returns the decisions by step."""
     return {row["step"]: row["decision"] for row in found["decisions"]}
 
 

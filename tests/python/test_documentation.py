@@ -1,5 +1,4 @@
-"""The examples of the documentation run as they stand there; its links lead somewhere; its first
-program survives what the page says that it does."""
+"""The documentation: examples run, links have targets, and the first program survives a kill."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def test_the_program_of_the_first_page_is_killed_and_ends_with_the_bits_of_an_un
 
 
 def slug(heading: str) -> str:
-    """What a heading is called in a link, as forges and the site have it."""
+    """Returns a heading's name in links, as forges and the site derive it."""
     return re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading).lower()).strip().replace(" ", "-")
 
 

@@ -82,8 +82,22 @@ def test_a_link_that_leads_nowhere_is_called_that(tmp_path: Path) -> None:
 
 def test_every_class_is_public() -> None:
     public = {name for name in dir(sw) if isinstance(getattr(sw, name), type)}
-    for name in ("StepExists", "StepNotFound", "StepGone", "CorruptCheckpoint", "MismatchError", "UnsupportedLeaf", "SaveFailed",
-                 "DurabilityUncertain", "RankFailed", "CoordinationTimeout", "LockedError", "DonatedBuffer", "ForkedProcess", "FormatError"):  # fmt: skip
+    for name in (
+        "StepExists",
+        "StepNotFound",
+        "StepGone",
+        "CorruptCheckpoint",
+        "MismatchError",
+        "UnsupportedLeaf",
+        "SaveFailed",
+        "DurabilityUncertain",
+        "RankFailed",
+        "CoordinationTimeout",
+        "LockedError",
+        "DonatedBuffer",
+        "ForkedProcess",
+        "FormatError",
+    ):
         assert name in public
 
 

@@ -1,4 +1,4 @@
-"""What a manager tells of its saves and restores."""
+"""The events of a manager about its saves and restores."""
 
 from __future__ import annotations
 

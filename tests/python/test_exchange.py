@@ -1,5 +1,5 @@
-"""What ranks exchange in a restore: every element once, in buffers of bounded size, in the same
-rounds on all of them. (Real processes: ``tests/frameworks/test_broadcast.py``.)"""
+"""The exchange of ranks in a restore: every element once, in bounded buffers, in the same rounds on
+all ranks. (Real processes: ``tests/frameworks/test_broadcast.py``.)"""
 
 from __future__ import annotations
 

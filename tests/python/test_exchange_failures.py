@@ -17,12 +17,12 @@ from stepwell.specs import current_rank
 from threads import together
 
 WORLD = 3
-#: Nobody waits so long for whoever comes: only one that is left in a collective does.
+#: A timeout for ranks that are left alone in a collective.
 PATIENCE = 30.0
 
 
 class Meeting:
-    """What the ranks of a test exchange: whoever enters a collective waits for all others."""
+    """The exchange of a test's ranks: each collective waits for all of them."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(WORLD, timeout=PATIENCE)
@@ -60,10 +60,10 @@ class Transport:
 
 
 class Injected(Exception):
-    """What the test raises."""
+    """The injected error."""
 
 
-#: Where a rank raises: whose function, its name, and in which of its calls.
+#: The places where a rank raises: owner and name of the function, and the number of the call.
 PLACES: dict[str, tuple[Any, str, int]] = {
     "the transport is found": (transports, "find", 0),
     "the target is looked at": (template, "parse", 0),
@@ -90,7 +90,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
 
 
 def state(rank: int, value: int) -> Any:
-    """What a rank has: something that all have, something that only it has, and objects."""
+    """Returns a rank's state: shared leaves, own leaves, and objects."""
     arrays = {"w": np.full(3000, value), "one": np.full(5, value), "other": np.full(5, value)}
     return {"model": {**arrays, f"own{rank}": np.full(300, value + rank)}, "step": value}
 

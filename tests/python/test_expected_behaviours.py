@@ -1,5 +1,4 @@
-"""What somebody who has used another checkpoint manager expects of one, as far as no other test
-shows it already.
+"""Behaviour that users of other checkpoint managers expect, as far as no other test shows it.
 
 The whole list, with the test for each, is ``docs/behaviours.md``; the last test here holds the two
 together.
@@ -171,7 +170,9 @@ KEPT: list[tuple[str, sw.Retention, int, list[float], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "count", "metrics", "kept"), [one[1:] for one in KEPT], ids=[one[0] for one in KEPT])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "count", "metrics", "kept"), [one[1:] for one in KEPT], ids=[one[0] for one in KEPT]
+)
 def test_these_steps_stay_also_across_a_restart(
     root: Path, rule: sw.Retention, count: int, metrics: list[float], kept: list[int]
 ) -> None:
@@ -406,7 +407,7 @@ def test_a_watcher_ends_after_its_silence_and_lets_go_of_what_it_was_given(root:
         steps = [found.step for found in sw.watch(root, which="all", timeout=0.3, interval=0.05)]
         assert steps == [0, 1, 2]
         assert 0.3 <= time.monotonic() - begun < 30
-        for found in sw.watch(root, which="all"):  # without a timeout; whoever has seen enough leaves
+        for found in sw.watch(root, which="all"):  # without a timeout: the caller leaves the loop
             with pytest.raises(sw.LockedError):
                 manager.delete(found.step)
             if found.step == 1:

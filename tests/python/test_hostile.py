@@ -50,8 +50,7 @@ def reader(script: str, *arguments: object, wrap: tuple[str, ...] = ()) -> subpr
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[str, str]]]:
-    """What a reader said of each case: by case and question, the kind of the answer and its
-    words."""
+    """Returns a reader's answers: by case and question, the kind of the answer and its message."""
     root = tmp_path_factory.mktemp("hostile")
     left = {}
     for name in make.CASES:

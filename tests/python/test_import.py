@@ -1,4 +1,4 @@
-"""What importing the package costs, and brings."""
+"""The cost of importing the package, and the imported modules."""
 
 from __future__ import annotations
 

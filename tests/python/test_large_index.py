@@ -1,4 +1,4 @@
-"""Of a large index each rank reads the outline, and the pages of what it wants."""
+"""A rank reads the outline of a large index, and only the pages that it needs."""
 
 from __future__ import annotations
 

@@ -475,7 +475,7 @@ def _expert_replicas(rank: int, grid: Grid) -> Any:
 
 
 def ends_of(rank: int, world: int) -> list[str]:
-    """What a stage has beside its layers."""
+    """Returns a stage's leaves beside its layers."""
     return [name for name, stage in (("first", 0), ("last", world - 1)) if rank == stage]
 
 
@@ -588,7 +588,7 @@ def _quantised(rank: int, world: int) -> Any:
 
 
 def _of_saver(rank: int, world: int, saved: int) -> Any:
-    """Where so many ranks have saved as restore, each its own; else those of other ranks in
+    """Returns a rank's own part if as many ranks restore as saved; else the savers' parts in
     turn."""
     return sw.PerRank(whole(f"w/{rank % saved}", (3,)))
 
@@ -752,13 +752,13 @@ def test_what_ranks_hold_is_stored_as_whole_tensors_and_restored_on_any_number_o
             assert_alike(at, expected, f"{path} of {world}")
 
     for number, world in enumerate(kind.worlds):
-        # What the one after it has saved.
+        # The next rank's part.
         step = (number + 1) % len(kind.worlds)
 
         def restores(rank: int, manager: sw.CheckpointManager, ranks: Any = world, step: int = step) -> None:
             leaf, saved = kind.leaf(rank, ranks), kind.worlds[step]
             expected = arrays_of(leaf if kind.restored is None else kind.restored(rank, ranks, saved))
-            # What is one array stays one.
+            # One array stays one array.
             zeros = {id(array): np.zeros_like(array) for array in arrays_of(leaf)}
             target = over(leaf, lambda array: zeros[id(array)])
             like = over(leaf, lambda array: sw.ArraySpec(array.shape, array.dtype))
@@ -779,7 +779,7 @@ def _part(
     return sw.LocalShard(np.zeros((rows, 3), dtype), shape, (first, 0), **options)
 
 
-#: What does not fit together: what each rank has, and what is said of it.
+#: Mismatches: the state of each rank, and the words of the error.
 MISFITS: dict[str, tuple[Callable[[int], Any], str]] = {
     "a hole between them": (
         lambda rank: _part(3 * rank, 1 + rank, (5, 3)),

@@ -147,7 +147,7 @@ def test_other_python_threads_run_while_a_save_is_waited_for(root: Path) -> None
     thread.start()
     try:
         with sw.CheckpointManager(root, retention=sw.keep_latest(1)) as manager:
-            for step in range(50):  # one may be over before a busy machine gives the thread its turn
+            for step in range(50):  # one may end before a busy machine runs the other thread
                 save = manager.save(step, {"a": np.zeros(128 << 20, np.uint8)})
                 before = turns[0]
                 save.result()
@@ -254,7 +254,7 @@ def test_a_callback_that_raises_is_printed_and_harms_nobody(
     with sw.CheckpointManager(root) as manager:
         for step in range(50):
             save = manager.save(step, {"a": np.zeros(1 << 22)})
-            # Of a save that is over already it is called here, and raises here.
+            # If the save is over, the callback runs here, and raises here.
             with contextlib.suppress(RuntimeError):
                 save.add_done_callback(bad)
                 break

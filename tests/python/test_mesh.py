@@ -39,7 +39,7 @@ def whole(name: str) -> np.ndarray[Any, Any]:
 
 
 def wanted(rank: int, mesh: sw.RankMesh) -> Any:
-    """What a rank has of it, by the rules."""
+    """Returns a rank's part by the rules."""
     tree = {
         "params": {name: sw.ArraySpec(shape, np.float64) for name, shape in SHAPES.items()},
         "step": sw.ObjectSpec(),

@@ -17,7 +17,7 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
 TRY = PROJECT / "tests" / "newcomer" / "try.py"
-#: What ``try.py`` exits with where the dependencies cannot be had.
+#: The exit status of ``try.py`` if the dependencies cannot be installed.
 NOTHING_TO_TRY = 3
 
 

@@ -61,7 +61,15 @@ def test_four_processes_write_one_file_for_each_item_and_any_number_restores_it(
         check(tmp_path, step)
 
     def restore(rank: int, manager: sw.CheckpointManager) -> Any:
-        like = {"model": {"w": sw.LocalShard(sw.ArraySpec((ROWS // 2, COLUMNS), np.float32), (ROWS, COLUMNS), (rank * ROWS // 2, 0)), "bias": sw.ArraySpec((7,), np.int64)}, "step": int}  # fmt: skip
+        like = {
+            "model": {
+                "w": sw.LocalShard(
+                    sw.ArraySpec((ROWS // 2, COLUMNS), np.float32), (ROWS, COLUMNS), (rank * ROWS // 2, 0)
+                ),
+                "bias": sw.ArraySpec((7,), np.int64),
+            },
+            "step": int,
+        }
         return manager.restore(1, like=like)["model"]["w"]
 
     halves = together(2, tmp_path, restore)
@@ -113,7 +121,10 @@ def test_damage_anywhere_in_the_file_is_found_and_named(tmp_path: Path, where: f
 
 def test_a_file_that_is_cut_or_gone_is_damage_before_anything_is_read(tmp_path: Path) -> None:
     save(tmp_path, 2, range(2), files_per="node")
-    first, second = (max((tmp_path / f"step_0000000{n}").glob("*/n*.data"), key=lambda path: path.stat().st_size) for n in (0, 1))  # fmt: skip
+    first, second = (
+        max((tmp_path / f"step_0000000{n}").glob("*/n*.data"), key=lambda path: path.stat().st_size)
+        for n in (0, 1)
+    )
     os.truncate(first, first.stat().st_size - 1)
     second.unlink()
     with sw.CheckpointManager(tmp_path, read_only=True) as manager:

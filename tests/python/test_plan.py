@@ -99,7 +99,13 @@ def test_a_plan_lists_leaves_by_what_happens_to_them(path: Path) -> None:
     assert {"params/c", "params/tied", "step"} <= set(plan.not_wanted)
     assert plan.items["optimizer"].leaves == 2
     text = str(plan)
-    for words in ("step 20", "item params: 2 leaves", "cast (1): model/b float32 → float64", "kept as they are (1): model/lora", "params/w → model/w"):  # fmt: skip
+    for words in (
+        "step 20",
+        "item params: 2 leaves",
+        "cast (1): model/b float32 → float64",
+        "kept as they are (1): model/lora",
+        "params/w → model/w",
+    ):
         assert words in text, text
 
 

@@ -12,7 +12,7 @@ import stepwell as sw
 
 
 class Pages:
-    """A table whose rows lie in pages, none of them next to another."""
+    """A table whose rows are in separate pages."""
 
     def __init__(self, rows: int, page: int, columns: int = 6, capture: Any = "now") -> None:
         self.dtype, self.shape = np.dtype(np.float32), (rows, columns)

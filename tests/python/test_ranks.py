@@ -50,7 +50,7 @@ def whole(step: int, seed: int) -> np.ndarray:
 
 
 def check_whole(root: Path, step: int) -> None:
-    """What one process reads of it."""
+    """Checks one process's restore of the whole."""
     found = sw.restore(root, step=step) if step is not None else sw.restore(root)
     np.testing.assert_array_equal(found["params"]["rows"], whole(step, 1))
     np.testing.assert_array_equal(found["params"]["columns"], whole(step, 2))

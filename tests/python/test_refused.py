@@ -1,4 +1,4 @@
-"""What cannot be stored is refused by leaf path, before anything is written."""
+"""Values that cannot be stored are refused by leaf path, before anything is written."""
 
 from __future__ import annotations
 

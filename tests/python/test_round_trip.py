@@ -1,4 +1,4 @@
-"""What is saved comes back as what it is: dtypes, memory layouts, containers, objects."""
+"""Saved values come back unchanged: dtypes, memory layouts, containers, objects."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ ML = [
     for name in dir(ml_dtypes)
     if isinstance(getattr(ml_dtypes, name), type) and name not in ("finfo", "iinfo")
 ]
-TIMES = [f"{kind}[{unit}]" for kind in ("datetime64", "timedelta64")
-         for unit in ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")]  # fmt: skip
+TIMES = [
+    f"{kind}[{unit}]"
+    for kind in ("datetime64", "timedelta64")
+    for unit in ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")
+]
 
 
 def round_trip(path: Path, state: Any) -> Any:

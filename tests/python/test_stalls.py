@@ -19,7 +19,7 @@ import pytest
 
 PROJECT = Path(__file__).parents[2]
 STALL = 1.0
-#: What every script begins with; it goes on when the tracer is there.
+#: The beginning of every script; it continues when the tracer is attached.
 PRELUDE = f"""
 import os, sys, time
 import numpy as np
@@ -45,8 +45,8 @@ def stalled(call):
 
 
 def outlast(path: Path, script: str, calls: str) -> list[str]:
-    """What a script says while these system calls do not return, from ``attached()`` on. It is
-    killed then: a thread that is held up would hold up its end."""
+    """Returns the output of a script while these system calls hang, from ``attached()`` on. Then it
+    is killed: a hanging thread would delay its end."""
     file = path / "script.py"
     file.write_text(PRELUDE + script + "\nprint('end', flush=True)\nsys.stdin.readline()\n")
     errors = path / "errors"
@@ -152,7 +152,7 @@ stalled(checkpoint.restore)
     check(line, "read")
 
 
-#: What a look into a root asks of the disk.
+#: The system calls of a look into a root.
 LOOKS = "getdents64,statx,fstat,newfstatat"
 
 

@@ -135,8 +135,8 @@ def points(base: Path, wanted: tuple[str, ...]) -> list[tuple[str, int]]:
 
 
 def check(root: Path, acknowledged: list[int]) -> None:
-    """What must hold after any accident: every listed step verifies, none that was acknowledged and
-    not retired is lost, and the next save works and leaves nothing behind."""
+    """Checks the invariants after any accident: every listed step verifies, no acknowledged step is
+    lost unless it was retired, and the next save works and leaves nothing behind."""
     with sw.CheckpointManager(root, retention=sw.keep_latest(2), staging_bytes=1 << 20) as mgr:
         steps = mgr.all_steps()
         for step in steps:

@@ -23,9 +23,9 @@ def together(
     chunk_bytes: int | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Runs ``work(rank, manager)`` for every rank at once; what each returns. What one raises is
-    raised here. ``save_policy`` gives the policy of a rank; ``chunk_bytes`` may be less than users
-    can ask for."""
+    """Runs ``work(rank, manager)`` for every rank at once, and returns the results. An error of a
+    rank is raised here. ``save_policy`` gives the policy of a rank. ``chunk_bytes`` may be smaller
+    than users can request."""
     job = f"job-{next(_jobs)}"
     results: list[Any] = [None] * world
     failures: list[BaseException] = []

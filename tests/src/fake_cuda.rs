@@ -26,7 +26,7 @@ use stepwell_core::sys::{Device, DeviceMemory, DeviceSource, UserStream, driver}
 pub struct FakeCuda {
     library: &'static Library,
     _alone: MutexGuard<'static, ()>,
-    /// What was found and is expected.
+    /// True if violations are expected.
     forgiven: Mutex<bool>,
 }
 
@@ -174,7 +174,7 @@ impl FakeCuda {
         call!(self.library, fakecuda_registered, () -> usize,)
     }
 
-    /// What was found, line by line; it is forgotten.
+    /// Returns the violations, line by line, and clears them.
     pub fn violations(&self) -> Vec<String> {
         let mut out = vec![0_u8; 1 << 16];
         let len = call!(self.library, fakecuda_violations, (*mut c_char, usize) -> usize, out.as_mut_ptr().cast(), out.len());
@@ -182,7 +182,7 @@ impl FakeCuda {
         String::from_utf8_lossy(&out).lines().map(str::to_owned).collect()
     }
 
-    /// What this test does is wrong on purpose.
+    /// Accepts violations in this test.
     pub fn forgive(&self) {
         *self.forgiven.lock().unwrap() = true;
     }
@@ -268,7 +268,7 @@ impl Array {
         driver().unwrap().device(self.device).unwrap()
     }
 
-    /// What is in it, now and past all streams.
+    /// Returns its current content, outside of all streams.
     pub fn peek(&self) -> Vec<u8> {
         let mut out = vec![0; self.bytes];
         call!(self.library, fakecuda_peek, (u64, *mut u8, usize) -> (), self.address, out.as_mut_ptr(), self.bytes);
@@ -290,7 +290,7 @@ impl Array {
         strides: &[i64],
     ) -> DeviceSource {
         let owner = Arc::clone(self);
-        // SAFETY: the callers' views lie in the array, which the owner keeps.
+        // SAFETY: the callers' views are inside the array, which the owner keeps alive.
         unsafe { DeviceSource::new(self.device(), self.address + first, itemsize, shape, strides, owner) }
             .unwrap()
     }

@@ -1,9 +1,9 @@
-//! Whatever is done to the bytes of a committed step is found before a value of it is given out,
-//! and told by file, block and leaf.
+//! Every change of a committed step's bytes is found before a value is returned, and reported with
+//! file, block and leaf.
 //!
 //! The subject is a small state of every kind of leaf, saved by the real manager into a real
-//! directory. What is damaged is damaged in place and mended again, so that hundreds of thousands
-//! of damages take seconds. `STEPWELL_LONG=1` tries every bit of the data too.
+//! directory. Damage is made in place and repaired, so hundreds of thousands of cases take seconds.
+//! `STEPWELL_LONG=1` tries every bit of the data too.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test")]
 
 use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ fn long() -> bool {
     std::env::var_os("STEPWELL_LONG").is_some()
 }
 
-/// A root with two steps, made anew.
+/// A new root with two steps.
 fn saved(dir: &Path) -> PathBuf {
     let root = dir.join("run");
     look::save(&root, &[OTHER, STEP], look::options(), &look::environment(dir).unwrap()).unwrap();
@@ -97,7 +97,7 @@ impl Victim {
     }
 }
 
-/// What must have been found, or this test has found something.
+/// Returns the finding; fails if the damage went unnoticed.
 fn found(answer: Result<Option<Found>, String>, damage: impl Fn() -> String) -> Found {
     match answer {
         Ok(Some(found)) => found,
@@ -111,8 +111,8 @@ fn opening(reader: &Reader) -> Result<Option<Found>, String> {
     Ok(reader.checkpoint(STEP)?.err())
 }
 
-/// What the first look at a data file says: header, trailer, page table, checksum pages. Every
-/// restore begins with it.
+/// The first check of a data file, which every restore makes: header, trailer, page table, checksum
+/// pages.
 fn first_look(dir: &Arc<dyn Dir>, index: &Index, file: u32) -> Result<Option<Found>, String> {
     let files = FileSet::new(Arc::clone(dir), &index.files);
     match files.block_bytes(file) {

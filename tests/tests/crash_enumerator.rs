@@ -159,7 +159,7 @@ fn delete(root: &dyn Dir, name: &str) -> Result<()> {
     root.remove_dir(name)
 }
 
-/// What a writer does when it opens the root.
+/// The recovery when a writer opens the root.
 fn recover(root: &dyn Dir) -> Result<()> {
     root.sync()?;
     for entry in root.entries()? {

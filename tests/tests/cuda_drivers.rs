@@ -1,4 +1,4 @@
-//! Whatever stands where a CUDA driver is looked for: the answer is plain, and nothing panics.
+//! Missing, broken and old CUDA drivers: the answer is clear, and nothing panics.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::process::Command;
 
 use stepwell_tests::fake_cuda;
 
-/// What a process says that finds this directory first, with these variables.
+/// The output of a process that finds this directory first, with these variables.
 fn probed(libraries: &Path, variables: &[(&str, &str)]) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_cuda_probe"));
     command.env("LD_LIBRARY_PATH", libraries).envs(variables.iter().copied());

@@ -11,8 +11,8 @@ use stepwell_core::io::{Dir, Disk, Engine, EntryKind, open_disk};
 use stepwell_manager::Options;
 use stepwell_tests::real::{look, repeatable};
 
-/// Everything that stands in the root after three steps with metrics, the last one replaced, but
-/// for the writer's own epoch (it names the process).
+/// The files of the root after three steps with metrics, the last one replaced, except for the
+/// writer's epoch (it names the process).
 fn saved(root: &Path, disk: &Arc<dyn Disk>, options: &Options) -> BTreeMap<String, Vec<u8>> {
     repeatable::save(root, Arc::clone(disk), options).unwrap();
     let mut out = BTreeMap::new();

@@ -47,7 +47,7 @@ fn unsafe_code_stands_only_in_core_sys_and_in_the_ingest_of_arrays() {
                 "core/src/sys/",
                 "core/examples/",
                 "python/src/ingest",
-                // What calls the fake driver, which is C.
+                // Calls the fake driver, which is C.
                 "tests/src/fake_cuda.rs",
                 "tests/tests/house_rules.rs",
             ];
@@ -99,8 +99,8 @@ fn the_format_does_no_input_or_output_and_planning_has_no_threads() {
     }
 }
 
-/// What the product runs of a crate: `place:line` and the line's code, without comments and without
-/// tests (their files, and the modules at the ends of others).
+/// The product code of a crate: `place:line` and the line's code, without comments and tests (their
+/// files, and the modules at the ends of others).
 fn product_code(folder: &str) -> Vec<(String, String)> {
     let mut lines = Vec::new();
     for (name, text) in sources(folder, &[".rs"]) {
@@ -165,8 +165,8 @@ fn only_the_commit_renames() {
     }
 }
 
-/// What of the package opens files that are no checkpoint's: what its user asked to be written, and
-/// the locks that the command line looks at.
+/// The modules of the package that open files outside of checkpoints: output that the user asked
+/// for, and locks that the command line inspects.
 const OTHER_FILES: [&str; 4] = [
     "python/stepwell/events.py:",
     "python/stepwell/cli/cat.py:",

@@ -1,5 +1,5 @@
-//! What is no step is never taken for one, and never deleted: other people's files, half-copied
-//! steps, other spellings of a number, symlinks.
+//! Invalid steps are never chosen and never deleted: foreign files, half-copied steps, other
+//! spellings of a number, symlinks.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use std::collections::BTreeMap;
@@ -194,7 +194,7 @@ fn a_commit_that_needs_the_name_of_what_is_no_step_moves_it_aside_whole() {
         assert!(look::look_into(&checkpoint, step).unwrap().is_none());
     }
     manager.close(None).unwrap();
-    // Whoever opens the root next leaves what was set aside.
+    // The next writer leaves quarantined directories.
     open(&root, keep_latest(1)).close(None).unwrap();
     let kept = std::fs::read_dir(&root).unwrap();
     let kept = kept.filter(|entry| {
@@ -325,7 +325,7 @@ fn a_root_that_is_a_symlink_is_the_directory_that_it_names() {
 fn replacing_a_step_never_deletes_what_only_has_its_name() {
     let dir = tempfile::tempdir().unwrap();
     let root = saved(dir.path());
-    // A copy under another number is no step: it may be all that somebody has of something.
+    // A copy under another number is not a step: it may be the only copy of something.
     look::copy_tree(&root.join("step_00000001"), &root.join("step_00000005")).unwrap();
     let before = everything(&root.join("step_00000005"));
     let manager = open(&root, keep_latest(1));

@@ -2,10 +2,10 @@
 //! committed step is lost, every error is told as what it is.
 //!
 //! The subject is a real process on a real file system, through every engine; `strace` injects. By
-//! default kills are made at every call that changes what is on the disk (a kill before any other
-//! call is a kill before the next of these), and errors at a sample of all calls (another one with
-//! `STEPWELL_SEED=n`); with `STEPWELL_LONG=1` both are made everywhere. Where nothing can be
-//! traced, the sweeps print SKIPPED and why.
+//! default, kills happen at every call that changes the disk (a kill before another call equals a
+//! kill before the next of these), and errors at a sample of all calls (another one with
+//! `STEPWELL_SEED=n`). `STEPWELL_LONG=1` covers every call. Without a tracer, the sweeps print
+//! SKIPPED and the reason.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test")]
 
 use std::collections::BTreeMap;
@@ -235,7 +235,7 @@ fn a_process_killed_at_any_system_call_tears_nothing_and_loses_no_committed_step
     sweep_kills("buffered");
 }
 
-/// What a run that was fed one errno must have said.
+/// Checks the output of a run with one injected errno.
 fn judge(ran: &Ran, call: &str, errno: i32) -> Result<(), String> {
     if !ran.succeeded {
         return Err("it did not end by itself".to_owned());

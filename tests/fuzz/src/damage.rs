@@ -1,7 +1,6 @@
-//! Accidents: bytes of a sound step that change, move, vanish or appear, with no checksum put
-//! right. Whatever happens to indexes and data files, somebody who holds the manifest finds it, and
-//! is never given a value that was not saved. (The manifest is the one thing that is only guarded
-//! by itself.)
+//! Accidents: bytes of a sound step that change, move, vanish or appear, with no checksum
+//! corrected. A reader with the manifest finds every change of indexes and data files, and never
+//! gets a value that was not saved. (Only its own checksum guards the manifest.)
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};

@@ -1,5 +1,5 @@
-//! What is fuzzed: one module per target, each a function of bytes that panics where a promise does
-//! not hold.
+//! The fuzz targets: one module per target, each a function of bytes that panics on a broken
+//! promise.
 //!
 //! | target | what is made of the bytes | what must hold |
 //! |---|---|---|
@@ -13,8 +13,8 @@
 //! | [`state`] | a state | it is refused and leaves nothing, or restores as it was saved |
 //! | [`glob`] | globs, renames and paths | no panic, no hang; an escaped path matches itself alone |
 //!
-//! Checksums guard everything, so that a mutated file gets no further than the first of them.
-//! [`seal`] puts them right, as whoever means harm would.
+//! Checksums guard everything, so a mutated file would fail at the first of them. [`seal`] corrects
+//! them, as an attacker would.
 //!
 //! Memory is bounded by libFuzzer (`-malloc_limit_mb`, `-rss_limit_mb`): inputs are small, so that
 //! an allocation that a number in a file asks for shows.

@@ -13,7 +13,7 @@ pub fn run(input: &[u8]) {
     let sealed_text = if is_sealed { seal::manifest(text) } else { text.to_vec() };
     let file = Path::new("manifest.json");
     let Ok(manifest) = Manifest::decode(&sealed_text, file) else { return };
-    // Whoever thins a step writes its manifest anew: it must be able to.
+    // Thinning rewrites a step's manifest, so a decoded one must encode.
     let written = manifest.encode().expect("what was read can be written");
     let again = Manifest::decode(&written, file).expect("what was written can be read");
     assert_eq!(again.encode().ok().as_deref(), Some(written.as_slice()), "one text for one manifest");

@@ -1,5 +1,5 @@
-//! What ranks tell each other: votes and announcements. A rank of another version, or a rank that
-//! went mad, must not take the leader with it.
+//! Messages of ranks: votes and announcements. A rank of another version, or a broken one, must not
+//! crash the leader.
 
 use stepwell_manager::commit::{Announcement, Vote};
 

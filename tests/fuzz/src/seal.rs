@@ -1,6 +1,6 @@
-//! Puts checksums right, so that a mutated file is judged by its content. Written from
-//! `docs/format.md`, apart from the code under test, and lenient: where a field makes no sense
-//! there is nothing to put right, and the reader shall say so.
+//! Corrects checksums, so that a mutated file is judged by its content. Written from
+//! `docs/format.md`, apart from the code under test, and lenient: if a field makes no sense, the
+//! reader must report it.
 //!
 //! Lengths that follow from the size of the input (of the last page, of the file) are put right
 //! too: otherwise every byte that is inserted would be refused for that alone.
@@ -28,7 +28,7 @@ fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
     }
 }
 
-/// Where `offset .. offset + length` is inside `bytes`.
+/// Returns `offset .. offset + length` if it is inside `bytes`.
 fn window(bytes: &[u8], offset: usize, length: usize) -> Option<std::ops::Range<usize>> {
     let end = offset.checked_add(length)?;
     (end <= bytes.len()).then_some(offset..end)
@@ -36,8 +36,7 @@ fn window(bytes: &[u8], offset: usize, length: usize) -> Option<std::ops::Range<
 
 const LAST_LINE: usize = 23;
 
-/// A manifest's text with the last line that belongs to it; one that stands there already is
-/// replaced.
+/// Returns a manifest's text with its correct last line; replaces an existing one.
 pub fn manifest(text: &[u8]) -> Vec<u8> {
     let has_line = text.len() > LAST_LINE && text[text.len() - LAST_LINE..].starts_with(b"{\"crc32c\": \"");
     let mut out = if has_line { text[..text.len() - LAST_LINE].to_vec() } else { text.to_vec() };
@@ -63,18 +62,18 @@ const FILE_LENGTH: usize = 6;
 const FILE_ID: usize = 7;
 const FILE_TRAILER_CRC: usize = 8;
 
-/// What an index says of a data file.
+/// An index's record of a data file.
 pub struct File {
     /// Bytes.
     pub length: u64,
     /// As in header and trailer.
     pub id: u128,
-    /// What its trailer ends in.
+    /// The CRC at the end of its trailer.
     pub trailer_crc: u32,
 }
 
 impl File {
-    /// What a data file says of itself.
+    /// Reads the record from a data file.
     pub fn of(data: &[u8]) -> Option<Self> {
         let trailer = data.len().checked_sub(4096)?;
         let id = u128::from_le_bytes(*data.get(trailer + 16..)?.first_chunk()?);
@@ -82,7 +81,7 @@ impl File {
     }
 }
 
-/// An index file. `files` are what it shall say of its data files; none leaves what stands there.
+/// Corrects an index file. `files` are its records of data files; without any, they stay.
 pub fn index(bytes: &mut [u8], files: &[File]) {
     put(bytes, 0, b"\x89SWI\r\n\x1a\n");
     let length = bytes.len();

@@ -1,4 +1,4 @@
-//! Where the fuzzers begin: real checkpoints, made by the engine, cut into what each target takes.
+//! The seeds of the fuzzers: real checkpoints of the engine, cut into the input of each target.
 //! `cargo run --bin seeds` writes them.
 
 use std::collections::BTreeMap;
@@ -149,7 +149,7 @@ fn vote(index: &[u8]) -> Vec<u8> {
     [&(head.len() as u64).to_le_bytes(), head.as_bytes(), index].concat()
 }
 
-/// The step of version 1 that is kept for ever: it has what nothing writes yet.
+/// The permanent step of version 1, with features that nothing writes yet.
 fn golden() -> BTreeMap<String, Arc<Vec<u8>>> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../core/tests/fixtures/golden_v1");
     ["manifest.json", "i0/index", "i0/00000.data"]

@@ -1,6 +1,5 @@
-//! States, whatever they are made of: saved into a file system in memory, and restored from it.
-//! What cannot be saved is refused and leaves nothing; what is saved comes back, bit for bit, in
-//! the structure that it had.
+//! Random states, saved into a file system in memory and restored. A state that cannot be saved is
+//! refused without leftovers. A saved one comes back bit for bit, with its structure.
 
 use arbitrary::Unstructured;
 use stepwell_core::io::simulated::SimDisk;

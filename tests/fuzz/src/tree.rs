@@ -49,7 +49,7 @@ pub fn value(u: &mut Unstructured<'_>, depth: usize) -> Result<Value> {
     })
 }
 
-/// What a leaf shall be after a restore.
+/// The expected value of a leaf after a restore.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Expected {
     /// A tensor's dtype, shape and row-major bytes.
@@ -123,8 +123,8 @@ impl State {
         })
     }
 
-    /// As the manager takes it. Tensors of some dimensions lie in memory in another order than they
-    /// are stored in.
+    /// The state for the manager. Tensors with several dimensions have another order in memory than
+    /// in the file.
     pub fn source(&self) -> StateSource {
         let leaves = self.leaves.iter().enumerate().map(|(number, leaf)| match leaf {
             Expected::Tensor(dtype, shape, bytes) => {
@@ -144,7 +144,7 @@ impl State {
         StateSource { tree: self.tree.clone(), leaves: leaves.collect() }
     }
 
-    /// What the leaf is, ties followed.
+    /// The expected value of a leaf, with ties resolved.
     pub fn resolved(&self, leaf: usize) -> &Expected {
         match &self.leaves[leaf] {
             Expected::Tie(of) => &self.leaves[*of as usize],

@@ -21,7 +21,7 @@ use stepwell_manager::{
 use stepwell_reshard::matching::StoredSpec;
 use stepwell_reshard::read_plan::Request;
 
-/// Where the checkpoint stands.
+/// The path of the checkpoint.
 pub const STEP: &str = "/step";
 /// Small slots, so that small states take several.
 const SLOT: usize = 64 << 10;
@@ -100,7 +100,7 @@ pub fn plant(disk: &SimDisk, files: &BTreeMap<String, Arc<Vec<u8>>>) -> bool {
     disk.plant(STEP, &directory(files.iter().map(|(path, bytes)| (path.as_str(), bytes)).collect())).is_ok()
 }
 
-/// A path and what stands there.
+/// A path and its content.
 type File<'a> = (&'a str, &'a Arc<Vec<u8>>);
 
 fn directory(files: Vec<File<'_>>) -> Arc<Node> {
@@ -228,7 +228,7 @@ pub fn is_clean(checkpoint: &Checkpoint) -> bool {
         .is_ok_and(|report| report.is_clean())
 }
 
-/// A disk in memory answers at once: whoever waits for it for long waits for nothing.
+/// A disk in memory answers at once, so a timeout means a lost wake-up.
 fn no_hang(error: &Error) {
     assert_ne!(error.kind(), "timeout", "{error}");
 }

@@ -6,8 +6,8 @@
 //! waits for a line on standard input, so that a tracer may attach and count from there; then it
 //! opens `/stepwell-sweep-begins-here`, which is found in a trace.
 //!
-//! `saver PATH singular` saves one state under a path, says `captures`, and never ends by itself:
-//! its state has a leaf that takes for ever.
+//! `saver PATH singular` saves one state under a path, prints `captures`, and never ends by itself:
+//! one of its leaves never finishes.
 //!
 //! The lines: `open failed KIND ERRNO`, `committed STEP`, `failed STEP KIND ERRNO`, `uncertain STEP
 //! ERRNO`, `closed`, `close failed KIND ERRNO`.
@@ -95,7 +95,7 @@ fn run(root: &Path, first: u64, steps: u64) {
     }
 }
 
-/// A leaf that takes for ever.
+/// A leaf that never finishes.
 struct Endless;
 
 impl StateProvider for Endless {

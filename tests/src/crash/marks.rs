@@ -1,4 +1,4 @@
-//! What had been acknowledged when the power went.
+//! The acknowledgements at the time of the power cut.
 
 use std::fmt;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ impl Marks {
         self.iter().any(|mark| mark == label)
     }
 
-    /// What follows `prefix` in each mark that begins with it, oldest first.
+    /// The rest of each mark that begins with `prefix`, oldest first.
     pub fn after<'a>(&'a self, prefix: &'a str) -> impl DoubleEndedIterator<Item = &'a str> {
         self.iter().filter_map(move |mark| mark.strip_prefix(prefix))
     }

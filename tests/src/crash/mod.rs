@@ -1,4 +1,4 @@
-//! What a power cut can leave behind: every state, built and handed to a check.
+//! The states after a power cut: each one is built and passed to a check.
 //!
 //! A test drives the real code over a [`SimDisk`], takes its [`Log`], and calls [`explore`] (or
 //! [`explore_nested`], which also crashes inside the recovery). The check gets each crash state as
@@ -53,7 +53,7 @@ pub type Unread = fn(&str) -> bool;
 /// How states are enumerated.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// What a crash may keep.
+    /// The guarantees of the file system.
     pub profile: Profile,
     /// States of one cut up to which enumeration is exhaustive, and how many are sampled beyond.
     pub cap: usize,
@@ -83,7 +83,7 @@ impl Options {
     }
 }
 
-/// What was enumerated.
+/// The size of an enumeration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Explored {
     /// Cuts whose states were built.
@@ -110,11 +110,11 @@ pub struct Failure {
     pub cut: usize,
     /// The last effects before the cut, and the one that never came.
     pub around: Vec<String>,
-    /// What had been acknowledged.
+    /// The acknowledgements.
     pub marks: Marks,
-    /// What was left.
+    /// The disk.
     pub image: Image,
-    /// What the check said.
+    /// The check's message.
     pub message: String,
 }
 

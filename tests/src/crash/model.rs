@@ -1,7 +1,7 @@
-//! What is durable and what is pending, per inode, after a prefix of a log.
+//! The durable and the pending effects, per inode, after a prefix of a log.
 //!
-//! A pending effect may be kept or lost, independently of every other. What an effect means when
-//! others before it were lost:
+//! A pending effect may be kept or lost, independently of the others. Its meaning after lost
+//! predecessors:
 //!
 //! * data: a kept write puts its bytes (all, the first half, the second half with zeros before it,
 //!   or zeros) at its place;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use stepwell_core::io::Rename;
 use stepwell_core::io::simulated::{Ino, Inode, Inodes, Op, ROOT};
 
-/// What a crash may keep.
+/// The guarantees of a file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Profile {
     /// Only what was synced is sure; all else is kept or lost independently.
@@ -90,7 +90,7 @@ enum Fate {
     Doomed,
 }
 
-/// What a crash keeps of a pending change: 0 is nothing, 1 is all.
+/// The kept part of a pending change: 0 is nothing, 1 is all.
 pub(crate) type Choice = u8;
 
 impl Edit {
@@ -146,7 +146,7 @@ impl Change {
             ChangeKind::Write { offset, data } => {
                 let start = *offset as usize;
                 let half = data.len() / 2;
-                // What is kept of the bytes, after how many zeros.
+                // The kept bytes, and the zeros before them.
                 let (zeros, kept) = match choice {
                     0 => return,
                     1 => (0, &data[..]),

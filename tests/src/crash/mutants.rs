@@ -13,7 +13,7 @@ use stepwell_core::io::simulated::{Image, Ino, Log, Op, SimDisk, mix};
 
 use super::{Explored, Explorer, Failure, Marks, Options, preface, watched};
 
-/// What was done to the log.
+/// A change of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mutation {
     /// This effect never happened.
@@ -48,7 +48,7 @@ impl Mutation {
         log
     }
 
-    /// What it is, in words: `drop fsync run/.tmp-1/manifest.json`, `swap [rename … | fsync …]`.
+    /// Its description: `drop fsync run/.tmp-1/manifest.json`, `swap [rename … | fsync …]`.
     pub fn label(self, log: &Log) -> String {
         let words = |at: usize| log.records.get(at).map(ToString::to_string).unwrap_or_default();
         match self {
@@ -114,7 +114,7 @@ pub struct Explained {
     pub reason: &'static str,
 }
 
-/// What became of a mutant.
+/// The result of a mutant.
 #[derive(Clone, Debug)]
 pub enum Verdict {
     /// Some crash state of it breaks an invariant.
@@ -132,7 +132,7 @@ pub enum Verdict {
 pub struct Judged {
     /// See [`Mutation::label`].
     pub label: String,
-    /// What became of it.
+    /// Its result.
     pub verdict: Verdict,
     /// States that the original does not have and that were checked.
     pub new_states: u64,
@@ -143,7 +143,7 @@ pub struct Judged {
 pub struct Report {
     /// In order of the log, drops first.
     pub judged: Vec<Judged>,
-    /// What was enumerated, the original included.
+    /// The size of the enumeration, including the original.
     pub explored: Explored,
     /// Patterns of the table that explained nothing: to be removed.
     pub unused: Vec<&'static str>,

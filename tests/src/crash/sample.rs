@@ -9,7 +9,7 @@ use stepwell_core::io::simulated::{Ino, Node, ROOT, mix};
 use super::model::{Change, Choice, Edit, Model, Profile, State, prefix};
 use super::{Options, Unread};
 
-/// What is kept, by the serial of the pending change or edit; what is not named is as `rest` says.
+/// The kept parts, by the serial of the pending change or edit; `rest` applies to all others.
 pub(super) struct Choices {
     pub(super) rest: Choice,
     pub(super) chosen: BTreeMap<u64, Choice>,
@@ -107,7 +107,7 @@ impl<'a> Builder<'a> {
         Self { model, unread, files: HashMap::new() }
     }
 
-    /// What is kept of the inode; `blind`: nobody reads the bytes below.
+    /// The kept content of the inode. `blind`: nobody reads the bytes below.
     pub(super) fn node(&mut self, ino: Ino, choices: &Choices, blind: bool) -> Arc<Node> {
         match self.model.inodes.get(&ino) {
             Some(State::Dir { durable, pending }) => {

@@ -1,5 +1,5 @@
-//! What a real disk must hold after a real accident, as [`crate::steps::check`] asks it of a
-//! simulated one: looked at as a reader, as the next writer, and as the one after that.
+//! The checks of [`crate::steps::check`] on a real disk after a real accident: as a reader, as the
+//! next writer, and as the one after that.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -13,7 +13,7 @@ use crate::crash::Marks;
 use crate::steps::promises::Promises;
 use crate::steps::states;
 
-/// What was found sound.
+/// The number of valid things.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Found {
     /// Steps that are listed, each read and verified.

@@ -38,7 +38,7 @@ impl FromStr for Forgets {
     }
 }
 
-/// What is forgotten, and which directory is the root.
+/// The skipped operations, and the root directory.
 #[derive(Clone)]
 struct Mind {
     forgets: Forgets,

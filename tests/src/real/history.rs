@@ -55,7 +55,7 @@ pub fn environment(root: &Path, forgets: Option<Forgets>) -> Result<Environment,
     Ok(Environment::single_process(disk))
 }
 
-/// The id of a root and the epoch of its last writer, as they stand on the disk.
+/// The id of a root and the epoch of its last writer, from the disk.
 pub fn opened(root: &Path) -> Option<(String, u64)> {
     let read = |name: &str| -> Option<serde_json::Value> {
         serde_json::from_slice(&std::fs::read(root.join(".stepwell").join(name)).ok()?).ok()
@@ -64,7 +64,7 @@ pub fn opened(root: &Path) -> Option<(String, u64)> {
     Some((id, read("epoch")?.get("epoch")?.as_u64()?))
 }
 
-/// Where lines go: to standard output, and as numbered marks into the log of a `log-writes` device.
+/// The journal: standard output, and numbered marks in the log of a `log-writes` device.
 #[derive(Default)]
 pub struct Journal {
     /// Name of the device.
@@ -112,8 +112,9 @@ impl History {
         Self { root, name, seed, forgets, journal, known: BTreeSet::new() }
     }
 
-    /// Opens the root, does so many things (`None`: until the power goes), and closes it. What
-    /// fails is written down and gone on from; an `Err` is one of the test.
+    /// Opens the root, runs so many operations (`None`: until the power goes), and closes it.
+    /// Failed operations are recorded, and the history continues. An `Err` is a failure of the
+    /// test.
     pub fn live(&mut self, operations: Option<u64>) -> Result<(), String> {
         let opened = environment(&self.root, self.forgets)
             .and_then(|environment| Manager::open(&self.root, options(), environment));
@@ -133,14 +134,14 @@ impl History {
         }
     }
 
-    /// What a writer sees after it has opened the root is durable.
+    /// Checks that everything a writer sees after opening the root is durable.
     fn begun(&mut self, manager: &Manager) -> Result<(), String> {
         if let Some((id, epoch)) = opened(&self.root) {
             self.journal.say(&format!("opened {id} {epoch}"))?;
         }
         let seen = self.seen(manager)?;
-        // What is not there below them was taken away by a process that had no time to say so; that
-        // it was no loss has been judged before this one began.
+        // A process without time to report it removed the missing ones. That this was no loss was
+        // checked before this one began.
         let newest = seen.keys().next_back().copied().unwrap_or(0);
         for step in (1..newest).filter(|step| !seen.contains_key(step)) {
             self.journal.say(&format!("may go {step}"))?;

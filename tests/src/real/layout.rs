@@ -12,13 +12,13 @@ use stepwell_core::format::trailer::{TRAILER_BYTES, Trailer};
 
 /// A data file, taken apart.
 pub struct DataFile {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
     /// Its length.
     pub length: u64,
     /// Bytes of a block.
     pub block_bytes: u64,
-    /// Where its blocks end.
+    /// The end of its blocks.
     pub data_end: u64,
     /// Pages of its own index, which only `verify` and a rebuilding read.
     pub index_pages: Vec<Range<u64>>,
@@ -72,7 +72,7 @@ impl DataFile {
         [0..HEADER_BYTES, self.data_end..self.length]
     }
 
-    /// True if a byte lies in a page that no restore reads.
+    /// True if a byte is in a page that no restore reads.
     pub fn is_index_page(&self, byte: u64) -> bool {
         self.index_pages.iter().any(|page| page.contains(&byte))
     }

@@ -12,7 +12,7 @@ use super::states;
 /// Bytes of a block of the roots made here: the smallest there are, so that a small state has many.
 pub const BLOCK_BYTES: u64 = 4096;
 
-/// Who finds damage.
+/// The reader that finds damage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum By {
     /// The listing: it is quarantined, or no step at all.
@@ -43,7 +43,7 @@ pub struct Found {
 }
 
 impl Found {
-    /// What an error says; `Err` where the error is none about damage.
+    /// Classifies an error; `Err` if it is not about damage.
     pub fn of(by: By, error: &Error) -> Result<Self, String> {
         let what = error.to_string();
         match (error, error.core()) {
@@ -60,8 +60,8 @@ impl Found {
             {
                 Ok(Self { by, file: Some(path.clone()), block: None, leaf: None, what })
             }
-            // A damaged manifest may say anything; whoever opens it without listing it is told what
-            // is missing.
+            // A damaged manifest may contain anything. Opening it without a listing reports missing
+            // files.
             (Error::NotAStep { path, .. } | Error::StepGone { path, .. }, _) => {
                 Ok(Self { by, file: Some(path.clone()), block: None, leaf: None, what })
             }
@@ -72,7 +72,7 @@ impl Found {
 
 /// A root on a real disk, and a reader of it.
 pub struct Reader {
-    /// Where it is.
+    /// Its path.
     pub root: PathBuf,
     /// Its world.
     pub environment: Environment,
@@ -133,7 +133,7 @@ impl Reader {
         &self.manager
     }
 
-    /// Where a step is.
+    /// The path of a step.
     pub fn step_path(&self, step: u64) -> PathBuf {
         self.manager.step_path(step)
     }
@@ -184,7 +184,7 @@ impl Reader {
         self.look_inside(step)
     }
 
-    /// What a reader finds that opens the step by its path, without a listing.
+    /// The findings of a reader that opens the step by its path, without a listing.
     pub fn look_inside(&self, step: u64) -> Result<Option<Found>, String> {
         match self.checkpoint(step)? {
             Err(found) => Ok(Some(found)),

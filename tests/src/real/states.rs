@@ -21,7 +21,7 @@ use stepwell_core::value::Value;
 use stepwell_manager::{Checkpoint, Error, LeafSource, StateSource};
 use stepwell_reshard::read_plan::Request;
 
-/// What a leaf holds.
+/// The content of a leaf.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Content {
     /// A tensor's row-major bytes.
@@ -30,7 +30,7 @@ pub enum Content {
     Object(Value),
 }
 
-/// How a tensor lies in the memory that it is saved from.
+/// The memory layout of a tensor.
 #[derive(Clone, Copy)]
 enum Memory {
     /// Row by row.
@@ -67,7 +67,7 @@ fn bytes_of(step: u64, item: u64, leaf: u64, count: u64) -> Vec<u8> {
     (0..count).map(|at| mix(seed, at) as u8).collect()
 }
 
-/// An array that lies in memory as told and whose row-major bytes are `bytes`.
+/// An array with that memory layout whose row-major bytes are `bytes`.
 fn source(tensor: &Tensor, bytes: &[u8]) -> stepwell_core::Result<HostSource> {
     let item = tensor.dtype.size();
     let shape: Vec<usize> = tensor.shape.iter().map(|&extent| extent as usize).collect();
@@ -133,7 +133,7 @@ pub fn state(step: u64) -> StateSource {
     StateSource { tree, leaves }
 }
 
-/// What every leaf of a step holds, in leaf order.
+/// The content of every leaf of a step, in leaf order.
 pub fn contents(step: u64) -> Vec<Content> {
     let mut out = Vec::new();
     for item in 0..2 {

@@ -1,8 +1,8 @@
 //! Runs `saver` under `strace`, which kills it or feeds it errors at chosen system calls.
 //!
-//! The tracer attaches when the program says that it is ready, so that its counts begin there, in
-//! every thread at zero: the n-th call is the n-th of a thread since the sweep began. Where several
-//! threads come to an n-th call, it is injected into each of them; the log says how often.
+//! The tracer attaches when the program is ready, so its counts begin there, at zero in every
+//! thread: the n-th call is the n-th of a thread since the sweep began. If several threads reach an
+//! n-th call, it is injected into each of them; the log has the number.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Longer than any run takes on any machine: whoever is not done by then hangs.
+/// Longer than any run on any machine: a later process hangs.
 const PATIENCE: Duration = Duration::from_secs(90);
 
 /// The program, and how it is run.
@@ -21,11 +21,11 @@ pub struct Subject {
     pub program: PathBuf,
     /// `STEPWELL_ENGINE`.
     pub engine: &'static str,
-    /// Where logs are written.
+    /// The directory for logs.
     pub scratch: PathBuf,
 }
 
-/// What a run said.
+/// The output of a run.
 #[derive(Debug, Default)]
 pub struct Ran {
     /// Standard output, without `ready`.

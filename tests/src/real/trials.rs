@@ -1,4 +1,4 @@
-//! What processes that are killed or fed errors save, and what must hold of their root afterwards.
+//! Saves by processes that are killed or fed errors, and the invariants of their root afterwards.
 #![expect(
     clippy::cast_possible_wrap,
     clippy::cast_precision_loss,
@@ -25,7 +25,7 @@ use super::states::{self, Content};
 const ROWS: u64 = 64;
 const COLUMNS: u64 = 1024;
 
-/// Little memory, and no patience beyond any machine's.
+/// Options with little memory and timeouts beyond any machine's.
 pub fn options() -> Options {
     Options {
         staging_bytes: Some(1 << 20),
@@ -70,9 +70,9 @@ pub fn is_whole(checkpoint: &Checkpoint) -> Result<(), String> {
     }
 }
 
-/// What must hold after any accident, as the next writer finds it: every step that is listed is
-/// whole; of the steps that were acknowledged none is lost but those that retention (the newest
-/// two) may have taken; the next save works; nothing is left behind.
+/// Checks the invariants after any accident, as the next writer: every listed step is complete; no
+/// acknowledged step is lost unless retention (the newest two) may have taken it; the next save
+/// works; nothing is left behind.
 pub fn check(root: &Path, acknowledged: &[u64]) -> Result<(), String> {
     if !root.exists() {
         return if acknowledged.is_empty() { Ok(()) } else { Err("the root is gone".to_owned()) };

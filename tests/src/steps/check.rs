@@ -12,7 +12,7 @@ use super::run::opened;
 use super::{ROOT, states, world};
 use crate::crash::Marks;
 
-/// What a step that was found whole is.
+/// A step that was found complete.
 #[derive(Clone, Debug)]
 struct Facts {
     tag: String,
@@ -23,8 +23,8 @@ struct Facts {
 #[derive(Default)]
 pub struct Checker {
     verified: HashMap<(String, u64), Facts>,
-    /// What recoveries left (without the epoch) under which marks, where a second recovery was
-    /// looked at.
+    /// The states after recovery (without the epoch), with their marks, for which a second recovery
+    /// was checked.
     settled: HashSet<u64>,
     /// How the root is opened.
     options: Options,
@@ -36,8 +36,8 @@ impl Checker {
         Self { verified: HashMap::new(), settled: HashSet::new(), options }
     }
 
-    /// Every invariant that one disk can show, on a disk as a crash has left it. What recovery does
-    /// is in the disk's log afterwards.
+    /// Checks every invariant that one disk can show after a crash. Recovery adds to the disk's
+    /// log.
     pub fn check(&mut self, disk: &SimDisk, marks: &Marks) -> Result<(), String> {
         let promises = Promises::of(marks)?;
         let before = disk.image();
@@ -100,7 +100,7 @@ impl Checker {
         Ok(())
     }
 
-    /// What a manager shows, against what was promised.
+    /// Compares a manager's view with the promises.
     fn view(&mut self, disk: &SimDisk, manager: &Manager, promises: &Promises) -> Result<(), String> {
         let image = disk.image();
         let steps = manager.all_steps().map_err(words("listing"))?;
@@ -174,8 +174,8 @@ fn seed_for(image: &Image) -> u64 {
     leftovers.fold(1, |seed, name| mix(seed, content_hash(name.as_bytes()))) | 1 << 40
 }
 
-/// What has a step's name and is none is somebody's: it stands under that name, or under the one
-/// that it was set aside with.
+/// Checks that an invalid directory with a step's name still exists, under that name or as
+/// quarantined.
 fn set_aside(image: &Image, promises: &Promises) -> Result<(), String> {
     let root = image.get(ROOT).and_then(|root| root.entries()).unwrap_or_default();
     for (name, hash) in &promises.quarantined {
@@ -188,7 +188,7 @@ fn set_aside(image: &Image, promises: &Promises) -> Result<(), String> {
     Ok(())
 }
 
-/// Of what belongs to the root itself, nothing is left of dead writers, nor of steps that are gone.
+/// Checks that the root's own files contain nothing of dead writers or removed steps.
 fn no_orphans(image: &Image) -> Result<(), String> {
     let names = |path: &str| -> Vec<String> {
         let entries = image.get(path).and_then(|dir| dir.entries()).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! What had been promised when the power went: the marks of a scenario, added up.
+//! The promises at the time of the power cut: the marks of a scenario, added up.
 //!
 //! | mark | the scenario |
 //! |---|---|
@@ -24,14 +24,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::states;
 use crate::crash::Marks;
 
-/// What may and must be found of one step.
+/// The possible and the required states of one step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Promise {
     /// Attempts that may be seen under this number.
     pub may: BTreeSet<String>,
     /// It must be seen, as one of `may`, unless something may have taken it away.
     pub must: bool,
-    /// What may have taken it away.
+    /// The operations that may have removed it.
     pub may_go: Vec<MayGo>,
     /// It may have been thinned since.
     pub may_thin: bool,
@@ -42,8 +42,7 @@ pub struct Promise {
 }
 
 impl Promise {
-    /// True if what stands there as `step` is an attempt that may be seen, whole or thinned as it
-    /// may be.
+    /// Checks that the attempt under the name of `step` may be visible, complete or thinned.
     pub fn allows(&self, step: u64, tag: &str, items: &BTreeSet<String>) -> Result<(), String> {
         if !self.may.contains(tag) {
             return Err(format!("I4, I10: step {step} is attempt {tag}, none of {:?}", self.may));
@@ -113,7 +112,7 @@ impl Promises {
                 self.step(step)?.may.insert(tag.into());
             }
             ["committed", step, tag] => {
-                // A step that is saved anew owes nothing to the one that was there.
+                // A step that is saved again owes nothing to its predecessor.
                 *self.step(step)? = Promise { may: [tag.into()].into(), must: true, ..Promise::default() };
             }
             // What was taken away before stays as it was: a step may be seen that retention then

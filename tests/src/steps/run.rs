@@ -14,7 +14,7 @@ use super::{ROOT, states, world};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What a scenario does things with.
+/// The tools of a scenario.
 pub struct Run {
     /// The disk, as the scenario's process sees it.
     pub disk: SimDisk,
@@ -29,7 +29,7 @@ pub struct Run {
 pub fn options() -> Options {
     Options {
         block_bytes: 4096,
-        // Whatever a save could write over, it does.
+        // A save writes over every file that it can.
         overwrite_from_bytes: Some(1),
         capture_threads: Some(1),
         queue_depth: Some(2),
@@ -239,7 +239,7 @@ impl Run {
     }
 }
 
-/// The root's id and its epoch, as they stand on the disk.
+/// The root's id and its epoch, from the disk.
 pub fn opened(disk: &SimDisk) -> Option<(String, u64)> {
     let read = |name: &str| -> Option<serde_json::Value> {
         serde_json::from_slice(&disk.bytes(&format!("{ROOT}/.stepwell/{name}"))?).ok()

@@ -15,7 +15,7 @@ use super::run::{Run, options};
 use super::{states, world};
 use crate::crash::Marks;
 
-/// Where the checkpoint is.
+/// The path of the checkpoint.
 pub const PATH: &str = "models/best";
 const PARENT: &str = "models";
 
@@ -79,8 +79,8 @@ pub struct Checker {
 }
 
 impl Checker {
-    /// What is there is one attempt that may be there, whole; sweeping takes nothing but what is
-    /// left over, and sweeping twice is sweeping once.
+    /// Checks that the path holds one complete permitted attempt, that sweeping removes only
+    /// leftovers, and that sweeping twice equals sweeping once.
     pub fn check(&mut self, disk: &SimDisk, marks: &Marks) -> Result<(), String> {
         let promises = Promises::of(marks)?;
         let before = disk.image();

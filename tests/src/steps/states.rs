@@ -39,7 +39,7 @@ fn object_of(step: u64, tag: &str) -> Value {
     Value::Str(format!("epoch of {step} {tag}"))
 }
 
-/// What a save says of itself: its tag and the size of its `params`.
+/// The metadata of a save: its tag and the size of its `params`.
 pub fn metadata(tag: &str, elements: u64) -> serde_json::Value {
     serde_json::json!({ "tag": tag, "elements": elements })
 }

@@ -191,7 +191,7 @@ fn a_step_that_was_uncertain_is_committed_by_the_next_save_of_it_where_the_root_
     let error = run.save(&manager, 2, "b").unwrap_err();
     assert!(error.contains("exists already"), "{error}");
     assert_eq!(manager.all_steps().unwrap(), [1, 2]);
-    // Whoever is told that a step exists may build on it.
+    // The caller may build on a step that was reported to exist.
     run.mark("seen 2 a");
     close(&manager).unwrap();
     survives(&run);

@@ -36,7 +36,7 @@ fn survives_kills(goes_on: bool, scenario: impl Fn(&Run)) {
     assert!(runs > 40, "{runs}");
 }
 
-/// What is there is whole, and promised from here on; the next save works.
+/// Checks that everything is complete, promises it from here on, and checks the next save.
 pub(super) fn trust(run: &Run, goes_on: bool) -> Result<(), String> {
     let manager = run.open(options())?;
     for step in manager.all_steps().map_err(|error| error.to_string())? {

@@ -1,5 +1,5 @@
-//! Whatever a crash leaves of a root: what was committed is there, whole; what was not is not seen;
-//! nothing else is lost, nothing is left behind.
+//! After any crash of a root: committed steps are complete, uncommitted ones are invisible, nothing
+//! else is lost, nothing is left behind.
 //!
 //! Each scenario drives the real manager over a simulated disk; then every crash state of it is
 //! recovered and checked, and every crash state of those recoveries. The state is tiny, the

@@ -49,7 +49,7 @@ pub(super) const LEFTOVER_SYNC: Explained = Explained {
     reason: "a temporary and trash are both leftovers, whichever name a crash keeps",
 };
 
-/// What becomes of trash, durably out of sight, whose files wait to be written over.
+/// Mutants of trash, durably invisible, whose files wait to be written over.
 const TRASH_THAT_WAITS: [Explained; 5] = [
     Explained {
         pattern: "drop rename */.trash-* -> .spare-*",

@@ -1,4 +1,4 @@
-//! What retention takes away, and nothing else.
+//! Retention removes its steps, and nothing else.
 
 use stepwell_manager::{Manager, Mode, Retention};
 use stepwell_tests::steps::run::{Run, close};

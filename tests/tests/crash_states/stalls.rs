@@ -1,9 +1,9 @@
-//! Operations that never return: every call ends by its deadline, `close` says that something
-//! hangs, nobody else may write meanwhile, and whoever comes after the process's end (or after the
-//! disk's return) finds nothing torn and nothing lost.
+//! Operations that never return: every call ends by its deadline, `close` reports the hang, no
+//! other writer is admitted meanwhile, and after the process's end (or the disk's return) nothing
+//! is torn or lost.
 //!
-//! What hangs is an operation of the engine's own threads, or a transfer in a queue. A call that
-//! itself asks the disk (opening, listing, deleting) hangs with it: the kernel lets nobody go.
+//! The hanging operation belongs to the engine's own threads, or is a transfer in a queue. A call
+//! that itself uses the disk (opening, listing, deleting) hangs with it in the kernel.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex};
@@ -19,8 +19,7 @@ use stepwell_tests::steps::{ROOT, world};
 use super::kills::trust;
 use super::{quick, wider};
 
-/// What a call may take beyond its deadlines on a machine that does much else: whoever is not done
-/// by then hangs.
+/// The most time of a call beyond its deadlines on a busy machine. A slower call hangs.
 const FOR_EVER: Duration = Duration::from_secs(120);
 
 /// One operation that does not return until it is let go.
@@ -67,7 +66,7 @@ enum After {
     Released,
 }
 
-/// What the calls of the hanging process said.
+/// The results of the hanging process's calls.
 struct Said {
     saved: Result<(), String>,
     closed: Result<(), String>,
@@ -121,7 +120,7 @@ fn survives_hangs(when: Moment, after: After, slots: usize, steps: &'static [u64
                 Options { create: false, ..options() },
                 world::environment(&run.disk.process(), 99),
             );
-            // What is committed is committed: a deletion that hangs keeps nobody out.
+            // A committed step stays committed: a hanging deletion blocks no writer.
             match other {
                 Err(Error::Locked { .. }) if said.saved.is_err() => {}
                 Ok(_) if said.saved.is_ok() => takeovers += 1,

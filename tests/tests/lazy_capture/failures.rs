@@ -11,7 +11,7 @@ use crate::world::*;
 
 const LENGTHS: [usize; 5] = [3 << 20, 700, 1, 900 << 10, 5 << 20];
 
-/// What a save or its guard has told, and whether it is committed.
+/// The message of a save or its guard, and true if it is committed.
 fn try_save(world: &World, state: StateSource, stream: &Stream) -> (Option<String>, bool) {
     let save = match world.try_save(2, state, &[stream]) {
         Err(error) => return (Some(error.to_string()), false),
@@ -34,7 +34,7 @@ fn every_call_that_fails_fails_that_save_and_nothing_else() {
     let stream = fake.stream(0);
     let good = arrays(&fake, &stream, &LENGTHS, 7);
     committed(&world.save(1, lazily(&good), &[&stream]));
-    // What a batch cannot start is started one by one.
+    // Copies that a batch cannot start are started one by one.
     let small = arrays(&fake, &stream, &[4000; 50], 3);
     let singles = fake.calls("cuMemcpyDtoHAsync_v2");
     committed(&world.save(2, lazily(&small), &[&stream]));

@@ -1,4 +1,4 @@
-//! What may be changed when.
+//! Permitted changes during a capture.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -18,7 +18,7 @@ fn a_guarded_update_waits_on_the_device_for_what_is_captured_and_the_call_waits_
     let world = World::new(12);
     let stream = fake.stream(0);
     let arrays = arrays(&fake, &stream, &LENGTHS, 1);
-    // The devices stand still: whatever waits for one of them waits for ever.
+    // The devices are stalled: a wait for one of them never ends.
     fake.stall(true);
     let save = world.save(1, lazily(&arrays), &[&stream]);
     guard(&save, &[&stream]);
@@ -128,7 +128,7 @@ fn small_host_arrays_between_those_of_a_device_are_there_when_the_call_returns_a
     }
     fake.stall(true);
     let save = world.save(1, state(leaves), &[&stream]);
-    // What shares the first window with them is fenced, and the rest is still to be started.
+    // Leaves in the same first window are fenced, and the rest has not started.
     assert!(!save.captured());
     guard(&save, &[&stream]);
     update(&stream, &arrays, 2);

@@ -10,7 +10,7 @@ use stepwell_tests::fake_cuda::{Array, FakeCuda, How, Stream};
 
 use crate::world::*;
 
-/// What a training does.
+/// An action of a training.
 #[derive(Clone, Debug)]
 enum Act {
     /// Saves: how soon each array must be captured.
@@ -55,7 +55,7 @@ struct Training<'a> {
     world: World,
     streams: [Stream; 2],
     arrays: Vec<Arc<Array>>,
-    /// What is in each array, when all that is on the streams has run.
+    /// The content of each array, once everything on the streams has run.
     versions: Vec<u64>,
     next_version: u64,
     next_step: u64,
@@ -150,7 +150,7 @@ impl Training<'_> {
         }
     }
 
-    /// A CUDA error ends a training. What was begun ends; then it starts again.
+    /// A CUDA error ends a training. Started work ends; then it starts again.
     fn recover(&mut self) {
         if !self.failed {
             return;
@@ -161,7 +161,7 @@ impl Training<'_> {
             stream.synchronize();
         }
         self.failed = false;
-        // An error of the driver drops what was on its streams: everything is written anew.
+        // A driver error drops the work on its streams, so every array is written again.
         for number in 0..self.arrays.len() {
             self.arrays[number] = self.fake.array((number % 2) as u32, self.arrays[number].bytes());
             self.set(number);

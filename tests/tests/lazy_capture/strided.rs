@@ -7,7 +7,7 @@ use stepwell_tests::fake_cuda::FakeCuda;
 
 use crate::world::*;
 
-/// What a view of an array in memory holds, in row-major order.
+/// The elements of a view of an array in memory, in row-major order.
 fn elements(memory: &[u8], first: u64, itemsize: usize, shape: &[u64], strides: &[i64]) -> Vec<u8> {
     let count: u64 = shape.iter().product();
     let mut out = Vec::with_capacity(count as usize * itemsize);

@@ -175,7 +175,7 @@ pub fn committed(save: &Save) {
     }
 }
 
-/// What was read is that version of each array, whole.
+/// Checks that each array has that version, complete.
 pub fn assert_version(fake: &FakeCuda, found: &[Vec<u8>], version: u64) {
     for (number, bytes) in found.iter().enumerate() {
         assert!(
@@ -185,7 +185,7 @@ pub fn assert_version(fake: &FakeCuda, found: &[Vec<u8>], version: u64) {
     }
 }
 
-/// What an update guard does.
+/// Acts as an update guard.
 pub fn guard(save: &Save, streams: &[&Stream]) {
     save.wait_started(Some(LONG)).unwrap();
     save.precede(&named(streams)).unwrap();

@@ -1,4 +1,4 @@
-//! What all ranks hold alike, and is much, they write in equal parts.
+//! Ranks write large replicated state in equal parts.
 
 use std::sync::Arc;
 

@@ -76,7 +76,7 @@ impl Local {
         Self { shape: order.iter().map(|&d| shape[d]).collect(), pieces }
     }
 
-    /// What it holds of a tensor of these values.
+    /// Its part of a tensor with these values.
     pub fn values(&self, whole: &Values) -> Values {
         let mut local = nothing(&self.shape, *whole.shape().last().unwrap() as u64);
         for Piece { region, first, step, order } in

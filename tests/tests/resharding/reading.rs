@@ -1,5 +1,4 @@
-//! What is stored of a state, byte by byte; and what ranks of another job read of it, under any
-//! other layout.
+//! The stored bytes of a state, and the reads of another job's ranks with any other layout.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -162,7 +161,7 @@ struct Want<'a> {
     tensor: &'a Tensor,
     /// It may want it longer or shorter than it is stored.
     shape: Vec<u64>,
-    /// Of what it wants, only that is read.
+    /// The part of its wanted region that is read.
     within: Region,
     pieces: Vec<Piece>,
 }
@@ -322,8 +321,8 @@ fn want<'a>(dice: &mut Dice, state: &'a State, leaf: usize, memories: &mut [Memo
     Some(Want { leaf, path: &at.path, tensor, shape, within, pieces })
 }
 
-/// What is asked of the engine: leaves matched by their paths, and their layouts clipped to what is
-/// stored.
+/// The requests to the engine: leaves matched by their paths, with layouts clipped to the stored
+/// tensors.
 fn requests(stored: &Stored<'_>, wants: &[Want<'_>], memories: &[Memory]) -> Vec<Request> {
     let wanted = wants.iter().map(|want| {
         let spec = Spec::Tensor { dtype: Some(want.tensor.dtype), shape: Some(want.shape.clone()) };

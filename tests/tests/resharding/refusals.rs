@@ -1,5 +1,5 @@
-//! What does not fit together is no step, ever: every rank is told which tensor it is, and the next
-//! save works.
+//! Mismatched states never become a step: every rank gets the tensor's name, and the next save
+//! works.
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::io::simulated::SimDisk;
@@ -20,7 +20,7 @@ type Damage = fn(&mut Dice, &mut [State], usize) -> Option<()>;
 const DAMAGES: [Damage; 9] =
     [hole, shorter, longer, undeclared, twice, taller, other_shape, other_dtype, other_values];
 
-/// What a state says of the tensor at a leaf.
+/// A state's tensor at a leaf.
 fn tensor(state: &mut State, leaf: usize) -> (&mut Tensor, &mut Held) {
     match &mut state.leaves[leaf].what {
         What::Tensor { tensor, held } => (tensor, held),
@@ -56,7 +56,7 @@ fn hole(dice: &mut Dice, states: &mut [State], leaf: usize) -> Option<()> {
     for state in states {
         let (_, Held::Cut { shares, idle }) = tensor(state, leaf) else { return None };
         let gone = shares.remove(at);
-        // Whoever has held it still has the leaf.
+        // Its holders still have the leaf.
         idle.extend(gone.holders);
     }
     Some(())

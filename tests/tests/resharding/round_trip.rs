@@ -1,5 +1,4 @@
-//! Whatever a job saves in whatever layout, ranks of any other job read exactly that in any other
-//! layout.
+//! Ranks of any job read exactly what any other job has saved, in any layouts.
 
 use stepwell_core::io::simulated::SimDisk;
 use stepwell_manager::Expected;
@@ -45,8 +44,8 @@ fn one(seed: u64) {
     }
 }
 
-/// What all ranks have written is each byte of each tensor once. But for leaves that they have not
-/// told each other of: those were none of the job's first step.
+/// Checks that the ranks have written each byte of each tensor once, except for leaves after the
+/// last census: those that the job's first step did not have.
 fn written_once(first: &State, state: &State, stored: &Stored<'_>) {
     let written: u64 = stored.checkpoint.manifest().items.iter().map(|item| item.tensor_bytes).sum();
     let told: Vec<_> = first.leaves.iter().map(|leaf| &leaf.path).collect();

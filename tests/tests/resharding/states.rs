@@ -42,7 +42,7 @@ pub enum What {
     Tie(usize),
 }
 
-/// Who holds what of a tensor.
+/// The holders of a tensor's parts.
 #[derive(Clone, Debug)]
 pub enum Held {
     /// It is simply there on these ranks, in one array or in several.
@@ -80,7 +80,7 @@ pub enum How {
     Flat { local: Local, borders: Vec<u64> },
 }
 
-/// What all ranks of a job save as one step.
+/// The state that all ranks of a job save as one step.
 #[derive(Clone, Debug, Default)]
 pub struct State {
     pub world: u32,
@@ -205,7 +205,7 @@ impl State {
         stored.into_iter().map(|(number, _)| &self.leaves[number])
     }
 
-    /// What a rank hands over: its leaves, over memory of its own.
+    /// A rank's leaves, in memory of its own.
     pub fn of_rank(&self, dice: &mut Dice, rank: u32) -> StateSource {
         let mut memories = vec![Memory::default(); 1 + dice.below(3) as usize];
         let mut pieces: Vec<Vec<Piece>> = Vec::new();
@@ -376,7 +376,7 @@ struct Piece {
     place: Place,
 }
 
-/// What a rank holds of a tensor, put into its memory.
+/// A rank's parts of a tensor, copied into its memory.
 fn pieces_of(
     dice: &mut Dice,
     tensor: &Tensor,

@@ -85,7 +85,7 @@ impl Tensor {
     }
 }
 
-/// Values in an array of another shape: what lies in both.
+/// Values in an array of another shape: the common part.
 pub fn resized(whole: &Values, shape: &[u64]) -> Values {
     let (&itemsize, extent) = whole.shape().split_last().unwrap();
     let mut other = nothing(shape, itemsize as u64);
@@ -173,7 +173,7 @@ pub fn any_box(dice: &mut Dice, shape: &[u64]) -> Region {
     region
 }
 
-/// A buffer of a process. What no box lies in is padding, of any bytes.
+/// A buffer of a process. Bytes without a box are padding of any value.
 #[derive(Clone, Default)]
 pub struct Memory {
     pub bytes: Vec<u8>,

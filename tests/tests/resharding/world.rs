@@ -103,7 +103,7 @@ fn environment(disk: &SimDisk) -> Environment {
     Environment::single_process(Arc::new(disk.clone()))
 }
 
-/// What a save came to on one rank.
+/// The result of a save on one rank.
 pub type Ended = Result<(), String>;
 
 /// Runs a job that saves these states, as steps from 0 on: what became of each on every rank.
@@ -146,7 +146,7 @@ pub fn save(
     })
 }
 
-/// Where a step is.
+/// The path of a step.
 pub fn step_path(step: u64) -> String {
     format!("{ROOT}/step_{step:08}")
 }
