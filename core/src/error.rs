@@ -5,6 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::kind::Kind;
+
 /// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -77,7 +79,7 @@ pub enum Error {
     Cancelled(String),
     /// A leaf was changed between the call that saves it and its capture.
     #[error(
-        "{} was changed after save() was called and before it was captured: what would be stored is neither the old value nor the new one. Change it inside update_guard() or a step of an attached optimizer only, or after wait_captured(); what changes elsewhere must not be attached, nor saved with snapshot=\"lazy\"",
+        "{} was changed after its save was called and before it was captured: what would be stored is neither the old value nor the new one",
         crate::leaf_path::named(leaf)
     )]
     Torn {
@@ -103,9 +105,19 @@ pub enum Error {
         "this {0} was made before a fork and belongs to the parent process; open the checkpoint again in the child"
     )]
     Forked(&'static str),
-    /// Called in a way that cannot work; a defect of the caller.
+    /// The caller's arguments cannot work.
     #[error("{0}")]
     Misuse(String),
+    /// An invariant of stepwell does not hold. Never the caller's mistake.
+    #[error(
+        "this is a bug in stepwell: expected {expected}, found {found}. Please report it with this message"
+    )]
+    Internal {
+        /// The invariant, with its place.
+        expected: String,
+        /// The state in its stead.
+        found: String,
+    },
 }
 
 fn of_leaf(leaf: Option<&str>) -> String {
@@ -127,23 +139,28 @@ impl Error {
         Self::Corrupt { file: file.into(), leaf: None, block: None, what: what.into() }
     }
 
-    /// Stable name of the variant; part of the public interface.
+    /// An invariant that does not hold: what it demands, and what was found in its place.
+    pub fn internal(expected: impl Into<String>, found: impl Into<String>) -> Self {
+        Self::Internal { expected: expected.into(), found: found.into() }
+    }
+
+    /// Stable name of its [`Kind`]; part of the public interface.
     pub fn kind(&self) -> &'static str {
-        match self {
-            Self::Io { .. } => "io",
-            Self::Corrupt { .. } => "corrupt",
-            Self::Format { .. } => "format",
-            Self::Limit { .. } => "limit",
-            Self::Leaf { .. } => "leaf",
-            Self::Timeout { .. } => "timeout",
-            Self::Shared(error) => error.kind(),
-            Self::Cancelled(_) => "cancelled",
-            Self::Torn { .. } => "torn",
-            Self::Device { .. } => "device",
-            Self::NoDriver(_) => "no_driver",
-            Self::Forked(_) => "forked",
-            Self::Misuse(_) => "misuse",
-        }
+        let kind = match self {
+            Self::Io { .. } => Kind::Io,
+            Self::Corrupt { .. } => Kind::CorruptCheckpoint,
+            Self::Format { .. } | Self::Limit { .. } => Kind::Format,
+            Self::Leaf { .. } => Kind::UnsupportedLeaf,
+            Self::Timeout { .. } => Kind::Timeout,
+            Self::Shared(error) => return error.kind(),
+            Self::Cancelled(_) => Kind::Cancelled,
+            Self::Torn { .. } => Kind::TornSnapshot,
+            Self::Device { .. } | Self::NoDriver(_) => Kind::Device,
+            Self::Forked(_) => Kind::ForkedProcess,
+            Self::Misuse(_) => Kind::Invalid,
+            Self::Internal { .. } => Kind::Internal,
+        };
+        kind.name()
     }
 
     /// The error itself, where two halves of an operation share one.
@@ -252,6 +269,23 @@ mod tests {
             }
             assert!(!question(&Error::Misuse("no file operation".to_owned())), "question {number}");
         }
+    }
+
+    #[test]
+    fn a_bug_of_ours_is_never_called_the_callers_mistake() {
+        let error = Error::internal("3 leaves of item `a`", "4");
+        assert_eq!(error.kind(), "internal");
+        assert_eq!(
+            error.to_string(),
+            "this is a bug in stepwell: expected 3 leaves of item `a`, found 4. Please report it with this message"
+        );
+        assert_eq!(Error::Misuse("no such engine".to_owned()).kind(), "invalid");
+    }
+
+    #[test]
+    fn kinds_have_names_of_their_own() {
+        let names: std::collections::HashSet<_> = Kind::ALL.iter().map(|kind| kind.name()).collect();
+        assert_eq!(names.len(), Kind::ALL.len());
     }
 
     #[test]

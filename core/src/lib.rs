@@ -26,6 +26,7 @@ pub mod dtype;
 mod error;
 pub mod format;
 pub mod io;
+mod kind;
 pub mod leaf_path;
 pub mod limits;
 pub mod load;
@@ -40,3 +41,4 @@ pub mod tree;
 pub mod value;
 
 pub use error::{Error, Result};
+pub use kind::Kind;

@@ -176,7 +176,7 @@ fn name(session: &str) -> String {
 fn write(root: &dyn Dir, session: &str, count: u64, every: Duration) -> Result<()> {
     let every_ms = u64::try_from(every.as_millis()).unwrap_or(u64::MAX);
     let beat = Beat { count, every_ms, owner: owner() };
-    let bytes = serde_json::to_vec(&beat).map_err(|error| Error::Invalid(error.to_string()))?;
+    let bytes = serde_json::to_vec(&beat).map_err(|error| crate::error::unencodable(&error))?;
     let control = root.open_dir(CONTROL)?;
     let name = name(session);
     replace_file(&*control, &name, &format!(".{name}.new"), &bytes)?;

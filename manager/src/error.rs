@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use stepwell_core::Kind;
+
 use crate::save::Save;
 use crate::step_name::StepName;
 
@@ -30,7 +32,7 @@ pub enum Error {
         rewind_to: Option<u64>,
     },
     /// A checkpoint is there already, at a path of its own.
-    #[error("{} exists already; pass exists=\"replace\" to write it anew, or another path", path.display())]
+    #[error("{} exists already. Replace it, or pass another path", path.display())]
     PathExists {
         /// The path.
         path: PathBuf,
@@ -119,6 +121,8 @@ pub enum Error {
         leaf: String,
         /// Which ranks, which regions.
         what: String,
+        /// A remedy.
+        advice: Option<Advice>,
     },
     /// The board for the ranks' messages does not answer.
     #[error("the ranks cannot reach each other: {0}")]
@@ -127,7 +131,7 @@ pub enum Error {
     #[error("{0}")]
     Relayed(Relayed),
     /// Another live writer has the root.
-    #[error("{} has another live writer{}; close it, or open this root to read only (read_only=True)", root.display(), owned_by(owner.as_deref()))]
+    #[error("{} has another live writer{}. Close it, or open this root to read only", root.display(), owned_by(owner.as_deref()))]
     Locked {
         /// The root.
         root: PathBuf,
@@ -143,7 +147,7 @@ pub enum Error {
         by: String,
     },
     /// The file system has no locks, and the caller has not said that it is the only writer.
-    #[error("{} lies on a file system without locks ({answer}), so a second writer cannot be kept out by one; pass take_over=True to become the writer once no other has given a sign of life for a while", root.display())]
+    #[error("{} lies on a file system without locks ({answer}), so a second writer cannot be kept out by one. Take the root over: this manager becomes the writer once no other one has sent a heartbeat for a while", root.display())]
     NoLocks {
         /// The root.
         root: PathBuf,
@@ -153,7 +157,7 @@ pub enum Error {
     /// The root has steps under another pattern of names, which the one that was asked for does not
     /// read.
     #[error(
-        "{} names its steps {recorded}, and {example} stands there: to a manager with step_name={wanted} it would be no step, neither listed nor counted by retention. Pass step_name={}, or none to go on as the root says",
+        "{} names its steps {recorded}, and {example} stands there: to a manager with the names {wanted} it would be no step, neither listed nor counted by retention. Pass the names {}, or none to go on as the root says",
         root.display(), StepName::clone(wanted).reading_too(recorded)
     )]
     OtherStepName {
@@ -181,7 +185,7 @@ pub enum Error {
     },
     /// The buffer of a leaf was donated before it could be captured.
     #[error(
-        "leaf `{leaf}`: its buffer was donated before it was captured; save before the donating call, or pass snapshot=\"eager\""
+        "leaf `{leaf}`: its buffer was donated before it was captured. Save before the donating call, or capture eagerly"
     )]
     DonatedBuffer {
         /// The rendered leaf path.
@@ -197,7 +201,7 @@ pub enum Error {
         root: PathBuf,
     },
     /// The manager writes nothing.
-    #[error("cannot {what}: this manager of {} was opened with read_only=True", root.display())]
+    #[error("cannot {what}: this manager of {} only reads", root.display())]
     ReadOnly {
         /// The request.
         what: &'static str,
@@ -238,7 +242,7 @@ pub enum Error {
     },
     /// The system gives no staging memory.
     #[error(
-        "no memory for a staging ring of {wanted} bytes, of which {there} are there already ({source}); pass a smaller staging_bytes=, or raise the limit of this process (`ulimit -v`)"
+        "no memory for a staging ring of {wanted} bytes, of which {there} are there already ({source}). Allow less staging memory, or raise the limit of this process (`ulimit -v`)"
     )]
     NoStagingMemory {
         /// Bytes that were to be there.
@@ -259,11 +263,9 @@ pub enum Error {
 fn step_exists(step: u64, root: &std::path::Path, latest: Option<u64>, rewind_to: Option<u64>) -> String {
     let root = root.display();
     match latest {
-        None => format!(
-            "step {step} exists already in {root}; pass exists=\"replace\" to write it anew (a manager's save also takes exists=\"skip\", to keep it)"
-        ),
+        None => format!("step {step} exists already in {root}. Replace it, or keep what is there"),
         Some(latest) => format!(
-            "step {step} exists already in {root}, below the latest step {latest}; {} (exists=\"skip\" keeps what is there)",
+            "step {step} exists already in {root}, below the latest step {latest}. Keep what is there, or: {}",
             way_back(step, rewind_to)
         ),
     }
@@ -274,11 +276,11 @@ fn way_back(step: u64, rewind_to: Option<u64>) -> String {
     match rewind_to {
         Some(older) => {
             format!(
-                "where training goes on from an older step, call rewind({older}) first: it sets the steps after {older} aside"
+                "where training goes on from an older step, rewind to step {older} first: it sets the steps after {older} aside"
             )
         }
         None => format!(
-            "there is no step below {step} to rewind to: delete() the steps that are not wanted, or save to another root"
+            "there is no step below {step} to rewind to: delete the steps that are not wanted, or save to another root"
         ),
     }
 }
@@ -294,9 +296,7 @@ fn step_not_found(step: Option<u64>, root: &std::path::Path, latest: Option<u64>
 
 fn not_begun(unsaved: Option<u64>) -> String {
     unsaved
-        .map(|step| {
-            format!(". That is told once; step {step} was not saved for it: call save({step}, …) again, which will save it")
-        })
+        .map(|step| format!(". This is reported once, and step {step} was not saved. Save it again"))
         .unwrap_or_default()
 }
 
@@ -315,47 +315,64 @@ fn owned_by(owner: Option<&str>) -> String {
 }
 
 impl Error {
-    /// Stable name; part of the public interface. The names of the engine's own errors are those
-    /// that the interface has for them.
+    /// An invariant that does not hold: see [`stepwell_core::Error::Internal`].
+    pub fn internal(expected: impl Into<String>, found: impl Into<String>) -> Self {
+        stepwell_core::Error::internal(expected, found).into()
+    }
+
+    /// Stable name of its [`Kind`]; part of the public interface.
     pub fn kind(&self) -> &'static str {
-        match self {
-            Self::StepExists { .. } | Self::PathExists { .. } => "step_exists",
-            Self::StepNotFound { .. } => "step_not_found",
-            Self::StepGone { .. } => "step_gone",
-            Self::StepOrder { .. } => "step_order",
+        let kind = match self {
+            Self::StepExists { .. } | Self::PathExists { .. } => Kind::StepExists,
+            Self::StepNotFound { .. } => Kind::StepNotFound,
+            Self::StepGone { .. } => Kind::StepGone,
+            Self::StepOrder { .. } => Kind::StepOrder,
             Self::SaveFailed { source, .. } => match source.inner() {
-                stepwell_core::Error::Leaf { .. } => "unsupported_leaf",
-                stepwell_core::Error::Torn { .. } => "torn_snapshot",
-                _ => "save_failed",
+                stepwell_core::Error::Leaf { .. } => Kind::UnsupportedLeaf,
+                stepwell_core::Error::Torn { .. } => Kind::TornSnapshot,
+                _ => Kind::SaveFailed,
             },
-            Self::DurabilityUncertain { .. } => "durability_uncertain",
-            Self::RankFailed { .. } => "rank_failed",
-            Self::CoordinationTimeout { .. } | Self::GivenUpOn { .. } => "coordination_timeout",
-            Self::Layout { .. } => "mismatch",
-            Self::Unreachable(_) => "unreachable",
-            Self::Relayed(relayed) => relayed.kind(),
-            Self::Locked { .. } | Self::Held { .. } => "locked",
-            Self::NoLocks { .. } => "no_locks",
-            Self::DonatedBuffer { .. } => "donated_buffer",
-            Self::ForkedProcess(_) => "forked_process",
-            Self::Closed { .. } => "closed",
-            Self::ReadOnly { .. } => "read_only",
-            Self::NotAStep { .. } => "not_a_step",
-            Self::Invalid(_) | Self::OtherStepName { .. } | Self::BranchExists { .. } => "invalid",
-            Self::Timeout { .. } => "timeout",
-            Self::Earlier { source, .. } => source.kind(),
-            Self::NoStagingMemory { source, .. } => source.kind(),
-            Self::Reshard(error) => match error {
-                stepwell_reshard::Error::Mismatch(_) => "mismatch",
-                stepwell_reshard::Error::Index { .. } => "corrupt_checkpoint",
-                _ => "invalid",
-            },
-            Self::Core(error) => match error.inner() {
-                stepwell_core::Error::Corrupt { .. } => "corrupt_checkpoint",
-                stepwell_core::Error::Leaf { .. } => "unsupported_leaf",
-                stepwell_core::Error::Forked(_) => "forked_process",
-                stepwell_core::Error::Limit { .. } => "format",
-                other => other.kind(),
+            Self::DurabilityUncertain { .. } => Kind::DurabilityUncertain,
+            Self::RankFailed { .. } => Kind::RankFailed,
+            Self::CoordinationTimeout { .. } | Self::GivenUpOn { .. } => Kind::CoordinationTimeout,
+            Self::Layout { .. } => Kind::Mismatch,
+            Self::Unreachable(_) => Kind::Unreachable,
+            Self::Relayed(relayed) => return relayed.kind(),
+            Self::Locked { .. } | Self::Held { .. } => Kind::Locked,
+            Self::NoLocks { .. } => Kind::NoLocks,
+            Self::DonatedBuffer { .. } => Kind::DonatedBuffer,
+            Self::ForkedProcess(_) => Kind::ForkedProcess,
+            Self::Closed { .. } => Kind::Closed,
+            Self::ReadOnly { .. } => Kind::ReadOnly,
+            Self::NotAStep { .. } => Kind::NotAStep,
+            Self::Invalid(_) | Self::OtherStepName { .. } | Self::BranchExists { .. } => Kind::Invalid,
+            Self::Timeout { .. } => Kind::Timeout,
+            Self::Earlier { source, .. } => return source.kind(),
+            Self::NoStagingMemory { source, .. } => return source.kind(),
+            Self::Reshard(error) => return error.kind(),
+            Self::Core(error) => return error.kind(),
+        };
+        kind.name()
+    }
+
+    /// The remedy that the front end puts into its own terms.
+    pub fn advice(&self) -> Option<Advice> {
+        match self {
+            Self::StepExists { latest: None, .. } => Some(Advice::ReplaceOrKeepStep),
+            Self::StepExists { .. } => Some(Advice::KeepStep),
+            Self::PathExists { .. } => Some(Advice::ReplacePath),
+            Self::Locked { .. } => Some(Advice::OpenReadOnly),
+            Self::ReadOnly { .. } => Some(Advice::OpenWritable),
+            Self::NoLocks { .. } => Some(Advice::TakeOver),
+            Self::OtherStepName { .. } => Some(Advice::OtherStepName),
+            Self::DonatedBuffer { .. } => Some(Advice::CaptureEagerly),
+            Self::NoStagingMemory { .. } => Some(Advice::LessStaging),
+            Self::Layout { advice, .. } => *advice,
+            Self::Relayed(relayed) => relayed.advice,
+            Self::Earlier { source, .. } => source.advice(),
+            _ => match self.core() {
+                Some(stepwell_core::Error::Torn { .. }) => Some(Advice::GuardUpdates),
+                _ => None,
             },
         }
     }
@@ -381,6 +398,40 @@ impl Error {
     }
 }
 
+/// A message or record that cannot be written as JSON.
+pub(crate) fn unencodable(error: &serde_json::Error) -> Error {
+    Error::internal("a record that JSON can hold", error.to_string())
+}
+
+/// A remedy for an error, which the front end puts into its own terms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Advice {
+    /// Replace the step, or keep it.
+    ReplaceOrKeepStep,
+    /// Keep the step: it cannot be replaced.
+    KeepStep,
+    /// Replace the checkpoint at that path.
+    ReplacePath,
+    /// Open the root to read only.
+    OpenReadOnly,
+    /// Open the root to write.
+    OpenWritable,
+    /// Take the root over.
+    TakeOver,
+    /// Pass another pattern of step names.
+    OtherStepName,
+    /// Capture the state before `save` returns.
+    CaptureEagerly,
+    /// Limit the staging memory.
+    LessStaging,
+    /// Change leaves under a guard only.
+    GuardUpdates,
+    /// Say which copies of a part are replicas.
+    NameReplicas,
+    /// Say that a leaf has a value for each rank, or that one rank's value counts.
+    NamePerRank,
+}
+
 /// An error as one rank tells the others of it: they raise the same kind with the same words.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{text}")]
@@ -388,6 +439,7 @@ pub struct Relayed {
     kind: String,
     text: String,
     errno: Option<i32>,
+    advice: Option<Advice>,
     /// The step that it is about, where it has one.
     pub step: Option<u64>,
     /// The rank that has failed, where it says that one has.
@@ -397,26 +449,27 @@ pub struct Relayed {
 }
 
 /// The kinds that a leader's answer may have.
-const RELAYED: &[&str] = &[
-    "step_exists",
-    "step_not_found",
-    "step_gone",
-    "step_order",
-    "save_failed",
-    "durability_uncertain",
-    "coordination_timeout",
-    "unreachable",
-    "locked",
-    "no_locks",
-    "closed",
-    "read_only",
-    "not_a_step",
-    "invalid",
-    "timeout",
-    "corrupt_checkpoint",
-    "format",
-    "mismatch",
-    "io",
+const RELAYED: &[Kind] = &[
+    Kind::StepExists,
+    Kind::StepNotFound,
+    Kind::StepGone,
+    Kind::StepOrder,
+    Kind::SaveFailed,
+    Kind::DurabilityUncertain,
+    Kind::CoordinationTimeout,
+    Kind::Unreachable,
+    Kind::Locked,
+    Kind::NoLocks,
+    Kind::Closed,
+    Kind::ReadOnly,
+    Kind::NotAStep,
+    Kind::Invalid,
+    Kind::Timeout,
+    Kind::CorruptCheckpoint,
+    Kind::Format,
+    Kind::Mismatch,
+    Kind::Io,
+    Kind::Internal,
 ];
 
 impl Relayed {
@@ -445,6 +498,7 @@ impl Relayed {
             kind: error.kind().to_owned(),
             text: error.to_string(),
             errno: error.errno(),
+            advice: error.advice(),
             step,
             rank,
             missing,
@@ -453,13 +507,26 @@ impl Relayed {
 
     /// See [`Error::kind`].
     pub fn kind(&self) -> &'static str {
-        RELAYED.iter().find(|kind| **kind == self.kind).copied().unwrap_or("rank_failed")
+        let known = RELAYED.iter().find(|kind| kind.name() == self.kind);
+        known.unwrap_or(&Kind::RankFailed).name()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_advice_reaches_the_ranks_that_the_leader_answers() {
+        let error = Error::PathExists { path: "/x".into() };
+        assert_eq!(error.advice(), Some(Advice::ReplacePath));
+        let sent = serde_json::to_vec(&Relayed::of(&error)).unwrap();
+        let relayed = Error::Relayed(serde_json::from_slice(&sent).unwrap());
+        assert_eq!((relayed.kind(), relayed.advice()), (error.kind(), error.advice()));
+        let bug = Error::Relayed(Relayed::of(&Error::internal("3 files", "4")));
+        assert_eq!(bug.kind(), "internal");
+        assert!(bug.to_string().contains("expected 3 files, found 4"), "{bug}");
+    }
 
     #[test]
     fn an_earlier_failure_keeps_its_kind_and_errno() {

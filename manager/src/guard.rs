@@ -14,6 +14,6 @@ pub(crate) fn guarded<T>(who: &str, run: impl FnOnce() -> T) -> Result<T> {
             .map(|text| (*text).to_owned())
             .or_else(|| panic.downcast_ref::<String>().cloned())
             .unwrap_or_default();
-        Error::Misuse(format!("{who} panicked, which is a defect of it: {said}"))
+        Error::internal("a result", format!("{who} panicked: {said}"))
     })
 }

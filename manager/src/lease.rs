@@ -132,8 +132,8 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
             Some(lock) if stands => return Ok(Owned { dir, life: Some(lock) }),
             _ if tries > 0 => std::thread::sleep(PAUSE),
             _ => {
-                let what = format!("{} is taken away again and again", dir.path().display());
-                return Err(stepwell_core::Error::Misuse(what));
+                let why = std::io::Error::other("another process removes it each time");
+                return Err(stepwell_core::Error::io("lock", dir.path(), why));
             }
         }
     }

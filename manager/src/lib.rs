@@ -47,7 +47,7 @@ mod stored_index;
 
 pub use checkpoint::{Checkpoint, Expected, ReadFailure};
 pub use environment::{Clock, Environment, Rng};
-pub use error::{Error, Result};
+pub use error::{Advice, Error, Result};
 pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest};
 pub use options::{FilesPer, OnSaveError, Options, WritersPer};
 pub use retention::{Mode, Retention};

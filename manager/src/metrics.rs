@@ -17,7 +17,7 @@ use crate::commit::aside::replace_file;
 use crate::directory_layout::{self, METRICS, OwnName, control};
 use crate::discovery::{Listing, is_no_step, read_manifest};
 use crate::environment::Environment;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::step_name::StepName;
 
 /// A real number, or one that JSON has no digits for.
@@ -84,7 +84,7 @@ pub fn add(
         unix_ns: environment.clock.unix_ns(),
         metrics: metrics.iter().map(|(name, &value)| (name.clone(), value.into())).collect(),
     };
-    let bytes = serde_json::to_vec(&sidecar).map_err(|error| Error::Invalid(error.to_string()))?;
+    let bytes = serde_json::to_vec(&sidecar).map_err(|error| crate::error::unencodable(&error))?;
     limit("the size of the metrics of one call in bytes", bytes.len() as u64, MAX_METADATA_BYTES)?;
     crate::root::make_control(root)?;
     let dir = root.open_dir(&control(METRICS))?;

@@ -184,7 +184,7 @@ impl Options {
         {
             // The ring is faulted in whole: the system would end the process for it.
             return Err(Error::Invalid(format!(
-                "staging_bytes={bytes} is more memory than this machine has ({there} bytes); pass less, or \"auto\""
+                "staging_bytes={bytes} is more memory than this machine has ({there} bytes); pass less, or leave the size to stepwell"
             )));
         }
         if self.silence < MIN_SILENCE || self.silence.max(self.grace) > MAX_STALL_TIMEOUT {

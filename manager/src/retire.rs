@@ -42,7 +42,11 @@ fn delete(
 ) -> stepwell_core::Result<bool> {
     let path = || parent.path().join(name);
     if depth > MAX_DEPTH {
-        return Err(stepwell_core::Error::Misuse(format!("{} nests too deep to be ours", path().display())));
+        return Err(stepwell_core::Error::Limit {
+            what: format!("the depth of directories at {}", path().display()),
+            found: depth as u64,
+            limit: MAX_DEPTH as u64,
+        });
     }
     let dir = parent.open_dir(name)?;
     let mut entries = dir.entries()?;

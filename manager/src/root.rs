@@ -95,7 +95,7 @@ pub fn read_info(root: &dyn Dir) -> Result<Option<RootInfo>> {
     let info: RootInfo = serde_json::from_slice(&bytes)
         .map_err(|error| {
             let what = format!(
-                "{error}. The steps do not need it: where they have the default names (step_00000001), delete this file; else pass step_name= once it is deleted"
+                "{error}. The steps do not need it: where they have the default names (step_00000001), delete this file; else delete it and pass the pattern of the names when you open the root"
             );
             stepwell_core::Error::Format { file: file.clone(), what }
         })?;
@@ -206,7 +206,7 @@ pub(crate) fn owner() -> String {
 }
 
 fn write_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> Result<()> {
-    let mut bytes = serde_json::to_vec_pretty(value).map_err(|error| Error::Invalid(error.to_string()))?;
+    let mut bytes = serde_json::to_vec_pretty(value).map_err(|error| crate::error::unencodable(&error))?;
     bytes.push(b'\n');
     let control = root.open_dir(CONTROL)?;
     replace_file(&*control, name, &format!(".{name}.new"), &bytes)?;

@@ -185,11 +185,10 @@ fn check(state: &StateSource) -> Result<()> {
         ));
     }
     if state.leaves.len() != state.tree.leaf_count() {
-        return Err(Error::Invalid(format!(
-            "the state has {} leaves, but {} sources",
-            state.tree.leaf_count(),
-            state.leaves.len()
-        )));
+        return Err(Error::internal(
+            format!("{} sources of leaves", state.tree.leaf_count()),
+            state.leaves.len().to_string(),
+        ));
     }
     let mut seen = HashSet::with_capacity(state.tree.nodes().len());
     for node in state.tree.nodes() {
@@ -212,10 +211,10 @@ fn check(state: &StateSource) -> Result<()> {
                 Some(LeafSource::Tensor { .. } | LeafSource::Object(_) | LeafSource::Drifting(_))
             )
         {
-            return Err(Error::Invalid(format!(
-                "`{}` is tied to leaf {of}, which holds no value of its own",
-                state.tree.leaf_path(leaf as u32)
-            )));
+            return Err(Error::internal(
+                format!("a value in the leaf that `{}` is tied to", state.tree.leaf_path(leaf as u32)),
+                format!("none in leaf {of}"),
+            ));
         }
     }
     Ok(())
@@ -418,7 +417,10 @@ fn leaves(
                 }
             }
             Some(LeafSource::Alias(_)) | None => {
-                return Err(Error::Invalid(format!("`{}` has no value", state.tree.leaf_path(origin))));
+                return Err(Error::internal(
+                    format!("a value of leaf `{}`", state.tree.leaf_path(origin)),
+                    "none",
+                ));
             }
         });
     }

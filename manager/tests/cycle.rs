@@ -242,7 +242,7 @@ fn a_save_that_raises_an_earlier_failure_starts_nothing_and_the_next_one_works()
     assert_eq!((error.kind(), error.errno()), ("save_failed", Some(5)));
     let text = error.to_string();
     assert!(text.contains("saving step 1 failed") && text.contains("step 2 was not saved"), "{text}");
-    assert!(text.contains("call save(2, …) again"), "{text}");
+    assert!(text.contains("step 2 was not saved. Save it again"), "{text}");
     assert_eq!(manager.pending().unwrap(), [] as [u64; 0]);
     commit(&manager, 2);
     assert_eq!(manager.all_steps().unwrap(), [2]);

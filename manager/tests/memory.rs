@@ -44,7 +44,7 @@ fn below_a_limit() {
     let error = manager.save(request(1)).unwrap_err();
     assert_eq!((error.kind(), error.errno()), ("io", Some(12)));
     let text = error.to_string();
-    assert!(text.contains("1073741824 bytes") && text.contains("staging_bytes="), "{text}");
+    assert!(text.contains("1073741824 bytes") && text.contains("staging memory"), "{text}");
     manager.close(Some(LONG)).unwrap();
     // Without a requested size, a smaller ring is enough.
     let manager = open(None);

@@ -211,19 +211,19 @@ fn whoever_goes_on_from_an_older_step_is_told_the_rewind_that_works() {
         let error = manager.save(request(step)).unwrap_err();
         assert_eq!(error.kind(), kind);
         let text = error.to_string();
-        assert!(text.contains("rewind(20)") && text.contains("the latest step 50"), "{text}");
-        assert!(!text.contains("replace"), "it would be refused: {text}");
+        assert!(text.contains("rewind to step 20 first") && text.contains("the latest step 50"), "{text}");
+        assert!(!text.contains("Replace"), "it would be refused: {text}");
     }
     // The latest itself may be replaced.
     let text = manager.save(request(50)).unwrap_err().to_string();
-    assert!(text.contains("exists=\"replace\"") && !text.contains("rewind"), "{text}");
+    assert!(text.contains("Replace it") && !text.contains("rewind"), "{text}");
     // Below the first one there is nothing to rewind to.
     let text = manager.save(request(0)).unwrap_err().to_string();
-    assert!(text.contains("no step below 0") && !text.contains("rewind("), "{text}");
+    assert!(text.contains("no step below 0") && !text.contains("rewind to step"), "{text}");
     // A damaged one is none that a rewind takes.
     assert!(world.disk.corrupt("/run/step_00000030/i0/00000.data", |bytes| bytes.truncate(5000)));
     let text = manager.save(request(35)).unwrap_err().to_string();
-    assert!(text.contains("rewind(20)"), "{text}");
+    assert!(text.contains("rewind to step 20 first"), "{text}");
     manager.rewind(20, None).unwrap();
     commit(&manager, 25);
     assert_eq!(manager.all_steps().unwrap(), [0, 10, 20, 25]);

@@ -60,7 +60,7 @@ fn an_engine_that_panics_claims_nothing_and_the_next_save_works() {
     let manager = world.open(options());
     panic_once(&world, Kind::CreateFile, "i0");
     let error = save(&manager, 1).wait(Some(LONG)).unwrap().unwrap().error().cloned().unwrap();
-    assert!(error.to_string().contains("a defect of it: a defect at"), "{error}");
+    assert!(error.to_string().contains("the engine panicked: a defect at"), "{error}");
     commit(&manager, 2);
     assert!(manager.all_steps().unwrap().contains(&2));
 }

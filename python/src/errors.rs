@@ -4,8 +4,8 @@
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use stepwell_core::Error as CoreError;
-use stepwell_manager::Error as ManagerError;
+use stepwell_core::{Error as CoreError, Kind};
+use stepwell_manager::{Advice, Error as ManagerError};
 
 use crate::hooks::hooks;
 
@@ -19,7 +19,7 @@ pub fn raise(py: Python<'_>, error: &CoreError) -> PyErr {
     let error = error.inner();
     let attributes = PyDict::new(py);
     let built = core_attributes(error, &attributes)
-        .and_then(|()| make(py, core_kind(error), &error.to_string(), &attributes));
+        .and_then(|()| make(py, error.kind(), &error.to_string(), &attributes));
     built.unwrap_or_else(|failure| failure)
 }
 
@@ -30,7 +30,7 @@ pub fn invalid(py: Python<'_>, what: &str) -> PyErr {
 
 /// A handle that was closed.
 pub fn closed(py: Python<'_>, what: &str) -> PyErr {
-    make(py, "closed", what, &PyDict::new(py)).unwrap_or_else(|failure| failure)
+    make(py, Kind::Closed.name(), what, &PyDict::new(py)).unwrap_or_else(|failure| failure)
 }
 
 /// [`raise_manager`] for a failure that must not be lost: making an exception runs Python, and so
@@ -63,16 +63,35 @@ pub fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
         | ManagerError::DurabilityUncertain { step, .. } => attributes.set_item("step", step)?,
         _ => {}
     }
-    make(py, error.kind(), &error.to_string(), &attributes)
+    let message = match error.advice() {
+        Some(advice) => format!("{error}. {}", words(advice)),
+        None => error.to_string(),
+    };
+    make(py, error.kind(), &message, &attributes)
 }
 
-fn core_kind(error: &CoreError) -> &'static str {
-    match error {
-        CoreError::Corrupt { .. } => "corrupt_checkpoint",
-        CoreError::Leaf { .. } => "unsupported_leaf",
-        CoreError::Forked(_) => "forked_process",
-        CoreError::Limit { .. } => "format",
-        other => other.kind(),
+/// An advice of the engine in the terms of the package.
+fn words(advice: Advice) -> &'static str {
+    match advice {
+        Advice::ReplaceOrKeepStep => {
+            "Pass exists=\"replace\" to write it again, or exists=\"skip\" to keep it (a manager's save)"
+        }
+        Advice::KeepStep => "exists=\"skip\" keeps it",
+        Advice::ReplacePath => "Pass exists=\"replace\" to write it again",
+        Advice::OpenReadOnly => "Pass read_only=True to only read",
+        Advice::OpenWritable => "Open it without read_only=True",
+        Advice::TakeOver => "Pass Options(take_over=True)",
+        Advice::OtherStepName => "The argument is step_name=",
+        Advice::CaptureEagerly => "Pass snapshot=\"eager\"",
+        Advice::LessStaging => "Pass a smaller Options(staging_bytes=)",
+        Advice::GuardUpdates => {
+            "Change it inside update_guard() or a step of an attached optimizer, or after wait_captured(). What \
+             changes elsewhere must not be attached, nor saved with snapshot=\"lazy\""
+        }
+        Advice::NameReplicas => "An array says so with replica=, a Megatron tensor with replica_id",
+        Advice::NamePerRank => {
+            "Pass it as sw.PerRank(…) if it differs on purpose, or as sw.Replicated(…) to store the first rank's"
+        }
     }
 }
 
@@ -83,6 +102,10 @@ fn core_attributes(error: &CoreError, attributes: &Bound<'_, PyDict>) -> PyResul
         CoreError::Corrupt { leaf, block, .. } => {
             attributes.set_item("leaf", leaf.as_deref())?;
             attributes.set_item("block", *block)?;
+        }
+        CoreError::Internal { expected, found } => {
+            attributes.set_item("expected", expected)?;
+            attributes.set_item("found", found)?;
         }
         CoreError::Leaf { leaf, .. } | CoreError::Torn { leaf } => attributes.set_item("leaf", leaf)?,
         _ => {}

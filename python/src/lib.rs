@@ -89,6 +89,12 @@ mod _core {
         Ok(())
     }
 
+    /// The stable names of all kinds of errors.
+    #[pyfunction]
+    fn error_kinds() -> Vec<&'static str> {
+        stepwell_core::Kind::ALL.iter().map(|kind| kind.name()).collect()
+    }
+
     /// Names of all dtypes that the format knows.
     #[pyfunction]
     fn dtype_names() -> Vec<&'static str> {

@@ -103,5 +103,5 @@ fn record(inner: &Engined, leaf: u32) -> Result<&LeafRecord, Error> {
 }
 
 fn no_leaf(leaf: u32) -> Error {
-    Error::Invalid(format!("leaf {leaf} is not what is asked for"))
+    Error::internal("a leaf of the kind that is asked for", format!("leaf {leaf}"))
 }

@@ -1,5 +1,5 @@
-"""The exceptions. Each class has a stable ``kind``. The engine names its errors by kind, and
-:func:`from_engine` maps a kind to its class.
+"""The exceptions of the package. Each class has a stable ``kind``. The engine's table of kinds
+(``_core.error_kinds()``) names all of them, and :func:`from_engine` turns a kind into its class.
 
 Messages say what happened, where (leaf, file, rank), and what to do; the same facts are attributes.
 """
@@ -15,8 +15,6 @@ class StepwellError(Exception):
 
     kind: ClassVar[str] = "error"
 
-    #: The engine's own kind, if it is more precise than the class (``io``, ``limit``, ...).
-    engine_kind: str | None = None
     #: Rendered path of the leaf that it is about.
     leaf: str | None = None
     #: The file that it is about.
@@ -221,6 +219,16 @@ class MisuseError(StepwellError, ValueError):
     kind = "invalid"
 
 
+class InternalError(StepwellError):
+    """A bug in stepwell, never a mistake of the caller. ``expected`` and ``found`` say which
+    invariant does not hold. Please report it with its message. A bug that ends a save raises
+    :class:`SaveFailed` with the same words: older steps are untouched."""
+
+    kind = "internal"
+    expected: str | None = None
+    found: str | None = None
+
+
 class Cancelled(StepwellError):
     """The other half of the operation ended first; its own error says why."""
 
@@ -239,23 +247,6 @@ def _classes() -> list[type[StepwellError]]:
 
 #: Every class by its kind.
 BY_KIND: dict[str, type[StepwellError]] = {one.kind: one for one in _classes()}
-
-#: Kinds of the engine below the manager, whose errors the manager renames before they get here.
-CORE_KINDS: dict[str, type[StepwellError]] = {
-    "corrupt": CorruptCheckpoint,
-    "leaf": UnsupportedLeaf,
-    "forked": ForkedProcess,
-    "limit": FormatError,
-    "no_driver": DeviceError,
-    "misuse": MisuseError,
-    "torn": TornSnapshot,
-}
-
-
-def class_of(kind: str) -> type[StepwellError] | None:
-    """The class for a kind that the engine uses."""
-    return BY_KIND.get(kind) or CORE_KINDS.get(kind)
-
 
 #: Advice for an errno that the system's own words lack.
 REMEDIES: dict[int, str] = {
@@ -282,7 +273,7 @@ def _remedy(cls: type[StepwellError], code: int | None) -> str | None:
 
 def from_engine(kind: str, message: str, attributes: dict[str, Any]) -> StepwellError:
     """The exception for an error of the engine. Called by the bindings."""
-    cls = class_of(kind) or StepwellError
+    cls = BY_KIND.get(kind, InternalError)
     code = attributes.pop("errno", None)
     if issubclass(cls, FileNotFoundError):
         code = code or _errno.ENOENT
@@ -296,7 +287,6 @@ def from_engine(kind: str, message: str, attributes: dict[str, Any]) -> Stepwell
         error.filename = attributes.get("file")
     else:
         error = cls(message)
-    error.engine_kind = kind
     for name, value in attributes.items():
         if value is not None:
             setattr(error, name, value)

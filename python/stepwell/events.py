@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
 from . import lifecycle
-from .errors import StepwellError, class_of
 from .pending import Save
 
 Event: TypeAlias = dict[str, Any]
@@ -65,8 +64,7 @@ def tell_save(on_event: OnEvent, root: str, save: Save, blocked: float) -> None:
     """Tells of a save, once it is over."""
 
     def over(save: Save) -> None:
-        outcome, error, engine_kind = save._handle.outcome()
-        kind = None if engine_kind is None else (class_of(engine_kind) or StepwellError).kind
+        outcome, error, kind = save._handle.outcome()
         stats = save.stats
         assert stats is not None
         found = {"outcome": outcome, "error": error, "error_kind": kind, "blocked_seconds": blocked}

@@ -1,6 +1,8 @@
 //! The one error type of this crate; [`Error::kind`] is a stable name that the Python exceptions
 //! mirror.
 
+use stepwell_core::Kind;
+
 use crate::matching::Report;
 use crate::tiling::Fault;
 
@@ -49,14 +51,13 @@ pub enum Error {
 }
 
 impl Error {
-    /// Stable name of the variant; part of the public interface.
+    /// Stable name of its [`Kind`]; part of the public interface.
     pub fn kind(&self) -> &'static str {
-        match self {
-            Self::Mismatch(_) => "mismatch",
-            Self::Glob { .. } => "glob",
-            Self::Tiling { .. } => "tiling",
-            Self::Index { .. } => "index",
-            Self::Request { .. } => "request",
-        }
+        let kind = match self {
+            Self::Mismatch(_) => Kind::Mismatch,
+            Self::Glob { .. } | Self::Tiling { .. } | Self::Request { .. } => Kind::Invalid,
+            Self::Index { .. } => Kind::CorruptCheckpoint,
+        };
+        kind.name()
     }
 }

@@ -416,7 +416,7 @@ def test_a_device_that_fails_fails_that_save_by_name_and_no_other(
         cuda.fail(call, 3, how=2 if call == "copy" else 1)
         with pytest.raises(sw.SaveFailed, match=r"Fake GPU 0.*CUDA_ERROR_LAUNCH_FAILED") as caught:
             mgr.save(1, training.state(), snapshot=snapshot).result()
-        assert caught.value.engine_kind == "save_failed"
+        assert caught.value.kind == "save_failed"
         cuda.heal()
         mgr.save(1, training.state()).result()
         assert mgr.all_steps() == [0, 1]
@@ -459,7 +459,7 @@ def test_what_is_changed_unguarded_is_found_and_named_where_that_is_asked_for(
                 break
             saved.append(step)
         assert isinstance(torn, sw.TornSnapshot)
-        assert "`params/b` was changed after save() was called" in str(torn)
+        assert "`params/b` was changed after its save was called" in str(torn)
         assert torn.leaf == "params/b"
         assert mgr.all_steps() == saved
     cuda.violations()

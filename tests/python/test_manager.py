@@ -640,4 +640,4 @@ def test_a_reader_holds_no_step_in_its_place_and_is_told_what_keeps_its_files(ro
         with sw.CheckpointManager(root, read_only=True) as reader:
             with pytest.raises(sw.errors.StepwellError, match="read_only=True") as refused:
                 reader.hold(0)
-            assert "sw.open keeps its files" in str(refused.value)
+            assert "an open checkpoint keeps its files" in str(refused.value)

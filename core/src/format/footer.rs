@@ -38,9 +38,10 @@ pub fn encode(
     index: &Index,
     block_crcs: &[u32],
 ) -> Result<Footer> {
-    block::check_size(block_bytes).map_err(Error::Misuse)?;
+    let invalid = |what: String| Error::internal("a valid footer to write", what);
+    block::check_size(block_bytes).map_err(invalid)?;
     if block::count(footer_offset, block_bytes) != block_crcs.len() as u64 {
-        return Err(Error::Misuse(format!(
+        return Err(invalid(format!(
             "{} block checksums cannot tile {footer_offset} bytes in blocks of {block_bytes}",
             block_crcs.len()
         )));
@@ -75,7 +76,7 @@ pub fn encode(
         },
         crc: 0,
     };
-    trailer.check().map_err(|what| Error::Misuse(format!("the footer cannot be written: {what}")))?;
+    trailer.check().map_err(invalid)?;
     let (trailer_bytes, trailer_crc) = trailer.encode();
     bytes.extend_from_slice(&trailer_bytes);
     Ok(Footer { bytes, trailer_crc })

@@ -279,10 +279,14 @@ fn headers_of_other_versions_features_and_files_are_refused_by_name() {
         assert_eq!(error.kind(), "format");
         assert!(error.to_string().contains(text), "{error}");
     }
-    assert_eq!(Header::decode(&[b'x'; 4096], path()).unwrap_err().kind(), "corrupt", "other bytes");
+    assert_eq!(
+        Header::decode(&[b'x'; 4096], path()).unwrap_err().kind(),
+        "corrupt_checkpoint",
+        "other bytes"
+    );
     assert_eq!(
         Header::decode(&[0; 4096], path()).unwrap_err().kind(),
-        "corrupt",
+        "corrupt_checkpoint",
         "a file that was never written"
     );
     let header = Header::new(ID, 1 << 20, 77);

@@ -79,7 +79,7 @@ pub fn merge_some(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     check(&index, Bounds::Item).map_err(|fault| match fault {
         Fault::Limit(error) => error,
         Fault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },
-        Fault::Whole(what) => Error::Misuse(format!("the parts of the index cannot be put together: {what}")),
+        Fault::Whole(what) => Error::internal("parts that make one valid index", what),
     })?;
     Ok(index)
 }
@@ -179,16 +179,18 @@ impl Merger {
         self.link(&tree, &entry_of);
 
         if record_of.len() != leaves.len() {
-            return Err(
-                Error::Misuse("a part of the index has not as many records as leaves".to_owned()).into()
-            );
+            return Err(Error::internal(
+                format!("{} records in a part of the index", leaves.len()),
+                record_of.len().to_string(),
+            )
+            .into());
         }
         for (leaf, record) in leaves.into_iter().enumerate() {
             let of = |leaf: u32| {
                 let record = record_of.get(leaf as usize);
                 record
                     .map(|&record| record as u32)
-                    .ok_or_else(|| Error::Misuse(format!("a part has no leaf {leaf}")))
+                    .ok_or_else(|| Error::internal("a leaf of the part", format!("leaf {leaf}")))
             };
             let record = renumbered(record, first_file, of)?;
             let place = record_of.get(leaf).copied().unwrap_or(usize::MAX);
@@ -330,7 +332,7 @@ fn renumbered(
     of: impl Fn(u32) -> Result<u32>,
 ) -> Result<LeafRecord> {
     for file in record.extents_mut().filter_map(|extent| extent.source.file_mut()) {
-        let no_file = || Error::Misuse(format!("a part has no file {file}"));
+        let no_file = || Error::internal("a file of the part", format!("file {file}"));
         *file = file.checked_add(first_file).ok_or_else(no_file)?;
     }
     if let Some(leaf) = record.refers_to() {

@@ -499,7 +499,7 @@ mod tests {
     fn depth_is_limited_on_write_and_on_read() {
         let nested = |depth| (1..depth).fold(Value::None, |inner, _| Value::List(vec![inner]));
         assert!(decode(&encode(&nested(MAX_DEPTH)).unwrap()).is_ok());
-        assert_eq!(encode(&nested(MAX_DEPTH + 1)).unwrap_err().kind(), "limit");
+        assert_eq!(encode(&nested(MAX_DEPTH + 1)).unwrap_err().kind(), "format");
         assert!(decode(&[11, 1].repeat(1 << 20)).unwrap_err().contains("nests"));
     }
 

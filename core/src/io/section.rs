@@ -43,8 +43,8 @@ impl File for Section {
         if len == self.length {
             return Ok(());
         }
-        let what = format!("{} bytes of {} cannot become {len}", self.length, self.path().display());
-        Err(Error::Misuse(what))
+        let expected = format!("{} bytes in this part of {}", self.length, self.path().display());
+        Err(Error::internal(expected, len.to_string()))
     }
 
     fn sync(&self) -> Result<()> {

@@ -74,12 +74,12 @@ impl Job {
         };
         let refuse = |buffer, error| Box::new(Completion { token, buffer, result: Err(error) });
         if let Some(problem) = problem {
-            let what = format!("transfer on {}: {problem}", file.path().display());
-            return Err(refuse(buffer, Error::Misuse(what)));
+            let expected = format!("a valid transfer on {}", file.path().display());
+            return Err(refuse(buffer, Error::internal(expected, problem)));
         }
         let Some(ours) = file.as_any().downcast_ref::<PosixFile>() else {
-            let what = format!("{} was opened through another disk", file.path().display());
-            return Err(refuse(buffer, Error::Misuse(what)));
+            let found = format!("{} from another", file.path().display());
+            return Err(refuse(buffer, Error::internal("a file of this disk", found)));
         };
         let (descriptor, alignment) = ours.descriptor(transfer);
         if let Err(error) = descriptor.get() {

@@ -81,7 +81,8 @@ impl ReadBuffers {
             return Buffer::alone(len);
         }
         let mut buffers = Mapping::new(MAPPING)?.into_buffers(len)?;
-        let buffer = buffers.pop().ok_or_else(|| Error::Misuse("a mapping holds no buffer".into()))?;
+        let buffer =
+            buffers.pop().ok_or_else(|| Error::internal("a mapping of at least one buffer", "none"))?;
         idle.append(&mut buffers);
         Ok(buffer)
     }

@@ -80,7 +80,10 @@ pub fn execute_while<'a>(
         if copied == wanted {
             return Ok(stats);
         }
-        Err(Error::Misuse(format!("the read plan is not whole: it fills {copied} of {wanted} bytes")))
+        Err(Error::internal(
+            format!("a read plan that fills {wanted} bytes"),
+            format!("one that fills {copied}"),
+        ))
     });
     match result {
         Ok(stats) => Ok(LoadStats {
@@ -95,10 +98,7 @@ pub fn execute_while<'a>(
 }
 
 fn unfit(index: &Index, leaf: u32, what: &str) -> Error {
-    Error::Misuse(format!(
-        "the read plan of leaf `{}` cannot be carried out: {what}",
-        index.tree.leaf_path(leaf)
-    ))
+    Error::internal(format!("a valid read plan of leaf `{}`", index.tree.leaf_path(leaf)), what)
 }
 
 /// Checks cells and scatters them.
@@ -158,7 +158,7 @@ impl Sink for Scatterer {
         let Some((cell, info)) =
             self.cells.get(number).and_then(|cell| Some((cell, self.infos.get(&cell.file)?)))
         else {
-            return Err(Error::Misuse(format!("cell {number} is not known")));
+            return Err(Error::internal("a cell of the schedule", format!("cell {number}")));
         };
         if copies.is_empty() {
             return Ok(());

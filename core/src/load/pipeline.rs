@@ -116,7 +116,8 @@ pub(super) fn run<S: Sink>(
     };
     let size = |longest: Option<u64>| {
         let len = usize::try_from(longest.unwrap_or(0));
-        len.map(ReadBuffers::size).map_err(|_| Error::Misuse("a block does not fit the memory".into()))
+        len.map(ReadBuffers::size)
+            .map_err(|_| Error::internal("a read that fits the address space", "a longer one"))
     };
     let read_buffer = size(longest(&mut schedule.reads.iter().map(|read| &read.bytes)))?;
     let cell_buffer = size(longest(&mut schedule.cells.iter().map(|cell| &cell.bytes)))?;
@@ -314,9 +315,10 @@ impl<S: Sink> Reader<'_, S> {
         }
         let Some(buffer) = self.buffer()? else { return Ok(Some(planned)) };
         let (offset, len) = aligned(&read.bytes, self.shared.alignment);
-        if len > buffer.len() {
+        let room = buffer.len();
+        if len > room {
             self.free.push(buffer);
-            return Err(Error::Misuse("a read does not fit its buffer".into()));
+            return Err(Error::internal(format!("a read of at most {room} bytes"), format!("one of {len}")));
         }
         if self.queue.is_none() {
             self.queue = Some(self.disk.queue_for_reads(self.depth)?);
@@ -359,7 +361,7 @@ impl<S: Sink> Reader<'_, S> {
         };
         let found = number.and_then(|number| Some((number, self.shared.schedule.reads.get(number)?)));
         let Some((number, read)) = found else {
-            return Err(Error::Misuse(format!("a queue gave back read {token}, which was not asked for")));
+            return Err(Error::internal("a read that was submitted", format!("read {token}")));
         };
         let (offset, _) = aligned(&read.bytes, self.shared.alignment);
         let skip = (read.bytes.start - offset) as usize;

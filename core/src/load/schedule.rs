@@ -154,10 +154,10 @@ fn round(
         for &number in &of_run {
             let Some(copy) = copies.get(number as usize) else { continue };
             if copy.file != run.file {
-                return Err(Error::Misuse(format!(
-                    "a run of file {} feeds a copy out of file {}",
-                    run.file, copy.file
-                )));
+                return Err(Error::internal(
+                    format!("copies out of file {} in its run", run.file),
+                    format!("one out of file {}", copy.file),
+                ));
             }
             if copy.src.end > *data_end {
                 let what = format!(
@@ -262,6 +262,6 @@ mod tests {
             runs: vec![ReadRun { file: 0, offset: 4096, len: 4096, copies: vec![0] }],
             copies: vec![copy(4096, 4097)],
         };
-        assert_eq!(schedule(&plan, 8192).unwrap_err().kind(), "corrupt");
+        assert_eq!(schedule(&plan, 8192).unwrap_err().kind(), "corrupt_checkpoint");
     }
 }

@@ -182,7 +182,7 @@ impl Sink for Checker {
     fn cell(&self, number: usize, bytes: &Staged, _: &mut Started) -> Result<()> {
         let found = self.cells.get(number).and_then(|cell| Some((cell, self.infos.get(&cell.file)?)));
         let Some((cell, info)) = found else {
-            return Err(Error::Misuse(format!("cell {number} is not known")));
+            return Err(Error::internal("a cell of the schedule", format!("cell {number}")));
         };
         let first = info.block_of(cell.bytes.start);
         for (block, bytes) in (first..).zip(bytes.chunks(info.block_bytes as usize)) {

@@ -38,7 +38,10 @@ impl StateProvider for ShardedProvider {
         for fill in fills {
             let captured = match self.shard(fill.local) {
                 Some((provider, own)) => provider.capture(&[Fill { local: &own, ..*fill }], slot),
-                None => Err(Error::Misuse(format!("no shard holds {:?}", fill.local))),
+                None => Err(Error::internal(
+                    "a shard that holds the region",
+                    format!("none that holds {:?}", fill.local),
+                )),
             };
             match captured {
                 Ok(Ticket::Done) => {}
@@ -102,6 +105,6 @@ struct Failed(Mutex<Option<Error>>);
 impl Fence for Failed {
     fn host_wait(&self, _deadline: Instant) -> Result<()> {
         let error = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        Err(error.unwrap_or_else(|| Error::Misuse("the copy of another shard has failed".into())))
+        Err(error.unwrap_or_else(|| Error::Cancelled("the copy of another shard has failed".into())))
     }
 }

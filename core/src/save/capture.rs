@@ -187,7 +187,7 @@ impl Capture {
     fn copy(&mut self, windows: Vec<Due>) -> Result<()> {
         let started = Instant::now();
         let Some(parts) = self.parts.take() else {
-            return Err(Error::Misuse("a capture runs once".into()));
+            return Err(Error::internal("one run of a capture", "a second one"));
         };
         let count = windows.len();
         let lanes = lanes(windows, self.queues.len());
@@ -277,7 +277,9 @@ impl Task for Job {
         let error = match worked {
             Ok(Ok(())) => return,
             Ok(Err(error)) => error,
-            Err(panic) => Error::Misuse(format!("a state provider panicked: {}", message(&*panic))),
+            Err(panic) => {
+                Error::internal("a result", format!("a state provider panicked: {}", message(&*panic)))
+            }
         };
         if let Error::Cancelled(why) = error {
             // The consequence of something else, which may be recorded here by another thread.
@@ -426,7 +428,7 @@ fn fill(
     indexes: &[Index],
     link: &Link,
 ) -> Result<(Filled, bool)> {
-    let missing = || Error::Misuse(format!("window {window} is not in the plan"));
+    let missing = || Error::internal("a window of the plan", format!("window {window}"));
     let window = all.list.get(window).ok_or_else(missing)?;
     let parts = all.parts.get(window.parts.clone()).ok_or_else(missing)?;
     let mut fences = Vec::new();
@@ -494,11 +496,14 @@ fn zero(slot: &mut Slot<Filling>, from: u64, to: u64) -> Result<()> {
 
 /// The error with the leaf's path, where it has none of its own.
 fn named(error: Error, leaf: &Leaf, indexes: &[Index]) -> Error {
+    let path = || {
+        let index = indexes.get(leaf.item as usize);
+        index.map(|index| index.tree.leaf_path(leaf.number).to_string()).unwrap_or_default()
+    };
     match error {
-        Error::Misuse(what) => {
-            let path =
-                indexes.get(leaf.item as usize).map(|index| index.tree.leaf_path(leaf.number).to_string());
-            Error::Leaf { leaf: path.unwrap_or_default(), what }
+        Error::Misuse(what) => Error::Leaf { leaf: path(), what },
+        Error::Internal { expected, found } => {
+            Error::Internal { expected: format!("{expected} (leaf `{}`)", path()), found }
         }
         other => other,
     }

@@ -99,19 +99,20 @@ fn check_options(items: &[ItemPlan], pool: &StagingPool, options: &SaveOptions) 
         return misuse(format!("slots of {slot} bytes are not made of blocks of {block}"));
     }
     if options.file_ids.len() != items.len() {
-        return misuse(format!("{} file ids for {} items", options.file_ids.len(), items.len()));
+        return Err(Error::internal(format!("{} file ids", items.len()), options.file_ids.len().to_string()));
     }
     let mut dirs = HashSet::new();
     for item in items {
         if !is_component(&item.dir) || !dirs.insert(item.dir.as_str()) {
-            return misuse(format!("item directory `{}` is no name or stands twice", item.dir));
+            return Err(Error::internal(
+                "unique names of item directories",
+                format!("`{}`, which is no name or stands twice", item.dir),
+            ));
         }
         if item.leaves.len() != item.tree.leaf_count() {
-            return misuse(format!(
-                "item `{}` has {} leaves, its tree {}",
-                item.dir,
-                item.leaves.len(),
-                item.tree.leaf_count()
+            return Err(Error::internal(
+                format!("{} leaves in item `{}`, as its tree has", item.tree.leaf_count(), item.dir),
+                item.leaves.len().to_string(),
             ));
         }
         let limit = |what: &str, found: usize, limit: u64| match found as u64 {

@@ -145,7 +145,7 @@ impl Slot<Filling> {
         let size = self.lease.size();
         let place = usize::try_from(at).ok().zip(usize::try_from(len).ok());
         place.and_then(|(at, len)| self.lease.buffer.as_mut()?.part_mut(at, len)).ok_or_else(|| {
-            Error::Misuse(format!("bytes {at} and {len} more cannot be written to in a slot of {size}"))
+            Error::internal(format!("free bytes of a slot of {size}"), format!("{len} bytes from byte {at}"))
         })
     }
 
@@ -160,7 +160,7 @@ impl Slot<Filling> {
         at: u64,
     ) -> Result<()> {
         let buffer = self.lease.buffer.as_mut();
-        let buffer = buffer.ok_or_else(|| Error::Misuse("a slot without memory".into()))?;
+        let buffer = buffer.ok_or_else(|| Error::internal("memory in the slot", "none"))?;
         source.start(region, from, len, buffer, at)
     }
 
@@ -216,7 +216,7 @@ impl Slot<Full> {
     /// Takes the memory out, for a queue; [`Slot::land`] puts it back.
     pub fn launch(mut self) -> Result<(Buffer, Slot<Flushing>)> {
         let buffer = self.lease.buffer.take();
-        let buffer = buffer.ok_or_else(|| Error::Misuse("a slot without memory".into()))?;
+        let buffer = buffer.ok_or_else(|| Error::internal("memory in the slot", "none"))?;
         let address = buffer.as_ptr() as usize;
         Ok((buffer, Slot { lease: self.lease, state: Flushing { address } }))
     }
@@ -226,7 +226,7 @@ impl Slot<Flushing> {
     /// Puts the memory back that [`Slot::launch`] took.
     pub fn land(mut self, buffer: Buffer) -> Result<Slot<Written>> {
         if buffer.as_ptr() as usize != self.state.address {
-            return Err(Error::Misuse("a queue gave back another slot's memory".into()));
+            return Err(Error::internal("the memory of this slot back from the queue", "that of another"));
         }
         self.lease.buffer = Some(buffer);
         Ok(Slot { lease: self.lease, state: Written(()) })

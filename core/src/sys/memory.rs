@@ -73,7 +73,7 @@ fn map(len: usize) -> Result<NonNull<u8>> {
     if raw == libc::MAP_FAILED {
         return Err(Error::io("mmap", format!("<{len} bytes of memory>"), io::Error::last_os_error()));
     }
-    NonNull::new(raw.cast::<u8>()).ok_or_else(|| Error::Misuse("mmap returned the null page".into()))
+    NonNull::new(raw.cast::<u8>()).ok_or_else(|| Error::internal("an address from mmap", "the null page"))
 }
 
 /// True if the system would give so many bytes of address space now (a limit of the process, or no
@@ -163,10 +163,10 @@ impl Mapping {
     /// unused. Takes the only handle, so that no window is handed out twice.
     pub fn into_buffers(self: Arc<Self>, size: usize) -> Result<Vec<Buffer>> {
         if size == 0 || !size.is_multiple_of(4096) {
-            return Err(Error::Misuse(format!("a buffer of {size} bytes is not made of whole pages")));
+            return Err(Error::internal("buffers of whole pages", format!("buffers of {size} bytes")));
         }
         if Arc::strong_count(&self) != 1 {
-            return Err(Error::Misuse("this mapping has already been cut".into()));
+            return Err(Error::internal("the only handle of a mapping", "one of several"));
         }
         let windows = self.len / size;
         let window = |i| Buffer { mapping: Arc::clone(&self), offset: i * size, len: size, arriving: None };

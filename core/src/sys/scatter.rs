@@ -87,25 +87,34 @@ impl Drop for ScatterGuard<'_> {
 impl Scatter {
     /// Checks everything that [`Self::put`] relies on, and takes the targets. `windows` are in file
     /// order and do not overlap.
-    pub(crate) fn open<'a>(
-        targets: Vec<Destination<'a>>,
+    pub(crate) fn open(
+        targets: Vec<Destination<'_>>,
         copies: Vec<Strided>,
         windows: Vec<Window>,
         lists: Vec<u32>,
-    ) -> Result<ScatterGuard<'a>> {
+    ) -> Result<ScatterGuard<'_>> {
         for copy in &copies {
             let target = targets.get(copy.dst as usize).ok_or_else(|| {
-                Error::Misuse(format!("a copy goes to destination {} of {}", copy.dst, targets.len()))
+                Error::internal(
+                    "a destination for each copy",
+                    format!("a copy to destination {} of {}", copy.dst, targets.len()),
+                )
             })?;
             let len = len_of(target);
             if copy.dst_span.end > len {
-                return Err(Error::Misuse(format!(
-                    "a copy ends at byte {} of destination {}, which has {len}",
-                    copy.dst_span.end, copy.dst
-                )));
+                return Err(Error::internal(
+                    "copies inside their destinations",
+                    format!(
+                        "one that ends at byte {} of destination {}, which has {len}",
+                        copy.dst_span.end, copy.dst
+                    ),
+                ));
             }
             if !copy.is_injective() {
-                return Err(Error::Misuse(format!("destination {} overlaps itself", copy.dst)));
+                return Err(Error::internal(
+                    "a copy that writes each byte once",
+                    format!("destination {} overlaps itself", copy.dst),
+                ));
             }
         }
         let ascending = windows.windows(2).all(|pair| match pair {
@@ -113,7 +122,7 @@ impl Scatter {
             _ => true,
         });
         if !ascending || windows.iter().any(|window| window.bytes.is_empty()) {
-            return Err(Error::Misuse("windows of a read overlap".into()));
+            return Err(Error::internal("windows in file order", "windows that overlap"));
         }
         for window in &windows {
             let copies_of = lists.get(window.copies.clone()).unwrap_or_default();
@@ -123,7 +132,10 @@ impl Scatter {
                     .iter()
                     .any(|&c| copies.get(c as usize).is_none_or(|copy| copy.file != window.file))
             {
-                return Err(Error::Misuse("a window of a read names copies that are not its own".into()));
+                return Err(Error::internal(
+                    format!("copies from file {} in its window", window.file),
+                    "other copies",
+                ));
             }
         }
         let locks = disjoint::Locks::find(&spans(&targets)?, &copies);
@@ -175,13 +187,16 @@ impl Scatter {
             return Err(Error::Cancelled("the restore has ended".into()));
         }
         let (Some(window), Some(claimed)) = (self.windows.get(number), self.claimed.get(number)) else {
-            return Err(Error::Misuse(format!("there is no window {number}")));
+            return Err(Error::internal("a window of the read", format!("window {number}")));
         };
         if bytes.len() as u64 != window.bytes.end - window.bytes.start {
-            return Err(Error::Misuse(format!("window {number} got {} bytes", bytes.len())));
+            return Err(Error::internal(
+                format!("{} bytes for window {number}", window.bytes.end - window.bytes.start),
+                bytes.len().to_string(),
+            ));
         }
         if claimed.swap(true, Ordering::AcqRel) {
-            return Err(Error::Misuse(format!("window {number} was scattered twice")));
+            return Err(Error::internal("each window once", format!("window {number} a second time")));
         }
         let mut moved = 0;
         let mut outside = false;
@@ -198,7 +213,7 @@ impl Scatter {
                     copy.clip(&window.bytes, &mut |tile| tiles.push(tile));
                     for tile in &tiles {
                         if !tile_fits(tile, target.len, window.bytes.end) || tile.src < window.bytes.start {
-                            return Err(Error::Misuse("a copy left its destination".into()));
+                            return Err(left(number));
                         }
                         started.add(device.put(Piece::new(bytes, window.bytes.start, tile))?);
                         moved += tile.bytes();
@@ -229,10 +244,14 @@ impl Scatter {
             drop(held);
         }
         if outside {
-            return Err(Error::Misuse("a copy left its destination".into()));
+            return Err(left(number));
         }
         Ok(moved)
     }
+}
+
+fn left(window: usize) -> Error {
+    Error::internal("copies inside their destinations", format!("one of window {window} that leaves its own"))
 }
 
 fn len_of(target: &Destination<'_>) -> u64 {
@@ -253,9 +272,9 @@ fn spans(targets: &[Destination<'_>]) -> Result<Vec<Range<u64>>> {
             Destination::Device(_) => next,
         };
         let len = len_of(target);
-        let end = start
-            .checked_add(len)
-            .ok_or_else(|| Error::Misuse(format!("a destination of {len} bytes does not exist")))?;
+        let end = start.checked_add(len).ok_or_else(|| {
+            Error::internal("a destination in the address space", format!("one of {len} bytes at {start:#x}"))
+        })?;
         if matches!(target, Destination::Device(_)) {
             next = end;
         }

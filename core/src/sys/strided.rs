@@ -139,10 +139,10 @@ impl StridedMemory {
     }
 
     fn refuse(&self, region: &Region, what: &str) -> Error {
-        Error::Misuse(format!(
-            "region {:?} + {:?} of an array of shape {:?}: {what}",
-            region.offset, region.extent, self.shape
-        ))
+        Error::internal(
+            format!("a region of an array of shape {:?}", self.shape),
+            format!("{:?} + {:?}: {what}", region.offset, region.extent),
+        )
     }
 }
 

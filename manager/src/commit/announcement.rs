@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::machine::Verdict;
 use crate::coordination::LEADER;
-use crate::error::{Error, Result};
+use crate::error::{Advice, Error, Result};
 
 /// How a commit ended, for the other ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -26,6 +26,8 @@ pub enum Announcement {
         leaf: String,
         /// Which ranks, and which regions.
         what: String,
+        /// A remedy.
+        advice: Option<Advice>,
     },
     /// Nothing is visible: ranks did not answer in time.
     RanksMissing {
@@ -75,8 +77,8 @@ impl Announcement {
                 waited_for: format!("to decide on step {step}"),
                 seconds: *seconds,
             },
-            Verdict::NotCommitted(Error::Layout { leaf, what }) => {
-                Self::Layout { leaf: leaf.clone(), what: what.clone() }
+            Verdict::NotCommitted(Error::Layout { leaf, what, advice }) => {
+                Self::Layout { leaf: leaf.clone(), what: what.clone(), advice: *advice }
             }
             Verdict::NotCommitted(error) => Self::RankFailed { rank, cause: error.to_string() },
             Verdict::Uncertain(error) => Self::Uncertain { cause: error.to_string(), errno: error.errno() },
@@ -88,7 +90,9 @@ impl Announcement {
         match self {
             Self::Committed => Verdict::Committed { replaced: None },
             Self::RankFailed { rank, cause } => Verdict::NotCommitted(Error::RankFailed { rank, cause }),
-            Self::Layout { leaf, what } => Verdict::NotCommitted(Error::Layout { leaf, what }),
+            Self::Layout { leaf, what, advice } => {
+                Verdict::NotCommitted(Error::Layout { leaf, what, advice })
+            }
             Self::RanksMissing { missing, waited_for, seconds } => {
                 Verdict::NotCommitted(Error::CoordinationTimeout { missing, waited_for, seconds })
             }
@@ -112,7 +116,7 @@ impl Announcement {
 
     /// As a message; `stale`: a rank's leaves are others than it has told.
     pub fn encode(&self, stale: bool) -> Result<Vec<u8>> {
-        serde_json::to_vec(&(self, stale)).map_err(|error| Error::Invalid(error.to_string()))
+        serde_json::to_vec(&(self, stale)).map_err(|error| crate::error::unencodable(&error))
     }
 
     /// From a message.

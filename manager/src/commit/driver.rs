@@ -125,7 +125,7 @@ fn execute(
         temporary
             .dir
             .clone()
-            .ok_or_else(|| stepwell_core::Error::Misuse("there is no temporary yet".to_owned()))
+            .ok_or_else(|| stepwell_core::Error::internal("a temporary directory", "none yet"))
     };
     let done = |result: stepwell_core::Result<()>| match result {
         Ok(()) => Event::Done,

@@ -384,8 +384,8 @@ impl Machine {
             (State::Telling(verdict), _) => Action::Finish(Box::new(verdict)),
             (_, Event::Failed(error)) => self.abort(self.failed(error)),
             (state, event) => {
-                let what = format!("the commit machine in {state:?} was told {event:?}");
-                self.abort(Error::Invalid(what))
+                let expected = format!("an event that the commit machine takes in {state:?}");
+                self.abort(Error::internal(expected, format!("{event:?}")))
             }
         }
     }

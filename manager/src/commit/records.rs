@@ -23,7 +23,7 @@ use super::announcement::Announcement;
 use super::machine::Verdict;
 use crate::coordination::LEADER;
 use crate::directory_layout::{INDEX, LEASE, MANIFEST};
-use crate::error::{Error, Result};
+use crate::error::{Advice, Error, Result};
 use crate::state::claims::Claim;
 use crate::state::{MAX_SPLIT_ITEMS, leaf_hashes};
 
@@ -369,7 +369,7 @@ impl Gathered {
                     "ranks {who} and {} disagree: it is a container on one and a leaf on the other, or only one of them has more than {MAX_SPLIT_ITEMS} containers beside it",
                     named(rank, &part.index)
                 );
-                return Err(Error::Layout { leaf: entry.name.clone(), what });
+                return Err(Error::Layout { leaf: entry.name.clone(), what, advice: None });
             }
         }
         if let Some(item) = self.items.get_mut(at) {
@@ -468,17 +468,18 @@ impl Claimed {
             if let Some((one, other)) = self.differ.get(&path) {
                 let other_kind = one.kind != other.kind;
                 let (one, other) = (one.rank, other.rank);
-                let what = if other_kind {
-                    format!(
+                let (what, advice) = if other_kind {
+                    let what = format!(
                         "it is of another dtype or shape, or another sort of value, on rank {one} than on rank {other}"
-                    )
+                    );
+                    (what, None)
                 } else {
-                    format!(
-                        "it is simply there on several ranks, and rank {one} has other values than rank {other}: where it differs on purpose, pass it as sw.PerRank(…); where it \
-                         may drift, as sw.Replicated(…), and the first rank's counts"
-                    )
+                    let what = format!(
+                        "it is replicated, and rank {one} has other values than rank {other}. Save one value per rank, or say that the first rank's counts"
+                    );
+                    (what, Some(Advice::NamePerRank))
                 };
-                return Err(Error::Layout { leaf: index.tree.leaf_path(leaf).to_string(), what });
+                return Err(Error::Layout { leaf: index.tree.leaf_path(leaf).to_string(), what, advice });
             }
         }
         Ok(())
@@ -498,7 +499,11 @@ fn merge(
     let index = merged.map_err(|refusal| match refusal {
         Refusal::Contradiction { leaf, first, second, what } => {
             let who = |part: usize| whose.get(part).map_or("0", String::as_str);
-            Error::Layout { leaf, what: format!("ranks {} and {} disagree: {what}", who(first), who(second)) }
+            Error::Layout {
+                leaf,
+                what: format!("ranks {} and {} disagree: {what}", who(first), who(second)),
+                advice: None,
+            }
         }
         Refusal::Other(error) => error.into(),
     })?;
@@ -584,7 +589,7 @@ fn check_coverage(index: &Index) -> Result<()> {
                 holders.dedup();
                 if holders.is_empty() {
                     format!(
-                        "no rank writes any part of it, of shape {shape:?}: none holds one, or all say that another one's copy counts (replica=, replica_id)"
+                        "no rank writes any part of it, of shape {shape:?}: none holds one, or all say that another one's copy counts"
                     )
                 } else {
                     format!(
@@ -600,11 +605,12 @@ fn check_coverage(index: &Index) -> Result<()> {
                 } else {
                     format!("ranks {one} and {other} both hold {}", Slices(&region))
                 };
-                format!("{who} of its shape {shape:?}, and neither says that the other does (replica=)")
+                format!("{who} of its shape {shape:?}, and neither says that the other does")
             }
             fault @ (Fault::Outside { .. } | Fault::TooIrregular) => fault.to_string(),
         };
-        return Err(Error::Layout { leaf: index.tree.leaf_path(leaf).to_string(), what });
+        let advice = Some(Advice::NameReplicas);
+        return Err(Error::Layout { leaf: index.tree.leaf_path(leaf).to_string(), what, advice });
     }
     Ok(())
 }
@@ -657,7 +663,7 @@ impl Vote {
             failure: self.parts.as_ref().err().cloned(),
             parts,
         };
-        let head = serde_json::to_vec(&head).map_err(|error| Error::Invalid(error.to_string()))?;
+        let head = serde_json::to_vec(&head).map_err(|error| crate::error::unencodable(&error))?;
         let mut out = (head.len() as u64).to_le_bytes().to_vec();
         out.extend_from_slice(&head);
         self.claims.iter().for_each(|claim| claim.encode(&mut out));

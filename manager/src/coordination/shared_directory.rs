@@ -295,7 +295,7 @@ impl<'a> Coming<'a> {
     }
 
     fn say(&self, name: &str, message: &impl Serialize) -> Result<()> {
-        let message = serde_json::to_vec(message).map_err(|error| Error::Invalid(error.to_string()))?;
+        let message = serde_json::to_vec(message).map_err(|error| crate::error::unencodable(&error))?;
         self.said.borrow_mut().push(name.to_owned());
         write(&*self.job, name, &message)
     }

@@ -774,11 +774,11 @@ impl Hello {
 }
 
 fn json(value: &impl Serialize) -> Result<serde_json::Value> {
-    serde_json::to_value(value).map_err(|error| Error::Invalid(error.to_string()))
+    serde_json::to_value(value).map_err(|error| crate::error::unencodable(&error))
 }
 
 fn encoded(value: &impl Serialize) -> Result<Message> {
-    serde_json::to_vec(value).map_err(|error| Error::Invalid(error.to_string()))
+    serde_json::to_vec(value).map_err(|error| crate::error::unencodable(&error))
 }
 
 fn decoded<T: DeserializeOwned>(rank: u32, message: &[u8]) -> Result<T> {

@@ -206,10 +206,12 @@ impl Manager {
     pub fn hold(&self, step: u64) -> Result<Hold> {
         // A reader keeps the files of a step, by its lease, and not its place: that is the
         // writer's.
-        self.inner.check_writable("hold a step in its place (sw.open keeps its files until it is closed)")?;
+        self.inner.check_writable(
+            "hold a step in its place (an open checkpoint keeps its files until it is closed)",
+        )?;
         if !self.inner.team.leads() {
             return Err(Error::Invalid(format!(
-                "rank {} cannot hold step {step} in its place: rank {LEADER} retires steps, and holds them; sw.open keeps a step's files, on any rank, until it is closed",
+                "rank {} cannot hold step {step} in its place: rank {LEADER} retires steps, and holds them; an open checkpoint keeps its files, on any rank",
                 self.inner.team.rank()
             )));
         }
@@ -259,7 +261,7 @@ impl Inner {
         // latest.
         if let Some(damage) = damage(&*inner.root, &target.name, &target.manifest)? {
             let what = format!(
-                "{damage}; nothing was moved: rewind to a step that is whole (sw.verify says which are)"
+                "{damage}; nothing was moved: rewind to a step that is whole (a verification says which are)"
             );
             return Err(stepwell_core::Error::corrupt(inner.path.join(&target.name), what).into());
         }

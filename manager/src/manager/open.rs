@@ -417,7 +417,7 @@ impl Inner {
         state.closed = true;
         while state.closing {
             state = self.wait(state, deadline).ok_or_else(|| Error::Timeout {
-                waited_for: "another close() of this manager".to_owned(),
+                waited_for: "another close of this manager".to_owned(),
                 waited: begun.elapsed(),
             })?;
         }

@@ -147,8 +147,7 @@ impl Manager {
         self.inner.check_usable()?;
         let Some((metric, mode)) = metric.or_else(|| self.inner.options.retention.metric()) else {
             return Err(Error::Invalid(
-                "best_step() needs a metric and a mode: the retention names none (keep_best would)"
-                    .to_owned(),
+                "the best step needs a metric and a mode: the retention names none".to_owned(),
             ));
         };
         let inner = &self.inner;

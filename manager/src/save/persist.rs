@@ -163,7 +163,7 @@ impl World for SaveWorld<'_> {
         let flush = self
             .flush
             .take()
-            .ok_or_else(|| stepwell_core::Error::Misuse("the data was written already".to_owned()))?;
+            .ok_or_else(|| stepwell_core::Error::internal("data that is still to be written", "none"))?;
         let disk = Arc::clone(&self.environment.disk);
         let mut room = SaveRoom { deleter: self.deleter, temporary: &self.temporary };
         let written = flush.run_with_room(&*disk, temporary, &mut room);

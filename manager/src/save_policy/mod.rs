@@ -110,7 +110,7 @@ impl SavePolicy {
     pub fn check(&self) -> Result<()> {
         match self {
             Self::EverySteps { n: 0, .. } => Err(Error::Invalid(
-                "every_steps(0) names no step; pass at least 1, or read_only=True to never save".to_owned(),
+                "every_steps(0) names no step. Pass at least 1, or open the root to read only".to_owned(),
             )),
             Self::EverySeconds { seconds } if !(seconds.is_finite() && *seconds >= 0.0) => {
                 Err(Error::Invalid(format!(

@@ -47,11 +47,11 @@ fn a_rank_whose_save_raises_fails_the_save_of_all_and_the_next_one_works() {
         }
         let saved = manager.save(SaveRequest::new(2, broken));
         if rank == 1 {
-            assert!(saved.unwrap_err().to_string().contains("0 sources"));
+            assert!(saved.unwrap_err().to_string().contains("found 0"));
         } else {
             let error = failure(&saved.unwrap());
             assert!(
-                matches!(&*error, Error::RankFailed { rank: 1, cause } if cause.contains("0 sources")),
+                matches!(&*error, Error::RankFailed { rank: 1, cause } if cause.contains("found 0")),
                 "{error}"
             );
         }

@@ -46,7 +46,7 @@ fn layouts_that_do_not_fit_together_are_refused_with_leaf_ranks_and_regions() {
     for (leaf, words) in [
         (hole, ["no rank holds [4:8, 0:4]", "ranks [0, 1]"]),
         (overlap, ["ranks 0 and 1 both hold [2:5, 0:4]", "[8, 4]"]),
-        (twice, ["ranks 0 and 1 both hold [0:8, 0:4]", "replica="]),
+        (twice, ["ranks 0 and 1 both hold [0:8, 0:4]", "neither says that the other does"]),
         (shape, ["shape [4, 4]", "shape [8, 4]"]),
         (sort, ["ranks 0 and 1 disagree", "an object"]),
     ] {

@@ -365,7 +365,10 @@ fn a_tie_is_read_where_it_is_stored_and_an_object_is_refused() {
     let tied = plan(&stored.index, &[request(1)], &options).unwrap();
     assert_eq!((tied.copies[0].leaf, tied.copies[0].src_offset), (1, 64));
     let error = |leaf| plan(&stored.index, &[request(leaf)], &options).unwrap_err();
-    assert_eq!((error(2).kind(), error(3).kind(), error(9).kind()), ("request", "index", "request"));
+    assert_eq!(
+        (error(2).kind(), error(3).kind(), error(9).kind()),
+        ("invalid", "corrupt_checkpoint", "invalid")
+    );
 }
 
 #[test]

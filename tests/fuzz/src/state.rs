@@ -14,7 +14,7 @@ pub fn run(input: &[u8]) {
     let Ok(state) = State::from(&mut u) else { return };
     let disk = SimDisk::new();
     if let Err(error) = world::save(&disk, state.source(), &world::options(block, chunk)) {
-        let refused = matches!(error.kind(), "unsupported_leaf" | "invalid" | "format" | "misuse");
+        let refused = matches!(error.kind(), "unsupported_leaf" | "invalid" | "format");
         assert!(refused, "a state in memory is refused for what it is: {} {error}", error.kind());
         assert!(world::files(&disk).is_empty(), "what is refused leaves nothing");
         return;

@@ -240,6 +240,6 @@ fn what_is_changed_before_it_is_captured_is_found_and_named_where_that_is_asked_
     let outcome = torn.wait(Some(LONG)).unwrap();
     let Some(stepwell_manager::Outcome::NotCommitted(error)) = outcome else { panic!("{outcome:?}") };
     assert_eq!(error.kind(), "torn_snapshot", "{error}");
-    assert!(error.to_string().contains("`3` was changed after save()"), "{error}");
+    assert!(error.to_string().contains("`3` was changed after its save"), "{error}");
     world.assert_idle();
 }

@@ -254,7 +254,7 @@ pub(crate) fn check_to_write(index: &Index, bounds: Bounds) -> Result<()> {
     check(index, bounds).map_err(|fault| match fault {
         Fault::Limit(error) => error,
         Fault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },
-        Fault::Whole(what) => Error::Misuse(format!("the index cannot be written: {what}")),
+        Fault::Whole(what) => Error::internal("a valid index to write", what),
     })
 }
 

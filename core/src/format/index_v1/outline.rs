@@ -106,7 +106,7 @@ impl Outline {
     pub fn decode(header: &IndexHeader, bytes: &[u8], crc: u32, file: &Path) -> Result<Self> {
         let root = Root::decode(header, bytes, file)?;
         let index = decode(header, &root, bytes, file)?
-            .ok_or_else(|| Error::Misuse(format!("{} has no outline", file.display())))?;
+            .ok_or_else(|| Error::corrupt(file, "it has no outline, but its manifest names one"))?;
         let front = bytes.get(..header.pages_at() as usize).unwrap_or(bytes);
         let found =
             root.pages.iter().fold(crc32c(front), |crc, page| crc32c_of_both(crc, page.crc, page.length));

@@ -160,9 +160,8 @@ impl Root {
             columns.file_id.extend([file.file_id as u64, (file.file_id >> 64) as u64]);
             columns.file_trailer_crc.push(file.trailer_crc);
         }
-        let bytes = rkyv::to_bytes::<BoxedError>(&columns).map_err(|error| {
-            Error::Misuse(format!("the root table of the index cannot be written: {error}"))
-        })?;
+        let bytes = rkyv::to_bytes::<BoxedError>(&columns)
+            .map_err(|error| Error::internal("a root table that can be encoded", error.to_string()))?;
         limit("the size of the root table of an index in bytes", bytes.len() as u64, MAX_ROOT_BYTES)?;
         Ok(bytes.into_vec())
     }

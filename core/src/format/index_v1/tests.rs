@@ -424,11 +424,15 @@ fn every_flipped_bit_and_every_truncation_is_refused() {
         let mut flipped = bytes.clone();
         flipped[at / 8] ^= 1 << (at % 8);
         let error = read(&flipped).expect_err("a flipped bit was accepted");
-        assert_eq!(error.kind(), "corrupt", "bit {at}: {error}");
+        assert_eq!(error.kind(), "corrupt_checkpoint", "bit {at}: {error}");
         assert_eq!(error.file(), Some(Path::new("i0/index")));
     }
     for end in 0..bytes.len() {
-        assert_eq!(read(&bytes[..end]).expect_err("a cut file was accepted").kind(), "corrupt", "{end}");
+        assert_eq!(
+            read(&bytes[..end]).expect_err("a cut file was accepted").kind(),
+            "corrupt_checkpoint",
+            "{end}"
+        );
     }
     assert!(read(&[&bytes[..], b"\0"].concat()).is_err());
 }
@@ -449,7 +453,7 @@ fn unknown_versions_and_required_features_are_refused_by_name_and_optional_ones_
     refused(with(12, 2), "version 2");
     refused(with(17, 0b10), "required feature bit 9");
     assert_eq!(with(24, 0xFF).unwrap(), sample());
-    assert_eq!(read(&[7; 4096]).expect_err("it was accepted").kind(), "corrupt", "other bytes");
+    assert_eq!(read(&[7; 4096]).expect_err("it was accepted").kind(), "corrupt_checkpoint", "other bytes");
 }
 
 /// The sample, spoilt; refused on write with the leaf's name, and on read (written without the
@@ -461,7 +465,10 @@ fn refused(spoil: impl Fn(&mut Index), text: &str) {
     assert!(error.to_string().contains(text), "{error}");
     let unchecked = write::pages(&index, Paging::DEFAULT).unwrap();
     let error = unpaged(&unchecked, index.files).expect_err(text);
-    assert!(matches!(error.kind(), "corrupt" | "limit") && error.to_string().contains(text), "{error}");
+    assert!(
+        matches!(error.kind(), "corrupt_checkpoint" | "format") && error.to_string().contains(text),
+        "{error}"
+    );
 }
 
 fn tensor(index: &mut Index) -> &mut TensorRecord {
@@ -623,7 +630,7 @@ fn depth_names_and_files_are_limited() {
     };
     let file = deep(128).unwrap();
     assert_eq!(read(&file.bytes).unwrap().tree.nodes().len(), 128);
-    assert_eq!(deep(129).unwrap_err().kind(), "limit");
+    assert_eq!(deep(129).unwrap_err().kind(), "format");
     let long: Arc<str> = "x".repeat(65537).into();
     refused(
         |index| {
@@ -649,7 +656,7 @@ fn kinds_that_swell_in_memory_are_refused() {
     for place in 0..5000 {
         index.tree.push_container(Some(root), Some(Component::Index(place)), kind.clone());
     }
-    assert_eq!(encode(&index).unwrap_err().kind(), "limit");
+    assert_eq!(encode(&index).unwrap_err().kind(), "format");
     let pages = write::pages(&index, Paging::DEFAULT).unwrap();
     assert!(pages.iter().map(|(bytes, _)| bytes.len()).sum::<usize>() < 300_000);
     let error = unpaged(&pages, vec![]).unwrap_err();

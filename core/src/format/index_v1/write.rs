@@ -47,7 +47,7 @@ pub(super) fn pages(index: &Index, paging: Paging) -> Result<Vec<(Vec<u8>, PageR
             NodeKind::Leaf(_) => {
                 let leaf = leaves
                     .next()
-                    .ok_or_else(|| Error::Misuse("the tree has more leaves than records".to_owned()))?;
+                    .ok_or_else(|| Error::internal("a record for each leaf", "more leaves than records"))?;
                 page.leaf(leaf);
             }
         }
@@ -218,7 +218,7 @@ impl<'a> Writer<'a> {
 
     fn finish(self) -> Result<(Vec<u8>, PageRef)> {
         let payload = rkyv::to_bytes::<BoxedError>(&self.columns)
-            .map_err(|error| Error::Misuse(format!("a page of the index cannot be written: {error}")))?;
+            .map_err(|error| Error::internal("a page that can be encoded", error.to_string()))?;
         encode(PageKind::Index, self.first_leaf, self.leaves, &payload)
     }
 }

@@ -233,16 +233,16 @@ impl Manifest {
     /// The bytes of `manifest.json`. Refuses what [`Self::decode`] would refuse.
     pub fn encode(&self) -> Result<Vec<u8>> {
         if self.format_version != FORMAT_VERSION {
-            return Err(Error::Misuse(format!(
-                "this version writes manifests of format version {FORMAT_VERSION}, not {}",
-                self.format_version
-            )));
+            return Err(Error::internal(
+                format!("a manifest of format version {FORMAT_VERSION}"),
+                format!("version {}", self.format_version),
+            ));
         }
-        check_features(&self.required_features).map_err(Error::Misuse)?;
-        check::check(self)?
-            .map_err(|what| Error::Misuse(format!("the manifest cannot be written: {what}")))?;
+        let invalid = |what: String| Error::internal("a valid manifest to write", what);
+        check_features(&self.required_features).map_err(invalid)?;
+        check::check(self)?.map_err(invalid)?;
         let mut bytes = serde_json::to_vec_pretty(&Tagged { format: FORMAT_NAME, manifest: self })
-            .map_err(|error| Error::Misuse(format!("the manifest cannot be written: {error}")))?;
+            .map_err(|error| invalid(error.to_string()))?;
         bytes.push(b'\n');
         let crc = crc32c(&bytes);
         bytes.extend_from_slice(&last_line(crc));

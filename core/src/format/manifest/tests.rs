@@ -133,7 +133,11 @@ fn every_flipped_bit_is_refused() {
     for at in 0..bytes.len() * 8 {
         let mut flipped = bytes.clone();
         flipped[at / 8] ^= 1 << (at % 8);
-        assert_eq!(decode(&flipped).expect_err("a flipped bit was accepted").kind(), "corrupt", "bit {at}");
+        assert_eq!(
+            decode(&flipped).expect_err("a flipped bit was accepted").kind(),
+            "corrupt_checkpoint",
+            "bit {at}"
+        );
     }
 }
 
@@ -141,12 +145,16 @@ fn every_flipped_bit_is_refused() {
 fn every_truncation_and_every_addition_is_refused() {
     let bytes = sample().encode().unwrap();
     for end in 0..bytes.len() {
-        assert_eq!(decode(&bytes[..end]).expect_err("a cut file was accepted").kind(), "corrupt", "{end}");
+        assert_eq!(
+            decode(&bytes[..end]).expect_err("a cut file was accepted").kind(),
+            "corrupt_checkpoint",
+            "{end}"
+        );
     }
     for more in [&b"\n"[..], b" ", b"\0", b"x", &bytes] {
         let longer = [&bytes, more].concat();
         if more.len() < 10 {
-            assert_eq!(decode(&longer).expect_err("a longer file was accepted").kind(), "corrupt");
+            assert_eq!(decode(&longer).expect_err("a longer file was accepted").kind(), "corrupt_checkpoint");
         } else {
             assert!(decode(&longer).is_err());
         }
@@ -210,7 +218,7 @@ fn unknown_features_and_versions_are_refused_by_name() {
     refused_with(replaced("\"format\": \"stepwell\"", "\"format\": \"other\""), "format", "`other`");
     let mut manifest = sample();
     manifest.required_features.push("zstd".into());
-    assert_eq!(manifest.encode().unwrap_err().kind(), "misuse");
+    assert_eq!(manifest.encode().unwrap_err().kind(), "internal");
 }
 
 #[test]
@@ -290,9 +298,13 @@ fn what_makes_no_sense_is_refused_on_read_and_on_write() {
     refused_with(replaced("\"position\": 2", "\"position\": 0"), "format", "position");
     refused_with(replaced("\"name\": \"optimizer\"", "\"name\": \"params\""), "format", "stands twice");
     refused_with(replaced("\"length\": 12288", "\"length\": 100"), "format", "impossible length");
-    refused_with(replaced("\"length\": 12288", "\"length\": 18446744073709551615"), "limit", "data file");
+    refused_with(replaced("\"length\": 12288", "\"length\": 18446744073709551615"), "format", "data file");
     refused_with(replaced("\"world_size\": 2", "\"world_size\": 0"), "format", "world size");
-    refused_with(replaced("\"step\": 9223372036854775807", "\"step\": 9223372036854775808"), "limit", "step");
+    refused_with(
+        replaced("\"step\": 9223372036854775807", "\"step\": 9223372036854775808"),
+        "format",
+        "step",
+    );
     refused_with(replaced("\"step\": 9223372036854775807", "\"step\": -1"), "format", "invalid value");
     refused_with(replaced("0123456789abcdef", "0123456789ABCDEF"), "format", "session");
     refused_with(replaced("\"00000001\"", "\"1\""), "format", "hexadecimal");
@@ -300,17 +312,17 @@ fn what_makes_no_sense_is_refused_on_read_and_on_write() {
 
     let mut manifest = sample();
     manifest.step = u64::MAX;
-    assert_eq!(manifest.encode().unwrap_err().kind(), "limit");
+    assert_eq!(manifest.encode().unwrap_err().kind(), "format");
     let mut manifest = sample();
     manifest.items[1].dir = "i0".into();
-    assert_eq!(manifest.encode().unwrap_err().kind(), "misuse");
+    assert_eq!(manifest.encode().unwrap_err().kind(), "internal");
 }
 
 #[test]
 fn an_index_is_limited_in_size_before_anybody_makes_room_for_it() {
     let mut manifest = sample();
     manifest.items[0].index.length = crate::limits::MAX_INDEX_BYTES + 1;
-    assert_eq!(manifest.encode().unwrap_err().kind(), "limit");
+    assert_eq!(manifest.encode().unwrap_err().kind(), "format");
 }
 
 #[test]
@@ -320,10 +332,10 @@ fn metadata_is_limited_in_depth_and_size() {
     assert_eq!(decode(&manifest.encode().unwrap()).unwrap(), manifest);
     for deep in [65, 1000] {
         manifest.custom_metadata = (0..deep).fold(json!(1), |inner, _| json!({ "k": inner }));
-        assert_eq!(manifest.encode().unwrap_err().kind(), "limit");
+        assert_eq!(manifest.encode().unwrap_err().kind(), "format");
     }
     manifest.custom_metadata = json!("x".repeat(4 << 20));
-    assert_eq!(manifest.encode().unwrap_err().kind(), "limit");
+    assert_eq!(manifest.encode().unwrap_err().kind(), "format");
 }
 
 #[test]

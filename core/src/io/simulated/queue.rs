@@ -86,7 +86,7 @@ impl SimQueue {
 
     fn step(&self, flying: &mut Flying, at: usize) -> Result<Step> {
         let Some(file) = flying.file.as_any().downcast_ref::<SimFile>() else {
-            return Err(Error::Misuse("a file of another engine was given to a simulated queue".into()));
+            return Err(Error::internal("a file of this engine", "one of another"));
         };
         let (ino, offset, len, id) = (file.ino(), flying.offset, flying.len, flying.id);
         let path = flying.file.path().to_path_buf();
@@ -123,19 +123,21 @@ impl SimQueue {
         room: usize,
     ) -> Option<Error> {
         let Some(sim) = file.as_any().downcast_ref::<SimFile>() else {
-            return Some(Error::Misuse("a file of another engine was given to a simulated queue".into()));
+            return Some(Error::internal("a file of this engine", "one of another"));
         };
         if len > room {
-            return Some(Error::Misuse(format!(
-                "{len} bytes were to be transferred with a buffer of {room}"
-            )));
+            return Some(Error::internal(
+                format!("at most {room} bytes, as the buffer has"),
+                len.to_string(),
+            ));
         }
         let alignment = self.context.choice.alignment.max(1);
         let aligned = len.is_multiple_of(alignment) && offset.is_multiple_of(alignment as u64);
         if !aligned && transfer != Transfer::ReadCached {
-            return Some(Error::Misuse(format!(
-                "offset {offset} or length {len} is not a multiple of {alignment}"
-            )));
+            return Some(Error::internal(
+                format!("a transfer aligned to {alignment}"),
+                format!("offset {offset}, length {len}"),
+            ));
         }
         if transfer == Transfer::Write && !sim.writable() {
             return Some(failed("write", file.path(), libc::EBADF));

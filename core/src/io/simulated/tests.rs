@@ -245,5 +245,5 @@ fn every_handle_is_counted_until_it_is_dropped() {
 fn alignment_is_demanded_where_it_is_asked_for() {
     let disk = SimDisk::new().with_alignment(512);
     let file = root(&disk).create_file("data", 0).unwrap();
-    assert_eq!(write(&disk, &file, &[(0, &[1; 512]), (512, &[1; 100])]), [Some("misuse".into()), None]);
+    assert_eq!(write(&disk, &file, &[(0, &[1; 512]), (512, &[1; 100])]), [Some("internal".into()), None]);
 }

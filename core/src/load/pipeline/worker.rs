@@ -110,7 +110,7 @@ impl<S: Sink> Worker<S> {
             let start = skip + (cell.bytes.start - read.bytes.start) as usize;
             let end = skip + (cell.bytes.end - read.bytes.start) as usize;
             let bytes = Staged::new(buffer, start..end)
-                .ok_or_else(|| Error::Misuse("a cell lies outside its buffer".into()))?;
+                .ok_or_else(|| Error::internal("a cell inside its buffer", "one that passes its end"))?;
             self.shared.sink.cell(number, &bytes, started)?;
         }
         Ok(read.bytes.end - read.bytes.start)
@@ -123,7 +123,10 @@ impl<S: Sink> Worker<S> {
         }
         if self.own.is_none() {
             let queue = self.shared.queues.lock().unwrap_or_else(PoisonError::into_inner).pop();
-            self.own = Some((queue.ok_or_else(|| Error::Misuse("a worker has no queue".into()))?, None));
+            self.own = Some((
+                queue.ok_or_else(|| Error::internal("a queue for each worker", "a worker without one"))?,
+                None,
+            ));
         }
         let buffer = match self.own.as_mut().and_then(|(_, buffer)| buffer.take()) {
             Some(buffer) => buffer,
@@ -156,7 +159,7 @@ impl<S: Sink> Worker<S> {
         number: usize,
     ) -> Result<Option<Completion>> {
         let Some((queue, _)) = &mut self.own else {
-            return Err(Error::Misuse("a worker has no queue".into()));
+            return Err(Error::internal("a queue for each worker", "a worker without one"));
         };
         queue.submit(Transfer::ReadCached, file, offset, len, buffer, number as u64);
         let deadline = deadline_after(self.shared.stall_timeout);
@@ -165,7 +168,7 @@ impl<S: Sink> Worker<S> {
                 return Ok(Some(completion));
             }
             if queue.in_flight() == 0 {
-                return Err(Error::Misuse("a queue lost a read".into()));
+                return Err(Error::internal(format!("read {number} in the queue"), "an empty queue"));
             }
             if Instant::now() >= deadline {
                 return Ok(None);
@@ -222,6 +225,6 @@ fn guarded(work: impl FnOnce() -> Result<u64>) -> Result<u64> {
             .map(ToString::to_string)
             .or_else(|| panic.downcast_ref::<String>().cloned())
             .unwrap_or_else(|| "no message".into());
-        Err(Error::Misuse(format!("a defect of stepwell: a thread that reads panicked: {text}")))
+        Err(Error::internal("a result", format!("a reading thread panicked: {text}")))
     })
 }

@@ -98,7 +98,7 @@ fn a_file_that_is_cut_is_found() {
         item.disk.put(FILE, cut);
         let (found, result) = item.load(&[0], &options());
         let failure = result.unwrap_err();
-        assert_eq!(failure.error.kind(), "corrupt", "{len} bytes: {failure}");
+        assert_eq!(failure.error.kind(), "corrupt_checkpoint", "{len} bytes: {failure}");
         assert!(failure.overwritten.is_empty() && found[0].iter().all(|&b| b == 0xEE));
         assert_eq!(verified(&item).damages[0].leaves, vec![0]);
     }
@@ -155,10 +155,10 @@ fn a_name_that_leaves_the_item_is_refused() {
         let mut records = item.index.files.clone();
         records[0].name = name.into();
         let error = FileSet::new(item.disk.dir(), &records).block_bytes(0).unwrap_err();
-        assert_eq!(error.kind(), "corrupt", "{name}");
+        assert_eq!(error.kind(), "corrupt_checkpoint", "{name}");
     }
     let item = Item::of_tensors(BLOCK, &[10]);
-    assert_eq!(item.files().block_bytes(1).unwrap_err().kind(), "corrupt");
+    assert_eq!(item.files().block_bytes(1).unwrap_err().kind(), "corrupt_checkpoint");
 }
 
 #[test]
@@ -172,7 +172,7 @@ fn an_index_that_points_behind_the_blocks_is_damage() {
         plan.copies[0].src_offset = offset + length - length.min(10);
         let targets = [HostTarget::from(into.as_mut_slice())];
         let result = execute(&item.disk, &item.files(), &item.index, &plan, targets, &options());
-        assert_eq!(result.unwrap_err().error.kind(), "corrupt");
+        assert_eq!(result.unwrap_err().error.kind(), "corrupt_checkpoint");
         assert_eq!(verified(&item).damages[0].leaves, vec![0]);
     }
 }

@@ -254,6 +254,6 @@ fn no_byte_of_a_damaged_block_reaches_a_device() {
     let failure = card
         .running(|| execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()))
         .unwrap_err();
-    assert_eq!(failure.error.kind(), "corrupt");
+    assert_eq!(failure.error.kind(), "corrupt_checkpoint");
     assert_eq!(card.taken.load(Ordering::SeqCst), 0);
 }

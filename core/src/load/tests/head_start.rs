@@ -103,7 +103,7 @@ fn a_head_start_that_fails_is_no_failure_and_one_that_is_damaged_is_found() {
     let files = item.files();
     begin(&files, &item, &[0], &options());
     let failure = load(&item, &files, &[0, 1, 2], &options()).1.unwrap_err();
-    assert_eq!(failure.error.kind(), "corrupt");
+    assert_eq!(failure.error.kind(), "corrupt_checkpoint");
     item.disk.change(FILE, |bytes| bytes[5 << 20] ^= 1);
 
     let bad = 6 << 20;

@@ -74,18 +74,18 @@ fn what_an_index_claims_is_checked_before_memory_is_taken() {
     let mut item = item();
     let kind = |item: &Item| read(item, &[0]).unwrap_err().kind();
     item.index.leaves[0] = LeafRecord::Object(extent(0, 4096, 1 << 60));
-    assert_eq!(kind(&item), "limit");
+    assert_eq!(kind(&item), "format");
     item.index.leaves[0] = LeafRecord::Object(extent(0, u64::MAX, 1 << 20));
-    assert_eq!(kind(&item), "corrupt");
+    assert_eq!(kind(&item), "corrupt_checkpoint");
     item.index.leaves[0] = LeafRecord::Object(extent(0, 4096, 1 << 29));
-    assert_eq!(kind(&item), "corrupt");
+    assert_eq!(kind(&item), "corrupt_checkpoint");
     item.index.leaves[0] = LeafRecord::Object(extent(9, 4096, 1));
-    assert_eq!(kind(&item), "corrupt");
+    assert_eq!(kind(&item), "corrupt_checkpoint");
     item.index.leaves[0] = super::super::testing::bytes_tensor(extent(0, 4096, 1));
-    assert_eq!(kind(&item), "leaf");
-    assert_eq!(read(&item, &[99]).unwrap_err().kind(), "leaf");
+    assert_eq!(kind(&item), "unsupported_leaf");
+    assert_eq!(read(&item, &[99]).unwrap_err().kind(), "unsupported_leaf");
     item.index.leaves[1] = LeafRecord::Alias { of: 4 };
-    assert_eq!(read(&item, &[4]).unwrap_err().kind(), "leaf");
+    assert_eq!(read(&item, &[4]).unwrap_err().kind(), "unsupported_leaf");
     assert!(FileSet::new(item.disk.dir(), &[]).is_empty());
 }
 

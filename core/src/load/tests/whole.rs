@@ -69,7 +69,7 @@ fn a_plan_that_leaves_bytes_unfilled_is_refused() {
     let mut into = vec![0; 4 * BLOCK as usize];
     let targets = [HostTarget::from(into.as_mut_slice())];
     let failure = execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap_err();
-    assert!(failure.error.to_string().contains("not whole"), "{failure}");
+    assert!(failure.error.to_string().contains("a read plan that fills"), "{failure}");
     assert_eq!(failure.overwritten, vec![0]);
 }
 

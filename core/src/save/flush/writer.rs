@@ -174,7 +174,7 @@ impl OpenFile {
     /// Cuts and syncs it: all its writes have completed.
     fn end(&self) -> Result<FileEnd> {
         let Some(FileEnd { length, trailer_crc, .. }) = self.footer else {
-            return Err(Error::Misuse(format!("{} has no footer", self.file.path().display())));
+            return Err(Error::internal(format!("a footer of {}", self.file.path().display()), "none"));
         };
         self.file.set_len(length)?;
         self.file.sync()?;
@@ -328,14 +328,15 @@ impl Writer<'_> {
         let place = self.in_flight.iter().position(|flight| flight.token == token);
         let flight = place.map(|place| self.in_flight.swap_remove(place));
         let Some(Flight { content, len, slot, .. }) = flight else {
-            return Err(Error::Misuse(format!("the queue completed write {token}, which it was not given")));
+            return Err(Error::internal("a write that was submitted", format!("write {token}")));
         };
         let slot = slot.map(|slot| slot.land(buffer)).transpose()?;
         let done = result?;
         if done as u64 != len {
-            return Err(Error::Misuse(format!(
-                "the queue wrote {done} of {len} bytes and reported no error"
-            )));
+            return Err(Error::internal(
+                format!("{len} bytes written, or an error"),
+                format!("{done} bytes and none"),
+            ));
         }
         self.parts.progress.written(len);
         if let (Content::Window { window, summed: false }, Some(slot)) = (content, slot) {
@@ -376,7 +377,8 @@ impl Writer<'_> {
     fn checksum(&mut self, window: usize, bytes: &[u8]) -> Result<()> {
         let started = Instant::now();
         let block_bytes = self.parts.options.block_bytes;
-        let missing = || Error::Misuse(format!("window {window} has no place in its file"));
+        let missing =
+            || Error::internal("a place for each window in its file", format!("none for window {window}"));
         let window = self.parts.windows.get(window).ok_or_else(missing)?;
         let file = self.files.get_mut(window.item as usize).ok_or_else(missing)?;
         let first = (window.offset / block_bytes) as usize;

@@ -222,7 +222,8 @@ impl Device {
             raw
         };
         // Whoever calls holds it.
-        let device = self.me.upgrade().ok_or_else(|| Error::Misuse("a device that nobody holds".into()))?;
+        let device =
+            self.me.upgrade().ok_or_else(|| Error::internal("a device that its caller holds", "none"))?;
         Ok(Event { device, raw })
     }
 

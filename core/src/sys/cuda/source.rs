@@ -64,10 +64,10 @@ impl DeviceSource {
     pub fn start(&self, region: &Region, from: u64, len: u64, into: &mut Buffer, at: u64) -> Result<()> {
         let room = at.checked_add(len).and_then(|end| usize::try_from(end).ok());
         let Some(end) = room.filter(|&end| end <= into.size()) else {
-            return Err(Error::Misuse(format!(
-                "bytes {at} and {len} more are not in a buffer of {}",
-                into.size()
-            )));
+            return Err(Error::internal(
+                format!("bytes of a buffer of {}", into.size()),
+                format!("{len} bytes from byte {at}"),
+            ));
         };
         if len == 0 {
             return Ok(());

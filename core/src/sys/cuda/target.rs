@@ -46,7 +46,10 @@ impl DeviceTarget for DeviceMemory {
 
     fn put(&self, piece: Piece) -> Result<Ticket> {
         if !piece.is_inside(self.len) {
-            return Err(Error::Misuse(format!("a piece of {} rows leaves its target", piece.rows.count)));
+            return Err(Error::internal(
+                format!("a piece inside its target of {} bytes", self.len),
+                format!("one of {} rows that leaves it", piece.rows.count),
+            ));
         }
         piece.staged.mapping().register_with(&self.device);
         let stream = self.device.to_device()?;
