@@ -269,7 +269,7 @@ mod tests {
         let refused = queue.complete(Duration::ZERO).unwrap();
         assert_eq!((refused.token, refused.buffer.len() >= 4096), (7, true));
         let error = refused.result.unwrap_err();
-        assert!(error.to_string().contains("1 transfers in flight"), "{error}");
+        assert!(error.to_string().contains("1 transfers stuck in flight"), "{error}");
         assert_eq!(error.kind(), "timeout");
     }
 }
