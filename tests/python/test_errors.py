@@ -4,6 +4,7 @@ to do."""
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 import time
 from pathlib import Path
@@ -180,3 +181,28 @@ def test_a_name_that_breaks_lines_does_not_break_those_of_a_plan(tmp_path: Path)
         text = str(checkpoint.plan())
     assert "\x1b" not in text
     assert not any(line.startswith("restore of step 9") for line in text.splitlines())
+
+
+def test_messages_of_the_engine_do_not_speak_python() -> None:
+    literal = re.compile(r'"((?:[^"\\]|\\.)*)"')
+    python = re.compile(r'\b\w+=(True|False|None|\\")|\bsw\.[A-Za-z]|\b[a-z]+(_[a-z]+)+\(\)|\bOptions\(')
+
+    def spoken(line: str) -> bool:
+        return any(python.search(text) for text in literal.findall(line))
+
+    for said in ("pass read_only=True", 'pass exists=\\"skip\\"', "call update_guard()", "as sw.PerRank"):
+        assert spoken(f'Error::Invalid("{said}")'), said
+    found = []
+    for folder in ("core/src", "manager/src"):
+        files = [
+            file
+            for file in (SOURCES / folder).rglob("*.rs")
+            if "test" not in file.relative_to(SOURCES).as_posix()
+        ]
+        assert len(files) > 20
+        for file in files:
+            product = file.read_text().split("#[cfg(test)]\nmod tests", 1)[0]
+            lines = [line.strip() for line in product.splitlines()]
+            code = [line for line in lines if not line.startswith(("//", "#[expect"))]
+            found += [f"{file.name}: {line}" for line in code if spoken(line)]
+    assert found == []
