@@ -99,10 +99,9 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh) -> None:
             "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }
         parallelize_module(model, mesh["tp"], plan)
-    if mesh["dp"].size() > 1:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
 
 
 def text() -> Tensor:
@@ -129,7 +128,8 @@ def train(
     torch.manual_seed(0)
     model = LanguageModel()
     rank, dp, here = 0, 1, 0
-    if world > 1:
+    launched = "WORLD_SIZE" in os.environ
+    if launched:
         dist.init_process_group("gloo")
         rank, dp = dist.get_rank(), world // tp
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
@@ -181,7 +181,7 @@ def train(
             if last is not None:
                 last.result(2 * stall_timeout)  # raises which rank it has waited for, if it has for one
             raise
-    if world > 1:
+    if launched:
         dist.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from . import adapters
 from .paths import Component, extend
 from .registry import is_namedtuple_class, of_name, synthetic_dataclass, synthetic_namedtuple
+from .specs import AS_STORED
 from .stateful import rebuilt
 
 #: ``(kind, ...)``: the kind of a container and what belongs to it.
@@ -149,6 +150,20 @@ class Structure:
             if container is not kind and revive is not None:
                 built[at] = revive(at, built[at])
         return built.get(node, ...)
+
+    def outline(self, node: int, value: Callable[[int], Any]) -> Any:
+        """Plain dicts, lists and tuples as they are stored, with ``value`` of each leaf. Any other
+        container is ``AS_STORED``; a stateful object is an ``OrderedDict`` of its state."""
+        kind = self.nodes[node][2]
+        if isinstance(kind, int):
+            return value(kind)
+        name = kind_of(kind)
+        if name not in ("dict", "OrderedDict", "list", "tuple"):
+            return AS_STORED
+        found = [(self.key(child), self.outline(child, value)) for child in self.children[node]]
+        if name in ("list", "tuple"):
+            return make((name,), found)
+        return dict(found) if kind[0] == "dict" else OrderedDict(found)
 
     def key(self, node: int) -> str | int:
         """How its parent reaches a node."""

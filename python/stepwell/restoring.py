@@ -97,6 +97,7 @@ class Restore:
         if fill:
             template.check_fillable(part)
         self._check_places(part)
+        self._settle(part)
         self._placed(part)
         self._check_first(part)
         self._check_ranks(part)
@@ -135,6 +136,21 @@ class Restore:
             error = MismatchError("\n".join(lines))
             error.leaf = wrong[0]
             raise error
+
+    def _settle(self, part: Part) -> None:
+        """Gives containers the children that depend on what is stored there."""
+        pending = [branch for branch in template.branches(part) if branch.settle is not None]
+        rows = self.core.leaves() if pending else []
+
+        def spec(leaf: int) -> Any:
+            _, dtype, shape, _ = rows[leaf]
+            return AS_STORED if dtype is None else ArraySpec(tuple(shape), dtype)
+
+        for branch in pending:
+            node = self.structure.find(branch.components)
+            if node is not None and branch.settle is not None:
+                with naming(branch.path, "what is stored does not fit it"):
+                    branch.children = branch.settle(self.structure.outline(node, spec))
 
     def _check_first(self, part: Part) -> None:
         """Raises if a stored value shows that its container is of another kind. The differences of

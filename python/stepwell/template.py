@@ -48,6 +48,8 @@ class Leaf:
     target: adapters.Target | None = None
     #: True if it may be missing from the store: the result is then ``...``.
     optional: bool = False
+    #: True if ``value`` is memory made for this restore. The result is ``...`` if nothing is read.
+    is_new: bool = False
     #: Why what is stored does not fit, where it does not: asked before anything of the caller's is
     #: changed.
     check: Callable[[Any], str | None] | None = None
@@ -74,6 +76,8 @@ class Maybe:
     """In what an adapter takes apart: wanted where it is stored, and ``...`` where nothing is."""
 
     value: Any
+    #: True if its tensors are memory made for this restore: ``...`` too where nothing is read.
+    is_new: bool = False
 
 
 @dataclass(slots=True)
@@ -100,6 +104,8 @@ class Branch:
     #: The child that is looked at before the rest is matched, and why a stored value of it does not
     #: fit.
     first: tuple[Component, Callable[[Any], str | None]] | None = None
+    #: Returns the children for the outline of what is stored there; see ``adapters.Opened.settle``.
+    settle: Callable[[Any], list[tuple[Any, Part]]] | None = None
 
     def pairs(self, fill: bool) -> list[tuple[Any, Any]]:
         """Keys and finished values."""
@@ -181,6 +187,8 @@ def check_fillable(part: Part) -> None:
     for leaf in leaves(part):
         if leaf.target is not None and leaf.target.unfillable is not None:
             raise _refused(leaf.path, f"cannot be restored into: {leaf.target.unfillable}")
+        if leaf.owner is not None and (why := adapters.why_not_loaded(leaf.owner[0])) is not None:
+            raise _refused(leaf.path, f"cannot be restored into: {why}")
 
 
 def enum_classes(part: Part) -> dict[str, type]:
@@ -225,6 +233,7 @@ def _part(value: Any, path: str, components: tuple[Component, ...], above: Above
         part = _part(value.value, path, components, above)
         for leaf in leaves(part):
             leaf.optional = True
+            leaf.is_new = value.is_new
         return part
     if cls is Checked:
         return Leaf(path, components, "stored", AS_STORED, check=value.check)
@@ -267,6 +276,10 @@ def _other(value: Any, path: str, components: tuple[Component, ...], above: Abov
 
         branch = _branch(value, path, components, above, opened.children, close)
         branch.unfillable, branch.first = opened.unfillable, opened.first
+        if (settle := opened.settle) is not None:
+            branch.settle = lambda stored: (
+                _branch(value, path, components, above, settle(stored), close).children
+            )
         return branch
     protocol = None if registered is not None and registered.flatten else stateful.protocol_of(value)
     if protocol is not None:

@@ -16,8 +16,8 @@ import torch
 from .adapters import Opened
 from .adapters import torch as adapter
 from .checks import shown
-from .errors import MisuseError
-from .specs import AS_STORED
+from .errors import MismatchError, MisuseError
+from .specs import AS_STORED, ArraySpec
 from .template import Checked, Maybe
 
 __all__ = ["TrainState"]
@@ -43,11 +43,11 @@ class TrainState:
     (With several, each has its name or number between: ``optimizer/<name>/state/…``.) Names are
     those of the model without DDP, FSDP, ``torch.compile`` and activation checkpointing around it.
 
-    As ``into=``, parameters, buffers and the slots that are there are filled where they are; slots
-    that are not there yet are made with the parameter's device and memory format, without a fake
-    ``step()``; slots that were not there when it was saved are removed; hyperparameters of the
-    checkpoint win; frozen parameters need no slots. A group takes the hyperparameters that its
-    parameters had when they were saved, however they were grouped.
+    As ``into=``, parameters, buffers and slots that are there are filled in place. New slots are
+    made without a fake ``step()``. They get the parameter's device, memory format and placements,
+    and follow its changes of shape and dtype. Slots that were not there at the save are removed.
+    Hyperparameters of the checkpoint win. Frozen parameters need no slots. A group takes the
+    hyperparameters that its parameters had at the save, however they were grouped.
     """
 
     def __init__(
@@ -125,16 +125,16 @@ class TrainState:
             for why in filter(None, wrong):
                 raise MisuseError(why)
         _Model(self.model).load_state_dict(state["model"])
-        self._take(state)
+        self._take(state, state["model"])
         for which, scheduler in self.schedulers.items():
             scheduler.load_state_dict(_one(state["scheduler"], which))
 
-    def _take(self, state: Mapping[str, Any]) -> None:
+    def _take(self, state: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         names = self._names()
         for which, optimizer in self.optimizers.items():
             stored = _one(state["optimizer"], which)
             _take_groups(optimizer, names, stored["groups"])
-            _take_slots(optimizer, names, stored["state"])
+            _take_slots(optimizer, names, stored["state"], model)
             # As torch does it: what a class holds to whatever is stored (AdamW, that its decay is
             # decoupled), and what older versions stored in another way.
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
@@ -143,26 +143,35 @@ class TrainState:
     # ---------------------------------------------------------------------------------------
 
     def _stepwell_open(self) -> Opened:
-        """Taken apart for a restore: what is there is filled; of what is not, whatever is stored is
-        wanted."""
+        """Returns the parts for a restore. Tensors are filled where they are; slots that are not
+        there yet are made once the stored ones are known."""
         names = self._names()
         model: Any = self._tensors() if adapter.only_copies(self.model) else _Model(self.model)
-        children: list[tuple[Any, Any]] = [(("k", "model"), model)]
-        optimizers: dict[str | int | None, Any] = {}
-        for which, optimizer in self.optimizers.items():
-            slots: dict[str, Any] = {}
-            for parameter, name in names.items():
-                there = optimizer.state.get(parameter)
-                slots[name] = Maybe(_wanted(there) if there else Checked(partial(_wrong_slots, optimizer)))
-            owned = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
-            optimizers[which] = {
-                "state": {name: slot for name, slot in slots.items() if name in owned},
-                "groups": Checked(partial(_wrong_groups, optimizer, names)),
-            }
-        if optimizers:
-            children.append((("k", "optimizer"), _joined(optimizers)))
-        if self.schedulers:
-            children.append((("k", "scheduler"), _joined(self.schedulers)))
+
+        def children(stored: Any) -> list[tuple[Any, Any]]:
+            parts: list[tuple[Any, Any]] = [(("k", "model"), model)]
+            optimizers: dict[str | int | None, Any] = {}
+            for which, optimizer in self.optimizers.items():
+                above = ("optimizer",) if which is None else ("optimizer", which)
+                slots: dict[str, Any] = {}
+                for parameter in _parameters(optimizer):
+                    name = names[parameter]
+                    slots[name] = _wanted_slots(
+                        optimizer,
+                        parameter,
+                        _at(stored, *above, "state", name),
+                        _at(stored, "model", name),
+                        name,
+                    )
+                optimizers[which] = {
+                    "state": slots,
+                    "groups": Checked(partial(_wrong_groups, optimizer, names)),
+                }
+            if optimizers:
+                parts.append((("k", "optimizer"), _joined(optimizers)))
+            if self.schedulers:
+                parts.append((("k", "scheduler"), _joined(self.schedulers)))
+            return parts
 
         def close(pairs: list[tuple[Any, Any]], fill: bool) -> Any:
             state = dict(pairs)
@@ -171,10 +180,10 @@ class TrainState:
                 stored["state"] = _only_stored(stored["state"])
             if not fill:
                 return state
-            self._take(state)
+            self._take(state, {})
             return self
 
-        return Opened(children, close, adapter.unfillable(self._tensors()))
+        return Opened(children(None), close, adapter.unfillable(self._tensors()), settle=children)
 
 
 @final
@@ -424,6 +433,55 @@ def _wanted(slots: Mapping[Any, Any]) -> dict[Any, Any]:
     }
 
 
+def _at(stored: Any, *keys: Any) -> Any:
+    """The entry of nested mappings, or ``None``."""
+    for key in keys:
+        stored = stored.get(key) if isinstance(stored, Mapping) else None
+    return stored
+
+
+def _wanted_slots(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, stored: Any, source: Any, name: str
+) -> Maybe:
+    """The target of a restore for the slots of a parameter. ``stored`` and ``source`` are the
+    outlines of the stored slots and of the stored parameter."""
+    there = optimizer.state.get(parameter)
+    if there:
+        return Maybe(_wanted(there))
+    if type(stored) is not dict or _wrong_slots(optimizer, stored) is not None:
+        return Maybe(Checked(partial(_wrong_slots, optimizer)))
+    slots = {slot: _new_slot(slot, one, parameter, source, name) for slot, one in stored.items()}
+    return Maybe(slots, is_new=True)
+
+
+def _new_slot(slot: Any, stored: Any, parameter: torch.Tensor, source: Any, name: str) -> Any:
+    """Memory for a stored slot. It differs from what is stored in the same way as the parameter."""
+    if type(stored) is dict:
+        return {key: _new_slot(slot, one, parameter, source, name) for key, one in stored.items()}
+    if type(stored) in (list, tuple):
+        return type(stored)(_new_slot(slot, one, parameter, source, name) for one in stored)
+    if not isinstance(stored, ArraySpec) or stored.shape is None or stored.dtype is None:
+        return AS_STORED
+    dtype = adapter.torch_dtype(stored.dtype)
+    is_counter = slot == "step" or (not stored.shape and parameter.ndim > 0)
+    if dtype is None or is_counter or hasattr(parameter, "global_shape"):
+        return AS_STORED
+    shape, own = stored.shape, tuple(parameter.shape)
+    if isinstance(source, ArraySpec) and source.dtype is not None and source.shape is not None:
+        follows = source.dtype == stored.dtype
+        if source.shape != own:
+            if not len(shape) == len(source.shape) == len(own):
+                raise MismatchError(
+                    f"a slot cannot follow its parameter from shape {source.shape} to {own}: {slot} of {name} "
+                    f'has the shape {shape}. Restore TrainState(model) alone, with unexpected="ignore"'
+                )
+            sizes = zip(shape, source.shape, own, strict=True)
+            shape = tuple(new if size == old else size for size, old, new in sizes)
+    else:
+        follows = dtype.is_floating_point and parameter.is_floating_point()
+    return adapter.empty_slot(parameter, shape, parameter.dtype if follows else dtype)
+
+
 def _only_stored(slots_of: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
     """Parameter's name → its slots, without what was not stored."""
     stored = {
@@ -435,10 +493,13 @@ def _only_stored(slots_of: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
 
 
 def _take_slots(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, str],
+    stored: Mapping[str, Any],
+    model: Mapping[str, Any],
 ) -> None:
-    """Gives each parameter its stored slots, and no others. A slot that was filled in place
-    stays. A new one moves to the parameter's place."""
+    """Gives each parameter the slots that are stored, and no others. A slot that was filled stays
+    the same tensor. ``model`` has the stored parameters whose dtype slots still have."""
     for group in optimizer.param_groups:
         counts_on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
@@ -449,30 +510,40 @@ def _take_slots(
             own = optimizer.state[parameter]
             for slot in [slot for slot in own if slot not in slots]:
                 del own[slot]
+            dtype = getattr(_tensor(model.get(names[parameter])), "dtype", None)
             for slot, value in slots.items():
                 if own.get(slot, ...) is not value:
-                    own[slot] = _placed(slot, _tensor(value), parameter, counts_on_device)
+                    own[slot] = _placed(slot, _tensor(value), parameter, counts_on_device, dtype)
             step = own.get("step")
-            if counts_on_device and isinstance(step, torch.Tensor) and step.device != parameter.device:
-                # It was filled where it was; as it was saved, the optimizer reads it on the device.
-                own["step"] = step.to(parameter.device)
+            if counts_on_device and isinstance(step, torch.Tensor):
+                # A slot that was filled on the host: the optimizer reads it on the device.
+                own["step"] = step.to(parameter.device, torch.float32)
 
 
-def _placed(slot: str, value: Any, parameter: torch.Tensor, counts_on_device: bool) -> Any:
+def _placed(
+    slot: Any, value: Any, parameter: torch.Tensor, counts_on_device: bool, stored: torch.dtype | None
+) -> Any:
+    """A slot where its parameter is. It takes the parameter's dtype if it has that of the
+    ``stored`` parameter."""
     if isinstance(value, dict):
-        return {key: _placed(slot, _tensor(one), parameter, counts_on_device) for key, one in value.items()}
+        return {
+            key: _placed(slot, _tensor(one), parameter, counts_on_device, stored)
+            for key, one in value.items()
+        }
     if type(value) in (list, tuple):
-        return type(value)(_placed(slot, _tensor(one), parameter, counts_on_device) for one in value)
-    if not isinstance(value, torch.Tensor) or adapter.is_over_several(value):
+        return type(value)(_placed(slot, _tensor(one), parameter, counts_on_device, stored) for one in value)
+    if not isinstance(value, torch.Tensor) or adapter.is_distributed(value):
         return value
-    if value.shape != parameter.shape:
+    if slot == "step":
         # Counters stay on the host, unless the optimizer reads them on the device.
-        return value.to(parameter.device) if slot != "step" or counts_on_device else value
-    if adapter.is_over_several(parameter):
-        # The process has the same part of the slot as of the parameter.
-        return adapter.part_like(parameter, value)
-    made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-    if made.device == value.device and made.stride() == value.stride():
+        return value.to(parameter.device, torch.float32) if counts_on_device else value
+    if parameter.ndim and not value.ndim:
+        return value.to(parameter.device)
+    dtype = parameter.dtype if value.dtype == stored else value.dtype
+    made = adapter.empty_slot(parameter, tuple(value.shape), dtype)
+    if adapter.is_distributed(made):
+        return adapter.part_like(made, value, dtype)
+    if (made.device, made.dtype, made.stride()) == (value.device, value.dtype, value.stride()):
         return value
     with torch.no_grad():
         made.copy_(value)

@@ -249,7 +249,7 @@ class Wanted:
                 continue  # left out
             matches = self.matches.get(at, [])
             if not matches:
-                leaf.result = leaf.value  # kept
+                leaf.result = ... if leaf.is_new else leaf.value  # kept
                 continue
             stored, source, tensor = matches[0]
             value = objects[source] if tensor is None else arrays[at, stored]

@@ -283,6 +283,116 @@ dist.destroy_process_group()
                 assert mesh != "2x2" or found == losses, "bit for bit where nothing was cut otherwise"
 
 
+ONE_MESH = """
+import torch
+import stepwell.torch as st
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[5]}", rank=RANK, world_size=WORLD)
+mesh = init_device_mesh("cpu", (WORLD,))
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+}
+
+def build(seed, make):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.Linear(7, 5))
+    fully_shard(model, mesh=mesh)
+    return model, make(model.parameters())
+
+def update(model, optimizer, n):
+    loss = (model(torch.arange(20.0).reshape(4, 5) / (n + 1)) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+"""
+
+SAVE_ONE_MESH = (
+    ONE_MESH
+    + """
+runs = {name: build(1, make) for name, make in OPTIMIZERS.items()}
+for run in runs.values():
+    for n in range(3):
+        update(*run, n)
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.save(0, {name: st.TrainState(*run) for name, run in runs.items()}).result()
+for run in runs.values():
+    print(*[update(*run, n) for n in range(3, 6)])
+dist.destroy_process_group()
+"""
+)
+
+RESTORE_ONE_MESH = (
+    ONE_MESH
+    + """
+runs = {name: build(2, make) for name, make in OPTIMIZERS.items()}
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.restore(into={name: st.TrainState(*run) for name, run in runs.items()})
+for model, optimizer in runs.values():
+    for parameter, slots in optimizer.state.items():
+        for slot in slots.values():
+            if slot.shape == parameter.shape:
+                assert isinstance(slot, DTensor) and slot.placements == parameter.placements
+                assert slot.device_mesh == parameter.device_mesh
+    print(*[update(model, optimizer, n) for n in range(3, 6)])
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.parametrize(("saved", "restored"), [(1, [1, 2]), (2, [1]), (4, [1])])
+def test_fresh_slots_are_sharded_as_their_parameter(tmp_path: Path, saved: int, restored: list[int]) -> None:
+    for world in restored:
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        root = folder / "run"
+        told = run_forked(folder, TORCH, SAVE_ONE_MESH, saved, root, free_port())[0]
+        expected = [[float(loss) for loss in line.split()] for line in told.splitlines()]
+        assert len(expected) == 4
+        for told in run_forked(folder, TORCH, RESTORE_ONE_MESH, world, root, free_port()):
+            found = [[float(loss) for loss in line.split()] for line in told.splitlines()]
+            assert len(found) == len(expected)
+            for mine, theirs in zip(found, expected, strict=True):
+                assert mine == (theirs if world == saved else pytest.approx(theirs, rel=1e-5))
+
+
+BARE_OPTIMIZER = (
+    ONE_MESH
+    + """
+model, optimizer = build(1, OPTIMIZERS["AdamW"])
+update(model, optimizer, 0)
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    manager.save(0, {"model": model, "optimizer": optimizer}).result()
+    for target in (build(2, OPTIMIZERS["AdamW"]), (model, optimizer)):
+        before = [one.full_tensor() for one in target[0].parameters()]
+        slots = [dict(one) for one in target[1].state.values()]
+        try:
+            manager.restore(into=dict(zip(("model", "optimizer"), target)))
+            raise AssertionError("restored")
+        except sw.UnsupportedLeaf as error:
+            assert error.leaf == "optimizer" and "TrainState" in str(error), error
+        assert all(torch.equal(one.full_tensor(), own) for one, own in zip(target[0].parameters(), before))
+        assert all(
+            mine[name] is slot
+            for mine, own in zip(target[1].state.values(), slots, strict=True)
+            for name, slot in own.items()
+        )
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_bare_optimizer_of_dtensors_is_refused_unread(tmp_path: Path, world: int) -> None:
+    run_forked(tmp_path, TORCH, BARE_OPTIMIZER, world, tmp_path / "run", free_port(), world)
+
+
 def test_a_tensor_that_says_which_boxes_it_has_is_saved_and_filled_as_them(root: Path) -> None:
     torch = pytest.importorskip("torch")
     checkpoint = pytest.importorskip("torch.distributed.checkpoint")

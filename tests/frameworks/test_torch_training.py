@@ -698,3 +698,135 @@ def test_memory_is_prepared_for_a_train_state_that_has_not_made_a_step(root: Pat
         model(torch.ones(1, 64)).sum().backward()
         optimizer.step()
         assert mgr.prepare(state) >= 3 * sum(one.nbytes for one in model.parameters())
+
+
+FOLLOWING: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=1, history_size=2),
+}
+
+
+def wide(width: int, dtype: Any, make: Any) -> tuple[Any, Any]:
+    torch.manual_seed(width)
+    model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 6)).to(dtype)
+    return model, make(model.parameters())
+
+
+def steps(model: Any, optimizer: Any, count: int) -> None:
+    def closure() -> Any:
+        optimizer.zero_grad()
+        x = torch.arange(24.0).reshape(4, 6).to(model[0].weight.dtype) / 24
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(count):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("name", [name for name in FOLLOWING if name != "LBFGS"])
+@pytest.mark.parametrize(("old", "new"), [(5, 8), (8, 5)])
+def test_new_slots_are_resized_with_their_parameter(root: Path, name: str, old: int, new: int) -> None:
+    source, target = (wide(width, torch.float32, FOLLOWING[name]) for width in (old, new))
+    steps(*source, 2)
+    sw.save(root, {"train": sw.torch.TrainState(*source)})
+    with pytest.raises(sw.MismatchError):
+        sw.restore(root, into={"train": sw.torch.TrainState(*target)})
+    assert not target[1].state
+    sw.restore(root, into={"train": sw.torch.TrainState(*target)}, resize="both")
+    natural = wide(new, torch.float32, FOLLOWING[name])
+    steps(*natural, 1)
+    pairs = zip(source[0].parameters(), target[0].parameters(), natural[0].parameters(), strict=True)
+    compared = 0
+    for stored, own, other in pairs:
+        assert source[1].state[stored].keys() == target[1].state[own].keys()
+        for slot, value in target[1].state[own].items():
+            assert value.shape == natural[1].state[other][slot].shape
+            if slot == "step":
+                assert value == 2
+                continue
+            was = source[1].state[stored][slot]
+            common = tuple(slice(min(a, b)) for a, b in zip(was.shape, value.shape, strict=True))
+            assert torch.equal(value[common], was[common])
+            rest = value.clone()
+            rest[common] = 0
+            assert not rest.any()
+            compared += 1
+    assert compared
+    steps(*target, 2)
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+@pytest.mark.parametrize(
+    ("old", "new"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("through", ["restore", "load_state_dict"])
+def test_new_slots_are_cast_with_their_parameter(
+    root: Path, name: str, old: Any, new: Any, through: str
+) -> None:
+    source, target = (wide(5, dtype, FOLLOWING[name]) for dtype in (old, new))
+    steps(*source, 3)
+    state = sw.torch.TrainState(*source)
+    if through == "restore":
+        sw.save(root, {"train": state})
+        sw.restore(root, into={"train": sw.torch.TrainState(*target)}, cast="lossy")
+    else:
+        sw.torch.TrainState(*target).load_state_dict(state.state_dict())
+    natural = wide(5, new, FOLLOWING[name])
+    steps(*natural, 3)
+    stored = list(source[1].state.values())
+    compared = 0
+    for was, mine, other in zip(stored, target[1].state.values(), natural[1].state.values(), strict=True):
+        assert was.keys() == mine.keys() == other.keys()
+        for slot, value in mine.items():
+            for one, theirs, whence in zip(*map(flat, (value, other[slot], was[slot])), strict=True):
+                # Numbers of no dimension compute with tensors of any dtype.
+                assert not one.ndim or one.dtype == theirs.dtype, slot
+                assert torch.equal(one, whence.to(one.dtype)), slot
+                compared += 1
+    assert compared
+    steps(*target, 2)
+
+
+def flat(slot: Any) -> list[Any]:
+    values = slot if isinstance(slot, list) else [slot]
+    return [one for one in values if isinstance(one, torch.Tensor)]
+
+
+def test_slots_of_a_dtype_of_their_own_keep_it(root: Path) -> None:
+    class Precise(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter].setdefault("mean", torch.ones(parameter.shape) / 3)
+
+    source, target = (wide(5, torch.bfloat16, lambda p: Precise(p, lr=0.1)) for _ in range(2))
+    source[1].step()
+    sw.save(root, {"train": sw.torch.TrainState(*source)})
+    sw.restore(root, into={"train": sw.torch.TrainState(*target)})
+    for slots in target[1].state.values():
+        assert slots["mean"].dtype == torch.float32
+        assert (slots["mean"] == torch.ones(()) / 3).all()
+    assert len(target[1].state) == 4
+
+
+def test_a_slot_that_cannot_follow_a_resize_is_named(root: Path) -> None:
+    source, target = (wide(width, torch.float32, FOLLOWING["LBFGS"]) for width in (5, 8))
+    steps(*source, 2)
+    sw.save(root, {"train": sw.torch.TrainState(*source)})
+    before = target[0][0].weight.detach().clone()
+    with pytest.raises(sw.MismatchError, match="a slot cannot follow its parameter") as caught:
+        sw.restore(root, into={"train": sw.torch.TrainState(*target)}, resize="both")
+    assert caught.value.leaf == "train"
+    assert torch.equal(target[0][0].weight, before)
+
+
+def test_new_slots_that_are_not_read_are_not_made(root: Path) -> None:
+    source, target = (wide(5, torch.float32, FOLLOWING["SGD"]) for _ in range(2))
+    steps(*source, 2)
+    sw.save(root, {"train": sw.torch.TrainState(*source)})
+    sw.restore(root, into={"train": sw.torch.TrainState(*target)}, exclude="train/optimizer/state/0.*/**")
+    assert set(target[1].state) == set(target[0][1].parameters())

@@ -8,6 +8,8 @@ A framework module has
   ``None``;
 * ``branch(obj)``: a container of its own types as the caller's structure, a :class:`Opened`, or
   ``None``;
+* ``why_not_loaded(obj)``: why an object's ``load_state_dict`` cannot take stored values, or
+  ``None`` (optional);
 * ``owns(obj)``: whether an object with a state of its own is one of its own, so that it takes its
   arrays and no others;
 * ``arrays(values, placement)``: numpy arrays that nobody else has, as arrays of its own;
@@ -117,6 +119,9 @@ class Opened:
     #: The child that is looked at before anything else, and why a stored value of it does not fit
     #: (``None``: it does).
     first: tuple[Any, Callable[[Any], str | None]] | None = None
+    #: Returns the children for the outline of what is stored there (``Structure.outline``).
+    #: ``None``: ``children`` are wanted, whatever is stored.
+    settle: Callable[[Any], list[tuple[Any, Any]]] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -186,6 +191,15 @@ def as_saved(state: Any) -> Any:
     """A state as it is stored: :func:`arrange`, for a save."""
     arranged = arrange(state, saving=True)
     return state if arranged is None else arranged.state
+
+
+def why_not_loaded(obj: Any) -> str | None:
+    """The reason why an object's ``load_state_dict`` cannot take stored values, or ``None``."""
+    for module in load():
+        found: str | None = module.why_not_loaded(obj) if hasattr(module, "why_not_loaded") else None
+        if found is not None:
+            return found
+    return None
 
 
 def library_of(obj: Any) -> str | None:

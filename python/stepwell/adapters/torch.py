@@ -150,7 +150,7 @@ def _parts(tensor: Any) -> layouts.Parts | None:
     """Returns this process's part of a distributed tensor: a ``DTensor``, or one that follows the
     protocol of ``CheckpointableTensor``."""
     mesh = getattr(tensor, "device_mesh", None)
-    if mesh is not None and hasattr(tensor, "to_local") and mesh.size() > 1:
+    if mesh is not None and hasattr(tensor, "to_local"):
         shape, placements = tuple(tensor.shape), tuple(tensor.placements)
         with torch.no_grad():
             local = tensor.to_local()
@@ -220,17 +220,38 @@ def _boxes(tensor: Any) -> list[layouts.Piece]:
     return found
 
 
-def is_over_several(tensor: Any) -> bool:
-    """True if a tensor is a ``DTensor`` over several processes."""
-    mesh = getattr(tensor, "device_mesh", None)
-    return mesh is not None and mesh.size() > 1
+def is_distributed(tensor: Any) -> bool:
+    """True for a ``DTensor``, on a mesh of one process too."""
+    return getattr(tensor, "device_mesh", None) is not None and hasattr(tensor, "to_local")
 
 
-def part_like(tensor: Any, value: torch.Tensor) -> Any:
+def empty_slot(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """New memory for a slot: with the parameter's device, mesh, placements and memory format."""
+    with torch.no_grad():
+        own = parameter.detach()
+        if shape == tuple(own.shape):
+            return torch.empty_like(own, dtype=dtype)
+        # torch places a factored slot of a DTensor in the same way.
+        return own.new_empty(shape, dtype=dtype)
+
+
+def why_not_loaded(obj: Any) -> str | None:
+    """The reason why an optimizer cannot take slots by itself: its parameters are distributed."""
+    if not isinstance(obj, torch.optim.Optimizer):
+        return None
+    if not any(is_distributed(one) for group in obj.param_groups for one in group["params"]):
+        return None
+    return (
+        f"the parameters of this {type(obj).__name__} are DTensors, and its load_state_dict() would make "
+        "their slots whole plain tensors. Pass sw.torch.TrainState(model, optimizer), when you save too"
+    )
+
+
+def part_like(tensor: Any, value: torch.Tensor, dtype: torch.dtype) -> Any:
     """A ``DTensor`` that has of a whole tensor what another one has of its own."""
     parts = _parts(tensor.detach())
     assert parts is not None
-    local = torch.zeros(tuple(parts.local.shape), dtype=value.dtype, device=parts.local.device)
+    local = torch.zeros(tuple(parts.local.shape), dtype=dtype, device=parts.local.device)
     for piece in parts.pieces:
         box = tuple(slice(first, first + n) for first, n in zip(piece.offset, piece.extent, strict=True))
         layouts.view(local, piece).copy_(value[box])
