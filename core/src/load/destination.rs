@@ -25,7 +25,7 @@ use crate::{Error, Result};
 pub enum Destination<'a> {
     /// Memory that the restore writes to itself.
     Host(HostTarget<'a>),
-    /// What takes the bytes from here.
+    /// A device that takes the bytes from read buffers.
     Device(Arc<dyn DeviceTarget>),
 }
 

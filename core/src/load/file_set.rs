@@ -56,7 +56,7 @@ enum Begun {
 
 #[derive(Default)]
 struct State {
-    /// What is known of the files that have been looked at.
+    /// The facts about the files that were opened and checked.
     known: HashMap<u32, Arc<FileInfo>>,
     open: HashMap<u32, Arc<dyn File>>,
     /// Of the open files, the longest open first.
@@ -157,7 +157,7 @@ impl FileSet {
         self.info(file).map(|info| info.block_bytes)
     }
 
-    /// Where a file is, for messages.
+    /// The path of a file, for messages.
     pub fn path(&self, file: u32) -> PathBuf {
         let name = self.records.get(file as usize).map_or("", FileRecord::stored_name);
         self.dir.path().join(name)

@@ -37,7 +37,7 @@ pub(crate) struct Strided {
     pub(crate) src: Range<u64>,
     /// Bytes of the destination from the first that is written to the last.
     pub(crate) dst_span: Range<u64>,
-    /// Where the box's first element goes.
+    /// The destination of the box's first element.
     pub(crate) dst_offset: u64,
     /// Bytes of the longest run that is contiguous on both sides.
     pub(crate) unit: u64,

@@ -136,7 +136,7 @@ impl HeadStart {
                 let handle = files.ready(file, &read.bytes)?;
                 let len = read.bytes.end - read.bytes.start;
                 let aligned = read.bytes.start.is_multiple_of(alignment) && len.is_multiple_of(alignment);
-                // What the page cache holds is read through it.
+                // Cached pages are read through the page cache.
                 let cached = handle.cached(read.bytes.start, len).is_some_and(|cached| cached > 0);
                 let Ok(len) = usize::try_from(len) else { return Ok(started) };
                 if !aligned || cached || started.as_ref().is_some_and(|started| started.buffer_len != len) {
@@ -233,7 +233,7 @@ impl Drop for HeadStart {
             }
         }
         if queue.in_flight() > 0 {
-            // The disk hangs: the queue, and the memory that it may still write to, stay for ever.
+            // The disk hangs. This leaks the queue and the memory that it may still write to.
             std::mem::forget(queue);
         }
     }

@@ -1,4 +1,4 @@
-//! What a caller may set, what a restore reports, and how it fails.
+//! The options of a restore, its statistics and its failure.
 
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ impl LoadOptions {
     }
 }
 
-/// What a restore did.
+/// The statistics of a restore.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadStats {
     /// Bytes read past the page cache (or through it where the engine has no other way).

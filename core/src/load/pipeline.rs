@@ -31,7 +31,7 @@ use crate::io::{Completion, Disk, File, Queue, Transfer};
 use crate::sys::Buffer;
 use crate::{Error, Result};
 
-/// What becomes of the bytes.
+/// The consumer of the bytes.
 pub(super) trait Sink: Send + Sync + 'static {
     /// A cell's bytes have arrived; called once for every cell, from any worker. An error ends the
     /// run. What it leaves in `started` is waited for before the bytes' buffer is used again.
@@ -55,7 +55,7 @@ const CACHED_DENOMINATOR: u64 = 8;
 /// Cells that may wait for each worker.
 const BACKLOG: usize = 32;
 
-/// What a worker is asked to do.
+/// A task of a worker.
 enum Job {
     /// Check and use these bytes: those of read `read`, from byte `skip` of the buffer on.
     Filled { read: usize, skip: usize, buffer: Buffer },
@@ -63,7 +63,7 @@ enum Job {
     Cached { file: Arc<dyn File>, cell: usize },
 }
 
-/// What a worker says.
+/// A report of a worker.
 enum Event {
     /// A job is done; what became of its buffer.
     Done { bytes: u64, buffer: Back },
@@ -71,7 +71,7 @@ enum Event {
     Failed { error: Error, buffer: Back },
 }
 
-/// What became of the buffer of a job.
+/// The outcome of the buffer of a job.
 enum Back {
     /// It came with none.
     None,
@@ -82,7 +82,7 @@ enum Back {
     Kept,
 }
 
-/// What workers and the calling thread share.
+/// The state that workers and the calling thread share.
 struct Shared<S> {
     schedule: Schedule,
     sink: Arc<S>,
@@ -185,7 +185,7 @@ struct Reader<'a, S> {
     queue: Option<Box<dyn Queue>>,
     /// Reads that were in flight before this run began: their numbers by their tokens.
     begun: Vec<usize>,
-    /// Whoever began them, until they are done.
+    /// The thread that began them, until they are done.
     begun_by: Option<KeptThread>,
     free: Vec<Buffer>,
     /// Buffers that this run holds, free or not, and the most that it held.

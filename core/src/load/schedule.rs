@@ -36,19 +36,19 @@ pub(super) struct Cell {
     pub(super) bytes: Range<u64>,
 }
 
-/// What is read, in file order.
+/// The reads, in file order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Schedule {
     pub(super) reads: Vec<Read>,
     pub(super) cells: Vec<Cell>,
 }
 
-/// What must be known of a file to cut it.
+/// The facts about a file that cut it into reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub(super) path: PathBuf,
     pub(super) block_bytes: u64,
-    /// Where the blocks end.
+    /// The end of the blocks.
     pub(super) data_end: u64,
 }
 

@@ -25,11 +25,11 @@ pub struct Damage {
     /// Numbers of the leaves that have bytes there, ties included. Empty where only padding or a
     /// part that no leaf needs is hit.
     pub leaves: Vec<u32>,
-    /// What does not hold.
+    /// The failed check.
     pub what: String,
 }
 
-/// What a verification found.
+/// The findings of a verification.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VerifyReport {
     /// All damage, by file and block. Empty: everything is as it was written.

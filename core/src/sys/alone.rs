@@ -10,7 +10,7 @@ use rustix::fs::fstatfs;
 const LOCAL: [u64; 7] =
     [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0xca45_1a4e, 0x2fc1_2fc1, 0x0102_1994];
 
-/// What became of [`while_alone`].
+/// The outcome of [`while_alone`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Alone<T> {
     /// Nothing was done: somebody has the file open, or nobody can tell.
@@ -32,8 +32,8 @@ pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
         // SAFETY: both commands take one number and touch no memory of ours.
         unsafe { libc::fcntl(fd.as_raw_fd(), what, value) == 0 }
     };
-    // Who opens it meanwhile has the kernel send a signal, the default one of which would end this
-    // process. This one is ignored where nobody listens.
+    // A process that opens it meanwhile makes the kernel send a signal. The default signal would
+    // end this process. SIGURG is ignored unless somebody listens.
     if !set(F_SETSIG, libc::SIGURG) || !set(libc::F_SETLEASE, libc::F_WRLCK) {
         return Alone::Not;
     }

@@ -1,6 +1,6 @@
-//! What its control groups leave this process of the machine's memory. Containers and batch systems
-//! set such limits, and the kernel kills who goes beyond them: `/proc/meminfo` does not know of
-//! them.
+//! The share of the machine's memory that control groups leave this process. Containers and batch
+//! systems set such limits, and the kernel kills a process that exceeds them. `/proc/meminfo` does
+//! not report them.
 //!
 //! Files: `memory.max`, `memory.current` and `memory.stat` of version 2, `memory.limit_in_bytes`,
 //! `memory.usage_in_bytes` and `memory.stat` of version 1 (Documentation/admin-guide/cgroup-v2.rst
@@ -9,15 +9,15 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Where the hierarchies are mounted.
+/// The mount point of the hierarchies.
 const MOUNTED: &str = "/sys/fs/cgroup";
 
 /// Memory of a group, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Memory {
-    /// What it may have.
+    /// Bytes that the group may use.
     pub(super) limit: u64,
-    /// What of that nobody uses, or uses for files that can be read again.
+    /// Bytes of it that are free, or cache files that can be read again.
     pub(super) left: u64,
 }
 

@@ -1,4 +1,4 @@
-//! What happens to this crate's descriptors and handles when the process forks.
+//! The descriptors and handles of this crate when the process forks.
 //!
 //! A forked child shares every open file description with its parent: a lock lives on while the
 //! child keeps its copy, and a ring that the child submits to corrupts the parent's I/O. So a

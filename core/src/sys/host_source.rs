@@ -36,7 +36,7 @@ impl HostSource {
     /// readable memory, and nobody writes to it while a copy is under way.
     pub unsafe fn new(first: *const u8, itemsize: usize, shape: &[u64], strides: &[i64]) -> Result<Self> {
         let memory = StridedMemory::new(first as u64, itemsize, shape, strides)?;
-        // Where there are no elements, no address is needed.
+        // An array without elements needs no address.
         let first = NonNull::new(first.cast_mut()).unwrap_or(NonNull::dangling());
         Ok(Self { first, memory, owned: None })
     }

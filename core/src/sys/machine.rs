@@ -1,4 +1,4 @@
-//! What the kernel tells of the machine it runs on: its memory, its name, its random numbers.
+//! Facts from the kernel about the machine: its memory, its name, random numbers.
 
 use std::fs;
 use std::io::{self, Read as _};

@@ -33,7 +33,7 @@ enum Registration {
     None,
     /// It would not have it then.
     Refused(Instant),
-    /// What takes that back.
+    /// The value whose drop takes that back.
     Done(Registered),
 }
 
@@ -86,8 +86,8 @@ pub fn can_map(len: usize) -> Result<()> {
     Ok(())
 }
 
-/// Room for `count` more values, in huge pages as far as whole ones fit. What is filled once and
-/// soon takes longer to be given by the kernel page by page than to be written.
+/// Reserves room for `count` more values, in huge pages as far as whole ones fit. For memory that
+/// is filled once and soon, the kernel takes longer to give it page by page than the writes take.
 pub fn try_reserve_huge<T>(values: &mut Vec<T>, count: usize) -> std::result::Result<(), TryReserveError> {
     values.try_reserve_exact(count)?;
     let room = values.spare_capacity_mut();
@@ -229,7 +229,7 @@ pub struct Buffer {
     mapping: Arc<Mapping>,
     offset: usize,
     len: usize,
-    /// What devices were asked to copy here, as long as it may not have ended.
+    /// The copies to this buffer that may still be under way.
     arriving: Option<Box<Arriving>>,
 }
 
@@ -246,7 +246,7 @@ impl Buffer {
         &self.mapping
     }
 
-    /// Where in the mapping it starts, in bytes.
+    /// Its offset in the mapping, in bytes.
     pub fn offset(&self) -> usize {
         self.offset
     }
@@ -262,7 +262,7 @@ impl Buffer {
         unsafe { self.mapping.address.as_ptr().add(self.offset) }
     }
 
-    /// What devices were asked to copy here.
+    /// The copies from devices to this buffer.
     pub(in crate::sys) fn arriving(&mut self) -> &mut Arriving {
         self.arriving.get_or_insert_default()
     }

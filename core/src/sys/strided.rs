@@ -1,5 +1,5 @@
-//! How the elements of an array lie in memory, wherever that is: what is checked of it once, and
-//! the runs that a part of it is copied in.
+//! The layout of an array in memory of the host or a device: its one check, and the runs that a
+//! part of it is copied in.
 #![expect(
     clippy::cast_possible_wrap,
     reason = "sizes and indices of an array in memory fit an isize; `new` has checked shape and strides"
@@ -25,18 +25,18 @@ pub(super) struct StridedMemory {
 pub(super) enum Run<'a> {
     /// They are neighbours.
     Contiguous {
-        /// Where they start, in bytes from the element at index zero.
+        /// Their start, in bytes from the element at index zero.
         offset: isize,
-        /// Where they go, in bytes from the first one that is copied.
+        /// Their destination, in bytes from the first copied one.
         at: usize,
         /// How many.
         len: usize,
     },
     /// A box of elements.
     Strided {
-        /// Where the first one is, in bytes from the element at index zero.
+        /// The first one, in bytes from the element at index zero.
         offset: isize,
-        /// Where it goes, in bytes from the first one that is copied.
+        /// Its destination, in bytes from the first copied one.
         at: usize,
         /// The box; none: one element.
         dims: &'a [Dim],

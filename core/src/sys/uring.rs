@@ -35,14 +35,14 @@ pub fn leaked_bytes() -> u64 {
     LEAKED.load(Ordering::Relaxed)
 }
 
-/// What a transfer works on, and a caller's note.
+/// The memory and file of a transfer, and a caller's note.
 #[derive(Debug)]
 pub struct Flight<T> {
     /// The memory.
     pub buffer: Buffer,
     /// The file.
     pub descriptor: Arc<Descriptor>,
-    /// Whatever belongs to it.
+    /// The caller's note.
     pub note: T,
 }
 
@@ -179,8 +179,7 @@ impl<T> Ring<T> {
     }
 
     /// Hands what was pushed to the kernel; with `wait`, returns once something has come back, or
-    /// after so long. What the kernel cannot take now stays pushed. An error is one that will not
-    /// pass.
+    /// after so long. Entries that the kernel cannot take now stay pushed. An error is permanent.
     pub fn enter(&mut self, wait: Option<Duration>) -> io::Result<()> {
         if !self.birth.is_here() {
             return Err(io::Error::from_raw_os_error(libc::EBADF));
@@ -235,7 +234,7 @@ impl<T> Ring<T> {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || self.enter(Some(left)).is_err() {
-                // What came back meanwhile is nobody's loss.
+                // Flights that came back meanwhile are not leaked.
                 while self.take_finished().is_some() {}
                 return self.in_flight() == 0;
             }

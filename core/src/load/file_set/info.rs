@@ -1,4 +1,4 @@
-//! What is known of one file: how it is cut into blocks, and their checksums.
+//! The facts about one file: its blocks and their checksums.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ const TAIL: u64 = 128 << 10;
 pub(in crate::load) struct FileInfo {
     pub(in crate::load) path: PathBuf,
     pub(in crate::load) block_bytes: u64,
-    /// Where the blocks end.
+    /// The end of the blocks.
     pub(in crate::load) data_end: u64,
     /// Pages of the footer that hold parts of an index.
     pub(in crate::load) index_pages: Vec<PageRef>,
@@ -117,7 +117,7 @@ impl FileInfo {
         self.checksums.is_some()
     }
 
-    /// The block that a byte lies in.
+    /// The block that holds a byte.
     pub(in crate::load) fn block_of(&self, byte: u64) -> u64 {
         byte / self.block_bytes
     }

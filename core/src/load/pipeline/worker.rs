@@ -134,7 +134,7 @@ impl<S: Sink> Worker<S> {
         };
         let (offset, len) = aligned(&cell.bytes, self.shared.alignment);
         let Some(completion) = self.transfer(file, offset, len, buffer, number)? else {
-            // The disk hangs: queue and buffer stay for ever (dropping them would hang too).
+            // The disk hangs. This leaks queue and buffer: dropping them would hang too.
             std::mem::forget(self.own.take());
             let waited_for = format!("{} to be read through the page cache", file.path().display());
             return Err(Error::Timeout { waited_for, seconds: self.shared.stall_timeout.as_secs_f64() });

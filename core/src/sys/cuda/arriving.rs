@@ -1,4 +1,4 @@
-//! What devices were asked to copy into a buffer, and whether it is there.
+//! The copies into a buffer that devices were asked for, and their state.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::{Error, Result};
 const FIRST_LOOK: Duration = Duration::from_micros(20);
 const LAST_LOOK: Duration = Duration::from_micros(500);
 
-/// What keeps the memory that is copied from.
+/// The owner of the memory that is copied from.
 pub(super) type Owner = Arc<dyn Any + Send + Sync>;
 
 /// Copies into one buffer.
@@ -67,8 +67,8 @@ impl Arriving {
         }
     }
 
-    /// Nothing more will be asked for: starts what is queued and marks the ends. What cannot be
-    /// marked is waited for with all that is on its stream.
+    /// Starts the queued copies and marks their ends: no more copies follow. Waits for the whole
+    /// stream of a copy whose end cannot be marked.
     ///
     /// # Safety
     /// The buffer begins at `base` and is as long as was said where the copies were queued; `known`
@@ -121,7 +121,7 @@ impl Arriving {
         }
     }
 
-    /// Keeps for ever what may still be copied from.
+    /// Leaks memory that a device may still copy from.
     pub(in crate::sys) fn forget(self) {
         for one in self.from {
             std::mem::forget(one.owners);

@@ -36,7 +36,7 @@ pub(super) unsafe fn start_all(device: &Device, base: *mut u8, known: bool, copi
         let mut lens: Vec<usize> = copies.iter().map(|copy| copy.len).collect();
         // SAFETY: numbers only, for each of which zero is a value: no hints, no flags.
         let mut how: sys::CUmemcpyAttributes = unsafe { std::mem::zeroed() };
-        // What is on the stream before it is seen, as by any other copy there.
+        // The copy sees earlier work of the stream, as any other copy there.
         how.srcAccessOrder = sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
         let (mut since, mut failed) = (0_usize, usize::MAX);
         // SAFETY: three lists of that length and one attribute, for all from the first copy on,

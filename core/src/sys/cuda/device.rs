@@ -125,13 +125,13 @@ impl Device {
         self.ordinal
     }
 
-    /// What its maker calls it.
+    /// The maker's name for it.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Makes its context this thread's, until the answer is dropped. What was the thread's context
-    /// before is again then.
+    /// Makes its context the current one of this thread. Dropping the answer restores the context
+    /// that was current before.
     pub(super) fn enter(&self) -> Result<Entered<'_>> {
         self.birth.check("CUDA device")?;
         // SAFETY: the context is retained for good.
@@ -175,7 +175,7 @@ impl Device {
         // priority that there is.
         let code = unsafe { (entered.api.cuStreamCreateWithPriority)(&raw mut stream, NON_BLOCKING, 0) };
         self.check("cuStreamCreateWithPriority", code)?;
-        // Where another thread was faster, one stream stays unused for ever.
+        // If another thread was faster, one stream stays unused.
         Ok(*place.get_or_init(|| Stream(stream)))
     }
 
@@ -221,7 +221,7 @@ impl Device {
             self.check("cuEventCreate", code)?;
             raw
         };
-        // Whoever calls holds it.
+        // The caller holds it.
         let device =
             self.me.upgrade().ok_or_else(|| Error::internal("a device that its caller holds", "none"))?;
         Ok(Event { device, raw })

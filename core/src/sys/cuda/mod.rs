@@ -47,7 +47,7 @@ use crate::Result;
 /// every device so far).
 const MAX_PITCH: u64 = (1 << 31) - 1;
 
-/// What an answer is called.
+/// The name of an answer.
 fn name_of(api: &Api, code: Code) -> String {
     let mut name: *const c_char = std::ptr::null();
     // SAFETY: writes one pointer, to a string of the driver's own that is there for good, or null.
