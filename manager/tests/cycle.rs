@@ -385,7 +385,8 @@ fn metrics_and_metadata_come_back_and_later_ones_are_added() {
     );
     assert_eq!(manager.best_step(Some(("loss", Mode::Min))).unwrap(), Some(1));
     assert_eq!(manager.best_step(Some(("loss", Mode::Max))).unwrap(), Some(2));
-    assert_eq!(manager.best_step(Some(("other", Mode::Max))).unwrap(), None);
+    let error = manager.best_step(Some(("los", Mode::Min))).unwrap_err().to_string();
+    assert!(error.contains("`los`: the steps have `acc`, `loss`"), "{error}");
     manager.close(Some(LONG)).unwrap();
     let again = world.open(Options { root_metadata: serde_json::json!({"run": 2}), ..options() });
     assert_eq!(again.root_metadata(), Some(&serde_json::json!({"run": 1})));

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import json
 import math
 import operator
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from ._core import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_NAME_BYTES, MAX_STEP
 from .errors import MisuseError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def shown(value: Any) -> str:
@@ -92,6 +96,89 @@ def listed(values: Any, what: str) -> list[Any]:
 def step_number(step: Any) -> int:
     """The number of a step."""
     return whole(step, "a step", 0, MAX_STEP)
+
+
+def given_step(step: Any) -> int | None:
+    """The step argument of a restore. A state in its place gets the advice to use ``into=``."""
+    if isinstance(step, (Mapping, list, tuple)) or hasattr(step, "state_dict"):
+        raise MisuseError(
+            f"restore() takes the number of a step first, not {shown(step)}; "
+            "pass a state to fill as into=, or a structure of specs as like="
+        )
+    return None if step is None else step_number(step)
+
+
+def other_words(call: str, ours: Mapping[str, str]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Decorates a function whose callers may know other libraries. A keyword of theirs raises a
+    :class:`MisuseError` that names ours.
+
+    Args:
+        call: the name of the function, for the message.
+        ours: their keyword → what to pass instead.
+    """
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(function)
+        def checked(*args: _P.args, **keywords: _P.kwargs) -> _T:
+            for name in keywords:
+                if name in ours:
+                    raise MisuseError(f"{call}() has no keyword {name}=; pass {ours[name]}")
+            return function(*args, **keywords)
+
+        return checked
+
+    return decorate
+
+
+#: Keywords of other libraries' managers.
+MANAGER_WORDS = {
+    "max_to_keep": "retention=sw.keep_latest(n)",
+    "keep_period": "retention=sw.keep_latest(n) | sw.keep_every(steps=n)",
+    "keep_time_interval": "retention=sw.keep_latest(n) | sw.keep_every(seconds=n)",
+    "best_fn": 'retention=sw.keep_best(n, "loss", mode="min"), and metrics= to save()',
+    "best_mode": 'retention=sw.keep_best(n, "loss", mode="min")',
+    "save_total_limit": "retention=sw.keep_latest(n)",
+    "save_interval_steps": "save_policy=sw.every_steps(n)",
+    "save_interval": "save_policy=sw.every_steps(n)",
+    "save_steps": "save_policy=sw.every_steps(n)",
+    "directory": "the root as the first argument",
+    "create": "options=sw.Options(create=False) to refuse a missing root",
+    "step_prefix": "step_name=sw.StepName(prefix=…)",
+    "async_mode": "nothing: every save is asynchronous",
+    "enable_async_checkpointing": "nothing: every save is asynchronous",
+}
+
+#: Keywords of other libraries' saves.
+SAVE_WORDS = {
+    "overwrite": 'exists="replace"',
+    "force_overwrite": 'exists="replace"',
+    "args": "the state as an argument",
+    "items": "the state as an argument",
+    "item": "the state as an argument",
+    "state_dict": "the state as an argument",
+    "pytree": "the state as an argument",
+    "save_args": "options=sw.Options(…) to the manager",
+    "metadata": "custom_metadata=",
+    "process_group": "coordinator=sw.TorchStore(group)",
+    "checkpoint_id": "the path as the first argument",
+}
+
+#: Keywords of other libraries' restores.
+RESTORE_WORDS = {
+    "abstract_state": "like=, a structure of specs",
+    "abstract_pytree": "like=, a structure of specs",
+    "target": "into= (filled in place) or like= (never changed)",
+    "item": "into= (filled in place) or like= (never changed)",
+    "items": "include=, a glob over leaf paths",
+    "args": "like= or into=",
+    "state": "into=",
+    "state_dict": "into=",
+    "pytree": "into=",
+    "restore_args": "like=, shardings= or cast=",
+    "map_location": 'to="torch" and device=',
+    "strict": 'missing="keep" and unexpected="ignore"',
+    "weights_only": "nothing: no checkpoint runs code",
+}
 
 
 def one_of(value: Any, name: str, allowed: Iterable[str | None]) -> Any:

@@ -7,10 +7,12 @@ import contextlib
 import difflib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
+from urllib.parse import unquote, urlsplit
 
 from .checks import shown
 from .errors import FormatError, MisuseError, NotAStep, StepNotFound, StorageError, from_engine
@@ -24,8 +26,14 @@ _CONTROL = ".stepwell"
 _LOOKED_AT = 64
 
 
+#: A URL: ``scheme://``, also with the one slash that ``pathlib`` leaves of two.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//|/(?!/))")
+#: Schemes that are recognised after ``pathlib`` has removed a slash.
+_SCHEMES = frozenset("abfs abfss az file gcs gs hdfs hf http https oss r2 s3 s3a wasb wasbs".split())
+
+
 def absolute(path: Any, what: str = "the path") -> str:
-    """An absolute path, ``~`` expanded."""
+    """Returns an absolute path, ``~`` expanded. Accepts ``file://`` URLs, and refuses others."""
     try:
         given = os.fspath(path)
     except TypeError as error:
@@ -35,7 +43,23 @@ def absolute(path: Any, what: str = "the path") -> str:
         raise MisuseError(f'{what} is empty; pass a directory ("." is the working directory)')
     if "\0" in given:
         raise MisuseError(f"{what} holds a null byte: {given!r:.80}")
+    found = _URL.match(given)
+    if found is not None and (found[2] == "//" or found[1].lower() in _SCHEMES):
+        given = _from_url(given, found[1].lower(), what)
     return os.path.abspath(os.path.expanduser(given))
+
+
+def _from_url(url: str, scheme: str, what: str) -> str:
+    """Returns the path of a ``file://`` URL. Refuses other schemes."""
+    if scheme != "file":
+        raise MisuseError(
+            f"{what} is a URL ({url!r:.120}), and object stores are not supported yet: pass a directory of a "
+            "disk or a shared file system, and copy committed steps to the store from there"
+        )
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise MisuseError(f"{what} names another host ({url!r:.120}); pass a path of this machine")
+    return unquote(parts.path)
 
 
 def is_directory(path: str) -> bool:

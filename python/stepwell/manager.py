@@ -15,10 +15,14 @@ from typing import Any, Literal, Unpack, final, get_args
 from . import _core, adapters, coordinators, lifecycle, plan, restoring, template, transports
 from .checkpoint import Checkpoint, Metadata
 from .checks import (
+    MANAGER_WORDS,
+    SAVE_WORDS,
     flag,
+    given_step,
     instance,
     metadata_json,
     one_of,
+    other_words,
     real_numbers,
     shown,
     step_number,
@@ -80,6 +84,7 @@ class CheckpointManager:
         CoordinationTimeout: not all processes have arrived.
     """
 
+    @other_words("CheckpointManager", MANAGER_WORDS)
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -162,6 +167,7 @@ class CheckpointManager:
 
     # ---- saving ----
 
+    @other_words("save", SAVE_WORDS)
     def save(
         self,
         step: int,
@@ -425,8 +431,15 @@ class CheckpointManager:
     # ---- restoring ----
 
     @spelled_out
-    def restore(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
-        """Restores a step (``None``: the newest committed one).
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        best: tuple[str, Literal["min", "max"]] | None = None,
+        **options: Unpack[RestoreKeywords],
+    ) -> Any:
+        """Restores a step (``None``: the newest committed one), or the ``best`` one by a metric and
+        a mode, such as ``best=("loss", "min")``.
 
         ``like`` describes the result and is never changed. ``into`` is filled where possible, and
         returned with new values elsewhere. Without either, everything comes back as it is stored.
@@ -446,7 +459,7 @@ class CheckpointManager:
         """
         manager = self._open()
         alone = manager.ranks()[1] == 1
-        number = None if step is None else step_number(step)
+        number = self._best(best, step) if best is not None else given_step(step)
         with telling_restore(self._on_event, self._root, number) as told:
             together = None if alone else Together(manager)
             if together is not None:
@@ -476,6 +489,20 @@ class CheckpointManager:
                     together.fail(failure)
                 raise
         return answer
+
+    def _best(self, best: Any, step: Any) -> int:
+        """Resolves ``restore(best=)``."""
+        if step is not None:
+            raise MisuseError("pass a step or best=, not both")
+        if not isinstance(best, (tuple, list)) or len(best) != 2:
+            raise MisuseError(
+                f'best= takes a metric and a mode, such as ("loss", "min"), not {shown(best)}'
+            )
+        found = self.best_step(*best)
+        if found is None:
+            with explaining(self._root), self._explaining_pending():
+                raise StepNotFound(f"{self._root} has no committed step, so none is the best")
+        return found
 
     def _restored_by_all(self, core: Any, options: RestoreOptions, together: Together) -> Any:
         """Restores this rank's part, in two steps: no rank writes anything before all match, and
@@ -558,7 +585,12 @@ class CheckpointManager:
         return found
 
     def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
-        """The best committed step by a metric (default: the one that retention ranks by)."""
+        """Returns the best committed step by a metric (default: the one that retention ranks by).
+        ``None`` if there is no step, or if no step has the metric of retention yet.
+
+        Raises:
+            MisuseError: no step has the given metric. The error lists the metrics of the steps.
+        """
         if (metric is None) is not (mode is None):
             raise MisuseError(
                 'best_step takes a metric and a mode, such as ("loss", "min"), or neither: then both are those of the retention'

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, final
 
 import numpy as np
 
-from .checks import flag, meant, one_of, shown
+from .checks import RESTORE_WORDS, flag, meant, one_of, shown
 from .errors import MisuseError
 from .leaves import storable_name
 from .paths import escape
@@ -128,6 +128,8 @@ class RestoreOptions:
         """From the keywords of a call."""
         names = {field.name for field in dataclasses.fields(cls)}
         for name in keywords:
+            if name in RESTORE_WORDS:
+                raise MisuseError(f"{function}() has no keyword {name}=; pass {RESTORE_WORDS[name]}")
             if name not in names:
                 raise TypeError(
                     f"{function}() got an unexpected keyword argument {name!r}{meant(name, names)}"

@@ -9,7 +9,17 @@ from typing import Any, Literal, Unpack
 
 from . import _core, adapters, lifecycle, restoring, verifying, watching
 from .checkpoint import Checkpoint, Metadata, VerifyReport
-from .checks import check_coordinator, instance, metadata_json, one_of, real_numbers, step_number
+from .checks import (
+    SAVE_WORDS,
+    check_coordinator,
+    given_step,
+    instance,
+    metadata_json,
+    one_of,
+    other_words,
+    real_numbers,
+    step_number,
+)
 from .errors import StalledError
 from .locations import Path, absolute, check_destination, check_watched, explaining
 from .options import ENGINES, Options, to_json
@@ -73,6 +83,7 @@ def keep(handle: Any, path: str, stall: float | None = None) -> Save:
     return save
 
 
+@other_words("save_async", SAVE_WORDS)
 def save_async(
     path: Path,
     state: Any,
@@ -104,6 +115,7 @@ def save_async(
     return keep(handle, where, stall_seconds(options.stall_timeout))
 
 
+@other_words("save", SAVE_WORDS)
 def save(
     path: Path,
     state: Any,
@@ -146,9 +158,10 @@ def _open(
 
 
 @spelled_out
-def restore(path: Path, *, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
+def restore(path: Path, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
     """Restores the checkpoint at ``path`` (a root: its newest step); see
     :meth:`CheckpointManager.restore`."""
+    step = given_step(step)
     checked = RestoreOptions.of(options).reading_alone()
     if checked.fill:
         lifecycle.wait_captured()

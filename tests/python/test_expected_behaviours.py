@@ -194,7 +194,8 @@ def test_the_best_step_is_one_of_those_that_have_the_metric(root: Path) -> None:
         assert manager.best_step("loss", "min") == 3
         assert manager.best_step("loss", "max") == 1
         assert manager.best_step("other", "min") == 2
-        assert manager.best_step("nothing", "min") is None
+        with pytest.raises(sw.MisuseError, match="no committed step has the metric `los`.*`loss`"):
+            manager.best_step("los", "min")
 
 
 def test_what_was_set_aside_twice_under_one_number_is_there_twice(root: Path) -> None:

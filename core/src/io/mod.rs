@@ -10,6 +10,7 @@
 //! [`Dir::write_file`] sync by themselves.
 
 pub mod conformance;
+mod mounts;
 pub mod noting;
 mod posix;
 mod probe;

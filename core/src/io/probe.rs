@@ -62,7 +62,9 @@ impl FromStr for Engine {
 /// Opens the file system of `path`. A missing path is judged by its nearest existing ancestor.
 /// Leaves no files behind.
 pub fn open_disk(path: &Path, wanted: Engine) -> Result<Arc<dyn Disk>> {
-    Ok(Arc::new(Wanted::find(path, wanted)?.probe(Purpose::Write)?.into_disk()))
+    let wanted = Wanted::find(path, wanted)?;
+    wanted.refuse_bucket(wanted.device()?)?;
+    Ok(Arc::new(wanted.probe(Purpose::Write)?.into_disk()))
 }
 
 /// A request for an engine, at an existing directory.
@@ -94,6 +96,11 @@ impl Wanted {
     pub(super) fn device(&self) -> Result<u64> {
         let stat = rustix::fs::stat(&self.there).map_err(|errno| Error::io("stat", &self.there, errno))?;
         Ok(stat.st_dev)
+    }
+
+    /// Refuses a mounted bucket, on which no step can be committed.
+    pub(super) fn refuse_bucket(&self, device: u64) -> Result<()> {
+        super::mounts::refuse_bucket(&self.there, device)
     }
 
     pub(super) fn probe(self, purpose: Purpose) -> Result<Facts> {

@@ -35,6 +35,9 @@ static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
 pub fn shared_disk(path: &Path, wanted: Engine, purpose: Purpose) -> Result<Arc<dyn Disk>> {
     let wanted = Wanted::find(path, wanted)?;
     let (device, engine) = (wanted.device()?, wanted.engine);
+    if purpose == Purpose::Write {
+        wanted.refuse_bucket(device)?;
+    }
     let made = |facts: &Facts| Arc::new(facts.clone().into_disk());
     // A lock that was held during a fork stays locked. The child probes again.
     if let Ok(mut known) = KNOWN.try_lock() {

@@ -16,7 +16,7 @@ use super::{Inner, Manager, State};
 use crate::checkpoint::{Checkpoint, Expected};
 use crate::discovery::{Found, Listing, Quarantined, damage, is_no_step, read_manifest, stands};
 use crate::error::{Error, Result};
-use crate::retention::{self, Mode, Plan};
+use crate::retention::{self, Candidate, Mode, Plan};
 
 /// How long a newest step is looked for that is not gone before it is opened: another process would
 /// have to retire one after the other all that time.
@@ -141,10 +141,12 @@ impl Manager {
         Ok(self.inner.discovery.list(&*self.inner.root, &self.inner.names)?.quarantined.clone())
     }
 
-    /// The best step by a metric (the one that retention names, if none is given). Steps without it
-    /// do not count; `None` where none has it.
+    /// Returns the best step by a metric: the given one, or else the one that retention names. Steps
+    /// without the metric do not count. `None` if the root has no steps, or if no step has the
+    /// metric of retention yet. [`Error::Invalid`] if no step has the given metric.
     pub fn best_step(&self, metric: Option<(&str, Mode)>) -> Result<Option<u64>> {
         self.inner.check_usable()?;
+        let asked = metric.is_some();
         let Some((metric, mode)) = metric.or_else(|| self.inner.options.retention.metric()) else {
             return Err(Error::Invalid(
                 "the best step needs a metric and a mode: the retention names none".to_owned(),
@@ -155,7 +157,11 @@ impl Manager {
             let listing = inner.list()?;
             let later = inner.sidecars.all(&*inner.root)?;
             let candidates = inner.candidates(listing.steps.values(), &later);
-            Ok(retention::best(&candidates, metric, mode).map(|candidate| candidate.step))
+            let best = retention::best(&candidates, metric, mode).map(|candidate| candidate.step);
+            if best.is_none() && asked && !candidates.is_empty() {
+                return Err(no_such_metric(metric, &candidates));
+            }
+            Ok(best)
         })
     }
 
@@ -437,4 +443,23 @@ impl State {
             tracing::warn!(%name, %reason, "has a step's name and is none; it is passed over, and set aside where a step of that number is saved");
         }
     }
+}
+
+/// The most metrics that an error lists.
+const LISTED_METRICS: usize = 8;
+
+/// The error for a metric that no step has: it lists the metrics of the steps.
+fn no_such_metric(metric: &str, candidates: &[Candidate<'_>]) -> Error {
+    let mut names: Vec<&str> = candidates.iter().flat_map(|candidate| candidate.metrics.names()).collect();
+    names.sort_unstable();
+    names.dedup();
+    let more = names.len().saturating_sub(LISTED_METRICS);
+    names.truncate(LISTED_METRICS);
+    let listed = if names.is_empty() {
+        "the steps have no metrics at all".to_owned()
+    } else {
+        let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+        format!("the steps have `{}`{more}", names.join("`, `"))
+    };
+    Error::Invalid(format!("no committed step has the metric `{metric}`: {listed}"))
 }

@@ -57,6 +57,14 @@ impl Default for Metrics<'_> {
 }
 
 impl Metrics<'_> {
+    /// The names of the known metrics.
+    pub(crate) fn names(&self) -> Vec<&str> {
+        match self {
+            Self::All(metrics) => metrics.keys().map(String::as_str).collect(),
+            Self::Asked { names, .. } => names.iter().map(String::as_str).collect(),
+        }
+    }
+
     fn get(&self, metric: &str) -> Option<f64> {
         match self {
             Self::All(metrics) => metrics.get(metric).copied(),

@@ -1,0 +1,87 @@
+"""Arguments that name a place or a step: URLs, states in place of a step, keywords of others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stepwell as sw
+from command_line import process
+
+URLS = ["s3://b/x", "gs://b/x", "S3://b/x", "az://c/x", "hdfs://n/x", "weird+thing://x"]
+
+
+def entry_points() -> dict[str, Callable[[Any], Any]]:
+    return {
+        "manager": sw.CheckpointManager,
+        "save": lambda at: sw.save(at, {"x": 1}),
+        "save_async": lambda at: sw.save_async(at, {"x": 1}),
+        "restore": sw.restore,
+        "open": sw.open,
+        "verify": sw.verify,
+        "watch": lambda at: list(sw.watch(at, timeout=0)),
+        "metadata": sw.metadata,
+        "add_metrics": lambda at: sw.add_metrics(at, 1, {"x": 1.0}),
+        "engine_info": sw.engine_info,
+        "shared directory": lambda at: sw.SharedDirectory(0, 1, "job", path=at),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(entry_points()))
+def test_a_url_is_refused_and_nothing_is_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in [*URLS, Path("s3://b/x")]:
+        with pytest.raises(sw.MisuseError, match="object stores are not supported yet"):
+            entry_points()[name](url)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    sw.save(f"file://{tmp_path}/a%20b", {"x": 1})
+    assert sw.restore(tmp_path / "a b") == {"x": 1}
+    with pytest.raises(sw.MisuseError, match="another host"):
+        sw.restore("file://elsewhere/x")
+
+
+def test_the_command_line_refuses_urls() -> None:
+    result = process("ls", "s3://b/x")
+    assert result.returncode == 2, result.stderr
+    assert "object stores are not supported yet" in result.stderr
+
+
+def test_keywords_of_other_libraries_name_ours(tmp_path: Path) -> None:
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: sw.CheckpointManager(tmp_path / "r", max_to_keep=3), "retention=sw.keep_latest"),  # type: ignore[call-arg]
+        (lambda: sw.save(tmp_path / "c", {"x": 1}, overwrite=True), 'exists="replace"'),  # type: ignore[call-arg]
+        (lambda: sw.restore(tmp_path / "c", abstract_state={}), "like="),  # type: ignore[call-arg]
+        (lambda: sw.restore(tmp_path / "c", {"x": 1}), "into="),  # type: ignore[arg-type]
+    ]
+    for call, ours in calls:
+        with pytest.raises(sw.MisuseError, match=re.escape(ours)):
+            call()
+
+
+def test_a_state_in_place_of_a_step_is_told_of_into(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"x": 1}).result()
+        with pytest.raises(sw.MisuseError, match="into="):
+            manager.restore({"x": 1})  # type: ignore[arg-type]
+
+
+def test_restore_takes_the_best_step(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        with pytest.raises(sw.StepNotFound):
+            manager.restore(best=("loss", "min"))
+        for step, loss in enumerate([3.0, 1.0, 2.0]):
+            manager.save(step, {"x": step}, metrics={"loss": loss})
+        manager.wait_until_finished()
+        assert manager.restore(best=("loss", "min")) == {"x": 1}
+        with pytest.raises(sw.MisuseError, match="no committed step has the metric `los`"):
+            manager.restore(best=("los", "min"))
+        with pytest.raises(sw.MisuseError, match="not both"):
+            manager.restore(1, best=("loss", "min"))
