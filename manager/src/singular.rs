@@ -107,7 +107,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         stale: false,
     };
     let prepared = job::prepare(environment, options, &pool, order)?;
-    let label = directory_layout::label_of_path(&name);
+    let (label, path) = (directory_layout::label_of_path(&name), request.path.clone());
     let place = Place { label, target: name, existing, counter: 0, fenced: false };
     let (job, capturing) = prepared.split(environment, options, place);
     let world = environment.clone();
@@ -137,6 +137,7 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         }
         let callbacks = save.settle(ended.outcome);
         save.call(callbacks);
+        persist::log_commit(&save, &team, "a checkpoint", &path);
     })
     .map_err(|error| stepwell_core::Error::io("start a thread for", &request.path, error))?;
     let (save, rest) = capturing.run()?;

@@ -14,6 +14,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import os
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -144,6 +145,10 @@ def _why_not(obj: Any) -> str:
                 f"{name} is a subclass of {base.__name__} and would not come back as what it is; "
                 f"pass {base.__name__}(...) of it, or sw.register() its type"
             )
+    if name == "argparse.Namespace":
+        return "an argparse.Namespace cannot be stored; pass vars(args)"
+    if isinstance(obj, os.PathLike):
+        return f"{name} is a path, which cannot be stored; pass str() of it"
     if callable(obj):
         return (
             f"{name} is code, not data; leave it out, or store what it was made from (a name, its settings)"

@@ -29,7 +29,26 @@ _LOOKED_AT = 64
 #: A URL: ``scheme://``, also with the one slash that ``pathlib`` leaves of two.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//|/(?!/))")
 #: Schemes that are recognised after ``pathlib`` has removed a slash.
-_SCHEMES = frozenset("abfs abfss az file gcs gs hdfs hf http https oss r2 s3 s3a wasb wasbs".split())
+_SCHEMES = frozenset(
+    [
+        "abfs",
+        "abfss",
+        "az",
+        "file",
+        "gcs",
+        "gs",
+        "hdfs",
+        "hf",
+        "http",
+        "https",
+        "oss",
+        "r2",
+        "s3",
+        "s3a",
+        "wasb",
+        "wasbs",
+    ]
+)
 
 
 def absolute(path: Any, what: str = "the path") -> str:

@@ -495,9 +495,7 @@ class CheckpointManager:
         if step is not None:
             raise MisuseError("pass a step or best=, not both")
         if not isinstance(best, (tuple, list)) or len(best) != 2:
-            raise MisuseError(
-                f'best= takes a metric and a mode, such as ("loss", "min"), not {shown(best)}'
-            )
+            raise MisuseError(f'best= takes a metric and a mode, such as ("loss", "min"), not {shown(best)}')
         found = self.best_step(*best)
         if found is None:
             with explaining(self._root), self._explaining_pending():

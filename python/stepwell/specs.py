@@ -53,21 +53,17 @@ class ArraySpec:
     """Shape and dtype of an array, without its data.
 
     ``shape`` (elements along each dimension) or ``dtype`` (of numpy, ``ml_dtypes``, or a name) may
-    be ``None``: as stored. ``layout`` is ``None``: all of the tensor, in C order. A
+    be ``None``: as stored. A
     :class:`LocalShard`, :class:`Segments` or :class:`FlatShard` over a spec describes a process's
     part of a tensor.
     """
 
     shape: tuple[int, ...] | None
     dtype: np.dtype[Any] | None
-    layout: Any
 
-    def __init__(
-        self, shape: Any = None, dtype: npt.DTypeLike | str | None = None, layout: Any = None
-    ) -> None:
+    def __init__(self, shape: Any = None, dtype: npt.DTypeLike | str | None = None) -> None:
         object.__setattr__(self, "shape", None if shape is None else _shape(shape))
         object.__setattr__(self, "dtype", None if dtype is None else _dtype(dtype))
-        object.__setattr__(self, "layout", layout)
 
     @property
     def nbytes(self) -> int | None:
@@ -148,8 +144,6 @@ PER_RANK: Final = "stepwell.PerRank"
 @dataclass(frozen=True, slots=True)
 class Replicated(Generic[T]):
     """A value that should be the same on every rank and may drift (the statistics of BatchNorm
-    under DDP). It is stored as the value itself; ``pick="first"``: that of the first rank that has
-    it, piece by piece where it is large."""
+    under DDP). A checkpoint stores the value of the first rank that has it."""
 
     value: T
-    pick: str = "first"

@@ -520,4 +520,4 @@ def _finish_segments(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -
 
 
 def _finish_wrapper(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
-    return Replicated(pairs[0][1], branch.value.pick)
+    return Replicated(pairs[0][1])

@@ -462,7 +462,7 @@ def test_the_keywords_of_a_restore_are_the_same_everywhere_and_spelled_out(path:
     expected = list(get_type_hints(restore_options.RestoreKeywords))
     for function, own in [
         (sw.restore, ["path", "step"]),
-        (sw.CheckpointManager.restore, ["self", "step"]),
+        (sw.CheckpointManager.restore, ["self", "step", "best"]),
         (sw.CheckpointManager.plan, ["self", "step"]),
         (sw.Checkpoint.restore, ["self"]),
         (sw.Checkpoint.plan, ["self"]),

@@ -194,7 +194,7 @@ def test_the_best_step_is_one_of_those_that_have_the_metric(root: Path) -> None:
         assert manager.best_step("loss", "min") == 3
         assert manager.best_step("loss", "max") == 1
         assert manager.best_step("other", "min") == 2
-        with pytest.raises(sw.MisuseError, match="no committed step has the metric `los`.*`loss`"):
+        with pytest.raises(sw.MisuseError, match=r"no committed step has the metric `los`.*`loss`"):
             manager.best_step("los", "min")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import stepwell as sw
 from command_line import process
@@ -85,3 +88,19 @@ def test_restore_takes_the_best_step(root: Path) -> None:
             manager.restore(best=("los", "min"))
         with pytest.raises(sw.MisuseError, match="not both"):
             manager.restore(1, best=("loss", "min"))
+
+
+def test_values_with_a_plain_form_are_refused_with_it(tmp_path: Path) -> None:
+    for value, advice in [(argparse.Namespace(lr=0.1), "vars(args)"), (tmp_path, "str()")]:
+        with pytest.raises(sw.UnsupportedLeaf, match=re.escape(advice)) as caught:
+            sw.save(tmp_path / "c", {"args": value})
+        assert caught.value.leaf == "args"
+
+
+def test_a_commit_logs_one_line(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "stepwell"), sw.CheckpointManager(root) as manager:
+        manager.save(1200, {"x": np.zeros(1000)}).result()
+    sw.save(root.parent / "single", {"x": 1})
+    lines = [one.getMessage() for one in caplog.records if "committed" in one.getMessage()]
+    assert len(lines) == 1, lines
+    assert re.fullmatch(rf"committed step 1200 \(\d+\.\d kB in \d+\.\d\d s\) to {root}", lines[0]), lines

@@ -315,11 +315,11 @@ def test_stateful_objects_are_expanded_and_loaded_in_place(tmp_path: Path) -> No
 
 
 def test_a_replicated_value_is_itself_where_there_is_one_process(tmp_path: Path) -> None:
-    state = {"a": sw.Replicated(np.arange(3)), "b": sw.Replicated({"x": 1}, pick="last")}
+    state = {"a": sw.Replicated(np.arange(3)), "b": sw.Replicated({"x": 1})}
     assert same(round_trip(tmp_path, state), {"a": np.arange(3), "b": {"x": 1}})
-    back = sw.restore(tmp_path / "c", like={"a": np.zeros(3, int), "b": sw.Replicated({"x": 0}, "last")})
+    back = sw.restore(tmp_path / "c", like={"a": np.zeros(3, int), "b": sw.Replicated({"x": 0})})
     assert same(back["a"], np.arange(3))
-    assert back["b"] == sw.Replicated({"x": 1}, "last")
+    assert back["b"] == sw.Replicated({"x": 1})
 
 
 def test_a_value_that_differs_on_every_rank_is_stored_as_that_of_rank_0_of_1(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ impl Inner {
                 callbacks
             };
             save.call(callbacks);
+            persist::log_commit(&save, &self.team, &format!("step {}", save.step()), &self.path);
             self.changed.notify_all();
         }
     }

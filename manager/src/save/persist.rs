@@ -2,6 +2,7 @@
 //! and says how it ended.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use stepwell_core::io::{Dir, File, Room};
 use stepwell_core::save::{Flush, WrittenItem};
 
 use super::job::Job;
-use super::{Outcome, Save};
+use super::{Outcome, Save, Stats};
 use crate::commit::driver::{Polled, World};
 use crate::commit::records::DraftItem;
 use crate::commit::{self, Announcement, Heard, ItemPart, Machine, Verdict, Vote};
@@ -53,6 +54,27 @@ pub(crate) fn run(
         }
     });
     (save, ended)
+}
+
+/// A size for people, in decimal units.
+fn size_text(bytes: u64) -> String {
+    let mut scaled = bytes as f64;
+    for unit in ["B", "kB", "MB", "GB"] {
+        if scaled < 1000.0 {
+            return if unit == "B" { format!("{bytes} B") } else { format!("{scaled:.1} {unit}") };
+        }
+        scaled /= 1000.0;
+    }
+    format!("{scaled:.1} TB")
+}
+
+/// Logs the commit of a save that is over: one line, on the leader. `what` was committed to `place`.
+pub(crate) fn log_commit(save: &Save, team: &Team, what: &str, place: &Path) {
+    if team.leads() && matches!(save.outcome(), Some(Outcome::Committed)) {
+        let Stats { pipeline, total_seconds, .. } = save.stats();
+        let (size, place) = (size_text(pipeline.total_bytes), place.display());
+        tracing::info!("committed {what} ({size} in {total_seconds:.2} s) to {place}");
+    }
 }
 
 fn commit(
@@ -100,14 +122,7 @@ fn commit(
     });
     let step = save.step();
     match result.verdict {
-        Verdict::Committed { replaced } => {
-            tracing::info!(
-                data_seconds = result.data.as_secs_f64(),
-                commit_seconds = result.commit.as_secs_f64(),
-                "committed"
-            );
-            Ended { outcome: Outcome::Committed, replaced }
-        }
+        Verdict::Committed { replaced } => Ended { outcome: Outcome::Committed, replaced },
         Verdict::NotCommitted(error) => {
             // The outcome reports it to the caller.
             tracing::info!(%error, "not committed");

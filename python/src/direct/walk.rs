@@ -269,9 +269,6 @@ impl<'a, 'py> Walk<'a, 'py> {
     fn spec(&mut self, source: u32, tensor: &TensorRecord, target: &Bound<'py, PyAny>) -> Found<Node> {
         let py = target.py();
         let (shape, dtype) = (target.getattr(intern!(py, "shape"))?, target.getattr(intern!(py, "dtype"))?);
-        if !target.getattr(intern!(py, "layout"))?.is_none() {
-            return Ok(None);
-        }
         if !dtype.is_none() && self.dtypes.named(self.hooks, dtype)? != Some(tensor.dtype) {
             return Ok(None);
         }
