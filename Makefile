@@ -68,7 +68,7 @@ demo-torch: build ## the same with FSDP2 and tensor parallelism of PyTorch: 4 pr
 	$(BIN)/python tests/demo/torch_other_ranks.py
 
 .PHONY: test
-test: lint test-rust test-interleavings test-python docs test-disks fuzz ## everything that must hold before a change lands
+test: lint licences test-rust test-interleavings test-python docs test-disks fuzz ## everything that must hold before a change lands
 
 .PHONY: lint
 lint: $(VENV)/.tools ## formatting and lints
@@ -77,6 +77,15 @@ lint: $(VENV)/.tools ## formatting and lints
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	$(BIN)/ruff check --config python/pyproject.toml python tests docs
 	$(BIN)/ruff format --check --config python/pyproject.toml python tests docs
+	cargo clippy --quiet -p stepwell-core -p stepwell-manager --features stepwell-core/interleavings,stepwell-core/test-support,stepwell-manager/interleavings --all-targets -- -D warnings
+	cargo clippy --quiet --manifest-path tests/fuzz/Cargo.toml -- -D warnings
+	$(BIN)/python tests/lint/prose.py
+
+# The advisory database is not in the package registry: `make test-long` checks advisories too.
+.PHONY: licences
+licences: | tools ## licences and sources of all dependencies
+	command -v cargo-deny >/dev/null || cargo install --quiet --locked cargo-deny
+	cargo deny --log-level error check licenses bans sources
 
 .PHONY: test-rust
 test-rust: | tools ## the Rust tests
@@ -131,11 +140,9 @@ test-long: build ## hours: longer sweeps of the same proofs, and the licences of
 	$(MAKE) test-address
 	$(MAKE) test-miri
 	$(MAKE) fuzz SECONDS=1800
-	cargo clippy --quiet -p stepwell-core -p stepwell-manager --features stepwell-core/interleavings,stepwell-core/test-support,stepwell-manager/interleavings --all-targets -- -D warnings
-	cargo clippy --quiet --manifest-path tests/fuzz/Cargo.toml -- -D warnings
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/disks/requirements.txt
 	STEPWELL_LONG=1 $(MAKE) test-disks
-	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
+	command -v cargo-deny >/dev/null || cargo install --quiet --locked cargo-deny
 	cargo deny check
 
 .PHONY: bench

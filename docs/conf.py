@@ -47,7 +47,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 add_module_names = False
 toc_object_entries_show_parents = "hide"
-# What takes modules of torch can be described without it.
+# Functions that take torch modules can be documented without torch.
 autodoc_mock_imports = [name for name in ("torch",) if importlib.util.find_spec(name) is None]
 
 html_theme = "furo"

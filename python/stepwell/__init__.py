@@ -79,8 +79,8 @@ if _TYPE_CHECKING:
     from .singular import add_metrics, engine_info, metadata, open, restore, save, save_async, verify, watch
     from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
 
-#: Where the other names of this package are: each module is imported when a name of it is first
-#: asked for, so that importing the package costs nearly nothing.
+#: The modules of the other names. Each is imported when a name of it is first used, so that
+#: importing the package costs almost nothing.
 _MODULES = {
     "checkpoint": "Array Branch Checkpoint Damage Metadata VerifyReport",
     "coordinators": "JaxService MPI SharedDirectory TorchStore",

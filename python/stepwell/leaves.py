@@ -171,7 +171,7 @@ def _array(array: np.ndarray[Any, Any]) -> Description:
 
 
 def _parts(parts: layouts.Parts) -> Description:
-    """What a process holds of a tensor."""
+    """Describes a process's parts of a tensor."""
     if isinstance(parts.local, np.ndarray) and (why := _not_storable(parts.local)) is not None:
         return ("refuse", why)
     return layouts.describe(parts)

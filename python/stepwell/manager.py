@@ -584,7 +584,7 @@ class CheckpointManager:
 
     def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
         """Returns the best committed step by a metric (default: the one that retention ranks by).
-        ``None`` if there is no step, or if no step has the metric of retention yet.
+        ``None`` without a step, or if no step has the metric of retention yet.
 
         Raises:
             MisuseError: no step has the given metric. The error lists the metrics of the steps.

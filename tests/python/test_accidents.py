@@ -268,7 +268,7 @@ def test_marin_5386_damage_to_the_newest_steps_costs_no_more_than_those_steps(
         mgr.wait_until_finished()
         assert mgr.all_steps() == [0, 10, 15, 16, 17]
     data_files(root / "step_00000017")[0].unlink()  # visible without reading: skipped
-    flip_a_bit(root / "step_00000016")  # invisible: found when it is read, before a value is returned
+    flip_a_bit(root / "step_00000016")  # invisible: found before a value is returned
     with caplog.at_level(logging.WARNING, "stepwell"), sw.CheckpointManager(root, retention=retention) as mgr:
         assert mgr.latest_step() == 16
         target = {"params": {"w": np.zeros(SMALL // 2, np.uint8)}}

@@ -39,8 +39,8 @@ ERRNOS = ("ENOSPC", "EIO", "EDQUOT", "EINTR", "EAGAIN", "EMFILE", "ENOMEM", "ERO
 CHANGING = (
     "openat2", "mkdirat", "fallocate", "pwrite64", "io_uring_enter", "fsync", "renameat", "renameat2", "unlinkat", "ftruncate",
 )  # fmt: skip
-#: Of the others an error is tried too, where only the engine makes them: what the interpreter
-#: itself does with errors is not ours.
+#: Calls that get errors injected: also others that only the engine makes. The interpreter's own
+#: calls are not tested.
 FALLIBLE = (*CHANGING, "io_uring_setup", "io_uring_register", "fcntl")
 
 Case = TypeVar("Case")

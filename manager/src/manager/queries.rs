@@ -141,9 +141,9 @@ impl Manager {
         Ok(self.inner.discovery.list(&*self.inner.root, &self.inner.names)?.quarantined.clone())
     }
 
-    /// Returns the best step by a metric: the given one, or else the one that retention names. Steps
-    /// without the metric do not count. `None` if the root has no steps, or if no step has the
-    /// metric of retention yet. [`Error::Invalid`] if no step has the given metric.
+    /// Returns the best step by a metric: the given one, or else the one that retention names.
+    /// Steps without the metric do not count. `None` if the root has no steps, or if no step has
+    /// the metric of retention yet. [`Error::Invalid`] if no step has the given metric.
     pub fn best_step(&self, metric: Option<(&str, Mode)>) -> Result<Option<u64>> {
         self.inner.check_usable()?;
         let asked = metric.is_some();

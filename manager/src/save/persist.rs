@@ -68,7 +68,8 @@ fn size_text(bytes: u64) -> String {
     format!("{scaled:.1} TB")
 }
 
-/// Logs the commit of a save that is over: one line, on the leader. `what` was committed to `place`.
+/// Logs the commit of a save that is over: one line, on the leader. `what` was committed to
+/// `place`.
 pub(crate) fn log_commit(save: &Save, team: &Team, what: &str, place: &Path) {
     if team.leads() && matches!(save.outcome(), Some(Outcome::Committed)) {
         let Stats { pipeline, total_seconds, .. } = save.stats();

@@ -41,7 +41,7 @@ from .torch import from_numpy
 
 _LEAVES = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject)
 
-#: What is none, of which there may be many: nobody asks each of these.
+#: Frequent classes that are not leaves of Megatron's: skipped without further checks.
 _OTHERS = frozenset({int, float, bool, str, bytes, type(None), np.ndarray, torch.Tensor, torch.nn.Parameter})
 
 #: Megatron's names for the model chunks of one rank in an interleaved pipeline. They say nothing

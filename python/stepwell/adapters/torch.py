@@ -65,9 +65,9 @@ def streams(devices: Iterable[int]) -> dict[int, int]:
 
 
 def addresses(optimizer: torch.optim.Optimizer, host: bool) -> list[tuple[int, int]]:
-    """Where the tensors are that an optimizer changes, in its steps alone, and their bytes:
-    parameters and state; those on devices, and those in ``host`` memory too. Only those that are in
-    one piece: between the elements of others may be what somebody else changes."""
+    """Returns address and bytes of the tensors that only an optimizer's steps change: parameters
+    and state, on devices, and with ``host`` also in host memory. Only contiguous ones: others may
+    have foreign data between their elements."""
     tensors = [one for group in optimizer.param_groups for one in group["params"]]
     for slots in optimizer.state.values():
         tensors += [one for one in slots.values() if isinstance(one, torch.Tensor)]

@@ -113,7 +113,8 @@ impl Promises {
             }
             ["committed", step, tag] => {
                 // A step that is saved again owes nothing to its predecessor.
-                *self.step(step)? = Promise { may: [tag.into()].into(), must: true, ..Promise::default() };
+                let may = [tag.into()].into();
+                *self.step(step)? = Promise { may, must: true, ..Promise::default() };
             }
             // What was taken away before stays as it was: a step may be seen that retention then
             // takes.
