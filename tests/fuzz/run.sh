@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the fuzz targets: `run.sh SECONDS [TARGET…]`, each for so long, as many at a time as there are cores. `run.sh corpus` writes the seeds anew and
-# adds the smallest inputs of what was found that reach something new. Where a tool is missing it says SKIPPED and why.
+# adds the smallest inputs of what was found that reach something new. A missing tool is reported as SKIPPED, with the reason.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-$PWD/target/fuzz}"
@@ -16,6 +16,8 @@ FOUND="$CARGO_TARGET_DIR/found"
 
 skip() {
     echo "SKIPPED: the fuzzers ($1)"
+    # A required subject must not be absent.
+    [[ ",${STEPWELL_REQUIRE:-}," != *,fuzz,* ]]
     exit 0
 }
 

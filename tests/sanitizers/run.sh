@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Runs the tests of the engine under a sanitizer: `run.sh address` or `run.sh miri`. Where a tool is missing it says SKIPPED and why.
+# Runs the tests of the engine under a sanitizer: `run.sh address` or `run.sh miri`. A missing tool is reported as SKIPPED, with the reason.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 base="${CARGO_TARGET_DIR:-$PWD/target}"
 
 skip() {
     echo "SKIPPED: $1 ($2)"
+    # A required subject must not be absent.
+    [[ ",${STEPWELL_REQUIRE:-}," != *,sanitizers,* ]]
     exit 0
 }
 

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use stepwell_core::io::simulated::mix;
+use stepwell_core::sys::testing::absent;
 use stepwell_tests::real::look::copy_tree;
 use stepwell_tests::real::tracing::{self, Ran, Subject};
 use stepwell_tests::real::trials;
@@ -123,8 +124,7 @@ fn traced(scratch: &Path, engine: &'static str) -> Option<Subject> {
     match tracing::unavailable(&subject) {
         None => Some(subject),
         Some(reason) => {
-            // Past the harness, which swallows what passing tests print.
-            let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIPPED: {reason}\n"));
+            absent("strace", &reason);
             None
         }
     }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::Error;
-use crate::sys::testing::{fork, refuse_syscall};
+use crate::sys::testing::{absent, fork, refuse_syscall};
 
 /// On the file system of the sources, which is a disk where the system's temporary directory may be
 /// memory.
@@ -26,11 +26,8 @@ const ENGINES: [(Engine, &str); 3] =
 fn engine(dir: &Path, wanted: Engine, name: &str) -> Option<Arc<dyn Disk>> {
     let disk = open_disk(dir, wanted).unwrap();
     if disk.choice().engine != name {
-        // Past the harness, which swallows what passing tests print.
-        let _ = std::io::Write::write_fmt(
-            &mut std::io::stderr(),
-            format_args!("SKIPPED {name}: {:?}\n", disk.choice().reasons),
-        );
+        let subject = if wanted == Engine::Uring { "uring" } else { "direct" };
+        absent(subject, &format!("{name}: {:?}", disk.choice().reasons));
         return None;
     }
     Some(disk)
@@ -61,8 +58,7 @@ fn the_page_cache_engine_keeps_every_promise() {
 #[test]
 fn every_engine_keeps_every_promise_in_memory_file_systems() {
     let Ok(dir) = tempfile::tempdir_in("/dev/shm") else {
-        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIPPED: no /dev/shm\n"));
-        return;
+        return absent("shm", &"no /dev/shm");
     };
     for (wanted, _) in ENGINES {
         conformance::run(open_disk(dir.path(), wanted).unwrap().as_ref(), &dir.path().join("root"));
@@ -454,8 +450,7 @@ fn a_file_with_permissions_or_attributes_of_its_own_is_not_written_over() {
     };
     make();
     if !take() {
-        eprintln!("SKIPPED: this file system does not say whether somebody has a file open");
-        return;
+        return absent("leases", &"this file system does not report open files");
     }
     make();
     rustix::fs::chmod(&path, Mode::from_raw_mode(0o666)).unwrap();
@@ -464,7 +459,7 @@ fn a_file_with_permissions_or_attributes_of_its_own_is_not_written_over() {
     make();
     match rustix::fs::setxattr(&path, "user.checksum", b"of before", XattrFlags::CREATE) {
         Ok(()) => assert!(!take(), "it would speak of other bytes"),
-        Err(error) => eprintln!("SKIPPED: no attributes here: {error}"),
+        Err(error) => absent("attributes", &error),
     }
     make();
     if rustix::fs::chown(&path, Some(rustix::fs::Uid::from_raw(12_345)), None).is_ok() {

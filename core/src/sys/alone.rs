@@ -59,6 +59,7 @@ const F_SETSIG: libc::c_int = 10;
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::absent;
     use std::fs::{File, OpenOptions};
     use std::os::fd::AsFd;
     use std::time::{Duration, Instant};
@@ -73,8 +74,10 @@ mod tests {
         let open = || OpenOptions::new().read(true).write(true).open(&path).unwrap();
         let alone = || while_alone(open().as_fd(), || 7);
         if !is_local(open().as_fd()) {
-            eprintln!("SKIPPED: the file system of {} is not known to be local", path.display());
-            return;
+            return absent(
+                "leases",
+                &format!("the file system of {} is not known to be local", path.display()),
+            );
         }
         assert_eq!(alone(), Alone::Throughout(7));
         let reader = File::open(&path).unwrap();
@@ -93,8 +96,10 @@ mod tests {
         std::fs::write(&path, "old").unwrap();
         let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
         if !is_local(file.as_fd()) {
-            eprintln!("SKIPPED: the file system of {} is not known to be local", path.display());
-            return;
+            return absent(
+                "leases",
+                &format!("the file system of {} is not known to be local", path.display()),
+            );
         }
         let (told, tells) = std::sync::mpsc::channel();
         let mut reader = None;

@@ -16,7 +16,7 @@ mod memory;
 mod scatter;
 mod stream;
 mod strided;
-#[cfg(test)]
+#[cfg(any(test, feature = "test-support"))]
 pub mod testing;
 mod thread;
 mod uring;

@@ -3,10 +3,21 @@
 
 use std::io;
 
-/// Says why a test tests nothing here: past the harness, which swallows what passing tests print.
-pub fn skipped(why: &dyn std::fmt::Display) {
+/// Reports that the subject of a test is absent on this machine. Prints to standard error directly,
+/// because the harness hides the output of passing tests.
+///
+/// # Panics
+///
+/// If `STEPWELL_REQUIRE`, a comma list of subjects, requires it.
+pub fn absent(subject: &str, why: &dyn std::fmt::Display) {
+    let required = std::env::var("STEPWELL_REQUIRE").unwrap_or_default();
+    assert!(
+        required.split(',').all(|one| one != subject),
+        "{subject} is required (STEPWELL_REQUIRE={required}), and absent: {why}"
+    );
     let name = std::thread::current().name().unwrap_or_default().to_owned();
-    let _ = io::Write::write_fmt(&mut io::stderr(), format_args!("SKIPPED {name}: {why}\n"));
+    let line = format_args!("SKIPPED {name}: {subject} is absent: {why}\n");
+    let _ = io::Write::write_fmt(&mut io::stderr(), line);
 }
 
 /// From now on this thread, and those that it starts, get `errno` from system call `number`.

@@ -298,11 +298,11 @@ fn windows(mapping: &Mapping) -> impl Iterator<Item = (usize, usize)> {
 mod tests {
     use std::io::Write;
 
-    use super::super::testing::skipped;
+    use super::super::testing::absent;
     use super::*;
 
     fn ring(deadline: Duration) -> Option<Ring<u32>> {
-        Ring::new(2, deadline).map_err(|error| skipped(&error)).ok()
+        Ring::new(2, deadline).map_err(|error| absent("uring", &error)).ok()
     }
 
     /// A read of a pipe, which lasts until something is written to it.
