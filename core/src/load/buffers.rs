@@ -1,23 +1,23 @@
 //! The memory that restores read into: page-aligned buffers, kept for the next restore.
 //!
-//! One [`ReadBuffers`] per process, made by the first restore; what it keeps is bounded. Mapping
-//! and touching fresh memory costs as much as reading it from a fast disk; that is why it is kept.
-//! A forked child has none of its parent's (`MADV_DONTFORK`) and starts afresh.
+//! Each process has one [`ReadBuffers`], made by the first restore. Keeping buffers saves time:
+//! mapping and touching fresh memory costs as much as reading it from a fast disk. The idle bytes
+//! are bounded. A forked child does not inherit the buffers (`MADV_DONTFORK`) and makes its own.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::sys::{Birth, Buffer, Mapping};
 use crate::{Error, Result};
 
-/// Smaller buffers are not worth telling apart.
+/// The smallest buffer size, in bytes.
 const SMALLEST: usize = 64 << 10;
-/// Buffers up to half of this are cut out of one mapping, which has this size whatever is asked
-/// for.
+/// Bytes of a mapping that is cut into several buffers. Buffers of more than half of this get their
+/// own mapping.
 const MAPPING: usize = 2 << 20;
-/// Most bytes that are kept while nobody reads.
+/// The limit on bytes of idle buffers.
 const KEEP_BYTES: usize = 64 << 20;
 
-/// See the module documentation.
+/// The process's cache of read buffers.
 #[derive(Debug)]
 pub struct ReadBuffers {
     idle: Mutex<Idle>,
@@ -25,9 +25,9 @@ pub struct ReadBuffers {
 
 #[derive(Debug)]
 struct Idle {
-    /// The process that mapped them.
+    /// The process that mapped the buffers.
     birth: Birth,
-    /// The one that was used last is the last.
+    /// Ordered by last use, the most recent last.
     buffers: Vec<Buffer>,
 }
 
@@ -35,7 +35,7 @@ impl Idle {
     fn here(&mut self) -> &mut Vec<Buffer> {
         if !self.birth.is_here() {
             self.birth = Birth::now();
-            // Their memory is not mapped in this process.
+            // The buffers belong to the parent: their memory is not mapped in this process.
             std::mem::forget(std::mem::take(&mut self.buffers));
         }
         &mut self.buffers
@@ -51,12 +51,12 @@ impl Default for ReadBuffers {
 static SHARED: OnceLock<Arc<ReadBuffers>> = OnceLock::new();
 
 impl ReadBuffers {
-    /// The process's buffers.
+    /// Returns the process's buffers.
     pub fn shared() -> Arc<Self> {
         Arc::clone(SHARED.get_or_init(Arc::default))
     }
 
-    /// Bytes that are kept at the moment.
+    /// Returns the bytes of the idle buffers.
     pub fn idle_bytes(&self) -> usize {
         self.idle
             .lock()
@@ -67,7 +67,7 @@ impl ReadBuffers {
             .sum()
     }
 
-    /// A buffer of at least `len` bytes, an idle one if there is one: the one that was used last.
+    /// Returns a buffer of at least `len` bytes: the idle one that was used last, or a new one.
     pub(super) fn take(&self, len: usize) -> Result<Buffer> {
         let len = Self::size(len);
         let mut guard = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,18 +87,18 @@ impl ReadBuffers {
         Ok(buffer)
     }
 
-    /// The size of a buffer that holds `len` bytes: few sizes, so that buffers are used again.
+    /// Rounds `len` up to a buffer size. Few sizes exist, so that buffers are reused.
     pub(super) fn size(len: usize) -> usize {
         if len > 2 * MAPPING { len.next_multiple_of(MAPPING) } else { len.max(SMALLEST).next_power_of_two() }
     }
 
-    /// Takes a buffer back.
+    /// Returns a buffer to the cache.
     pub(super) fn give(&self, buffer: Buffer) {
         let mut guard = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         let idle = guard.here();
         idle.push(buffer);
         let mut bytes: usize = idle.iter().map(|buffer| buffer.len()).sum();
-        // The longest idle go first.
+        // Drop the buffers that were idle longest.
         let mut surplus = 0;
         for buffer in idle.iter() {
             if bytes <= KEEP_BYTES {
@@ -125,7 +125,7 @@ mod tests {
         let address = first.as_ptr();
         buffers.give(first);
         assert_eq!(buffers.take(1 << 20).unwrap().as_ptr(), address);
-        // The other half of its mapping.
+        // The idle byte count is the other half of the buffer's mapping.
         assert_eq!(buffers.idle_bytes(), 1 << 20);
         let many: Vec<_> = (0..5).map(|_| buffers.take(16 << 20).unwrap()).collect();
         for buffer in many {

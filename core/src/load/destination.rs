@@ -1,11 +1,9 @@
-//! Where a restore puts verified bytes: host memory, or a device that takes them by copies which
-//! are only started.
+//! Destinations of verified bytes: host memory, or a device that copies asynchronously.
 //!
-//! The counterpart of the save side's state providers: a [`DeviceTarget`] is given a [`Piece`] and
-//! answers with a [`Ticket`]. A piece holds its read buffer: the memory is not read into again, nor
-//! freed, before the last clone of it is dropped, whatever becomes of the restore. So a target
-//! whose copies run by themselves keeps the piece until they are complete, and a copy that never
-//! ends costs its buffer and nothing else.
+//! A [`DeviceTarget`] receives a [`Piece`] and returns a [`Ticket`]. It is the counterpart of the
+//! save side's state providers. A piece holds its read buffer: the memory is neither reused nor
+//! freed until the last clone is dropped, even if the restore fails. A target keeps the piece until
+//! its copies are complete. A copy that never ends costs only its buffer.
 
 use std::fmt;
 use std::ops::{Deref, Range};
@@ -19,11 +17,10 @@ use crate::staging::Fence;
 use crate::sys::{Buffer, HostTarget, Mapping};
 use crate::{Error, Result};
 
-/// The place that one tensor, or a part of one, is restored to. It cannot be copied: one restore
-/// takes it.
+/// The destination of one tensor or of a part of one. It is not `Clone`: one restore takes it.
 #[derive(Debug)]
 pub enum Destination<'a> {
-    /// Memory that the restore writes to itself.
+    /// Host memory. The restore writes to it directly.
     Host(HostTarget<'a>),
     /// A device that takes the bytes from read buffers.
     Device(Arc<dyn DeviceTarget>),
@@ -41,18 +38,18 @@ impl From<Arc<dyn DeviceTarget>> for Destination<'_> {
     }
 }
 
-/// A destination that is not written to through an address of this process.
+/// A destination without an address in this process.
 pub trait DeviceTarget: Send + Sync + fmt::Debug {
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     fn bytes(&self) -> u64;
 
-    /// Puts a piece where it belongs, or starts to: the restore returns once every ticket's fence
-    /// was passed. Called from several threads, in any order, with every byte once. An error, here
-    /// or from a fence, ends the restore.
+    /// Copies a piece to its place, or starts to. The restore returns once every ticket's fence has
+    /// passed. Called from several threads, in any order, with every byte once. An error here or
+    /// from a fence ends the restore.
     fn put(&self, piece: Piece) -> Result<Ticket>;
 }
 
-/// Verified bytes in a read buffer. Clones share the buffer, and keep it from being used again.
+/// Verified bytes in a read buffer. Clones share the buffer and prevent its reuse.
 #[derive(Clone)]
 pub struct Staged {
     buffer: Arc<Buffer>,
@@ -60,13 +57,13 @@ pub struct Staged {
 }
 
 impl Staged {
-    /// A part of a buffer.
+    /// Returns the part `range` of a buffer, `None` if it exceeds the buffer.
     pub(crate) fn new(buffer: &Arc<Buffer>, range: Range<usize>) -> Option<Self> {
         buffer.get(range.clone())?;
         Some(Self { buffer: Arc::clone(buffer), range })
     }
 
-    /// The memory that it is in.
+    /// Returns the mapping that holds the bytes.
     pub fn mapping(&self) -> &Arc<Mapping> {
         self.buffer.mapping()
     }
@@ -89,7 +86,7 @@ impl fmt::Debug for Staged {
 /// One dimension of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Steps {
-    /// How many.
+    /// Number of steps.
     pub count: u64,
     /// Distance between neighbours in the staged bytes.
     pub from: u64,
@@ -103,26 +100,26 @@ impl From<Dim> for Steps {
     }
 }
 
-/// `rows × cols` units of contiguous bytes, as they lie in a read buffer, and where they go. All of
-/// it is inside of both.
+/// `rows × cols` units of contiguous bytes in a read buffer, and their places in the target. All of
+/// them are inside both.
 #[derive(Clone, Debug)]
 pub struct Piece {
-    /// The bytes, and others around them.
+    /// The buffer part that contains the units.
     pub staged: Staged,
-    /// First byte of the first unit, in `staged`.
+    /// Offset of the first unit, in `staged`.
     pub from: u64,
-    /// First byte of the first unit, in the target.
+    /// Offset of the first unit, in the target.
     pub to: u64,
-    /// Bytes of a unit.
+    /// Bytes per unit.
     pub unit: u64,
     /// The outer dimension.
     pub rows: Steps,
-    /// The inner one.
+    /// The inner dimension.
     pub cols: Steps,
 }
 
 impl Piece {
-    /// A checked tile of the file, of which `staged` holds the bytes from `start` on.
+    /// Builds the piece of a checked tile. `staged` holds the file's bytes from `start` on.
     pub(crate) fn new(staged: &Staged, start: u64, tile: &Tile) -> Self {
         Self {
             staged: staged.clone(),
@@ -134,7 +131,7 @@ impl Piece {
         }
     }
 
-    /// True if all of it lies in what is staged, and in a target of so many bytes.
+    /// True if the piece is inside `staged` and inside a target of `target_bytes` bytes.
     pub fn is_inside(&self, target_bytes: u64) -> bool {
         let (rows, cols, unit) = (self.rows, self.cols, i128::from(self.unit));
         let Some((last_row, last_col)) = rows.count.checked_sub(1).zip(cols.count.checked_sub(1)) else {
@@ -151,7 +148,7 @@ impl Piece {
         from_end <= self.staged.len() as i128 && low >= 0 && high <= i128::from(target_bytes)
     }
 
-    /// The units: where each goes, and its bytes.
+    /// Iterates over the units: the offset in the target, and the bytes.
     pub fn units(&self) -> impl Iterator<Item = (u64, &[u8])> {
         (0..self.rows.count).flat_map(move |row| {
             (0..self.cols.count).map(move |col| {
@@ -164,7 +161,7 @@ impl Piece {
     }
 }
 
-/// Copies to devices that were started and not yet seen to end.
+/// Started copies to devices that have not been seen to end.
 pub(crate) struct Started {
     fences: Vec<Box<dyn Fence>>,
     stall_timeout: Duration,
@@ -181,12 +178,12 @@ impl Started {
         }
     }
 
-    /// Waits until all have ended, whatever becomes of each; the first error. The deadline is on
-    /// lack of progress: each that ends gives the next one as long again.
+    /// Waits until all copies have ended, even after an error, and returns the first error. The
+    /// deadline limits lack of progress: it restarts whenever a copy ends.
     pub(crate) fn wait(&mut self) -> Result<()> {
         let mut outcome = Ok(());
         for fence in self.fences.drain(..) {
-            // Once one has not ended in time, the others are only asked.
+            // After one timeout, the other copies are only polled.
             let stuck = matches!(outcome, Err(Error::Timeout { .. }));
             let patience = if stuck { Duration::ZERO } else { self.stall_timeout };
             let passed = fence.host_wait(deadline_after(patience));

@@ -1,16 +1,15 @@
-//! Which copies may write the same bytes.
+//! Detects copies that may write the same bytes.
 //!
-//! Copies of a plan that reshard made never overlap, and nearly always that is cheap to see: their
-//! byte spans are disjoint, or they are boxes of one array that straight cuts take apart. Where it
-//! cannot be seen, all copies of that memory get a common lock: they run one after the other, so
-//! that there is no race whatever the plan says. Near-linear: sorting, and at most two cuts per
-//! dimension.
+//! Copies of a plan that reshard made never overlap. Nearly always that is cheap to prove: their
+//! byte spans are disjoint, or straight cuts separate them as boxes of one array. Without such a
+//! proof, all copies of that memory share a lock and run one after the other. So no plan causes a
+//! data race. The cost is near-linear: sorting, and at most two cuts per dimension.
 
 use std::ops::Range;
 
 use super::geometry::Strided;
 
-/// The lock that each copy needs, if any.
+/// The locks that the copies need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Locks {
     of: Vec<Option<u32>>,
@@ -18,7 +17,8 @@ pub(crate) struct Locks {
 }
 
 impl Locks {
-    /// `spans` are the addresses of the targets; targets whose memory overlaps share a lock.
+    /// Assigns locks. `spans` are the addresses of the targets; targets with overlapping memory
+    /// share a lock.
     pub(crate) fn find(spans: &[Range<u64>], copies: &[Strided]) -> Self {
         let areas = Areas::of(spans);
         let mut by_area: Vec<Vec<u32>> = vec![Vec::new(); areas.count];
@@ -59,7 +59,7 @@ impl Locks {
     }
 }
 
-/// Targets grouped by memory that they share.
+/// Targets grouped by shared memory.
 struct Areas {
     of_target: Vec<usize>,
     count: usize,
@@ -87,7 +87,7 @@ impl Areas {
 
 struct Member<'a> {
     copy: &'a Strided,
-    /// Address of its target.
+    /// Address of the copy's target.
     base: u64,
 }
 
@@ -103,9 +103,9 @@ fn spans_disjoint(members: &[Member<'_>]) -> bool {
     spans.windows(2).all(|pair| matches!(pair, [a, b] if a.end <= b.start))
 }
 
-/// True if the copies are boxes of one strided array that do not overlap. The array's strides are
-/// all that occur (in magnitude); an address has one set of coordinates (the digits of a number
-/// whose radices are the strides), and a copy is only looked at if it is a box in them.
+/// True if the copies are disjoint boxes of one strided array. The array's strides are all strides
+/// that occur (in magnitude). An address has one set of coordinates: the digits of a number whose
+/// radices are the strides. Every copy must be a box in these coordinates.
 fn boxes_disjoint(members: &[Member<'_>]) -> bool {
     let mut strides: Vec<u64> =
         members.iter().flat_map(|m| m.copy.dims.iter().map(|dim| dim.dst.unsigned_abs())).collect();
@@ -120,27 +120,26 @@ fn boxes_disjoint(members: &[Member<'_>]) -> bool {
     apart(&mut boxes, strides.len() + 1, 2 * (strides.len() + 1))
 }
 
-/// More different strides than this are no single array.
+/// Limit on different strides. More of them do not occur in one array.
 const MAX_STRIDES: usize = 16;
 
-/// A box in coordinates: half-open ranges, of bytes first, then of each stride from the smallest
-/// on.
+/// A box in coordinates: half-open ranges, first of bytes, then of each stride in ascending order.
 type Cuboid = Vec<Range<u64>>;
 
-/// `strides` ascend. `None` where the copy is no box in these coordinates.
+/// Returns the copy's box. `strides` ascend. `None` if the copy is not a box in these coordinates.
 fn to_box(member: &Member<'_>, strides: &[u64], origin: u64) -> Option<Cuboid> {
     let start = member.span().start - origin;
     let mut ranges = Vec::with_capacity(strides.len() + 1);
-    // Steps of one digit: how many of them the copy takes, and what one is worth in bytes.
+    // `count` steps of the current digit, each `worth` bytes.
     let (mut count, mut worth) = (member.copy.unit, 1);
     for &radix in strides {
-        // What is worth less than one step of the next digit.
+        // The start in steps of the current digit, below one step of the next.
         let first = (start % radix) / worth;
         let mut carry = 1;
         if first.checked_add(count)?.checked_mul(worth)? <= radix {
             ranges.push(first..first + count);
         } else {
-            // Longer than that: whole rows of the array, or no box.
+            // The copy exceeds one row: it must consist of whole rows of the array.
             if !start.is_multiple_of(radix)
                 || !count.checked_mul(worth)?.is_multiple_of(radix)
                 || !radix.is_multiple_of(worth)
@@ -162,7 +161,7 @@ fn to_box(member: &Member<'_>, strides: &[u64], origin: u64) -> Option<Cuboid> {
     Some(ranges)
 }
 
-/// True if straight cuts take the boxes apart. `false` may also mean that no cut was found.
+/// True if straight cuts separate the boxes. `false` may also mean that no cut was found.
 fn apart(boxes: &mut [Cuboid], dims: usize, depth: usize) -> bool {
     if boxes.len() < 2 {
         return true;
@@ -205,7 +204,7 @@ mod tests {
     use super::*;
     use crate::read_plan::BoxCopy;
 
-    /// One target of that many bytes, at address zero.
+    /// One target of `len` bytes at address zero.
     fn one(len: u64) -> Vec<Range<u64>> {
         std::iter::once(0..len).collect()
     }
@@ -294,7 +293,7 @@ mod tests {
 
     #[test]
     fn views_of_one_array_as_several_targets_need_no_lock() {
-        // Columns 0..30 and 30..60 of a [100, 60] array, each a target of its own.
+        // Columns 0..30 and 30..60 of a [100, 60] array, each its own target.
         let left = part(0, &[100, 60], &[0, 0], &[100, 30]);
         let right = Strided { dst: 1, ..part(0, &[100, 60], &[0, 0], &[100, 30]) };
         let spans = [0..99 * 240 + 120, 120..100 * 240];

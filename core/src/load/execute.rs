@@ -1,4 +1,4 @@
-//! Carrying out a read plan: check every block, then copy what is wanted of it.
+//! Executes read plans: checks every block, then copies the wanted bytes.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -19,11 +19,11 @@ use crate::read_plan::ReadPlan;
 use crate::sys::Scatter;
 use crate::{Error, Result};
 
-/// Reads what the plan names into the targets. Every byte that reaches a target comes from a block
-/// whose checksum holds; damage is [`Error::Corrupt`] with leaf, file and block. A failure says
-/// which targets were written to before.
+/// Restores the plan's bytes into the targets. Every byte comes from a block with a valid checksum.
+/// Damage is [`Error::Corrupt`] with leaf, file and block. A failure lists the targets that were
+/// already written to.
 ///
-/// Uses at most `options.budget_bytes` of buffers beside the targets.
+/// Uses at most `options.budget_bytes` of buffers besides the targets.
 pub fn execute<'a>(
     disk: &dyn Disk,
     files: &FileSet,
@@ -35,7 +35,8 @@ pub fn execute<'a>(
     execute_while(disk, files, index, plan, targets, options, &mut |_| true)
 }
 
-/// [`execute`], which `go_on` may end: it is asked between reads, with the bytes that are done.
+/// Like [`execute`], with a callback. `go_on` gets the bytes done, between reads; `false` cancels
+/// the restore.
 pub fn execute_while<'a>(
     disk: &dyn Disk,
     files: &FileSet,
@@ -61,8 +62,8 @@ pub fn execute_while<'a>(
             place.insert(files.info(read.file)?);
         }
     }
-    // Dropping the guard, on every way out, ends all writing to the targets, even by threads left
-    // behind.
+    // Dropping the guard, on every return path, ends all writing to the targets, even by threads
+    // that hang.
     let targets = targets.into_iter().map(Into::into).collect();
     let guard = Scatter::open(targets, copies, windows, lists)?;
     let sink = Arc::new(Scatterer {
@@ -106,7 +107,7 @@ struct Scatterer {
     scatter: Arc<Scatter>,
     infos: HashMap<u32, Arc<FileInfo>>,
     cells: Vec<Cell>,
-    /// For each damage, the leaf that it would have damaged.
+    /// The damaged blocks, each with the leaf that needs it.
     culprits: Mutex<Vec<Culprit>>,
     copied: AtomicU64,
     verified: AtomicU64,
@@ -119,7 +120,8 @@ struct Culprit {
 }
 
 impl Scatterer {
-    /// Damage, and whom it hits. `block` is `None` where no single one can be named.
+    /// Records damage and the leaves that it affects. `block` is `None` if no single block is
+    /// known.
     fn damage(&self, cell: usize, file: PathBuf, block: Option<(u64, Range<u64>)>, what: String) -> Error {
         let bytes = block.as_ref().map(|(_, bytes)| bytes.clone());
         let block = block.map(|(block, _)| block);
@@ -134,7 +136,7 @@ impl Scatterer {
         Error::Corrupt { file, leaf: None, block, what }
     }
 
-    /// Puts the leaf's name into an error, which the threads do not know.
+    /// Adds the leaf's name to an error. The threads do not know it.
     fn name(&self, error: Error, index: &Index) -> Error {
         match error {
             Error::Corrupt { file, leaf: None, block, what } => {
@@ -163,7 +165,7 @@ impl Sink for Scatterer {
         if copies.is_empty() {
             return Ok(());
         }
-        // Blocks that nothing is wanted of may be damaged: they are not looked at.
+        // Unneeded blocks may be damaged: they are not checked.
         let first = info.block_of(cell.bytes.start);
         let count = cell.bytes.end.div_ceil(info.block_bytes) - first;
         let mut needed = vec![false; count as usize];

@@ -1,8 +1,8 @@
-//! The files below one item's directory, opened when they are first needed and checked once.
+//! The files of one item's directory, opened on first use and checked once.
 //!
-//! What a file says of itself (header, trailer, page table, checksum pages) is compared with what
-//! the index says of it (length, id, trailer's CRC) before a byte of its data is used. Checksum
-//! pages are read when a block of theirs is. Errors name the file.
+//! Before any data is used, the file's own records (header, trailer, page table, checksum pages)
+//! are compared with the index (length, id, trailer CRC). A checksum page is read with the first of
+//! its blocks. Errors name the file.
 
 mod info;
 
@@ -21,20 +21,19 @@ use crate::format::index::FileRecord;
 use crate::io::{Dir, Disk, File, Section, is_component};
 use crate::{Error, Result};
 
-/// Files that are held open at a time. An item of a large job has more files than a process may
-/// open.
+/// Limit on open files. An item of a large job has more files than a process may open.
 const MAX_OPEN: usize = 128;
 
-/// How the bytes of a set's files are known to be right.
+/// The kind of integrity check for a set's files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// Data files of ours: everything is checked.
+    /// Data files of stepwell: everything is checked.
     Own,
-    /// Files of others: their length is checked.
+    /// Files of other libraries: only their length is checked.
     Foreign,
 }
 
-/// See the module documentation. Shared by all readers of a checkpoint, from any thread.
+/// The files of one item. All readers of a checkpoint share it, from any thread.
 pub struct FileSet {
     dir: Arc<dyn Dir>,
     records: Vec<FileRecord>,
@@ -44,22 +43,22 @@ pub struct FileSet {
     begun: Mutex<Begun>,
 }
 
-/// Reads that have begun ([`super::head_start`]).
+/// The prefetch of a set ([`super::head_start`]).
 #[derive(Default)]
 enum Begun {
     #[default]
     Nothing,
-    /// Its thread has not answered yet, or nobody asked.
+    /// The prefetch runs, and its result has not been received.
     Coming(Coming),
     Here(HeadStart),
 }
 
 #[derive(Default)]
 struct State {
-    /// The facts about the files that were opened and checked.
+    /// The files that were opened and checked.
     known: HashMap<u32, Arc<FileInfo>>,
     open: HashMap<u32, Arc<dyn File>>,
-    /// Of the open files, the longest open first.
+    /// The open files, oldest first.
     order: VecDeque<u32>,
 }
 
@@ -73,12 +72,12 @@ impl std::fmt::Debug for FileSet {
 }
 
 impl FileSet {
-    /// The data files of an index that lie below `dir`. Opens nothing yet.
+    /// Creates the set of an index's data files below `dir`. Opens nothing yet.
     pub fn new(dir: Arc<dyn Dir>, records: &[FileRecord]) -> Self {
         Self::of(dir, records, Kind::Own)
     }
 
-    /// Files of a foreign checkpoint below `dir`: no checksum of ours guards them.
+    /// Creates the set of a foreign checkpoint's files below `dir`. They have no checksums.
     pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord]) -> Self {
         Self::of(dir, records, Kind::Foreign)
     }
@@ -89,14 +88,13 @@ impl FileSet {
         Self { dir, records: records.to_vec(), kind, state: Mutex::default(), buffers, begun }
     }
 
-    /// The files.
+    /// Returns the records of the files.
     pub fn records(&self) -> &[FileRecord] {
         &self.records
     }
 
-    /// Begins to read the first bytes of these files, in this order, for a restore that will want
-    /// all of them. Returns at once; where it cannot begin, that is not told: the restore begins by
-    /// itself.
+    /// Starts to prefetch these files, in this order, for a restore that will read all of them.
+    /// Returns at once. A failed prefetch is not reported: the restore reads by itself.
     pub fn begin(self: &Arc<Self>, disk: Arc<dyn Disk>, files: Vec<u32>, options: LoadOptions) {
         match Coming::start(disk, Arc::clone(self), files, options) {
             Ok(coming) => *self.begun() = Begun::Coming(coming),
@@ -104,10 +102,10 @@ impl FileSet {
         }
     }
 
-    /// Waits until [`FileSet::begin`] has done what it can. Whoever is about to keep all cores busy
-    /// does well to: on the way to its reads it needs one of them a few times, for a moment.
+    /// Waits until [`FileSet::begin`] has submitted its reads. Call it before work that keeps all
+    /// cores busy: the prefetch needs a core now and then until its reads are submitted.
     pub fn has_begun(&self) {
-        // With the lock, so that whoever comes meanwhile waits too.
+        // Holds the lock, so that concurrent callers wait too.
         let mut begun = self.begun();
         if let Begun::Coming(_) = *begun
             && let Begun::Coming(coming) = std::mem::take(&mut *begun)
@@ -117,9 +115,9 @@ impl FileSet {
         }
     }
 
-    /// Takes what was begun.
+    /// Takes the prefetch out of the set.
     pub(super) fn take_head_start(&self) -> Option<HeadStart> {
-        // Waited for without the lock.
+        // Wait without holding the lock.
         let begun = std::mem::take(&mut *self.begun());
         match begun {
             Begun::Nothing => None,
@@ -128,7 +126,7 @@ impl FileSet {
         }
     }
 
-    /// Gives it back, for a later run.
+    /// Stores a prefetch for a later run.
     pub(super) fn keep_head_start(&self, head_start: HeadStart) {
         *self.begun() = Begun::Here(head_start);
     }
@@ -137,27 +135,27 @@ impl FileSet {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The directory that the names are relative to.
+    /// Returns the directory of the files.
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Number of files.
+    /// Returns the number of files.
     pub fn len(&self) -> usize {
         self.records.len()
     }
 
-    /// True if there is no file.
+    /// True if the set is empty.
     pub fn is_empty(&self) -> bool {
         self.records.is_empty()
     }
 
-    /// Block size of a file, for planning. Opens and checks the file.
+    /// Returns the block size of a file, for planning. Opens and checks the file.
     pub fn block_bytes(&self, file: u32) -> Result<u64> {
         self.info(file).map(|info| info.block_bytes)
     }
 
-    /// The path of a file, for messages.
+    /// Returns the path of a file, for messages.
     pub fn path(&self, file: u32) -> PathBuf {
         let name = self.records.get(file as usize).map_or("", FileRecord::stored_name);
         self.dir.path().join(name)
@@ -172,7 +170,7 @@ impl FileSet {
         Ok(Shape { path: info.path.clone(), block_bytes: info.block_bytes, data_end: info.data_end })
     }
 
-    /// What is known of a file; opens and checks it the first time.
+    /// Returns the facts about a file. The first call opens and checks it.
     pub(super) fn info(&self, file: u32) -> Result<Arc<FileInfo>> {
         let known = self.lock().known.get(&file).cloned();
         match known {
@@ -181,7 +179,7 @@ impl FileSet {
         }
     }
 
-    /// An open file whose checksums for `bytes` are at hand.
+    /// Returns an open file, after loading the checksums of `bytes`.
     pub(super) fn ready(&self, file: u32, bytes: &Range<u64>) -> Result<Arc<dyn File>> {
         let state = self.lock();
         let at_hand = state.known.get(&file).cloned().zip(state.open.get(&file).cloned());
@@ -194,7 +192,7 @@ impl FileSet {
         Ok(handle)
     }
 
-    /// Damage: the file ended early.
+    /// Returns the error of a file that ended early.
     pub(super) fn short(&self, file: u32, found: u64, wanted: u64) -> Error {
         super::pipeline::short(&self.path(file), found, wanted)
     }
@@ -203,8 +201,8 @@ impl FileSet {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens a file, without the lock: two threads may do so at a time, and both get what they
-    /// need.
+    /// Opens a file without holding the lock. Two threads may open it at the same time; both
+    /// results are valid.
     fn open(&self, file: u32) -> Result<(Arc<FileInfo>, Arc<dyn File>)> {
         let record = self.records.get(file as usize).ok_or_else(|| {
             Error::corrupt(self.dir.path(), format!("the index names file {file} of {}", self.records.len()))

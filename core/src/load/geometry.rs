@@ -1,10 +1,11 @@
-//! The geometry of a scatter: a box copy in normal form, and the part of it whose source bytes lie
-//! in a window of the file.
+//! The geometry of a scatter: a box copy in normal form, and its part whose source bytes are in a
+//! window of the file.
 //!
-//! Pure arithmetic, no memory is touched here: [`Strided::clip`] hands out [`Tile`]s, which
-//! `sys::scatter` copies. Invariants: dimensions are sorted by falling source stride, none has
-//! extent 1, neighbours that are contiguous on both sides are one, and `unit` is the longest run of
-//! bytes that is contiguous on both sides.
+//! Pure arithmetic; no memory is touched. [`Strided::clip`] yields [`Tile`]s, which `sys::scatter`
+//! copies. Invariants:
+//! * Dimensions are sorted by falling source stride, and none has extent 1.
+//! * Neighbouring dimensions that are contiguous on both sides are merged.
+//! * `unit` is the longest run of bytes that is contiguous on both sides.
 
 use std::ops::Range;
 
@@ -33,44 +34,43 @@ pub(crate) struct Strided {
     pub(crate) file: u32,
     /// Number of the destination.
     pub(crate) dst: u32,
-    /// Bytes of the file from the first that is copied to the last.
+    /// Byte span of the source in the file.
     pub(crate) src: Range<u64>,
-    /// Bytes of the destination from the first that is written to the last.
+    /// Byte span in the destination.
     pub(crate) dst_span: Range<u64>,
-    /// The destination of the box's first element.
+    /// Offset in the destination of the box's first element.
     pub(crate) dst_offset: u64,
     /// Bytes of the longest run that is contiguous on both sides.
     pub(crate) unit: u64,
-    /// The rest, outermost (in the file) first.
+    /// The other dimensions, outermost (in the file) first.
     pub(crate) dims: SmallVec<[Dim; 2]>,
 }
 
-/// A two-dimensional part of a copy: `rows × cols` units. Every byte of it lies in the window.
+/// A two-dimensional part of a copy: `rows × cols` units. Every byte is in the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tile {
-    /// Offset in the file of its first byte.
+    /// Offset of the first byte in the file.
     pub(crate) src: u64,
-    /// Offset in the destination of its first byte.
+    /// Offset of the first byte in the destination.
     pub(crate) dst: u64,
     /// Bytes of one unit.
     pub(crate) unit: u64,
-    /// The dimension whose neighbours are nearest to each other in the destination, of those that
-    /// `cols` is not.
+    /// The remaining dimension with the smallest destination stride.
     pub(crate) rows: Dim,
-    /// The dimension whose neighbours are nearest to each other in the file.
+    /// The dimension with the smallest source stride.
     pub(crate) cols: Dim,
 }
 
 impl Tile {
-    /// Bytes that it moves.
+    /// Returns the bytes that the tile moves.
     pub(crate) fn bytes(&self) -> u64 {
         self.unit * self.rows.extent * self.cols.extent
     }
 }
 
 impl Strided {
-    /// The normal form of a copy; `None` if it moves nothing. The error says what is wrong: all
-    /// numbers may come from a file.
+    /// Returns the normal form of a copy, `None` if it moves nothing. Validates everything, since
+    /// all numbers may come from a file. The error describes the defect.
     pub(crate) fn new(copy: &BoxCopy) -> Result<Option<Self>, String> {
         let ndim = copy.extent.len();
         if copy.src_strides.len() != ndim || copy.dst_strides.len() != ndim {
@@ -90,7 +90,7 @@ impl Strided {
                 continue;
             }
             let steps = i128::from(extent - 1);
-            // Both factors are below 2^64 and their product below 2^127 is checked, so that the
+            // Both factors are below 2^64, and their product is checked to be below 2^127, so the
             // sums cannot wrap.
             let src_reach = steps.checked_mul(i128::from(src)).filter(|&reach| reach < 1 << 64);
             let dst_reach =
@@ -126,13 +126,13 @@ impl Strided {
         }))
     }
 
-    /// Bytes that the copy moves.
+    /// Returns the bytes that the copy moves.
     pub(crate) fn bytes(&self) -> u64 {
         self.dims.iter().fold(self.unit, |bytes, dim| bytes.saturating_mul(dim.extent))
     }
 
-    /// True if no two units of it overlap in the destination, as far as nested strides show (every
-    /// array that is not a contrived view has them).
+    /// True if the units are provably disjoint in the destination: their strides are nested. Every
+    /// array except a contrived view has nested strides.
     pub(crate) fn is_injective(&self) -> bool {
         let mut dims: Vec<(u128, u128)> = self
             .dims
@@ -150,8 +150,8 @@ impl Strided {
         true
     }
 
-    /// Hands out what lies in `window` (bytes of the file) as tiles: every byte of the copy that
-    /// the window holds, each once. An element that the window's edge cuts is cut too.
+    /// Yields the part of the copy in `window` (a byte range of the file) as tiles. Every byte is
+    /// in exactly one tile. An element at the window's edge is cut.
     pub(crate) fn clip(&self, window: &Range<u64>, each: &mut dyn FnMut(Tile)) {
         if window.start < self.src.end && self.src.start < window.end {
             self.clip_dims(0, self.src.start, self.dst_offset, window, each);
@@ -199,14 +199,14 @@ impl Strided {
         }
     }
 
-    /// The tiles of a box that lies in the window as a whole.
+    /// Yields the tiles of a box that is completely inside the window.
     fn tiles(&self, head: Dim, inner: &[Dim], src: u64, dst: u64, each: &mut dyn FnMut(Tile)) {
         let Some((&cols, outer)) = inner.split_last() else {
             each(Tile { src, dst, unit: self.unit, rows: Dim::ONE, cols: head });
             return;
         };
-        // Of the head (-1) and the outer dimensions, the one that is nearest in the destination
-        // becomes the rows.
+        // The rows are the dimension with the smallest destination stride, out of the head (`None`)
+        // and the outer dimensions.
         let mut nearest = (head, None);
         for (i, dim) in outer.iter().enumerate() {
             if dim.dst.unsigned_abs() < nearest.0.dst.unsigned_abs() {
@@ -223,7 +223,7 @@ impl Strided {
     }
 }
 
-/// Joins what is contiguous on both sides and returns the bytes of a unit.
+/// Merges dimensions that are contiguous on both sides and returns the bytes of a unit.
 fn merge(dims: &mut SmallVec<[Dim; 2]>, itemsize: u64) -> u64 {
     let mut unit = itemsize;
     let mut merged: Vec<Dim> = Vec::new(); // innermost first
@@ -246,7 +246,7 @@ fn merge(dims: &mut SmallVec<[Dim; 2]>, itemsize: u64) -> u64 {
     unit
 }
 
-/// Indices of `dim` whose bytes touch the window.
+/// Returns the indices of `dim` whose bytes touch the window.
 fn touching(dim: &Dim, src: u64, reach: u64, window: &Range<u64>) -> Range<u64> {
     if dim.src == 0 {
         let touches = src < window.end && window.start < src + reach;
@@ -258,7 +258,7 @@ fn touching(dim: &Dim, src: u64, reach: u64, window: &Range<u64>) -> Range<u64> 
     first.min(end)..end
 }
 
-/// Indices of `dim` whose bytes lie in the window as a whole.
+/// Returns the indices of `dim` whose bytes are completely inside the window.
 fn within(dim: &Dim, src: u64, reach: u64, window: &Range<u64>) -> Range<u64> {
     if window.end < src + reach {
         return 0..0;

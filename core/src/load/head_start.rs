@@ -1,17 +1,18 @@
-//! Reads that begin before it is known where their bytes go.
+//! Prefetch: reads that begin before their destinations are known.
 //!
-//! Opening a checkpoint and planning a restore cost milliseconds of computing, in which the disk
-//! would have nothing to do. Whoever opens one in order to restore most of it says so
-//! ([`FileSet::begin`]), and the first reads of its files are under way meanwhile: exactly those
-//! that a schedule of whole files begins with, into buffers of the budget. The first run whose
-//! schedule has them all takes them over ([`HeadStart::numbers`]); a small run leaves them to the
-//! next one, any other lets them go first. Nothing depends on them: where none can be begun, the
-//! run begins them all. One that fails after it was begun fails the run that took it over, as its
-//! own would have.
+//! Opening a checkpoint and planning a restore take milliseconds of computing, while the disk would
+//! be idle. A caller that will restore most of a checkpoint calls [`FileSet::begin`], which submits
+//! the first reads of its files. They are exactly the reads that a schedule of whole files begins
+//! with, and their buffers count towards the budget.
 //!
-//! A thread of its own looks at the files and starts the reads, and lives until they are done: what
-//! an io_uring still has to say of a request whose thread has ended comes a clock tick late and
-//! through a worker of the kernel.
+//! The first run whose schedule has all these reads takes them over ([`HeadStart::numbers`]). A
+//! small run leaves them to the next run. Any other run drops them. Correctness does not depend on
+//! a prefetch: without one, the run submits all reads. A prefetched read that fails also fails the
+//! run that took it over.
+//!
+//! A separate thread checks the files and submits the reads. It lives until the reads are done:
+//! io_uring delivers completions of a request late, through a kernel worker, after the submitting
+//! thread has ended.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,37 +28,37 @@ use crate::deadline::deadline_after;
 use crate::io::{Disk, File, Queue, Transfer};
 use crate::sys::{Birth, each, spawn};
 
-/// Files that are opened and checked ahead, so many at a time (it is waiting for the disk, mostly),
-/// and bytes of each whose checksums are read.
+/// Limit on files that are opened and checked early, number of threads that do it (they mostly wait
+/// for the disk), and bytes of each file whose checksums are read.
 const FILES_LOOKED_AT: usize = 16;
 const LOOKS: usize = 4;
 const BYTES_LOOKED_AT: u64 = 16 << 30;
-/// Longest wait before the deadline is looked at.
+/// Poll interval of the deadline.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// Reads in flight, and the queue that they are in.
+/// Prefetched reads in flight, and their queue.
 pub(super) struct HeadStart {
-    /// `None` once they are taken over.
+    /// `None` after a run has taken over the reads.
     queue: Option<Box<dyn Queue>>,
-    /// File and bytes of each, by its token.
+    /// File and bytes of each read, indexed by its token.
     reads: Vec<(u32, Range<u64>)>,
-    /// Transfers that the queue takes at a time.
+    /// Capacity of the queue, in transfers.
     pub(super) queue_depth: usize,
     /// Length of each buffer.
     pub(super) buffer_len: usize,
-    /// Reads that there is room for.
+    /// Limit on prefetched reads.
     most: usize,
     buffers: Arc<ReadBuffers>,
     stall_timeout: Duration,
     birth: Birth,
-    /// Their thread, where they have one of their own.
+    /// The thread that submitted the reads, unless the caller did.
     thread: Option<KeptThread>,
 }
 
-/// Keeps the thread that started reads alive until it is dropped.
+/// Keeps the submitting thread alive until it is dropped.
 pub(super) struct KeptThread(#[expect(dead_code, reason = "dropping it is what it is for")] Sender<()>);
 
-/// A head start that has not said yet what it could do.
+/// A prefetch whose thread has not reported yet.
 pub(super) struct Coming {
     answer: Receiver<HeadStart>,
     stall_timeout: Duration,
@@ -65,7 +66,7 @@ pub(super) struct Coming {
 }
 
 impl Coming {
-    /// Starts the thread.
+    /// Starts the prefetch thread.
     pub(super) fn start(
         disk: Arc<dyn Disk>,
         files: Arc<FileSet>,
@@ -77,30 +78,31 @@ impl Coming {
         let stall_timeout = options.stall_timeout;
         spawn("stepwell-ahead", move || {
             let begun = HeadStart::begin(&*disk, &files, &wanted, &options);
-            // What is held here would outlive the caller's.
+            // Otherwise this thread would keep them alive longer than the caller.
             drop((files, disk));
             match begun {
                 Ok(Some(mut begun)) => {
                     begun.thread = Some(KeptThread(keep));
-                    // Where nobody waits any more, it is dropped here.
+                    // If no receiver is left, the prefetch is dropped here.
                     drop(tell.send(begun));
                 }
                 Ok(None) => return,
                 Err(error) => return tracing::debug!(%error, "no head start"),
             }
             drop(tell);
-            // Until the other end is dropped; nobody sends anything.
+            // Wait until the other end is dropped; nothing is ever sent.
             let _ = kept.recv();
         })?;
         Ok(Self { answer, stall_timeout, birth: Birth::now() })
     }
 
-    /// What has been begun; waits for the look at the files, which a disk that hangs never ends.
+    /// Waits until the files are checked and returns the prefetch. `None` if there is nothing to
+    /// take over, or after `stall_timeout`.
     pub(super) fn wait(self) -> Option<HeadStart> {
         if self.birth.is_here() {
             self.answer.recv_timeout(self.stall_timeout).ok()
         } else {
-            // A forked child has no such thread.
+            // A forked child does not have this thread.
             std::mem::forget(self);
             None
         }
@@ -108,14 +110,15 @@ impl Coming {
 }
 
 impl HeadStart {
-    /// Starts the first reads of these files; as many as the queue holds.
+    /// Submits the first reads of these files, as many as the queue holds.
     pub(super) fn begin(
         disk: &dyn Disk,
         files: &FileSet,
         wanted: &[u32],
         options: &LoadOptions,
     ) -> Result<Option<Self>> {
-        // What planning asks of the files comes first: it would stand behind all that follows.
+        // Read the metadata first: planning needs it, and it would queue behind the prefetched
+        // reads.
         let looked_at = wanted.get(..FILES_LOOKED_AT).unwrap_or(wanted);
         let looks = each("stepwell-look", LOOKS, looked_at, |&file| {
             let end = files.shape(file)?.data_end.min(BYTES_LOOKED_AT);
@@ -136,7 +139,7 @@ impl HeadStart {
                 let handle = files.ready(file, &read.bytes)?;
                 let len = read.bytes.end - read.bytes.start;
                 let aligned = read.bytes.start.is_multiple_of(alignment) && len.is_multiple_of(alignment);
-                // Cached pages are read through the page cache.
+                // The run reads cached pages through the page cache.
                 let cached = handle.cached(read.bytes.start, len).is_some_and(|cached| cached > 0);
                 let Ok(len) = usize::try_from(len) else { return Ok(started) };
                 if !aligned || cached || started.as_ref().is_some_and(|started| started.buffer_len != len) {
@@ -154,7 +157,7 @@ impl HeadStart {
         Ok(started)
     }
 
-    /// An empty one, for reads of that length.
+    /// Creates a prefetch without reads, for reads of `buffer_len` bytes.
     fn new(
         disk: &dyn Disk,
         files: &FileSet,
@@ -162,9 +165,8 @@ impl HeadStart {
         cell_buffer: usize,
         options: &LoadOptions,
     ) -> Result<Self> {
-        // More than a run keeps in flight, since what is computed meanwhile takes longer: all that
-        // a run of whole files has, but for a sixteenth of the budget, which is left for what it
-        // does itself.
+        // Planning takes longer than the reads of a normal queue depth. So use all buffers of a run
+        // over whole files, except a sixteenth of the budget: the run itself needs that.
         let run = options.shares(usize::MAX, cell_buffer, buffer_len);
         let begun = (options.budget() / 16 * 15 / buffer_len).min(run.read_buffers).max(1);
         let queue_depth = begun.max(options.queue_depth);
@@ -181,7 +183,7 @@ impl HeadStart {
         })
     }
 
-    /// Starts one more read; `false`: it was the last that there is room for.
+    /// Submits one more read; `false` if the prefetch is now full.
     fn submit(&mut self, handle: &Arc<dyn File>, file: u32, bytes: Range<u64>) -> Result<bool> {
         let Some(queue) = &mut self.queue else { return Ok(false) };
         let buffer = self.buffers.take(self.buffer_len)?;
@@ -191,8 +193,8 @@ impl HeadStart {
         Ok(self.reads.len() < self.most)
     }
 
-    /// The numbers that a schedule gives these reads, in the order of their tokens; `None` where it
-    /// has not all of them.
+    /// Returns the schedule's numbers of these reads, in token order. `None` if the schedule lacks
+    /// one.
     pub(super) fn numbers(&self, schedule: &Schedule) -> Option<Vec<usize>> {
         self.reads
             .iter()
@@ -206,12 +208,12 @@ impl HeadStart {
             .collect()
     }
 
-    /// Bytes of its buffers.
+    /// Returns the bytes of the buffers.
     pub(super) fn bytes(&self) -> usize {
         self.reads.len() * self.buffer_len
     }
 
-    /// The queue with the reads in it, and what must be kept until they are done.
+    /// Returns the queue with its reads, and the thread that must live until they are done.
     pub(super) fn into_queue(mut self) -> (Option<Box<dyn Queue>>, Option<KeptThread>) {
         (self.queue.take(), self.thread.take())
     }
@@ -221,7 +223,7 @@ impl Drop for HeadStart {
     fn drop(&mut self) {
         let Some(mut queue) = self.queue.take() else { return };
         if !self.birth.is_here() {
-            // A forked child has neither the reads nor the memory that they go to.
+            // A forked child has neither the reads nor their memory.
             std::mem::forget(queue);
             return;
         }
@@ -233,7 +235,8 @@ impl Drop for HeadStart {
             }
         }
         if queue.in_flight() > 0 {
-            // The disk hangs. This leaks the queue and the memory that it may still write to.
+            // The disk hangs. This leaks the queue and its memory, which the disk may still write
+            // to.
             std::mem::forget(queue);
         }
     }

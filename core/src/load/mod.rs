@@ -1,5 +1,5 @@
-//! Restoring: what a [`crate::read_plan::ReadPlan`] names is read, checked block by block, and only
-//! then copied to where the caller wants it.
+//! Restores the bytes that a [`crate::read_plan::ReadPlan`] names. Every block is read and checked
+//! before its bytes are copied to the caller's memory.
 //!
 //! ```text
 //! plan ─schedule─▶ reads of 4 MiB ─Queue─▶ buffers ─workers: check─▶ cells of 512 KiB ─scatter─▶ targets
@@ -16,11 +16,14 @@
 //! | `schedule` `pipeline` `geometry` `disjoint` | how: what is read when, by whom, and which bytes go where |
 //! | `head_start` | the first reads, begun before the plan is there |
 //!
-//! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]) that the
-//! process keeps for the next restore ([`ReadBuffers`]). Invariants: no byte reaches a target
-//! before the checksum of its block has held; nothing is written to a target after the call has
-//! returned (a device is waited for; one that never answers keeps what it was given, and nobody
-//! else uses that); every wait ends.
+//! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]). The process
+//! keeps the buffers for the next restore ([`ReadBuffers`]).
+//!
+//! Invariants:
+//! * A byte reaches a target only after its block's checksum was verified.
+//! * Targets are not written to after the call has returned. The call waits for devices. A device
+//!   that never answers keeps its buffers, which are never reused.
+//! * Every wait has a deadline.
 
 mod buffers;
 pub(crate) mod destination;

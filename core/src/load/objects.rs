@@ -1,4 +1,4 @@
-//! Object leaves: read, checked and decoded.
+//! Reads, checks and decodes object leaves.
 
 use std::collections::{HashMap, HashSet};
 
@@ -14,8 +14,8 @@ use crate::sys::HostTarget;
 use crate::value::Value;
 use crate::{Error, Result};
 
-/// The values of object leaves, in the order asked for; a tie gives the value of the leaf that it
-/// is tied to. Uses memory for the encoded objects beside the usual buffers.
+/// Returns the values of object leaves, in the order requested. A tie returns the value of its
+/// target leaf. The encoded objects need memory besides the read buffers.
 pub fn read_objects(
     disk: &dyn Disk,
     files: &FileSet,
@@ -25,8 +25,8 @@ pub fn read_objects(
 ) -> Result<Vec<Value>> {
     let mut plan = ReadPlan::default();
     let mut encoded = Vec::with_capacity(leaves.len());
-    // Objects do not share bytes: what those of a file claim together lies in it. A leaf that is
-    // asked for twice counts once.
+    // Objects do not share bytes, so the claimed sizes of a file's objects must fit the file. A
+    // leaf that is requested twice counts once.
     let mut claimed: HashMap<u32, u64> = HashMap::new();
     let mut seen = HashSet::with_capacity(leaves.len());
     for (number, &leaf) in leaves.iter().enumerate() {
@@ -36,7 +36,7 @@ pub fn read_objects(
             let what = format!("the size in bytes of object `{}`", name());
             return Err(Error::Limit { what, found: extent.length, limit: MAX_OBJECT_BYTES });
         }
-        // Before memory is taken for what an index merely claims.
+        // Check before allocating memory of a size that the index merely claims.
         let shape = files.shape(file)?;
         if extent.offset.checked_add(extent.length).is_none_or(|end| end > shape.data_end) {
             let what = format!(
@@ -88,7 +88,7 @@ pub fn read_objects(
     leaves.iter().zip(&encoded).map(decode).collect()
 }
 
-/// The leaf that holds a leaf's bytes.
+/// Returns the leaf that holds a leaf's bytes.
 fn source_of(index: &Index, leaf: u32) -> u32 {
     match index.leaves.get(leaf as usize) {
         Some(LeafRecord::Alias { of }) => *of,
@@ -96,7 +96,7 @@ fn source_of(index: &Index, leaf: u32) -> u32 {
     }
 }
 
-/// File and bytes of an object.
+/// Returns the file and extent of an object.
 fn place(index: &Index, leaf: u32) -> Result<(u32, Extent)> {
     let refuse =
         |what: &str| Err(Error::Leaf { leaf: index.tree.leaf_path(leaf).to_string(), what: what.into() });

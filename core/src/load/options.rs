@@ -4,25 +4,24 @@ use std::time::Duration;
 
 use crate::Error;
 
-/// How a restore reads.
+/// Limits of a restore.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Bytes of read buffers at a time; raised where it would not hold one block for each of two
-    /// reads.
+    /// Limit on bytes of read buffers. Raised if it does not hold one block for each of two reads.
     pub budget_bytes: u64,
-    /// Reads in flight.
+    /// Limit on reads in flight.
     pub queue_depth: usize,
-    /// Threads that verify and copy, beside the calling one, which reads.
+    /// Threads that verify and copy. The calling thread reads.
     pub threads: usize,
-    /// How long nothing may happen before the restore gives up.
+    /// The restore fails after this long without progress.
     pub stall_timeout: Duration,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
         Self {
-            // 4 MiB × 8 saturates what was measured; the rest is for buffers that are being checked
-            // and copied meanwhile.
+            // 4 MiB × 8 saturated every disk that was measured. The rest is for buffers in
+            // verification and copying.
             budget_bytes: 64 << 20,
             queue_depth: 8,
             threads: crate::sys::cores().min(16),
@@ -31,25 +30,24 @@ impl Default for LoadOptions {
     }
 }
 
-/// How a budget is shared out.
+/// The division of a budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shares {
-    /// Threads that verify and copy, each with a buffer of its own for what comes through the page
-    /// cache.
+    /// Threads that verify and copy. Each has its own buffer for reads through the page cache.
     pub(super) threads: usize,
-    /// Buffers that are read into.
+    /// Number of buffers for direct reads.
     pub(super) read_buffers: usize,
 }
 
 impl LoadOptions {
-    /// The budget as a number of bytes of this machine.
+    /// Returns the budget, at most the address space.
     pub(super) fn budget(&self) -> usize {
         usize::try_from(self.budget_bytes).unwrap_or(usize::MAX)
     }
 
-    /// Shares the budget out, for buffers of these sizes: a quarter of it at most is for the
-    /// threads' own, of which there are no more than `cells` to work on. A head start asks for the
-    /// same before a run is planned.
+    /// Divides the budget for buffers of these sizes. The threads' own buffers get at most a
+    /// quarter, and there are at most `cells` threads. A prefetch calls this before a run is
+    /// planned.
     pub(super) fn shares(&self, cells: usize, cell_buffer: usize, read_buffer: usize) -> Shares {
         let budget = self.budget();
         let threads = self.threads.min(budget / 4 / cell_buffer.max(1)).min(cells).max(1);
@@ -61,19 +59,19 @@ impl LoadOptions {
 /// The statistics of a restore.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadStats {
-    /// Bytes read past the page cache (or through it where the engine has no other way).
+    /// Bytes read directly, or through the page cache if the engine has no other way.
     pub bytes_read: u64,
-    /// Bytes that the page cache held.
+    /// Bytes that were already in the page cache.
     pub bytes_cached: u64,
     /// Bytes written to destinations.
     pub bytes_copied: u64,
-    /// Blocks whose checksum was compared.
+    /// Blocks whose checksum was verified.
     pub blocks_verified: u64,
-    /// Transfers.
+    /// Number of transfers.
     pub reads: u64,
-    /// Most bytes of buffers in use at a time.
+    /// Peak of buffer bytes in use.
     pub peak_buffer_bytes: u64,
-    /// From start to end.
+    /// Duration of the restore.
     pub elapsed: Duration,
 }
 
@@ -81,23 +79,23 @@ pub struct LoadStats {
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct LoadFailure {
-    /// Why.
+    /// The cause.
     #[source]
     pub error: Error,
-    /// Numbers of the destinations that were written to before, in part or as a whole. Their
-    /// content is no longer what it was, and not (all of) what was asked for.
+    /// Numbers of the destinations that were written to, partly or completely, before the failure.
+    /// Their content is undefined.
     pub overwritten: Vec<u32>,
 }
 
 impl From<Error> for LoadFailure {
-    /// Nothing was overwritten.
+    /// A failure before any write.
     fn from(error: Error) -> Self {
         Self { error, overwritten: Vec::new() }
     }
 }
 
 impl From<LoadFailure> for Error {
-    /// Forgets what was overwritten.
+    /// Drops the list of overwritten destinations.
     fn from(failure: LoadFailure) -> Self {
         failure.error
     }

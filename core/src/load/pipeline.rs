@@ -1,13 +1,12 @@
-//! Reads in flight, and threads that work on what has arrived.
+//! The read pipeline: one reading thread, and workers that verify and copy.
 //!
-//! The calling thread keeps a [`Queue`] full of reads past the page cache and hands filled buffers
-//! to the workers; what the page cache has already is not queued: the workers read it themselves,
-//! cell by cell, so that it passes through their own caches only. What becomes of the bytes is a
-//! [`Sink`]'s business.
+//! The calling thread keeps a [`Queue`] full of direct reads and hands filled buffers to the
+//! workers. Ranges in the page cache are not queued: the workers read them cell by cell, so that
+//! the bytes stay in the worker's own CPU cache. A [`Sink`] consumes the bytes.
 //!
-//! Every wait ends: after `stall_timeout` without any progress the run fails, and leaves behind
-//! what it could not get back (a queue with its buffers, a thread). A sink must bear that a worker
-//! calls it after the run has ended.
+//! After `stall_timeout` without progress the run fails. It leaks everything that it could not get
+//! back: a queue with its buffers, or a thread. So a worker may still call the sink after the run
+//! has ended.
 
 mod worker;
 
@@ -33,52 +32,52 @@ use crate::{Error, Result};
 
 /// The consumer of the bytes.
 pub(super) trait Sink: Send + Sync + 'static {
-    /// A cell's bytes have arrived; called once for every cell, from any worker. An error ends the
-    /// run. What it leaves in `started` is waited for before the bytes' buffer is used again.
+    /// Consumes the bytes of a cell. Called once per cell, from any worker. An error ends the run.
+    /// The worker waits for the copies in `started` before it reuses the buffer.
     fn cell(&self, cell: usize, bytes: &Staged, started: &mut Started) -> Result<()>;
 
-    /// These cells could not be read. Returning the error ends the run; `Ok` skips them.
+    /// Handles a failed read of these cells. An error ends the run; `Ok` skips the cells.
     fn failed(&self, cells: Range<usize>, error: Error) -> Result<()>;
 }
 
-/// Called between reads on the calling thread with the bytes that are done; `false` ends the run.
+/// The progress callback. Called between reads on the calling thread with the bytes done; `false`
+/// ends the run.
 pub(super) type Tick<'a> = &'a mut dyn FnMut(u64) -> bool;
 
-/// Longest wait before the deadline, progress and errors of workers are looked at.
+/// Poll interval of the deadline, of progress and of worker errors.
 const SLICE: Duration = Duration::from_millis(50);
-/// Longest wait for the disk while workers hold the buffers of reads that it could have besides.
+/// Poll interval of the disk while workers hold buffers that could start more reads.
 const LOOK: Duration = Duration::from_micros(300);
-/// Share of a read that the page cache must hold for it to be read through it: a hole costs a small
-/// synchronous read.
+/// Minimum part of a read that must be cached to read it through the page cache. Every hole costs a
+/// small synchronous read.
 const CACHED_NUMERATOR: u64 = 7;
 const CACHED_DENOMINATOR: u64 = 8;
-/// Cells that may wait for each worker.
+/// Limit on waiting cells per worker.
 const BACKLOG: usize = 32;
 
 /// A task of a worker.
 enum Job {
-    /// Check and use these bytes: those of read `read`, from byte `skip` of the buffer on.
+    /// Check and use the bytes of read `read`, from byte `skip` of the buffer on.
     Filled { read: usize, skip: usize, buffer: Buffer },
-    /// Read these cells through the page cache, then the same.
+    /// Read this cell through the page cache, then check and use it.
     Cached { file: Arc<dyn File>, cell: usize },
 }
 
 /// A report of a worker.
 enum Event {
-    /// A job is done; what became of its buffer.
+    /// A job is done.
     Done { bytes: u64, buffer: Back },
     /// A job failed.
     Failed { error: Error, buffer: Back },
 }
 
-/// The outcome of the buffer of a job.
+/// The state of a job's buffer after the job.
 enum Back {
-    /// It came with none.
+    /// The job had no buffer.
     None,
-    /// Here it is.
+    /// The buffer is free.
     Buffer(Buffer),
-    /// A device still holds it: it is freed when that lets go of it, and is none of this run's any
-    /// more.
+    /// A device still holds the buffer and frees it later. This run has lost it.
     Kept,
 }
 
@@ -90,14 +89,14 @@ struct Shared<S> {
     alignment: u64,
     cell_buffer: usize,
     stall_timeout: Duration,
-    /// Queues for reads through the page cache, made by the calling thread; each worker takes one
-    /// when it first needs it.
+    /// Queues for reads through the page cache. The calling thread makes them; each worker takes
+    /// one on first use.
     queues: Mutex<Vec<Box<dyn Queue>>>,
-    /// Set at the first error: what waits is not worked on.
+    /// Set at the first error: workers skip all waiting jobs.
     over: AtomicBool,
 }
 
-/// Reads everything that the schedule names and gives it to the sink.
+/// Reads everything in the schedule and passes it to the sink.
 pub(super) fn run<S: Sink>(
     disk: &dyn Disk,
     files: &FileSet,
@@ -169,7 +168,7 @@ pub(super) fn run<S: Sink>(
     result.and(ended).map(|()| stats)
 }
 
-/// The calling thread's side.
+/// The state of the calling thread.
 struct Reader<'a, S> {
     disk: &'a dyn Disk,
     files: &'a FileSet,
@@ -178,34 +177,33 @@ struct Reader<'a, S> {
     read_buffer: usize,
     most_buffers: usize,
     threads: usize,
-    /// `None` once no more will come.
+    /// `None` after the last job was sent.
     jobs: Option<Sender<Job>>,
     events: Receiver<Event>,
-    /// Made when it is first needed.
+    /// Created on first use.
     queue: Option<Box<dyn Queue>>,
-    /// Reads that were in flight before this run began: their numbers by their tokens.
+    /// Prefetched reads: their numbers, indexed by token.
     begun: Vec<usize>,
-    /// The thread that began them, until they are done.
+    /// The thread that submitted the prefetched reads. Kept until they are done.
     begun_by: Option<KeptThread>,
     free: Vec<Buffer>,
-    /// Buffers that this run holds, free or not, and the most that it held.
+    /// Buffers that this run holds, free or in use, and their peak.
     held: usize,
     most_held: usize,
-    /// Jobs that workers have not answered.
+    /// Jobs that workers have not finished.
     working: usize,
-    /// Bytes that workers are done with.
+    /// Bytes that workers have finished.
     done: u64,
     last_progress: Instant,
     stats: LoadStats,
 }
 
-/// Tokens of reads that this run started lie above those of a head start.
+/// First token of the run's own reads. Prefetched reads have smaller tokens.
 const OWN_TOKENS: u64 = 1 << 32;
 
 impl<S: Sink> Reader<'_, S> {
-    /// Takes over the reads that a head start began, where all of them belong to this run. A small
-    /// run (of objects) that fits the budget beside them leaves them to the next one; any other
-    /// lets them go.
+    /// Takes over the prefetched reads if all of them belong to this run. A small run (of objects)
+    /// that fits the budget besides them leaves them to the next run. Any other run drops them.
     fn take_over(&mut self, budget: usize) {
         let Some(head_start) = self.files.take_head_start() else { return };
         let Some(numbers) = head_start.numbers(&self.shared.schedule) else {
@@ -253,8 +251,8 @@ impl<S: Sink> Reader<'_, S> {
             }
             let in_flight = self.in_flight();
             if in_flight > 0 {
-                // A buffer that a worker gives back is another read: where there is room for one,
-                // the disk is not waited for alone.
+                // A buffer that a worker frees can start another read. Poll for it if the queue has
+                // space.
                 let wait = if in_flight < self.depth && self.working > 0 { LOOK } else { SLICE };
                 if let Some(completion) = self.queue.as_mut().and_then(|queue| queue.complete(wait)) {
                     self.last_progress = Instant::now();
@@ -271,8 +269,8 @@ impl<S: Sink> Reader<'_, S> {
         }
     }
 
-    /// Decides how a read is done. `None`: not at all, its file cannot be opened and the sink does
-    /// not mind.
+    /// Decides how to do a read. `None` skips it: its file cannot be opened, and the sink accepts
+    /// that.
     fn plan(&mut self, number: usize, read: &Read) -> Result<Option<Planned>> {
         let file = match self.files.ready(read.file, &read.bytes) {
             Ok(file) => file,
@@ -288,7 +286,7 @@ impl<S: Sink> Reader<'_, S> {
         Ok(Some(Planned { number, file, cached }))
     }
 
-    /// Starts a read, or gives it back where there is no room for it now.
+    /// Starts a read. Returns it if a buffer or a queue slot is missing now.
     fn start(&mut self, planned: Planned) -> Result<Option<Planned>> {
         let Some(read) = self.shared.schedule.reads.get(planned.number) else { return Ok(None) };
         let Some(jobs) = &self.jobs else { return Ok(None) };
@@ -325,7 +323,7 @@ impl<S: Sink> Reader<'_, S> {
         }
         if let Some(queue) = &mut self.queue {
             if queue.in_flight() == 0 && self.working == 0 {
-                // Nothing was waited for until now.
+                // The stall timeout starts with the first wait.
                 self.last_progress = Instant::now();
             }
             let token = OWN_TOKENS + planned.number as u64;
@@ -339,7 +337,7 @@ impl<S: Sink> Reader<'_, S> {
         self.queue.as_ref().map_or(0, |queue| queue.in_flight())
     }
 
-    /// A free buffer, or a new one while the budget lasts.
+    /// Returns a free buffer, or a new one within the budget.
     fn buffer(&mut self) -> Result<Option<Buffer>> {
         if let Some(buffer) = self.free.pop() {
             return Ok(Some(buffer));
@@ -401,8 +399,7 @@ impl<S: Sink> Reader<'_, S> {
         match buffer {
             Back::None => {}
             Back::Buffer(buffer) => self.free.push(buffer),
-            // Another one may take its place, or a run whose devices let go late would have none
-            // left.
+            // Allow a replacement: otherwise a run with slow devices would use up its buffers.
             Back::Kept => self.held = self.held.saturating_sub(1),
         }
     }
@@ -419,8 +416,8 @@ impl<S: Sink> Reader<'_, S> {
         Err(Error::Timeout { waited_for, seconds: waited.as_secs_f64() })
     }
 
-    /// Gets back what is under way, however the run went: reads, workers, buffers. What does not
-    /// come within the deadline is left behind.
+    /// Collects reads, workers and buffers, also after an error. Leaks the ones that miss the
+    /// deadline.
     fn finish(&mut self, workers: Workers) -> Result<()> {
         self.shared.over.store(true, Ordering::Release);
         self.jobs = None;
@@ -434,8 +431,8 @@ impl<S: Sink> Reader<'_, S> {
                 }
             }
             if queue.in_flight() > 0 {
-                // Dropping it would wait for the disk: the queue, and the memory that the disk may
-                // still write to, stay for ever.
+                // Dropping the queue would wait for the disk. This leaks the queue and its memory,
+                // which the disk may still write to.
                 std::mem::forget(queue);
             }
         }
@@ -462,7 +459,7 @@ impl<S: Sink> Reader<'_, S> {
     }
 }
 
-/// A read and how it is done.
+/// A read, and the way to do it.
 struct Planned {
     number: usize,
     file: Arc<dyn File>,
@@ -473,13 +470,13 @@ fn no_workers() -> Error {
     Error::Cancelled("all threads that check and copy have ended".into())
 }
 
-/// The range as the engine wants it: offset and length in whole units of its alignment.
+/// Expands a range to the engine's alignment; returns offset and length.
 fn aligned(bytes: &Range<u64>, alignment: u64) -> (u64, usize) {
     let offset = bytes.start / alignment * alignment;
     ((offset), (bytes.end.next_multiple_of(alignment) - offset) as usize)
 }
 
-/// A file that ended before its blocks did.
+/// Returns the error of a file that ended early.
 pub(super) fn short(path: &std::path::Path, found: u64, wanted: u64) -> Error {
     Error::corrupt(
         path,

@@ -1,9 +1,8 @@
-//! Which pieces of which files are read, in which order, and which copies each piece feeds.
+//! Decides which parts of which files are read, in which order, and for which copies.
 //!
-//! The runs of a plan are rounded to whole blocks, joined where they then touch, and cut twice:
-//! into *reads* (one transfer each) and those into *cells*, the unit of checking and copying, small
-//! enough that a cell's bytes are still in the cache of the core that checked them when it copies
-//! them.
+//! The ranges of a plan are rounded to whole blocks and joined if they touch. Then they are cut
+//! into *reads* (one transfer each), and reads into *cells*. Cells are the unit of checking and
+//! copying. They are small, so that a cell is still in the core's cache when it is copied.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -13,9 +12,10 @@ use crate::read_plan::ReadPlan;
 use crate::sys::Window;
 use crate::{Error, Result};
 
-/// Bytes of a cell, unless one block is larger: half of a usual second-level cache.
+/// Bytes of a cell, unless one block is larger: half of a typical second-level cache.
 pub(super) const CELL_BYTES: u64 = 512 << 10;
-/// Bytes of one transfer, unless one block is larger. Queue depth hardly matters from here on.
+/// Bytes of one transfer, unless one block is larger. From this size on, queue depth hardly
+/// matters.
 pub(super) const READ_BYTES: u64 = 4 << 20;
 
 /// One transfer.
@@ -25,34 +25,34 @@ pub(super) struct Read {
     pub(super) file: u32,
     /// Bytes of the file.
     pub(super) bytes: Range<u64>,
-    /// Its cells; they tile `bytes`.
+    /// The cells, which cover `bytes`.
     pub(super) cells: Range<usize>,
 }
 
-/// The unit of checking and copying: whole blocks (the last one of a file may be short).
+/// The unit of checking and copying: whole blocks. The last block of a file may be short.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Cell {
     pub(super) file: u32,
     pub(super) bytes: Range<u64>,
 }
 
-/// The reads, in file order.
+/// The reads of a run, in file order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Schedule {
     pub(super) reads: Vec<Read>,
     pub(super) cells: Vec<Cell>,
 }
 
-/// The facts about a file that cut it into reads.
+/// The facts about a file that determine its reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub(super) path: PathBuf,
     pub(super) block_bytes: u64,
-    /// The end of the blocks.
+    /// Offset of the end of the blocks.
     pub(super) data_end: u64,
 }
 
-/// Plan runs with the copies that they feed, rounded and joined.
+/// Joined ranges of a plan, with their copies.
 struct Run {
     file: u32,
     bytes: Range<u64>,
@@ -60,7 +60,7 @@ struct Run {
 }
 
 impl Schedule {
-    /// Appends a run of a file, cut up. `bytes` are whole blocks.
+    /// Appends a range of whole blocks, cut into reads and cells.
     pub(super) fn push(&mut self, file: u32, bytes: Range<u64>, block_bytes: u64) {
         let cell = CELL_BYTES.next_multiple_of(block_bytes);
         let read = READ_BYTES.next_multiple_of(cell);
@@ -79,14 +79,14 @@ impl Schedule {
         }
     }
 
-    /// Bytes that are read.
+    /// Returns the bytes to read.
     pub(super) fn bytes(&self) -> u64 {
         self.reads.iter().map(|read| read.bytes.end - read.bytes.start).sum()
     }
 
-    /// The schedule of a plan, with the windows and copy lists of a [`crate::sys::Scatter`]: window
-    /// `i` is cell `i`. `numbers` maps a copy of the plan to its number among `copies`, where it
-    /// moves anything.
+    /// Returns the schedule of a plan, with the windows and copy lists of a
+    /// [`crate::sys::Scatter`]: window `i` is cell `i`. `numbers` maps a copy of the plan to its
+    /// number among `copies`, unless it moves nothing.
     pub(super) fn of_plan(
         plan: &ReadPlan,
         copies: &[Strided],
@@ -107,8 +107,8 @@ impl Schedule {
                 let start = copy.src.start.max(run.bytes.start);
                 let end = copy.src.end.min(run.bytes.end);
                 if start < end {
-                    // Cells tile the run, and all but the last of a read have the same length, of
-                    // which a read is a multiple.
+                    // Cells cover the run. All except the last of a read have the same length,
+                    // which divides the read.
                     let cell_of = |byte: u64| ((byte - run.bytes.start) / cell_bytes) as usize;
                     pairs.extend((cell_of(start)..=cell_of(end - 1)).map(|cell| (cell, number)));
                 }
@@ -132,7 +132,7 @@ impl Schedule {
     }
 }
 
-/// Runs as whole blocks, in file order, those that touch or overlap joined.
+/// Rounds ranges to whole blocks, sorts them in file order, and joins those that touch or overlap.
 fn round(
     plan: &ReadPlan,
     copies: &[Strided],

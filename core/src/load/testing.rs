@@ -1,5 +1,5 @@
-//! A disk in memory that misbehaves on request, and data files written by hand. For the tests of
-//! this module.
+//! A disk in memory with injectable faults, and handwritten data files, for the tests of this
+//! module.
 
 use std::collections::HashMap;
 use std::io;
@@ -28,18 +28,18 @@ use crate::{Error, Result};
 
 use super::{FileSet, LoadOptions};
 
-/// What goes wrong, and what was asked for.
+/// The faults to inject, and counters of requests.
 #[derive(Debug, Default)]
 pub(super) struct Knobs {
     /// Reads never end.
     pub(super) hang: AtomicBool,
-    /// Files do not open for as long as it is set.
+    /// Opening a file blocks while this is set.
     pub(super) stuck: AtomicBool,
-    /// Queued reads fail with EIO where they touch this byte, but for zero.
+    /// Queued reads that touch this byte fail with EIO. Zero disables it.
     pub(super) bad_byte: AtomicU64,
-    /// Everything is in the page cache.
+    /// All bytes are in the page cache.
     pub(super) cached: AtomicBool,
-    /// Bytes of buffers in flight, and the most there were.
+    /// Bytes of buffers in flight, and their peak.
     pub(super) in_flight: AtomicUsize,
     pub(super) cached_reads: AtomicUsize,
     pub(super) direct_reads: AtomicUsize,
@@ -263,7 +263,7 @@ impl Queue for MemoryQueue {
             std::thread::sleep(timeout);
             return None;
         }
-        // Out of order, as real queues answer.
+        // Complete out of order, like real queues.
         let Waiting { file, offset, len, mut buffer, token } = self.waiting.remove(self.waiting.len() / 2);
         self.knobs.in_flight.fetch_sub(1, Ordering::SeqCst);
         let file = file.as_any().downcast_ref::<MemoryFile>().unwrap();
@@ -285,7 +285,7 @@ impl Drop for MemoryQueue {
     }
 }
 
-/// An item written by hand: tensors of bytes at chosen places of `00000.data`.
+/// A handwritten item: tensors of bytes at chosen places of `00000.data`.
 pub(super) struct Item {
     pub(super) disk: MemoryDisk,
     pub(super) index: Index,
@@ -294,14 +294,14 @@ pub(super) struct Item {
 
 pub(super) const FILE: &str = "00000.data";
 
-/// Recognisable bytes.
+/// Returns recognisable bytes.
 pub(super) fn pattern(seed: u64, len: u64) -> Vec<u8> {
     (0..len)
         .map(|i| ((i ^ seed.wrapping_mul(0x9E37_79B9)).wrapping_mul(0x2545_F491_4F6C_DD1D) >> 32) as u8)
         .collect()
 }
 
-/// A file of ours around `data` (which begins at byte 4096), and its record.
+/// Returns a data file around `data` (which begins at byte 4096), and its record.
 pub(super) fn data_file(id: u128, block: u64, data: &[u8], index: &Index) -> (Vec<u8>, FileRecord) {
     let mut bytes = Header::new(id, block, 0).encode();
     bytes.extend_from_slice(data);
@@ -320,7 +320,7 @@ pub(super) fn data_file(id: u128, block: u64, data: &[u8], index: &Index) -> (Ve
     (bytes, record)
 }
 
-/// A tree of a dict with one leaf per name.
+/// Returns the tree of a dict with one leaf per name.
 pub(super) fn tree(names: &[String]) -> Tree {
     let mut tree = Tree::new();
     let root = tree.push_container(None, None, ContainerKind::Dict);
@@ -334,7 +334,7 @@ pub(super) fn extent(file: u32, offset: u64, length: u64) -> Extent {
     Extent { source: Source::Own(file), offset, length, integrity: Integrity::BlockCrc }
 }
 
-/// A tensor of `uint8` in one chunk.
+/// Returns the record of a `uint8` tensor in one chunk.
 pub(super) fn bytes_tensor(at: Extent) -> LeafRecord {
     let shape: Dims = smallvec![at.length];
     let region = ChunkRegion::Box(Region::whole(&shape));
@@ -349,8 +349,8 @@ pub(super) fn bytes_tensor(at: Extent) -> LeafRecord {
 }
 
 impl Item {
-    /// Tensors of those lengths, one after the other, each at the next multiple of 64; leaf `i`
-    /// holds `pattern(i, length)`.
+    /// Creates tensors of these lengths, each at the next multiple of 64. Leaf `i` holds
+    /// `pattern(i, length)`.
     pub(super) fn of_tensors(block: u64, lengths: &[u64]) -> Self {
         let mut data = Vec::new();
         let mut leaves = Vec::new();
@@ -380,7 +380,7 @@ impl Item {
         }
     }
 
-    /// Whole leaves, each into its own target, in one run each.
+    /// Returns the plan that reads whole leaves, each into its own target, in one run each.
     pub(super) fn plan(&self, leaves: &[usize]) -> ReadPlan {
         let mut plan = ReadPlan::default();
         for (number, &leaf) in leaves.iter().enumerate() {
@@ -410,7 +410,7 @@ impl Item {
 
 pub(super) type Loaded = std::result::Result<super::LoadStats, super::LoadFailure>;
 
-/// A copy of bytes to the begin of a destination.
+/// Returns a copy of bytes to the start of a destination.
 pub(super) fn flat(leaf: u32, dst: u32, src_offset: u64, len: u64) -> BoxCopy {
     BoxCopy {
         leaf,
@@ -425,7 +425,7 @@ pub(super) fn flat(leaf: u32, dst: u32, src_offset: u64, len: u64) -> BoxCopy {
     }
 }
 
-/// Options for tests: two threads, an impatient deadline.
+/// Returns options for tests: two threads and a short deadline.
 pub(super) fn options() -> LoadOptions {
     LoadOptions { threads: 2, stall_timeout: Duration::from_secs(10), ..LoadOptions::default() }
 }

@@ -1,4 +1,4 @@
-//! What a restore promises, one file per promise.
+//! Tests of restores, one file per promise.
 
 mod bounds;
 mod damage;

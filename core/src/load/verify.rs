@@ -1,4 +1,4 @@
-//! Reading everything and reporting all damage, instead of stopping at the first.
+//! Reads everything and reports all damage, instead of stopping at the first error.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,15 +15,15 @@ use crate::format::index::{Extent, Index, LeafRecord, Source};
 use crate::io::Disk;
 use crate::{Error, Result};
 
-/// Something that is not what was written.
+/// One damaged block or file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Damage {
     /// The file.
     pub file: PathBuf,
-    /// The block; `None` where the file as a whole or its footer is damaged.
+    /// The block; `None` if the whole file or its footer is damaged.
     pub block: Option<u64>,
-    /// Numbers of the leaves that have bytes there, ties included. Empty where only padding or a
-    /// part that no leaf needs is hit.
+    /// Numbers of the leaves that have bytes there, ties included. Empty if only padding or an
+    /// unused part is damaged.
     pub leaves: Vec<u32>,
     /// The failed check.
     pub what: String,
@@ -32,11 +32,11 @@ pub struct Damage {
 /// The findings of a verification.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VerifyReport {
-    /// All damage, by file and block. Empty: everything is as it was written.
+    /// All damage, by file and block. Empty if the files are intact.
     pub damages: Vec<Damage>,
-    /// Files looked at.
+    /// Files read.
     pub files: u64,
-    /// Blocks whose checksum was compared.
+    /// Blocks whose checksum was verified.
     pub blocks: u64,
     /// Bytes of blocks that were read.
     pub bytes: u64,
@@ -49,18 +49,18 @@ impl VerifyReport {
     }
 }
 
-/// How far a verification has come, in bytes.
+/// The progress of a verification, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VerifyProgress {
-    /// Read and compared.
+    /// Bytes verified so far.
     pub done: u64,
-    /// Of this many.
+    /// Bytes to verify in total.
     pub total: u64,
 }
 
-/// Reads and checks every block and every footer page of every file. Damage is reported, not
-/// returned as an error; errors are what keeps the verification itself from going on. `progress` is
-/// called on this thread, and ends the verification by `false` ([`Error::Cancelled`]).
+/// Reads and checks every block and every footer page of every file. Damage is part of the report;
+/// an error means that the verification itself failed. `progress` is called on this thread and
+/// cancels by returning `false` ([`Error::Cancelled`]).
 pub fn verify(
     disk: &dyn Disk,
     files: &FileSet,
@@ -116,7 +116,7 @@ pub fn verify(
     Ok(report)
 }
 
-/// What an error says of the data, or the error itself where it says nothing of them.
+/// Returns the damage that an error describes, or the error itself if it is not about damage.
 fn damage(error: Error) -> Result<String> {
     match error {
         Error::Corrupt { what, .. } | Error::Format { what, .. } => Ok(what),
@@ -129,13 +129,13 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Checks blocks and remembers the bad ones.
+/// Checks blocks and records the bad ones.
 struct Checker {
     infos: HashMap<u32, Arc<FileInfo>>,
     cells: Vec<Cell>,
-    /// File, block, and what does not hold.
+    /// File, block and failed check.
     bad: Mutex<Vec<(u32, u64, String)>>,
-    /// Cells that a read has failed for, in which not every block need be bad.
+    /// Cells whose read failed. Not every block in them is bad.
     unread: Mutex<Vec<Range<usize>>>,
     blocks: AtomicU64,
 }
@@ -148,8 +148,7 @@ impl Checker {
         }
     }
 
-    /// Reads what could not be read in one go block by block, to tell the bad blocks from their
-    /// neighbours.
+    /// Reads failed cells again block by block, to separate the bad blocks from their neighbours.
     fn read_again(&self, files: &FileSet) -> Result<()> {
         for number in std::mem::take(&mut *lock(&self.unread)).into_iter().flatten() {
             let Some(cell) = self.cells.get(number) else { continue };
@@ -198,10 +197,10 @@ impl Sink for Checker {
     }
 }
 
-/// Which leaves have bytes where.
+/// Finds the leaves that have bytes in a range of a file.
 struct Holders {
-    /// For each file: extents with their leaves, by offset, and the furthest end so far (extents of
-    /// a damaged index may overlap).
+    /// For each file: extents with their leaves, by offset, and the furthest end so far. Extents of
+    /// a damaged index may overlap.
     files: Vec<Vec<(Extent, u32, u64)>>,
 }
 
@@ -237,7 +236,7 @@ impl Holders {
         Self { files: holders }
     }
 
-    /// Leaves with bytes in that range of a file, in ascending order.
+    /// Returns the leaves with bytes in that range of a file, in ascending order.
     fn leaves(&self, file: u32, bytes: &Range<u64>) -> Vec<u32> {
         let list = self.files.get(file as usize).map(Vec::as_slice).unwrap_or_default();
         let before = list.partition_point(|(extent, _, _)| extent.offset < bytes.end);
@@ -256,7 +255,7 @@ impl Holders {
         leaves
     }
 
-    /// Extents of an index that reach past the blocks of their file.
+    /// Returns the damage if extents of the index exceed the file's blocks.
     fn outside(&self, file: u32, info: &FileInfo) -> Option<Damage> {
         let list = self.files.get(file as usize)?;
         let mut leaves: Vec<u32> = list

@@ -16,7 +16,7 @@ use crate::{Error, Result};
 
 /// Bytes of a header, and of a trailer.
 const PAGE: u64 = 4096;
-/// The end of a file that is read in one go; most footers fit.
+/// Bytes at the end of a file that are read at once. Most footers fit.
 const TAIL: u64 = 128 << 10;
 
 /// A file that has been checked.
@@ -24,7 +24,7 @@ const TAIL: u64 = 128 << 10;
 pub(in crate::load) struct FileInfo {
     pub(in crate::load) path: PathBuf,
     pub(in crate::load) block_bytes: u64,
-    /// The end of the blocks.
+    /// Offset of the end of the blocks.
     pub(in crate::load) data_end: u64,
     /// Pages of the footer that hold parts of an index.
     pub(in crate::load) index_pages: Vec<PageRef>,
@@ -32,14 +32,14 @@ pub(in crate::load) struct FileInfo {
     checksums: Option<Vec<ChecksumPage>>,
 }
 
-/// Checksums of a range of blocks, read when they are needed.
+/// Checksums of a range of blocks, read on first use.
 #[derive(Debug)]
 struct ChecksumPage {
     page: PageRef,
     checksums: OnceLock<Vec<u32>>,
 }
 
-/// A block that is not what was written.
+/// A block whose checksum does not match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::load) struct BadBlock {
     pub(in crate::load) block: u64,
@@ -82,7 +82,7 @@ impl FileInfo {
         let (index_pages, checksum_pages): (Vec<_>, Vec<_>) =
             pages.into_iter().partition(|page| page.kind == PageKind::Index);
         let mut checksums = Vec::with_capacity(checksum_pages.len());
-        // That they cover every block, without a gap, is checked with the page table.
+        // The page table's own check has proved that the pages cover every block, without gaps.
         for page in checksum_pages {
             let cell = OnceLock::new();
             if page.offset >= tail.start {
@@ -100,7 +100,7 @@ impl FileInfo {
         })
     }
 
-    /// A file without checksums of ours.
+    /// Checks the length of a foreign file.
     pub(super) fn foreign(file: &dyn File, record: &FileRecord) -> Result<Self> {
         check_length(file, record)?;
         Ok(Self {
@@ -112,29 +112,29 @@ impl FileInfo {
         })
     }
 
-    /// True if checksums of ours guard its bytes.
+    /// True if the file has checksums.
     pub(in crate::load) fn is_guarded(&self) -> bool {
         self.checksums.is_some()
     }
 
-    /// The block that holds a byte.
+    /// Returns the block that holds a byte.
     pub(in crate::load) fn block_of(&self, byte: u64) -> u64 {
         byte / self.block_bytes
     }
 
-    /// The bytes of a block.
+    /// Returns the byte range of a block.
     pub(in crate::load) fn bytes_of(&self, block: u64) -> Range<u64> {
         let start = block.saturating_mul(self.block_bytes);
         start..start.saturating_add(self.block_bytes).min(self.data_end)
     }
 
-    /// Reads the checksum pages that the blocks of `bytes` need.
+    /// Reads the checksum pages for the blocks of `bytes`.
     pub(super) fn load_checksums(&self, file: &dyn File, bytes: &Range<u64>) -> Result<()> {
         let blocks = self.block_of(bytes.start)..bytes.end.div_ceil(self.block_bytes);
         for part in self.pages_of(&blocks) {
             if part.checksums.get().is_none() {
                 let bytes = page_bytes(file, &part.page)?;
-                // Somebody else may have been faster, with the same result.
+                // Another thread may have set it first, to the same value.
                 let _ = part.checksums.set(footer::decode_block_crcs(&part.page, &bytes, &self.path)?);
             }
         }
@@ -159,7 +159,7 @@ impl FileInfo {
         });
         match written {
             Some(written) if written == found => Ok(()),
-            // A block without a checksum is damage too: nothing is given out unchecked.
+            // A block without a checksum is damage too: unchecked bytes are never returned.
             other => Err(BadBlock { block, found, written: other.unwrap_or(!found) }),
         }
     }
@@ -186,7 +186,7 @@ pub(in crate::load) fn check_page(file: &dyn File, page: &PageRef) -> Result<()>
     Err(Error::corrupt(file.path(), what))
 }
 
-/// A page of a footer, as it stands in the file.
+/// Returns the raw bytes of a footer page.
 fn page_bytes(file: &dyn File, page: &PageRef) -> Result<Vec<u8>> {
     if page.length > MAX_PAGE_BYTES {
         let what = format!("a page of {}", file.path().display());
@@ -214,7 +214,7 @@ impl Tail {
         let start = length.saturating_sub(TAIL);
         match exactly(file, start, length - start) {
             Ok(bytes) => Ok(Self { start, bytes }),
-            // It holds data too, and a sector of those that cannot be read says nothing against the
+            // The tail contains data too. An unreadable sector there does not invalidate the
             // footer.
             Err(Error::Io { .. }) => {
                 let start = length - PAGE;
@@ -224,7 +224,7 @@ impl Tail {
         }
     }
 
-    /// Bytes of the file, from the tail or, where they lie before it, from the disk.
+    /// Returns bytes of the file: from the tail, or from the disk if they start before it.
     fn get(&self, file: &dyn File, offset: u64, len: u64) -> Result<Vec<u8>> {
         if let Some(at) = offset.checked_sub(self.start) {
             let end = at.checked_add(len).filter(|&end| end <= self.bytes.len() as u64);

@@ -1,4 +1,4 @@
-//! What a clip promises: every byte of the copy that the window holds, each once, at its place.
+//! A clip yields every byte of the copy in the window, once, with the right destination.
 
 #![expect(
     clippy::cast_possible_wrap,
@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Source byte → destination byte, element by element.
+/// Maps source bytes to destination bytes, element by element.
 fn naive(copy: &BoxCopy) -> Vec<(u64, u64)> {
     let mut places = vec![(copy.src_offset as i64, copy.dst_offset as i64)];
     for d in 0..copy.extent.len() {
@@ -43,7 +43,7 @@ fn tile_bytes(tile: &Tile) -> Vec<(u64, u64)> {
     naive(&copy)
 }
 
-/// Boxes of a chunk onto destinations of any order and direction, padded rows included.
+/// Generates boxes of a chunk with destinations of any order and direction, padded rows included.
 pub(crate) fn copies() -> impl Strategy<Value = BoxCopy> {
     let dims = prop::collection::vec((1_u64..5, 0_u64..3, 0_u64..3, any::<bool>()), 0..4);
     (dims, prop::sample::select(vec![1_u32, 2, 4, 8, 16, 3]), 0_u64..100, any::<prop::sample::Index>())

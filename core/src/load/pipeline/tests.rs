@@ -1,4 +1,4 @@
-//! How a run ends when something goes wrong in it.
+//! Tests of failing runs.
 
 use super::super::testing::{Item, options};
 use super::*;

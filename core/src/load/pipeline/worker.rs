@@ -1,4 +1,4 @@
-//! The threads that check and copy.
+//! The worker threads, which check and copy.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
@@ -33,7 +33,7 @@ impl Workers {
             let spawned = spawn("stepwell-load", move || worker.run(&inbox));
             match spawned {
                 Ok(handle) => handles.push(handle),
-                // Fewer threads do as well.
+                // Fewer threads suffice.
                 Err(_) if !handles.is_empty() => break,
                 Err(error) => return Err(Error::io("spawn", "<thread>", error)),
             }
@@ -41,12 +41,12 @@ impl Workers {
         Ok(Self(handles))
     }
 
-    /// Waits for the threads, which have nothing left to do, unless one of them hangs.
+    /// Waits for the threads if `idle`. Otherwise detaches them, since one may hang.
     pub(super) fn join(self, idle: bool) {
         if idle {
             for handle in self.0 {
-                // A panic outside the guarded part of a worker has closed its channels; the reader
-                // has seen that.
+                // A panic outside the guarded part has closed the worker's channels; the reader has
+                // seen that.
                 let _ = handle.join();
             }
         }
@@ -57,13 +57,13 @@ impl Workers {
 struct Worker<S> {
     shared: Arc<Shared<S>>,
     outbox: Sender<Event>,
-    /// Its own queue and buffer for what the page cache holds.
+    /// The worker's queue and buffer for reads through the page cache.
     own: Option<(Box<dyn Queue>, Option<Buffer>)>,
 }
 
 impl<S: Sink> Worker<S> {
     fn run(&mut self, inbox: &Receiver<Job>) {
-        // Ends with the run: the reader then drops the other end.
+        // The reader closes the channel at the end of the run.
         while let Ok(job) = inbox.recv() {
             let event = match job {
                 Job::Filled { read, skip, buffer } => {
@@ -89,7 +89,7 @@ impl<S: Sink> Worker<S> {
     fn filled(&self, read: usize, skip: usize, buffer: &Arc<Buffer>) -> Result<u64> {
         let mut started = Started::new(self.shared.stall_timeout);
         let worked = self.start_filled(read, skip, buffer, &mut started);
-        // Also after an error: what was started ends before the run does.
+        // Wait also after an error: started copies must end before the run does.
         let ended = started.wait();
         worked.and_then(|bytes| ended.map(|()| bytes))
     }
@@ -134,7 +134,7 @@ impl<S: Sink> Worker<S> {
         };
         let (offset, len) = aligned(&cell.bytes, self.shared.alignment);
         let Some(completion) = self.transfer(file, offset, len, buffer, number)? else {
-            // The disk hangs. This leaks queue and buffer: dropping them would hang too.
+            // The disk hangs. This leaks the queue and its buffer: dropping them would hang too.
             std::mem::forget(self.own.take());
             let waited_for = format!("{} to be read through the page cache", file.path().display());
             return Err(Error::Timeout { waited_for, seconds: self.shared.stall_timeout.as_secs_f64() });
@@ -143,13 +143,14 @@ impl<S: Sink> Worker<S> {
         let buffer = Arc::new(buffer);
         let worked = self.use_cached(file, &cell, number, offset, &buffer, result);
         if let Some((_, own)) = &mut self.own {
-            // One that a device still holds is freed when that lets go; the next cell gets another.
+            // A device may still hold the buffer and frees it later. The next cell then gets
+            // another one.
             *own = Arc::into_inner(buffer);
         }
         worked
     }
 
-    /// One read of this worker's own; `None` where it does not end.
+    /// Does one read through the page cache; `None` after the stall timeout.
     fn transfer(
         &mut self,
         file: &Arc<dyn File>,
@@ -217,7 +218,7 @@ fn answer(worked: Result<u64>, buffer: Back) -> Event {
     }
 }
 
-/// A panic of a worker is an error of the run.
+/// Converts a panic of a worker into an error of the run.
 fn guarded(work: impl FnOnce() -> Result<u64>) -> Result<u64> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let text = panic

@@ -1,4 +1,4 @@
-//! Memory, time and the caller's memory have bounds that hold.
+//! Restores respect their limits on memory and time, and never write outside the caller's memory.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -58,7 +58,7 @@ fn a_disk_that_hangs_ends_in_an_error_and_not_in_a_wait() {
         assert!(started.elapsed() < Duration::from_secs(60));
         let stalled = verify(&item.disk, &files, &item.index, &options, &mut |_| true);
         assert_eq!(stalled.unwrap_err().kind(), "timeout");
-        // The disk comes back too late: the caller's memory is its own again.
+        // The disk answers too late: the caller has its memory back.
         item.disk.knobs.hang.store(false, Ordering::SeqCst);
         std::thread::sleep(Duration::from_millis(200));
         assert!(into.iter().all(|&b| b == 0xEE));
@@ -96,7 +96,7 @@ fn a_copy_that_leaves_its_destination_is_refused_before_anything_is_read() {
 
 #[test]
 fn copies_to_the_same_place_do_not_race() {
-    // Both leaves into one destination: one of them wins each byte, nothing else happens.
+    // Both leaves go to one destination. Each byte comes from one of them.
     let item = Item::of_tensors(4096, &[3 << 20, 3 << 20]);
     let mut plan = item.plan(&[0, 1]);
     plan.copies[1].dst = 0;

@@ -1,4 +1,4 @@
-//! Damage is found before a byte of its block is given out, and named.
+//! Damage is found and named before a byte of its block is used.
 
 use std::sync::atomic::Ordering;
 
@@ -19,7 +19,7 @@ fn every_flipped_bit_of_the_data_is_found_before_its_block_is_scattered() {
     let lengths = [3000, 100, 2500];
     let item = Item::of_tensors(BLOCK, &lengths);
     let end = item.extent(2).offset + 2500;
-    // Of every byte one bit, of the bytes at the borders of blocks all of them.
+    // Flip one bit of every byte, and all bits of the bytes at block borders.
     for byte in 4096..end {
         let bits = if byte % BLOCK < 2 || byte % BLOCK > BLOCK - 3 { 0..8 } else { byte % 8..byte % 8 + 1 };
         for bit in bits {
@@ -124,7 +124,7 @@ fn a_file_that_is_cut_while_it_is_read_is_found() {
 #[test]
 fn another_file_in_its_place_is_found() {
     let item = Item::of_tensors(BLOCK, &[5000]);
-    // The same leaves and the same length, with other bytes and another id.
+    // The same leaves and length, with other bytes and another id.
     let (other, _) = data_file(
         8,
         BLOCK,

@@ -1,4 +1,4 @@
-//! A destination that takes its bytes by copies which end late, in any order, or never.
+//! A destination whose copies end late, in any order, or never.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,16 +15,16 @@ use crate::{Error, Result};
 
 const BLOCK: u64 = 16 << 10;
 
-/// What a card does with the pieces that it is given.
+/// The behaviour of a simulated card.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Temper {
-    /// Copies the last one first, a while later.
+    /// Copies the last piece first, after a delay.
     Late,
-    /// The same, but for the piece of that number: its copy fails.
+    /// Like `Late`, but the copy of this piece fails.
     Fails(usize),
-    /// Does not take the piece of that number.
+    /// Rejects this piece.
     Refuses(usize),
-    /// Takes everything and copies nothing.
+    /// Accepts every piece and copies none.
     Stuck,
 }
 
@@ -76,7 +76,7 @@ impl Card {
                     self.order.lock().unwrap().push(number);
                     self.ended.lock().unwrap().insert(number);
                     self.changed.notify_all();
-                    // Let go of late: the fence was passed before.
+                    // Dropped late, after the fence has passed.
                     std::thread::sleep(Duration::from_millis(1));
                     drop(piece);
                 }
@@ -132,7 +132,7 @@ impl Fence for Copied {
     }
 }
 
-/// Few buffers, so that each is used again and again.
+/// Returns options with few buffers, so that each is reused.
 fn tight() -> LoadOptions {
     LoadOptions { budget_bytes: 8 << 20, queue_depth: 2, ..options() }
 }
@@ -210,7 +210,7 @@ fn a_copy_that_a_device_fails_or_refuses_fails_the_restore_and_names_the_destina
             };
             assert!(failure.error.to_string().contains(said), "{failure}");
             assert!(failure.overwritten.contains(&1), "{:?}", failure.overwritten);
-            // What was taken has ended before the restore did.
+            // All accepted copies ended before the restore did.
             assert!(card.waiting.lock().unwrap().is_empty());
         }
     }
@@ -231,7 +231,7 @@ fn a_device_that_never_answers_ends_the_restore_and_keeps_its_bytes_to_itself() 
             .unwrap_err();
         assert!(begun.elapsed() < Duration::from_secs(8));
         assert_eq!(failure.error.kind(), "timeout", "{failure}");
-        // Later restores leave alone what the card may still read.
+        // Later restores do not touch memory that the card may still read.
         let (found, result) = item.load(&[0], &tight());
         result.unwrap();
         assert!(found[0] == pattern(0, 12 << 20));

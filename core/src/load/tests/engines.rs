@@ -20,7 +20,7 @@ fn every_engine_restores_the_same_bytes_cold_and_cached() {
         let plan = item.plan(&leaves);
         for round in 0..2 {
             if round == 0 {
-                // Writes are still in the page cache: this drops them where the system lets us.
+                // Writes are still in the page cache: drop them if the system allows it.
                 let file = std::fs::File::open(dir.path().join(FILE)).unwrap();
                 file.sync_all().unwrap();
                 rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
@@ -44,7 +44,7 @@ fn every_engine_restores_the_same_bytes_cold_and_cached() {
 
 #[test]
 fn a_read_through_the_page_cache_answers_on_the_calling_thread() {
-    // A restore of cached bytes would lose more to a change of threads than the copy itself costs.
+    // Handing cached bytes to another thread would cost more than the copy.
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join(FILE), vec![7; 1 << 20]).unwrap();
     for engine in [Engine::Uring, Engine::Threads, Engine::Buffered] {

@@ -1,4 +1,4 @@
-//! Reads that begin early: used where they are wanted, harmless where not.
+//! Prefetched reads: used if the plan needs them, harmless otherwise.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,7 +19,7 @@ fn load(item: &Item, files: &FileSet, leaves: &[usize], options: &LoadOptions) -
     (into, result)
 }
 
-/// [`FileSet::begin`] on this thread.
+/// Runs [`FileSet::begin`] on this thread.
 fn begin(files: &FileSet, item: &Item, wanted: &[u32], options: &LoadOptions) {
     if let Ok(Some(head_start)) = HeadStart::begin(&item.disk, files, wanted, options) {
         files.keep_head_start(head_start);
@@ -34,7 +34,7 @@ fn assert_right(found: &[Vec<u8>], leaves: &[usize]) {
 
 #[test]
 fn a_restore_of_everything_uses_what_was_begun_and_reads_nothing_twice() {
-    // Threads have buffers of the same budget.
+    // The threads' buffers come from the same budget.
     for (mib, threads, begins) in
         [(5, 2, 1), (12, 2, 2), (20, 2, 4), (20, 16, 3), (64, 2, 5), (64, 16, 5), (64, 64, 5)]
     {
@@ -50,7 +50,7 @@ fn a_restore_of_everything_uses_what_was_begun_and_reads_nothing_twice() {
         assert_eq!(stats.reads, 6);
         assert!(stats.peak_buffer_bytes <= mib.max(9) << 20, "two reads at the least: {stats:?}");
         assert_eq!(item.disk.knobs.direct_reads.load(Ordering::SeqCst), 6);
-        // And again, without.
+        // Again, without a prefetch.
         let (found, result) = load(&item, &files, &[0, 1, 2], &options);
         assert_right(&found, &[0, 1, 2]);
         result.unwrap();
@@ -61,7 +61,7 @@ fn a_restore_of_everything_uses_what_was_begun_and_reads_nothing_twice() {
 fn a_restore_of_something_else_lets_go_of_what_was_begun() {
     let item = Item::of_tensors(256 << 10, &LENGTHS);
     let files = item.files();
-    // Of a budget that has no room for both.
+    // The budget is too small for both.
     let options = LoadOptions { budget_bytes: 20 << 20, ..options() };
     begin(&files, &item, &[0], &options);
     let (found, result) = load(&item, &files, &[1, 2], &options);
@@ -135,7 +135,7 @@ fn what_the_page_cache_holds_is_not_begun() {
     assert_eq!(result.unwrap().bytes_read, 0);
 }
 
-/// Threads that begin reads, in this process: only the test below starts any.
+/// Counts the prefetch threads of this process. Only the test below starts any.
 fn threads() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let name = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).ok();
@@ -164,13 +164,13 @@ fn the_thread_that_begins_lives_until_its_reads_are_done_and_is_waited_for_until
     assert_eq!(result.unwrap().reads, 6);
     assert_soon("a thread outlives the run", || threads() == 0);
 
-    // Closed before anybody asked.
+    // The set is dropped before anyone uses the prefetch.
     files.begin(disk(), vec![0], options());
     drop(files);
     assert_soon("a thread outlives the files", || threads() == 0);
     assert_eq!(item.disk.knobs.in_flight.load(Ordering::SeqCst), 0);
 
-    // A file that does not open.
+    // Opening the file blocks.
     item.disk.knobs.stuck.store(true, Ordering::SeqCst);
     let files = Arc::new(item.files());
     let begin = Instant::now();

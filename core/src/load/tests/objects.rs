@@ -1,4 +1,4 @@
-//! Object leaves come back as the values that they were, and their damage is named.
+//! Object leaves return with their values, and their damage is named.
 
 use super::super::testing::{FILE, Item, MemoryDisk, data_file, extent, options, tree};
 use super::super::{FileSet, read_objects};

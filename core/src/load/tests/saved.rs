@@ -1,5 +1,5 @@
-//! What the save pipeline writes, a restore reads: chunked tensors, ties, objects, whatever the
-//! order in which the disk answers.
+//! Restores read everything that the save pipeline writes: chunked tensors, ties and objects, in
+//! any order of disk completions.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -74,7 +74,7 @@ fn save(disk: &SimDisk) -> Index {
     })
 }
 
-/// Every chunk of a leaf to its place in a destination with those strides (in elements).
+/// Plans every chunk of a leaf into a destination with these strides (in elements).
 fn plan(index: &Index, leaf: u32, strides: [u64; 2]) -> ReadPlan {
     let LeafRecord::Tensor(tensor) = &index.leaves[leaf as usize] else { panic!("no tensor") };
     let size = tensor.dtype.size() as u64;

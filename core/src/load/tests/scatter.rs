@@ -1,5 +1,5 @@
-//! Any box of a chunk lands at its place, whatever the order, direction and padding of the
-//! destination; ndarray is the oracle.
+//! Any box of a chunk arrives at its place, for any order, direction and padding of the
+//! destination. ndarray is the oracle.
 
 use ndarray::{ArrayD, IxDyn, Slice};
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ use crate::sys::HostTarget;
 
 #[derive(Clone, Debug)]
 struct Case {
-    /// Of the stored chunk and of the destination, in elements.
+    /// Shape of the stored chunk, in elements.
     stored: Vec<usize>,
     target: Vec<usize>,
     from: Vec<usize>,
@@ -50,7 +50,7 @@ fn strides(shape: &[usize], order: &[usize]) -> Vec<usize> {
     strides
 }
 
-/// Restores the box of the case as elements of type `T` and compares with ndarray.
+/// Restores the case's box as elements of type `T` and compares it with ndarray.
 fn check<T: Copy + PartialEq + std::fmt::Debug + Default>(case: &Case, from_bytes: fn(&[u8]) -> T) {
     let item_size = size_of::<T>() as u64;
     let count: usize = case.stored.iter().product();

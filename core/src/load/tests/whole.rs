@@ -1,4 +1,4 @@
-//! What was written comes back, whatever its size and place.
+//! Data of any size at any place is restored.
 
 use std::sync::atomic::Ordering;
 
@@ -10,7 +10,7 @@ use crate::sys::HostTarget;
 
 const BLOCK: u64 = 16 << 10;
 
-/// Sizes that end on a block, before and behind it; empty; one byte; several reads.
+/// Sizes: empty, one byte, around block borders, and several reads.
 const LENGTHS: &[u64] =
     &[0, 1, 63, 64, 65, BLOCK - 4096, BLOCK, BLOCK + 1, 3 * BLOCK - 7, 9 << 20, 5, 700_001];
 
@@ -40,7 +40,7 @@ fn a_part_is_read_without_the_rest() {
     let item = Item::of_tensors(BLOCK, LENGTHS);
     let (found, result) = item.load(&[10, 2], &options());
     assert_eq!(found, vec![pattern(10, 5), pattern(2, 63)]);
-    // Each of the two lies in one block.
+    // Each of the two is in one block.
     assert_eq!(result.unwrap().bytes_read, 2 * BLOCK);
 }
 
