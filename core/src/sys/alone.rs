@@ -1,29 +1,29 @@
-//! True if anybody else has a file open: the kernel gives a write lease (`fcntl(2)`, `F_SETLEASE`)
-//! only where nobody has.
+//! Exclusive use of a file through a write lease (`fcntl(2)`, `F_SETLEASE`). The kernel grants the
+//! lease only if nobody else has the file open.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::fs::fstatfs;
 
-/// File systems whose files are opened on this machine alone, so that the kernel knows of every
-/// open: ext2 to ext4, XFS, Btrfs, F2FS, bcachefs, ZFS, tmpfs.
+/// Local file systems: the kernel knows of every open of their files. ext2 to ext4, XFS, Btrfs,
+/// F2FS, bcachefs, ZFS, tmpfs.
 const LOCAL: [u64; 7] =
     [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0xca45_1a4e, 0x2fc1_2fc1, 0x0102_1994];
 
 /// The outcome of [`while_alone`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Alone<T> {
-    /// Nothing was done: somebody has the file open, or nobody can tell.
+    /// The action did not run: another process has the file open, or the kernel cannot tell.
     Not,
-    /// It was done, and nobody looked.
+    /// The action ran, and nobody tried to open the file.
     Throughout(T),
-    /// It was done, and somebody who had found the file before waits to open it, and now does.
+    /// The action ran. Meanwhile another process tried to open the file under its former name. Its
+    /// open now succeeds.
     Interrupted(T),
 }
 
-/// Does something to a file that nobody else has open, and keeps everybody from opening it
-/// meanwhile (who tries waits, with the file that its name meant before). `fd` is open for reading
-/// and writing.
+/// Runs `act` if nobody else has the file open, and blocks every open meanwhile. A blocked open
+/// gets the file that its name meant before. `fd` is open for reading and writing.
 pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
     if !is_local(fd) {
         return Alone::Not;
@@ -32,8 +32,8 @@ pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
         // SAFETY: both commands take one number and touch no memory of ours.
         unsafe { libc::fcntl(fd.as_raw_fd(), what, value) == 0 }
     };
-    // A process that opens it meanwhile makes the kernel send a signal. The default signal would
-    // end this process. SIGURG is ignored unless somebody listens.
+    // The kernel signals this process when another one opens the file. The default signal would end
+    // this process; SIGURG is ignored unless it has a handler.
     if !set(F_SETSIG, libc::SIGURG) || !set(libc::F_SETLEASE, libc::F_WRLCK) {
         return Alone::Not;
     }
@@ -43,8 +43,8 @@ pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
     if nobody_waits { Alone::Throughout(done) } else { Alone::Interrupted(done) }
 }
 
-/// True if a lease is as it was given. From the moment that somebody waits for its end, the kernel
-/// shows what it is to become.
+/// True if the lease is unbroken. When another process waits for its end, the kernel returns the
+/// type that the lease must change to.
 fn is_leased(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: the command takes no argument and touches no memory of ours.
     unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }
@@ -54,7 +54,7 @@ fn is_local(fd: BorrowedFd<'_>) -> bool {
     fstatfs(fd).is_ok_and(|found| u64::try_from(found.f_type).is_ok_and(|kind| LOCAL.contains(&kind)))
 }
 
-/// `fcntl.h`: of Linux, which the crate of system calls does not name.
+/// A constant of Linux' `fcntl.h` that the libc crate lacks.
 const F_SETSIG: libc::c_int = 10;
 
 #[cfg(test)]
@@ -115,7 +115,7 @@ mod tests {
                 assert!(Instant::now() < until, "nobody has come");
                 std::thread::sleep(Duration::from_millis(1));
             }
-            // It waits for as long as this lasts.
+            // The other open waits while the action runs.
             assert!(tells.recv_timeout(Duration::from_millis(100)).is_err());
         });
         assert_eq!(done, Alone::Interrupted(()));

@@ -1,10 +1,9 @@
-//! The share of the machine's memory that control groups leave this process. Containers and batch
-//! systems set such limits, and the kernel kills a process that exceeds them. `/proc/meminfo` does
-//! not report them.
+//! The memory limits of this process's control groups. Containers and batch systems set such
+//! limits, and the kernel kills a process that exceeds them. `/proc/meminfo` does not report them.
 //!
-//! Files: `memory.max`, `memory.current` and `memory.stat` of version 2, `memory.limit_in_bytes`,
-//! `memory.usage_in_bytes` and `memory.stat` of version 1 (Documentation/admin-guide/cgroup-v2.rst
-//! and cgroup-v1/memory.rst of Linux).
+//! Files of version 2: `memory.max`, `memory.current` and `memory.stat`. Files of version 1:
+//! `memory.limit_in_bytes`, `memory.usage_in_bytes` and `memory.stat`. See
+//! Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of Linux.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,17 +16,18 @@ const MOUNTED: &str = "/sys/fs/cgroup";
 pub(super) struct Memory {
     /// Bytes that the group may use.
     pub(super) limit: u64,
-    /// Bytes of it that are free, or cache files that can be read again.
+    /// Available bytes: free, or cached file pages that can be dropped.
     pub(super) left: u64,
 }
 
-/// The narrowest of the groups that this process is in; `None` where none has a limit.
+/// Returns the smallest limit and the smallest available memory among the groups of this process.
+/// `None` if no group has a limit.
 pub(super) fn memory() -> Option<Memory> {
     narrowest(Path::new(MOUNTED), &fs::read_to_string("/proc/self/cgroup").ok()?)
 }
 
-/// `groups` is the text of `/proc/self/cgroup`: a line `number:controllers:path` for each
-/// hierarchy; version 2 has no controllers there.
+/// Like [`memory`]. `groups` is the text of `/proc/self/cgroup`: a line `number:controllers:path`
+/// for each hierarchy. The controllers are empty for version 2.
 fn narrowest(mounted: &Path, groups: &str) -> Option<Memory> {
     let mut found: Option<Memory> = None;
     for line in groups.lines() {
@@ -41,8 +41,8 @@ fn narrowest(mounted: &Path, groups: &str) -> Option<Memory> {
             continue;
         };
         for top in tops {
-            // A limit of a group above counts as well. In a container, the path may be the host's
-            // and not be there: its own group is the top then.
+            // Parent groups' limits count as well. In a container, the path may be the host's and
+            // be missing: the mounted top is then the container's own group.
             let group = top.join(path.trim_start_matches('/'));
             for group in group.ancestors().take_while(|group| group.starts_with(&top)) {
                 let Some(memory) = files.read(group) else { continue };
@@ -56,11 +56,11 @@ fn narrowest(mounted: &Path, groups: &str) -> Option<Memory> {
     found
 }
 
-/// How a version calls its files.
+/// The file names of one version.
 struct Files {
     limit: &'static str,
     usage: &'static str,
-    /// In `memory.stat`: bytes of files that have not been used for long.
+    /// Key in `memory.stat`: bytes of file pages that have been idle for long.
     idle: &'static str,
 }
 
@@ -69,7 +69,7 @@ const V1: Files =
 const V2: Files = Files { limit: "memory.max", usage: "memory.current", idle: "inactive_file" };
 
 impl Files {
-    /// `None` where the group has no limit, or is not there.
+    /// Returns the group's memory, `None` without a limit or without the group.
     fn read(&self, group: &Path) -> Option<Memory> {
         let text = |name| fs::read_to_string(group.join(name)).ok();
         let number = |name| text(name)?.trim().parse::<u64>().ok(); // not of `max`, version 2's word for no limit
@@ -131,7 +131,7 @@ mod tests {
         for odd in ["", "0::/\n", "rubbish", "4:memory", "4:memory:/../..\n"] {
             assert_eq!(narrowest(dir.path(), odd), None, "{odd}");
         }
-        // That of this process is whatever it is.
+        // Only check that the process's own groups can be read.
         let _ = memory();
     }
 }

@@ -13,8 +13,8 @@ use crate::copy::gather::Dim;
 /// Edge of a transposed tile, in elements.
 const TILE: usize = 32;
 
-/// Gathers a box into contiguous bytes at `dst`. `first` replaces the extent of `dims[0]`; no
-/// dimensions mean one element.
+/// Gathers a box into contiguous bytes at `dst`. `first` replaces the extent of `dims[0]`. Without
+/// dimensions the box is one element.
 ///
 /// # Safety
 /// Every element of the box is readable, `dst` is writable for all of them, and the two do not
@@ -34,8 +34,7 @@ pub(super) unsafe fn gather(dst: *mut u8, src: *const u8, itemsize: usize, dims:
             walk(outer, first, None, (dst, src), row, &mut |dst, src| run(dst, src, row));
         };
     }
-    // A dimension that is contiguous in memory, and long enough that whole cache lines of it are
-    // worth fetching at once.
+    // A dimension that is contiguous in memory, and long enough to fetch whole cache lines.
     let along = (0..outer.len()).rev().find(|&d| dims[d].stride == itemsize as i64 && extent(d) > 1);
     if let Some(along) = along {
         let below: usize = (along + 1..dims.len()).map(|d| extent(d) as usize).product();
@@ -82,8 +81,8 @@ pub(super) unsafe fn gather(dst: *mut u8, src: *const u8, itemsize: usize, dims:
     }
 }
 
-/// Calls `kernel` for every index of the dimensions but `skip`. `row` is what one step of the
-/// innermost of them is in `dst`, in bytes.
+/// Calls `kernel` for every index of all dimensions except `skip`. `row` is the bytes in `dst` per
+/// step of the innermost one.
 ///
 /// # Safety
 /// The addresses that this forms lie in the box and in its destination.
@@ -153,16 +152,16 @@ unsafe fn strided<T: Copy>(dst: *mut u8, src: *const u8, stride: isize, count: u
 struct Tiles {
     rows: usize,
     columns: usize,
-    /// From one column to the next in the source, in bytes.
+    /// Bytes from one column to the next in the source.
     src_stride: isize,
-    /// From one row to the next in the destination, in bytes.
+    /// Bytes from one row to the next in the destination.
     dst_stride: usize,
 }
 
 impl Tiles {
-    /// Tile by tile, through a small buffer: a part of each column is fetched in one go and every
-    /// fetched line is used whole, also where the columns lie a power of two apart (and so compete
-    /// for the same lines of the first-level cache).
+    /// Transposes tile by tile, through a small buffer. A part of each column is fetched at once,
+    /// and every fetched cache line is used completely. That holds also if the columns are a power
+    /// of two apart and compete for the same lines of the first-level cache.
     ///
     /// # Safety
     /// All elements of the matrix are readable at `src` and writable at `dst`.
@@ -195,7 +194,7 @@ impl Tiles {
         }
     }
 
-    /// The same for an element size without a type of its own, element by element.
+    /// Like [`Self::transpose`] for element sizes without a matching type, element by element.
     ///
     /// # Safety
     /// As [`Self::transpose`].

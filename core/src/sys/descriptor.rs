@@ -1,4 +1,4 @@
-//! An owned file descriptor that a forked child closes, and that is dead there.
+//! An owned file descriptor that is closed, and unusable, in a forked child.
 
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use super::fork::{self, Birth};
 use crate::Result;
 
-/// Every descriptor of this crate that outlives a call is one of these.
+/// A file descriptor. Every descriptor of this crate that outlives a call is a `Descriptor`.
 #[derive(Debug)]
 pub struct Descriptor {
     fd: ManuallyDrop<OwnedFd>,
@@ -22,19 +22,19 @@ impl Descriptor {
         Self { fd: ManuallyDrop::new(fd), birth, what }
     }
 
-    /// As [`Descriptor::new`] of what `open` returns, with the promise that no forked child has a
-    /// copy of it.
+    /// Like [`Descriptor::new`] for the result of `open`, and guarantees that no forked child has a
+    /// copy.
     pub fn unshared(what: &'static str, mut open: impl FnMut() -> Result<OwnedFd>) -> Result<Self> {
         fork::unshared(|| Ok(Self::new(open()?, what)))
     }
 
-    /// The descriptor, in the process that it belongs to.
+    /// Returns the descriptor, in the process that owns it.
     pub fn get(&self) -> Result<BorrowedFd<'_>> {
         self.birth.check(self.what)?;
         Ok(self.fd.as_fd())
     }
 
-    /// True if this process is the one that it belongs to.
+    /// True if this process owns the descriptor.
     pub fn is_here(&self) -> bool {
         self.birth.is_here()
     }
@@ -47,7 +47,6 @@ impl Drop for Descriptor {
             // SAFETY: dropped once, here, and not used again.
             unsafe { ManuallyDrop::drop(&mut self.fd) };
         }
-        // In a forked child the handler has closed it already, and its number may be someone
-        // else's.
+        // In a forked child the handler has already closed it, and its number may have been reused.
     }
 }

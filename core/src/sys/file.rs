@@ -22,8 +22,8 @@ struct CacheStat {
     recently_evicted: u64,
 }
 
-/// Bytes of the range, in whole pages but at most `len`, that the page cache holds; `None` where
-/// the system cannot say (an older kernel, a sandbox, a file of someone else's).
+/// Returns the bytes of the range that the page cache holds, in whole pages but at most `len`.
+/// `None` if the system cannot say: an older kernel, a sandbox, another user's file.
 pub fn cached_bytes(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Option<u64> {
     if len == 0 {
         return Some(0); // to the kernel a length of 0 means "to the end"
@@ -39,9 +39,9 @@ pub fn cached_bytes(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Option<u64> {
     (answer == 0).then(|| stat.cached.saturating_mul(page).min(len))
 }
 
-/// Writes the range out of the page cache to the disk and waits for it (`sync_file_range`). This is
-/// no durability, only early work. Its error is the last that is heard of a failed write: a later
-/// fsync need not repeat it.
+/// Writes the range from the page cache to the disk and waits for it (`sync_file_range`). It starts
+/// the writes early but does not make them durable. Its error must not be ignored: a later fsync
+/// may not report the failed write again.
 pub fn write_out(fd: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<()> {
     let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));

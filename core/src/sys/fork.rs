@@ -1,14 +1,14 @@
-//! The descriptors and handles of this crate when the process forks.
+//! Protects descriptors and handles when the process forks.
 //!
-//! A forked child shares every open file description with its parent: a lock lives on while the
+//! A forked child shares every open file description with its parent. A lock lives on while the
 //! child keeps its copy, and a ring that the child submits to corrupts the parent's I/O. So a
 //! handler of `pthread_atfork` closes, in the child, every descriptor that [`super::Descriptor`]
-//! registered here, and moves the [`generation`] on; a handle that remembers an older generation
-//! answers [`crate::Error::Forked`], and touches nothing when it is dropped.
+//! registered here, and increments the [`generation`]. A handle from an older generation returns
+//! [`crate::Error::Forked`] and frees nothing when it is dropped.
 //!
-//! The child's handler runs where only async-signal-safe calls are allowed: it uses atomics in
-//! static memory and `close(2)`. Children of `vfork`, `posix_spawn` and bare `clone` run no
-//! handler; they exec, and all descriptors are close-on-exec.
+//! The child's handler may only make async-signal-safe calls. It uses static atomics and
+//! `close(2)`. Children of `vfork`, `posix_spawn` and bare `clone` run no handler; they exec, and
+//! all descriptors are close-on-exec.
 
 use std::os::fd::RawFd;
 use std::sync::Once;
@@ -16,41 +16,40 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use crate::{Error, Result};
 
-/// One bit for each descriptor number. Numbers beyond it (more than a million open files) stay open
-/// in a child.
+/// Words of a bitmap with one bit per descriptor number. Higher numbers (more than a million open
+/// files) stay open in a child.
 const WORDS: usize = (1 << 20) / 64;
 
 static OPEN: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
-/// One more than the highest word ever used, so that a child does not look through all of them.
+/// One more than the highest word ever used: a child scans only these words.
 static USED: AtomicUsize = AtomicUsize::new(0);
 static GENERATION: AtomicU32 = AtomicU32::new(0);
-/// Forks begun, and forks done: they differ while a fork is under way.
+/// Numbers of begun and of finished forks. They differ while a fork is running.
 static BEGUN: AtomicU64 = AtomicU64::new(0);
 static DONE: AtomicU64 = AtomicU64::new(0);
 
-/// How many forks lie between the first process and this one.
+/// Returns the number of forks between the first process and this one.
 pub fn generation() -> u32 {
     GENERATION.load(Ordering::Acquire)
 }
 
-/// The process that a handle was made in.
+/// The process that created a handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Birth(u32);
 
 impl Birth {
-    /// Here and now.
+    /// Returns the current process.
     pub fn now() -> Self {
         install();
         Self(generation())
     }
 
-    /// True if this is still the process that the handle was made in.
+    /// True in the process that created the handle.
     pub fn is_here(self) -> bool {
         self.0 == generation()
     }
 
-    /// [`Error::Forked`] in any process but the one that the handle was made in. `what` names the
-    /// handle.
+    /// Returns [`Error::Forked`] in any other process. `what` names the handle.
     pub fn check(self, what: &'static str) -> Result<()> {
         if self.is_here() { Ok(()) } else { Err(Error::Forked(what)) }
     }
@@ -89,9 +88,8 @@ extern "C" fn after_in_child() {
         while bits != 0 {
             let bit = bits.trailing_zeros() as usize;
             bits &= bits - 1;
-            // SAFETY: the number was registered by its only owner, a Descriptor of the parent,
-            // whose copy in this process never closes it (its generation is over); close is
-            // async-signal-safe.
+            // SAFETY: a Descriptor of the parent owns the number. Its copy in this process never
+            // closes it, since its generation is over. `close` is async-signal-safe.
             unsafe { libc::close(RawFd::try_from(index * 64 + bit).unwrap_or(-1)) };
         }
     }
@@ -106,8 +104,7 @@ pub(super) fn register(fd: RawFd) {
     }
 }
 
-/// Takes the mark away; before the descriptor is closed, since its number may be used again at
-/// once.
+/// Removes the mark. Call it before closing the descriptor, since its number may be reused at once.
 pub(super) fn unregister(fd: RawFd) {
     let Ok(fd) = usize::try_from(fd) else { return };
     if let Some(word) = OPEN.get(fd / 64) {
@@ -115,9 +112,8 @@ pub(super) fn unregister(fd: RawFd) {
     }
 }
 
-/// Opens something of which no child may have a copy, ever: `open` must open and register. Where a
-/// fork fell between the two (the child then holds a copy that its handler did not know of), it is
-/// done again.
+/// Opens a descriptor that no child ever has a copy of. `open` must open and register it. If the
+/// process forked between the two, the child has an unregistered copy: this function opens again.
 pub(super) fn unshared<T>(mut open: impl FnMut() -> Result<T>) -> Result<T> {
     loop {
         let begun = BEGUN.load(Ordering::SeqCst);

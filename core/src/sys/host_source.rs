@@ -1,4 +1,4 @@
-//! A strided array in host memory that somebody else owns, as a source of bytes.
+//! A strided host array that somebody else owns, as a source of bytes.
 #![expect(clippy::cast_possible_wrap, reason = "the bytes of a slice fit an i64")]
 
 use std::ptr::NonNull;
@@ -10,26 +10,26 @@ use crate::region::Region;
 use crate::{Error, Result};
 
 /// An n-dimensional array in host memory, of any strides (negative, zero, Fortran order). It is
-/// only ever read, and never through a reference: no promise is needed that nobody else holds one.
+/// only read, and never through a reference. So other references to the memory may exist.
 #[derive(Debug)]
 pub struct HostSource {
     /// The element at index (0, 0, …).
     first: NonNull<u8>,
     memory: StridedMemory,
-    /// The memory, where it is this value's own.
+    /// The memory, if this value owns it.
     owned: Option<Arc<Vec<u8>>>,
 }
 
-// SAFETY: reading memory has no thread affinity, and `new` demands that it may be read for as long
-// as this lives.
+// SAFETY: any thread may read memory, and `new` requires that it is readable while this value
+// lives.
 unsafe impl Send for HostSource {}
 // SAFETY: as above.
 unsafe impl Sync for HostSource {}
 
 impl HostSource {
-    /// An array of `shape` whose element at index zero is at `first`, with `strides` in bytes. The
-    /// address need not be aligned; it is not looked at where the array has no elements.
-    /// [`Error::Misuse`] where shape and strides do not make an addressable array.
+    /// Wraps an array of `shape` with `strides` in bytes, whose element at index zero is at
+    /// `first`. The address may be unaligned. It is ignored if the array has no elements.
+    /// [`Error::Misuse`] if shape and strides do not make an addressable array.
     ///
     /// # Safety
     /// For as long as the value lives, every element that `shape` and `strides` can name is
@@ -41,8 +41,8 @@ impl HostSource {
         Ok(Self { first, memory, owned: None })
     }
 
-    /// An array in memory that it owns, alone or with others: the element at index zero starts at
-    /// byte `first` of `memory`. [`Error::Misuse`] where an element would lie outside.
+    /// Wraps an array in memory that the value owns, possibly shared. The element at index zero
+    /// starts at byte `first` of `memory`. [`Error::Misuse`] if an element would be outside.
     pub fn owned(
         memory: impl Into<Arc<Vec<u8>>>,
         first: usize,
@@ -63,47 +63,47 @@ impl HostSource {
                 memory.len()
             )));
         }
-        // SAFETY: all elements lie in `memory`, which the value keeps, and to which nobody can
-        // write while it is shared so.
+        // SAFETY: all elements are in `memory`. The value keeps it, and nobody can write to it
+        // while it is shared.
         let mut source = unsafe { Self::new(memory.as_ptr().wrapping_add(first), itemsize, shape, strides)? };
         source.owned = Some(memory);
         Ok(source)
     }
 
-    /// The memory, where it is the value's own.
+    /// Returns the memory, if the value owns it.
     pub fn memory(&self) -> Option<&[u8]> {
         self.owned.as_deref().map(Vec::as_slice)
     }
 
-    /// Elements along each dimension.
+    /// Returns the extent of each dimension, in elements.
     pub fn shape(&self) -> &[u64] {
         self.memory.shape()
     }
 
-    /// Bytes per element.
+    /// Returns the bytes per element.
     pub fn itemsize(&self) -> usize {
         self.memory.itemsize()
     }
 
-    /// Bytes in the array.
+    /// Returns the bytes of the array.
     pub fn bytes(&self) -> u64 {
         self.memory.bytes()
     }
 
     /// Copies the bytes `from .. from + into.len()` of the row-major bytes of `region`. Both ends
-    /// fall between elements.
+    /// are between elements.
     pub fn copy(&self, region: &Region, from: u64, into: &mut [u8]) -> Result<()> {
         let (first, itemsize) = (self.first.as_ptr(), self.itemsize());
         let to = into.as_mut_ptr();
         self.memory.runs(region, from, into.len() as u64, |run| match run {
             Run::Contiguous { offset, at, len } => {
-                // SAFETY: `len` bytes of the array from `offset` on, all of it readable (see
-                // `new`), and `at + len <= into.len()`; `into` is a mutable slice, so it overlaps
-                // nothing that is readable through a promise of its owner.
+                // SAFETY: `len` bytes of the array from `offset` on are readable (see `new`), and
+                // `at + len <= into.len()`. `into` is a mutable slice, so it overlaps no memory
+                // that an owner promised to be readable.
                 unsafe { stream::run(to.add(at), first.offset(offset), len) };
             }
-            // SAFETY: elements of the region, so readable; they are as many bytes as there are in
-            // `into` from `at` on.
+            // SAFETY: the elements of the region are readable, and `into` has as many bytes from
+            // `at` on.
             Run::Strided { offset, at, dims, count } => unsafe {
                 copy::gather(to.add(at), first.offset(offset), itemsize, dims, count);
             },
@@ -123,7 +123,8 @@ mod tests {
 
     use super::*;
 
-    /// A view of an array of element numbers: what a source of the same strides must deliver.
+    /// Returns a view of an array of element numbers: the expected result of a source with the same
+    /// strides.
     fn view<'a>(base: &'a ArrayD<u64>, steps: &[(usize, isize)], order: &[usize]) -> ArrayViewD<'a, u64> {
         let mut view = base.view();
         for (axis, &(start, step)) in steps.iter().enumerate().take(base.ndim()) {
@@ -178,7 +179,7 @@ mod tests {
                 offset.push(start);
                 extent.push((b * (n - start) as f64).ceil() as u64);
             }
-            // The broadcast axis may make it one more than there are boxes.
+            // The broadcast axis may add a dimension.
             offset.resize(shape.len(), 0);
             extent.extend_from_slice(&shape[extent.len()..]);
             let region = Region { offset: offset.into(), extent: extent.into() };

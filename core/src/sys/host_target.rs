@@ -53,7 +53,7 @@ unsafe impl Send for HostTarget<'_> {}
 unsafe impl Sync for HostTarget<'_> {}
 
 impl HostTarget<'_> {
-    /// Memory that is known by its address only. Several targets of one restore may share memory.
+    /// Wraps memory by its address. Several targets of one restore may share memory.
     ///
     /// # Safety
     /// For all of `'a`, `len` bytes from `address` are valid for writes from any thread, and any
@@ -72,12 +72,12 @@ impl HostTarget<'_> {
         Ok(Self { address, len, borrowed: PhantomData })
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True if it holds no byte.
+    /// True if it is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -1,6 +1,6 @@
-//! Open-file-description locks: they belong to the open file, not to the process, so that two
-//! holders in one process exclude each other and closing another descriptor of the same file does
-//! not release them (as it would with POSIX record locks).
+//! Open-file-description locks. They belong to the open file, not to the process. So two holders in
+//! one process exclude each other. Closing another descriptor of the same file does not release
+//! them, unlike POSIX record locks.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -27,14 +27,14 @@ fn set(fd: BorrowedFd<'_>, kind: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// A held lock. Dropping it unlocks before it closes, so that a copy of the descriptor that escaped
-/// (to a child of a bare `clone`) keeps nothing.
+/// A held lock. Dropping it unlocks the file before it closes it: an escaped copy of the descriptor
+/// (in a child of a bare `clone`) then holds no lock.
 #[derive(Debug)]
 pub struct HeldLock(Descriptor);
 
 impl HeldLock {
-    /// Locks the whole file behind `fd`, shared or exclusive (which needs a descriptor that is open
-    /// for writing). `None`: someone else holds it.
+    /// Locks the whole file behind `fd`, shared or exclusive. An exclusive lock needs a descriptor
+    /// that is open for writing. `None` if somebody else holds the lock.
     pub fn take(fd: Descriptor, exclusive: bool) -> io::Result<Option<Self>> {
         let kind = if exclusive { libc::F_WRLCK } else { libc::F_RDLCK };
         let open = fd.get().map_err(|_| io::Error::from_raw_os_error(libc::EBADF))?;

@@ -5,15 +5,15 @@ use std::io::{self, Read as _};
 
 use super::control_group;
 
-/// Bytes of memory that may be taken without swapping, and without going beyond a limit of this
-/// process's control groups; `None` where the kernel does not say.
+/// Returns the bytes of memory available without swapping and within this process's control groups.
+/// `None` if the kernel does not say.
 pub fn available_memory() -> Option<u64> {
     let bytes = bytes_in(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?;
     Some(control_group::memory().map_or(bytes, |group| bytes.min(group.left)))
 }
 
-/// Bytes of memory that there are for this process: those of the machine, or of its control groups;
-/// `None` where the kernel does not say.
+/// Returns the total memory of the machine or of this process's control groups, in bytes. `None` if
+/// the kernel does not say.
 pub fn total_memory() -> Option<u64> {
     let bytes = bytes_in(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")?;
     Some(control_group::memory().map_or(bytes, |group| bytes.min(group.limit)))
@@ -24,13 +24,13 @@ fn bytes_in(meminfo: &str, name: &str) -> Option<u64> {
     kilobytes.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The machine's name, for people; empty where the kernel does not say.
+/// Returns the host name, for messages. Empty if the kernel does not say.
 pub fn host_name() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
-/// The socket that this process may run on; `None` where it may run on several, or the kernel does
-/// not say.
+/// Returns the CPU socket that this process is bound to. `None` if it may run on several, or the
+/// kernel does not say.
 pub fn socket() -> Option<u32> {
     let of_processor = |number: u32| {
         fs::read_to_string(format!("/sys/devices/system/cpu/cpu{number}/topology/physical_package_id")).ok()
@@ -53,7 +53,7 @@ fn socket_of(status: &str, of_processor: impl Fn(u32) -> Option<String>) -> Opti
     found
 }
 
-/// A number from the kernel's random source.
+/// Returns a number from the kernel's random source.
 pub fn random() -> io::Result<u128> {
     let mut bytes = [0; 16];
     fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;

@@ -1,8 +1,8 @@
 //! Mapped memory: page-aligned, in huge pages where possible, excluded from forked children.
 //!
-//! A [`Mapping`] is cut into [`Buffer`]s, each the only way to reach its window. Buffers keep their
-//! mapping alive, so memory cannot be unmapped while a transfer or a registration uses it. A buffer
-//! that a device copies into shows none of its bytes until they have arrived.
+//! A [`Mapping`] is cut into [`Buffer`]s. Each is the only access to its window and keeps the
+//! mapping alive. So memory is never unmapped while a transfer or a registration uses it. A buffer
+//! that a device copies into hides its bytes until the copies have ended.
 
 use std::collections::TryReserveError;
 use std::io;
@@ -26,37 +26,37 @@ pub struct Mapping {
     registration: Mutex<Registration>,
 }
 
-/// True if a driver was told of a mapping.
+/// The state of a mapping's registration with a driver.
 #[derive(Debug, Default)]
 enum Registration {
     #[default]
     None,
-    /// It would not have it then.
+    /// The driver refused at this time.
     Refused(Instant),
-    /// The value whose drop takes that back.
+    /// The registration; dropping it ends it.
     Done(Registered),
 }
 
-/// How long it is not tried again what a driver has refused.
+/// Time until a refused registration is tried again.
 const REFUSED_FOR: Duration = Duration::from_secs(10);
 
-/// Bytes from which on it pays to touch the pages of a mapping from several threads.
+/// Minimum bytes of a mapping to touch its pages from several threads.
 const TOUCH_TOGETHER: usize = 64 << 20;
 
 /// Size and alignment of a huge page, in bytes.
 pub const HUGE_PAGE: usize = 2 << 20;
 
-// SAFETY: a Mapping is plain memory without thread affinity; shared access to its bytes only ever
-// goes through Buffers, which are disjoint windows handed out once.
+// SAFETY: a Mapping is plain memory that any thread may use. Its bytes are only accessed through
+// Buffers, which are disjoint windows.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; `&Mapping` gives no access to the bytes.
 unsafe impl Sync for Mapping {}
 
-/// The kernel gives memory as it is touched. (Miri, under which the tests of this memory run too,
-/// knows neither this nor advice.)
+/// Allocate pages on first touch. (Miri, which runs the tests of this memory, supports neither this
+/// flag nor advice.)
 const LAZILY: libc::c_int = if cfg!(miri) { 0 } else { libc::MAP_NORESERVE };
 
-/// Anonymous memory, none of it present yet.
+/// Maps anonymous memory without allocating pages.
 fn map(len: usize) -> Result<NonNull<u8>> {
     // SAFETY: an anonymous private mapping at an address of the kernel's choice touches no existing
     // memory.
@@ -76,18 +76,18 @@ fn map(len: usize) -> Result<NonNull<u8>> {
     NonNull::new(raw.cast::<u8>()).ok_or_else(|| Error::internal("an address from mmap", "the null page"))
 }
 
-/// True if the system would give so many bytes of address space now (a limit of the process, or no
-/// overcommit, may stand against it): asks, and gives them back.
+/// Checks that the system can map this much address space now: maps it and unmaps it. A process
+/// limit or disabled overcommit can prevent it.
 pub fn can_map(len: usize) -> Result<()> {
     let len = len.max(1);
     let base = map(len)?;
-    // SAFETY: exactly what was just mapped, and nobody has seen.
+    // SAFETY: the range was just mapped, and nothing refers to it.
     let _ = unsafe { libc::munmap(base.as_ptr().cast(), len) };
     Ok(())
 }
 
-/// Reserves room for `count` more values, in huge pages as far as whole ones fit. For memory that
-/// is filled once and soon, the kernel takes longer to give it page by page than the writes take.
+/// Reserves capacity for `count` more values, in huge pages as far as whole ones fit. For memory
+/// that is filled soon, allocating page by page takes the kernel longer than the writes take.
 pub fn try_reserve_huge<T>(values: &mut Vec<T>, count: usize) -> std::result::Result<(), TryReserveError> {
     values.try_reserve_exact(count)?;
     let room = values.spare_capacity_mut();
@@ -95,9 +95,8 @@ pub fn try_reserve_huge<T>(values: &mut Vec<T>, count: usize) -> std::result::Re
     let skip = first.align_offset(HUGE_PAGE);
     let len = size_of_val(room).saturating_sub(skip) / HUGE_PAGE * HUGE_PAGE;
     if len > 0 && !cfg!(miri) {
-        // SAFETY: whole pages inside of the room of this vector, which nobody else has. Advice
-        // changes where they are kept, never what they hold; one that the kernel refuses costs
-        // speed only.
+        // SAFETY: whole pages in the spare capacity of this vector, which nobody else uses. Advice
+        // changes only where they are kept, never their content. Refused advice costs only speed.
         let _ = unsafe { libc::madvise(first.wrapping_add(skip).cast(), len, libc::MADV_HUGEPAGE) };
     }
     Ok(())
@@ -111,12 +110,11 @@ impl Mapping {
         let mapped_len = len + HUGE_PAGE;
         let base = map(mapped_len)?;
         let skip = base.as_ptr().align_offset(HUGE_PAGE);
-        // SAFETY: `skip` is less than HUGE_PAGE, by which the mapping is longer than `len`.
+        // SAFETY: the mapping is longer than `len` by HUGE_PAGE, and `skip` is less than that.
         let address = unsafe { base.add(skip) };
         let advice = [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK];
         for advice in advice.into_iter().filter(|_| !cfg!(miri)) {
-            // SAFETY: the range lies in the mapping just made. Advice that the kernel refuses costs
-            // speed only.
+            // SAFETY: the range is in the mapping just made. Refused advice costs only speed.
             let _ = unsafe { libc::madvise(address.as_ptr().cast(), len, advice) };
         }
         let mapping = Self {
@@ -130,8 +128,8 @@ impl Mapping {
         Ok(Arc::new(mapping))
     }
 
-    /// Makes every page present. Zeroing pages is the memory bus's work, which one thread does not
-    /// fill.
+    /// Touches every page. Several threads do it, because one cannot saturate the memory bus with
+    /// zeroing.
     fn touch(&self) {
         let shares = if self.len < TOUCH_TOGETHER { 1 } else { super::cores().min(8) };
         let share = self.len.div_ceil(shares).next_multiple_of(HUGE_PAGE);
@@ -143,24 +141,24 @@ impl Mapping {
 
     fn touch_range(&self, start: usize, end: usize) {
         for page in (start..end).step_by(4096) {
-            // SAFETY: `page < len`, inside the mapping, which only `new` knows yet; the shares of
-            // its threads are disjoint.
+            // SAFETY: `page < len`, inside the mapping, which only `new` has access to. The
+            // threads' parts are disjoint.
             unsafe { self.address.add(page).write_volatile(0) };
         }
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Never; here because `len` is.
+    /// Always false; it exists because `len` does.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Cuts the mapping into buffers of `size` bytes (a multiple of 4096); a remainder stays
-    /// unused. Takes the only handle, so that no window is handed out twice.
+    /// Cuts the mapping into buffers of `size` bytes (a multiple of 4096). A remainder stays
+    /// unused. Takes the only handle, so that no window is issued twice.
     pub fn into_buffers(self: Arc<Self>, size: usize) -> Result<Vec<Buffer>> {
         if size == 0 || !size.is_multiple_of(4096) {
             return Err(Error::internal("buffers of whole pages", format!("buffers of {size} bytes")));
@@ -173,9 +171,9 @@ impl Mapping {
         Ok((0..windows).map(window).collect())
     }
 
-    /// Makes it known to a device's driver, so that copies between the two run by themselves; once
-    /// for all devices. Where that is refused, which is said, copies take longer, and it is tried
-    /// again after a while: refusing takes as long as doing it.
+    /// Registers the mapping with a device's driver, once for all devices, so that copies are
+    /// asynchronous. A refusal is logged and makes copies slower. It is retried only after a while,
+    /// because a refused attempt is as slow as a successful one.
     pub fn register_with(&self, device: &Arc<Device>) {
         let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
         match *registration {
@@ -183,8 +181,8 @@ impl Mapping {
             Registration::Refused(when) if when.elapsed() < REFUSED_FOR => return,
             Registration::None | Registration::Refused(_) => {}
         }
-        // SAFETY: mapped for as long as this value lives, which ends the registration before it
-        // unmaps.
+        // SAFETY: the memory stays mapped while this value lives, and the value ends the
+        // registration before it unmaps.
         *registration = match unsafe { Registered::new(device, self.address, self.len) } {
             Ok(registered) => Registration::Done(registered),
             Err(error) => {
@@ -194,13 +192,13 @@ impl Mapping {
         };
     }
 
-    /// True if a driver knows it.
+    /// True if the mapping is registered with a driver.
     fn is_registered(&self) -> bool {
         let registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
         matches!(*registration, Registration::Done(_))
     }
 
-    /// Address of the first byte, for registration with the kernel.
+    /// Returns the address of the first byte, for registration with the kernel.
     pub fn address(&self) -> NonNull<u8> {
         self.address
     }
@@ -218,7 +216,8 @@ impl Drop for Mapping {
             tracing::warn!(bytes = self.len, %error, "memory stays mapped: it is still registered with a device");
             return;
         }
-        // SAFETY: exactly what was mapped; no Buffer is left, since each holds an Arc of this.
+        // SAFETY: exactly the mapped range. No Buffer is left, since each holds an Arc of this
+        // value.
         let _ = unsafe { libc::munmap(self.mapped.0.as_ptr().cast(), self.mapped.1) };
     }
 }
@@ -234,45 +233,45 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// A buffer of its own mapping; `len` is rounded up to a multiple of 4096.
+    /// Creates a buffer with its own mapping; `len` is rounded up to a multiple of 4096.
     pub fn alone(len: usize) -> Result<Self> {
         let len = len.max(1).next_multiple_of(4096);
         let mapping = Mapping::new(len)?;
         Ok(Self { mapping, offset: 0, len, arriving: None })
     }
 
-    /// The memory that it is a window of.
+    /// Returns the mapping.
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping
     }
 
-    /// Its offset in the mapping, in bytes.
+    /// Returns the offset in the mapping, in bytes.
     pub fn offset(&self) -> usize {
         self.offset
     }
 
-    /// Its length in bytes, also while none of them can be seen.
+    /// Returns the length in bytes, also while the bytes are hidden.
     pub fn size(&self) -> usize {
         self.len
     }
 
-    /// Address of the first byte, for the engines.
+    /// Returns the address of the first byte, for the I/O engines.
     pub fn as_ptr(&self) -> *mut u8 {
-        // SAFETY: the offset lies inside the mapping by construction.
+        // SAFETY: the offset is inside the mapping by construction.
         unsafe { self.mapping.address.as_ptr().add(self.offset) }
     }
 
-    /// The copies from devices to this buffer.
+    /// Returns the copies from devices to this buffer.
     pub(in crate::sys) fn arriving(&mut self) -> &mut Arriving {
         self.arriving.get_or_insert_default()
     }
 
-    /// True if devices may still copy into it: nothing of it can be seen then.
+    /// True while devices may copy into the buffer. Its bytes are hidden then.
     pub fn is_arriving(&self) -> bool {
         self.arriving.is_some()
     }
 
-    /// Bytes `at .. at + len`, behind what devices were asked to copy.
+    /// Returns the bytes `at .. at + len`, which must be after all bytes requested from devices.
     pub fn part_mut(&mut self, at: usize, len: usize) -> Option<&mut [u8]> {
         let end = at.checked_add(len).filter(|&end| end <= self.len)?;
         if self.arriving.as_ref().is_some_and(|arriving| at < arriving.end) {
@@ -282,19 +281,18 @@ impl Buffer {
         Some(unsafe { std::slice::from_raw_parts_mut(self.as_ptr().add(at), end - at) })
     }
 
-    /// Says that no device will be asked for more: what it was asked for is started, if it was not.
+    /// Starts all requested copies. No more requests follow.
     pub fn close(&mut self) {
         let base = self.as_ptr();
         if let Some(arriving) = &mut self.arriving {
-            // SAFETY: this buffer, to whose length `DeviceSource::start` has held all that it was
-            // asked for, whose maker has promised the rest.
+            // SAFETY: `DeviceSource::start` has checked the copies against this buffer's length.
+            // The source's creator has promised the rest.
             unsafe { arriving.close(base, self.mapping.is_registered()) };
         }
     }
 
-    /// Waits until all that devices were asked for is there. [`Error::Timeout`] at the deadline; it
-    /// may be asked again. Any other error says that copies failed, and that nothing is on its way
-    /// any more.
+    /// Waits until all requested copies have ended. [`Error::Timeout`] at the deadline; the call
+    /// may be repeated. Any other error means that copies failed and none is running.
     pub fn settle(&mut self, deadline: Instant) -> Result<()> {
         self.close();
         let Some(arriving) = &mut self.arriving else { return Ok(()) };
@@ -311,7 +309,7 @@ impl Drop for Buffer {
         if let Some(mut arriving) = self.arriving.take()
             && matches!(arriving.settle(Instant::now()), Err(Error::Timeout { .. }))
         {
-            // A device may still write to it: it stays, and so does what is copied from.
+            // A device may still write to it: leak the buffer and the source of the copies.
             arriving.forget();
             std::mem::forget(Arc::clone(&self.mapping));
         }

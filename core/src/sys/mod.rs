@@ -1,4 +1,5 @@
-//! The only unsafe code of this crate. Each file exports a safe type that makes misuse untypeable.
+//! The only unsafe code of this crate. Each file exports a safe type whose signature prevents
+//! misuse.
 #![expect(unsafe_code, reason = "mapped memory and raw system calls; every block says why it is sound")]
 
 mod alone;

@@ -1,13 +1,13 @@
-//! Writing verified bytes of a file into the caller's memory, from several threads.
+//! Writes verified bytes of a file into the caller's memory, from several threads.
 //!
-//! Safe to call for any plan, by three means:
-//! * *bounds*: a copy is checked against its destination's length when the [`Scatter`] is made, and
-//!   every tile of it again, on both sides, before a byte moves;
-//! * *races*: a window of the file is scattered once at most (a flag per window), windows are
+//! It is safe for any plan, for three reasons:
+//! * *bounds*: [`Scatter::open`] checks every copy against its destination's length. Every tile is
+//!   checked again, on both sides, before it is copied.
+//! * *races*: a window of the file is scattered at most once (a flag per window). Windows are
 //!   disjoint, and a copy never writes a byte twice. Two copies that may overlap (see
-//!   [`crate::load::disjoint`]) are written under one lock;
-//! * *lifetime*: the caller's borrow is held by a [`ScatterGuard`]; a thread that comes too late
-//!   (after a stall, say) finds the gate shut, and shutting it waits for the copy under way.
+//!   [`crate::load::disjoint`]) share a lock.
+//! * *lifetime*: a [`ScatterGuard`] holds the caller's borrow. Dropping it closes the gate and
+//!   waits for the copy under way. A late thread, for example after a stall, finds the gate closed.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -21,23 +21,23 @@ use crate::load::disjoint;
 use crate::load::geometry::{Dim, Strided, Tile};
 use crate::{Error, Result};
 
-/// A part of a file whose bytes are scattered in one go.
+/// A part of a file that is scattered at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Window {
     /// Ordinal of the file.
     pub(crate) file: u32,
-    /// Its bytes.
+    /// Its byte range.
     pub(crate) bytes: Range<u64>,
-    /// The copies that it feeds: a range of the list given to [`Scatter::open`].
+    /// Its copies: a range of the list given to [`Scatter::open`].
     pub(crate) copies: Range<usize>,
 }
 
-/// Destinations and the copies into them. See the module documentation.
+/// The destinations of a restore and the copies into them.
 #[derive(Debug)]
 pub(crate) struct Scatter {
     targets: Vec<Target>,
     copies: Vec<Strided>,
-    /// For each copy, the lock that it needs, where it may overlap with another.
+    /// The locks of copies that may overlap.
     locks: disjoint::Locks,
     windows: Vec<Window>,
     lists: Vec<u32>,
@@ -59,8 +59,8 @@ enum Place {
     Device(Arc<dyn DeviceTarget>),
 }
 
-// SAFETY: the addresses are those of HostTargets, which may be written from any thread; `put` sees
-// to it that writes do not race.
+// SAFETY: the addresses are those of HostTargets, which any thread may write to. `put` prevents
+// races.
 unsafe impl Send for Scatter {}
 // SAFETY: as above.
 unsafe impl Sync for Scatter {}
@@ -85,8 +85,8 @@ impl Drop for ScatterGuard<'_> {
 }
 
 impl Scatter {
-    /// Checks everything that [`Self::put`] relies on, and takes the targets. `windows` are in file
-    /// order and do not overlap.
+    /// Validates everything that [`Self::put`] relies on, and takes the targets. `windows` are in
+    /// file order and do not overlap.
     pub(crate) fn open(
         targets: Vec<Destination<'_>>,
         copies: Vec<Strided>,
@@ -168,19 +168,19 @@ impl Scatter {
         &self.copies
     }
 
-    /// The numbers of the copies that a window feeds.
+    /// Returns the numbers of a window's copies.
     pub(crate) fn copies_of(&self, window: usize) -> &[u32] {
         self.windows.get(window).and_then(|window| self.lists.get(window.copies.clone())).unwrap_or_default()
     }
 
-    /// Destinations that have been written to, in part at least.
+    /// Returns the destinations that were written to, at least partly.
     pub(crate) fn overwritten(&self) -> Vec<u32> {
         let touched = |(_, target): &(usize, &Target)| target.touched.load(Ordering::Acquire);
         self.targets.iter().enumerate().filter(touched).map(|(number, _)| number as u32).collect()
     }
 
-    /// Scatters a window's bytes and returns how many went somewhere. Each window once. Copies to
-    /// devices are in `started` then.
+    /// Scatters a window's bytes, once, and returns the bytes copied. Adds copies to devices to
+    /// `started`.
     pub(crate) fn put(&self, number: usize, bytes: &Staged, started: &mut Started) -> Result<u64> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
         if !*open {
@@ -219,7 +219,7 @@ impl Scatter {
                         moved += tile.bytes();
                     }
                     if held.is_some() {
-                        // Another copy may go to the same bytes: it comes after this one.
+                        // Another copy may write the same bytes: it must follow this one.
                         started.wait()?;
                     }
                     continue;
@@ -228,11 +228,11 @@ impl Scatter {
             copy.clip(&window.bytes, &mut |tile| {
                 if tile_fits(&tile, target.len, window.bytes.end) && tile.src >= window.bytes.start {
                     let from = (tile.src - window.bytes.start) as usize;
-                    // SAFETY: the tile lies in the destination and in `bytes`, whose first byte is
-                    // the window's. The destination is valid: the gate is open, and shutting it
-                    // needs the lock that is held here. Nobody else writes these bytes: the window
-                    // is claimed, no other window holds these bytes of the file, and copies that
-                    // may overlap hold a common lock.
+                    // SAFETY: the tile is inside the destination and inside `bytes`, whose first
+                    // byte is the window's. The destination is valid: the gate is open, and closing
+                    // it needs the lock held here. Nobody else writes these bytes: the window is
+                    // claimed, no other window has these bytes of the file, and copies that may
+                    // overlap share a lock.
                     unsafe {
                         copy_tile(address.as_ptr().add(tile.dst as usize), bytes.as_ptr().add(from), &tile);
                     };
@@ -261,8 +261,8 @@ fn len_of(target: &Destination<'_>) -> u64 {
     }
 }
 
-/// Addresses of all targets, to tell which share memory. Those of devices are made up, above all of
-/// this process, each device target by itself.
+/// Returns the address ranges of all targets, to find shared memory. Device targets get artificial,
+/// disjoint ranges above all of this process.
 fn spans(targets: &[Destination<'_>]) -> Result<Vec<Range<u64>>> {
     let mut next = 1_u64 << 63;
     let mut spans = Vec::with_capacity(targets.len());
@@ -283,14 +283,14 @@ fn spans(targets: &[Destination<'_>]) -> Result<Vec<Range<u64>>> {
     Ok(spans)
 }
 
-/// True if all of a tile lies below `dst_end` in its destination and below `src_end` in the file.
+/// True if the tile is below `dst_end` in its destination and below `src_end` in the file.
 fn tile_fits(tile: &Tile, dst_end: u64, src_end: u64) -> bool {
     let (mut first, mut last) = (i128::from(tile.dst), i128::from(tile.dst));
     let mut src = u128::from(tile.src);
     for dim in [tile.rows, tile.cols] {
         let Some(steps) = dim.extent.checked_sub(1) else { return false };
-        // Products of two 64-bit numbers fit 127 bits and a sign but for the largest, which no tile
-        // of a checked copy has.
+        // Products of two 64-bit numbers fit 127 bits and a sign, except the largest. No tile of a
+        // checked copy has it.
         let Some(reach) = i128::from(steps).checked_mul(i128::from(dim.dst)) else { return false };
         let Some(src_reach) = u128::from(steps).checked_mul(u128::from(dim.src)) else { return false };
         if reach < 0 {
@@ -305,8 +305,8 @@ fn tile_fits(tile: &Tile, dst_end: u64, src_end: u64) -> bool {
         && src.saturating_add(u128::from(tile.unit)) <= u128::from(src_end)
 }
 
-/// Edge of the squares that a transposing copy moves at a time, in units: 32 lines of 64 bytes on
-/// either side fit the first-level cache.
+/// Edge of the squares of a transposing copy, in units: 32 lines of 64 bytes on either side fit the
+/// first-level cache.
 const SQUARE: u64 = 32;
 
 /// # Safety
@@ -334,7 +334,7 @@ unsafe fn copy_tile(dst: *mut u8, src: *const u8, tile: &Tile) {
     }
 }
 
-/// Unit by unit, in squares, so that both sides stay in the cache whichever of them jumps.
+/// Copies unit by unit, in squares, so that both sides stay in the cache.
 ///
 /// # Safety
 /// As [`copy_tile`], and `tile.unit` is the size of `T`.
@@ -345,8 +345,8 @@ unsafe fn units<T: Copy>(dst: *mut u8, src: *const u8, tile: &Tile) {
         let row_end = (row + SQUARE).min(rows);
         for col in (0..cols).step_by(SQUARE as usize) {
             let col_end = (col + SQUARE).min(cols);
-            // The destination's nearer dimension is the inner one: stores that fill a line are
-            // worth more than loads that do.
+            // The destination's nearer dimension is the inner one: filling a cache line by stores
+            // gains more than by loads.
             if rows_inside {
                 for c in col..col_end {
                     // SAFETY: units of the tile.

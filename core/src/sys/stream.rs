@@ -1,19 +1,19 @@
-//! Copying a run of bytes past the cache, where it is long enough for that to pay.
+//! Copies that bypass the CPU cache if they are long enough to gain from it.
 //!
-//! Streaming (non-temporal) stores do not read the destination first, and leave in the caches what
-//! training holds there. They are ordered before what follows by a [`fence`], so that another
-//! thread may be told of the bytes; it waits until the last of them has left the core, which is as
-//! long as a few KiB take.
+//! Streaming (non-temporal) stores do not read the destination first, and keep the training's data
+//! in the caches. A [`fence`] orders them before later stores, so that other threads see the bytes.
+//! The fence waits until the last store has left the core, which takes as long as copying a few
+//! KiB.
 
 use std::ptr;
 
-/// Below this many bytes a streaming copy with a fence of its own does not pay.
+/// Minimum bytes of a streaming copy with its own fence.
 const STREAM_FROM: usize = 4096;
-/// And below this many one of several with a fence for all: of a short row too much is lines that
-/// are not filled.
+/// Minimum bytes of a streaming copy that shares a fence. In shorter rows too many cache lines are
+/// only partly filled.
 const ROW_FROM: usize = 256;
 
-/// Copies `len` bytes; large runs go past the cache.
+/// Copies `len` bytes. Large runs bypass the cache.
 ///
 /// # Safety
 /// `src .. src + len` is readable, `dst .. dst + len` writable, and they do not overlap.
@@ -30,9 +30,9 @@ pub(super) unsafe fn run(dst: *mut u8, src: *const u8, len: usize) {
     }
 }
 
-/// [`run`] for one row of several, after the last of which the caller calls [`fence`]: rows that
-/// lie apart in the destination are mostly the first touch of a page and of each of their lines,
-/// which a copy through the cache waits for.
+/// Like [`run`], for one of several rows; the caller calls [`fence`] after the last. Separate rows
+/// in the destination are mostly first touches of a page and of their cache lines, which a cached
+/// copy would wait for.
 ///
 /// # Safety
 /// As [`run`].
@@ -48,7 +48,7 @@ pub(super) unsafe fn row(dst: *mut u8, src: *const u8, len: usize) {
     unsafe { ptr::copy_nonoverlapping(src, dst, len) };
 }
 
-/// Orders what was streamed before what follows.
+/// Orders streaming stores before later stores.
 #[inline]
 pub(super) fn fence() {
     #[cfg(target_arch = "x86_64")]
@@ -60,9 +60,9 @@ mod x86 {
     use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
     use std::ptr;
 
-    /// Bytes of one vector, and alignment that its streaming store demands.
+    /// Bytes of one vector, and the alignment of its streaming store.
     const VECTOR: usize = 32;
-    /// Bytes per turn of the loop: two cache lines.
+    /// Bytes per iteration: two cache lines.
     const TURN: usize = 4 * VECTOR;
 
     /// # Safety
@@ -70,8 +70,7 @@ mod x86 {
     #[expect(clippy::cast_ptr_alignment, reason = "`loadu` takes any address; `stream` gets an aligned one")]
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) {
-        // Whole cache lines leave the core in one piece; a line of which only a part was streamed
-        // costs a read.
+        // Whole cache lines leave the core in one piece; a partly streamed line costs a read.
         let head = dst.align_offset(64).min(len);
         // SAFETY: `head <= len`.
         unsafe { ptr::copy_nonoverlapping(src, dst, head) };

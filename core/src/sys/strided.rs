@@ -1,5 +1,5 @@
-//! The layout of an array in memory of the host or a device: its one check, and the runs that a
-//! part of it is copied in.
+//! The layout of an array in host or device memory: its validation, and the runs for copying a part
+//! of it.
 #![expect(
     clippy::cast_possible_wrap,
     reason = "sizes and indices of an array in memory fit an isize; `new` has checked shape and strides"
@@ -9,7 +9,7 @@ use crate::copy::gather::{self, Dim};
 use crate::region::{self, Region};
 use crate::{Error, Result};
 
-/// Shape and strides of an array whose every element can be addressed.
+/// The shape and strides of an array. All elements are addressable.
 #[derive(Debug)]
 pub(super) struct StridedMemory {
     itemsize: usize,
@@ -21,33 +21,32 @@ pub(super) struct StridedMemory {
     contiguous: bool,
 }
 
-/// Bytes that are copied in one go.
+/// A part that is copied in one call.
 pub(super) enum Run<'a> {
-    /// They are neighbours.
+    /// Contiguous bytes.
     Contiguous {
-        /// Their start, in bytes from the element at index zero.
+        /// Start, in bytes from the element at index zero.
         offset: isize,
-        /// Their destination, in bytes from the first copied one.
+        /// Destination, in bytes from the first copied byte.
         at: usize,
-        /// How many.
+        /// Number of bytes.
         len: usize,
     },
     /// A box of elements.
     Strided {
-        /// The first one, in bytes from the element at index zero.
+        /// First element, in bytes from the element at index zero.
         offset: isize,
-        /// Its destination, in bytes from the first copied one.
+        /// Destination, in bytes from the first copied byte.
         at: usize,
-        /// The box; none: one element.
+        /// The dimensions of the box; empty for one element.
         dims: &'a [Dim],
-        /// The extent of `dims[0]`, instead of its own.
+        /// Replaces the extent of `dims[0]`.
         count: u64,
     },
 }
 
 impl StridedMemory {
-    /// [`Error::Misuse`] where shape and strides do not make an array that can be addressed from
-    /// `first` on.
+    /// Validates a layout. [`Error::Misuse`] if an element is not addressable from `first` on.
     pub(super) fn new(first: u64, itemsize: usize, shape: &[u64], strides: &[i64]) -> Result<Self> {
         let misuse = |what: &str| {
             Error::Misuse(format!(
@@ -92,8 +91,8 @@ impl StridedMemory {
         self.bytes
     }
 
-    /// Gives the runs of the bytes `from .. from + len` of the row-major bytes of `region`, in
-    /// order. Both ends fall between elements.
+    /// Yields the runs of the bytes `from .. from + len` of the row-major bytes of `region`, in
+    /// order. Both ends are between elements.
     pub(super) fn runs(
         &self,
         region: &Region,
@@ -105,7 +104,7 @@ impl StridedMemory {
         if !region.fits(&self.shape) {
             return Err(self.refuse(region, "it passes the end"));
         }
-        // The volume of a part of the array does not overflow, since that of the array does not.
+        // A part's volume does not overflow, since the array's does not.
         let volume = region.volume().unwrap_or(0);
         if !from.is_multiple_of(item)
             || !len.is_multiple_of(item)
@@ -121,8 +120,7 @@ impl StridedMemory {
             return Ok(());
         }
         let Some(dims) = gather::simplify(&region.extent, &self.strides) else { return Ok(()) };
-        // The region lies in the array, and `new` has checked that no offset in the array
-        // overflows.
+        // The region is inside the array, and `new` has checked that no offset there overflows.
         let first = self.offset(&region.offset);
         let mut at = 0_usize;
         gather::pieces(&dims, from / item, len / item, |piece| {
@@ -133,7 +131,8 @@ impl StridedMemory {
         Ok(())
     }
 
-    /// Bytes from the array's first element to the element at `index`, which lies in it.
+    /// Returns the bytes from the array's first element to the element at `index`, which is inside
+    /// it.
     fn offset(&self, index: &[u64]) -> isize {
         index.iter().zip(&self.strides).map(|(&i, &stride)| i as isize * stride as isize).sum()
     }
@@ -146,8 +145,8 @@ impl StridedMemory {
     }
 }
 
-/// The bytes from the lowest element's first to the highest one's last, relative to the element at
-/// index zero; `(0, 0)` if there are no elements, `None` on overflow.
+/// Returns the byte range from the lowest element's start to the highest element's end, relative to
+/// the element at index zero. `(0, 0)` without elements, `None` on overflow.
 pub(super) fn reach(itemsize: usize, shape: &[u64], strides: &[i64]) -> Option<(i64, i64)> {
     if shape.contains(&0) {
         return Some((0, 0));

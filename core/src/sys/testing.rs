@@ -1,5 +1,5 @@
-//! What tests do to their own process: forbid system calls, fork. Each of them runs in a process of
-//! its own (see `io::tests`).
+//! Process-wide actions of tests: forbid system calls, fork. Each such test runs in its own process
+//! (see `io::tests`).
 
 use std::io;
 
@@ -20,7 +20,8 @@ pub fn absent(subject: &str, why: &dyn std::fmt::Display) {
     let _ = io::Write::write_fmt(&mut io::stderr(), line);
 }
 
-/// From now on this thread, and those that it starts, get `errno` from system call `number`.
+/// Makes system call `number` fail with `errno`, from now on, in this thread and threads that it
+/// starts.
 pub fn refuse_syscall(number: libc::c_long, errno: i32) -> io::Result<()> {
     let statement = |code: u32, k: u32, jt: u8, jf: u8| libc::sock_filter { code: code as u16, jt, jf, k };
     let number = u32::try_from(number).map_err(io::Error::other)?;
@@ -42,10 +43,10 @@ pub fn refuse_syscall(number: libc::c_long, errno: i32) -> io::Result<()> {
     if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Forks; the child runs `body` and exits with what it returns, with no destructor and no test
-/// harness behind it.
+/// Forks. The child runs `body` and exits with its result, without destructors and without the test
+/// harness.
 pub fn fork(body: impl FnOnce() -> i32) -> io::Result<Child> {
-    // SAFETY: the C library makes its own state usable in the child (malloc among it); the test's
+    // SAFETY: the C library makes its own state (including malloc) usable in the child. The test's
     // process has no other busy threads.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
@@ -62,7 +63,7 @@ pub fn fork(body: impl FnOnce() -> i32) -> io::Result<Child> {
 pub struct Child(libc::pid_t);
 
 impl Child {
-    /// Its exit code, or the negative number of the signal that ended it.
+    /// Returns the exit code, or the negative number of the signal that ended the child.
     pub fn wait(self) -> io::Result<i32> {
         let mut status = 0;
         // SAFETY: `status` outlives the call.

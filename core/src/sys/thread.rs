@@ -1,12 +1,12 @@
-//! Engine threads: named, and deaf to signals.
+//! Engine threads: named, with signals blocked.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
-/// Starts a thread in which signals are blocked (but for those that a fault of its own raises), so
-/// that the application's handlers run on the application's threads.
+/// Starts a thread with signals blocked, except those of the thread's own faults. So the
+/// application's handlers run on the application's threads.
 pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     Builder::new().name(name.to_owned()).spawn(move || {
         block_signals();
@@ -14,7 +14,7 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Joi
     })
 }
 
-/// [`spawn`] for a thread that borrows from its scope.
+/// Like [`spawn`], for a thread that borrows from its scope.
 fn spawn_scoped<'scope>(
     scope: &'scope Scope<'scope, '_>,
     name: &str,
@@ -26,7 +26,7 @@ fn spawn_scoped<'scope>(
     })
 }
 
-/// Does two things, on this thread and, where `apart` says so, on another one.
+/// Runs two functions, concurrently if `apart` is true.
 pub fn both<A: Send, B: Send>(
     name: &str,
     apart: bool,
@@ -45,8 +45,8 @@ pub fn both<A: Send, B: Send>(
     }
 }
 
-/// Does the same to every item, on this thread and at most `threads - 1` others. Answers stand in
-/// the order of the items.
+/// Applies a function to every item, on this thread and at most `threads - 1` others. Results are
+/// in the order of the items.
 pub fn each<I: Sync, T: Send>(
     name: &str,
     threads: usize,
@@ -69,19 +69,19 @@ pub fn each<I: Sync, T: Send>(
     };
     std::thread::scope(|scope| {
         for _ in 1..threads {
-            // Without it, the work is done by those that are there.
+            // Without this thread, the others do the work.
             let _ = spawn_scoped(scope, name, drain);
         }
         drain();
     });
-    // None is missing: the scope ends when all threads have, and panics where one of them has.
+    // No result is missing: the scope ends when all threads have ended, and panics if one panicked.
     answers
         .into_iter()
         .filter_map(|answer| answer.into_inner().unwrap_or_else(PoisonError::into_inner))
         .collect()
 }
 
-/// Cores that this process may use. Asked for once: the answer costs a dozen files.
+/// Returns the number of cores that this process may use. Cached: finding it reads a dozen files.
 pub fn cores() -> usize {
     static CORES: OnceLock<usize> = OnceLock::new();
     *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))

@@ -1,12 +1,14 @@
-//! An io_uring that owns what the kernel is working on.
+//! An io_uring that owns the buffers and files of its transfers.
 //!
-//! A [`Flight`] is moved into the ring and comes out again with the kernel's answer, so that memory
-//! in flight cannot be reached, freed or unmapped, nor its file be closed. Dropping a ring waits
-//! for what is in flight; where the kernel does not return, all of it is leaked, on purpose.
+//! A [`Flight`] is moved into the ring and returned with the kernel's result. Until then its memory
+//! cannot be accessed, freed or unmapped, nor its file closed. Dropping a ring waits for its
+//! flights. If the kernel does not complete them in time, the ring and its flights are leaked on
+//! purpose.
 //!
-//! No SQPOLL (it burns a core), no IOPOLL (virtio never completes it). No SINGLE_ISSUER and
-//! DEFER_TASKRUN either: with them only the thread that submitted can reap, so a ring that is
-//! dropped by another thread, after a panic say, could never learn when its memory is free again.
+//! The ring does not use SQPOLL (it burns a core) or IOPOLL (virtio never completes it). It does
+//! not use SINGLE_ISSUER and DEFER_TASKRUN either: with them only the submitting thread can reap.
+//! If another thread dropped the ring, for example after a panic, it could never learn when the
+//! memory is free.
 
 use std::collections::VecDeque;
 use std::io;
@@ -27,15 +29,15 @@ const MAX_REGISTERED_BYTES: usize = 1 << 30;
 /// The kernel refuses to register more buffers with one ring.
 const MAX_REGISTERED_BUFFERS: usize = 1 << 14;
 
-/// Bytes that dropped rings have left to a kernel that did not return.
+/// Bytes of buffers that dropped rings have leaked.
 static LEAKED: AtomicU64 = AtomicU64::new(0);
 
-/// Bytes of buffers that were leaked in this process since transfers never ended.
+/// Returns the bytes of buffers that this process has leaked because transfers never completed.
 pub fn leaked_bytes() -> u64 {
     LEAKED.load(Ordering::Relaxed)
 }
 
-/// The memory and file of a transfer, and a caller's note.
+/// A transfer: its memory, its file and the caller's note.
 #[derive(Debug)]
 pub struct Flight<T> {
     /// The memory.
@@ -46,24 +48,23 @@ pub struct Flight<T> {
     pub note: T,
 }
 
-/// See the module documentation.
+/// An io_uring with the flights that it owns.
 pub struct Ring<T> {
     kernel: ManuallyDrop<IoUring>,
     fd: RawFd,
     birth: Birth,
-    /// By the user data of its entry. Room for as many as there are entries.
+    /// Indexed by the entry's user data. As many places as the ring has entries.
     flights: Vec<Option<Flight<T>>>,
     free: VecDeque<usize>,
-    /// Windows of memory that the kernel has pinned, sorted by address; the place is the kernel's
-    /// number for it.
+    /// Windows of pinned memory, sorted by address. The index is the kernel's number of the window.
     registered: Vec<(usize, usize)>,
-    /// Keeps pinned memory mapped as long as the ring knows it.
+    /// Keeps the pinned memory mapped while it is registered.
     memory: Vec<Arc<Mapping>>,
     drop_deadline: Duration,
 }
 
 impl<T> Ring<T> {
-    /// A ring for `depth` flights.
+    /// Creates a ring for `depth` flights.
     pub fn new(depth: usize, drop_deadline: Duration) -> io::Result<Self> {
         let depth = depth.clamp(1, 4096);
         let birth = Birth::now();
@@ -85,8 +86,8 @@ impl<T> Ring<T> {
         })
     }
 
-    /// Pins memory, so that transfers of its buffers need not. Once per ring, before anything is in
-    /// flight.
+    /// Pins memory once per ring, before the first flight. Transfers of its buffers then skip the
+    /// pinning.
     pub fn register(&mut self, memory: Vec<Arc<Mapping>>) -> io::Result<()> {
         if !self.birth.is_here() || !self.memory.is_empty() || memory.is_empty() {
             return Ok(());
@@ -99,27 +100,27 @@ impl<T> Ring<T> {
             .iter()
             .map(|&(start, len)| libc::iovec { iov_base: start as *mut libc::c_void, iov_len: len })
             .collect();
-        // SAFETY: every window lies in one of the mappings, which stay mapped while `self.memory`
-        // holds them, that is until they are unregistered.
+        // SAFETY: every window is in one of the mappings. They stay mapped while `self.memory`
+        // holds them, until they are unregistered.
         unsafe { self.kernel.submitter().register_buffers(&vectors) }?;
         self.registered = windows;
         self.memory = memory;
         Ok(())
     }
 
-    /// True if this process is the one that made the ring.
+    /// True in the process that created the ring.
     pub fn is_here(&self) -> bool {
         self.birth.is_here()
     }
 
-    /// Flights that have not come back.
+    /// Returns the number of flights that have not completed.
     pub fn in_flight(&self) -> usize {
         self.flights.len() - self.free.len()
     }
 
-    /// Takes a flight that moves `range` of its buffer to (`write`) or from its file at `offset`.
-    /// It starts with the next [`Ring::enter`]. Gives it back with an error where the ring is full
-    /// or the range is not one of the buffer.
+    /// Queues a flight that moves `range` of its buffer to (`write`) or from its file at `offset`.
+    /// It starts with the next [`Ring::enter`]. Returns it with an error if the ring is full or the
+    /// range is outside the buffer.
     pub fn push(
         &mut self,
         write: bool,
@@ -149,7 +150,7 @@ impl<T> Ring<T> {
         .user_data(slot as u64);
         // SAFETY: the entry names bytes of the flight's buffer (`range` was checked) and its
         // descriptor. `self.flights` takes the flight below, before anything submits the entry, and
-        // keeps it until its completion was seen. A ring that is dropped earlier leaks it.
+        // keeps it until it has completed. A ring that is dropped earlier leaks it.
         if let Err(full) = unsafe { self.push_entry(&entry) } {
             self.free.push_front(slot);
             return Err((flight, full));
@@ -170,7 +171,7 @@ impl<T> Ring<T> {
         unsafe { self.kernel.submission().push(entry) }.map_err(|_| io::Error::from_raw_os_error(libc::EBUSY))
     }
 
-    /// The kernel's number of the registered window that holds these bytes.
+    /// Returns the kernel's number of the registered window that contains these bytes.
     fn registration(&self, address: usize, len: usize) -> Option<u16> {
         let after = self.registered.partition_point(|&(start, _)| start <= address);
         let index = after.checked_sub(1)?;
@@ -178,8 +179,8 @@ impl<T> Ring<T> {
         (address + len <= start + window).then_some(u16::try_from(index).ok()?)
     }
 
-    /// Hands what was pushed to the kernel; with `wait`, returns once something has come back, or
-    /// after so long. Entries that the kernel cannot take now stay pushed. An error is permanent.
+    /// Submits the queued entries. With `wait`, returns after a completion or after that time.
+    /// Entries that the kernel cannot take now stay queued. An error is permanent.
     pub fn enter(&mut self, wait: Option<Duration>) -> io::Result<()> {
         if !self.birth.is_here() {
             return Err(io::Error::from_raw_os_error(libc::EBADF));
@@ -198,7 +199,8 @@ impl<T> Ring<T> {
             Err(error) => match error.raw_os_error() {
                 Some(libc::ETIME | libc::EINTR) => Ok(()),
                 Some(libc::EAGAIN | libc::EBUSY) => {
-                    // Out of memory for requests, or completions to be seen first: let some pass.
+                    // The kernel lacks memory for requests, or completions must be reaped first:
+                    // wait for some.
                     if self.kernel.completion().is_empty() && wait.is_some_and(|wait| !wait.is_zero()) {
                         std::thread::sleep(Duration::from_millis(1));
                     }
@@ -209,7 +211,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// A flight that has come back, with the kernel's answer: bytes, or a negative errno.
+    /// Returns a completed flight with the kernel's result: bytes, or a negative errno.
     pub fn take_finished(&mut self) -> Option<(Flight<T>, i32)> {
         if !self.birth.is_here() {
             return None;
@@ -224,7 +226,8 @@ impl<T> Ring<T> {
         }
     }
 
-    /// True if everything came back, as long as there was progress at least every `drop_deadline`.
+    /// Waits for all flights, as long as one completes every `drop_deadline`. True if all
+    /// completed.
     fn drain(&mut self) -> bool {
         let mut deadline = Instant::now() + self.drop_deadline;
         while self.in_flight() > 0 {
@@ -234,7 +237,7 @@ impl<T> Ring<T> {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || self.enter(Some(left)).is_err() {
-                // Flights that came back meanwhile are not leaked.
+                // Completed flights are not leaked.
                 while self.take_finished().is_some() {}
                 return self.in_flight() == 0;
             }
@@ -246,8 +249,8 @@ impl<T> Ring<T> {
 impl<T> Drop for Ring<T> {
     fn drop(&mut self) {
         if !self.birth.is_here() {
-            // In a forked child: the ring is the parent's, its memory is not mapped here, and its
-            // descriptor has been closed.
+            // In a forked child: the ring belongs to the parent, its memory is not mapped here, and
+            // its descriptor has been closed.
             std::mem::forget(std::mem::take(&mut self.flights));
             std::mem::forget(std::mem::take(&mut self.memory));
             return;
@@ -266,8 +269,8 @@ impl<T> Drop for Ring<T> {
             return;
         }
         if !self.registered.is_empty() {
-            // Closing would do it too, but some time later, and locked memory counts against a
-            // limit until then.
+            // Closing unregisters too, but later, and locked memory counts against a limit until
+            // then.
             let _ = self.kernel.submitter().unregister_buffers();
         }
         fork::unregister(self.fd);
@@ -276,12 +279,12 @@ impl<T> Drop for Ring<T> {
     }
 }
 
-/// A ring without the flags that older kernels do not know, where need be.
+/// Creates a ring, without the flags that an older kernel does not know.
 fn build(entries: u32) -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
     builder.dontfork().setup_clamp();
     let plain = builder.clone();
-    // Completions need not interrupt a thread that runs: it comes for them. (Linux 5.19)
+    // Completions need not interrupt a running thread: it polls for them. (Linux 5.19)
     builder.setup_coop_taskrun();
     match builder.build(entries) {
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => plain.build(entries),
@@ -305,7 +308,7 @@ mod tests {
         Ring::new(2, deadline).map_err(|error| absent("uring", &error)).ok()
     }
 
-    /// A read of a pipe, which lasts until something is written to it.
+    /// Returns a read of a pipe, which lasts until something is written to it.
     fn flight(from: io::PipeReader) -> Flight<u32> {
         let descriptor = Arc::new(Descriptor::new(from.into(), "pipe"));
         Flight { buffer: Buffer::alone(4096).unwrap(), descriptor, note: 5 }

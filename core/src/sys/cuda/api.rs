@@ -1,27 +1,27 @@
-//! The functions of the driver that are called, looked up once and together.
+//! The CUDA driver functions that stepwell calls, all looked up at once.
 //!
-//! cudarc's own functions panic where the library or a symbol is missing, and answer with an
-//! enumeration, of which a newer driver may give a value that it does not have. So its library and
-//! its structures are used here, and answers are plain numbers.
+//! cudarc's own functions panic if the library or a symbol is missing. They also return an
+//! enumeration, and a newer driver may return a value that it does not know. So this module uses
+//! only cudarc's library and structures, and return codes are plain numbers.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use cudarc::driver::sys;
 
-/// What a call answers; 0 is success.
+/// The return code of a call; 0 is success.
 pub(super) type Code = u32;
 
 pub(super) const SUCCESS: Code = 0;
 pub(super) const NOT_READY: Code = 600;
 
-/// `CUcontext`, `CUstream`, `CUevent`: what the driver gives and takes back.
+/// An opaque driver handle: `CUcontext`, `CUstream` or `CUevent`.
 pub(super) type Handle = *mut c_void;
-/// `CUdeviceptr`.
+/// A device address (`CUdeviceptr`).
 pub(super) type Address = u64;
 
 macro_rules! functions {
     (every { $($function:ident($($argument:ty),*);)* } newer { $($newer:ident($($of_newer:ty),*);)* }) => {
-        /// One pointer for each function.
+        /// One pointer per function.
         #[expect(non_snake_case, reason = "the driver's names")]
         pub(super) struct Api {
             $(pub(super) $function: unsafe extern "C" fn($($argument),*) -> Code,)*
@@ -29,13 +29,14 @@ macro_rules! functions {
         }
 
         impl Api {
-            /// Looks all of them up; the name of the first that is missing and must not be.
+            /// Looks up all functions. The error is the name of the first missing function that is
+            /// required.
             ///
             /// # Safety
             /// The library is there, and is a CUDA driver: functions of these names have these
             /// arguments.
             pub(super) unsafe fn find() -> Result<Self, &'static str> {
-                // SAFETY: as promised by the caller. It is loaded for good.
+                // SAFETY: as promised by the caller. The library is never unloaded.
                 let library = unsafe { sys::culib() };
                 Ok(Self {
                     $($function: {

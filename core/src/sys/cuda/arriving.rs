@@ -1,4 +1,4 @@
-//! The copies into a buffer that devices were asked for, and their state.
+//! The copies from devices into one buffer.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -8,31 +8,31 @@ use super::batch::{Queued, start_all};
 use super::device::{Device, Event};
 use crate::{Error, Result};
 
-/// Between two looks whether copies have ended.
+/// First poll interval for the end of copies.
 const FIRST_LOOK: Duration = Duration::from_micros(20);
 const LAST_LOOK: Duration = Duration::from_micros(500);
 
-/// The owner of the memory that is copied from.
+/// The owner of the source memory.
 pub(super) type Owner = Arc<dyn Any + Send + Sync>;
 
-/// Copies into one buffer.
+/// The copies into one buffer.
 #[derive(Default)]
 pub(in crate::sys) struct Arriving {
     from: Vec<Sender>,
-    /// The first byte of the buffer behind all that was asked for.
+    /// End of the requested bytes in the buffer.
     pub(in crate::sys) end: usize,
-    /// The first failure, told when nothing is on its way any more.
+    /// The first failure. Reported when no copy is running any more.
     failed: Option<Error>,
 }
 
-/// One device that copies.
+/// The copies of one device.
 struct Sender {
     device: Arc<Device>,
-    /// Behind the last of its copies; none as long as more may come, or where it could not be
-    /// marked, or asked.
+    /// An event after the last copy. `None` while more copies may follow, or if marking or querying
+    /// failed.
     mark: Option<Event>,
     owners: Vec<Owner>,
-    /// Asked for, and started when nothing more is.
+    /// Requested copies. They start when the buffer is closed.
     queued: Vec<Queued>,
 }
 
@@ -43,7 +43,8 @@ impl std::fmt::Debug for Arriving {
 }
 
 impl Arriving {
-    /// A device is about to copy into the buffer, up to that byte, from memory that this keeps.
+    /// Registers a device that will copy into the buffer, up to byte `end`, from memory that
+    /// `owner` keeps.
     pub(super) fn expect(&mut self, device: &Arc<Device>, end: usize, owner: &Owner) {
         self.end = self.end.max(end);
         let place = self.from.iter().position(|one| Arc::ptr_eq(&one.device, device));
@@ -54,13 +55,13 @@ impl Arriving {
         });
         let Some(one) = self.from.get_mut(place) else { return };
         one.mark = None;
-        // Most leaves of a state have one owner.
+        // Most leaves of a state share one owner.
         if !one.owners.last().is_some_and(|last| Arc::ptr_eq(last, owner)) {
             one.owners.push(Arc::clone(owner));
         }
     }
 
-    /// Has a device that is expected copy that once nothing more is asked for.
+    /// Queues a copy of a registered device. It starts when the buffer is closed.
     pub(super) fn queue(&mut self, device: &Arc<Device>, copy: Queued) {
         if let Some(one) = self.from.iter_mut().find(|one| Arc::ptr_eq(&one.device, device)) {
             one.queued.push(copy);
@@ -76,8 +77,8 @@ impl Arriving {
     pub(in crate::sys) unsafe fn close(&mut self, base: *mut u8, known: bool) {
         for one in &mut self.from {
             let queued = std::mem::take(&mut one.queued);
-            // SAFETY: as the caller says; `owners` keeps what is copied from, and the buffer is
-            // kept and shows nothing until all has arrived.
+            // SAFETY: as promised by the caller. `owners` keeps the source. The buffer is kept and
+            // hides its bytes until all copies have ended.
             if let Err(error) = unsafe { start_all(&one.device, base, known, &queued) } {
                 self.failed.get_or_insert(error);
             }
@@ -87,7 +88,7 @@ impl Arriving {
         }
     }
 
-    /// Waits until nothing is on its way any more, or the deadline ([`Error::Timeout`]).
+    /// Waits until all copies have ended, or for the deadline ([`Error::Timeout`]).
     pub(in crate::sys) fn settle(&mut self, deadline: Instant) -> Result<()> {
         let begun = Instant::now();
         let mut look = FIRST_LOOK;
@@ -96,8 +97,8 @@ impl Arriving {
             from.retain_mut(|one| {
                 let ended = one.has_ended().or_else(|error| {
                     failed.get_or_insert(error);
-                    // One error may be of the question alone; the work of a context that answers
-                    // nothing else is over.
+                    // One error may concern the query alone. If the context answers nothing else
+                    // either, its work is over.
                     match one.mark.take() {
                         Some(_) => one.has_ended(),
                         None => Ok(true),

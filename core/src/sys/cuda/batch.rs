@@ -1,5 +1,5 @@
-//! Many copies to the host, started in one call where the driver can (`cuMemcpyBatchAsync`, from
-//! CUDA 12.8 on): a state of many small leaves costs a call for each slot, not one for each leaf.
+//! Starts many copies to the host in one call (`cuMemcpyBatchAsync`, from CUDA 12.8 on). So a state
+//! of many small leaves costs one call per slot instead of one per leaf.
 
 use cudarc::driver::sys;
 
@@ -8,17 +8,17 @@ use super::device::Device;
 use super::{Direction, Rows, start};
 use crate::Result;
 
-/// A copy that is asked for, and not started yet.
+/// A requested copy that has not started.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Queued {
-    /// First byte of the buffer.
+    /// Offset in the buffer.
     pub(super) at: usize,
     pub(super) from: Address,
     pub(super) len: usize,
 }
 
-/// Starts to copy to a buffer that begins at `base`, in any order; `known` says that the driver
-/// knows that memory.
+/// Starts copies into a buffer that begins at `base`, in any order. `known` says that the driver
+/// has registered that memory.
 ///
 /// # Safety
 /// As for [`start`], of each of them.
@@ -28,19 +28,19 @@ pub(super) unsafe fn start_all(device: &Device, base: *mut u8, known: bool, copi
     }
     let entered = device.enter()?;
     let stream = device.to_host()?;
-    // Of memory that the driver does not know, a batch may demand more than a copy does.
+    // For unregistered memory, a batch may have more requirements than single copies.
     let call = entered.api.cuMemcpyBatchAsync.filter(|_| known && copies.len() > 1);
     if let Some(call) = call {
         let mut to: Vec<Address> = copies.iter().map(|copy| base.wrapping_add(copy.at) as Address).collect();
         let mut from: Vec<Address> = copies.iter().map(|copy| copy.from).collect();
         let mut lens: Vec<usize> = copies.iter().map(|copy| copy.len).collect();
-        // SAFETY: numbers only, for each of which zero is a value: no hints, no flags.
+        // SAFETY: a structure of numbers for which zero is valid: no hints, no flags.
         let mut how: sys::CUmemcpyAttributes = unsafe { std::mem::zeroed() };
-        // The copy sees earlier work of the stream, as any other copy there.
+        // The copy sees the stream's earlier work, like any other copy there.
         how.srcAccessOrder = sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
         let (mut since, mut failed) = (0_usize, usize::MAX);
-        // SAFETY: three lists of that length and one attribute, for all from the first copy on,
-        // which outlive the call; the copies are as the caller promises.
+        // SAFETY: three lists of that length, and one attribute for all copies. They outlive the
+        // call. The copies are as the caller promises.
         let code = unsafe {
             call(
                 to.as_mut_ptr(),
@@ -57,8 +57,8 @@ pub(super) unsafe fn start_all(device: &Device, base: *mut u8, known: bool, copi
         if code == SUCCESS {
             return Ok(());
         }
-        // What it has started already is copied once more, to the same place; an error that stays
-        // is told by what follows.
+        // Copies that the batch has already started are repeated, to the same place. A lasting
+        // error shows up in the single copies.
         tracing::debug!(?device, code, "copies are started one by one: cuMemcpyBatchAsync does not");
     }
     copies.iter().try_for_each(|&Queued { at, from, len }| {

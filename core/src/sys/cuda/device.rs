@@ -1,5 +1,5 @@
-//! One device: its primary context, which is the frameworks' too, and our two queues of copies, out
-//! of it and into it.
+//! One device: its primary context, which the frameworks share, and two streams for copies from and
+//! to it.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::marker::PhantomData;
@@ -12,43 +12,42 @@ use crate::staging::CopyQueue;
 use crate::sys::Birth;
 use crate::{Error, Result};
 
-/// `CU_STREAM_NON_BLOCKING`: it does not wait for the default stream, nor that for it.
+/// `CU_STREAM_NON_BLOCKING`: the stream and the default stream do not wait for each other.
 const NON_BLOCKING: u32 = 1;
-/// `CU_EVENT_DISABLE_TIMING`: others synchronise more than they need.
+/// `CU_EVENT_DISABLE_TIMING`: events with timing synchronise more than needed.
 const NO_TIMING: u32 = 2;
-/// `CU_STREAM_PER_THREAD`: a name, and no handle.
+/// `CU_STREAM_PER_THREAD`: a name, not a handle.
 const PER_THREAD: u64 = 2;
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`: a graph that some thread captures forbids nothing to this one.
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: graph captures of other threads forbid nothing to this one.
 const RELAXED: c_int = 2;
 
-/// See the module documentation. It is never taken apart: the context is shared, and lives as long
-/// as the process.
+/// A CUDA device. It is never destroyed: its context is shared and lives as long as the process.
 pub struct Device {
-    /// For what outlives a call.
+    /// For values that outlive a call.
     me: Weak<Self>,
     api: &'static Api,
     ordinal: u32,
     name: String,
     context: Handle,
-    /// Our queues of copies out of it and into it, made when first needed.
+    /// Our streams for copies from and to the device, created on first use.
     leaving: OnceLock<Stream>,
     coming: OnceLock<Stream>,
-    /// Events that nobody uses.
+    /// Unused events, for reuse.
     idle: Mutex<Vec<RawEvent>>,
     birth: Birth,
 }
 
-/// A stream of ours.
+/// A stream of stepwell.
 #[derive(Clone, Copy)]
 pub(super) struct Stream(pub(super) Handle);
 
-/// A stream of the caller's, on which the work is that copies are ordered with.
+/// A stream of the caller, which copies are ordered with.
 #[derive(Clone, Copy, Debug)]
 pub struct UserStream(u64);
 
 impl UserStream {
-    /// A stream by the driver's handle (a `CUstream`; 0 is the default stream). [`Error::Misuse`]
-    /// for the one that each thread has for itself.
+    /// Wraps a driver handle (a `CUstream`; 0 is the default stream). [`Error::Misuse`] for the
+    /// per-thread default stream.
     ///
     /// # Safety
     /// It is a stream of the primary context of the device that it is used with, and is not
@@ -69,8 +68,8 @@ impl UserStream {
 
 struct RawEvent(Handle);
 
-// SAFETY: the driver's handles may be used from any thread in whose context they are; `Entered`
-// sees to that.
+// SAFETY: any thread that has entered the context may use the driver's handles; `Entered` ensures
+// that.
 unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
@@ -96,14 +95,13 @@ impl Device {
         // SAFETY: writes one number.
         fail("cuDeviceGet", unsafe { (api.cuDeviceGet)(&raw mut device, number) })?;
         let mut name: [c_char; 96] = [0; 96];
-        // SAFETY: writes at most so many bytes, a zero among them.
+        // SAFETY: writes at most this many bytes, including a zero.
         fail("cuDeviceGetName", unsafe { (api.cuDeviceGetName)(name.as_mut_ptr(), 96, device) })?;
-        // SAFETY: it ends with a zero: the last byte was one before, and is written as nothing
-        // else.
+        // SAFETY: it ends with a zero: the buffer was zeroed, and the driver terminates its string.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
         let mut context: Handle = ptr::null_mut();
         // SAFETY: writes one handle. The context is the one that the frameworks of this process
-        // use; it is retained for good.
+        // use. It is never released.
         fail("cuDevicePrimaryCtxRetain", unsafe {
             (api.cuDevicePrimaryCtxRetain)(&raw mut context, device)
         })?;
@@ -120,25 +118,24 @@ impl Device {
         }))
     }
 
-    /// Its number among those that this process sees.
+    /// Returns the device's number among those that this process sees.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
     }
 
-    /// The maker's name for it.
+    /// Returns the vendor's name of the device.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Makes its context the current one of this thread. Dropping the answer restores the context
-    /// that was current before.
+    /// Makes the device's context current on this thread. Dropping the result restores the previous
+    /// context.
     pub(super) fn enter(&self) -> Result<Entered<'_>> {
         self.birth.check("CUDA device")?;
-        // SAFETY: the context is retained for good.
+        // SAFETY: the context is never released.
         self.check("cuCtxPushCurrent", unsafe { (self.api.cuCtxPushCurrent_v2)(self.context) })?;
         let mut mode = RELAXED;
-        // SAFETY: swaps one number of this thread's, which is swapped back when the answer is
-        // dropped.
+        // SAFETY: swaps one number of this thread. Dropping the result swaps it back.
         let code = unsafe { (self.api.cuThreadExchangeStreamCaptureMode)(&raw mut mode) };
         let entered = Entered {
             device: self,
@@ -150,17 +147,17 @@ impl Device {
         Ok(entered)
     }
 
-    /// The error for an answer that is none of success.
+    /// Returns an error unless the code is success.
     pub(super) fn check(&self, call: &'static str, code: Code) -> Result<()> {
         failed(self.api, &format_args!("{self:?}"), call, code)
     }
 
-    /// The queue of copies out of it.
+    /// Returns the stream of copies from the device.
     pub(super) fn to_host(&self) -> Result<Stream> {
         self.stream(&self.leaving)
     }
 
-    /// The queue of copies into it.
+    /// Returns the stream of copies to the device.
     pub(super) fn to_device(&self) -> Result<Stream> {
         self.stream(&self.coming)
     }
@@ -171,15 +168,14 @@ impl Device {
         }
         let entered = self.enter()?;
         let mut stream: Handle = ptr::null_mut();
-        // SAFETY: writes one handle, of the context that was entered. Least urgent: 0 is the lowest
-        // priority that there is.
+        // SAFETY: writes one handle, of the entered context. Priority 0 is the lowest.
         let code = unsafe { (entered.api.cuStreamCreateWithPriority)(&raw mut stream, NON_BLOCKING, 0) };
         self.check("cuStreamCreateWithPriority", code)?;
         // If another thread was faster, one stream stays unused.
         Ok(*place.get_or_init(|| Stream(stream)))
     }
 
-    /// True if everything that was put on one of our streams has ended; an error if it has, badly.
+    /// True if all work on one of our streams has ended. An error if the work failed.
     pub(super) fn is_idle(&self, stream: Stream) -> Result<bool> {
         let entered = self.enter()?;
         // SAFETY: a stream of this context.
@@ -189,22 +185,22 @@ impl Device {
         }
     }
 
-    /// An event behind everything that is on a stream now.
+    /// Records an event after all current work of a stream.
     pub(super) fn mark(&self, stream: Stream) -> Result<Event> {
         let event = self.event()?;
         let entered = self.enter()?;
-        // SAFETY: an event and a stream, ours or the caller's (who says that it lives), of the
-        // context that was entered.
+        // SAFETY: an event and a stream of the entered context. The stream is ours, or the caller
+        // promises that it lives.
         let code = unsafe { (entered.api.cuEventRecord)(event.raw, stream.0) };
         self.check("cuEventRecord", code)?;
         Ok(event)
     }
 
-    /// Makes what is put on a stream from now on wait for an event.
+    /// Makes future work on a stream wait for an event.
     pub(super) fn wait(&self, stream: Stream, event: &Event) -> Result<()> {
         let entered = self.enter()?;
-        // SAFETY: as in `mark`. What is waited for is the event as it was recorded, whatever
-        // becomes of it later.
+        // SAFETY: as in `mark`. The wait refers to the event as recorded now; a later recording
+        // does not affect it.
         let code = unsafe { (entered.api.cuStreamWaitEvent)(stream.0, event.raw, 0) };
         self.check("cuStreamWaitEvent", code)
     }
@@ -221,18 +217,17 @@ impl Device {
             self.check("cuEventCreate", code)?;
             raw
         };
-        // The caller holds it.
+        // The caller holds an `Arc` of it.
         let device =
             self.me.upgrade().ok_or_else(|| Error::internal("a device that its caller holds", "none"))?;
         Ok(Event { device, raw })
     }
 
-    /// Refuses a stream on which a graph is being captured: what is put there runs when the graph
-    /// is replayed, not now.
+    /// Rejects a stream in graph capture: its work runs when the graph is replayed, not now.
     fn check_not_capturing(&self, stream: Stream) -> Result<()> {
         let entered = self.enter()?;
         let mut status: c_int = 0;
-        // SAFETY: writes one number; the stream is the caller's, who says that it lives.
+        // SAFETY: writes one number. The caller promises that the stream lives.
         let code = unsafe { (entered.api.cuStreamIsCapturing)(stream.0, &raw mut status) };
         self.check("cuStreamIsCapturing", code)?;
         if status == 0 {
@@ -245,7 +240,7 @@ impl Device {
     }
 }
 
-/// The error for an answer that is none of success.
+/// Returns an error unless the code is success.
 fn failed(api: &Api, device: &dyn std::fmt::Display, call: &'static str, code: Code) -> Result<()> {
     match code {
         SUCCESS => Ok(()),
@@ -254,25 +249,25 @@ fn failed(api: &Api, device: &dyn std::fmt::Display, call: &'static str, code: C
 }
 
 impl Device {
-    /// The handle of the stream on which copies out of it are made: for a library that has one of
-    /// its arrays wait on it, or rather it for the array.
+    /// Returns the handle of the stream of copies from the device, for libraries that order their
+    /// arrays with a stream.
     pub fn copy_stream(&self) -> Result<u64> {
         Ok(self.to_host()?.0 as u64)
     }
 
-    /// Makes copies into it that are started from now on wait for what is on the caller's stream
-    /// now.
+    /// Makes future copies to the device wait for the current work on the caller's stream.
     pub fn receive_after(&self, stream: UserStream) -> Result<()> {
         self.order(stream.stream(), stream.stream(), self.to_device()?)
     }
 
-    /// Makes what comes on the caller's stream wait for copies into it that have been started.
+    /// Makes future work on the caller's stream wait for the copies to the device that have
+    /// started.
     pub fn received_before(&self, stream: UserStream) -> Result<()> {
         self.order(stream.stream(), self.to_device()?, stream.stream())
     }
 
-    /// Makes `second` wait for what is on `first` now, where a graph is not being captured on the
-    /// caller's.
+    /// Makes `second` wait for the current work on `first`. Fails if the caller's stream captures a
+    /// graph.
     fn order(&self, callers: Stream, first: Stream, second: Stream) -> Result<()> {
         self.check_not_capturing(callers)?;
         let event = self.mark(first)?;
@@ -294,13 +289,13 @@ impl CopyQueue for Device {
     }
 }
 
-/// The device's context is this thread's.
+/// A guard: the device's context is current on this thread.
 pub(super) struct Entered<'a> {
     pub(super) device: &'a Device,
     pub(super) api: &'static Api,
-    /// How graph captures of other threads concern this one, outside.
+    /// The thread's previous graph capture mode.
     mode: Option<c_int>,
-    /// A thread's context is that thread's.
+    /// Not `Send`: the context is current on one thread.
     here: PhantomData<*const ()>,
 }
 
@@ -311,7 +306,7 @@ impl Drop for Entered<'_> {
             let _ = unsafe { (self.api.cuThreadExchangeStreamCaptureMode)(mode) };
         }
         let mut context: Handle = ptr::null_mut();
-        // SAFETY: takes back what `enter` has put there.
+        // SAFETY: removes the context that `enter` has pushed.
         let code = unsafe { (self.api.cuCtxPopCurrent_v2)(&raw mut context) };
         if code != SUCCESS {
             tracing::warn!(device = ?self.device, code, "the thread's CUDA context was not given back");
@@ -319,7 +314,7 @@ impl Drop for Entered<'_> {
     }
 }
 
-/// A point on a stream. When it is dropped, another point may be marked with it.
+/// A recorded point on a stream. Dropping it makes the driver event reusable.
 pub(super) struct Event {
     device: Arc<Device>,
     raw: Handle,
@@ -331,10 +326,10 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// True if it has been reached; an error if what was before it failed.
+    /// True if the stream has reached it. An error if earlier work failed.
     pub(super) fn is_passed(&self) -> Result<bool> {
         let entered = self.device.enter()?;
-        // SAFETY: an event of the context that was entered.
+        // SAFETY: an event of the entered context.
         match unsafe { (entered.api.cuEventQuery)(self.raw) } {
             NOT_READY => Ok(false),
             code => self.device.check("a copy", code).map(|()| true),

@@ -1,5 +1,4 @@
-//! CUDA: copies between the memory of devices and ours. Nothing else of this project calls the
-//! driver.
+//! CUDA: copies between device memory and host memory. Only this module calls the driver.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -13,11 +12,11 @@
 //! | `target` | [`DeviceMemory`]: an array on a device, to be restored |
 //!
 //! Invariants:
-//! * Nothing here makes a context or synchronises one: the frameworks' primary context is used,
-//!   entered for the length of a call and left as it was.
-//! * A buffer that a device copies into shows no bytes, and goes nowhere, before the copies have
-//!   ended; what they read from stays allocated until then. A buffer whose copies never end is
-//!   lost.
+//! * This module neither creates nor synchronises a context. It uses the frameworks' primary
+//!   context, enters it for the length of a call and then restores the previous one.
+//! * A buffer that a device copies into hides its bytes and cannot be moved on before the copies
+//!   have ended. Their source stays allocated until then. A buffer whose copies never end is
+//!   leaked.
 //! * Memory is unregistered before it is unmapped.
 
 mod api;
@@ -43,14 +42,14 @@ pub use target::DeviceMemory;
 
 use crate::Result;
 
-/// The longest distance of rows that the copying engines know (`CU_DEVICE_ATTRIBUTE_MAX_PITCH` of
-/// every device so far).
+/// The largest row pitch of the copy engines (`CU_DEVICE_ATTRIBUTE_MAX_PITCH` of every device so
+/// far).
 const MAX_PITCH: u64 = (1 << 31) - 1;
 
-/// The name of an answer.
+/// Returns the name of a return code.
 fn name_of(api: &Api, code: Code) -> String {
     let mut name: *const c_char = std::ptr::null();
-    // SAFETY: writes one pointer, to a string of the driver's own that is there for good, or null.
+    // SAFETY: writes one pointer: null, or a static string of the driver.
     let known = unsafe { (api.cuGetErrorName)(code, &raw mut name) } == SUCCESS && !name.is_null();
     if !known {
         return format!("code {code}");
@@ -60,7 +59,7 @@ fn name_of(api: &Api, code: Code) -> String {
     format!("{name} ({code})")
 }
 
-/// Which way bytes go.
+/// Direction of a copy.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Direction {
     FromDevice,
@@ -72,17 +71,17 @@ enum Direction {
 struct Rows {
     host: *mut u8,
     device: u64,
-    /// Bytes of a row.
+    /// Bytes per row.
     width: usize,
-    /// How many.
+    /// Number of rows.
     height: u64,
-    /// From one row to the next, in bytes.
+    /// Bytes from one row to the next.
     host_pitch: usize,
     device_pitch: i64,
 }
 
-/// Starts to copy rows: in one go where they touch each other on both sides or lie apart by what
-/// the engines can do, else row by row.
+/// Starts to copy rows. Uses one call if the rows are contiguous on both sides or the engine
+/// supports their pitch, otherwise one call per row.
 ///
 /// # Safety
 /// All rows are in memory of that device, and in host memory that is there, and that nobody else
@@ -138,8 +137,8 @@ unsafe fn start(entered: &Entered<'_>, stream: Stream, direction: Direction, row
             WidthInBytes: width,
             Height: height as usize,
         };
-        // SAFETY: as promised by the caller; the description outlives the call, and of its
-        // addresses only those of the types that it names are looked at.
+        // SAFETY: as promised by the caller. The description outlives the call, and the driver uses
+        // only the addresses of the named memory types.
         let code = unsafe { (entered.api.cuMemcpy2DAsync_v2)(&raw const copy, stream.0) };
         return entered.device.check("cuMemcpy2DAsync", code);
     }

@@ -1,4 +1,4 @@
-//! True if there is a CUDA driver that can be used: asked once.
+//! Finds a usable CUDA driver, once per process.
 
 use std::ffi::c_int;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -10,26 +10,26 @@ use super::device::Device;
 use crate::sys::Birth;
 use crate::{Error, Result};
 
-/// The oldest driver whose functions are called here (CUDA 10.1 has them all; nothing older was
-/// tried).
+/// The oldest supported driver version. CUDA 10.1 has all required functions; nothing older was
+/// tested.
 const OLDEST: c_int = 11_000;
 
-/// A CUDA driver that answers, and has every function that is needed.
+/// A working CUDA driver with all required functions.
 pub struct Driver {
     pub(super) api: Api,
     /// 1000 × major + 10 × minor.
     version: c_int,
-    /// How many devices this process sees.
+    /// Number of devices that this process sees.
     count: c_int,
-    /// Those that were asked for: never given back, since the contexts are those of the frameworks,
-    /// and the driver may be gone before this process is.
+    /// The opened devices. They are never released: the contexts belong to the frameworks, and the
+    /// driver may be unloaded before the process ends.
     devices: Mutex<Vec<Arc<Device>>>,
-    /// CUDA does not work in a forked child.
+    /// The process that initialised CUDA, which does not work in a forked child.
     birth: Birth,
 }
 
-/// The driver. [`Error::NoDriver`] says why there is none: not installed, a stub, one too old, one
-/// that finds no device. [`Error::Forked`] in a child of the process that asked first.
+/// Returns the driver. [`Error::NoDriver`] names the reason if none is usable: not installed, a
+/// stub, too old, or no device. [`Error::Forked`] in a child of the process that called this first.
 pub fn driver() -> Result<&'static Driver> {
     static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
     match DRIVER.get_or_init(probe) {
@@ -40,12 +40,12 @@ pub fn driver() -> Result<&'static Driver> {
 
 fn probe() -> Result<Driver, String> {
     let birth = Birth::now();
-    // SAFETY: loads a library by its name, as every user of CUDA does; whatever its constructors
-    // do, the driver's are made for that.
+    // SAFETY: loads the driver library by its name. Its constructors are made to run in any
+    // process.
     if !unsafe { sys::is_culib_present() } {
         return Err("there is no NVIDIA driver (libcuda.so.1 cannot be loaded)".to_owned());
     }
-    // SAFETY: it is there, and called as the driver is.
+    // SAFETY: the library is present, and is the CUDA driver.
     let api = unsafe { Api::find() }.map_err(|missing| {
         format!("libcuda.so.1 has no function {missing}: it is a stub, or a driver older than CUDA 11")
     })?;
@@ -74,17 +74,17 @@ fn asked(api: &Api, call: &str, code: Code) -> Result<(), String> {
 }
 
 impl Driver {
-    /// Its version: 1000 × major + 10 × minor.
+    /// Returns the version: 1000 × major + 10 × minor.
     pub fn version(&self) -> i32 {
         self.version
     }
 
-    /// How many devices this process sees.
+    /// Number of devices that this process sees.
     pub fn count(&self) -> usize {
         usize::try_from(self.count).unwrap_or(0)
     }
 
-    /// A device by its number among those that this process sees.
+    /// Returns a device by its number among those that this process sees.
     pub fn device(&'static self, ordinal: u32) -> Result<Arc<Device>> {
         self.birth.check("CUDA driver")?;
         let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);

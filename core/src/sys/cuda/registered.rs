@@ -1,5 +1,5 @@
-//! Host memory that the driver knows: copies to and from it run by themselves, at full speed.
-//! (Other memory is copied through the driver's own, by the thread that asks.)
+//! Host memory that is registered with the driver. Copies to and from it are asynchronous and run
+//! at full speed. (The calling thread copies other memory through the driver's own buffers.)
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -7,17 +7,17 @@ use std::sync::Arc;
 use super::device::Device;
 use crate::Result;
 
-/// `CU_MEMHOSTREGISTER_PORTABLE`: for all devices. (Never write-combined: what is checksummed and
-/// written to disk is read.)
+/// `CU_MEMHOSTREGISTER_PORTABLE`: for all devices. (Never write-combined: the host reads the bytes
+/// for checksums and writes.)
 const PORTABLE: u32 = 1;
 
-/// A registration.
+/// Registered memory.
 pub(in crate::sys) struct Registered {
     device: Arc<Device>,
     address: NonNull<u8>,
 }
 
-// SAFETY: an address that is only given back to the driver, from whatever thread.
+// SAFETY: the address is only passed back to the driver, which accepts it from any thread.
 unsafe impl Send for Registered {}
 // SAFETY: as above.
 unsafe impl Sync for Registered {}
@@ -41,11 +41,12 @@ impl Registered {
         Ok(Self { device: Arc::clone(device), address })
     }
 
-    /// Ends it. On an error the driver may know the memory still: it must stay mapped.
+    /// Ends the registration. After an error the driver may still use the memory: it must stay
+    /// mapped.
     pub(in crate::sys) fn end(self) -> Result<()> {
         let entered = self.device.enter()?;
-        // SAFETY: what was registered, still mapped, with no copy under way (a buffer with one
-        // keeps its mapping).
+        // SAFETY: the address was registered and is still mapped. No copy is running: a buffer with
+        // a copy keeps its mapping.
         let code = unsafe { (entered.api.cuMemHostUnregister)(self.address.as_ptr().cast()) };
         self.device.check("cuMemHostUnregister", code)
     }

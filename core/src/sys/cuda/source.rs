@@ -1,4 +1,4 @@
-//! An array in the memory of a device that somebody else owns, as a source of bytes.
+//! A device array that somebody else owns, as a source of bytes.
 
 use std::sync::Arc;
 
@@ -12,8 +12,8 @@ use crate::sys::Buffer;
 use crate::sys::strided::{Run, StridedMemory};
 use crate::{Error, Result};
 
-/// An n-dimensional array on a device, of any strides. See [`crate::sys::HostSource`] for one on
-/// the host.
+/// An n-dimensional array on a device, of any strides. [`crate::sys::HostSource`] is its
+/// counterpart on the host.
 pub struct DeviceSource {
     device: Arc<Device>,
     first: u64,
@@ -22,8 +22,8 @@ pub struct DeviceSource {
 }
 
 impl DeviceSource {
-    /// An array of `shape` whose element at index zero is at `first`, with `strides` in bytes.
-    /// [`Error::Misuse`] where they do not make an array that can be addressed.
+    /// Wraps an array of `shape` with `strides` in bytes, whose element at index zero is at
+    /// `first`. [`Error::Misuse`] if shape and strides do not make an addressable array.
     ///
     /// # Safety
     /// As long as `owner` lives, every element that `shape` and `strides` can name is memory of
@@ -42,25 +42,25 @@ impl DeviceSource {
         Ok(Self { device, first, memory, owner })
     }
 
-    /// Where it is.
+    /// Returns the device.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
     }
 
-    /// Elements along each dimension.
+    /// Returns the extent of each dimension, in elements.
     pub fn shape(&self) -> &[u64] {
         self.memory.shape()
     }
 
-    /// Bytes per element.
+    /// Returns the bytes per element.
     pub fn itemsize(&self) -> usize {
         self.memory.itemsize()
     }
 
-    /// Has the device copy the bytes `from .. from + len` of the row-major bytes of `region` to
-    /// byte `at` of a buffer, behind what the device's queue holds already: at the latest when the
-    /// buffer is closed. Both ends fall between elements. An error may come when some of it is
-    /// under way: the buffer knows.
+    /// Copies the bytes `from .. from + len` of the row-major bytes of `region` to byte `at` of a
+    /// buffer. The copy starts when the buffer is closed, at the latest, and follows the earlier
+    /// work of the device's stream. Both ends are between elements. After an error some copies may
+    /// be running; the buffer tracks them.
     pub fn start(&self, region: &Region, from: u64, len: u64, into: &mut Buffer, at: u64) -> Result<()> {
         let room = at.checked_add(len).and_then(|end| usize::try_from(end).ok());
         let Some(end) = room.filter(|&end| end <= into.size()) else {
@@ -94,10 +94,9 @@ impl DeviceSource {
                 Run::Strided { offset, at, dims, count } => {
                     let first = self.first.wrapping_add_signed(offset as i64);
                     each_rows(base.wrapping_add(at), first, itemsize, dims, count, &mut |rows| {
-                        // SAFETY: rows of a box of elements of the array, which the owner keeps, as
-                        // the buffer keeps the owner until they have arrived; they are as many
-                        // bytes as the buffer has from there on, which shows none of them and goes
-                        // nowhere until then.
+                        // SAFETY: rows of a box of elements of the array. The owner keeps the
+                        // array, and the buffer keeps the owner until the copies have ended. The
+                        // buffer has as many bytes from `at` on, and hides them until then.
                         unsafe { start(&entered, stream, Direction::FromDevice, rows) }
                     })
                 }
@@ -107,7 +106,7 @@ impl DeviceSource {
     }
 }
 
-/// A box of elements as rows; `first` replaces the extent of `dims[0]`.
+/// Yields a box of elements as rows; `first` replaces the extent of `dims[0]`.
 fn each_rows(
     host: *mut u8,
     device: u64,
@@ -133,7 +132,7 @@ fn each_rows(
         }
         None => (1, 0),
     };
-    // What is left is counted through.
+    // Iterate over the outer dimensions.
     let mut index = vec![0_u64; outer];
     let mut host = host;
     loop {

@@ -1,4 +1,4 @@
-//! An array in the memory of a device, as what a restore writes to.
+//! A device array, as the destination of a restore.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use crate::provider::Ticket;
 use crate::staging::Fence;
 use crate::{Error, Result};
 
-/// Between two looks whether a copy has ended.
+/// Poll interval for the end of a copy.
 const LOOK: std::time::Duration = std::time::Duration::from_micros(50);
 
 /// Bytes on a device that a restore fills.
@@ -30,7 +30,7 @@ impl std::fmt::Debug for DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// `len` bytes from `address` on.
+    /// Wraps `len` bytes from `address` on.
     ///
     /// # Safety
     /// As long as `owner` lives, they are memory of that device; any bytes are valid values there.
@@ -55,7 +55,7 @@ impl DeviceTarget for DeviceMemory {
         let stream = self.device.to_device()?;
         let Piece { staged, from, to, unit, mut rows, mut cols } = piece;
         let base = staged.as_ptr().cast_mut();
-        // Held until the copies have ended, whatever comes next.
+        // Keeps the piece until the copies have ended, also after an error.
         let mut sent = Sent {
             device: Arc::clone(&self.device),
             mark: None,
@@ -77,8 +77,8 @@ impl DeviceTarget for DeviceMemory {
                 host_pitch: steps.from as usize,
                 device_pitch: steps.to,
             };
-            // SAFETY: the piece lies inside of the target and of what is staged, as was checked
-            // above; both are kept until the copies have ended.
+            // SAFETY: the check above proved that the piece is inside the target and the staged
+            // bytes. Both are kept until the copies have ended.
             unsafe { start(&entered, stream, Direction::ToDevice, rows) }
         };
         if touch(&cols) {
@@ -94,12 +94,12 @@ impl DeviceTarget for DeviceMemory {
     }
 }
 
-/// Copies that were started, and what they use.
+/// Started copies, and the memory that they use.
 struct Sent {
     device: Arc<Device>,
-    /// Behind them; none where they could not all be started.
+    /// An event after the copies. `None` if not all could be started.
     mark: Option<Event>,
-    /// They were seen to have ended.
+    /// True after the copies were seen to have ended.
     passed: AtomicBool,
     kept: Option<(Staged, Owner)>,
 }
@@ -112,7 +112,7 @@ impl Sent {
         }
     }
 
-    /// True if nothing at all is under way into the device.
+    /// True if no copy to the device is running.
     fn is_all_over(&self) -> Result<bool> {
         self.device.is_idle(self.device.to_device()?)
     }
@@ -140,11 +140,11 @@ impl Drop for Sent {
         if *self.passed.get_mut() {
             return;
         }
-        // One error may be of the question alone; the work of a context that answers nothing else
-        // is over.
+        // One error may concern the query alone. If the context answers nothing else either, its
+        // work is over.
         let ended = self.has_ended().or_else(|_| self.is_all_over());
         if matches!(ended, Ok(false)) {
-            // The device may still read the one and write to the other.
+            // The device may still read the piece and write to the target.
             std::mem::forget(self.kept.take());
         }
     }
