@@ -12,7 +12,7 @@ import datetime
 import difflib
 from typing import Any
 
-from . import _core, adapters, collecting, lifecycle, template
+from . import _core, adapters, collecting, lifecycle, scalars, template
 from .adapters import Target
 from .array_reads import ArrayReads, Job, telling
 from .errors import MismatchError
@@ -98,6 +98,7 @@ class Restore:
             template.check_fillable(part)
         self._check_places(part)
         self._settle(part)
+        self._settle_scalars(part)
         self._placed(part)
         self._check_first(part)
         self._check_ranks(part)
@@ -151,6 +152,28 @@ class Restore:
             if node is not None and branch.settle is not None:
                 with naming(branch.path, "what is stored does not fit it"):
                     branch.children = branch.settle(self.structure.outline(node, spec))
+
+    def _settle_scalars(self, part: Part) -> None:
+        """Marks scalars that are stored as arrays without dimensions, and the other way round."""
+        rows: Any = None
+        for leaf in template.leaves(part):
+            wants_array = leaf.what == "array" and leaf.spec is not None and leaf.spec.shape == ()
+            wants_scalar = leaf.what == "object" and scalars.kind_of_value(leaf.value) is not None
+            if not wants_array and not wants_scalar:
+                continue
+            node = self.structure.find(leaf.components)
+            if node is None or self.structure.is_container(node):
+                continue
+            rows = self.core.leaves() if rows is None else rows
+            number = self.structure.nodes[node][2]
+            _, dtype, shape, _ = rows[number]
+            if wants_scalar and dtype is not None and tuple(shape) == ():
+                if scalars.kind_of_dtype(dtype) == scalars.kind_of_value(leaf.value):
+                    leaf.converts = "array"
+            elif wants_array and dtype is None and leaf.spec is not None and leaf.spec.dtype is not None:
+                stored = self.core.objects([number], Reviver())[0]
+                if scalars.kind_of_value(stored) == scalars.kind_of_dtype(leaf.spec.dtype) is not None:
+                    leaf.converts = "object"
 
     def _check_first(self, part: Part) -> None:
         """Raises if a stored value shows that its container is of another kind. The differences of

@@ -53,6 +53,9 @@ class Leaf:
     #: Why what is stored does not fit, where it does not: asked before anything of the caller's is
     #: changed.
     check: Callable[[Any], str | None] | None = None
+    #: The stored kind, if a scalar is wanted where an array without dimensions is stored
+    #: ("array"), or the other way round ("object"); see :mod:`stepwell.scalars`.
+    converts: Literal["array", "object"] | None = None
     #: Set when the value is known.
     result: Any = None
 

@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import _core, adapters, template
+import numpy as np
+
+from . import _core, adapters, scalars, template
 from .errors import MismatchError, UnsupportedLeaf
 from .nested import Nested, try_on
 from .paths import Component, named
@@ -50,6 +52,8 @@ class Wanted:
         self.given: list[str] = []
         #: The values of stored subtrees, by the leaf that wants them.
         self._states: dict[int, Any] = {}
+        #: The values of converted scalars, by the leaf that wants them.
+        self._scalars: dict[int, Any] = {}
         #: Stateful objects inside the states of others.
         self._nested: list[Nested] = []
         self._leaves = list(template.leaves(part))
@@ -94,6 +98,9 @@ class Wanted:
             leaf.result = ...
             self._add(leaf, "skip")
             return
+        if leaf.converts is not None:
+            self._number[id(leaf)] = self._add(leaf, "any", value=True)
+            return
         if leaf.what == "array":
             spec = leaf.spec or ArraySpec()
             dtype = None if spec.dtype is None else native_name(spec.dtype)
@@ -131,7 +138,9 @@ class Wanted:
         wrong: list[tuple[str, str, str]] = []
         for number, matches in self.matches.items():
             leaf = self.leaf_of[number]
-            if leaf is None or leaf.what != "object" or not isinstance(leaf.value, type):
+            if leaf is None or leaf.converts is not None:
+                continue
+            if leaf.what != "object" or not isinstance(leaf.value, type):
                 continue
             value = objects[matches[0][1]]
             fits = isinstance(value, leaf.value) and (leaf.value is bool or not isinstance(value, bool))
@@ -167,6 +176,25 @@ class Wanted:
         for leaf in self._leaves:
             if id(leaf) in self._states:
                 self._try(leaf, self._states[id(leaf)])
+            elif leaf.converts is not None:
+                self._convert_scalar(leaf, arrays, objects)
+
+    def _convert_scalar(
+        self, leaf: Leaf, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any]
+    ) -> None:
+        """Converts a stored scalar to a wanted array without dimensions, or the other way round."""
+        at = self._number[id(leaf)]
+        if not (matches := self.matches.get(at, [])):
+            return
+        stored, source, tensor = matches[0]
+        value = objects[source] if tensor is None else arrays[at, stored]
+        if leaf.converts == "array":
+            self._scalars[id(leaf)] = scalars.as_scalar(leaf.path, value, leaf.value)
+            asked = leaf.value if isinstance(leaf.value, type) else type(leaf.value)
+            self._report.cast.append((leaf.path, value.dtype.name, asked.__name__))
+        elif leaf.spec is not None and leaf.spec.dtype is not None:
+            self._scalars[id(leaf)] = scalars.as_array(leaf.path, value, leaf.spec.dtype)
+            self._report.cast.append((leaf.path, type(value).__name__, leaf.spec.dtype.name))
 
     def _convert(self, leaf: Leaf, stored: list[int], values: dict[int, Any]) -> None:
         """Arrays of a stored subtree as those of the framework that they are to be of: for an
@@ -253,10 +281,14 @@ class Wanted:
                 continue
             stored, source, tensor = matches[0]
             value = objects[source] if tensor is None else arrays[at, stored]
-            if leaf.target is None or tensor is None:
-                leaf.result = _as_type(leaf, value)
-            else:
+            if leaf.converts is not None:
+                value = self._scalars[id(leaf)]
+            if leaf.target is not None and (tensor is not None or leaf.converts is not None):
                 made.setdefault(leaf.target.finish, []).append((leaf, value))
+            elif leaf.converts == "object":
+                leaf.result = _filled(leaf, value, fill)
+            else:
+                leaf.result = _as_type(leaf, value)
         for finish, found in made.items():
             targets = [(leaf.target, value) for leaf, value in found if leaf.target is not None]
             try:
@@ -356,6 +388,14 @@ def _finish_replaced(value: Any) -> Any:
         return value
 
     return finish
+
+
+def _filled(leaf: Leaf, value: np.ndarray[Any, Any], fill: bool) -> Any:
+    """The caller's own array with a converted scalar, or the new array."""
+    if not fill or not isinstance(leaf.value, np.ndarray):
+        return value
+    leaf.value[...] = value
+    return leaf.value
 
 
 def _as_type(leaf: Leaf, value: Any) -> Any:

@@ -511,6 +511,31 @@ def test_flax_linen_train_states_take_their_functions_from_the_target(root: Path
     assert sw.restore(root)["train"]["params"]["kernel"].shape == (2, 3)
 
 
+def test_a_jitted_flax_train_state_restores_into_a_fresh_one_and_back(root: Path) -> None:
+    nn = pytest.importorskip("flax.linen")
+    optax = pytest.importorskip("optax")
+    from flax.training.train_state import TrainState
+
+    def make(seed: int) -> Any:
+        model = nn.Dense(3)
+        params = model.init(jax.random.key(seed), jnp.ones((1, 2)))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+
+    @jax.jit
+    def update(run: Any) -> Any:
+        return run.apply_gradients(grads=jax.tree.map(jnp.ones_like, run.params))
+
+    fresh, trained = make(0), update(update(make(0)))
+    for stored, target in [(trained, make(9)), (fresh, trained)]:
+        sw.save(root, {"train": stored}, exists="replace")
+        back, report = sw.restore(root, into={"train": target}, return_report=True)
+        assert type(back["train"].step) is type(target.step)
+        assert back["train"].step == stored.step
+        assert equal(back["train"].params, stored.params)
+        assert "train/step" in [path for path, *_ in report.cast]
+        assert update(back["train"]).step == stored.step + 1
+
+
 def test_flax_nnx_states_and_modules(root: Path) -> None:
     nnx = pytest.importorskip("flax.nnx")
 
