@@ -68,6 +68,12 @@ def absolute(path: Any, what: str = "the path") -> str:
     return os.path.abspath(os.path.expanduser(given))
 
 
+def readable(path: Any, what: str = "the path") -> str:
+    """Returns the absolute path of something to read. A symlink is followed."""
+    found = absolute(path, what)
+    return os.path.realpath(found) if os.path.islink(found) else found
+
+
 def _from_url(url: str, scheme: str, what: str) -> str:
     """Returns the path of a ``file://`` URL. Refuses other schemes."""
     if scheme != "file":
@@ -111,6 +117,10 @@ def check_root(root: str) -> None:
 
 def check_destination(path: str) -> None:
     """Refuses to save a single checkpoint where something else is."""
+    if os.path.islink(path):
+        raise MisuseError(
+            f"{path} is a symlink, and a save would replace the link; pass {os.path.realpath(path)}"
+        )
     above, name = os.path.split(path)
     if _is_root(above) and name[-1:].isdigit():
         raise MisuseError(

@@ -21,7 +21,7 @@ from .checks import (
     step_number,
 )
 from .errors import StalledError
-from .locations import Path, absolute, check_destination, check_watched, explaining
+from .locations import Path, absolute, check_destination, check_watched, explaining, readable
 from .options import ENGINES, Options, to_json
 from .pending import Save
 from .policies import every_steps
@@ -151,7 +151,7 @@ def _open(
     path: Path, step: int | None, engine: str, ahead: bool | list[str] = False, to_fill: Any = None
 ) -> Checkpoint:
     lifecycle.notifier.start()  # for what the engine has to say
-    where, number = absolute(path), None if step is None else step_number(step)
+    where, number = readable(path), None if step is None else step_number(step)
     one_of(engine, "engine", ENGINES)
     with explaining(where):
         return Checkpoint(_core.open_path(where, number, engine, ahead, to_fill))
@@ -181,7 +181,7 @@ def verify(
 ) -> VerifyReport:
     """Reads the whole checkpoint at ``path`` and compares every checksum. In a root it takes the
     newest step (or ``step``), damaged or not, and the report names it."""
-    return verifying.verify(absolute(path), None if step is None else step_number(step), open, progress)
+    return verifying.verify(readable(path), None if step is None else step_number(step), open, progress)
 
 
 def add_metrics(root: Path, step: int, metrics: Mapping[str, Any]) -> None:

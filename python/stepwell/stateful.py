@@ -114,6 +114,16 @@ _RANDOM_STATE = Protocol(
 )
 
 
+_MODULE_NUMPY = Protocol(
+    "numpy.random",
+    lambda module: module.get_state(legacy=False),
+    lambda module, state: module.set_state(state),
+    trial=lambda _module, state: _random_state_make(None, state),
+)
+#: Modules with a global generator.
+_MODULES = {random: _MODULE_RANDOM, np.random: _MODULE_NUMPY}
+
+
 def _state_dict_of(owner: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(owner, torch.nn.Module):
@@ -165,7 +175,7 @@ def protocol_of(obj: Any) -> Protocol | None:
     if isinstance(obj, type):
         return None
     if isinstance(obj, ModuleType):
-        return _MODULE_RANDOM if obj is random else None
+        return _MODULES.get(obj)
     if isinstance(obj, np.random.Generator):
         return _GENERATOR
     if isinstance(obj, np.random.BitGenerator):

@@ -104,3 +104,32 @@ def test_a_commit_logs_one_line(root: Path, caplog: pytest.LogCaptureFixture) ->
     lines = [one.getMessage() for one in caplog.records if "committed" in one.getMessage()]
     assert len(lines) == 1, lines
     assert re.fullmatch(rf"committed step 1200 \(\d+\.\d kB in \d+\.\d\d s\) to {root}", lines[0]), lines
+
+
+def test_a_symlink_to_a_checkpoint_or_step_is_followed(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(7, {"x": 7}).result()
+    sw.save(root.parent / "single", {"x": 1})
+    for number, (target, value) in enumerate([(root / "step_00000007", 7), (root.parent / "single", 1)]):
+        link = root.parent / f"link{number}"
+        link.symlink_to(target)
+        assert sw.restore(link) == {"x": value}
+        with sw.open(link) as checkpoint:
+            assert checkpoint["x"] == value
+        assert sw.verify(link).ok
+        assert sw.metadata(link).nbytes == 0
+        shown = process("show", link)
+        assert shown.returncode == 0, shown.stderr
+        with pytest.raises(sw.MisuseError, match="symlink"):
+            sw.save(link, {"x": 2}, exists="replace")
+        assert link.is_symlink()
+        assert sw.restore(target) == {"x": value}
+
+
+def test_the_global_generator_of_numpy_is_a_leaf(tmp_path: Path) -> None:
+    np.random.seed(1)
+    sw.save(tmp_path / "c", {"rng": np.random, "x": 1})
+    drawn = np.random.normal(size=3)
+    np.random.seed(2)
+    sw.restore(tmp_path / "c", into={"rng": np.random, "x": 0})
+    assert (np.random.normal(size=3) == drawn).all()

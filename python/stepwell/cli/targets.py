@@ -45,7 +45,7 @@ def target(given: str) -> Target:
     root, at, step = given.rpartition("@")
     try:
         if not (at and root and step.isascii() and step.isdigit()) or os.path.lexists(given):
-            return Target(locations.absolute(given))
+            return Target(locations.readable(given))
         return Target(locations.absolute(root), step_number(int(step)))
     except MisuseError as error:
         raise click.BadParameter(str(error)) from error
