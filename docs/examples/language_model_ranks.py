@@ -3,10 +3,10 @@ pipeline and data parallel.
 
     python docs/examples/language_model_ranks.py --root runs/lm --tp 2 --pp 2
 
-Kill any of its processes at any moment, and start it again, cut in any other way (``--dp 2``, or
-``--tp 2 --pp 2 --dp 2``, or as one process): it goes on from the newest committed step. What is
-stored are whole tensors, under the names that they have in ``language_model.py``; so each program
-also goes on with the steps of the other.
+Kill any of its processes at any moment, and start it again with any other sharding (``--dp 2``, or
+``--tp 2 --pp 2 --dp 2``, or as one process). It resumes from the newest committed step. Checkpoints
+store whole tensors under the names of ``language_model.py``, so each program also resumes from the
+steps of the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from language_model import Arrays, Batches, Sizes, adam, init, text  # before numpy: it sets BLAS's threads
+from language_model import Arrays, Batches, Sizes, adam, init, text  # first: sets BLAS's threads
 
 import numpy as np  # isort: skip
 import stepwell as sw  # isort: skip
@@ -48,7 +48,7 @@ class Peers:
     def __init__(self, rank: int, mesh: sw.RankMesh, pipes: dict[int, Connection]) -> None:
         self.rank, self.mesh, self.pipes = rank, mesh, pipes
         self.at = at = mesh.coordinates(rank)
-        self.tp = mesh.ranks(pp=at["pp"], dp=at["dp"])  # the ranks with other parts of the same tensors,
+        self.tp = mesh.ranks(pp=at["pp"], dp=at["dp"])  # ranks that share tensors,
         self.dp = mesh.ranks(pp=at["pp"], tp=at["tp"])  # those with the same parts and other data,
         self.pp = mesh.ranks(dp=at["dp"], tp=at["tp"])  # and those with other layers
 
@@ -110,7 +110,7 @@ def loss_and_gradients(p: Arrays, x: np.ndarray, y: np.ndarray, peers: Peers) ->
         embedded = np.zeros((*x.shape, embedding.shape[1]), embedding.dtype)
         embedded[known] = embedding[x[known]]
         embedded = peers.sum(embedded, peers.tp).reshape(share, -1)
-        h1 = np.maximum(embedded @ p["hidden_1/weight"] + p["hidden_1/bias"], 0)  # this rank's columns
+        h1 = np.maximum(embedded @ p["hidden_1/weight"] + p["hidden_1/bias"], 0)  # its columns
     if stage < len(peers.pp) - 1:
         peers.send(peers.pp[1], h1)
         d_h1, loss = peers.receive(peers.pp[1]), 0.0
@@ -142,7 +142,7 @@ def loss_and_gradients(p: Arrays, x: np.ndarray, y: np.ndarray, peers: Peers) ->
         g["embedding"] = np.zeros_like(embedding)
         np.add.at(g["embedding"], x[known], d_embedded[known])
 
-    losses = peers.gather(loss, range(peers.mesh.size))  # of each group of data, that of the last stage
+    losses = peers.gather(loss, range(peers.mesh.size))  # of each last stage
     ends = [losses[rank] for rank in peers.mesh.ranks(pp=len(peers.pp) - 1, tp=0)]
     return sum(ends) / len(ends), {name: peers.sum(one, peers.dp) / len(peers.dp) for name, one in g.items()}
 
@@ -155,7 +155,7 @@ def train(
     every: int = 3,
     losses: Path | None = None,
     dtype: str = "float32",
-    stall_timeout: float = 20.0,  # seconds without a sign of life, after which a rank counts as gone
+    stall_timeout: float = 20.0,  # seconds without a heartbeat until a rank counts as dead
     restored: Callable[[int, Any], None] | None = None,
 ) -> None:
     """What each rank runs. ``restored`` is called with the step and the state that were restored,
@@ -187,7 +187,7 @@ def train(
     ) as mgr:
         newest = mgr.latest_step()
         if newest is not None:
-            found = mgr.restore(into=shards())  # arrays are filled where they are, and a number is given back
+            found = mgr.restore(into=shards())  # fills the arrays, returns the number
             state["optimizer"]["updates"] = found["optimizer"]["updates"]
             if peers.rank == 0:
                 print(f"resumed from step {newest} with {peers.mesh}", flush=True)
@@ -207,7 +207,7 @@ def train(
                     print(f"step {step:4d}  loss {loss:.4f}", flush=True)
         except ConnectionError:
             if last is not None:
-                last.result(2 * stall_timeout)  # raises which rank it has waited for, if it has for one
+                last.result(2 * stall_timeout)  # an error names the silent rank
             raise
 
 
@@ -226,7 +226,7 @@ def start(mesh: sw.RankMesh, run: Callable[..., None] = train, **options: Any) -
         processes[-1].start()
     for ends in pipes:
         for end in ends.values():
-            end.close()  # only the ranks have them now, so that the end of one is seen by the others
+            end.close()  # now only the ranks hold them, and notice each other's end
     return processes
 
 

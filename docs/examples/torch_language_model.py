@@ -3,10 +3,9 @@ resumes on any other number of processes.
 
     torchrun --nproc-per-node 4 docs/examples/torch_language_model.py --root runs/torch --tp 2
 
-Kill it at any moment, and start it again, with another ``--nproc-per-node`` or ``--tp``, or as one
-process (``python docs/examples/torch_language_model.py --root runs/torch``): it goes on from the
-newest committed step. What the two dimensions of the mesh have to do with the checkpoint is nowhere
-said: ``DTensor`` knows it.
+Kill it at any moment, and start it again with another ``--nproc-per-node`` or ``--tp``, or as one
+process (``python docs/examples/torch_language_model.py --root runs/torch``). It resumes from the
+newest committed step. The code does not describe the sharding to the checkpoint: ``DTensor`` does.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def train(
     tp: int = 1,
     every: int = 3,
     losses: Path | None = None,
-    stall_timeout: float = 60.0,  # seconds without a sign of life, after which a rank counts as gone
+    stall_timeout: float = 60.0,  # seconds without a heartbeat until a rank counts as dead
     restored: Callable[[int, Any], None] | None = None,
 ) -> None:
     """What each process runs. ``restored`` is called with the step and the state that were
@@ -179,7 +178,7 @@ def train(
                     print(f"step {step:4d}  loss {mean:.4f}", flush=True)
         except RuntimeError:  # of a collective that lacks a rank, mostly
             if last is not None:
-                last.result(2 * stall_timeout)  # raises which rank it has waited for, if it has for one
+                last.result(2 * stall_timeout)  # an error names the silent rank
             raise
     if launched:
         dist.destroy_process_group()
