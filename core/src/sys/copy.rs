@@ -85,7 +85,7 @@ pub(super) unsafe fn gather(dst: *mut u8, src: *const u8, itemsize: usize, dims:
 /// step of the innermost one.
 ///
 /// # Safety
-/// The addresses that this forms lie in the box and in its destination.
+/// All addresses formed here are in the box and in its destination.
 unsafe fn walk(
     dims: &[Dim],
     first: u64,

@@ -32,8 +32,8 @@ impl HostSource {
     /// [`Error::Misuse`] if shape and strides do not make an addressable array.
     ///
     /// # Safety
-    /// For as long as the value lives, every element that `shape` and `strides` can name is
-    /// readable memory, and nobody writes to it while a copy is under way.
+    /// While the value lives, every element that `shape` and `strides` can name is readable memory.
+    /// Nobody writes to it during a copy.
     pub unsafe fn new(first: *const u8, itemsize: usize, shape: &[u64], strides: &[i64]) -> Result<Self> {
         let memory = StridedMemory::new(first as u64, itemsize, shape, strides)?;
         // An array without elements needs no address.

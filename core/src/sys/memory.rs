@@ -281,7 +281,7 @@ impl Buffer {
         Some(unsafe { std::slice::from_raw_parts_mut(self.as_ptr().add(at), end - at) })
     }
 
-    /// Starts all requested copies. No more requests follow.
+    /// Starts all requested copies. The buffer accepts no further requests.
     pub fn close(&mut self) {
         let base = self.as_ptr();
         if let Some(arriving) = &mut self.arriving {

@@ -377,7 +377,7 @@ unsafe fn line<T: Copy>((dst, src): (*mut u8, *const u8), dim: Dim, count: u64) 
 }
 
 /// # Safety
-/// `row` and `col` lie in the tile.
+/// `row` and `col` are inside the tile.
 #[inline]
 unsafe fn at(dst: *mut u8, src: *const u8, tile: &Tile, row: u64, col: u64) -> (*mut u8, *const u8) {
     let to = row

@@ -164,8 +164,8 @@ impl<T> Ring<T> {
     /// Queues an entry for the next [`Ring::enter`].
     ///
     /// # Safety
-    /// The memory and the descriptor that the entry names stay valid, and nobody else uses that
-    /// memory, until the entry's completion was seen. If it never is, they stay so permanently.
+    /// The memory and the descriptor of the entry stay valid, and nobody else uses that memory,
+    /// until its completion was seen. If it is never seen, they stay so permanently.
     unsafe fn push_entry(&mut self, entry: &squeue::Entry) -> io::Result<()> {
         // SAFETY: as promised by the caller.
         unsafe { self.kernel.submission().push(entry) }.map_err(|_| io::Error::from_raw_os_error(libc::EBUSY))

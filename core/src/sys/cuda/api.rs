@@ -33,7 +33,7 @@ macro_rules! functions {
             /// required.
             ///
             /// # Safety
-            /// The library is there, and is a CUDA driver: functions of these names have these
+            /// The library is present and is a CUDA driver: functions of these names have these
             /// arguments.
             pub(super) unsafe fn find() -> Result<Self, &'static str> {
                 // SAFETY: as promised by the caller. The library is never unloaded.

@@ -72,8 +72,9 @@ impl Arriving {
     /// stream of a copy whose end cannot be marked.
     ///
     /// # Safety
-    /// The buffer begins at `base` and is as long as was said where the copies were queued; `known`
-    /// says whether the driver was told of it. What they copy from is memory of their devices.
+    /// The buffer begins at `base` and has the length that was given when the copies were queued.
+    /// `known` is true only if the driver has registered the memory. The source is memory of the
+    /// copies' devices.
     pub(in crate::sys) unsafe fn close(&mut self, base: *mut u8, known: bool) {
         for one in &mut self.from {
             let queued = std::mem::take(&mut one.queued);

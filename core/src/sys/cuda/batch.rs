@@ -21,7 +21,7 @@ pub(super) struct Queued {
 /// has registered that memory.
 ///
 /// # Safety
-/// As for [`start`], of each of them.
+/// As for [`start`], for each copy.
 pub(super) unsafe fn start_all(device: &Device, base: *mut u8, known: bool, copies: &[Queued]) -> Result<()> {
     if copies.is_empty() {
         return Ok(());

@@ -50,8 +50,7 @@ impl UserStream {
     /// per-thread default stream.
     ///
     /// # Safety
-    /// It is a stream of the primary context of the device that it is used with, and is not
-    /// destroyed meanwhile.
+    /// It is a stream of the primary context of its device, and is not destroyed while it is used.
     pub unsafe fn new(handle: u64) -> Result<Self> {
         if handle == PER_THREAD {
             return Err(Error::Misuse(

@@ -84,8 +84,8 @@ struct Rows {
 /// supports their pitch, otherwise one call per row.
 ///
 /// # Safety
-/// All rows are in memory of that device, and in host memory that is there, and that nobody else
-/// touches, until what is on the stream now has ended.
+/// All rows are in memory of that device, and in mapped host memory that nobody else touches. Both
+/// hold until the current work on the stream has ended.
 unsafe fn start(entered: &Entered<'_>, stream: Stream, direction: Direction, rows: Rows) -> Result<()> {
     let Rows { host, device, width, height, host_pitch, device_pitch } = rows;
     let one = |host: *mut u8, device: u64, bytes: usize| {

@@ -26,10 +26,9 @@ impl DeviceSource {
     /// `first`. [`Error::Misuse`] if shape and strides do not make an addressable array.
     ///
     /// # Safety
-    /// As long as `owner` lives, every element that `shape` and `strides` can name is memory of
-    /// that device. (That nobody writes there meanwhile is what the order of streams is for: an
-    /// array that is changed under a copy arrives as neither the old nor the new one, and nothing
-    /// worse happens.)
+    /// While `owner` lives, every element that `shape` and `strides` can name is memory of that
+    /// device. The order of streams prevents concurrent writes. An array that changes during a copy
+    /// yields mixed bytes, but no undefined behaviour.
     pub unsafe fn new(
         device: Arc<Device>,
         first: u64,

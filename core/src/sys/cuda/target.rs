@@ -33,7 +33,7 @@ impl DeviceMemory {
     /// Wraps `len` bytes from `address` on.
     ///
     /// # Safety
-    /// As long as `owner` lives, they are memory of that device; any bytes are valid values there.
+    /// While `owner` lives, they are memory of that device, and any bytes are valid values there.
     pub unsafe fn new(device: Arc<Device>, address: u64, len: u64, owner: Owner) -> Self {
         Self { device, address, len, owner }
     }
