@@ -170,10 +170,10 @@ impl Checkpoint {
         let mut files = Arc::new(FileSet::new(Arc::clone(&dir), &stored_index::files(&manifest)));
         let wanted = expected.files(&manifest, files.records());
         if !wanted.is_empty() {
-            files.begin(Arc::clone(&environment.disk), wanted, load_options.clone());
+            files.prefetch(Arc::clone(&environment.disk), wanted, load_options.clone());
         }
         let is_whole = |item: &Item| expected.is_whole(item);
-        let index = StoredIndex::read(&*dir, &manifest, &is_whole, &|| files.has_begun())?;
+        let index = StoredIndex::read(&*dir, &manifest, &is_whole, &|| files.wait_for_prefetch())?;
         if files.records() != index.outline().files {
             files = Arc::new(FileSet::new(Arc::clone(&dir), &index.outline().files));
         }

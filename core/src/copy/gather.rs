@@ -18,7 +18,7 @@ pub struct Dim {
 /// A part of a run: `count` indices of dimension `dim` and everything below, starting `offset`
 /// bytes from the box's first element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct GatherPiece {
     /// Bytes from the box's first element to the piece's first.
     pub offset: i64,
     /// The outermost dimension that it spans.
@@ -53,10 +53,10 @@ pub fn simplify(extent: &[u64], strides: &[i64]) -> Option<Vec<Dim>> {
 
 /// Calls `emit` with the pieces of the run of `len` elements from element `start` (both in
 /// row-major order), in order. The run must be inside the box.
-pub fn pieces(dims: &[Dim], start: u64, len: u64, mut emit: impl FnMut(Piece)) {
+pub fn pieces(dims: &[Dim], start: u64, len: u64, mut emit: impl FnMut(GatherPiece)) {
     if dims.is_empty() {
         if len > 0 {
-            emit(Piece { offset: 0, dim: 0, count: 1, elements: 1 });
+            emit(GatherPiece { offset: 0, dim: 0, count: 1, elements: 1 });
         }
         return;
     }
@@ -77,7 +77,7 @@ pub fn pieces(dims: &[Dim], start: u64, len: u64, mut emit: impl FnMut(Piece)) {
         }
         let (dim, step, count) = best;
         let elements = step * count;
-        emit(Piece { offset, dim, count, elements });
+        emit(GatherPiece { offset, dim, count, elements });
         position += elements;
         left -= elements;
     }

@@ -48,7 +48,7 @@ pub(crate) enum Bounds {
 }
 
 /// A violated invariant.
-pub(crate) enum Fault {
+pub(crate) enum IndexFault {
     /// A bound was passed.
     Limit(Error),
     /// About a node of the tree.
@@ -57,13 +57,13 @@ pub(crate) enum Fault {
     Whole(String),
 }
 
-impl From<Error> for Fault {
+impl From<Error> for IndexFault {
     fn from(error: Error) -> Self {
         Self::Limit(error)
     }
 }
 
-type Checked<T = ()> = Result<T, Fault>;
+type Checked<T = ()> = Result<T, IndexFault>;
 
 pub(crate) fn check(index: &Index, bounds: Bounds) -> Checked {
     check_tree(&index.tree)?;
@@ -75,7 +75,7 @@ pub(crate) fn check(index: &Index, bounds: Bounds) -> Checked {
 pub(crate) fn check_counts(index: &Index, bounds: Bounds) -> Checked {
     limit("the number of leaves", index.leaves.len() as u64, MAX_LEAVES)?;
     if index.tree.leaf_count() != index.leaves.len() {
-        return Err(Fault::Whole(format!(
+        return Err(IndexFault::Whole(format!(
             "the tree has {} leaves, and there are records of {}",
             index.tree.leaf_count(),
             index.leaves.len()
@@ -89,19 +89,19 @@ pub(crate) fn check_counts(index: &Index, bounds: Bounds) -> Checked {
 
 /// The part of [`check`] for these leaves.
 pub(crate) fn check_leaves(index: &Index, numbers: Range<usize>, bounds: Bounds) -> Checked {
-    let at_leaf = |leaf: usize, what| Fault::Node(index.tree.leaf_node(leaf as u32).unwrap_or(0), what);
+    let at_leaf = |leaf: usize, what| IndexFault::Node(index.tree.leaf_node(leaf as u32).unwrap_or(0), what);
     let leaves = index.leaves.get(numbers.clone());
-    let leaves = leaves.ok_or_else(|| Fault::Whole(format!("there are no leaves {numbers:?}")))?;
+    let leaves = leaves.ok_or_else(|| IndexFault::Whole(format!("there are no leaves {numbers:?}")))?;
     for (number, leaf) in numbers.zip(leaves) {
         let outcome = match leaf {
             LeafRecord::Tensor(tensor) => check_tensor(index, tensor, bounds),
             LeafRecord::Object(extent) => check_object(index, extent, bounds),
             LeafRecord::Alias { of } => match target(index, *of, bounds) {
-                Target::Outside | Target::Leaf(LeafRecord::Tensor(_) | LeafRecord::Object(_)) => Ok(()),
-                Target::Leaf(LeafRecord::Alias { .. }) => {
+                TieTarget::Outside | TieTarget::Leaf(LeafRecord::Tensor(_) | LeafRecord::Object(_)) => Ok(()),
+                TieTarget::Leaf(LeafRecord::Alias { .. }) => {
                     Err(format!("it is tied to leaf {of}, itself a tie"))
                 }
-                Target::None => Err(format!("it is tied to leaf {of}, which is none")),
+                TieTarget::None => Err(format!("it is tied to leaf {of}, which is none")),
             },
         };
         outcome.map_err(|what| at_leaf(number, what))?;
@@ -113,10 +113,10 @@ fn check_files(files: &[FileRecord]) -> Checked {
     limit("the number of files", files.len() as u64, MAX_FILES)?;
     let mut names = HashSet::with_capacity(files.len());
     for file in files {
-        check_relative(&file.name).map_err(Fault::Whole)?;
+        check_relative(&file.name).map_err(IndexFault::Whole)?;
         limit("the length of a file in bytes", file.length, MAX_FILE_BYTES)?;
         if !names.insert(&*file.name) {
-            return Err(Fault::Whole(format!("the file `{}` is listed twice", file.name)));
+            return Err(IndexFault::Whole(format!("the file `{}` is listed twice", file.name)));
         }
     }
     Ok(())
@@ -125,13 +125,13 @@ fn check_files(files: &[FileRecord]) -> Checked {
 /// The part of [`check`] for the tree alone.
 pub(crate) fn check_tree(tree: &Tree) -> Checked {
     limit("the number of nodes", tree.nodes().len() as u64, MAX_NODES)?;
-    let mut open: Vec<Open<'_>> = Vec::new();
+    let mut open: Vec<OpenContainer<'_>> = Vec::new();
     // Neighbours tend to have as many children.
     let mut likely = 0;
     let mut type_names = 0;
     for (number, node) in tree.nodes().iter().enumerate() {
         let number = number as u32;
-        let fault = |what: &str| Fault::Node(number, what.to_owned());
+        let fault = |what: &str| IndexFault::Node(number, what.to_owned());
         let mut path_bytes = 0;
         match &node.component {
             None if number == 0 && node.parent == 0 => {}
@@ -153,7 +153,7 @@ pub(crate) fn check_tree(tree: &Tree) -> Checked {
         }
         if let NodeKind::Container(kind) = &node.kind {
             let children = Siblings::with_capacity_and_hasher(likely, RandomState::default());
-            open.push(Open { node: number, path_bytes, children });
+            open.push(OpenContainer { node: number, path_bytes, children });
             limit("the nesting of containers", open.len() as u64, MAX_DEPTH)?;
             type_names += check_kind(kind)?;
             limit("the size of all type names in bytes", type_names, MAX_TYPE_NAME_BYTES)?;
@@ -166,7 +166,7 @@ pub(crate) fn check_tree(tree: &Tree) -> Checked {
 }
 
 /// A container on the way from the root to where the walk is.
-struct Open<'a> {
+struct OpenContainer<'a> {
     node: u32,
     path_bytes: u64,
     children: Siblings<'a>,
@@ -240,18 +240,18 @@ fn check_kind(kind: &ContainerKind) -> Checked<u64> {
     .into())
 }
 
-enum Target<'a> {
+enum TieTarget<'a> {
     Leaf(&'a LeafRecord),
     /// Not among the leaves that were read, but in the item.
     Outside,
     None,
 }
 
-fn target(index: &Index, of: u32, bounds: Bounds) -> Target<'_> {
+fn target(index: &Index, of: u32, bounds: Bounds) -> TieTarget<'_> {
     match bounds {
-        Bounds::Part { leaves } if u64::from(of) < leaves => Target::Outside,
-        Bounds::Part { .. } => Target::None,
-        _ => index.leaves.get(of as usize).map_or(Target::None, Target::Leaf),
+        Bounds::Part { leaves } if u64::from(of) < leaves => TieTarget::Outside,
+        Bounds::Part { .. } => TieTarget::None,
+        _ => index.leaves.get(of as usize).map_or(TieTarget::None, TieTarget::Leaf),
     }
 }
 
@@ -290,16 +290,16 @@ fn check_view(index: &Index, tensor: &TensorRecord, bounds: Bounds) -> Result<()
         return Err("it is a view whose region does not have its shape".to_owned());
     }
     match target(index, view.of, bounds) {
-        Target::Outside => Ok(()),
-        Target::Leaf(LeafRecord::Tensor(of))
+        TieTarget::Outside => Ok(()),
+        TieTarget::Leaf(LeafRecord::Tensor(of))
             if of.view.is_none() && of.dtype == tensor.dtype && view.region.fits(&of.shape) =>
         {
             Ok(())
         }
-        Target::Leaf(_) => {
+        TieTarget::Leaf(_) => {
             Err(format!("it is a view of leaf {}, which is no tensor that holds its region", view.of))
         }
-        Target::None => Err(format!("it is a view of leaf {}, which is none", view.of)),
+        TieTarget::None => Err(format!("it is a view of leaf {}, which is none", view.of)),
     }
 }
 

@@ -10,7 +10,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::check::{Bounds, Fault, check};
+use super::check::{Bounds, IndexFault, check};
 use super::index::{ChunkRegion, Index, LeafRecord, TensorRecord};
 use crate::error::{Error, Result};
 use crate::leaf_path::Component;
@@ -77,9 +77,9 @@ pub fn merge_some(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     }
     let index = merger.finish(twice);
     check(&index, Bounds::Item).map_err(|fault| match fault {
-        Fault::Limit(error) => error,
-        Fault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },
-        Fault::Whole(what) => Error::internal("parts that make one valid index", what),
+        IndexFault::Limit(error) => error,
+        IndexFault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },
+        IndexFault::Whole(what) => Error::internal("parts that make one valid index", what),
     })?;
     Ok(index)
 }
@@ -96,7 +96,7 @@ fn check_objects(index: &Index) -> Result<()> {
 }
 
 /// A node of the merged tree. Children are a linked list, so that one can be put before any other.
-struct Entry {
+struct MergeEntry {
     /// The first part that has it.
     part: usize,
     component: Option<Component>,
@@ -108,7 +108,7 @@ struct Entry {
     next: Option<usize>,
 }
 
-impl Default for Entry {
+impl Default for MergeEntry {
     fn default() -> Self {
         Self {
             part: 0,
@@ -124,7 +124,7 @@ impl Default for Entry {
 
 #[derive(Default)]
 struct Merger {
-    entries: Vec<Entry>,
+    entries: Vec<MergeEntry>,
     by_path: HashMap<(usize, Component), usize>,
     /// Leaf numbers in aliases and views count these records until the end.
     records: Vec<LeafRecord>,
@@ -233,7 +233,12 @@ impl Merger {
             }
         };
         let part = self.parts.saturating_sub(1);
-        self.entries.push(Entry { part, component: node.component.clone(), kind, ..Entry::default() });
+        self.entries.push(MergeEntry {
+            part,
+            component: node.component.clone(),
+            kind,
+            ..MergeEntry::default()
+        });
         (number, true)
     }
 

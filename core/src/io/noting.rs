@@ -17,10 +17,10 @@ use crate::error::Result;
 
 /// The names that this process has changed in a directory since it was listed.
 #[derive(Debug, Default)]
-pub struct Notes(Mutex<State>);
+pub struct Notes(Mutex<NotesState>);
 
 #[derive(Debug, Default)]
-struct State {
+struct NotesState {
     /// The directory's change time if only this process has changed it since the listing.
     shows: Option<i64>,
     /// When it was listed.
@@ -40,7 +40,7 @@ pub struct At {
 }
 
 impl Notes {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, NotesState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -89,7 +89,7 @@ impl Notes {
     }
 }
 
-impl State {
+impl NotesState {
     fn now(&self) -> At {
         At { clock: self.clock, is_quiet: self.under_way == 0 }
     }

@@ -16,7 +16,7 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use rustix::io::Errno;
 
-use super::transfer::Job;
+use super::transfer::TransferJob;
 use super::{Completion, File, Queue, STALL_DEADLINE, Transfer, full};
 use crate::deadline::deadline_after;
 use crate::sys::{Birth, Buffer, spawn, write_out};
@@ -36,8 +36,8 @@ pub struct ThreadedQueue {
 }
 
 struct Inner {
-    jobs: Option<Sender<Job>>,
-    pending: Receiver<Job>,
+    jobs: Option<Sender<TransferJob>>,
+    pending: Receiver<TransferJob>,
     finished: Receiver<Completion>,
     finish: Sender<Completion>,
     threads: Vec<JoinHandle<()>>,
@@ -104,7 +104,7 @@ impl Inner {
     }
 
     /// Gives the job back where the queue stays full.
-    fn submit(&mut self, job: Job) -> Result<(), Job> {
+    fn submit(&mut self, job: TransferJob) -> Result<(), TransferJob> {
         let deadline = deadline_after(self.stall_deadline);
         while self.running >= self.depth {
             if !self.receive(deadline.saturating_duration_since(Instant::now())) && Instant::now() >= deadline
@@ -124,8 +124,8 @@ impl Inner {
 }
 
 /// Moves all bytes of a job.
-fn perform(job: Job) -> Completion {
-    let Job { mut buffer, descriptor, mut moving } = job;
+fn perform(job: TransferJob) -> Completion {
+    let TransferJob { mut buffer, descriptor, mut moving } = job;
     loop {
         let piece = moving.piece();
         let range = piece.at..piece.at + piece.len;
@@ -174,12 +174,12 @@ impl Queue for ThreadedQueue {
             self.refused.push_back(Completion { token, buffer, result });
             return;
         };
-        match Job::new(inner.alignment, transfer, file, offset, len, buffer, token) {
+        match TransferJob::new(inner.alignment, transfer, file, offset, len, buffer, token) {
             // Its bytes are there already: handing it to another thread and back would cost more
             // than moving them.
             Ok(job) if transfer == Transfer::ReadCached => inner.ready.push_back(perform(job)),
             Ok(job) => {
-                if let Err(Job { buffer, moving, .. }) = inner.submit(job) {
+                if let Err(TransferJob { buffer, moving, .. }) = inner.submit(job) {
                     let error = full(inner.running, inner.stall_deadline);
                     self.refused.push_back(moving.complete(buffer, Err(error)));
                 }

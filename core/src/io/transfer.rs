@@ -17,7 +17,7 @@ const MAX_AGAIN: u32 = 5000;
 const MAX_STALLS: u32 = 16;
 
 /// A transfer in progress, with everything that it keeps alive.
-pub struct Job {
+pub struct TransferJob {
     pub buffer: Buffer,
     pub descriptor: Arc<Descriptor>,
     pub moving: Moving,
@@ -39,7 +39,7 @@ pub struct Moving {
 
 /// The part of a job for one system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct TransferPart {
     /// Offset in the file.
     pub offset: u64,
     /// Offset in the buffer.
@@ -48,7 +48,7 @@ pub struct Piece {
     pub len: usize,
 }
 
-impl Job {
+impl TransferJob {
     /// Returns a job, or the completion that refuses it.
     pub fn new(
         alignment: usize,
@@ -103,9 +103,9 @@ impl Moving {
     }
 
     /// The next piece. Empty only for an empty job.
-    pub fn piece(&self) -> Piece {
+    pub fn piece(&self) -> TransferPart {
         let len = (self.len - self.done).min(MAX_PIECE);
-        Piece { offset: self.offset + self.done as u64, at: self.done, len }
+        TransferPart { offset: self.offset + self.done as u64, at: self.done, len }
     }
 
     /// Takes the answer to the last piece: bytes moved, or an errno. `Some` ends the job.
@@ -179,13 +179,13 @@ mod tests {
     const BLOCK: usize = 512;
 
     /// A direct transfer of `blocks` blocks on a file of `file_len` bytes.
-    fn job(transfer: Transfer, blocks: usize, file_len: u64) -> Job {
+    fn job(transfer: Transfer, blocks: usize, file_len: u64) -> TransferJob {
         let dir = tempfile::tempdir().unwrap();
         let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
         let file = disk.open_dir(dir.path()).unwrap().create_file("f", 0).unwrap();
         file.set_len(file_len).unwrap();
         let buffer = Buffer::alone(blocks * BLOCK).unwrap();
-        let mut job = Job::new(BLOCK, transfer, &file, 0, blocks * BLOCK, buffer, 7)
+        let mut job = TransferJob::new(BLOCK, transfer, &file, 0, blocks * BLOCK, buffer, 7)
             .unwrap_or_else(|refused| panic!("{:?}", refused.result));
         job.moving.alignment = BLOCK;
         job

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::transfer::{Job, Moving};
+use super::transfer::{Moving, TransferJob};
 use super::{Completion, File, Queue, STALL_DEADLINE, Transfer, full};
 use crate::deadline::deadline_after;
 use crate::sys::{Buffer, Flight, Mapping, Ring};
@@ -110,10 +110,10 @@ impl Queue for UringQueue {
             }
             self.enter(Some(left));
         }
-        match Job::new(self.alignment, transfer, file, offset, len, buffer, token) {
+        match TransferJob::new(self.alignment, transfer, file, offset, len, buffer, token) {
             Err(refusal) => self.ready.push_back(*refusal),
             Ok(job) if len == 0 => self.ready.push_back(job.moving.complete(job.buffer, Ok(0))),
-            Ok(Job { buffer, descriptor, moving }) => {
+            Ok(TransferJob { buffer, descriptor, moving }) => {
                 self.start(buffer, descriptor, moving);
                 self.enter(None);
             }
@@ -174,8 +174,8 @@ mod tests {
         let file = disk.open_dir(dir.path()).unwrap().create_file("f", 0).unwrap();
         // A read of a pipe that nobody writes to.
         let (from, to) = io::pipe().unwrap();
-        let job = Job::new(1, Transfer::Read, &file, 0, 16, Buffer::alone(4096).unwrap(), 1);
-        let Ok(Job { buffer, moving, .. }) = job else { panic!("it is a job") };
+        let job = TransferJob::new(1, Transfer::Read, &file, 0, 16, Buffer::alone(4096).unwrap(), 1);
+        let Ok(TransferJob { buffer, moving, .. }) = job else { panic!("it is a job") };
         queue.start(buffer, Arc::new(Descriptor::new(from.into(), "pipe")), moving);
         queue.enter(None);
         let begun = Instant::now();

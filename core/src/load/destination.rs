@@ -10,7 +10,7 @@ use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::geometry::{Dim, Tile};
+use super::geometry::{CopyDim, Tile};
 use crate::deadline::deadline_after;
 use crate::provider::Ticket;
 use crate::staging::Fence;
@@ -94,8 +94,8 @@ pub struct Steps {
     pub to: i64,
 }
 
-impl From<Dim> for Steps {
-    fn from(dim: Dim) -> Self {
+impl From<CopyDim> for Steps {
+    fn from(dim: CopyDim) -> Self {
         Self { count: dim.extent, from: dim.src, to: dim.dst }
     }
 }

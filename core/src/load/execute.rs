@@ -55,7 +55,7 @@ pub fn execute_while<'a>(
     }
     let wanted = copies.iter().fold(0_u64, |bytes, copy| bytes.saturating_add(copy.bytes()));
     let (schedule, windows, lists) =
-        Schedule::of_plan(plan, &copies, &numbers, &mut |file| files.shape(file))?;
+        Schedule::of_plan(plan, &copies, &numbers, &mut |file| files.layout(file))?;
     let mut infos = HashMap::new();
     for read in &schedule.reads {
         if let Entry::Vacant(place) = infos.entry(read.file) {

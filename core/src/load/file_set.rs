@@ -14,9 +14,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) use info::{FileInfo, check_page};
 
 use super::buffers::ReadBuffers;
-use super::head_start::{Coming, HeadStart};
 use super::options::LoadOptions;
-use super::schedule::Shape;
+use super::prefetch::{Prefetch, RunningPrefetch};
+use super::schedule::FileLayout;
 use crate::format::index::FileRecord;
 use crate::io::{Dir, Disk, File, Section, is_component};
 use crate::{Error, Result};
@@ -24,9 +24,9 @@ use crate::{Error, Result};
 /// Limit on open files. An item of a large job has more files than a process may open.
 const MAX_OPEN: usize = 128;
 
-/// The kind of integrity check for a set's files.
+/// The origin of integrity check for a set's files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum FileOrigin {
     /// Data files of stepwell: everything is checked.
     Own,
     /// Files of other libraries: only their length is checked.
@@ -37,24 +37,24 @@ enum Kind {
 pub struct FileSet {
     dir: Arc<dyn Dir>,
     records: Vec<FileRecord>,
-    kind: Kind,
-    state: Mutex<State>,
+    origin: FileOrigin,
+    state: Mutex<OpenFiles>,
     buffers: Arc<ReadBuffers>,
-    begun: Mutex<Begun>,
+    prefetch: Mutex<PrefetchState>,
 }
 
-/// The prefetch of a set ([`super::head_start`]).
+/// The prefetch of a set ([`super::prefetch`]).
 #[derive(Default)]
-enum Begun {
+enum PrefetchState {
     #[default]
     Nothing,
     /// The prefetch runs, and its result has not been received.
-    Coming(Coming),
-    Here(HeadStart),
+    Running(RunningPrefetch),
+    Ready(Prefetch),
 }
 
 #[derive(Default)]
-struct State {
+struct OpenFiles {
     /// The files that were opened and checked.
     known: HashMap<u32, Arc<FileInfo>>,
     open: HashMap<u32, Arc<dyn File>>,
@@ -74,18 +74,18 @@ impl std::fmt::Debug for FileSet {
 impl FileSet {
     /// Creates the set of an index's data files below `dir`. Opens nothing yet.
     pub fn new(dir: Arc<dyn Dir>, records: &[FileRecord]) -> Self {
-        Self::of(dir, records, Kind::Own)
+        Self::of(dir, records, FileOrigin::Own)
     }
 
     /// Creates the set of a foreign checkpoint's files below `dir`. They have no checksums.
     pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord]) -> Self {
-        Self::of(dir, records, Kind::Foreign)
+        Self::of(dir, records, FileOrigin::Foreign)
     }
 
-    fn of(dir: Arc<dyn Dir>, records: &[FileRecord], kind: Kind) -> Self {
+    fn of(dir: Arc<dyn Dir>, records: &[FileRecord], origin: FileOrigin) -> Self {
         let buffers = ReadBuffers::shared();
-        let begun = Mutex::default();
-        Self { dir, records: records.to_vec(), kind, state: Mutex::default(), buffers, begun }
+        let prefetch = Mutex::default();
+        Self { dir, records: records.to_vec(), origin, state: Mutex::default(), buffers, prefetch }
     }
 
     /// Returns the records of the files.
@@ -95,44 +95,44 @@ impl FileSet {
 
     /// Starts to prefetch these files, in this order, for a restore that will read all of them.
     /// Returns at once. A failed prefetch is not reported: the restore reads by itself.
-    pub fn begin(self: &Arc<Self>, disk: Arc<dyn Disk>, files: Vec<u32>, options: LoadOptions) {
-        match Coming::start(disk, Arc::clone(self), files, options) {
-            Ok(coming) => *self.begun() = Begun::Coming(coming),
-            Err(error) => tracing::debug!(%error, "no head start"),
+    pub fn prefetch(self: &Arc<Self>, disk: Arc<dyn Disk>, files: Vec<u32>, options: LoadOptions) {
+        match RunningPrefetch::start(disk, Arc::clone(self), files, options) {
+            Ok(running) => *self.lock_prefetch() = PrefetchState::Running(running),
+            Err(error) => tracing::debug!(%error, "cannot prefetch"),
         }
     }
 
-    /// Waits until [`FileSet::begin`] has submitted its reads. Call it before work that keeps all
-    /// cores busy: the prefetch needs a core now and then until its reads are submitted.
-    pub fn has_begun(&self) {
+    /// Waits until [`FileSet::prefetch`] has submitted its reads. Call it before work that keeps
+    /// all cores busy: the prefetch needs a core now and then until its reads are submitted.
+    pub fn wait_for_prefetch(&self) {
         // Holds the lock, so that concurrent callers wait too.
-        let mut begun = self.begun();
-        if let Begun::Coming(_) = *begun
-            && let Begun::Coming(coming) = std::mem::take(&mut *begun)
-            && let Some(head_start) = coming.wait()
+        let mut state = self.lock_prefetch();
+        if let PrefetchState::Running(_) = *state
+            && let PrefetchState::Running(running) = std::mem::take(&mut *state)
+            && let Some(prefetch) = running.wait()
         {
-            *begun = Begun::Here(head_start);
+            *state = PrefetchState::Ready(prefetch);
         }
     }
 
     /// Takes the prefetch out of the set.
-    pub(super) fn take_head_start(&self) -> Option<HeadStart> {
+    pub(super) fn take_prefetch(&self) -> Option<Prefetch> {
         // Wait without holding the lock.
-        let begun = std::mem::take(&mut *self.begun());
-        match begun {
-            Begun::Nothing => None,
-            Begun::Coming(coming) => coming.wait(),
-            Begun::Here(head_start) => Some(head_start),
+        let state = std::mem::take(&mut *self.lock_prefetch());
+        match state {
+            PrefetchState::Nothing => None,
+            PrefetchState::Running(running) => running.wait(),
+            PrefetchState::Ready(prefetch) => Some(prefetch),
         }
     }
 
     /// Stores a prefetch for a later run.
-    pub(super) fn keep_head_start(&self, head_start: HeadStart) {
-        *self.begun() = Begun::Here(head_start);
+    pub(super) fn keep_prefetch(&self, prefetch: Prefetch) {
+        *self.lock_prefetch() = PrefetchState::Ready(prefetch);
     }
 
-    fn begun(&self) -> std::sync::MutexGuard<'_, Begun> {
-        self.begun.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_prefetch(&self) -> std::sync::MutexGuard<'_, PrefetchState> {
+        self.prefetch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the directory of the files.
@@ -165,9 +165,9 @@ impl FileSet {
         &self.buffers
     }
 
-    pub(super) fn shape(&self, file: u32) -> Result<Shape> {
+    pub(super) fn layout(&self, file: u32) -> Result<FileLayout> {
         let info = self.info(file)?;
-        Ok(Shape { path: info.path.clone(), block_bytes: info.block_bytes, data_end: info.data_end })
+        Ok(FileLayout { path: info.path.clone(), block_bytes: info.block_bytes, data_end: info.data_end })
     }
 
     /// Returns the facts about a file. The first call opens and checks it.
@@ -197,7 +197,7 @@ impl FileSet {
         super::pipeline::short(&self.path(file), found, wanted)
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, OpenFiles> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -219,9 +219,9 @@ impl FileSet {
         let known = self.lock().known.get(&file).cloned();
         let info = match known {
             Some(info) => info,
-            None => Arc::new(match self.kind {
-                Kind::Own => FileInfo::own(handle.as_ref(), record)?,
-                Kind::Foreign => FileInfo::foreign(handle.as_ref(), record)?,
+            None => Arc::new(match self.origin {
+                FileOrigin::Own => FileInfo::own(handle.as_ref(), record)?,
+                FileOrigin::Foreign => FileInfo::foreign(handle.as_ref(), record)?,
             }),
         };
         let mut state = self.lock();

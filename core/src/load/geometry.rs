@@ -15,13 +15,13 @@ use crate::read_plan::BoxCopy;
 
 /// One dimension of a copy, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Dim {
+pub(crate) struct CopyDim {
     pub(crate) extent: u64,
     pub(crate) src: u64,
     pub(crate) dst: i64,
 }
 
-impl Dim {
+impl CopyDim {
     const ONE: Self = Self { extent: 1, src: 0, dst: 0 };
 }
 
@@ -43,7 +43,7 @@ pub(crate) struct Strided {
     /// Bytes of the longest run that is contiguous on both sides.
     pub(crate) unit: u64,
     /// The other dimensions, outermost (in the file) first.
-    pub(crate) dims: SmallVec<[Dim; 2]>,
+    pub(crate) dims: SmallVec<[CopyDim; 2]>,
 }
 
 /// A two-dimensional part of a copy: `rows × cols` units. Every byte is in the window.
@@ -56,9 +56,9 @@ pub(crate) struct Tile {
     /// Bytes of one unit.
     pub(crate) unit: u64,
     /// The remaining dimension with the smallest destination stride.
-    pub(crate) rows: Dim,
+    pub(crate) rows: CopyDim,
     /// The dimension with the smallest source stride.
-    pub(crate) cols: Dim,
+    pub(crate) cols: CopyDim,
 }
 
 impl Tile {
@@ -83,7 +83,7 @@ impl Strided {
         let mut src_last = i128::from(copy.src_offset);
         let (mut dst_first, mut dst_last) = (i128::from(copy.dst_offset), i128::from(copy.dst_offset));
         let mut bytes = Some(itemsize);
-        let mut dims: SmallVec<[Dim; 2]> = SmallVec::new();
+        let mut dims: SmallVec<[CopyDim; 2]> = SmallVec::new();
         for ((&extent, &src), &dst) in copy.extent.iter().zip(&copy.src_strides).zip(&copy.dst_strides) {
             bytes = bytes.and_then(|bytes| bytes.checked_mul(extent));
             if extent == 1 {
@@ -104,7 +104,7 @@ impl Strided {
             } else {
                 dst_last += dst_reach;
             }
-            dims.push(Dim { extent, src, dst });
+            dims.push(CopyDim { extent, src, dst });
         }
         let end = |last: i128| u64::try_from(last + i128::from(itemsize)).ok();
         let (Some(src_end), Some(dst_end), Ok(dst_start), Some(_)) =
@@ -159,7 +159,7 @@ impl Strided {
     }
 
     fn clip_dims(&self, depth: usize, src: u64, dst: u64, window: &Range<u64>, each: &mut dyn FnMut(Tile)) {
-        let Some((dim, inner)) = self.dims.get(depth..).and_then(<[Dim]>::split_first) else {
+        let Some((dim, inner)) = self.dims.get(depth..).and_then(<[CopyDim]>::split_first) else {
             let start = src.max(window.start);
             let end = (src + self.unit).min(window.end);
             if start < end {
@@ -167,8 +167,8 @@ impl Strided {
                     src: start,
                     dst: dst + (start - src),
                     unit: end - start,
-                    rows: Dim::ONE,
-                    cols: Dim::ONE,
+                    rows: CopyDim::ONE,
+                    cols: CopyDim::ONE,
                 };
                 each(tile);
             }
@@ -191,7 +191,7 @@ impl Strided {
             self.clip_dims(depth + 1, src, dst, window, each);
         }
         let (first_src, first_dst) = at(whole.start);
-        let head = Dim { extent: whole.end - whole.start, ..*dim };
+        let head = CopyDim { extent: whole.end - whole.start, ..*dim };
         self.tiles(head, inner, first_src, first_dst, each);
         for i in whole.end..touching.end {
             let (src, dst) = at(i);
@@ -200,9 +200,9 @@ impl Strided {
     }
 
     /// Yields the tiles of a box that is completely inside the window.
-    fn tiles(&self, head: Dim, inner: &[Dim], src: u64, dst: u64, each: &mut dyn FnMut(Tile)) {
+    fn tiles(&self, head: CopyDim, inner: &[CopyDim], src: u64, dst: u64, each: &mut dyn FnMut(Tile)) {
         let Some((&cols, outer)) = inner.split_last() else {
-            each(Tile { src, dst, unit: self.unit, rows: Dim::ONE, cols: head });
+            each(Tile { src, dst, unit: self.unit, rows: CopyDim::ONE, cols: head });
             return;
         };
         // The rows are the dimension with the smallest destination stride, out of the head (`None`)
@@ -224,9 +224,9 @@ impl Strided {
 }
 
 /// Merges dimensions that are contiguous on both sides and returns the bytes of a unit.
-fn merge(dims: &mut SmallVec<[Dim; 2]>, itemsize: u64) -> u64 {
+fn merge(dims: &mut SmallVec<[CopyDim; 2]>, itemsize: u64) -> u64 {
     let mut unit = itemsize;
-    let mut merged: Vec<Dim> = Vec::new(); // innermost first
+    let mut merged: Vec<CopyDim> = Vec::new(); // innermost first
     for &dim in dims.iter().rev() {
         let dense = |bytes: u64| dim.src == bytes && u64::try_from(dim.dst) == Ok(bytes);
         match merged.last_mut() {
@@ -247,7 +247,7 @@ fn merge(dims: &mut SmallVec<[Dim; 2]>, itemsize: u64) -> u64 {
 }
 
 /// Returns the indices of `dim` whose bytes touch the window.
-fn touching(dim: &Dim, src: u64, reach: u64, window: &Range<u64>) -> Range<u64> {
+fn touching(dim: &CopyDim, src: u64, reach: u64, window: &Range<u64>) -> Range<u64> {
     if dim.src == 0 {
         let touches = src < window.end && window.start < src + reach;
         return 0..if touches { dim.extent } else { 0 };
@@ -259,7 +259,7 @@ fn touching(dim: &Dim, src: u64, reach: u64, window: &Range<u64>) -> Range<u64> 
 }
 
 /// Returns the indices of `dim` whose bytes are completely inside the window.
-fn within(dim: &Dim, src: u64, reach: u64, window: &Range<u64>) -> Range<u64> {
+fn within(dim: &CopyDim, src: u64, reach: u64, window: &Range<u64>) -> Range<u64> {
     if window.end < src + reach {
         return 0..0;
     }
@@ -271,7 +271,7 @@ fn within(dim: &Dim, src: u64, reach: u64, window: &Range<u64>) -> Range<u64> {
     first.min(end)..end
 }
 
-fn walk(dims: &[Dim], src: u64, dst: u64, each: &mut dyn FnMut(u64, u64)) {
+fn walk(dims: &[CopyDim], src: u64, dst: u64, each: &mut dyn FnMut(u64, u64)) {
     let Some((dim, inner)) = dims.split_first() else {
         each(src, dst);
         return;

@@ -37,23 +37,23 @@ pub fn read_objects(
             return Err(Error::Limit { what, found: extent.length, limit: MAX_OBJECT_BYTES });
         }
         // Check before allocating memory of a size that the index merely claims.
-        let shape = files.shape(file)?;
-        if extent.offset.checked_add(extent.length).is_none_or(|end| end > shape.data_end) {
+        let layout = files.layout(file)?;
+        if extent.offset.checked_add(extent.length).is_none_or(|end| end > layout.data_end) {
             let what = format!(
                 "the index says that its {} bytes begin at byte {}, but the file's blocks end at {}",
-                extent.length, extent.offset, shape.data_end
+                extent.length, extent.offset, layout.data_end
             );
-            return Err(Error::Corrupt { file: shape.path, leaf: Some(name()), block: None, what });
+            return Err(Error::Corrupt { file: layout.path, leaf: Some(name()), block: None, what });
         }
         if seen.insert(source_of(index, leaf)) {
             let claimed = claimed.entry(file).or_default();
             *claimed = claimed.saturating_add(extent.length);
-            if *claimed > shape.data_end {
+            if *claimed > layout.data_end {
                 let what = format!(
                     "its objects claim {claimed} bytes, more than the {} of its blocks",
-                    shape.data_end
+                    layout.data_end
                 );
-                return Err(Error::Corrupt { file: shape.path, leaf: Some(name()), block: None, what });
+                return Err(Error::Corrupt { file: layout.path, leaf: Some(name()), block: None, what });
             }
         }
         encoded.push(vec![0_u8; extent.length as usize]);

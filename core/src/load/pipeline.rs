@@ -22,9 +22,9 @@ use worker::Workers;
 use super::buffers::ReadBuffers;
 use super::destination::{Staged, Started};
 use super::file_set::FileSet;
-use super::head_start::KeptThread;
 use super::options::{LoadOptions, LoadStats, Shares};
-use super::schedule::{Read, Schedule};
+use super::prefetch::PrefetchThread;
+use super::schedule::{Schedule, ScheduledRead};
 use crate::deadline::deadline_after;
 use crate::io::{Completion, Disk, File, Queue, Transfer};
 use crate::sys::Buffer;
@@ -42,12 +42,12 @@ pub(super) trait Sink: Send + Sync + 'static {
 
 /// The progress callback. Called between reads on the calling thread with the bytes done; `false`
 /// ends the run.
-pub(super) type Tick<'a> = &'a mut dyn FnMut(u64) -> bool;
+pub(super) type Progress<'a> = &'a mut dyn FnMut(u64) -> bool;
 
 /// Poll interval of the deadline, of progress and of worker errors.
-const SLICE: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Poll interval of the disk while workers hold buffers that could start more reads.
-const LOOK: Duration = Duration::from_micros(300);
+const BUFFER_POLL_INTERVAL: Duration = Duration::from_micros(300);
 /// Minimum part of a read that must be cached to read it through the page cache. Every hole costs a
 /// small synchronous read.
 const CACHED_NUMERATOR: u64 = 7;
@@ -56,23 +56,23 @@ const CACHED_DENOMINATOR: u64 = 8;
 const BACKLOG: usize = 32;
 
 /// A task of a worker.
-enum Job {
+enum WorkerJob {
     /// Check and use the bytes of read `read`, from byte `skip` of the buffer on.
     Filled { read: usize, skip: usize, buffer: Buffer },
-    /// Read this cell through the page cache, then check and use it.
+    /// ScheduledRead this cell through the page cache, then check and use it.
     Cached { file: Arc<dyn File>, cell: usize },
 }
 
 /// A report of a worker.
-enum Event {
+enum WorkerReport {
     /// A job is done.
-    Done { bytes: u64, buffer: Back },
+    Done { bytes: u64, buffer: BufferOutcome },
     /// A job failed.
-    Failed { error: Error, buffer: Back },
+    Failed { error: Error, buffer: BufferOutcome },
 }
 
 /// The state of a job's buffer after the job.
-enum Back {
+enum BufferOutcome {
     /// The job had no buffer.
     None,
     /// The buffer is free.
@@ -82,7 +82,7 @@ enum Back {
 }
 
 /// The state that workers and the calling thread share.
-struct Shared<S> {
+struct RunState<S> {
     schedule: Schedule,
     sink: Arc<S>,
     buffers: Arc<ReadBuffers>,
@@ -103,7 +103,7 @@ pub(super) fn run<S: Sink>(
     schedule: Schedule,
     sink: &Arc<S>,
     options: &LoadOptions,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<LoadStats> {
     let started = Instant::now();
     if schedule.reads.is_empty() {
@@ -123,7 +123,7 @@ pub(super) fn run<S: Sink>(
 
     let Shares { threads, read_buffers: most_buffers } =
         options.shares(schedule.cells.len(), cell_buffer, read_buffer);
-    let shared = Arc::new(Shared {
+    let shared = Arc::new(RunState {
         schedule,
         sink: Arc::clone(sink),
         buffers: Arc::clone(files.buffers()),
@@ -148,8 +148,8 @@ pub(super) fn run<S: Sink>(
         jobs: Some(jobs),
         events,
         queue: None,
-        begun: Vec::new(),
-        begun_by: None,
+        prefetched: Vec::new(),
+        prefetch_thread: None,
         free: Vec::new(),
         held: 0,
         most_held: 0,
@@ -159,7 +159,7 @@ pub(super) fn run<S: Sink>(
         stats: LoadStats::default(),
     };
     reader.take_over(options.budget());
-    let result = reader.drive(tick);
+    let result = reader.drive(progress);
     let ended = reader.finish(workers);
     let mut stats = std::mem::take(&mut reader.stats);
     let cells = if stats.bytes_cached > 0 { threads * cell_buffer } else { 0 };
@@ -172,20 +172,20 @@ pub(super) fn run<S: Sink>(
 struct Reader<'a, S> {
     disk: &'a dyn Disk,
     files: &'a FileSet,
-    shared: &'a Arc<Shared<S>>,
+    shared: &'a Arc<RunState<S>>,
     depth: usize,
     read_buffer: usize,
     most_buffers: usize,
     threads: usize,
     /// `None` after the last job was sent.
-    jobs: Option<Sender<Job>>,
-    events: Receiver<Event>,
+    jobs: Option<Sender<WorkerJob>>,
+    events: Receiver<WorkerReport>,
     /// Created on first use.
     queue: Option<Box<dyn Queue>>,
     /// Prefetched reads: their numbers, indexed by token.
-    begun: Vec<usize>,
+    prefetched: Vec<usize>,
     /// The thread that submitted the prefetched reads. Kept until they are done.
-    begun_by: Option<KeptThread>,
+    prefetch_thread: Option<PrefetchThread>,
     free: Vec<Buffer>,
     /// Buffers that this run holds, free or in use, and their peak.
     held: usize,
@@ -205,40 +205,40 @@ impl<S: Sink> Reader<'_, S> {
     /// Takes over the prefetched reads if all of them belong to this run. A small run (of objects)
     /// that fits the budget besides them leaves them to the next run. Any other run drops them.
     fn take_over(&mut self, budget: usize) {
-        let Some(head_start) = self.files.take_head_start() else { return };
-        let Some(numbers) = head_start.numbers(&self.shared.schedule) else {
+        let Some(prefetch) = self.files.take_prefetch() else { return };
+        let Some(numbers) = prefetch.numbers(&self.shared.schedule) else {
             let own = self.shared.schedule.reads.len() * self.read_buffer;
             let workers = self.threads * self.shared.cell_buffer;
-            if own + workers + head_start.bytes() <= budget {
-                self.files.keep_head_start(head_start);
+            if own + workers + prefetch.bytes() <= budget {
+                self.files.keep_prefetch(prefetch);
             }
             return;
         };
-        if head_start.buffer_len == self.read_buffer && numbers.len() <= self.most_buffers {
-            self.depth = self.depth.min(head_start.queue_depth);
-            (self.queue, self.begun_by) = head_start.into_queue();
+        if prefetch.buffer_len == self.read_buffer && numbers.len() <= self.most_buffers {
+            self.depth = self.depth.min(prefetch.queue_depth);
+            (self.queue, self.prefetch_thread) = prefetch.into_queue();
             self.held = numbers.len();
             self.most_held = self.held;
             self.stats.reads += numbers.len() as u64;
-            self.begun = numbers;
+            self.prefetched = numbers;
         }
     }
 
-    fn drive(&mut self, tick: Tick<'_>) -> Result<()> {
+    fn drive(&mut self, progress: Progress<'_>) -> Result<()> {
         let shared = Arc::clone(self.shared);
         let mut reads = shared.schedule.reads.iter().enumerate();
         let mut next = None;
         loop {
             while let Ok(event) = self.events.try_recv() {
-                self.heard(event)?;
+                self.handle_report(event)?;
             }
-            if !tick(self.done) {
+            if !progress(self.done) {
                 return Err(Error::Cancelled("by the caller".into()));
             }
             loop {
                 if next.is_none() {
                     next = match reads.next() {
-                        Some((number, _)) if self.begun.contains(&number) => continue,
+                        Some((number, _)) if self.prefetched.contains(&number) => continue,
                         Some((number, read)) => self.plan(number, read)?,
                         None => break,
                     };
@@ -253,17 +253,25 @@ impl<S: Sink> Reader<'_, S> {
             if in_flight > 0 {
                 // A buffer that a worker frees can start another read. Poll for it if the queue has
                 // space.
-                let wait = if in_flight < self.depth && self.working > 0 { LOOK } else { SLICE };
+                let wait = if in_flight < self.depth && self.working > 0 {
+                    BUFFER_POLL_INTERVAL
+                } else {
+                    POLL_INTERVAL
+                };
                 if let Some(completion) = self.queue.as_mut().and_then(|queue| queue.complete(wait)) {
                     self.last_progress = Instant::now();
                     self.completed(completion)?;
                 }
             } else if self.working > 0 {
-                if let Ok(event) = self.events.recv_timeout(SLICE) {
-                    self.heard(event)?;
+                if let Ok(event) = self.events.recv_timeout(POLL_INTERVAL) {
+                    self.handle_report(event)?;
                 }
             } else if next.is_none() && reads.len() == 0 {
-                return if tick(self.done) { Ok(()) } else { Err(Error::Cancelled("by the caller".into())) };
+                return if progress(self.done) {
+                    Ok(())
+                } else {
+                    Err(Error::Cancelled("by the caller".into()))
+                };
             }
             self.check_stall()?;
         }
@@ -271,7 +279,7 @@ impl<S: Sink> Reader<'_, S> {
 
     /// Decides how to do a read. `None` skips it: its file cannot be opened, and the sink accepts
     /// that.
-    fn plan(&mut self, number: usize, read: &Read) -> Result<Option<Planned>> {
+    fn plan(&mut self, number: usize, read: &ScheduledRead) -> Result<Option<Planned>> {
         let file = match self.files.ready(read.file, &read.bytes) {
             Ok(file) => file,
             Err(error) => {
@@ -303,7 +311,7 @@ impl<S: Sink> Reader<'_, S> {
             self.stats.reads += read.cells.len() as u64;
             for cell in read.cells.clone() {
                 self.working += 1;
-                let job = Job::Cached { file: Arc::clone(&planned.file), cell };
+                let job = WorkerJob::Cached { file: Arc::clone(&planned.file), cell };
                 jobs.send(job).map_err(|_| no_workers())?;
             }
             return Ok(None);
@@ -355,7 +363,7 @@ impl<S: Sink> Reader<'_, S> {
         let Completion { token, buffer, result } = completion;
         let number = match token.checked_sub(OWN_TOKENS) {
             Some(number) => usize::try_from(number).ok(),
-            None => self.begun.get(token as usize).copied(),
+            None => self.prefetched.get(token as usize).copied(),
         };
         let found = number.and_then(|number| Some((number, self.shared.schedule.reads.get(number)?)));
         let Some((number, read)) = found else {
@@ -376,31 +384,31 @@ impl<S: Sink> Reader<'_, S> {
         self.stats.bytes_read += read.bytes.end - read.bytes.start;
         self.working += 1;
         let jobs = self.jobs.as_ref().ok_or_else(no_workers)?;
-        jobs.send(Job::Filled { read: number, skip, buffer }).map_err(|_| no_workers())
+        jobs.send(WorkerJob::Filled { read: number, skip, buffer }).map_err(|_| no_workers())
     }
 
-    fn heard(&mut self, event: Event) -> Result<()> {
+    fn handle_report(&mut self, event: WorkerReport) -> Result<()> {
         self.last_progress = Instant::now();
         self.working = self.working.saturating_sub(1);
         match event {
-            Event::Done { bytes, buffer } => {
+            WorkerReport::Done { bytes, buffer } => {
                 self.done += bytes;
                 self.take_back(buffer);
                 Ok(())
             }
-            Event::Failed { error, buffer } => {
+            WorkerReport::Failed { error, buffer } => {
                 self.take_back(buffer);
                 Err(error)
             }
         }
     }
 
-    fn take_back(&mut self, buffer: Back) {
+    fn take_back(&mut self, buffer: BufferOutcome) {
         match buffer {
-            Back::None => {}
-            Back::Buffer(buffer) => self.free.push(buffer),
+            BufferOutcome::None => {}
+            BufferOutcome::Buffer(buffer) => self.free.push(buffer),
             // Allow a replacement: otherwise a run with slow devices would use up its buffers.
-            Back::Kept => self.held = self.held.saturating_sub(1),
+            BufferOutcome::Kept => self.held = self.held.saturating_sub(1),
         }
     }
 
@@ -425,7 +433,7 @@ impl<S: Sink> Reader<'_, S> {
         if let Some(mut queue) = self.queue.take() {
             let deadline = deadline_after(self.shared.stall_timeout);
             while queue.in_flight() > 0 && Instant::now() < deadline && self.check_stall().is_ok() {
-                if let Some(completion) = queue.complete(SLICE) {
+                if let Some(completion) = queue.complete(POLL_INTERVAL) {
                     self.last_progress = Instant::now();
                     self.free.push(completion.buffer);
                 }
@@ -437,8 +445,8 @@ impl<S: Sink> Reader<'_, S> {
             }
         }
         while self.working > 0 {
-            match self.events.recv_timeout(SLICE) {
-                Ok(Event::Done { buffer, .. } | Event::Failed { buffer, .. }) => {
+            match self.events.recv_timeout(POLL_INTERVAL) {
+                Ok(WorkerReport::Done { buffer, .. } | WorkerReport::Failed { buffer, .. }) => {
                     self.last_progress = Instant::now();
                     self.working -= 1;
                     self.take_back(buffer);

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use super::geometry::Strided;
 use crate::read_plan::ReadPlan;
-use crate::sys::Window;
+use crate::sys::ScatterWindow;
 use crate::{Error, Result};
 
 /// Bytes of a cell, unless one block is larger: half of a typical second-level cache.
@@ -20,7 +20,7 @@ pub(super) const READ_BYTES: u64 = 4 << 20;
 
 /// One transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Read {
+pub(super) struct ScheduledRead {
     /// Ordinal of the file.
     pub(super) file: u32,
     /// Bytes of the file.
@@ -39,13 +39,13 @@ pub(super) struct Cell {
 /// The reads of a run, in file order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Schedule {
-    pub(super) reads: Vec<Read>,
+    pub(super) reads: Vec<ScheduledRead>,
     pub(super) cells: Vec<Cell>,
 }
 
 /// The facts about a file that determine its reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Shape {
+pub(super) struct FileLayout {
     pub(super) path: PathBuf,
     pub(super) block_bytes: u64,
     /// Offset of the end of the blocks.
@@ -53,7 +53,7 @@ pub(super) struct Shape {
 }
 
 /// Joined ranges of a plan, with their copies.
-struct Run {
+struct JoinedRange {
     file: u32,
     bytes: Range<u64>,
     copies: Vec<u32>,
@@ -74,7 +74,7 @@ impl Schedule {
                 self.cells.push(Cell { file, bytes: start..next });
                 start = next;
             }
-            self.reads.push(Read { file, bytes: at..end, cells: first..self.cells.len() });
+            self.reads.push(ScheduledRead { file, bytes: at..end, cells: first..self.cells.len() });
             at = end;
         }
     }
@@ -91,12 +91,12 @@ impl Schedule {
         plan: &ReadPlan,
         copies: &[Strided],
         numbers: &[Option<u32>],
-        shape: &mut dyn FnMut(u32) -> Result<Shape>,
-    ) -> Result<(Self, Vec<Window>, Vec<u32>)> {
+        layout: &mut dyn FnMut(u32) -> Result<FileLayout>,
+    ) -> Result<(Self, Vec<ScatterWindow>, Vec<u32>)> {
         let mut schedule = Self::default();
         let (mut windows, mut lists) = (Vec::new(), Vec::new());
-        for run in round(plan, copies, numbers, shape)? {
-            let block_bytes = shape(run.file)?.block_bytes;
+        for run in round(plan, copies, numbers, layout)? {
+            let block_bytes = layout(run.file)?.block_bytes;
             let first = schedule.cells.len();
             schedule.push(run.file, run.bytes.clone(), block_bytes);
             let cell_bytes = CELL_BYTES.next_multiple_of(block_bytes);
@@ -121,7 +121,7 @@ impl Schedule {
                 while let Some((_, number)) = pairs.next_if(|&(of, _)| of == i) {
                     lists.push(number);
                 }
-                windows.push(Window {
+                windows.push(ScatterWindow {
                     file: cell.file,
                     bytes: cell.bytes.clone(),
                     copies: start..lists.len(),
@@ -137,10 +137,10 @@ fn round(
     plan: &ReadPlan,
     copies: &[Strided],
     numbers: &[Option<u32>],
-    shape: &mut dyn FnMut(u32) -> Result<Shape>,
-) -> Result<Vec<Run>> {
-    let mut runs: Vec<Run> = Vec::with_capacity(plan.runs.len());
-    let mut current: Option<(u32, Shape)> = None;
+    layout: &mut dyn FnMut(u32) -> Result<FileLayout>,
+) -> Result<Vec<JoinedRange>> {
+    let mut runs: Vec<JoinedRange> = Vec::with_capacity(plan.runs.len());
+    let mut current: Option<(u32, FileLayout)> = None;
     for run in &plan.runs {
         let of_run: Vec<u32> =
             run.copies.iter().filter_map(|&c| numbers.get(c as usize).copied().flatten()).collect();
@@ -148,9 +148,9 @@ fn round(
             continue;
         }
         if current.as_ref().is_none_or(|(file, _)| *file != run.file) {
-            current = Some((run.file, shape(run.file)?));
+            current = Some((run.file, layout(run.file)?));
         }
-        let Some((_, Shape { path, block_bytes, data_end })) = &current else { continue };
+        let Some((_, FileLayout { path, block_bytes, data_end })) = &current else { continue };
         for &number in &of_run {
             let Some(copy) = copies.get(number as usize) else { continue };
             if copy.file != run.file {
@@ -173,10 +173,10 @@ fn round(
             continue;
         }
         let end = end.checked_next_multiple_of(*block_bytes).unwrap_or(end).min(*data_end);
-        runs.push(Run { file: run.file, bytes: start..end, copies: of_run });
+        runs.push(JoinedRange { file: run.file, bytes: start..end, copies: of_run });
     }
     runs.sort_by_key(|run| (run.file, run.bytes.start));
-    let mut joined: Vec<Run> = Vec::with_capacity(runs.len());
+    let mut joined: Vec<JoinedRange> = Vec::with_capacity(runs.len());
     for run in runs {
         match joined.last_mut() {
             Some(last) if last.file == run.file && run.bytes.start <= last.bytes.end => {
@@ -210,11 +210,11 @@ mod tests {
         }
     }
 
-    fn schedule(plan: &ReadPlan, data_end: u64) -> Result<(Schedule, Vec<Window>, Vec<u32>)> {
+    fn schedule(plan: &ReadPlan, data_end: u64) -> Result<(Schedule, Vec<ScatterWindow>, Vec<u32>)> {
         let copies: Vec<Strided> = plan.copies.iter().map(|c| Strided::new(c).unwrap().unwrap()).collect();
         let numbers: Vec<_> = (0..copies.len() as u32).map(Some).collect();
         Schedule::of_plan(plan, &copies, &numbers, &mut |_| {
-            Ok(Shape { path: "f".into(), block_bytes: BLOCK, data_end })
+            Ok(FileLayout { path: "f".into(), block_bytes: BLOCK, data_end })
         })
     }
 

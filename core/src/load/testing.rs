@@ -46,11 +46,11 @@ pub(super) struct Knobs {
     pub(super) opened: AtomicUsize,
 }
 
-type Content = Arc<Mutex<Vec<u8>>>;
+type FileBytes = Arc<Mutex<Vec<u8>>>;
 
 #[derive(Clone, Debug)]
 pub(super) struct MemoryDisk {
-    files: Arc<Mutex<HashMap<String, Content>>>,
+    files: Arc<Mutex<HashMap<String, FileBytes>>>,
     pub(super) knobs: Arc<Knobs>,
     choice: EngineChoice,
 }
@@ -166,7 +166,7 @@ impl Dir for MemoryDisk {
 
 struct MemoryFile {
     path: PathBuf,
-    bytes: Content,
+    bytes: FileBytes,
     knobs: Arc<Knobs>,
 }
 
@@ -286,7 +286,7 @@ impl Drop for MemoryQueue {
 }
 
 /// A handwritten item: tensors of bytes at chosen places of `00000.data`.
-pub(super) struct Item {
+pub(super) struct TestItem {
     pub(super) disk: MemoryDisk,
     pub(super) index: Index,
     pub(super) block: u64,
@@ -348,7 +348,7 @@ pub(super) fn bytes_tensor(at: Extent) -> LeafRecord {
     })
 }
 
-impl Item {
+impl TestItem {
     /// Creates tensors of these lengths, each at the next multiple of 64. Leaf `i` holds
     /// `pattern(i, length)`.
     pub(super) fn of_tensors(block: u64, lengths: &[u64]) -> Self {

@@ -193,7 +193,7 @@ impl Capture {
         let lanes = lanes(windows, self.queues.len());
         let threads = parts.options.capture_threads.max(lanes.len()).min(count);
         let pool = Arc::clone(&parts.pool);
-        let job = Arc::new(Job {
+        let job = Arc::new(CaptureJob {
             parts,
             lanes,
             workers: AtomicUsize::new(0),
@@ -211,7 +211,7 @@ impl Capture {
         let error = job.error.lock().unwrap_or_else(PoisonError::into_inner).take();
         let error = error.map(Error::Shared).or_else(|| self.link.cancelled());
         // All helpers have left, and none comes in any more: this is the only handle.
-        if let Some(Job { parts, arriving, .. }) = Arc::into_inner(job) {
+        if let Some(CaptureJob { parts, arriving, .. }) = Arc::into_inner(job) {
             self.arriving = arriving.into_inner().unwrap_or_else(PoisonError::into_inner);
             if (self.later.is_empty() && self.arriving.is_empty()) || error.is_some() {
                 // If the flush has ended, the message comes back and is dropped here.
@@ -256,7 +256,7 @@ impl Starts {
 }
 
 /// The state that the capturing threads share.
-struct Job {
+struct CaptureJob {
     parts: Parts,
     lanes: Vec<Lane>,
     /// How many threads have come.
@@ -270,9 +270,9 @@ struct Job {
     door: Arc<Door>,
 }
 
-impl Task for Job {
+impl Task for CaptureJob {
     fn work(&self) {
-        let mut worker = Worker { job: self, pending: VecDeque::new() };
+        let mut worker = CaptureWorker { job: self, pending: VecDeque::new() };
         let worked = catch_unwind(AssertUnwindSafe(|| worker.work()));
         let error = match worked {
             Ok(Ok(())) => return,
@@ -296,7 +296,7 @@ impl Task for Job {
     }
 }
 
-impl Job {
+impl CaptureJob {
     fn lock_arriving(&self) -> crate::sync::MutexGuard<'_, VecDeque<(Due, Slot<Pending>)>> {
         self.arriving.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -314,14 +314,14 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 }
 
 /// One capturing thread.
-struct Worker<'a> {
-    job: &'a Job,
+struct CaptureWorker<'a> {
+    job: &'a CaptureJob,
     /// Windows whose copies a device still makes, in order. They are kept here, so that the next
     /// ones can be started meanwhile.
     pending: VecDeque<(Due, Slot<Pending>)>,
 }
 
-impl Worker<'_> {
+impl CaptureWorker<'_> {
     fn work(&mut self) -> Result<()> {
         let parts = &self.job.parts;
         let number = self.job.workers.fetch_add(1, Ordering::Relaxed);

@@ -58,7 +58,7 @@ impl Drop for Inside {
     }
 }
 
-type Job = (Arc<Door>, Weak<dyn Task>);
+type HelperJob = (Arc<Door>, Weak<dyn Task>);
 
 /// The threads of one pool.
 #[derive(Default)]
@@ -68,7 +68,7 @@ pub(super) struct Helpers {
 
 #[derive(Default)]
 struct Threads {
-    jobs: Option<(Sender<Job>, Receiver<Job>)>,
+    jobs: Option<(Sender<HelperJob>, Receiver<HelperJob>)>,
     handles: Vec<JoinHandle<()>>,
     /// When the first thread was made: a forked child has none of them.
     birth: Option<Birth>,
@@ -87,7 +87,7 @@ impl Helpers {
         let count = count.min(MAX_HELPERS);
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         threads.birth.get_or_insert_with(Birth::now);
-        let (sender, receiver) = threads.jobs.get_or_insert_with(sync::unbounded::<Job>).clone();
+        let (sender, receiver) = threads.jobs.get_or_insert_with(sync::unbounded::<HelperJob>).clone();
         while threads.handles.len() < count {
             let receiver = receiver.clone();
             let name = format!("stepwell-copy-{}", threads.handles.len());

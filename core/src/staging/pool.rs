@@ -50,7 +50,7 @@ fn shared_by_all() -> Option<std::sync::MutexGuard<'static, OfProcess>> {
 /// See the module documentation.
 pub struct StagingPool {
     slot_bytes: usize,
-    shared: Arc<Shared>,
+    shared: Arc<SharedPool>,
     /// Mappings in the order in which they were made. Held while growing, so that two users do not
     /// both grow.
     mappings: Mutex<Vec<Arc<Mapping>>>,
@@ -108,7 +108,7 @@ impl StagingPool {
     fn empty(slot_bytes: usize) -> Self {
         Self {
             slot_bytes,
-            shared: Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() }),
+            shared: Arc::new(SharedPool { state: Mutex::default(), changed: Condvar::new() }),
             mappings: Mutex::default(),
             helpers: Helpers::default(),
             birth: Birth::now(),
@@ -247,13 +247,13 @@ impl StagingPool {
 }
 
 /// The part of the pool that slots need. They may outlive the pool.
-pub(super) struct Shared {
-    state: Mutex<State>,
+pub(super) struct SharedPool {
+    state: Mutex<PoolState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct PoolState {
     /// The last one given back is lent first: its addresses are still in the translation caches.
     free: Vec<Buffer>,
     /// Given back while a device may still write to them.
@@ -266,7 +266,7 @@ struct State {
     releases: u64,
 }
 
-impl State {
+impl PoolState {
     /// Frees parked buffers whose fences have been passed.
     fn reclaim(&mut self) {
         let mut i = 0;
@@ -283,8 +283,8 @@ impl State {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl SharedPool {
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -58,7 +58,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::fence::Fence;
-use super::pool::Shared;
+use super::pool::SharedPool;
 use crate::region::Region;
 use crate::sys::{Buffer, DeviceSource};
 use crate::{Error, Result};
@@ -68,11 +68,11 @@ pub(super) struct Lease {
     buffer: Option<Buffer>,
     /// Copies that may still write to the buffer; none but in [`Pending`].
     fences: Vec<Box<dyn Fence>>,
-    pool: Arc<Shared>,
+    pool: Arc<SharedPool>,
 }
 
 impl Lease {
-    pub(super) fn new(buffer: Buffer, pool: Arc<Shared>) -> Self {
+    pub(super) fn new(buffer: Buffer, pool: Arc<SharedPool>) -> Self {
         Self { buffer: Some(buffer), fences: Vec::new(), pool }
     }
 

@@ -63,24 +63,24 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Resul
 
 /// A channel for many senders and many receivers, as crossbeam's, of which shuttle has none.
 pub fn unbounded<T>() -> (Sender<T>, Receiver<T>) {
-    let state = State { messages: VecDeque::new(), senders: 1, receivers: 1 };
+    let state = ChannelState { messages: VecDeque::new(), senders: 1, receivers: 1 };
     let channel = Arc::new(Channel { state: Mutex::new(state), changed: shuttle::sync::Condvar::new() });
     (Sender(Arc::clone(&channel)), Receiver(channel))
 }
 
 struct Channel<T> {
-    state: Mutex<State<T>>,
+    state: Mutex<ChannelState<T>>,
     changed: shuttle::sync::Condvar,
 }
 
-struct State<T> {
+struct ChannelState<T> {
     messages: VecDeque<T>,
     senders: usize,
     receivers: usize,
 }
 
 impl<T> Channel<T> {
-    fn lock(&self) -> MutexGuard<'_, State<T>> {
+    fn lock(&self) -> MutexGuard<'_, ChannelState<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 /// The mount point of the hierarchies.
 const MOUNTED: &str = "/sys/fs/cgroup";
 
-/// Memory of a group, in bytes.
+/// GroupMemory of a group, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Memory {
+pub(super) struct GroupMemory {
     /// Bytes that the group may use.
     pub(super) limit: u64,
     /// Available bytes: free, or cached file pages that can be dropped.
@@ -22,14 +22,14 @@ pub(super) struct Memory {
 
 /// Returns the smallest limit and the smallest available memory among the groups of this process.
 /// `None` if no group has a limit.
-pub(super) fn memory() -> Option<Memory> {
+pub(super) fn memory() -> Option<GroupMemory> {
     narrowest(Path::new(MOUNTED), &fs::read_to_string("/proc/self/cgroup").ok()?)
 }
 
 /// Like [`memory`]. `groups` is the text of `/proc/self/cgroup`: a line `number:controllers:path`
 /// for each hierarchy. The controllers are empty for version 2.
-fn narrowest(mounted: &Path, groups: &str) -> Option<Memory> {
-    let mut found: Option<Memory> = None;
+fn narrowest(mounted: &Path, groups: &str) -> Option<GroupMemory> {
+    let mut found: Option<GroupMemory> = None;
     for line in groups.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
@@ -46,7 +46,7 @@ fn narrowest(mounted: &Path, groups: &str) -> Option<Memory> {
             let group = top.join(path.trim_start_matches('/'));
             for group in group.ancestors().take_while(|group| group.starts_with(&top)) {
                 let Some(memory) = files.read(group) else { continue };
-                found = Some(found.map_or(memory, |least| Memory {
+                found = Some(found.map_or(memory, |least| GroupMemory {
                     limit: least.limit.min(memory.limit),
                     left: least.left.min(memory.left),
                 }));
@@ -70,7 +70,7 @@ const V2: Files = Files { limit: "memory.max", usage: "memory.current", idle: "i
 
 impl Files {
     /// Returns the group's memory, `None` without a limit or without the group.
-    fn read(&self, group: &Path) -> Option<Memory> {
+    fn read(&self, group: &Path) -> Option<GroupMemory> {
         let text = |name| fs::read_to_string(group.join(name)).ok();
         let number = |name| text(name)?.trim().parse::<u64>().ok(); // not of `max`, version 2's word for no limit
         let limit = number(self.limit)?;
@@ -80,7 +80,7 @@ impl Files {
             value.trim().parse::<u64>().ok()
         });
         let used = usage.saturating_sub(idle.unwrap_or(0));
-        Some(Memory { limit, left: limit.saturating_sub(used) })
+        Some(GroupMemory { limit, left: limit.saturating_sub(used) })
     }
 }
 
@@ -105,9 +105,9 @@ mod tests {
             &top.join("job/step"),
             &[("memory.max", "4000\n"), ("memory.current", "600\n"), ("memory.stat", stat)],
         );
-        assert_eq!(narrowest(top, "0::/job/step\n"), Some(Memory { limit: 1000, left: 100 }));
+        assert_eq!(narrowest(top, "0::/job/step\n"), Some(GroupMemory { limit: 1000, left: 100 }));
         fs::write(top.join("job/memory.max"), "max\n").unwrap();
-        assert_eq!(narrowest(top, "0::/job/step\n"), Some(Memory { limit: 4000, left: 3650 }));
+        assert_eq!(narrowest(top, "0::/job/step\n"), Some(GroupMemory { limit: 4000, left: 3650 }));
         assert_eq!(narrowest(top, "0::/job\n"), None);
     }
 
@@ -121,7 +121,7 @@ mod tests {
         ];
         group(&dir.path().join("memory"), &files);
         let groups = "5:cpu,cpuacct:/docker/1\n4:memory,hugetlb:/docker/1\n0::/docker/1\n";
-        assert_eq!(narrowest(dir.path(), groups), Some(Memory { limit: 2000, left: 800 }));
+        assert_eq!(narrowest(dir.path(), groups), Some(GroupMemory { limit: 2000, left: 800 }));
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::strided::{Run, StridedMemory, reach};
+use super::strided::{StridedMemory, StridedRun, reach};
 use super::{copy, stream};
 use crate::region::Region;
 use crate::{Error, Result};
@@ -96,7 +96,7 @@ impl HostSource {
         let (first, itemsize) = (self.first.as_ptr(), self.itemsize());
         let to = into.as_mut_ptr();
         self.memory.runs(region, from, into.len() as u64, |run| match run {
-            Run::Contiguous { offset, at, len } => {
+            StridedRun::Contiguous { offset, at, len } => {
                 // SAFETY: `len` bytes of the array from `offset` on are readable (see `new`), and
                 // `at + len <= into.len()`. `into` is a mutable slice, so it overlaps no memory
                 // that an owner promised to be readable.
@@ -104,7 +104,7 @@ impl HostSource {
             }
             // SAFETY: the elements of the region are readable, and `into` has as many bytes from
             // `at` on.
-            Run::Strided { offset, at, dims, count } => unsafe {
+            StridedRun::Strided { offset, at, dims, count } => unsafe {
                 copy::gather(to.add(at), first.offset(offset), itemsize, dims, count);
             },
         })

@@ -32,6 +32,6 @@ pub use host_target::HostTarget;
 pub use lock::HeldLock;
 pub use machine::{available_memory, host_name, random, socket, total_memory};
 pub use memory::{Buffer, Mapping, can_map, try_reserve_huge};
-pub(crate) use scatter::{Scatter, Window};
+pub(crate) use scatter::{Scatter, ScatterWindow};
 pub use thread::{both, cores, each, spawn};
 pub use uring::{Flight, Ring, leaked_bytes};

@@ -18,12 +18,12 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use super::stream;
 use crate::load::destination::{Destination, DeviceTarget, Piece, Staged, Started};
 use crate::load::disjoint;
-use crate::load::geometry::{Dim, Strided, Tile};
+use crate::load::geometry::{CopyDim, Strided, Tile};
 use crate::{Error, Result};
 
 /// A part of a file that is scattered at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Window {
+pub(crate) struct ScatterWindow {
     /// Ordinal of the file.
     pub(crate) file: u32,
     /// Its byte range.
@@ -35,11 +35,11 @@ pub(crate) struct Window {
 /// The destinations of a restore and the copies into them.
 #[derive(Debug)]
 pub(crate) struct Scatter {
-    targets: Vec<Target>,
+    targets: Vec<ScatterTarget>,
     copies: Vec<Strided>,
     /// The locks of copies that may overlap.
     locks: disjoint::Locks,
-    windows: Vec<Window>,
+    windows: Vec<ScatterWindow>,
     lists: Vec<u32>,
     claimed: Vec<AtomicBool>,
     held: Vec<Mutex<()>>,
@@ -47,7 +47,7 @@ pub(crate) struct Scatter {
 }
 
 #[derive(Debug)]
-struct Target {
+struct ScatterTarget {
     place: Place,
     len: u64,
     touched: AtomicBool,
@@ -90,7 +90,7 @@ impl Scatter {
     pub(crate) fn open(
         targets: Vec<Destination<'_>>,
         copies: Vec<Strided>,
-        windows: Vec<Window>,
+        windows: Vec<ScatterWindow>,
         lists: Vec<u32>,
     ) -> Result<ScatterGuard<'_>> {
         for copy in &copies {
@@ -146,7 +146,7 @@ impl Scatter {
                 claimed: windows.iter().map(|_| AtomicBool::new(false)).collect(),
                 targets: targets
                     .into_iter()
-                    .map(|target| Target {
+                    .map(|target| ScatterTarget {
                         len: len_of(&target),
                         place: match target {
                             Destination::Host(target) => Place::Host(target.address()),
@@ -175,7 +175,7 @@ impl Scatter {
 
     /// Returns the destinations that were written to, at least partly.
     pub(crate) fn overwritten(&self) -> Vec<u32> {
-        let touched = |(_, target): &(usize, &Target)| target.touched.load(Ordering::Acquire);
+        let touched = |(_, target): &(usize, &ScatterTarget)| target.touched.load(Ordering::Acquire);
         self.targets.iter().enumerate().filter(touched).map(|(number, _)| number as u32).collect()
     }
 
@@ -365,7 +365,7 @@ unsafe fn units<T: Copy>(dst: *mut u8, src: *const u8, tile: &Tile) {
 /// # Safety
 /// `count` units along `dim` are readable and writable at the two addresses.
 #[inline]
-unsafe fn line<T: Copy>((dst, src): (*mut u8, *const u8), dim: Dim, count: u64) {
+unsafe fn line<T: Copy>((dst, src): (*mut u8, *const u8), dim: CopyDim, count: u64) {
     let (dst_step, src_step) = (dim.dst as isize, dim.src as usize);
     for i in 0..count as usize {
         // SAFETY: as promised by the caller. Units need not be aligned.

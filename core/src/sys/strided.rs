@@ -22,7 +22,7 @@ pub(super) struct StridedMemory {
 }
 
 /// A part that is copied in one call.
-pub(super) enum Run<'a> {
+pub(super) enum StridedRun<'a> {
     /// Contiguous bytes.
     Contiguous {
         /// Start, in bytes from the element at index zero.
@@ -98,7 +98,7 @@ impl StridedMemory {
         region: &Region,
         from: u64,
         len: u64,
-        mut copy: impl FnMut(Run<'_>),
+        mut copy: impl FnMut(StridedRun<'_>),
     ) -> Result<()> {
         let item = self.itemsize as u64;
         if !region.fits(&self.shape) {
@@ -116,7 +116,7 @@ impl StridedMemory {
             return Ok(());
         }
         if self.contiguous && volume * item == self.bytes {
-            copy(Run::Contiguous { offset: from as isize, at: 0, len: len as usize });
+            copy(StridedRun::Contiguous { offset: from as isize, at: 0, len: len as usize });
             return Ok(());
         }
         let Some(dims) = gather::simplify(&region.extent, &self.strides) else { return Ok(()) };
@@ -125,7 +125,7 @@ impl StridedMemory {
         let mut at = 0_usize;
         gather::pieces(&dims, from / item, len / item, |piece| {
             let offset = first + piece.offset as isize;
-            copy(Run::Strided { offset, at, dims: &dims[piece.dim..], count: piece.count });
+            copy(StridedRun::Strided { offset, at, dims: &dims[piece.dim..], count: piece.count });
             at += piece.elements as usize * self.itemsize;
         });
         Ok(())

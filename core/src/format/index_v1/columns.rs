@@ -5,7 +5,7 @@ use rkyv::primitive::{ArchivedI64, ArchivedU32, ArchivedU64};
 use crate::region::Dims;
 
 /// The result of reading a column; an error if it ended too early.
-pub(super) type Read<T> = Result<T, String>;
+pub(super) type ReadResult<T> = Result<T, String>;
 
 /// An archived number.
 pub(super) trait Number: Copy {
@@ -38,13 +38,13 @@ impl<'a, T: Number> Column<'a, T> {
         self.rest.len()
     }
 
-    pub(super) fn next(&mut self) -> Read<T::Native> {
+    pub(super) fn next(&mut self) -> ReadResult<T::Native> {
         let (first, rest) = self.rest.split_first().ok_or_else(|| short(self.name))?;
         self.rest = rest;
         Ok(first.native())
     }
 
-    pub(super) fn take<'b>(&mut self, count: usize) -> Read<impl Iterator<Item = T::Native> + 'b>
+    pub(super) fn take<'b>(&mut self, count: usize) -> ReadResult<impl Iterator<Item = T::Native> + 'b>
     where
         'a: 'b,
         T: 'b,
@@ -54,7 +54,7 @@ impl<'a, T: Number> Column<'a, T> {
         Ok(taken.iter().map(|number| number.native()))
     }
 
-    pub(super) fn end(self) -> Read<()> {
+    pub(super) fn end(self) -> ReadResult<()> {
         if self.rest.is_empty() { Ok(()) } else { Err(long(self.name)) }
     }
 }
@@ -63,7 +63,7 @@ impl Column<'_, ArchivedU64> {
     /// Reads the numbers of so many dimensions. An index has several for each leaf, so a few are
     /// read together, after one check of the length.
     #[inline]
-    pub(super) fn dims(&mut self, ndim: usize, into: &mut Dims) -> Read<()> {
+    pub(super) fn dims(&mut self, ndim: usize, into: &mut Dims) -> ReadResult<()> {
         let (taken, rest) = self.rest.split_at_checked(ndim).ok_or_else(|| short(self.name))?;
         match self.rest.first_chunk::<4>() {
             Some(four) if ndim <= four.len() => {
@@ -87,13 +87,13 @@ impl<'a> Texts<'a> {
         Self { rest, name }
     }
 
-    pub(super) fn take(&mut self, bytes: usize) -> Read<&'a str> {
+    pub(super) fn take(&mut self, bytes: usize) -> ReadResult<&'a str> {
         let (taken, rest) = self.rest.split_at_checked(bytes).ok_or_else(|| short(self.name))?;
         self.rest = rest;
         Ok(taken)
     }
 
-    pub(super) fn end(self) -> Read<()> {
+    pub(super) fn end(self) -> ReadResult<()> {
         if self.rest.is_empty() { Ok(()) } else { Err(long(self.name)) }
     }
 }

@@ -35,7 +35,7 @@ pub use self::root::{INDEX_HEADER_BYTES, IndexHeader, Root, path_hash};
 pub use self::spelling::{ComponentSpelling, KindSpelling};
 use self::write::Paging;
 pub(crate) use super::check::Bounds;
-use super::check::{Fault, check, check_counts, check_leaves, check_tree};
+use super::check::{IndexFault, check, check_counts, check_leaves, check_tree};
 use super::checksum::crc32c;
 use super::index::{FileRecord, Index, LeafRecord};
 use super::limit;
@@ -252,9 +252,9 @@ pub(super) fn encode_pages(index: &Index, bounds: Bounds) -> Result<Vec<(Vec<u8>
 /// Refuses an index that cannot be written.
 pub(crate) fn check_to_write(index: &Index, bounds: Bounds) -> Result<()> {
     check(index, bounds).map_err(|fault| match fault {
-        Fault::Limit(error) => error,
-        Fault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },
-        Fault::Whole(what) => Error::internal("a valid index to write", what),
+        IndexFault::Limit(error) => error,
+        IndexFault::Node(node, what) => Error::Leaf { leaf: index.tree.path(node).to_string(), what },
+        IndexFault::Whole(what) => Error::internal("a valid index to write", what),
     })
 }
 
@@ -282,15 +282,15 @@ fn in_page(page: &PageRef, what: &str, file: &Path) -> Error {
     Error::corrupt(file, format!("the index page at offset {} makes no sense: {what}", page.offset))
 }
 
-fn on_read(tree: &Tree, fault: Fault, file: &Path) -> Error {
+fn on_read(tree: &Tree, fault: IndexFault, file: &Path) -> Error {
     match fault {
-        Fault::Limit(error) => error,
-        Fault::Node(node, what) => Error::Corrupt {
+        IndexFault::Limit(error) => error,
+        IndexFault::Node(node, what) => Error::Corrupt {
             file: file.to_owned(),
             leaf: Some(tree.path(node).to_string()),
             block: None,
             what: format!("the index makes no sense: {what}"),
         },
-        Fault::Whole(what) => Error::corrupt(file, format!("the index makes no sense: {what}")),
+        IndexFault::Whole(what) => Error::corrupt(file, format!("the index makes no sense: {what}")),
     }
 }

@@ -8,7 +8,7 @@ use foldhash::fast::RandomState;
 use rkyv::primitive::{ArchivedU32, ArchivedU64};
 use rkyv::rancor::BoxedError;
 
-use super::columns::{Column, Read, Texts};
+use super::columns::{Column, ReadResult, Texts};
 use super::page::{ArchivedIndexPageV1, tag};
 use crate::dtype::Dtype;
 use crate::format::check::STATEFUL_BYTES;
@@ -21,7 +21,7 @@ use crate::region::{Dims, Region};
 use crate::tree::{ContainerKind, NodeKind, Tree};
 
 /// The payload of a page whose front says that it holds `count` leaves.
-pub(super) fn access(payload: &[u8], count: u64) -> Read<&ArchivedIndexPageV1> {
+pub(super) fn access(payload: &[u8], count: u64) -> ReadResult<&ArchivedIndexPageV1> {
     let page = rkyv::access::<ArchivedIndexPageV1, BoxedError>(payload)
         .map_err(|error| format!("it is not well formed: {error}"))?;
     if page.leaf_tag.len() as u64 != count {
@@ -36,7 +36,7 @@ pub(super) fn leaf_count(page: &ArchivedIndexPageV1) -> usize {
 }
 
 /// Adds the records of a page's leaves to those of the pages before it.
-pub(super) fn leaves(page: &ArchivedIndexPageV1, out: &mut Vec<LeafRecord>) -> Read<()> {
+pub(super) fn leaves(page: &ArchivedIndexPageV1, out: &mut Vec<LeafRecord>) -> ReadResult<()> {
     let mut extents = Extents::new(page);
     let mut tensors = Tensors::new(page);
     let mut aliases = Column::new(&page.alias_of, "alias_of");
@@ -81,7 +81,7 @@ impl Assembler {
     }
 
     /// Adds the nodes of a page.
-    pub(super) fn add(&mut self, page: &ArchivedIndexPageV1) -> Read<()> {
+    pub(super) fn add(&mut self, page: &ArchivedIndexPageV1) -> ReadResult<()> {
         let kinds = kinds(page)?;
         let mut parents = Column::new(&page.node_parent, "node_parent");
         let mut tags = Column::new(&page.node_tag, "node_tag");
@@ -209,8 +209,8 @@ impl Names {
     }
 }
 
-fn component(tag: u8, value: i64, texts: &mut Texts<'_>, names: &mut Names) -> Read<Option<Component>> {
-    let mut name = || -> Read<Arc<str>> {
+fn component(tag: u8, value: i64, texts: &mut Texts<'_>, names: &mut Names) -> ReadResult<Option<Component>> {
+    let mut name = || -> ReadResult<Arc<str>> {
         let text = texts.take(usize::try_from(value).map_err(|_| "a name has no length")?)?;
         Ok(names.shared(text))
     };
@@ -224,20 +224,20 @@ fn component(tag: u8, value: i64, texts: &mut Texts<'_>, names: &mut Names) -> R
     }))
 }
 
-struct Kind {
+struct ContainerKindEntry {
     container: ContainerKind,
     /// About what a copy of it takes.
     bytes: u64,
     nesting: u64,
 }
 
-fn kinds(page: &ArchivedIndexPageV1) -> Read<Vec<Kind>> {
+fn kinds(page: &ArchivedIndexPageV1) -> ReadResult<Vec<ContainerKindEntry>> {
     let mut tags = Column::new(&page.kind_tag, "kind_tag");
     let mut numbers = Column::new(&page.kind_number, "kind_number");
     let mut names = Column::new(&page.kind_name, "kind_name");
     let mut protocols = Column::new(&page.kind_protocol, "kind_protocol");
     let mut texts = Texts::new(page.kind_texts.as_str(), "kind_texts");
-    let mut kinds: Vec<Kind> = Vec::with_capacity(tags.len());
+    let mut kinds: Vec<ContainerKindEntry> = Vec::with_capacity(tags.len());
     let mut total = 0;
     for _ in 0..tags.len() {
         let (tag, number) = (tags.next()?, numbers.next()?);
@@ -276,7 +276,7 @@ fn kinds(page: &ArchivedIndexPageV1) -> Read<Vec<Kind>> {
         if nesting > MAX_DEPTH || total > MAX_TYPE_NAME_BYTES {
             return Err("its container kinds nest too deeply or are too large".to_owned());
         }
-        kinds.push(Kind { container, bytes, nesting });
+        kinds.push(ContainerKindEntry { container, bytes, nesting });
     }
     numbers.end()?;
     names.end()?;
@@ -307,7 +307,7 @@ impl<'a> Extents<'a> {
     }
 
     #[inline]
-    fn next(&mut self) -> Read<Extent> {
+    fn next(&mut self) -> ReadResult<Extent> {
         let number = self.sources.next()?;
         Ok(Extent {
             source: match self.tags.next()? {
@@ -327,7 +327,7 @@ impl<'a> Extents<'a> {
         })
     }
 
-    fn end(self) -> Read<()> {
+    fn end(self) -> ReadResult<()> {
         self.tags.end()?;
         self.sources.end()?;
         self.offsets.end()?;
@@ -374,14 +374,14 @@ impl<'a> Tensors<'a> {
         }
     }
 
-    fn dtype(&mut self) -> Read<Dtype> {
+    fn dtype(&mut self) -> ReadResult<Dtype> {
         let code = self.dtypes.next()?;
         Dtype::from_code(code).ok_or_else(|| format!("a tensor is of the unknown dtype {code}"))
     }
 
     /// Fills a record, of which the dtype is known, where it stands: it is large, and moving it
     /// costs more than what is in it.
-    fn fill(&mut self, tensor: &mut TensorRecord, extents: &mut Extents<'_>) -> Read<()> {
+    fn fill(&mut self, tensor: &mut TensorRecord, extents: &mut Extents<'_>) -> ReadResult<()> {
         let ndim = usize::from(self.ndims.next()?);
         self.dims.dims(ndim, &mut tensor.shape)?;
         if let Some(length) = self.rank_key_lengths.next()?.checked_sub(1) {
@@ -415,7 +415,7 @@ impl<'a> Tensors<'a> {
         Ok(())
     }
 
-    fn view(&mut self) -> Read<ViewRecord> {
+    fn view(&mut self) -> ReadResult<ViewRecord> {
         let ndim = usize::from(self.view_ndims.next()?);
         Ok(ViewRecord {
             of: self.view_of.next()?,
@@ -424,7 +424,7 @@ impl<'a> Tensors<'a> {
         })
     }
 
-    fn end(self) -> Read<()> {
+    fn end(self) -> ReadResult<()> {
         self.dtypes.end()?;
         self.ndims.end()?;
         self.dims.end()?;
@@ -444,7 +444,7 @@ impl<'a> Tensors<'a> {
 
 /// Offset, then extent, of `ndim` dimensions.
 #[inline]
-fn region(numbers: &mut Column<'_, ArchivedU64>, ndim: usize) -> Read<Region> {
+fn region(numbers: &mut Column<'_, ArchivedU64>, ndim: usize) -> ReadResult<Region> {
     let mut region = Region { offset: Dims::new(), extent: Dims::new() };
     numbers.dims(ndim, &mut region.offset)?;
     numbers.dims(ndim, &mut region.extent)?;

@@ -6,7 +6,7 @@ use std::path::Path;
 use rkyv::rancor::BoxedError;
 use rkyv::{Archive, Serialize};
 
-use super::columns::{Column, Read, Texts};
+use super::columns::{Column, ReadResult, Texts};
 use crate::error::{Error, Result};
 use crate::format::bytes::{Put, open_front, seal_front};
 use crate::format::checksum::crc32c;
@@ -180,7 +180,7 @@ impl Root {
             .map_err(|what| Error::corrupt(file, format!("its root table makes no sense: {what}")))
     }
 
-    fn take(header: &IndexHeader, table: &[u8]) -> Read<Self> {
+    fn take(header: &IndexHeader, table: &[u8]) -> ReadResult<Self> {
         let root = rkyv::access::<ArchivedIndexRootV1, BoxedError>(table)
             .map_err(|error| format!("it is not well formed: {error}"))?;
         if root.leaf_hash.len() as u64 != header.leaves {
@@ -197,7 +197,7 @@ impl Root {
         })
     }
 
-    fn pages(header: &IndexHeader, root: &ArchivedIndexRootV1) -> Read<Vec<PageRef>> {
+    fn pages(header: &IndexHeader, root: &ArchivedIndexRootV1) -> ReadResult<Vec<PageRef>> {
         let mut lengths = Column::new(&root.page_length, "page_length");
         let mut crcs = Column::new(&root.page_crc, "page_crc");
         let mut leaves = Column::new(&root.page_leaves, "page_leaves");
@@ -220,7 +220,7 @@ impl Root {
         Ok(pages)
     }
 
-    fn files(root: &ArchivedIndexRootV1) -> Read<Vec<FileRecord>> {
+    fn files(root: &ArchivedIndexRootV1) -> ReadResult<Vec<FileRecord>> {
         let mut name_lengths = Column::new(&root.file_name, "file_name");
         let mut names = Texts::new(root.file_names.as_str(), "file_names");
         let mut lengths = Column::new(&root.file_length, "file_length");

@@ -58,14 +58,14 @@ pub type Hook = Arc<dyn Fn(Moment, &Operation<'_>) + Send + Sync>;
 
 /// The state that all handles of one process share.
 pub(super) struct Context {
-    shared: Arc<Shared>,
+    shared: Arc<SharedDisk>,
     pub(super) process: usize,
     pub(super) choice: EngineChoice,
     order_seed: u64,
     pub(super) locks: bool,
 }
 
-struct Shared {
+struct SharedDisk {
     world: Mutex<World>,
     hook: Mutex<Option<Hook>>,
 }
@@ -100,7 +100,7 @@ impl SimDisk {
     fn on(inodes: Inodes) -> Self {
         let mut world = World::new(inodes);
         let process = world.add_process();
-        let shared = Arc::new(Shared { world: Mutex::new(world), hook: Mutex::new(None) });
+        let shared = Arc::new(SharedDisk { world: Mutex::new(world), hook: Mutex::new(None) });
         Self { context: Arc::new(Context { shared, process, choice: choice(1), order_seed: 0, locks: true }) }
     }
 

@@ -16,30 +16,30 @@ use crate::{Error, Result};
 const DEVICE: u64 = 0x51;
 
 /// A reference of an open handle to its inode.
-struct Handle {
+struct NodeHandle {
     context: Arc<Context>,
     ino: Ino,
     path: PathBuf,
 }
 
-impl Handle {
+impl NodeHandle {
     fn new(context: &Arc<Context>, world: &mut World, ino: Ino, path: PathBuf) -> Self {
         world.open(ino);
         Self { context: Arc::clone(context), ino, path }
     }
 }
 
-impl Drop for Handle {
+impl Drop for NodeHandle {
     fn drop(&mut self) {
         self.context.world().close(self.ino);
     }
 }
 
-pub(super) struct SimDir(Handle);
+pub(super) struct SimDir(NodeHandle);
 
 impl SimDir {
     pub(super) fn new(context: &Arc<Context>, world: &mut World, ino: Ino, path: &Path) -> Arc<Self> {
-        Arc::new(Self(Handle::new(context, world, ino, path.to_path_buf())))
+        Arc::new(Self(NodeHandle::new(context, world, ino, path.to_path_buf())))
     }
 
     fn context(&self) -> &Arc<Context> {
@@ -284,11 +284,11 @@ enum Access {
     Write,
 }
 
-pub(super) struct SimFile(Handle, Access);
+pub(super) struct SimFile(NodeHandle, Access);
 
 impl SimFile {
     fn new(context: &Arc<Context>, world: &mut World, ino: Ino, path: PathBuf, access: Access) -> Arc<Self> {
-        Arc::new(Self(Handle::new(context, world, ino, path), access))
+        Arc::new(Self(NodeHandle::new(context, world, ino, path), access))
     }
 
     pub(super) fn ino(&self) -> Ino {

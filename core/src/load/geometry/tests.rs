@@ -148,7 +148,10 @@ fn a_contiguous_copy_is_one_unit() {
 #[test]
 fn rows_of_a_wider_array_stay_rows() {
     let strided = Strided::new(&copy(&[3, 5, 7], &[140, 28, 4], &[280, 56, 4])).unwrap().unwrap();
-    assert_eq!((strided.unit, strided.dims.as_slice()), (28, &[Dim { extent: 15, src: 28, dst: 56 }][..]));
+    assert_eq!(
+        (strided.unit, strided.dims.as_slice()),
+        (28, &[CopyDim { extent: 15, src: 28, dst: 56 }][..])
+    );
 }
 
 #[test]

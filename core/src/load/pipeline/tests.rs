@@ -1,6 +1,6 @@
 //! Tests of failing runs.
 
-use super::super::testing::{Item, options};
+use super::super::testing::{TestItem, options};
 use super::*;
 
 /// Panics at one cell.
@@ -16,16 +16,16 @@ impl Sink for Bomb {
     }
 }
 
-fn run_all(item: &Item, sink: Bomb) -> Result<LoadStats> {
+fn run_all(item: &TestItem, sink: Bomb) -> Result<LoadStats> {
     let files = item.files();
     let mut schedule = Schedule::default();
-    schedule.push(0, 0..files.shape(0)?.data_end, item.block);
+    schedule.push(0, 0..files.layout(0)?.data_end, item.block);
     run(&item.disk, &files, schedule, &Arc::new(sink), &options(), &mut |_| true)
 }
 
 #[test]
 fn a_panic_of_a_worker_is_an_error_and_nothing_hangs() {
-    let item = Item::of_tensors(4096, &[9 << 20]);
+    let item = TestItem::of_tensors(4096, &[9 << 20]);
     for cached in [false, true] {
         item.disk.knobs.cached.store(cached, Ordering::SeqCst);
         let error = run_all(&item, Bomb(7)).unwrap_err();
@@ -37,7 +37,7 @@ fn a_panic_of_a_worker_is_an_error_and_nothing_hangs() {
 
 #[test]
 fn an_error_of_the_disk_ends_the_run_with_everything_given_back() {
-    let item = Item::of_tensors(4096, &[30 << 20]);
+    let item = TestItem::of_tensors(4096, &[30 << 20]);
     item.disk.knobs.bad_byte.store(5 << 20, Ordering::SeqCst);
     assert_eq!(run_all(&item, Bomb(usize::MAX)).unwrap_err().errno(), Some(libc::EIO));
     assert_eq!(item.disk.knobs.in_flight.load(Ordering::SeqCst), 0);

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
 
-use super::{Back, Event, Job, SLICE, Shared, Sink, aligned, short};
+use super::{BufferOutcome, POLL_INTERVAL, RunState, Sink, WorkerJob, WorkerReport, aligned, short};
 use crate::deadline::deadline_after;
 use crate::io::{Completion, File, Queue, Transfer};
 use crate::load::destination::{Staged, Started};
@@ -22,13 +22,13 @@ pub(super) struct Workers(Vec<JoinHandle<()>>);
 impl Workers {
     pub(super) fn start<S: Sink>(
         count: usize,
-        shared: &Arc<Shared<S>>,
-        inbox: &Receiver<Job>,
-        outbox: &Sender<Event>,
+        shared: &Arc<RunState<S>>,
+        inbox: &Receiver<WorkerJob>,
+        outbox: &Sender<WorkerReport>,
     ) -> Result<Self> {
         let mut handles = Vec::with_capacity(count);
         for _ in 0..count {
-            let mut worker = Worker { shared: Arc::clone(shared), outbox: outbox.clone(), own: None };
+            let mut worker = LoadWorker { shared: Arc::clone(shared), outbox: outbox.clone(), own: None };
             let inbox = inbox.clone();
             let spawned = spawn("stepwell-load", move || worker.run(&inbox));
             match spawned {
@@ -54,24 +54,26 @@ impl Workers {
 }
 
 /// One thread that checks and copies.
-struct Worker<S> {
-    shared: Arc<Shared<S>>,
-    outbox: Sender<Event>,
+struct LoadWorker<S> {
+    shared: Arc<RunState<S>>,
+    outbox: Sender<WorkerReport>,
     /// The worker's queue and buffer for reads through the page cache.
     own: Option<(Box<dyn Queue>, Option<Buffer>)>,
 }
 
-impl<S: Sink> Worker<S> {
-    fn run(&mut self, inbox: &Receiver<Job>) {
+impl<S: Sink> LoadWorker<S> {
+    fn run(&mut self, inbox: &Receiver<WorkerJob>) {
         // The reader closes the channel at the end of the run.
         while let Ok(job) = inbox.recv() {
             let event = match job {
-                Job::Filled { read, skip, buffer } => {
+                WorkerJob::Filled { read, skip, buffer } => {
                     let buffer = Arc::new(buffer);
                     let worked = guarded(|| self.filled(read, skip, &buffer));
-                    answer(worked, Arc::into_inner(buffer).map_or(Back::Kept, Back::Buffer))
+                    answer(worked, Arc::into_inner(buffer).map_or(BufferOutcome::Kept, BufferOutcome::Buffer))
                 }
-                Job::Cached { file, cell } => answer(guarded(|| self.cached(&file, cell)), Back::None),
+                WorkerJob::Cached { file, cell } => {
+                    answer(guarded(|| self.cached(&file, cell)), BufferOutcome::None)
+                }
             };
             if self.outbox.send(event).is_err() {
                 break;
@@ -165,7 +167,7 @@ impl<S: Sink> Worker<S> {
         queue.submit(Transfer::ReadCached, file, offset, len, buffer, number as u64);
         let deadline = deadline_after(self.shared.stall_timeout);
         loop {
-            if let Some(completion) = queue.complete(SLICE) {
+            if let Some(completion) = queue.complete(POLL_INTERVAL) {
                 return Ok(Some(completion));
             }
             if queue.in_flight() == 0 {
@@ -211,10 +213,10 @@ impl<S: Sink> Worker<S> {
     }
 }
 
-fn answer(worked: Result<u64>, buffer: Back) -> Event {
+fn answer(worked: Result<u64>, buffer: BufferOutcome) -> WorkerReport {
     match worked {
-        Ok(bytes) => Event::Done { bytes, buffer },
-        Err(error) => Event::Failed { error, buffer },
+        Ok(bytes) => WorkerReport::Done { bytes, buffer },
+        Err(error) => WorkerReport::Failed { error, buffer },
     }
 }
 

@@ -3,14 +3,14 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::super::testing::{FILE, Item, flat, options, pattern};
+use super::super::testing::{FILE, TestItem, flat, options, pattern};
 use super::super::{LoadOptions, ReadBuffers, execute, verify};
 use crate::read_plan::{BoxCopy, ReadPlan};
 use crate::sys::HostTarget;
 
 #[test]
 fn buffers_stay_within_the_budget() {
-    let item = Item::of_tensors(256 << 10, &[40 << 20]);
+    let item = TestItem::of_tensors(256 << 10, &[40 << 20]);
     for (budget, cached) in [(32_u64, false), (16, false), (16, true), (32, true)] {
         item.disk.knobs.cached.store(cached, Ordering::SeqCst);
         let options = LoadOptions { budget_bytes: budget << 20, queue_depth: 100, threads: 8, ..options() };
@@ -24,7 +24,7 @@ fn buffers_stay_within_the_budget() {
 
 #[test]
 fn a_budget_below_two_reads_is_raised_to_that() {
-    let item = Item::of_tensors(256 << 10, &[9 << 20]);
+    let item = TestItem::of_tensors(256 << 10, &[9 << 20]);
     let options = LoadOptions { budget_bytes: 0, queue_depth: 0, threads: 0, ..options() };
     let (found, result) = item.load(&[0], &options);
     assert_eq!(result.unwrap().peak_buffer_bytes, 8 << 20);
@@ -34,7 +34,7 @@ fn a_budget_below_two_reads_is_raised_to_that() {
 #[test]
 fn buffers_are_kept_for_the_next_restore() {
     let user = ReadBuffers::shared();
-    let item = Item::of_tensors(256 << 10, &[9 << 20]);
+    let item = TestItem::of_tensors(256 << 10, &[9 << 20]);
     item.load(&[0], &options()).1.unwrap();
     assert!(user.idle_bytes() > 0);
 }
@@ -42,7 +42,7 @@ fn buffers_are_kept_for_the_next_restore() {
 #[test]
 fn a_disk_that_hangs_ends_in_an_error_and_not_in_a_wait() {
     for cached in [false, true] {
-        let item = Item::of_tensors(4096, &[1 << 20]);
+        let item = TestItem::of_tensors(4096, &[1 << 20]);
         let files = item.files();
         files.block_bytes(0).unwrap();
         item.disk.knobs.cached.store(cached, Ordering::SeqCst);
@@ -66,7 +66,7 @@ fn a_disk_that_hangs_ends_in_an_error_and_not_in_a_wait() {
 }
 
 fn refused(plan: &ReadPlan, len: usize) -> String {
-    let item = Item::of_tensors(4096, &[10_000]);
+    let item = TestItem::of_tensors(4096, &[10_000]);
     let mut into = vec![0xEE; len];
     let targets = [HostTarget::from(into.as_mut_slice())];
     let failure = execute(&item.disk, &item.files(), &item.index, plan, targets, &options()).unwrap_err();
@@ -78,7 +78,7 @@ fn refused(plan: &ReadPlan, len: usize) -> String {
 
 #[test]
 fn a_copy_that_leaves_its_destination_is_refused_before_anything_is_read() {
-    let item = Item::of_tensors(4096, &[10_000]);
+    let item = TestItem::of_tensors(4096, &[10_000]);
     let with = |change: &dyn Fn(&mut BoxCopy)| {
         let mut plan = item.plan(&[0]);
         change(&mut plan.copies[0]);
@@ -97,7 +97,7 @@ fn a_copy_that_leaves_its_destination_is_refused_before_anything_is_read() {
 #[test]
 fn copies_to_the_same_place_do_not_race() {
     // Both leaves go to one destination. Each byte comes from one of them.
-    let item = Item::of_tensors(4096, &[3 << 20, 3 << 20]);
+    let item = TestItem::of_tensors(4096, &[3 << 20, 3 << 20]);
     let mut plan = item.plan(&[0, 1]);
     plan.copies[1].dst = 0;
     let mut into = vec![0; 3 << 20];
@@ -109,7 +109,7 @@ fn copies_to_the_same_place_do_not_race() {
 
 #[test]
 fn a_copy_out_of_another_file_than_its_run_is_refused() {
-    let item = Item::of_tensors(4096, &[10]);
+    let item = TestItem::of_tensors(4096, &[10]);
     let mut plan = item.plan(&[0]);
     plan.copies[0] = BoxCopy { file: 1, ..flat(0, 0, 4096, 10) };
     assert!(refused(&plan, 10).contains("one out of file 1"));

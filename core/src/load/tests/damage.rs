@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::super::testing::{FILE, Item, bytes_tensor, data_file, extent, options, pattern};
+use super::super::testing::{FILE, TestItem, bytes_tensor, data_file, extent, options, pattern};
 use super::super::{FileSet, VerifyReport, execute, verify};
 use crate::Error;
 use crate::format::index::LeafRecord;
@@ -10,14 +10,14 @@ use crate::sys::HostTarget;
 
 const BLOCK: u64 = 4096;
 
-fn verified(item: &Item) -> VerifyReport {
+fn verified(item: &TestItem) -> VerifyReport {
     verify(&item.disk, &item.files(), &item.index, &options(), &mut |_| true).unwrap()
 }
 
 #[test]
 fn every_flipped_bit_of_the_data_is_found_before_its_block_is_scattered() {
     let lengths = [3000, 100, 2500];
-    let item = Item::of_tensors(BLOCK, &lengths);
+    let item = TestItem::of_tensors(BLOCK, &lengths);
     let end = item.extent(2).offset + 2500;
     // Flip one bit of every byte, and all bits of the bytes at block borders.
     for byte in 4096..end {
@@ -55,7 +55,7 @@ fn every_flipped_bit_of_the_data_is_found_before_its_block_is_scattered() {
 
 #[test]
 fn every_flipped_bit_of_header_footer_and_padding_is_found() {
-    let item = Item::of_tensors(BLOCK, &[5000, 100]);
+    let item = TestItem::of_tensors(BLOCK, &[5000, 100]);
     let mut length = 0;
     item.disk.change(FILE, |bytes| length = bytes.len());
     let data_end = (item.extent(1).offset + 100) as usize;
@@ -71,7 +71,7 @@ fn every_flipped_bit_of_header_footer_and_padding_is_found() {
 
 #[test]
 fn damage_beside_what_is_wanted_does_not_matter() {
-    let item = Item::of_tensors(BLOCK, &[3 * BLOCK, 3 * BLOCK, 3 * BLOCK]);
+    let item = TestItem::of_tensors(BLOCK, &[3 * BLOCK, 3 * BLOCK, 3 * BLOCK]);
     item.disk.change(FILE, |bytes| bytes[5 * BLOCK as usize] ^= 1);
     let (found, result) = item.load(&[0, 2], &options());
     result.unwrap();
@@ -89,7 +89,7 @@ fn damage_beside_what_is_wanted_does_not_matter() {
 
 #[test]
 fn a_file_that_is_cut_is_found() {
-    let item = Item::of_tensors(BLOCK, &[5000]);
+    let item = TestItem::of_tensors(BLOCK, &[5000]);
     let mut whole = Vec::new();
     item.disk.change(FILE, |bytes| whole.clone_from(bytes));
     for len in [0, 1, 4096, 8192, whole.len() - 4096, whole.len() - 1, whole.len() + 1] {
@@ -106,7 +106,7 @@ fn a_file_that_is_cut_is_found() {
 
 #[test]
 fn a_file_that_is_cut_while_it_is_read_is_found() {
-    let item = Item::of_tensors(BLOCK, &[40 * BLOCK]);
+    let item = TestItem::of_tensors(BLOCK, &[40 * BLOCK]);
     let files = item.files();
     files.block_bytes(0).unwrap();
     item.disk.change(FILE, |bytes| bytes.truncate(20 * BLOCK as usize));
@@ -123,7 +123,7 @@ fn a_file_that_is_cut_while_it_is_read_is_found() {
 
 #[test]
 fn another_file_in_its_place_is_found() {
-    let item = Item::of_tensors(BLOCK, &[5000]);
+    let item = TestItem::of_tensors(BLOCK, &[5000]);
     // The same leaves and length, with other bytes and another id.
     let (other, _) = data_file(
         8,
@@ -139,7 +139,7 @@ fn another_file_in_its_place_is_found() {
 
 #[test]
 fn a_missing_file_is_said_to_be_missing() {
-    let item = Item::of_tensors(BLOCK, &[5000]);
+    let item = TestItem::of_tensors(BLOCK, &[5000]);
     let mut index = item.index.clone();
     index.files[0].name = "gone.data".into();
     let files = FileSet::new(item.disk.dir(), &index.files);
@@ -151,19 +151,19 @@ fn a_missing_file_is_said_to_be_missing() {
 #[test]
 fn a_name_that_leaves_the_item_is_refused() {
     for name in ["../00000.data", "/etc/passwd", "", "a//b", ".", "a/.."] {
-        let item = Item::of_tensors(BLOCK, &[10]);
+        let item = TestItem::of_tensors(BLOCK, &[10]);
         let mut records = item.index.files.clone();
         records[0].name = name.into();
         let error = FileSet::new(item.disk.dir(), &records).block_bytes(0).unwrap_err();
         assert_eq!(error.kind(), "corrupt_checkpoint", "{name}");
     }
-    let item = Item::of_tensors(BLOCK, &[10]);
+    let item = TestItem::of_tensors(BLOCK, &[10]);
     assert_eq!(item.files().block_bytes(1).unwrap_err().kind(), "corrupt_checkpoint");
 }
 
 #[test]
 fn an_index_that_points_behind_the_blocks_is_damage() {
-    let mut item = Item::of_tensors(BLOCK, &[5000]);
+    let mut item = TestItem::of_tensors(BLOCK, &[5000]);
     for (offset, length) in [(4096, 1 << 40), (1 << 40, 10), (12_288, 1)] {
         item.index.leaves[0] = bytes_tensor(extent(0, offset, length));
         let mut into = vec![0; 10];
@@ -179,7 +179,7 @@ fn an_index_that_points_behind_the_blocks_is_damage() {
 
 #[test]
 fn verification_names_every_bad_block_with_the_leaves_in_it() {
-    let mut item = Item::of_tensors(BLOCK, &[2 * BLOCK, 100, 200, 20 * BLOCK]);
+    let mut item = TestItem::of_tensors(BLOCK, &[2 * BLOCK, 100, 200, 20 * BLOCK]);
     item.index.leaves.push(LeafRecord::Alias { of: 1 });
     assert!(verified(&item).is_clean());
     for block in [1, 3, 7, 8] {
@@ -196,7 +196,7 @@ fn verification_names_every_bad_block_with_the_leaves_in_it() {
 
 #[test]
 fn verification_tells_an_unreadable_block_from_its_neighbours() {
-    let item = Item::of_tensors(BLOCK, &[2 * BLOCK, 2 * BLOCK]);
+    let item = TestItem::of_tensors(BLOCK, &[2 * BLOCK, 2 * BLOCK]);
     item.disk.knobs.bad_byte.store(3 * BLOCK + 17, Ordering::SeqCst);
     for cached in [false, true] {
         item.disk.knobs.cached.store(cached, Ordering::SeqCst);
@@ -211,7 +211,7 @@ fn verification_tells_an_unreadable_block_from_its_neighbours() {
 
 #[test]
 fn verification_tells_how_far_it_is_and_stops_when_asked() {
-    let item = Item::of_tensors(256 << 10, &[30 << 20]);
+    let item = TestItem::of_tensors(256 << 10, &[30 << 20]);
     let mut last = (0, 0);
     let mut watch = |progress: super::super::VerifyProgress| {
         assert!(progress.done >= last.0 && progress.done <= progress.total);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use super::super::testing::{FILE, Item, flat, options, pattern};
+use super::super::testing::{FILE, TestItem, flat, options, pattern};
 use super::super::{Destination, DeviceTarget, LoadOptions, Piece, execute};
 use crate::provider::Ticket;
 use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
@@ -88,14 +88,14 @@ impl Card {
     }
 
     fn target(self: &Arc<Self>) -> Arc<dyn DeviceTarget> {
-        Arc::new(Handle(Arc::clone(self)))
+        Arc::new(CardTarget(Arc::clone(self)))
     }
 }
 
 #[derive(Debug)]
-struct Handle(Arc<Card>);
+struct CardTarget(Arc<Card>);
 
-impl DeviceTarget for Handle {
+impl DeviceTarget for CardTarget {
     fn bytes(&self) -> u64 {
         self.0.len
     }
@@ -140,7 +140,7 @@ fn tight() -> LoadOptions {
 #[test]
 fn a_device_that_copies_late_and_out_of_order_has_every_byte_when_the_restore_returns() {
     let lengths = [30 << 20, 5 * BLOCK + 77, 3];
-    let item = Item::of_tensors(BLOCK, &lengths);
+    let item = TestItem::of_tensors(BLOCK, &lengths);
     for cached in [false, true] {
         item.disk.knobs.cached.store(cached, Ordering::SeqCst);
         let card = Card::new(lengths[0], Temper::Late);
@@ -170,7 +170,7 @@ fn a_device_that_copies_late_and_out_of_order_has_every_byte_when_the_restore_re
 #[test]
 fn a_transposed_tensor_reaches_a_device_too() {
     let (rows, cols) = (300_u64, 500_u64);
-    let item = Item::of_tensors(BLOCK, &[rows * cols]);
+    let item = TestItem::of_tensors(BLOCK, &[rows * cols]);
     let at = item.extent(0).offset;
     let copy = BoxCopy {
         src_strides: vec![cols, 1].into(),
@@ -193,7 +193,7 @@ fn a_transposed_tensor_reaches_a_device_too() {
 
 #[test]
 fn a_copy_that_a_device_fails_or_refuses_fails_the_restore_and_names_the_destination() {
-    let item = Item::of_tensors(BLOCK, &[100, 9 << 20]);
+    let item = TestItem::of_tensors(BLOCK, &[100, 9 << 20]);
     for (temper, said) in [(Temper::Fails(5), "lost a copy"), (Temper::Refuses(5), "takes no more")] {
         for cached in [false, true] {
             item.disk.knobs.cached.store(cached, Ordering::SeqCst);
@@ -218,7 +218,7 @@ fn a_copy_that_a_device_fails_or_refuses_fails_the_restore_and_names_the_destina
 
 #[test]
 fn a_device_that_never_answers_ends_the_restore_and_keeps_its_bytes_to_itself() {
-    let item = Item::of_tensors(BLOCK, &[12 << 20]);
+    let item = TestItem::of_tensors(BLOCK, &[12 << 20]);
     for cached in [false, true] {
         item.disk.knobs.cached.store(cached, Ordering::SeqCst);
         let card = Card::new(12 << 20, Temper::Stuck);
@@ -246,7 +246,7 @@ fn a_device_that_never_answers_ends_the_restore_and_keeps_its_bytes_to_itself() 
 
 #[test]
 fn no_byte_of_a_damaged_block_reaches_a_device() {
-    let item = Item::of_tensors(BLOCK, &[4 * BLOCK]);
+    let item = TestItem::of_tensors(BLOCK, &[4 * BLOCK]);
     item.disk.change(FILE, |bytes| bytes[4096 + 2 * BLOCK as usize] ^= 1);
     let card = Card::new(4 * BLOCK, Temper::Late);
     let targets = [card.target()];

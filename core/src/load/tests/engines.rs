@@ -1,6 +1,6 @@
 //! The same restore from every engine, on a real file system and on the simulated one.
 
-use super::super::testing::{FILE, Item, options, pattern};
+use super::super::testing::{FILE, TestItem, options, pattern};
 use super::super::{FileSet, execute, verify};
 use crate::io::{Engine, Transfer, open_disk};
 use crate::sys::HostTarget;
@@ -9,7 +9,7 @@ const LENGTHS: &[u64] = &[3 << 20, 1, 0, 700_001, 5 << 20, 63];
 
 #[test]
 fn every_engine_restores_the_same_bytes_cold_and_cached() {
-    let item = Item::of_tensors(256 << 10, LENGTHS);
+    let item = TestItem::of_tensors(256 << 10, LENGTHS);
     let dir = tempfile::tempdir().unwrap();
     let mut bytes = Vec::new();
     item.disk.change(FILE, |file| bytes.clone_from(file));

@@ -1,6 +1,6 @@
 //! Object leaves return with their values, and their damage is named.
 
-use super::super::testing::{FILE, Item, MemoryDisk, data_file, extent, options, tree};
+use super::super::testing::{FILE, MemoryDisk, TestItem, data_file, extent, options, tree};
 use super::super::{FileSet, read_objects};
 use crate::Error;
 use crate::format::index::{Index, LeafRecord};
@@ -16,7 +16,7 @@ fn values() -> Vec<Value> {
     ]
 }
 
-fn item() -> Item {
+fn item() -> TestItem {
     let mut data = Vec::new();
     let mut leaves = Vec::new();
     for value in values() {
@@ -32,10 +32,10 @@ fn item() -> Item {
     index.files.push(record);
     let disk = MemoryDisk::new();
     disk.put(FILE, bytes);
-    Item { disk, index, block: 4096 }
+    TestItem { disk, index, block: 4096 }
 }
 
-fn read(item: &Item, leaves: &[u32]) -> crate::Result<Vec<Value>> {
+fn read(item: &TestItem, leaves: &[u32]) -> crate::Result<Vec<Value>> {
     read_objects(&item.disk, &item.files(), &item.index, leaves, &options())
 }
 
@@ -72,7 +72,7 @@ fn bytes_that_are_no_object_are_damage_of_their_leaf() {
 #[test]
 fn what_an_index_claims_is_checked_before_memory_is_taken() {
     let mut item = item();
-    let kind = |item: &Item| read(item, &[0]).unwrap_err().kind();
+    let kind = |item: &TestItem| read(item, &[0]).unwrap_err().kind();
     item.index.leaves[0] = LeafRecord::Object(extent(0, 4096, 1 << 60));
     assert_eq!(kind(&item), "format");
     item.index.leaves[0] = LeafRecord::Object(extent(0, u64::MAX, 1 << 20));

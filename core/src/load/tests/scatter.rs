@@ -5,7 +5,7 @@ use ndarray::{ArrayD, IxDyn, Slice};
 use proptest::prelude::*;
 
 use super::super::execute;
-use super::super::testing::{Item, options, pattern};
+use super::super::testing::{TestItem, options, pattern};
 use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
 use crate::sys::HostTarget;
 
@@ -54,7 +54,7 @@ fn strides(shape: &[usize], order: &[usize]) -> Vec<usize> {
 fn check<T: Copy + PartialEq + std::fmt::Debug + Default>(case: &Case, from_bytes: fn(&[u8]) -> T) {
     let item_size = size_of::<T>() as u64;
     let count: usize = case.stored.iter().product();
-    let item = Item::of_tensors(case.block, &[case.shift, count as u64 * item_size]);
+    let item = TestItem::of_tensors(case.block, &[case.shift, count as u64 * item_size]);
     let stored: Vec<T> =
         pattern(1, count as u64 * item_size).chunks(item_size as usize).map(from_bytes).collect();
     let stored = ArrayD::from_shape_vec(IxDyn(&case.stored), stored).unwrap();

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::super::testing::{FILE, Item, flat, options, pattern};
+use super::super::testing::{FILE, TestItem, flat, options, pattern};
 use super::super::{FileSet, LoadOptions, execute};
 use crate::format::index::Index;
 use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
@@ -14,14 +14,14 @@ const BLOCK: u64 = 16 << 10;
 const LENGTHS: &[u64] =
     &[0, 1, 63, 64, 65, BLOCK - 4096, BLOCK, BLOCK + 1, 3 * BLOCK - 7, 9 << 20, 5, 700_001];
 
-fn all(item: &Item) -> Vec<usize> {
+fn all(item: &TestItem) -> Vec<usize> {
     (0..item.index.leaves.len()).collect()
 }
 
 #[test]
 fn every_leaf_comes_back_past_the_cache_and_through_it() {
     for block in [4096, BLOCK, 256 << 10, 1 << 20, 8 << 20] {
-        let item = Item::of_tensors(block, LENGTHS);
+        let item = TestItem::of_tensors(block, LENGTHS);
         for cached in [false, true] {
             item.disk.knobs.cached.store(cached, Ordering::SeqCst);
             let (found, result) = item.load(&all(&item), &options());
@@ -37,7 +37,7 @@ fn every_leaf_comes_back_past_the_cache_and_through_it() {
 
 #[test]
 fn a_part_is_read_without_the_rest() {
-    let item = Item::of_tensors(BLOCK, LENGTHS);
+    let item = TestItem::of_tensors(BLOCK, LENGTHS);
     let (found, result) = item.load(&[10, 2], &options());
     assert_eq!(found, vec![pattern(10, 5), pattern(2, 63)]);
     // Each of the two is in one block.
@@ -47,7 +47,7 @@ fn a_part_is_read_without_the_rest() {
 #[test]
 fn many_small_leaves_share_their_reads() {
     let lengths = vec![100_u64; 20_000];
-    let item = Item::of_tensors(256 << 10, &lengths);
+    let item = TestItem::of_tensors(256 << 10, &lengths);
     let (found, result) = item.load(&all(&item), &options());
     assert!(found.iter().enumerate().all(|(leaf, bytes)| *bytes == pattern(leaf as u64, 100)));
     assert_eq!(result.unwrap().reads, 1);
@@ -55,7 +55,7 @@ fn many_small_leaves_share_their_reads() {
 
 #[test]
 fn an_empty_plan_reads_nothing() {
-    let item = Item::of_tensors(BLOCK, &[0, 0]);
+    let item = TestItem::of_tensors(BLOCK, &[0, 0]);
     let (_, result) = item.load(&[0, 1], &options());
     assert_eq!(result.unwrap().reads, 0);
     assert_eq!(item.disk.knobs.opened.load(Ordering::SeqCst), 0);
@@ -63,7 +63,7 @@ fn an_empty_plan_reads_nothing() {
 
 #[test]
 fn a_plan_that_leaves_bytes_unfilled_is_refused() {
-    let item = Item::of_tensors(BLOCK, &[4 * BLOCK]);
+    let item = TestItem::of_tensors(BLOCK, &[4 * BLOCK]);
     let mut plan = item.plan(&[0]);
     plan.runs[0].len -= 2 * BLOCK;
     let mut into = vec![0; 4 * BLOCK as usize];
@@ -75,7 +75,7 @@ fn a_plan_that_leaves_bytes_unfilled_is_refused() {
 
 #[test]
 fn runs_that_overlap_or_touch_are_read_once() {
-    let item = Item::of_tensors(BLOCK, &[6 * BLOCK]);
+    let item = TestItem::of_tensors(BLOCK, &[6 * BLOCK]);
     let at = item.extent(0).offset;
     let plan = ReadPlan {
         runs: vec![
@@ -93,7 +93,7 @@ fn runs_that_overlap_or_touch_are_read_once() {
 
 #[test]
 fn a_scalar_is_an_array_of_no_dimensions() {
-    let item = Item::of_tensors(BLOCK, &[8]);
+    let item = TestItem::of_tensors(BLOCK, &[8]);
     let copy = BoxCopy {
         src_strides: vec![].into(),
         extent: vec![].into(),
@@ -113,7 +113,7 @@ fn a_scalar_is_an_array_of_no_dimensions() {
 
 #[test]
 fn a_foreign_file_of_odd_length_is_read_whole() {
-    let item = Item::of_tensors(BLOCK, &[10]);
+    let item = TestItem::of_tensors(BLOCK, &[10]);
     let bytes = pattern(3, 1_000_003);
     item.disk.put("model.safetensors", bytes.clone());
     let record = crate::format::index::FileRecord {
@@ -139,7 +139,7 @@ fn a_foreign_file_of_odd_length_is_read_whole() {
 
 #[test]
 fn the_default_options_are_sound() {
-    let item = Item::of_tensors(256 << 10, &[20 << 20]);
+    let item = TestItem::of_tensors(256 << 10, &[20 << 20]);
     let (found, result) = item.load(&[0], &LoadOptions::default());
     assert!(found[0] == pattern(0, 20 << 20));
     assert!(result.unwrap().peak_buffer_bytes <= LoadOptions::default().budget_bytes);

@@ -184,7 +184,7 @@ impl OpenFile {
 
 /// The content of a write.
 #[derive(Clone, Copy)]
-enum Content {
+enum WriteContent {
     Window {
         window: usize,
         /// True if its checksums are known.
@@ -195,23 +195,23 @@ enum Content {
 
 /// A write that waits for the queue.
 struct Ready {
-    content: Content,
+    content: WriteContent,
     item: u32,
     offset: u64,
     len: u64,
-    memory: Memory,
+    memory: WriteBuffer,
 }
 
 /// Staging memory where there is some; footers may have to take their own.
-enum Memory {
+enum WriteBuffer {
     Slot(Slot<Full>),
     Own(Buffer),
 }
 
 /// A write in the queue.
-struct Flight {
+struct PendingWrite {
     token: u64,
-    content: Content,
+    content: WriteContent,
     len: u64,
     slot: Option<Slot<Flushing>>,
 }
@@ -221,7 +221,7 @@ struct Writer<'a> {
     queue: Box<dyn Queue>,
     files: Vec<OpenFile>,
     pending: VecDeque<Ready>,
-    in_flight: Vec<Flight>,
+    in_flight: Vec<PendingWrite>,
     /// Written windows that are still to be checksummed.
     written: Vec<(usize, Slot<Written>)>,
     next_token: u64,
@@ -294,11 +294,11 @@ impl Writer<'_> {
         self.moved = Instant::now();
         if let Some(plan) = self.parts.windows.get(window) {
             self.pending.push_back(Ready {
-                content: Content::Window { window, summed: false },
+                content: WriteContent::Window { window, summed: false },
                 item: plan.item,
                 offset: plan.offset,
                 len: plan.len,
-                memory: Memory::Slot(slot),
+                memory: WriteBuffer::Slot(slot),
             });
         }
     }
@@ -308,16 +308,16 @@ impl Writer<'_> {
             let Some(Ready { content, item, offset, len, memory }) = self.pending.pop_front() else { break };
             let Some(file) = self.files.get(item as usize) else { continue };
             let (buffer, slot) = match memory {
-                Memory::Slot(slot) => {
+                WriteBuffer::Slot(slot) => {
                     let (buffer, slot) = slot.launch()?;
                     (buffer, Some(slot))
                 }
-                Memory::Own(buffer) => (buffer, None),
+                WriteBuffer::Own(buffer) => (buffer, None),
             };
             let token = self.next_token;
             self.next_token += 1;
             self.queue.submit(Transfer::Write, &file.file, offset, len as usize, buffer, token);
-            self.in_flight.push(Flight { token, content, len, slot });
+            self.in_flight.push(PendingWrite { token, content, len, slot });
         }
         Ok(())
     }
@@ -327,7 +327,7 @@ impl Writer<'_> {
         let Completion { token, buffer, result } = completion;
         let place = self.in_flight.iter().position(|flight| flight.token == token);
         let flight = place.map(|place| self.in_flight.swap_remove(place));
-        let Some(Flight { content, len, slot, .. }) = flight else {
+        let Some(PendingWrite { content, len, slot, .. }) = flight else {
             return Err(Error::internal("a write that was submitted", format!("write {token}")));
         };
         let slot = slot.map(|slot| slot.land(buffer)).transpose()?;
@@ -339,7 +339,7 @@ impl Writer<'_> {
             ));
         }
         self.parts.progress.written(len);
-        if let (Content::Window { window, summed: false }, Some(slot)) = (content, slot) {
+        if let (WriteContent::Window { window, summed: false }, Some(slot)) = (content, slot) {
             self.written.push((window, slot));
         }
         Ok(())
@@ -359,7 +359,7 @@ impl Writer<'_> {
             return Ok(true);
         }
         let waiting = self.pending.iter_mut().enumerate().find_map(|(i, ready)| match &mut ready.content {
-            Content::Window { window, summed } if !*summed => {
+            WriteContent::Window { window, summed } if !*summed => {
                 *summed = true;
                 Some((i, *window))
             }
@@ -367,7 +367,7 @@ impl Writer<'_> {
         });
         let Some((place, window)) = waiting else { return Ok(false) };
         let Some(ready) = self.pending.remove(place) else { return Ok(false) };
-        if let Memory::Slot(slot) = &ready.memory {
+        if let WriteBuffer::Slot(slot) = &ready.memory {
             self.checksum(window, slot.bytes())?;
         }
         self.pending.insert(place, ready);
@@ -415,7 +415,7 @@ impl Writer<'_> {
             let len = bytes.len() as u64;
             let memory = self.footer_memory(bytes)?;
             self.pending.push_back(Ready {
-                content: Content::Footer,
+                content: WriteContent::Footer,
                 item: number as u32,
                 offset,
                 len,
@@ -427,19 +427,19 @@ impl Writer<'_> {
     }
 
     /// A slot if one is free (this thread must not wait for one: it is who frees them).
-    fn footer_memory(&self, bytes: &[u8]) -> Result<Memory> {
+    fn footer_memory(&self, bytes: &[u8]) -> Result<WriteBuffer> {
         if let Some(slot) = self.parts.pool.try_acquire()? {
             let mut slot = slot.begin();
             slot.part(0, bytes.len() as u64)?.copy_from_slice(bytes);
             if let Filled::Full(slot) = slot.finish(Vec::new()) {
-                return Ok(Memory::Slot(slot));
+                return Ok(WriteBuffer::Slot(slot));
             }
         }
         let mut buffer = Buffer::alone(bytes.len())?;
         if let Some(start) = buffer.get_mut(..bytes.len()) {
             start.copy_from_slice(bytes);
         }
-        Ok(Memory::Own(buffer))
+        Ok(WriteBuffer::Own(buffer))
     }
 
     /// Nothing to do but to wait for a completion or a window.

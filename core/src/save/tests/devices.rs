@@ -13,7 +13,7 @@ use crate::staging::{Fence, Filling, Slot};
 /// A device whose copies arrive late: what a fill must hold is known when its fence has been
 /// passed. (The slot's memory cannot be written from elsewhere in safe code, so the bytes are there
 /// at once; what the test sees is that nobody used the slot before.)
-struct Device {
+struct LateDevice {
     delay: Duration,
     passed: Arc<AtomicU64>,
     started: AtomicU64,
@@ -38,7 +38,7 @@ impl Fence for Late {
     }
 }
 
-impl StateProvider for Device {
+impl StateProvider for LateDevice {
     fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
         for fill in fills {
             slot.part(fill.at, fill.len)?.fill(7);
@@ -49,9 +49,9 @@ impl StateProvider for Device {
     }
 }
 
-fn device(delay_ms: u64, fails: bool) -> (Arc<Device>, Arc<AtomicU64>) {
+fn device(delay_ms: u64, fails: bool) -> (Arc<LateDevice>, Arc<AtomicU64>) {
     let passed = Arc::new(AtomicU64::new(0));
-    let device = Device {
+    let device = LateDevice {
         delay: Duration::from_millis(delay_ms),
         passed: Arc::clone(&passed),
         started: AtomicU64::new(0),

@@ -15,7 +15,7 @@ pub(super) const SUCCESS: Code = 0;
 pub(super) const NOT_READY: Code = 600;
 
 /// An opaque driver handle: `CUcontext`, `CUstream` or `CUevent`.
-pub(super) type Handle = *mut c_void;
+pub(super) type RawHandle = *mut c_void;
 /// A device address (`CUdeviceptr`).
 pub(super) type Address = u64;
 
@@ -63,25 +63,25 @@ functions! {
         cuDeviceGetCount(*mut c_int);
         cuDeviceGet(*mut c_int, c_int);
         cuDeviceGetName(*mut c_char, c_int, c_int);
-        cuDevicePrimaryCtxRetain(*mut Handle, c_int);
-        cuCtxPushCurrent_v2(Handle);
-        cuCtxPopCurrent_v2(*mut Handle);
+        cuDevicePrimaryCtxRetain(*mut RawHandle, c_int);
+        cuCtxPushCurrent_v2(RawHandle);
+        cuCtxPopCurrent_v2(*mut RawHandle);
         cuThreadExchangeStreamCaptureMode(*mut c_int);
-        cuStreamCreateWithPriority(*mut Handle, c_uint, c_int);
-        cuStreamQuery(Handle);
-        cuStreamIsCapturing(Handle, *mut c_int);
-        cuStreamWaitEvent(Handle, Handle, c_uint);
-        cuEventCreate(*mut Handle, c_uint);
-        cuEventRecord(Handle, Handle);
-        cuEventQuery(Handle);
+        cuStreamCreateWithPriority(*mut RawHandle, c_uint, c_int);
+        cuStreamQuery(RawHandle);
+        cuStreamIsCapturing(RawHandle, *mut c_int);
+        cuStreamWaitEvent(RawHandle, RawHandle, c_uint);
+        cuEventCreate(*mut RawHandle, c_uint);
+        cuEventRecord(RawHandle, RawHandle);
+        cuEventQuery(RawHandle);
         cuMemHostRegister_v2(*mut c_void, usize, c_uint);
         cuMemHostUnregister(*mut c_void);
-        cuMemcpyDtoHAsync_v2(*mut c_void, Address, usize, Handle);
-        cuMemcpyHtoDAsync_v2(Address, *const c_void, usize, Handle);
-        cuMemcpy2DAsync_v2(*const sys::CUDA_MEMCPY2D, Handle);
+        cuMemcpyDtoHAsync_v2(*mut c_void, Address, usize, RawHandle);
+        cuMemcpyHtoDAsync_v2(Address, *const c_void, usize, RawHandle);
+        cuMemcpy2DAsync_v2(*const sys::CUDA_MEMCPY2D, RawHandle);
         cuGetErrorName(Code, *mut *const c_char);
     }
     newer {
-        cuMemcpyBatchAsync(*mut Address, *mut Address, *mut usize, usize, *mut sys::CUmemcpyAttributes, *mut usize, usize, *mut usize, Handle);
+        cuMemcpyBatchAsync(*mut Address, *mut Address, *mut usize, usize, *mut sys::CUmemcpyAttributes, *mut usize, usize, *mut usize, RawHandle);
     }
 }

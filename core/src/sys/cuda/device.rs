@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-use super::api::{Api, Code, Handle, NOT_READY, SUCCESS};
+use super::api::{Api, Code, NOT_READY, RawHandle, SUCCESS};
 use super::probe::Driver;
 use crate::staging::CopyQueue;
 use crate::sys::Birth;
@@ -28,7 +28,7 @@ pub struct Device {
     api: &'static Api,
     ordinal: u32,
     name: String,
-    context: Handle,
+    context: RawHandle,
     /// Our streams for copies from and to the device, created on first use.
     leaving: OnceLock<Stream>,
     coming: OnceLock<Stream>,
@@ -39,7 +39,7 @@ pub struct Device {
 
 /// A stream of stepwell.
 #[derive(Clone, Copy)]
-pub(super) struct Stream(pub(super) Handle);
+pub(super) struct Stream(pub(super) RawHandle);
 
 /// A stream of the caller, which copies are ordered with.
 #[derive(Clone, Copy, Debug)]
@@ -61,11 +61,11 @@ impl UserStream {
     }
 
     fn stream(self) -> Stream {
-        Stream(self.0 as Handle)
+        Stream(self.0 as RawHandle)
     }
 }
 
-struct RawEvent(Handle);
+struct RawEvent(RawHandle);
 
 // SAFETY: any thread that has entered the context may use the driver's handles; `Entered` ensures
 // that.
@@ -98,7 +98,7 @@ impl Device {
         fail("cuDeviceGetName", unsafe { (api.cuDeviceGetName)(name.as_mut_ptr(), 96, device) })?;
         // SAFETY: it ends with a zero: the buffer was zeroed, and the driver terminates its string.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
-        let mut context: Handle = ptr::null_mut();
+        let mut context: RawHandle = ptr::null_mut();
         // SAFETY: writes one handle. The context is the one that the frameworks of this process
         // use. It is never released.
         fail("cuDevicePrimaryCtxRetain", unsafe {
@@ -166,7 +166,7 @@ impl Device {
             return Ok(*stream);
         }
         let entered = self.enter()?;
-        let mut stream: Handle = ptr::null_mut();
+        let mut stream: RawHandle = ptr::null_mut();
         // SAFETY: writes one handle, of the entered context. Priority 0 is the lowest.
         let code = unsafe { (entered.api.cuStreamCreateWithPriority)(&raw mut stream, NON_BLOCKING, 0) };
         self.check("cuStreamCreateWithPriority", code)?;
@@ -210,7 +210,7 @@ impl Device {
             raw
         } else {
             let entered = self.enter()?;
-            let mut raw: Handle = ptr::null_mut();
+            let mut raw: RawHandle = ptr::null_mut();
             // SAFETY: writes one handle.
             let code = unsafe { (entered.api.cuEventCreate)(&raw mut raw, NO_TIMING) };
             self.check("cuEventCreate", code)?;
@@ -304,7 +304,7 @@ impl Drop for Entered<'_> {
             // SAFETY: as in `enter`.
             let _ = unsafe { (self.api.cuThreadExchangeStreamCaptureMode)(mode) };
         }
-        let mut context: Handle = ptr::null_mut();
+        let mut context: RawHandle = ptr::null_mut();
         // SAFETY: removes the context that `enter` has pushed.
         let code = unsafe { (self.api.cuCtxPopCurrent_v2)(&raw mut context) };
         if code != SUCCESS {
@@ -316,7 +316,7 @@ impl Drop for Entered<'_> {
 /// A recorded point on a stream. Dropping it makes the driver event reusable.
 pub(super) struct Event {
     device: Arc<Device>,
-    raw: Handle,
+    raw: RawHandle,
 }
 
 // SAFETY: as `Device`.

@@ -9,7 +9,7 @@ use super::{Direction, Rows, start};
 use crate::copy::gather::Dim;
 use crate::region::Region;
 use crate::sys::Buffer;
-use crate::sys::strided::{Run, StridedMemory};
+use crate::sys::strided::{StridedMemory, StridedRun};
 use crate::{Error, Result};
 
 /// An n-dimensional array on a device, of any strides. [`crate::sys::HostSource`] is its
@@ -85,12 +85,12 @@ impl DeviceSource {
                 return;
             }
             outcome = match run {
-                Run::Contiguous { offset, at, len } => {
+                StridedRun::Contiguous { offset, at, len } => {
                     let from = self.first.wrapping_add_signed(offset as i64);
                     arriving.queue(&self.device, Queued { at: at_first + at, from, len });
                     Ok(())
                 }
-                Run::Strided { offset, at, dims, count } => {
+                StridedRun::Strided { offset, at, dims, count } => {
                     let first = self.first.wrapping_add_signed(offset as i64);
                     each_rows(base.wrapping_add(at), first, itemsize, dims, count, &mut |rows| {
                         // SAFETY: rows of a box of elements of the array. The owner keeps the

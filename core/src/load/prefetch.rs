@@ -1,11 +1,11 @@
 //! Prefetch: reads that begin before their destinations are known.
 //!
 //! Opening a checkpoint and planning a restore take milliseconds of computing, while the disk would
-//! be idle. A caller that will restore most of a checkpoint calls [`FileSet::begin`], which submits
-//! the first reads of its files. They are exactly the reads that a schedule of whole files begins
-//! with, and their buffers count towards the budget.
+//! be idle. A caller that will restore most of a checkpoint calls [`FileSet::prefetch`], which
+//! submits the first reads of its files. They are exactly the reads that a schedule of whole files
+//! begins with, and their buffers count towards the budget.
 //!
-//! The first run whose schedule has all these reads takes them over ([`HeadStart::numbers`]). A
+//! The first run whose schedule has all these reads takes them over ([`Prefetch::numbers`]). A
 //! small run leaves them to the next run. Any other run drops them. Correctness does not depend on
 //! a prefetch: without one, the run submits all reads. A prefetched read that fails also fails the
 //! run that took it over.
@@ -30,14 +30,14 @@ use crate::sys::{Birth, each, spawn};
 
 /// Limit on files that are opened and checked early, number of threads that do it (they mostly wait
 /// for the disk), and bytes of each file whose checksums are read.
-const FILES_LOOKED_AT: usize = 16;
-const LOOKS: usize = 4;
-const BYTES_LOOKED_AT: u64 = 16 << 30;
+const CHECKED_FILES: usize = 16;
+const CHECK_THREADS: usize = 4;
+const CHECKED_BYTES: u64 = 16 << 30;
 /// Poll interval of the deadline.
-const SLICE: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Prefetched reads in flight, and their queue.
-pub(super) struct HeadStart {
+pub(super) struct Prefetch {
     /// `None` after a run has taken over the reads.
     queue: Option<Box<dyn Queue>>,
     /// File and bytes of each read, indexed by its token.
@@ -52,20 +52,20 @@ pub(super) struct HeadStart {
     stall_timeout: Duration,
     birth: Birth,
     /// The thread that submitted the reads, unless the caller did.
-    thread: Option<KeptThread>,
+    thread: Option<PrefetchThread>,
 }
 
 /// Keeps the submitting thread alive until it is dropped.
-pub(super) struct KeptThread(#[expect(dead_code, reason = "dropping it is what it is for")] Sender<()>);
+pub(super) struct PrefetchThread(#[expect(dead_code, reason = "dropping it is what it is for")] Sender<()>);
 
 /// A prefetch whose thread has not reported yet.
-pub(super) struct Coming {
-    answer: Receiver<HeadStart>,
+pub(super) struct RunningPrefetch {
+    answer: Receiver<Prefetch>,
     stall_timeout: Duration,
     birth: Birth,
 }
 
-impl Coming {
+impl RunningPrefetch {
     /// Starts the prefetch thread.
     pub(super) fn start(
         disk: Arc<dyn Disk>,
@@ -73,23 +73,23 @@ impl Coming {
         wanted: Vec<u32>,
         options: LoadOptions,
     ) -> std::io::Result<Self> {
-        let (tell, answer) = channel();
+        let (report, answer) = channel();
         let (keep, kept) = channel();
         let stall_timeout = options.stall_timeout;
-        spawn("stepwell-ahead", move || {
-            let begun = HeadStart::begin(&*disk, &files, &wanted, &options);
+        spawn("stepwell-fetch", move || {
+            let begun = Prefetch::begin(&*disk, &files, &wanted, &options);
             // Otherwise this thread would keep them alive longer than the caller.
             drop((files, disk));
             match begun {
                 Ok(Some(mut begun)) => {
-                    begun.thread = Some(KeptThread(keep));
+                    begun.thread = Some(PrefetchThread(keep));
                     // If no receiver is left, the prefetch is dropped here.
-                    drop(tell.send(begun));
+                    drop(report.send(begun));
                 }
                 Ok(None) => return,
-                Err(error) => return tracing::debug!(%error, "no head start"),
+                Err(error) => return tracing::debug!(%error, "cannot prefetch"),
             }
-            drop(tell);
+            drop(report);
             // Wait until the other end is dropped; nothing is ever sent.
             let _ = kept.recv();
         })?;
@@ -98,7 +98,7 @@ impl Coming {
 
     /// Waits until the files are checked and returns the prefetch. `None` if there is nothing to
     /// take over, or after `stall_timeout`.
-    pub(super) fn wait(self) -> Option<HeadStart> {
+    pub(super) fn wait(self) -> Option<Prefetch> {
         if self.birth.is_here() {
             self.answer.recv_timeout(self.stall_timeout).ok()
         } else {
@@ -109,7 +109,7 @@ impl Coming {
     }
 }
 
-impl HeadStart {
+impl Prefetch {
     /// Submits the first reads of these files, as many as the queue holds.
     pub(super) fn begin(
         disk: &dyn Disk,
@@ -119,18 +119,18 @@ impl HeadStart {
     ) -> Result<Option<Self>> {
         // Read the metadata first: planning needs it, and it would queue behind the prefetched
         // reads.
-        let looked_at = wanted.get(..FILES_LOOKED_AT).unwrap_or(wanted);
-        let looks = each("stepwell-look", LOOKS, looked_at, |&file| {
-            let end = files.shape(file)?.data_end.min(BYTES_LOOKED_AT);
+        let early = wanted.get(..CHECKED_FILES).unwrap_or(wanted);
+        let checks = each("stepwell-check", CHECK_THREADS, early, |&file| {
+            let end = files.layout(file)?.data_end.min(CHECKED_BYTES);
             files.ready(file, &(0..end)).map(drop)
         });
-        looks.into_iter().collect::<Result<()>>()?;
+        checks.into_iter().collect::<Result<()>>()?;
         let alignment = disk.choice().alignment.max(1) as u64;
         let mut started: Option<Self> = None;
         for &file in wanted {
-            let shape = files.shape(file)?;
+            let layout = files.layout(file)?;
             let mut schedule = Schedule::default();
-            schedule.push(file, 0..shape.data_end, shape.block_bytes);
+            schedule.push(file, 0..layout.data_end, layout.block_bytes);
             // The last read of a plan may end before the file's blocks do.
             schedule.reads.pop();
             let cell = schedule.cells.iter().map(|cell| cell.bytes.end - cell.bytes.start).max();
@@ -145,11 +145,11 @@ impl HeadStart {
                 if !aligned || cached || started.as_ref().is_some_and(|started| started.buffer_len != len) {
                     return Ok(started);
                 }
-                let head_start = match &mut started {
-                    Some(head_start) => head_start,
+                let prefetch = match &mut started {
+                    Some(prefetch) => prefetch,
                     none => none.insert(Self::new(disk, files, len, cell_buffer, options)?),
                 };
-                if !head_start.submit(&handle, file, read.bytes)? {
+                if !prefetch.submit(&handle, file, read.bytes)? {
                     return Ok(started);
                 }
             }
@@ -214,12 +214,12 @@ impl HeadStart {
     }
 
     /// Returns the queue with its reads, and the thread that must live until they are done.
-    pub(super) fn into_queue(mut self) -> (Option<Box<dyn Queue>>, Option<KeptThread>) {
+    pub(super) fn into_queue(mut self) -> (Option<Box<dyn Queue>>, Option<PrefetchThread>) {
         (self.queue.take(), self.thread.take())
     }
 }
 
-impl Drop for HeadStart {
+impl Drop for Prefetch {
     fn drop(&mut self) {
         let Some(mut queue) = self.queue.take() else { return };
         if !self.birth.is_here() {
@@ -229,7 +229,7 @@ impl Drop for HeadStart {
         }
         let mut deadline = deadline_after(self.stall_timeout);
         while queue.in_flight() > 0 && Instant::now() < deadline {
-            if let Some(completion) = queue.complete(SLICE) {
+            if let Some(completion) = queue.complete(POLL_INTERVAL) {
                 deadline = deadline_after(self.stall_timeout);
                 self.buffers.give(completion.buffer);
             }

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::super::head_start::HeadStart;
-use super::super::testing::{FILE, Item, Loaded, options, pattern};
+use super::super::prefetch::Prefetch;
+use super::super::testing::{FILE, Loaded, TestItem, options, pattern};
 use super::super::{FileSet, LoadOptions, execute};
 use crate::sys::HostTarget;
 
 const LENGTHS: [u64; 3] = [9 << 20, 11 << 20, 700_001];
 
-fn load(item: &Item, files: &FileSet, leaves: &[usize], options: &LoadOptions) -> (Vec<Vec<u8>>, Loaded) {
+fn load(item: &TestItem, files: &FileSet, leaves: &[usize], options: &LoadOptions) -> (Vec<Vec<u8>>, Loaded) {
     let mut into: Vec<Vec<u8>> =
         leaves.iter().map(|&leaf| vec![0xEE; item.extent(leaf).length as usize]).collect();
     let targets: Vec<HostTarget<'_>> = into.iter_mut().map(|bytes| bytes.as_mut_slice().into()).collect();
@@ -19,10 +19,10 @@ fn load(item: &Item, files: &FileSet, leaves: &[usize], options: &LoadOptions) -
     (into, result)
 }
 
-/// Runs [`FileSet::begin`] on this thread.
-fn begin(files: &FileSet, item: &Item, wanted: &[u32], options: &LoadOptions) {
-    if let Ok(Some(head_start)) = HeadStart::begin(&item.disk, files, wanted, options) {
-        files.keep_head_start(head_start);
+/// Runs [`FileSet::prefetch`] on this thread.
+fn begin(files: &FileSet, item: &TestItem, wanted: &[u32], options: &LoadOptions) {
+    if let Ok(Some(prefetch)) = Prefetch::begin(&item.disk, files, wanted, options) {
+        files.keep_prefetch(prefetch);
     }
 }
 
@@ -33,12 +33,12 @@ fn assert_right(found: &[Vec<u8>], leaves: &[usize]) {
 }
 
 #[test]
-fn a_restore_of_everything_uses_what_was_begun_and_reads_nothing_twice() {
+fn a_full_restore_uses_the_prefetched_reads_once() {
     // The threads' buffers come from the same budget.
     for (mib, threads, begins) in
         [(5, 2, 1), (12, 2, 2), (20, 2, 4), (20, 16, 3), (64, 2, 5), (64, 16, 5), (64, 64, 5)]
     {
-        let item = Item::of_tensors(256 << 10, &LENGTHS);
+        let item = TestItem::of_tensors(256 << 10, &LENGTHS);
         let options = LoadOptions { budget_bytes: mib << 20, threads, ..options() };
         let files = item.files();
         begin(&files, &item, &[0], &options);
@@ -58,8 +58,8 @@ fn a_restore_of_everything_uses_what_was_begun_and_reads_nothing_twice() {
 }
 
 #[test]
-fn a_restore_of_something_else_lets_go_of_what_was_begun() {
-    let item = Item::of_tensors(256 << 10, &LENGTHS);
+fn another_restore_drops_the_prefetch() {
+    let item = TestItem::of_tensors(256 << 10, &LENGTHS);
     let files = item.files();
     // The budget is too small for both.
     let options = LoadOptions { budget_bytes: 20 << 20, ..options() };
@@ -71,8 +71,8 @@ fn a_restore_of_something_else_lets_go_of_what_was_begun() {
 }
 
 #[test]
-fn a_small_read_before_a_restore_leaves_what_was_begun_to_it() {
-    let item = Item::of_tensors(256 << 10, &LENGTHS);
+fn a_small_read_keeps_the_prefetch_for_the_next_restore() {
+    let item = TestItem::of_tensors(256 << 10, &LENGTHS);
     let files = item.files();
     begin(&files, &item, &[0], &options());
     let (found, result) = load(&item, &files, &[2], &options());
@@ -85,8 +85,8 @@ fn a_small_read_before_a_restore_leaves_what_was_begun_to_it() {
 }
 
 #[test]
-fn what_was_begun_and_never_wanted_is_waited_for_when_the_files_are_closed() {
-    let item = Item::of_tensors(256 << 10, &LENGTHS);
+fn closing_the_files_waits_for_an_unused_prefetch() {
+    let item = TestItem::of_tensors(256 << 10, &LENGTHS);
     let files = item.files();
     begin(&files, &item, &[0], &options());
     assert!(item.disk.knobs.in_flight.load(Ordering::SeqCst) > 0);
@@ -95,8 +95,8 @@ fn what_was_begun_and_never_wanted_is_waited_for_when_the_files_are_closed() {
 }
 
 #[test]
-fn a_head_start_that_fails_is_no_failure_and_one_that_is_damaged_is_found() {
-    let item = Item::of_tensors(256 << 10, &LENGTHS);
+fn a_failed_prefetch_is_harmless_and_damage_is_found() {
+    let item = TestItem::of_tensors(256 << 10, &LENGTHS);
     begin(&item.files(), &item, &[0, 7], &options());
 
     item.disk.change(FILE, |bytes| bytes[5 << 20] ^= 1);
@@ -114,8 +114,8 @@ fn a_head_start_that_fails_is_no_failure_and_one_that_is_damaged_is_found() {
 }
 
 #[test]
-fn a_disk_that_hangs_in_a_head_start_holds_nobody_up_for_longer_than_the_deadline() {
-    let item = Item::of_tensors(256 << 10, &LENGTHS);
+fn a_prefetch_on_a_hanging_disk_ends_at_the_deadline() {
+    let item = TestItem::of_tensors(256 << 10, &LENGTHS);
     let files = item.files();
     let options = LoadOptions { stall_timeout: Duration::from_millis(100), ..options() };
     item.disk.knobs.hang.store(true, Ordering::SeqCst);
@@ -124,8 +124,8 @@ fn a_disk_that_hangs_in_a_head_start_holds_nobody_up_for_longer_than_the_deadlin
 }
 
 #[test]
-fn what_the_page_cache_holds_is_not_begun() {
-    let item = Item::of_tensors(256 << 10, &LENGTHS);
+fn cached_bytes_are_not_prefetched() {
+    let item = TestItem::of_tensors(256 << 10, &LENGTHS);
     item.disk.knobs.cached.store(true, Ordering::SeqCst);
     let files = item.files();
     begin(&files, &item, &[0], &options());
@@ -139,7 +139,7 @@ fn what_the_page_cache_holds_is_not_begun() {
 fn threads() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let name = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).ok();
-    tasks.filter_map(|task| name(task.ok()?)).filter(|name| name.trim() == "stepwell-ahead").count()
+    tasks.filter_map(|task| name(task.ok()?)).filter(|name| name.trim() == "stepwell-fetch").count()
 }
 
 fn assert_soon(what: &str, holds: impl Fn() -> bool) {
@@ -151,12 +151,12 @@ fn assert_soon(what: &str, holds: impl Fn() -> bool) {
 }
 
 #[test]
-fn the_thread_that_begins_lives_until_its_reads_are_done_and_is_waited_for_until_the_deadline_only() {
-    let item = Item::of_tensors(256 << 10, &LENGTHS);
+fn the_prefetch_thread_lives_until_its_reads_are_done() {
+    let item = TestItem::of_tensors(256 << 10, &LENGTHS);
     let disk = || Arc::new(item.disk.clone());
     let files = Arc::new(item.files());
-    files.begin(disk(), vec![0], options());
-    files.has_begun();
+    files.prefetch(disk(), vec![0], options());
+    files.wait_for_prefetch();
     assert_eq!(item.disk.knobs.direct_reads.load(Ordering::SeqCst), 5);
     assert_eq!(threads(), 1, "the answers to its reads would come late");
     let (found, result) = load(&item, &files, &[0, 1, 2], &options());
@@ -165,7 +165,7 @@ fn the_thread_that_begins_lives_until_its_reads_are_done_and_is_waited_for_until
     assert_soon("a thread outlives the run", || threads() == 0);
 
     // The set is dropped before anyone uses the prefetch.
-    files.begin(disk(), vec![0], options());
+    files.prefetch(disk(), vec![0], options());
     drop(files);
     assert_soon("a thread outlives the files", || threads() == 0);
     assert_eq!(item.disk.knobs.in_flight.load(Ordering::SeqCst), 0);
@@ -174,8 +174,8 @@ fn the_thread_that_begins_lives_until_its_reads_are_done_and_is_waited_for_until
     item.disk.knobs.stuck.store(true, Ordering::SeqCst);
     let files = Arc::new(item.files());
     let begin = Instant::now();
-    files.begin(disk(), vec![0], LoadOptions { stall_timeout: Duration::from_millis(100), ..options() });
-    files.has_begun();
+    files.prefetch(disk(), vec![0], LoadOptions { stall_timeout: Duration::from_millis(100), ..options() });
+    files.wait_for_prefetch();
     assert!(begin.elapsed() < Duration::from_secs(5), "waited for {:?}", begin.elapsed());
     item.disk.knobs.stuck.store(false, Ordering::SeqCst);
     let (found, result) = load(&item, &files, &[0, 1, 2], &options());
