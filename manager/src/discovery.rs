@@ -18,7 +18,7 @@
 //! Manifests are cached by file identity and change time, so a repeated [`Discovery::list`] costs
 //! one `stat` per step and reads nothing. The writer of a root is nearly always the only process
 //! that changes it. Its [`Discovery::look`] uses the record of its own changes
-//! ([`stepwell_core::io::noting`]). If the directory shows a foreign change, it compares names and
+//! ([`stepwell_core::io::change_log`]). If the directory shows a foreign change, it compares names and
 //! inode numbers. So the cost of a save does not grow with the number of steps. Manual changes
 //! inside a step are found when that step is chosen ([`Discovery::is_as_listed`]), and gradually by
 //! retention.
@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use stepwell_core::format::manifest::{Manifest, stored_files};
-use stepwell_core::io::noting::Notes;
+use stepwell_core::io::change_log::ChangeLog;
 use stepwell_core::io::{Dir, EntryKind, Stat};
 use stepwell_core::limits::MAX_MANIFEST_BYTES;
 use stepwell_core::sys::{cores, each};
@@ -44,8 +44,8 @@ const PASSES: usize = 32;
 /// Manifests that are worth a thread of their own.
 const READ_BY_ONE: usize = 256;
 
-/// How long a writer goes by its notes alone, at most, before it reads the directory again where
-/// that delays nobody.
+/// Maximum age of a listing that a writer extends by its change log. Then it reads the directory
+/// again, at a time that delays nobody.
 const FRESH: Duration = Duration::from_secs(10);
 
 /// A step that a listing found.
@@ -87,7 +87,7 @@ pub struct Listing {
 #[derive(Debug, Default)]
 pub struct Discovery {
     /// A writer's: what it has changed itself.
-    notes: Option<Arc<Notes>>,
+    changes: Option<Arc<ChangeLog>>,
     cache: Mutex<Cache>,
 }
 
@@ -121,8 +121,8 @@ struct Pass {
 
 impl Discovery {
     /// For the writer of a root, who knows what it changes there.
-    pub fn of_writer(notes: Arc<Notes>) -> Self {
-        Self { notes: Some(notes), cache: Mutex::default() }
+    pub fn of_writer(changes: Arc<ChangeLog>) -> Self {
+        Self { changes: Some(changes), cache: Mutex::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Cache> {
@@ -132,16 +132,16 @@ impl Discovery {
     /// Forgets everything.
     pub fn forget(&self) {
         *self.lock() = Cache::default();
-        if let Some(notes) = &self.notes {
-            notes.forget();
+        if let Some(changes) = &self.changes {
+            changes.forget();
         }
     }
 
     /// Has this name inspected again, because its manifest has changed.
     pub fn touch(&self, name: &str) {
         self.lock().remove(name);
-        if let Some(notes) = &self.notes {
-            notes.touch(name);
+        if let Some(changes) = &self.changes {
+            changes.touch(name);
         }
     }
 
@@ -153,11 +153,11 @@ impl Discovery {
     /// [`Discovery::list`], in which a writer takes for granted what nobody else changes. See the
     /// module documentation.
     pub fn look(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
-        let Some(notes) = &self.notes else { return self.list(root, names) };
-        match notes.since_listed(root.changed()?) {
+        let Some(changes) = &self.changes else { return self.list(root, names) };
+        match changes.since_listed(root.changed()?) {
             Some((touched, at)) => {
                 let listing = self.look_at(root, names, &touched)?;
-                notes.looked_at(at);
+                changes.clear_up_to(at);
                 Ok(listing)
             }
             None => self.agree(root, names, true),
@@ -166,8 +166,8 @@ impl Discovery {
 
     /// Lists the whole directory where that was not done for a while: a writer's, who has time.
     pub fn refresh(&self, root: &dyn Dir, names: &StepName) -> Result<()> {
-        match &self.notes {
-            Some(notes) if notes.is_older_than(FRESH) => self.agree(root, names, true).map(drop),
+        match &self.changes {
+            Some(changes) if changes.is_older_than(FRESH) => self.agree(root, names, true).map(drop),
             _ => Ok(()),
         }
     }
@@ -194,7 +194,7 @@ impl Discovery {
         let mut passes = 0;
         loop {
             passes += 1;
-            let begun = self.notes.as_ref().map(|notes| notes.now());
+            let begun = self.changes.as_ref().map(|changes| changes.now());
             let shows = root.changed()?;
             let Pass { listing, vanished, lost, new } = self.pass(root, names, by_entries)?;
             // The clock of a file system ticks slowly: that a directory shows no change says little
@@ -205,9 +205,9 @@ impl Discovery {
             let sure = if listing.steps.is_empty() { again && still } else { again || (whole && still) };
             if sure
                 && still
-                && let (Some(notes), Some(begun)) = (&self.notes, begun)
+                && let (Some(changes), Some(begun)) = (&self.changes, begun)
             {
-                notes.listed(begun, shows);
+                changes.listed(begun, shows);
             }
             if sure || passes == PASSES {
                 return Ok(listing);

@@ -245,7 +245,7 @@ impl World for SimWorld<'_> {
         Ok(vec![ItemPart { item: item(), index, tensor_bytes: 1 }])
     }
 
-    fn make_room(&mut self) -> bool {
+    fn reclaim_space(&mut self) -> bool {
         false
     }
 

@@ -9,12 +9,12 @@
 //! write had completed, a directory entry after a [`Dir::sync`]. Only [`Disk::create_dir_all`] and
 //! [`Dir::write_file`] sync by themselves.
 
+pub mod change_log;
 pub mod conformance;
 mod mounts;
-pub mod noting;
 mod posix;
 mod probe;
-mod room;
+mod reclaim;
 mod section;
 mod shared;
 #[cfg(any(test, feature = "test-support"))]
@@ -33,7 +33,7 @@ use crate::Result;
 use crate::sys::{Buffer, Mapping};
 
 pub use probe::{Engine, open_disk};
-pub use room::{NoRoom, Room, with_room};
+pub use reclaim::{NoReclaimer, SpaceReclaimer, retry_if_full};
 pub use section::{SECTION_ALIGNMENT, Section};
 pub use shared::{Purpose, shared_disk};
 

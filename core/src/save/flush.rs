@@ -12,7 +12,7 @@ use super::progress::Progress;
 use super::windows::Window;
 use super::{SaveOptions, WrittenItem};
 use crate::format::index::Index;
-use crate::io::{Dir, Disk, NoRoom, Room};
+use crate::io::{Dir, Disk, NoReclaimer, SpaceReclaimer};
 use crate::staging::StagingPool;
 use crate::sync::Receiver;
 use crate::{Error, Result};
@@ -49,17 +49,17 @@ impl Flush {
     /// caller makes them findable (directories, indexes, manifest). Returns the capture's error if
     /// it failed, and [`Error::Cancelled`] if it was dropped.
     pub fn run(self, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<WrittenItem>> {
-        self.run_with_room(disk, step_dir, &mut NoRoom)
+        self.run_with_reclaimer(disk, step_dir, &mut NoReclaimer)
     }
 
-    /// [`Flush::run`] where there is something that helps to make files.
-    pub fn run_with_room(
+    /// Like [`Flush::run`], with a reclaimer of disk space.
+    pub fn run_with_reclaimer(
         mut self,
         disk: &dyn Disk,
         step_dir: &Arc<dyn Dir>,
-        room: &mut dyn Room,
+        reclaimer: &mut dyn SpaceReclaimer,
     ) -> Result<Vec<WrittenItem>> {
-        let written = writer::write(&self.parts, disk, step_dir, room);
+        let written = writer::write(&self.parts, disk, step_dir, reclaimer);
         self.over = true;
         match written {
             Ok(files) => {

@@ -2,11 +2,11 @@
 //! misuse.
 #![expect(unsafe_code, reason = "mapped memory and raw system calls; every block says why it is sound")]
 
-mod alone;
 mod control_group;
 mod copy;
 mod cuda;
 mod descriptor;
+mod exclusive;
 mod file;
 mod fork;
 mod host_source;
@@ -22,9 +22,9 @@ pub mod testing;
 mod thread;
 mod uring;
 
-pub use alone::{Alone, while_alone};
 pub use cuda::{Device, DeviceMemory, DeviceSource, Driver, UserStream, driver};
 pub use descriptor::Descriptor;
+pub use exclusive::{Exclusive, with_exclusive_file};
 pub use file::{cached_bytes, write_out};
 pub use fork::{Birth, generation};
 pub use host_source::HostSource;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use stepwell_core::io::{Dir, Lock, with_room};
+use stepwell_core::io::{Dir, Lock, retry_if_full};
 
 use super::announcement::{Announcement, Heard};
 use super::machine::{Action, Event, Machine, Now, Stands, Verdict};
@@ -41,7 +41,7 @@ pub trait World {
     fn write_data(&mut self, temporary: &Arc<dyn Dir>) -> stepwell_core::Result<Vec<ItemPart>>;
     /// The disk is full: deletes what is on its way out, now, and gives whether there may be room
     /// then.
-    fn make_room(&mut self) -> bool;
+    fn reclaim_space(&mut self) -> bool;
     /// The other writer that has taken the root over, if any.
     fn usurper(&mut self) -> stepwell_core::Result<Option<String>>;
     /// Publishes this rank's vote.
@@ -133,7 +133,7 @@ fn execute(
     };
     match action {
         Action::CreateTemporary => {
-            let made = with_room(&mut || world.make_room(), || create(machine, &**root));
+            let made = retry_if_full(&mut || world.reclaim_space(), || create(machine, &**root));
             match made.and_then(|made| Ok((made, is_given_up(machine, &**root)?))) {
                 Ok((made, false)) => {
                     *temporary = made;

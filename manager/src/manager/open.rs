@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::io::Dir;
-use stepwell_core::io::noting::{Notes, Noting};
+use stepwell_core::io::change_log::{ChangeLog, RecordingDir};
 use stepwell_core::sys::Birth;
 
 use super::retaining::Inspection;
@@ -189,9 +189,9 @@ impl Opened {
         is_writer: bool,
     ) -> Result<Self> {
         let directory = root::open(environment, path, options.create && is_writer)?;
-        let notes = Arc::new(Notes::default());
+        let changes = Arc::new(ChangeLog::default());
         let (discovery, directory): (_, Arc<dyn Dir>) = if is_writer {
-            (Discovery::of_writer(Arc::clone(&notes)), Arc::new(Noting::new(directory, notes)))
+            (Discovery::of_writer(Arc::clone(&changes)), Arc::new(RecordingDir::new(directory, changes)))
         } else {
             (Discovery::default(), directory)
         };

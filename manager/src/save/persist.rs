@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use stepwell_core::format::manifest::Attempt;
-use stepwell_core::io::{Dir, File, Room};
+use stepwell_core::io::{Dir, File, SpaceReclaimer};
 use stepwell_core::save::{Flush, WrittenItem};
 
 use super::job::Job;
@@ -23,7 +23,7 @@ use crate::guard::guarded;
 use crate::retire::Deleter;
 use crate::root;
 
-/// How long a save waits for room on a full disk.
+/// How long a save waits for free space on a full disk.
 const MAKING_ROOM: Duration = Duration::from_secs(60);
 
 /// How a job ended.
@@ -156,14 +156,14 @@ struct SaveWorld<'a> {
     stale: bool,
 }
 
-/// Room from what is retired.
-struct SaveRoom<'a> {
+/// Reclaims space from retired steps.
+struct SaveReclaimer<'a> {
     deleter: &'a Deleter,
     temporary: &'a str,
 }
 
-impl Room for SaveRoom<'_> {
-    fn make(&mut self) -> bool {
+impl SpaceReclaimer for SaveReclaimer<'_> {
+    fn reclaim(&mut self) -> bool {
         self.deleter.empty_now(MAKING_ROOM);
         // Also where that was not all in time: some of it may be gone.
         true
@@ -181,8 +181,8 @@ impl World for SaveWorld<'_> {
             .take()
             .ok_or_else(|| stepwell_core::Error::internal("data that is still to be written", "none"))?;
         let disk = Arc::clone(&self.environment.disk);
-        let mut room = SaveRoom { deleter: self.deleter, temporary: &self.temporary };
-        let written = flush.run_with_room(&*disk, temporary, &mut room);
+        let mut reclaimer = SaveReclaimer { deleter: self.deleter, temporary: &self.temporary };
+        let written = flush.run_with_reclaimer(&*disk, temporary, &mut reclaimer);
         let synced = if written.is_ok() { self.deleter.spares().sync() } else { Ok(()) };
         // A later save would not use these files either. Not earlier: a deleted directory cannot be
         // synced.
@@ -197,8 +197,8 @@ impl World for SaveWorld<'_> {
         Ok(written.into_iter().filter_map(part).chain(std::mem::take(&mut self.unwritten)).collect())
     }
 
-    fn make_room(&mut self) -> bool {
-        SaveRoom { deleter: self.deleter, temporary: &self.temporary }.make()
+    fn reclaim_space(&mut self) -> bool {
+        SaveReclaimer { deleter: self.deleter, temporary: &self.temporary }.reclaim()
     }
 
     fn usurper(&mut self) -> stepwell_core::Result<Option<String>> {

@@ -12,7 +12,7 @@ use rustix::io::{Errno, retry_on_intr};
 use super::resolve::{in_parent, open_beneath};
 use super::{PosixFile, Settings};
 use crate::io::{Dir, Entry, EntryKind, File, Lock, LockKind, Rename, Stat};
-use crate::sys::{Alone, Descriptor, HeldLock, try_reserve_huge, while_alone};
+use crate::sys::{Descriptor, Exclusive, HeldLock, try_reserve_huge, with_exclusive_file};
 use crate::{Error, Result};
 
 /// See the module documentation.
@@ -225,11 +225,11 @@ impl Dir for PosixDir {
         {
             return Ok(None);
         }
-        let keep = match while_alone(fd.as_fd(), || self.rename(from, to, Rename::NoReplace)) {
-            Alone::Not => return Ok(None),
-            Alone::Throughout(renamed) => renamed.map(|()| true)?,
+        let keep = match with_exclusive_file(fd.as_fd(), || self.rename(from, to, Rename::NoReplace)) {
+            Exclusive::Unavailable => return Ok(None),
+            Exclusive::Undisturbed(renamed) => renamed.map(|()| true)?,
             // They found the file by its old name, and have it open now.
-            Alone::Interrupted(renamed) => renamed.map(|()| false)?,
+            Exclusive::Interrupted(renamed) => renamed.map(|()| false)?,
         };
         // A link that was made since the first look keeps the file: who found the old name makes it
         // yet. So it is looked for again as late as can be.

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use super::Parts;
 use crate::format::index::Within;
 use crate::format::{block, footer};
-use crate::io::{Completion, Dir, Disk, File, LockKind, Queue, Room, Section, Transfer, with_room};
+use crate::io::{
+    Completion, Dir, Disk, File, LockKind, Queue, Section, SpaceReclaimer, Transfer, retry_if_full,
+};
 use crate::save::capture::Message;
 use crate::save::windows::Windows;
 use crate::staging::{Filled, Flushing, Full, Slot, Written};
@@ -37,13 +39,13 @@ pub(super) fn write(
     parts: &Parts,
     disk: &dyn Disk,
     step_dir: &Arc<dyn Dir>,
-    room: &mut dyn Room,
+    reclaimer: &mut dyn SpaceReclaimer,
 ) -> Result<Vec<FileEnd>> {
     let started = Instant::now();
     if let Err(error) = disk.register(&parts.pool.mappings()) {
         tracing::warn!(%error, "the staging ring is not registered; writes cost a little more");
     }
-    let files = create(parts, step_dir, room)?;
+    let files = create(parts, step_dir, reclaimer)?;
     let queue = disk.queue(parts.options.queue_depth.max(1))?;
     let mut writer = Writer {
         parts,
@@ -72,10 +74,14 @@ pub(super) fn write(
     ends
 }
 
-fn create(parts: &Parts, step_dir: &Arc<dyn Dir>, room: &mut dyn Room) -> Result<Vec<OpenFile>> {
+fn create(
+    parts: &Parts,
+    step_dir: &Arc<dyn Dir>,
+    reclaimer: &mut dyn SpaceReclaimer,
+) -> Result<Vec<OpenFile>> {
     let mut files: Vec<OpenFile> = Vec::with_capacity(parts.items.len());
     for item in &parts.items {
-        let dir = match with_room(&mut || room.make(), || step_dir.create_dir(&item.dir)) {
+        let dir = match retry_if_full(&mut || reclaimer.reclaim(), || step_dir.create_dir(&item.dir)) {
             // Another rank's save of the same step has made it.
             Err(error) if error.already_exists() => step_dir.open_dir(&item.dir)?,
             other => other?,
@@ -89,7 +95,13 @@ fn create(parts: &Parts, step_dir: &Arc<dyn Dir>, room: &mut dyn Room) -> Result
                 let footer =
                     footer::encode(item.file_id, parts.options.block_bytes, item.data_bytes, index, &crcs)?;
                 let length = item.data_bytes + footer.bytes.len() as u64;
-                part_of_file(&*dir, &format!("n{node:05}.data"), length, room, parts.options.stall_timeout)?
+                part_of_file(
+                    &*dir,
+                    &format!("n{node:05}.data"),
+                    length,
+                    reclaimer,
+                    parts.options.stall_timeout,
+                )?
             }
             _ => None,
         };
@@ -97,9 +109,9 @@ fn create(parts: &Parts, step_dir: &Arc<dyn Dir>, room: &mut dyn Room) -> Result
             (file, Some(within))
         } else {
             let len = item.data_bytes + item.footer_hint;
-            let file = match room.take_over(&format!("{}/{}", item.dir, item.file_name), len) {
+            let file = match reclaimer.take_over(&format!("{}/{}", item.dir, item.file_name), len) {
                 Some(file) => file,
-                None => create_file(&*dir, &item.file_name, len, room)?,
+                None => create_file(&*dir, &item.file_name, len, reclaimer)?,
             };
             (file, None)
         };
@@ -113,11 +125,16 @@ fn create(parts: &Parts, step_dir: &Arc<dyn Dir>, room: &mut dyn Room) -> Result
     Ok(files)
 }
 
-fn create_file(dir: &dyn Dir, name: &str, len: u64, room: &mut dyn Room) -> Result<Arc<dyn File>> {
+fn create_file(
+    dir: &dyn Dir,
+    name: &str,
+    len: u64,
+    reclaimer: &mut dyn SpaceReclaimer,
+) -> Result<Arc<dyn File>> {
     let mut again = false;
-    with_room(&mut || room.make(), || {
+    retry_if_full(&mut || reclaimer.reclaim(), || {
         if std::mem::replace(&mut again, true) {
-            // The first try may have made it before it found no room for it.
+            // The first try may have made it before it found the disk full.
             match dir.remove_file(name) {
                 Err(error) if !error.is_not_found() => return Err(error),
                 _ => {}
@@ -133,7 +150,7 @@ fn part_of_file(
     dir: &dyn Dir,
     name: &str,
     length: u64,
-    room: &mut dyn Room,
+    reclaimer: &mut dyn SpaceReclaimer,
     patience: Duration,
 ) -> Result<Option<(Arc<dyn File>, Within)>> {
     let begun = Instant::now();
@@ -152,7 +169,7 @@ fn part_of_file(
             Err(error) => return Err(error),
         }
     };
-    let (file, offset) = with_room(&mut || room.make(), || dir.extend_file(name, length))?;
+    let (file, offset) = retry_if_full(&mut || reclaimer.reclaim(), || dir.extend_file(name, length))?;
     drop(lock);
     let part: Arc<dyn File> = Arc::new(Section::new(file, offset, length));
     Ok(Some((part, Within { name: name.into(), offset })))

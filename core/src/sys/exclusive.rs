@@ -10,13 +10,13 @@ use rustix::fs::fstatfs;
 const LOCAL: [u64; 7] =
     [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0xca45_1a4e, 0x2fc1_2fc1, 0x0102_1994];
 
-/// The outcome of [`while_alone`].
+/// The outcome of [`with_exclusive_file`].
 #[derive(Debug, PartialEq, Eq)]
-pub enum Alone<T> {
+pub enum Exclusive<T> {
     /// The action did not run: another process has the file open, or the kernel cannot tell.
-    Not,
+    Unavailable,
     /// The action ran, and nobody tried to open the file.
-    Throughout(T),
+    Undisturbed(T),
     /// The action ran. Meanwhile another process tried to open the file under its former name. Its
     /// open now succeeds.
     Interrupted(T),
@@ -24,9 +24,9 @@ pub enum Alone<T> {
 
 /// Runs `act` if nobody else has the file open, and blocks every open meanwhile. A blocked open
 /// gets the file that its name meant before. `fd` is open for reading and writing.
-pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
+pub fn with_exclusive_file<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Exclusive<T> {
     if !is_local(fd) {
-        return Alone::Not;
+        return Exclusive::Unavailable;
     }
     let set = |what: libc::c_int, value: libc::c_int| {
         // SAFETY: both commands take one number and touch no memory of ours.
@@ -35,12 +35,12 @@ pub fn while_alone<T>(fd: BorrowedFd<'_>, act: impl FnOnce() -> T) -> Alone<T> {
     // The kernel signals this process when another one opens the file. The default signal would end
     // this process; SIGURG is ignored unless it has a handler.
     if !set(F_SETSIG, libc::SIGURG) || !set(libc::F_SETLEASE, libc::F_WRLCK) {
-        return Alone::Not;
+        return Exclusive::Unavailable;
     }
     let done = act();
     let nobody_waits = is_leased(fd);
     set(libc::F_SETLEASE, libc::F_UNLCK);
-    if nobody_waits { Alone::Throughout(done) } else { Alone::Interrupted(done) }
+    if nobody_waits { Exclusive::Undisturbed(done) } else { Exclusive::Interrupted(done) }
 }
 
 /// True if the lease is unbroken. When another process waits for its end, the kernel returns the
@@ -67,26 +67,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_somebody_reads_or_writes_is_not_alone() {
+    fn an_open_file_is_not_exclusive() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("f");
         std::fs::write(&path, [1; 4096]).unwrap();
         let open = || OpenOptions::new().read(true).write(true).open(&path).unwrap();
-        let alone = || while_alone(open().as_fd(), || 7);
+        let run = || with_exclusive_file(open().as_fd(), || 7);
         if !is_local(open().as_fd()) {
             return absent(
                 "leases",
                 &format!("the file system of {} is not known to be local", path.display()),
             );
         }
-        assert_eq!(alone(), Alone::Throughout(7));
+        assert_eq!(run(), Exclusive::Undisturbed(7));
         let reader = File::open(&path).unwrap();
-        assert_eq!(alone(), Alone::Not);
+        assert_eq!(run(), Exclusive::Unavailable);
         drop(reader);
         let writer = open();
-        assert_eq!(alone(), Alone::Not);
+        assert_eq!(run(), Exclusive::Unavailable);
         drop(writer);
-        assert_eq!(alone(), Alone::Throughout(7));
+        assert_eq!(run(), Exclusive::Undisturbed(7));
     }
 
     #[test]
@@ -103,7 +103,7 @@ mod tests {
         }
         let (told, tells) = std::sync::mpsc::channel();
         let mut reader = None;
-        let done = while_alone(file.as_fd(), || {
+        let done = with_exclusive_file(file.as_fd(), || {
             let path = path.clone();
             reader = Some(std::thread::spawn(move || {
                 let opened = File::open(path);
@@ -118,7 +118,7 @@ mod tests {
             // The other open waits while the action runs.
             assert!(tells.recv_timeout(Duration::from_millis(100)).is_err());
         });
-        assert_eq!(done, Alone::Interrupted(()));
+        assert_eq!(done, Exclusive::Interrupted(()));
         assert_eq!(reader.unwrap().join().unwrap(), "old");
     }
 }

@@ -17,10 +17,10 @@ use crate::error::Result;
 
 /// The names that this process has changed in a directory since it was listed.
 #[derive(Debug, Default)]
-pub struct Notes(Mutex<NotesState>);
+pub struct ChangeLog(Mutex<ChangeLogState>);
 
 #[derive(Debug, Default)]
-struct NotesState {
+struct ChangeLogState {
     /// The directory's change time if only this process has changed it since the listing.
     shows: Option<i64>,
     /// When it was listed.
@@ -39,8 +39,8 @@ pub struct At {
     is_quiet: bool,
 }
 
-impl Notes {
-    fn lock(&self) -> MutexGuard<'_, NotesState> {
+impl ChangeLog {
+    fn lock(&self) -> MutexGuard<'_, ChangeLogState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -68,7 +68,7 @@ impl Notes {
     }
 
     /// Forgets the names that the caller has looked at again.
-    pub fn looked_at(&self, up_to: At) {
+    pub fn clear_up_to(&self, up_to: At) {
         let mut state = self.lock();
         state.touched.retain(|_, &mut when| when > up_to.clock);
     }
@@ -89,7 +89,7 @@ impl Notes {
     }
 }
 
-impl NotesState {
+impl ChangeLogState {
     fn now(&self) -> At {
         At { clock: self.clock, is_quiet: self.under_way == 0 }
     }
@@ -103,20 +103,20 @@ impl NotesState {
 }
 
 /// See the module documentation.
-pub struct Noting {
+pub struct RecordingDir {
     dir: Arc<dyn Dir>,
-    notes: Arc<Notes>,
+    changes: Arc<ChangeLog>,
 }
 
-impl Noting {
+impl RecordingDir {
     /// Wraps a directory and records the changes made through the wrapper.
-    pub fn new(dir: Arc<dyn Dir>, notes: Arc<Notes>) -> Self {
-        Self { dir, notes }
+    pub fn new(dir: Arc<dyn Dir>, changes: Arc<ChangeLog>) -> Self {
+        Self { dir, changes }
     }
 
     fn change<T>(&self, names: &[&str], act: impl FnOnce() -> Result<T>) -> Result<T> {
         let begun = {
-            let mut state = self.notes.lock();
+            let mut state = self.changes.lock();
             let is_alone = state.under_way == 0;
             state.under_way += 1;
             // Record it first, so that nobody sees the change before the record.
@@ -126,7 +126,7 @@ impl Noting {
         let before = self.dir.changed();
         let done = act();
         let after = self.dir.changed();
-        let mut state = self.notes.lock();
+        let mut state = self.changes.lock();
         state.under_way -= 1;
         let was_alone = begun == Some(state.clock);
         // A reader that looked during the change must look again.
@@ -139,7 +139,7 @@ impl Noting {
     }
 }
 
-impl Dir for Noting {
+impl Dir for RecordingDir {
     fn path(&self) -> &Path {
         self.dir.path()
     }

@@ -6,9 +6,9 @@ use super::File;
 use crate::Result;
 
 /// Helps a save to create its files.
-pub trait Room {
+pub trait SpaceReclaimer {
     /// Frees space on a full disk. Returns whether space may be available now.
-    fn make(&mut self) -> bool;
+    fn reclaim(&mut self) -> bool;
 
     /// Moves an unused file to that path below the step's directory, to be written over, with at
     /// least `len_hint` bytes preallocated. `None`: the caller creates a new file.
@@ -18,21 +18,24 @@ pub trait Room {
 }
 
 /// No help.
-pub struct NoRoom;
+pub struct NoReclaimer;
 
-impl Room for NoRoom {
-    fn make(&mut self) -> bool {
+impl SpaceReclaimer for NoReclaimer {
+    fn reclaim(&mut self) -> bool {
         false
     }
 }
 
-/// Creates something on a disk. On a full disk it calls `make_room` and tries once more. Only for
+/// Creates something on a disk. On a full disk it calls `reclaim_space` and tries once more. Only for
 /// *creating* directories and files: a failed write or sync is never retried.
-pub fn with_room<T>(make_room: &mut dyn FnMut() -> bool, mut make: impl FnMut() -> Result<T>) -> Result<T> {
+pub fn retry_if_full<T>(
+    reclaim_space: &mut dyn FnMut() -> bool,
+    mut make: impl FnMut() -> Result<T>,
+) -> Result<T> {
     match make() {
         Err(error) if error.is_full() => {
             tracing::info!(%error, "disk full: freeing space and trying once more");
-            if make_room() { make() } else { Err(error) }
+            if reclaim_space() { make() } else { Err(error) }
         }
         made => made,
     }
@@ -43,21 +46,21 @@ mod tests {
     use super::*;
     use crate::Error;
 
-    /// Runs `with_room` on something that fails so often. Returns the number of calls of each.
+    /// Runs `retry_if_full` on something that fails so often. Returns the number of calls of each.
     fn tried(errno: i32, failures: u32, may_help: bool) -> (u32, u32, Result<u32>) {
-        let (mut rooms, mut makes) = (0, 0);
-        let mut make_room = || {
-            rooms += 1;
+        let (mut reclaims, mut makes) = (0, 0);
+        let mut reclaim_space = || {
+            reclaims += 1;
             may_help
         };
-        let made = with_room(&mut make_room, || {
+        let made = retry_if_full(&mut reclaim_space, || {
             makes += 1;
             if makes > failures {
                 return Ok(makes);
             }
             Err(Error::io("create", "/x", std::io::Error::from_raw_os_error(errno)))
         });
-        (rooms, makes, made)
+        (reclaims, makes, made)
     }
 
     #[test]
