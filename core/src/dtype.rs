@@ -8,7 +8,7 @@
 
 /// The kind of a dtype's values. Casts within a kind to a wider type are lossless.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum DtypeKind {
     /// `bool`
     Bool,
     /// Two's complement integers.
@@ -49,7 +49,7 @@ macro_rules! dtypes {
             pub const fn bits(self) -> usize { match self { $(Self::$variant => $bits,)* } }
 
             /// The kind of its values.
-            pub const fn kind(self) -> Kind { match self { $(Self::$variant => Kind::$kind,)* } }
+            pub const fn kind(self) -> DtypeKind { match self { $(Self::$variant => DtypeKind::$kind,)* } }
 
             /// The dtype of a code read from a file.
             pub const fn from_code(code: u8) -> Option<Self> {

@@ -15,7 +15,7 @@ use std::time::Duration;
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::io::Disk;
-use stepwell_core::io::simulated::{Action, Fault, Kind, SimDisk};
+use stepwell_core::io::simulated::{Action, Fault, OperationKind, SimDisk};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
 use stepwell_core::region::Region;
@@ -209,7 +209,7 @@ fn save(trouble: Trouble) {
     let disk = SimDisk::new();
     let dir = disk.create_dir_all(Path::new("/step")).unwrap();
     if trouble == Trouble::Disk {
-        disk.inject(Fault::on(Kind::Write, Action::Fail(libc_eio())));
+        disk.inject(Fault::on(OperationKind::Write, Action::Fail(libc_eio())));
     }
     let alive = Arc::new(AtomicBool::new(true));
     let captured_bytes = Arc::new(AtomicU64::new(0));

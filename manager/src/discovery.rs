@@ -18,8 +18,8 @@
 //! Manifests are cached by file identity and change time, so a repeated [`Discovery::list`] costs
 //! one `stat` per step and reads nothing. The writer of a root is nearly always the only process
 //! that changes it. Its [`Discovery::look`] uses the record of its own changes
-//! ([`stepwell_core::io::change_log`]). If the directory shows a foreign change, it compares names and
-//! inode numbers. So the cost of a save does not grow with the number of steps. Manual changes
+//! ([`stepwell_core::io::change_log`]). If the directory shows a foreign change, it compares names
+//! and inode numbers. So the cost of a save does not grow with the number of steps. Manual changes
 //! inside a step are found when that step is chosen ([`Discovery::is_as_listed`]), and gradually by
 //! retention.
 

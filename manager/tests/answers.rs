@@ -14,7 +14,7 @@ use std::time::Duration;
 use common::*;
 use stepwell_core::format::manifest::Manifest;
 use stepwell_core::io::Engine;
-use stepwell_core::io::simulated::{Action, Fault, Kind, Node};
+use stepwell_core::io::simulated::{Action, Fault, ImageNode, OperationKind};
 use stepwell_manager::{Environment, Manager, Mode, Options, Retention};
 
 const EIO: i32 = 5;
@@ -30,7 +30,7 @@ fn an_error_in_reading_a_manifest_is_told_and_no_older_step_becomes_the_latest()
         commit(&manager, step);
     }
     for errno in [EIO, EACCES, EMFILE] {
-        for kind in [Kind::Stat, Kind::OpenFile, Kind::Read] {
+        for kind in [OperationKind::Stat, OperationKind::OpenFile, OperationKind::Read] {
             let manager = world.open(Options { read_only: true, ..options() });
             world.disk.inject(Fault::on(kind, Action::Fail(errno)).at("step_00000003/manifest.json"));
             let error = manager.latest_step().unwrap_err();
@@ -48,7 +48,7 @@ fn an_error_in_asking_for_the_length_of_a_file_is_told_and_no_older_step_becomes
     let manager = world.open(options());
     commit(&manager, 1);
     commit(&manager, 2);
-    world.disk.inject(Fault::on(Kind::Stat, Action::Fail(EIO)).at("step_00000002/i0/00000.data"));
+    world.disk.inject(Fault::on(OperationKind::Stat, Action::Fail(EIO)).at("step_00000002/i0/00000.data"));
     let error = manager.latest_step().unwrap_err();
     assert_eq!((error.kind(), error.errno()), ("io", Some(EIO)));
     assert_eq!(manager.latest_step().unwrap(), Some(2));
@@ -64,10 +64,10 @@ fn retention_deletes_nothing_while_it_cannot_count() {
     manager.close(Some(LONG)).unwrap();
     let manager = world.open(Options { retention: Retention::keep_latest(2), ..options() });
     let eio = |kind| Fault::on(kind, Action::Fail(EIO));
-    world.disk.inject(eio(Kind::Stat).at("step_00000004/i0/00000.data"));
+    world.disk.inject(eio(OperationKind::Stat).at("step_00000004/i0/00000.data"));
     assert_eq!(manager.apply_retention().unwrap_err().errno(), Some(EIO));
     // Forgotten, and not read again by this; nor by what comes then.
-    let unreadable = || world.disk.inject(eio(Kind::Read).at("step_00000004/manifest.json"));
+    let unreadable = || world.disk.inject(eio(OperationKind::Read).at("step_00000004/manifest.json"));
     unreadable();
     assert_eq!(manager.reload().unwrap_err().errno(), Some(EIO));
     unreadable();
@@ -89,7 +89,7 @@ fn metrics_that_cannot_be_read_are_told_and_the_best_step_is_not_deleted_for_it(
     let sidecar = format!("metrics/{}-{}-", first.session, first.counter);
     manager.close(Some(LONG)).unwrap();
     for errno in [EIO, EACCES, EMFILE, ESTALE] {
-        for kind in [Kind::OpenFile, Kind::Read] {
+        for kind in [OperationKind::OpenFile, OperationKind::Read] {
             let fail = || world.disk.inject(Fault::on(kind, Action::Fail(errno)).at(&sidecar));
             let manager = world.open(best());
             fail();
@@ -107,7 +107,7 @@ fn metrics_that_cannot_be_read_are_told_and_the_best_step_is_not_deleted_for_it(
     }
     // Foreign and missing files say nothing about any step.
     let other = format!("/run/.stepwell/metrics/{}-7-{}.json", "a".repeat(32), "b".repeat(32));
-    world.disk.plant(&other, &Node::file(Arc::new(b"no json".to_vec()))).unwrap();
+    world.disk.plant(&other, &ImageNode::file(Arc::new(b"no json".to_vec()))).unwrap();
     let manager = world.open(Options { read_only: true, ..best() });
     assert_eq!(manager.best_step(None).unwrap(), Some(1));
     let manager = world.open(best());
@@ -121,7 +121,7 @@ fn a_step_that_another_process_has_just_retired_is_gone_and_no_error() {
     let writer = world.open(options());
     commit(&writer, 1);
     commit(&writer, 2);
-    for kind in [Kind::Stat, Kind::OpenFile] {
+    for kind in [OperationKind::Stat, OperationKind::OpenFile] {
         let reader = world.disk.process();
         let environment = world.environment_of(&reader);
         let read_only = Options { read_only: true, ..options() };
@@ -167,7 +167,7 @@ fn a_writer_is_not_opened_on_a_root_that_it_cannot_read() {
     let manager = world.open(options());
     commit(&manager, 1);
     manager.close(Some(LONG)).unwrap();
-    world.disk.inject(Fault::on(Kind::Read, Action::Fail(EIO)).at("step_00000001/manifest.json"));
+    world.disk.inject(Fault::on(OperationKind::Read, Action::Fail(EIO)).at("step_00000001/manifest.json"));
     let error = world.try_open(options()).err().unwrap();
     assert_eq!((error.kind(), error.errno()), ("io", Some(EIO)));
     assert_eq!(world.open(options()).latest_step().unwrap(), Some(1));

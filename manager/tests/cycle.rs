@@ -8,7 +8,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use common::*;
-use stepwell_core::io::simulated::{Action, Fault, Kind, Moment};
+use stepwell_core::io::simulated::{Action, Fault, Moment, OperationKind};
 use stepwell_manager::{
     Error, Exists, Mode, OnSaveError, Options, Outcome, Refusal, Retention, SavePolicy, SaveRequest,
 };
@@ -72,7 +72,7 @@ fn a_closed_manager_says_so() {
 }
 
 /// Operations of that kind, on a path that holds `part`, wait until what is returned is dropped.
-fn hang(world: &World, kind: Kind, part: &'static str) -> std::sync::mpsc::Sender<()> {
+fn hang(world: &World, kind: OperationKind, part: &'static str) -> std::sync::mpsc::Sender<()> {
     let (release, released) = std::sync::mpsc::channel::<()>();
     let released = std::sync::Mutex::new(released);
     world.disk.set_hook(Some(Arc::new(move |moment, operation| {
@@ -93,7 +93,7 @@ fn a_close_after_one_that_gave_up_waits_for_what_is_left_and_tells_the_truth() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);
-    let release = hang(&world, Kind::Sync, "manifest");
+    let release = hang(&world, OperationKind::Sync, "manifest");
     let save = save(&manager, 2);
     for _ in 0..3 {
         let error = manager.close(Some(SHORT)).unwrap_err();
@@ -112,7 +112,7 @@ fn a_close_after_one_that_gave_up_waits_for_what_is_left_and_tells_the_truth() {
 fn a_close_that_meets_another_one_waits_for_it() {
     let world = World::default();
     let manager = Arc::new(world.open(options()));
-    let release = hang(&world, Kind::Sync, "manifest");
+    let release = hang(&world, OperationKind::Sync, "manifest");
     let save = save(&manager, 1);
     let first = Arc::clone(&manager);
     let first = std::thread::spawn(move || first.close(Some(LONG)));
@@ -137,7 +137,7 @@ fn a_close_whose_deletion_hangs_says_so_each_time_and_a_drop_does_not_wait_again
     let world = World::default();
     let manager = world.open(Options { retention: Retention::keep_latest(1), ..options() });
     commit(&manager, 1);
-    let release = hang(&world, Kind::RemoveFile, ".trash-");
+    let release = hang(&world, OperationKind::RemoveFile, ".trash-");
     commit(&manager, 2);
     for _ in 0..2 {
         let error = manager.close(Some(SHORT)).unwrap_err();
@@ -148,7 +148,7 @@ fn a_close_whose_deletion_hangs_says_so_each_time_and_a_drop_does_not_wait_again
     drop(manager);
 
     let manager = world.open(options());
-    let _release = hang(&world, Kind::Sync, "manifest");
+    let _release = hang(&world, OperationKind::Sync, "manifest");
     drop(save(&manager, 3));
     manager.close(Some(SHORT)).unwrap_err();
     let begun = std::time::Instant::now();
@@ -199,7 +199,7 @@ fn a_replacement_that_fails_leaves_the_old_step() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);
-    world.disk.inject(Fault::on(Kind::Sync, Action::Fail(5)).at("data"));
+    world.disk.inject(Fault::on(OperationKind::Sync, Action::Fail(5)).at("data"));
     let replaced = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(1, state(77)) };
     let save = manager.save(replaced).unwrap();
     assert!(matches!(save.wait(Some(LONG)).unwrap(), Some(Outcome::NotCommitted(_))));
@@ -212,7 +212,7 @@ fn a_failed_save_leaves_no_trace_but_its_error_which_is_told_once() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);
-    world.disk.inject(Fault::on(Kind::Write, Action::Fail(28)).at(".tmp-"));
+    world.disk.inject(Fault::on(OperationKind::Write, Action::Fail(28)).at(".tmp-"));
     drop(save(&manager, 2));
     let error = manager.wait_until_finished(Some(LONG)).unwrap_err();
     assert_eq!((error.kind(), error.errno()), ("save_failed", Some(28)));
@@ -232,7 +232,7 @@ fn a_failed_save_leaves_no_trace_but_its_error_which_is_told_once() {
 fn a_save_that_raises_an_earlier_failure_starts_nothing_and_the_next_one_works() {
     let world = World::default();
     let manager = world.open(options());
-    world.disk.inject(Fault::on(Kind::Sync, Action::Fail(5)));
+    world.disk.inject(Fault::on(OperationKind::Sync, Action::Fail(5)));
     let failed = save(&manager, 1);
     while !failed.is_done() {
         std::thread::sleep(Duration::from_millis(1));
@@ -252,13 +252,13 @@ fn a_save_that_raises_an_earlier_failure_starts_nothing_and_the_next_one_works()
 fn a_failure_that_was_waited_for_is_not_told_again_and_warnings_never_raise() {
     let world = World::default();
     let manager = world.open(options());
-    world.disk.inject(Fault::on(Kind::Sync, Action::Fail(5)));
+    world.disk.inject(Fault::on(OperationKind::Sync, Action::Fail(5)));
     assert!(save(&manager, 1).wait(Some(LONG)).unwrap().unwrap().error().is_some());
     manager.check_for_errors().unwrap();
     manager.close(Some(LONG)).unwrap();
 
     let manager = world.open(Options { on_save_error: OnSaveError::Warn, ..options() });
-    world.disk.inject(Fault::on(Kind::Sync, Action::Fail(5)).at("data"));
+    world.disk.inject(Fault::on(OperationKind::Sync, Action::Fail(5)).at("data"));
     drop(save(&manager, 1));
     manager.wait_until_finished(Some(LONG)).unwrap();
 }
@@ -286,7 +286,7 @@ fn a_rename_whose_sync_fails_is_uncertain_and_not_counted() {
     let steps = manager.all_steps().unwrap();
     world.disk.set_hook(None);
     // The only sync of the root in a commit is the one after its rename.
-    let root_sync = Fault::on(Kind::SyncDir, Action::Fail(5));
+    let root_sync = Fault::on(OperationKind::SyncDir, Action::Fail(5));
     world.disk.inject(root_sync.clone().at("/run").after(4));
     let save = save(&manager, 2);
     match save.wait(Some(LONG)).unwrap() {
@@ -304,7 +304,7 @@ fn a_rename_whose_sync_fails_is_uncertain_and_not_counted() {
 fn a_lost_answer_of_the_rename_is_settled_by_looking_whose_attempt_is_there() {
     let world = World::default();
     let manager = world.open(options());
-    world.disk.inject(Fault::on(Kind::Rename, Action::FailAfterwards(5)).at("step_").after(0));
+    world.disk.inject(Fault::on(OperationKind::Rename, Action::FailAfterwards(5)).at("step_").after(0));
     commit(&manager, 1);
     assert_restores(&manager, 1);
 }

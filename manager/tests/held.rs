@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use stepwell_core::io::Disk;
-use stepwell_core::io::simulated::{Action, Fault, Kind, Moment};
+use stepwell_core::io::simulated::{Action, Fault, Moment, OperationKind};
 use stepwell_manager::retire::Deleter;
 use stepwell_manager::{Checkpoint, Exists, Retention, SaveRequest};
 
@@ -105,7 +105,7 @@ fn retention_that_comes_while_a_step_is_being_held_leaves_it() {
     let (saver, once) = (Arc::clone(&manager), AtomicBool::new(false));
     // Right after the hold has leased the step.
     world.disk.set_hook(Some(Arc::new(move |moment, operation| {
-        let leased = moment == Moment::After && operation.kind == Kind::Lock;
+        let leased = moment == Moment::After && operation.kind == OperationKind::Lock;
         if leased && operation.path.ends_with("step_00000001/.lease") && !once.swap(true, Ordering::SeqCst) {
             commit(&saver, 2);
         }
@@ -126,7 +126,7 @@ fn a_hold_that_comes_while_retention_takes_the_step_does_not_pretend() {
     let (holder, once) = (Arc::clone(&manager), AtomicBool::new(false));
     // Retention has decided, and is about to rename.
     world.disk.set_hook(Some(Arc::new(move |moment, operation| {
-        let rename = moment == Moment::Before && operation.kind == Kind::Rename;
+        let rename = moment == Moment::Before && operation.kind == OperationKind::Rename;
         if rename && operation.path.ends_with("step_00000001") && !once.swap(true, Ordering::SeqCst) {
             let (sender, holder) = (sender.clone(), Arc::clone(&holder));
             let thread = std::thread::spawn(move || sender.send(holder.hold(1).map(drop)).unwrap());
@@ -152,7 +152,7 @@ fn what_retention_had_taken_away_before_it_failed_is_deleted() {
     }
     manager.close(Some(LONG)).unwrap();
     let manager = world.open(keeping(Retention::keep_latest(1)));
-    world.disk.inject(Fault::on(Kind::Rename, Action::Fail(5)).at("step_00000002"));
+    world.disk.inject(Fault::on(OperationKind::Rename, Action::Fail(5)).at("step_00000002"));
     assert_eq!(manager.apply_retention().unwrap_err().errno(), Some(5));
     assert!(manager.wait_for_deletions(LONG).unwrap());
     assert_eq!(world.names(), ["step_00000002", "step_00000003"]);
@@ -167,7 +167,7 @@ fn what_is_out_of_sight_but_not_durably_so_is_not_deleted() {
     commit(&manager, 2);
     manager.close(Some(LONG)).unwrap();
     let manager = world.open(keeping(Retention::keep_latest(1)));
-    world.disk.inject(Fault::on(Kind::SyncDir, Action::Fail(5)));
+    world.disk.inject(Fault::on(OperationKind::SyncDir, Action::Fail(5)));
     manager.apply_retention().unwrap_err();
     assert!(manager.wait_for_deletions(LONG).unwrap());
     let names = world.names();
@@ -185,7 +185,7 @@ fn a_deletion_that_the_kernel_does_not_return_from_does_not_hold_up_a_save_on_a_
     let (release, released) = mpsc::channel::<()>();
     let released = std::sync::Mutex::new(released);
     world.disk.set_hook(Some(Arc::new(move |moment, operation| {
-        if moment == Moment::Before && operation.kind == Kind::RemoveFile {
+        if moment == Moment::Before && operation.kind == OperationKind::RemoveFile {
             let _ = released.lock().unwrap().recv();
         }
     })));
@@ -227,7 +227,7 @@ fn a_step_whose_name_was_left_uncertain_is_settled_by_the_next_save_of_it() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);
-    let root_sync = || Fault::on(Kind::SyncDir, Action::Fail(5)).at("/run").after(4);
+    let root_sync = || Fault::on(OperationKind::SyncDir, Action::Fail(5)).at("/run").after(4);
     world.disk.inject(root_sync());
     assert_eq!(
         save(&manager, 2).wait(Some(LONG)).unwrap().unwrap().error().unwrap().kind(),
@@ -242,7 +242,7 @@ fn a_step_whose_name_was_left_uncertain_is_settled_by_the_next_save_of_it() {
     // It still cannot: the new save takes its place.
     world.disk.inject(root_sync());
     assert!(save(&manager, 3).wait(Some(LONG)).unwrap().unwrap().error().is_some());
-    world.disk.inject(Fault::on(Kind::SyncDir, Action::Fail(5)).at("/run"));
+    world.disk.inject(Fault::on(OperationKind::SyncDir, Action::Fail(5)).at("/run"));
     committed(&manager.save(SaveRequest::new(3, state(33))).unwrap());
     assert_eq!(manager.all_steps().unwrap(), [1, 2, 3]);
     assert_value(&manager, 3, 33);

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::*;
 use stepwell_core::dtype::Dtype;
-use stepwell_core::io::simulated::{Kind, Moment};
+use stepwell_core::io::simulated::{Moment, OperationKind};
 use stepwell_core::provider::HostProvider;
 use stepwell_core::region::Region;
 use stepwell_core::sys::HostSource;
@@ -87,7 +87,8 @@ fn a_commit_that_takes_long_keeps_no_later_save_from_being_captured_and_saves_co
     let hold = Arc::new(AtomicBool::new(true));
     let held = Arc::clone(&hold);
     world.disk.set_hook(Some(Arc::new(move |moment, operation| {
-        let is_commit = operation.kind == Kind::Rename && operation.path.to_string_lossy().contains("tmp");
+        let is_commit =
+            operation.kind == OperationKind::Rename && operation.path.to_string_lossy().contains("tmp");
         while moment == Moment::Before && is_commit && held.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::*;
-use stepwell_core::io::simulated::{Action, Fault, Kind};
+use stepwell_core::io::simulated::{Action, Fault, OperationKind};
 use stepwell_manager::{
     Error, Exists, LeafSource, Manager, OnSaveError, Options, Refusal, SavePolicy, SaveRequest, StateSource,
 };
@@ -28,7 +28,7 @@ fn alone() -> MutexGuard<'static, ()> {
 /// Has the commit of that step fail: the temporary's name says which step it is.
 fn fail(world: &World, step: u64) {
     let name = format!(".tmp-{}", stepwell_manager::directory_layout::label(step));
-    world.disk.inject(Fault::on(Kind::Sync, Action::Fail(5)).at(name));
+    world.disk.inject(Fault::on(OperationKind::Sync, Action::Fail(5)).at(name));
 }
 
 #[test]

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::*;
-use stepwell_core::io::simulated::{Kind, Moment};
+use stepwell_core::io::simulated::{Moment, OperationKind};
 use stepwell_manager::Retention;
 use stepwell_manager::singular::{self, SingularRequest};
 
 /// Has the next operation of that kind at a name with that part panic.
-fn panic_once(world: &World, kind: Kind, part: &'static str) {
+fn panic_once(world: &World, kind: OperationKind, part: &'static str) {
     let left = AtomicU64::new(1);
     world.disk.set_hook(Some(Arc::new(move |moment, operation| {
         let path = operation.path.display().to_string();
@@ -25,7 +25,7 @@ fn retention_that_panics_leaves_the_save_committed_and_the_persister_at_work() {
     let world = World::default();
     let manager = world.open(keeping(Retention::keep_latest(1)));
     commit(&manager, 1);
-    panic_once(&world, Kind::Rename, "step_00000001");
+    panic_once(&world, OperationKind::Rename, "step_00000001");
     commit(&manager, 2);
     assert_eq!(manager.all_steps().unwrap(), [1, 2], "it was to retire step 1");
     commit(&manager, 3);
@@ -58,7 +58,7 @@ fn a_callback_that_panics_takes_no_other_ones_turn_and_no_later_save() {
 fn an_engine_that_panics_claims_nothing_and_the_next_save_works() {
     let world = World::default();
     let manager = world.open(options());
-    panic_once(&world, Kind::CreateFile, "i0");
+    panic_once(&world, OperationKind::CreateFile, "i0");
     let error = save(&manager, 1).wait(Some(LONG)).unwrap().unwrap().error().cloned().unwrap();
     assert!(error.to_string().contains("the engine panicked: a defect at"), "{error}");
     commit(&manager, 2);
@@ -77,9 +77,9 @@ fn a_singular_save_is_settled_whatever_panics_around_it() {
     };
     committed(&save(1));
     // The look for leftovers; then the deletion of what is replaced.
-    panic_once(&world, Kind::Entries, "/run");
+    panic_once(&world, OperationKind::Entries, "/run");
     committed(&save(2));
-    panic_once(&world, Kind::RemoveFile, ".trash-");
+    panic_once(&world, OperationKind::RemoveFile, ".trash-");
     committed(&save(3));
     world.disk.set_hook(None);
     committed(&save(4));

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::*;
-use stepwell_core::io::simulated::{Kind, Moment};
+use stepwell_core::io::simulated::{Moment, OperationKind};
 use stepwell_core::io::{Disk, Engine};
 use stepwell_manager::{Environment, Manager, Options, Retention};
 
@@ -23,7 +23,7 @@ fn race(world: &World, writer: &Arc<Manager>, reader: usize, moment: Moment, tim
     let raced = Arc::new(AtomicU64::new(0));
     let (writer, count) = (Arc::clone(writer), Arc::clone(&raced));
     world.disk.set_hook(Some(Arc::new(move |now, operation| {
-        let here = operation.process == reader && operation.kind == Kind::Entries;
+        let here = operation.process == reader && operation.kind == OperationKind::Entries;
         if now != moment || !here || !operation.path.ends_with("run") {
             return;
         }
@@ -79,7 +79,7 @@ fn the_newest_step_is_looked_for_anew_when_it_is_gone_before_it_is_opened() {
     // times.
     world.disk.set_hook(Some(Arc::new(move |now, operation| {
         let opens = operation.process == 1
-            && operation.kind == Kind::OpenDir
+            && operation.kind == OperationKind::OpenDir
             && operation.path.to_string_lossy().contains("step_");
         if now == Moment::Before && opens && count.fetch_add(1, Ordering::SeqCst) < 20 {
             let step = saver.next_step().unwrap();
@@ -108,7 +108,7 @@ fn the_metrics_of_an_open_step_are_told_when_it_was_retired_meanwhile() {
 
 #[test]
 fn what_somebody_else_deletes_at_the_same_time_is_deleted_to_the_end() {
-    for kind in [Kind::RemoveFile, Kind::RemoveDir] {
+    for kind in [OperationKind::RemoveFile, OperationKind::RemoveDir] {
         let world = World::default();
         let writer = world.open(keeping(Retention::keep_latest(1)));
         commit(&writer, 1);
@@ -122,8 +122,11 @@ fn what_somebody_else_deletes_at_the_same_time_is_deleted_to_the_end() {
             }
             let above = other.open_dir(operation.path.parent().unwrap()).unwrap();
             let name = operation.path.file_name().unwrap().to_str().unwrap();
-            let removed =
-                if kind == Kind::RemoveFile { above.remove_file(name) } else { above.remove_dir(name) };
+            let removed = if kind == OperationKind::RemoveFile {
+                above.remove_file(name)
+            } else {
+                above.remove_dir(name)
+            };
             removed.unwrap();
             count.fetch_add(1, Ordering::SeqCst);
         })));

@@ -8,7 +8,7 @@ mod common;
 use std::path::Path;
 
 use common::*;
-use stepwell_core::io::simulated::{Action, Fault, Kind};
+use stepwell_core::io::simulated::{Action, Fault, OperationKind};
 use stepwell_core::io::{Disk, Engine};
 use stepwell_core::load::LoadOptions;
 use stepwell_manager::singular::{self, SingularRequest};
@@ -94,7 +94,7 @@ fn a_singular_checkpoint_is_saved_refused_and_replaced() {
     assert_eq!(value(&world), 1);
     committed(&singular(&world, 2, Exists::Replace).unwrap());
     assert_eq!(value(&world), 2);
-    world.disk.inject(Fault::on(Kind::Exchange, Action::Fail(22)));
+    world.disk.inject(Fault::on(OperationKind::Exchange, Action::Fail(22)));
     let refused = singular(&world, 3, Exists::Replace).unwrap().wait(Some(LONG)).unwrap().unwrap();
     assert_eq!(refused.error().unwrap().kind(), "invalid");
     assert_eq!(value(&world), 2);
@@ -104,7 +104,7 @@ fn a_singular_checkpoint_is_saved_refused_and_replaced() {
 #[test]
 fn what_is_no_checkpoint_is_never_replaced() {
     let world = World::default();
-    let notes = stepwell_core::io::simulated::Node::dir(vec![]);
+    let notes = stepwell_core::io::simulated::ImageNode::dir(vec![]);
     world.disk.plant("/models", &notes).unwrap();
     world.disk.plant("/models/a", &notes).unwrap();
     assert_eq!(singular(&world, 1, Exists::Replace).unwrap_err().kind(), "not_a_step");
@@ -137,12 +137,12 @@ fn what_a_killed_singular_save_left_is_removed_by_the_next_one_to_that_path() {
 fn a_singular_save_takes_nothing_from_a_live_one_nor_from_another_path() {
     let world = World::default();
     world.disk.create_dir_all(Path::new("/models")).unwrap();
-    let other = stepwell_core::io::simulated::Node::dir(vec![]);
+    let other = stepwell_core::io::simulated::ImageNode::dir(vec![]);
     world.disk.plant(&format!("/models/.tmp-ab-{}-0", "a".repeat(32)), &other).unwrap();
     let environment = world.environment_apart(&world.disk.process());
     let once = std::sync::atomic::AtomicBool::new(false);
     world.disk.set_hook(Some(std::sync::Arc::new(move |_, operation| {
-        let first = operation.process == 0 && operation.kind == Kind::Write;
+        let first = operation.process == 0 && operation.kind == OperationKind::Write;
         if first && !once.swap(true, std::sync::atomic::Ordering::SeqCst) {
             let request = SingularRequest::new("/models/a", state(2));
             committed(&singular::save(request, &options(), &environment).unwrap());
@@ -165,7 +165,7 @@ fn a_writer_that_opens_a_root_takes_nothing_from_a_live_save_to_a_path_in_it() {
         let once = std::sync::atomic::AtomicBool::new(false);
         let (environment, part) = (world.environment_apart(&world.disk), format!("{name}-"));
         world.disk.set_hook(Some(std::sync::Arc::new(move |_, operation| {
-            let writes = operation.process == 1 && operation.kind == Kind::Write;
+            let writes = operation.process == 1 && operation.kind == OperationKind::Write;
             if writes
                 && operation.path.to_string_lossy().contains(&part)
                 && !once.swap(true, std::sync::atomic::Ordering::SeqCst)
@@ -192,7 +192,7 @@ fn what_a_killed_save_to_a_path_left_in_a_root_is_removed_by_its_next_writer() {
     let process = world.disk.process();
     let kill = process.clone();
     world.disk.set_hook(Some(std::sync::Arc::new(move |_, operation| {
-        if operation.kind == Kind::Write && operation.path.to_string_lossy().contains(".tmp-best-") {
+        if operation.kind == OperationKind::Write && operation.path.to_string_lossy().contains(".tmp-best-") {
             kill.kill();
         }
     })));
@@ -235,7 +235,7 @@ fn a_live_temporary_is_told_from_a_dead_one_on_a_real_disk() {
 fn trash_of_a_killed_singular_save_is_removed_and_so_is_what_stands_under_a_shortened_name() {
     let world = World::default();
     committed(&singular(&world, 1, Exists::Error).unwrap());
-    let left = stepwell_core::io::simulated::Node::dir(vec![]);
+    let left = stepwell_core::io::simulated::ImageNode::dir(vec![]);
     let session = "a".repeat(32);
     let long = "n".repeat(200);
     world.disk.plant(&format!("/models/.trash-a-{session}"), &left).unwrap();
@@ -259,7 +259,7 @@ fn a_disk_that_a_killed_save_has_filled_is_opened_by_the_next_writer() {
     assert_eq!(world.names().len(), 2, "{:?}", world.names());
 
     // There is no room for anything.
-    let full = || Fault::on(Kind::Write, Action::Fail(28));
+    let full = || Fault::on(OperationKind::Write, Action::Fail(28));
     world.disk.inject(full().from_then_on());
     assert_eq!(world.try_open(options()).err().unwrap().errno(), Some(28));
     assert_eq!(world.names(), ["step_00000001"], "what the killed save left is gone all the same");

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::*;
-use stepwell_core::io::simulated::{Kind, Moment};
+use stepwell_core::io::simulated::{Moment, OperationKind};
 use stepwell_manager::{Manager, Options, Retention};
 
 #[test]
@@ -56,7 +56,7 @@ fn a_step_that_is_retired_while_a_report_is_made_is_left_out_and_not_called_dama
     // Right before the first of its files is looked for, when it is listed already.
     world.disk.set_hook(Some(Arc::new(move |now, operation| {
         let looks = operation.process == 1
-            && operation.kind == Kind::Stat
+            && operation.kind == OperationKind::Stat
             && operation.path.to_string_lossy().contains("step_00000001/i0");
         if now == Moment::Before && looks && !once.swap(true, Ordering::SeqCst) {
             commit(&saver, 2);

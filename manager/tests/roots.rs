@@ -12,7 +12,7 @@ use std::time::Duration;
 use common::*;
 use stepwell_core::format::manifest::{Manifest, Others};
 use stepwell_core::io::Disk;
-use stepwell_core::io::simulated::{Action, Fault, Kind, Node};
+use stepwell_core::io::simulated::{Action, Fault, ImageNode, OperationKind};
 use stepwell_core::load::LoadOptions;
 use stepwell_manager::root::{self, Standing};
 use stepwell_manager::{Checkpoint, Error, Mode, Options, Retention, SaveRequest, StepName};
@@ -24,10 +24,10 @@ fn what_only_looks_like_a_step_is_none_and_is_neither_chosen_nor_deleted() {
     commit(&manager, 3);
     world.disk.settle();
     let step = world.disk.image().get("/run/step_00000003").unwrap().clone();
-    world.disk.plant("/run/step_00000007", &Node::dir(vec![])).unwrap();
+    world.disk.plant("/run/step_00000007", &ImageNode::dir(vec![])).unwrap();
     world.disk.plant("/run/step_8", &step).unwrap();
     world.disk.plant("/run/step_00000009", &step).unwrap();
-    world.disk.plant("/run/step_00000010", &Node::file(Arc::new(vec![1]))).unwrap();
+    world.disk.plant("/run/step_00000010", &ImageNode::file(Arc::new(vec![1]))).unwrap();
     world.disk.plant("/run/notes", &step).unwrap();
     assert_eq!(manager.all_steps().unwrap(), [3]);
     let quarantined = manager.quarantined().unwrap();
@@ -49,7 +49,7 @@ fn a_commit_sets_aside_what_has_its_name_and_is_no_step() {
     let manager = world.open(options());
     world
         .disk
-        .plant("/run/step_00000001", &Node::dir(vec![("x".into(), Node::file(Arc::new(vec![1])))]))
+        .plant("/run/step_00000001", &ImageNode::dir(vec![("x".into(), ImageNode::file(Arc::new(vec![1])))]))
         .unwrap();
     commit(&manager, 1);
     assert_restores(&manager, 1);
@@ -62,7 +62,7 @@ fn a_commit_sets_aside_what_has_its_name_and_is_no_step() {
 fn an_empty_directory_of_the_name_is_not_silently_replaced() {
     let world = World::default();
     let manager = world.open(options());
-    world.disk.plant("/run/step_00000001", &Node::dir(vec![])).unwrap();
+    world.disk.plant("/run/step_00000001", &ImageNode::dir(vec![])).unwrap();
     commit(&manager, 1);
     assert_eq!(world.names().len(), 2);
 }
@@ -83,7 +83,7 @@ fn a_damaged_step_is_skipped_and_a_copied_one_stays_one() {
 
     let step = world.disk.image().get("/run/step_00000001").unwrap().clone();
     let copy = World::default();
-    copy.disk.plant("/run", &Node::dir(vec![("step_00000001".into(), step)])).unwrap();
+    copy.disk.plant("/run", &ImageNode::dir(vec![("step_00000001".into(), step)])).unwrap();
     let manager = copy.open(options());
     assert_restores(&manager, 1);
 }
@@ -125,8 +125,8 @@ fn a_save_that_fails_evicts_nothing() {
     let world = World::default();
     let manager = world.open(keeping(Retention::keep_latest(1)));
     commit(&manager, 1);
-    world.disk.inject(Fault::on(Kind::Rename, Action::Fail(5)).at("step_00000002"));
-    world.disk.inject(Fault::on(Kind::Sync, Action::Fail(5)).at("manifest"));
+    world.disk.inject(Fault::on(OperationKind::Rename, Action::Fail(5)).at("step_00000002"));
+    world.disk.inject(Fault::on(OperationKind::Sync, Action::Fail(5)).at("manifest"));
     assert!(save(&manager, 2).wait(Some(LONG)).unwrap().unwrap().error().is_some());
     assert_eq!(manager.all_steps().unwrap(), [1]);
     assert_restores(&manager, 1);
@@ -203,7 +203,9 @@ fn a_thinning_that_was_interrupted_is_finished_by_the_next_writer() {
     let world = World::default();
     let manager = world.open(keeping(Retention::keep_latest(1) | Retention::keep_every_items(1, ["params"])));
     commit(&manager, 1);
-    world.disk.inject(Fault::on(Kind::RemoveFile, Action::Fail(5)).at("step_00000001/i1").from_then_on());
+    world
+        .disk
+        .inject(Fault::on(OperationKind::RemoveFile, Action::Fail(5)).at("step_00000001/i1").from_then_on());
     commit(&manager, 2);
     assert!(world.disk.image().get("/run/step_00000001/i2").is_some());
     manager.close(Some(LONG)).unwrap();
@@ -305,7 +307,7 @@ fn a_rewind_that_is_interrupted_leaves_a_latest_between_the_two() {
     for step in 1..=4 {
         commit(&manager, step);
     }
-    world.disk.inject(Fault::on(Kind::Rename, Action::Fail(5)).at("step_00000003"));
+    world.disk.inject(Fault::on(OperationKind::Rename, Action::Fail(5)).at("step_00000003"));
     manager.rewind(1, Some("b")).unwrap_err();
     assert_eq!(manager.all_steps().unwrap(), [1, 2, 3]);
     // A branch of that name may hold another line of steps by now, so the rest needs a new one.
@@ -379,11 +381,11 @@ fn a_full_disk_is_met_by_emptying_the_trash_once() {
     let world = World::default();
     let manager = world.open(keeping(Retention::keep_latest(1)));
     commit(&manager, 1);
-    world.disk.inject(Fault::on(Kind::CreateDir, Action::Fail(28)).at(".tmp-00000002"));
+    world.disk.inject(Fault::on(OperationKind::CreateDir, Action::Fail(28)).at(".tmp-00000002"));
     commit(&manager, 2);
-    world.disk.inject(Fault::on(Kind::CreateFile, Action::Fail(28)).at("i1"));
+    world.disk.inject(Fault::on(OperationKind::CreateFile, Action::Fail(28)).at("i1"));
     commit(&manager, 3);
-    world.disk.inject(Fault::on(Kind::CreateFile, Action::Fail(28)).at("i1").from_then_on());
+    world.disk.inject(Fault::on(OperationKind::CreateFile, Action::Fail(28)).at("i1").from_then_on());
     let error = save(&manager, 4).wait(Some(LONG)).unwrap().unwrap().error().cloned().unwrap();
     assert_eq!(error.errno(), Some(28));
     assert_eq!(manager.all_steps().unwrap(), [3]);
@@ -515,7 +517,7 @@ fn listing_again_reads_no_manifest_again() {
         commit(&manager, step);
     }
     manager.all_steps().unwrap();
-    world.disk.inject(Fault::on(Kind::Read, Action::Fail(5)).at("manifest.json").from_then_on());
+    world.disk.inject(Fault::on(OperationKind::Read, Action::Fail(5)).at("manifest.json").from_then_on());
     assert_eq!(manager.all_steps().unwrap(), [0, 1, 2, 3, 4]);
 }
 
@@ -546,14 +548,14 @@ fn metrics_of_steps_that_are_gone_are_removed_by_the_next_writer_and_no_others()
     // that is gone.
     let root = world.disk.image().get("/run").unwrap().clone();
     let entries = root.entries().unwrap().iter().filter(|(name, _)| name.as_ref() != "step_00000001");
-    let gone = Node::dir(entries.cloned().collect());
+    let gone = ImageNode::dir(entries.cloned().collect());
     let other = World { clock: world.clock.clone(), rng: world.rng.clone(), ..World::default() };
     other.disk.plant("/run", &gone).unwrap();
     other.disk.corrupt("/run/step_00000002/manifest.json", |bytes| bytes[100] ^= 1);
     let half = format!("/run/.stepwell/metrics/.{}-7-{}.json.new", "a".repeat(32), "b".repeat(32));
     other
         .disk
-        .plant(&half, &Node::file(Arc::new(b"{\"step\": 9, \"unix_ns\": 0, \"metrics\": {}}".to_vec())))
+        .plant(&half, &ImageNode::file(Arc::new(b"{\"step\": 9, \"unix_ns\": 0, \"metrics\": {}}".to_vec())))
         .unwrap();
     assert_eq!(sidecars(&other), 6);
     let manager = other.open(options());
@@ -608,7 +610,7 @@ fn a_disk_that_does_not_answer_is_no_place_with_nothing_there() {
     assert_eq!(at("/run/step_00000001").unwrap(), Standing::Checkpoint);
     assert_eq!(at("/run/step_00000001/i0").unwrap(), Standing::Directory);
     assert_eq!(at("/run/step_00000001/manifest.json").unwrap(), Standing::Nothing);
-    for kind in [Kind::OpenDir, Kind::Stat] {
+    for kind in [OperationKind::OpenDir, OperationKind::Stat] {
         world.disk.inject(Fault::on(kind, Action::Fail(5)));
         assert!(at(ROOT).is_err(), "{kind:?}");
         world.disk.clear_faults();

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::*;
-use stepwell_core::io::simulated::{Action, Fault, Kind, Moment};
+use stepwell_core::io::simulated::{Action, Fault, Moment, OperationKind};
 use stepwell_core::io::{Disk, Engine};
 use stepwell_core::load::LoadOptions;
 use stepwell_core::sys::testing::absent;
@@ -107,7 +107,7 @@ fn a_reader_that_comes_just_as_a_step_is_retired_is_told_at_once_that_it_is_gone
     let (at_the_lease, retired) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     let (reached, may) = (Arc::clone(&at_the_lease), Arc::clone(&retired));
     world.disk.set_hook(Some(Arc::new(move |moment, operation| {
-        if moment == Moment::Before && operation.process == 1 && operation.kind == Kind::Lock {
+        if moment == Moment::Before && operation.process == 1 && operation.kind == OperationKind::Lock {
             reached.store(true, Ordering::SeqCst);
             while !may.load(Ordering::SeqCst) {
                 std::thread::sleep(Duration::from_millis(1));
@@ -155,7 +155,7 @@ fn on_a_full_disk_what_waits_to_be_written_over_is_deleted_first() {
     commit(&manager, 1);
     commit(&manager, 2);
     assert_eq!(world.names().len(), 2);
-    world.disk.inject(Fault::on(Kind::CreateDir, Action::Fail(ENOSPC)));
+    world.disk.inject(Fault::on(OperationKind::CreateDir, Action::Fail(ENOSPC)));
     let root = world.disk.open_dir(Path::new(ROOT)).unwrap();
     let waits = root.stat(&format!("{}/.spare-0", world.names()[0])).unwrap().unwrap().id;
     commit(&manager, 3);
@@ -165,7 +165,7 @@ fn on_a_full_disk_what_waits_to_be_written_over_is_deleted_first() {
 
 #[test]
 fn a_file_that_cannot_be_taken_over_is_made_anew() {
-    for kind in [Kind::Rename, Kind::Allocate] {
+    for kind in [OperationKind::Rename, OperationKind::Allocate] {
         for action in [Action::Fail(5), Action::FailAfterwards(5), Action::Fail(ENOSPC)] {
             let world = World::default();
             let manager = world.open(overwriting());
@@ -192,7 +192,7 @@ fn a_save_whose_old_place_cannot_be_synced_is_not_committed() {
     let manager = world.open(overwriting());
     commit(&manager, 1);
     commit(&manager, 2);
-    world.disk.inject(Fault::on(Kind::SyncDir, Action::Fail(5)).at(".trash-"));
+    world.disk.inject(Fault::on(OperationKind::SyncDir, Action::Fail(5)).at(".trash-"));
     let error = save(&manager, 3).wait(Some(LONG)).unwrap().unwrap().error().unwrap().kind();
     assert_eq!(error, "save_failed");
     assert_eq!(manager.all_steps().unwrap(), [2]);

@@ -8,7 +8,7 @@
 //! kind (`bool` to `int8`, `int8` to `float32`) are never lossless here, though the values would
 //! survive: a changed kind is a mistake more often than a wish.
 
-use stepwell_core::dtype::{Dtype, Kind};
+use stepwell_core::dtype::{Dtype, DtypeKind};
 
 /// The values of a float format. Every finite value is a multiple of `2^quantum` with at most
 /// `precision` significant bits.
@@ -85,9 +85,11 @@ pub fn is_lossless(from: Dtype, to: Dtype) -> bool {
         return true;
     }
     match (from.kind(), to.kind()) {
-        (Kind::Signed, Kind::Signed) | (Kind::Unsigned, Kind::Unsigned) => from.bits() <= to.bits(),
-        (Kind::Unsigned, Kind::Signed) => from.bits() < to.bits(),
-        (Kind::Float, Kind::Float) | (Kind::Complex, Kind::Complex) => {
+        (DtypeKind::Signed, DtypeKind::Signed) | (DtypeKind::Unsigned, DtypeKind::Unsigned) => {
+            from.bits() <= to.bits()
+        }
+        (DtypeKind::Unsigned, DtypeKind::Signed) => from.bits() < to.bits(),
+        (DtypeKind::Float, DtypeKind::Float) | (DtypeKind::Complex, DtypeKind::Complex) => {
             matches!((float_format(from), float_format(to)), (Some(from), Some(to)) if to.holds(&from))
         }
         // Two units of time differ in range or in resolution, always.
@@ -99,10 +101,11 @@ pub fn is_lossless(from: Dtype, to: Dtype) -> bool {
 /// complex into real, which would drop half of every value; times into times and spans into spans
 /// of another unit.
 pub fn is_possible(from: Dtype, to: Dtype) -> bool {
-    let number = |kind| matches!(kind, Kind::Bool | Kind::Signed | Kind::Unsigned | Kind::Float);
+    let number =
+        |kind| matches!(kind, DtypeKind::Bool | DtypeKind::Signed | DtypeKind::Unsigned | DtypeKind::Float);
     match (from.kind(), to.kind()) {
-        (from, Kind::Complex) => number(from) || from == Kind::Complex,
-        (Kind::Complex, _) => false,
+        (from, DtypeKind::Complex) => number(from) || from == DtypeKind::Complex,
+        (DtypeKind::Complex, _) => false,
         (from, to) => from == to || (number(from) && number(to)),
     }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use stepwell_core::io::simulated::{Action, Fault, Kind, Log, SimDisk};
+use stepwell_core::io::simulated::{Action, Fault, Log, OperationKind, SimDisk};
 use stepwell_core::io::{Dir, Disk, EntryKind, Rename, Transfer};
 use stepwell_core::sys::Buffer;
 use stepwell_core::{Error, Result};
@@ -222,7 +222,7 @@ fn record(bug: Bug, order: u64) -> Log {
     disk.settle();
     save(&disk, &*root, 1, Bug::None).unwrap();
     if bug == Bug::DataSyncTriedAgain {
-        disk.inject(Fault::on(Kind::Sync, Action::Fail(libc_eio())));
+        disk.inject(Fault::on(OperationKind::Sync, Action::Fail(libc_eio())));
     }
     save(&disk, &*root, 2, bug).unwrap();
     save(&disk, &*root, 3, bug).unwrap();
@@ -419,7 +419,7 @@ fn what_a_failed_sync_left_behind_is_not_saved_by_the_next_one() {
     let file = root.create_file("a", 0).unwrap();
     root.sync().unwrap();
     file.set_len(3).unwrap();
-    disk.inject(Fault::on(Kind::Sync, Action::Fail(libc_eio())));
+    disk.inject(Fault::on(OperationKind::Sync, Action::Fail(libc_eio())));
     file.sync().unwrap_err();
     file.sync().unwrap();
     disk.mark("synced");

@@ -26,8 +26,8 @@ impl SpaceReclaimer for NoReclaimer {
     }
 }
 
-/// Creates something on a disk. On a full disk it calls `reclaim_space` and tries once more. Only for
-/// *creating* directories and files: a failed write or sync is never retried.
+/// Creates something on a disk. On a full disk it calls `reclaim_space` and tries once more. Only
+/// for *creating* directories and files: a failed write or sync is never retried.
 pub fn retry_if_full<T>(
     reclaim_space: &mut dyn FnMut() -> bool,
     mut make: impl FnMut() -> Result<T>,

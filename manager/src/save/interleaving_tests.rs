@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::io::Disk;
-use stepwell_core::io::simulated::{Action, Fault, Kind, SimDisk};
+use stepwell_core::io::simulated::{Action, Fault, OperationKind, SimDisk};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
 use stepwell_core::save::Progress;
@@ -163,7 +163,7 @@ fn save(trouble: Trouble) {
     let disk = SimDisk::new();
     let root = disk.create_dir_all(Path::new("/")).unwrap();
     if trouble == Trouble::Disk {
-        disk.inject(Fault::on(Kind::Write, Action::Fail(EIO)).at(".data"));
+        disk.inject(Fault::on(OperationKind::Write, Action::Fail(EIO)).at(".data"));
     }
     let pool = StagingPool::of_slots(2, SLOT).unwrap();
     let environment = Environment {

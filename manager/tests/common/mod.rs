@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
 use stepwell_core::dtype::Dtype;
-use stepwell_core::io::simulated::{Kind, SimDisk};
+use stepwell_core::io::simulated::{OperationKind, SimDisk};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::LoadOptions;
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
@@ -121,7 +121,7 @@ impl World {
 pub fn kill_at_write(process: &SimDisk, part: &'static str) {
     let kill = process.clone();
     process.set_hook(Some(Arc::new(move |_, operation| {
-        if operation.kind == Kind::Write && operation.path.to_string_lossy().contains(part) {
+        if operation.kind == OperationKind::Write && operation.path.to_string_lossy().contains(part) {
             kill.kill();
         }
     })));

@@ -5,7 +5,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use stepwell_core::io::simulated::{Action, Fault, Kind};
+use stepwell_core::io::simulated::{Action, Fault, OperationKind};
 use stepwell_manager::coordination::in_process::InProcess;
 use stepwell_manager::coordination::{Coordinator, Message};
 use stepwell_manager::{Error, Exists, Manager, Options, Outcome, Result, SaveRequest};
@@ -219,7 +219,7 @@ fn a_step_that_was_replaced_stays_until_it_is_certain_that_the_new_one_does() {
             committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
             let disk = job.disk.clone();
             if rank == 0 {
-                let fault = Fault::on(Kind::SyncDir, Action::Fail(EIO)).at(common::ROOT);
+                let fault = Fault::on(OperationKind::SyncDir, Action::Fail(EIO)).at(common::ROOT);
                 disk.inject(fault.after(skip).from_then_on());
             }
             let replaced = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(1, whole(2)) };

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use stepwell_core::dtype::Dtype;
-use stepwell_core::io::simulated::{Node, SimDisk};
+use stepwell_core::io::simulated::{ImageNode, SimDisk};
 use stepwell_core::load::LoadOptions;
 use stepwell_core::region::Region;
 use stepwell_core::staging::StagingPool;
@@ -103,14 +103,14 @@ pub fn plant(disk: &SimDisk, files: &BTreeMap<String, Arc<Vec<u8>>>) -> bool {
 /// A path and its content.
 type File<'a> = (&'a str, &'a Arc<Vec<u8>>);
 
-fn directory(files: Vec<File<'_>>) -> Arc<Node> {
-    let mut entries: BTreeMap<&str, Arc<Node>> = BTreeMap::new();
+fn directory(files: Vec<File<'_>>) -> Arc<ImageNode> {
+    let mut entries: BTreeMap<&str, Arc<ImageNode>> = BTreeMap::new();
     let mut below: BTreeMap<&str, Vec<File<'_>>> = BTreeMap::new();
     for (path, bytes) in files {
         match path.split_once('/') {
             Some((dir, rest)) => below.entry(dir).or_default().push((rest, bytes)),
             None => {
-                entries.insert(path, Node::file(Arc::clone(bytes)));
+                entries.insert(path, ImageNode::file(Arc::clone(bytes)));
             }
         }
     }
@@ -119,12 +119,12 @@ fn directory(files: Vec<File<'_>>) -> Arc<Node> {
     }
     let plain = |name: &str| !matches!(name, "" | "." | "..") && !name.contains('\0');
     let entries = entries.into_iter().filter(|(name, _)| plain(name));
-    Node::dir(entries.map(|(name, node)| (Arc::from(name), node)).collect())
+    ImageNode::dir(entries.map(|(name, node)| (Arc::from(name), node)).collect())
 }
 
 /// The files of the checkpoint, by their paths below it.
 pub fn files(disk: &SimDisk) -> BTreeMap<String, Arc<Vec<u8>>> {
-    fn walk(node: &Node, path: &str, out: &mut BTreeMap<String, Arc<Vec<u8>>>) {
+    fn walk(node: &ImageNode, path: &str, out: &mut BTreeMap<String, Arc<Vec<u8>>>) {
         for (name, child) in node.entries().unwrap_or_default() {
             let path = if path.is_empty() { name.to_string() } else { format!("{path}/{name}") };
             match child.bytes() {

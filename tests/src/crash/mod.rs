@@ -42,7 +42,7 @@ use std::collections::HashSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use stepwell_core::io::simulated::{Image, Kind, Log, Moment, Node, Op, SimDisk, mix};
+use stepwell_core::io::simulated::{Image, ImageNode, Log, Moment, Op, OperationKind, SimDisk, mix};
 
 pub use marks::Marks;
 pub use model::{Model, Profile};
@@ -172,7 +172,7 @@ impl Explorer {
         for cut in 0..=log.records.len() {
             let next = log.records.get(cut);
             if cut >= first && next.is_none_or(|next| model.shrinks(&next.op)) {
-                let mut visit = |node: Arc<Node>| -> Result<(), Box<Failure>> {
+                let mut visit = |node: Arc<ImageNode>| -> Result<(), Box<Failure>> {
                     self.explored.states += 1;
                     if !self.seen.insert(mix(node.hash(), marks.hash())) {
                         return Ok(());
@@ -223,7 +223,8 @@ pub(crate) fn watched(
     let seen = Arc::new(Mutex::new(None));
     let noted = Arc::clone(&seen);
     disk.set_hook(Some(Arc::new(move |moment, operation| {
-        let looks = matches!(operation.kind, Kind::OpenFile | Kind::Read | Kind::Stat);
+        let looks =
+            matches!(operation.kind, OperationKind::OpenFile | OperationKind::Read | OperationKind::Stat);
         if moment == Moment::Before && looks {
             let text = operation.path.to_string_lossy();
             if text.rsplit_once('/').is_some_and(|(above, _)| above.split('/').any(unread)) {

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use stepwell_core::io::simulated::{Ino, Node, ROOT, mix};
+use stepwell_core::io::simulated::{ImageNode, Ino, ROOT, mix};
 
 use super::model::{Change, Choice, Edit, Model, Profile, State, prefix};
 use super::{Options, Unread};
@@ -28,7 +28,7 @@ pub(super) fn visit<E>(
     model: &Model,
     options: &Options,
     seed: u64,
-    visit: &mut impl FnMut(Arc<Node>) -> Result<(), E>,
+    visit: &mut impl FnMut(Arc<ImageNode>) -> Result<(), E>,
 ) -> Result<(), E> {
     let ordered = options.profile == Profile::OrderedMetadata;
     let pending = pending(model, ordered);
@@ -99,7 +99,7 @@ pub(super) struct Builder<'a> {
     model: &'a Model,
     unread: Option<Unread>,
     /// Files by inode and what was kept of them.
-    files: HashMap<(Ino, Vec<Choice>), Arc<Node>>,
+    files: HashMap<(Ino, Vec<Choice>), Arc<ImageNode>>,
 }
 
 impl<'a> Builder<'a> {
@@ -108,7 +108,7 @@ impl<'a> Builder<'a> {
     }
 
     /// The kept content of the inode. `blind`: nobody reads the bytes below.
-    pub(super) fn node(&mut self, ino: Ino, choices: &Choices, blind: bool) -> Arc<Node> {
+    pub(super) fn node(&mut self, ino: Ino, choices: &Choices, blind: bool) -> Arc<ImageNode> {
         match self.model.inodes.get(&ino) {
             Some(State::Dir { durable, pending }) => {
                 let entries = if let Some(last) = choices.last {
@@ -119,7 +119,7 @@ impl<'a> Builder<'a> {
                     kept.for_each(|edit| edit.keep(&mut entries));
                     entries
                 };
-                Node::dir(
+                ImageNode::dir(
                     entries
                         .into_iter()
                         .map(|(name, child)| {
@@ -130,20 +130,26 @@ impl<'a> Builder<'a> {
                         .collect(),
                 )
             }
-            Some(State::File { durable, .. }) if blind => Node::file_of(ino, Arc::clone(durable)),
+            Some(State::File { durable, .. }) if blind => ImageNode::file_of(ino, Arc::clone(durable)),
             Some(State::File { durable, pending }) => self.file(ino, durable, pending, choices),
-            Some(State::Other) | None => Node::other(),
+            Some(State::Other) | None => ImageNode::other(),
         }
     }
 
-    fn file(&mut self, ino: Ino, durable: &Arc<Vec<u8>>, pending: &[Change], choices: &Choices) -> Arc<Node> {
+    fn file(
+        &mut self,
+        ino: Ino,
+        durable: &Arc<Vec<u8>>,
+        pending: &[Change],
+        choices: &Choices,
+    ) -> Arc<ImageNode> {
         let chosen: Vec<Choice> = pending.iter().map(|change| choices.of(change.serial)).collect();
         let made = self.files.entry((ino, chosen)).or_insert_with_key(|(_, chosen)| {
             let mut bytes = Arc::clone(durable);
             for (change, &choice) in pending.iter().zip(chosen).filter(|(_, choice)| **choice > 0) {
                 change.keep(choice, Arc::make_mut(&mut bytes));
             }
-            Node::file_of(ino, bytes)
+            ImageNode::file_of(ino, bytes)
         });
         Arc::clone(made)
     }

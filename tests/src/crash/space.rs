@@ -7,14 +7,14 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
-use stepwell_core::io::simulated::{Ino, Node, ROOT};
+use stepwell_core::io::simulated::{ImageNode, Ino, ROOT};
 
 use super::model::{Change, Edit, Entries, Model, Profile, State, prefix};
 use super::{Options, Unread};
 
 /// The states of one inode; `None` where they are more than the cap.
 type List = Option<States>;
-type States = Arc<Vec<Arc<Node>>>;
+type States = Arc<Vec<Arc<ImageNode>>>;
 
 pub(super) struct Space {
     cap: usize,
@@ -46,10 +46,12 @@ impl Space {
             return list.clone();
         }
         let list = match model.inodes.get(&ino) {
-            Some(State::File { durable, .. }) if blind => Some(vec![Node::file_of(ino, Arc::clone(durable))]),
+            Some(State::File { durable, .. }) if blind => {
+                Some(vec![ImageNode::file_of(ino, Arc::clone(durable))])
+            }
             Some(State::File { durable, pending }) => files(ino, durable, pending, self.cap),
             Some(State::Dir { durable, pending }) => self.dirs(model, durable, pending, blind),
-            Some(State::Other) | None => Some(vec![Node::other()]),
+            Some(State::Other) | None => Some(vec![ImageNode::other()]),
         };
         let list = list.map(Arc::new);
         self.lists.insert((ino, blind), list.clone());
@@ -66,7 +68,7 @@ impl Space {
         durable: &Entries,
         pending: &[Edit],
         blind: bool,
-    ) -> Option<Vec<Arc<Node>>> {
+    ) -> Option<Vec<Arc<ImageNode>>> {
         let mut nodes = Nodes::new(self.cap);
         for entries in variants(durable, pending, self.cap)? {
             let children: Option<Vec<_>> = entries
@@ -111,7 +113,7 @@ impl Space {
 
 /// Nodes without repetitions, up to a cap.
 struct Nodes {
-    list: Vec<Arc<Node>>,
+    list: Vec<Arc<ImageNode>>,
     seen: HashSet<u64>,
     cap: usize,
 }
@@ -121,7 +123,7 @@ impl Nodes {
         Self { list: Vec::new(), seen: HashSet::new(), cap }
     }
 
-    fn push(&mut self, node: Arc<Node>) -> Option<()> {
+    fn push(&mut self, node: Arc<ImageNode>) -> Option<()> {
         if self.seen.insert(node.hash()) {
             if self.list.len() == self.cap {
                 return None;
@@ -145,15 +147,15 @@ impl Nodes {
                 rest /= list.len();
                 entries.push((Arc::clone(name), Arc::clone(node)));
             }
-            self.push(Node::dir(entries))?;
+            self.push(ImageNode::dir(entries))?;
         }
         Some(())
     }
 }
 
 /// Every content that a crash may leave of a file.
-fn files(ino: Ino, durable: &Arc<Vec<u8>>, pending: &[Change], cap: usize) -> Option<Vec<Arc<Node>>> {
-    let mut now = vec![Node::file_of(ino, Arc::clone(durable))];
+fn files(ino: Ino, durable: &Arc<Vec<u8>>, pending: &[Change], cap: usize) -> Option<Vec<Arc<ImageNode>>> {
+    let mut now = vec![ImageNode::file_of(ino, Arc::clone(durable))];
     for change in pending {
         let mut next = Nodes::new(cap);
         for node in &now {
@@ -163,7 +165,7 @@ fn files(ino: Ino, durable: &Arc<Vec<u8>>, pending: &[Change], cap: usize) -> Op
             for choice in 1..change.choices() {
                 let mut bytes = node.bytes()?.as_ref().clone();
                 change.keep(choice, &mut bytes);
-                next.push(Node::file_of(ino, Arc::new(bytes)))?;
+                next.push(ImageNode::file_of(ino, Arc::new(bytes)))?;
             }
         }
         now = next.list;

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::time::Duration;
 
-use stepwell_core::io::simulated::{Image, Node, SimDisk, content_hash, mix};
+use stepwell_core::io::simulated::{Image, ImageNode, SimDisk, content_hash, mix};
 use stepwell_manager::{Checkpoint, Manager, Options};
 
 use super::promises::Promises;
@@ -233,7 +233,7 @@ fn words<E: std::fmt::Display>(what: &str) -> impl Fn(E) -> String {
 
 /// The hash of everything but the epoch, which counts openings.
 fn without_epoch(image: &Image) -> u64 {
-    fn strip(node: &Node, at: &str) -> u64 {
+    fn strip(node: &ImageNode, at: &str) -> u64 {
         let Some(entries) = node.entries() else { return node.hash() };
         let kept = entries.iter().filter(|(name, _)| !(at == ".stepwell" && name.as_ref() == "epoch"));
         kept.fold(entries.len() as u64, |hash, (name, child)| {

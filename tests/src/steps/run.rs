@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use stepwell_core::io::simulated::{Node, SimDisk};
+use stepwell_core::io::simulated::{ImageNode, SimDisk};
 use stepwell_core::staging::StagingPool;
 use stepwell_manager::{Environment, Exists, Manager, Options, Outcome, SaveRequest, StateSource};
 
@@ -116,7 +116,8 @@ impl Run {
         let step =
             root.iter().find(|(name, _)| name.starts_with("step_")).and_then(|(_, step)| step.entries());
         let torn = step.ok_or("there is no step to copy")?.iter();
-        let torn = Node::dir(torn.filter(|(name, _)| name.as_ref() != "manifest.json").cloned().collect());
+        let torn =
+            ImageNode::dir(torn.filter(|(name, _)| name.as_ref() != "manifest.json").cloned().collect());
         self.disk.plant(&format!("{ROOT}/{name}"), &torn).map_err(|error| error.to_string())?;
         self.settle(steps);
         self.mark(&format!("quarantined {name} {}", torn.hash()));

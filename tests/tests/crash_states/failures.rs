@@ -1,7 +1,7 @@
 //! Operations that fail: an error is never a commit, nothing that was committed suffers, and the
 //! next save works.
 
-use stepwell_core::io::simulated::{Action, Fault, Kind, SimDisk};
+use stepwell_core::io::simulated::{Action, Fault, OperationKind, SimDisk};
 use stepwell_manager::Retention;
 use stepwell_tests::crash::{Explorer, Marks, sweep};
 use stepwell_tests::steps::check::Checker;
@@ -149,7 +149,7 @@ fn any_operation_of_a_rewind_fails_once() {
 fn a_save_that_failed_leaves_no_trace_and_the_next_one_works() {
     let run = Run::with_steps([1]).unwrap();
     let manager = run.open(options()).unwrap();
-    run.disk.inject(Fault::on(Kind::Sync, Action::Fail(EIO)).at("data"));
+    run.disk.inject(Fault::on(OperationKind::Sync, Action::Fail(EIO)).at("data"));
     run.save(&manager, 2, "a").unwrap_err();
     assert_eq!(manager.all_steps().unwrap(), [1]);
     let names = run.disk.image().get("run").unwrap().entries().unwrap().len();
@@ -163,7 +163,7 @@ fn a_save_that_failed_leaves_no_trace_and_the_next_one_works() {
 fn a_lost_answer_to_the_rename_is_settled_by_looking() {
     let run = Run::with_steps([1]).unwrap();
     let manager = run.open(options()).unwrap();
-    run.disk.inject(Fault::on(Kind::Rename, Action::FailAfterwards(EIO)).at(".tmp-"));
+    run.disk.inject(Fault::on(OperationKind::Rename, Action::FailAfterwards(EIO)).at(".tmp-"));
     run.save(&manager, 2, "a").unwrap();
     close(&manager).unwrap();
     survives(&run);
@@ -173,7 +173,7 @@ fn a_lost_answer_to_the_rename_is_settled_by_looking() {
 fn a_failed_sync_of_the_root_is_uncertain_and_never_counted() {
     let run = Run::with_steps([1]).unwrap();
     let manager = run.open(keeping(Retention::keep_latest(1))).unwrap();
-    let syncs = Fault::on(Kind::SyncDir, Action::Fail(EIO)).after(4);
+    let syncs = Fault::on(OperationKind::SyncDir, Action::Fail(EIO)).after(4);
     run.disk.inject(syncs);
     let error = run.save(&manager, 2, "a").unwrap_err();
     assert!(error.contains("uncertain"), "{error}");
@@ -186,7 +186,7 @@ fn a_failed_sync_of_the_root_is_uncertain_and_never_counted() {
 fn a_step_that_was_uncertain_is_committed_by_the_next_save_of_it_where_the_root_can_be_synced() {
     let run = Run::with_steps([1]).unwrap();
     let manager = run.open(options()).unwrap();
-    run.disk.inject(Fault::on(Kind::SyncDir, Action::Fail(EIO)).after(4));
+    run.disk.inject(Fault::on(OperationKind::SyncDir, Action::Fail(EIO)).after(4));
     run.save(&manager, 2, "a").unwrap_err();
     let error = run.save(&manager, 2, "b").unwrap_err();
     assert!(error.contains("exists already"), "{error}");
@@ -201,9 +201,9 @@ fn a_step_that_was_uncertain_is_committed_by_the_next_save_of_it_where_the_root_
 fn a_step_that_stays_uncertain_is_replaced_by_the_next_save_of_it() {
     let run = Run::with_steps([1]).unwrap();
     let manager = run.open(options()).unwrap();
-    run.disk.inject(Fault::on(Kind::SyncDir, Action::Fail(EIO)).after(4));
+    run.disk.inject(Fault::on(OperationKind::SyncDir, Action::Fail(EIO)).after(4));
     run.save(&manager, 2, "a").unwrap_err();
-    run.disk.inject(Fault::on(Kind::SyncDir, Action::Fail(EIO)));
+    run.disk.inject(Fault::on(OperationKind::SyncDir, Action::Fail(EIO)));
     run.save(&manager, 2, "b").unwrap();
     assert_eq!(manager.all_steps().unwrap(), [1, 2]);
     close(&manager).unwrap();

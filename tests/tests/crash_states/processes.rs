@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use stepwell_core::io::simulated::{Action, Fault, Kind, Moment, SimDisk};
+use stepwell_core::io::simulated::{Action, Fault, Moment, OperationKind, SimDisk};
 use stepwell_manager::{Checkpoint, Error, Manager, Options, Retention};
 use stepwell_tests::steps::run::{Run, close, options};
 use stepwell_tests::steps::{states, world};
@@ -51,7 +51,7 @@ fn a_writer_takes_over_from_a_killed_one_and_saves_the_same_step() {
 #[test]
 fn without_locks_an_older_writer_is_fenced_before_its_rename() {
     let run = Run::with_steps([1]).unwrap();
-    let no_locks = || Fault::on(Kind::Lock, Action::Fail(37)).from_then_on();
+    let no_locks = || Fault::on(OperationKind::Lock, Action::Fail(37)).from_then_on();
     let alone = || Options { take_over: true, ..options() };
     run.disk.inject(no_locks());
     let manager = run.open(alone()).unwrap();

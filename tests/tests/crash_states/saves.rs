@@ -1,6 +1,6 @@
 //! Saving.
 
-use stepwell_core::io::simulated::{Action, Fault, Kind, SimDisk};
+use stepwell_core::io::simulated::{Action, Fault, OperationKind, SimDisk};
 use stepwell_manager::{Exists, SaveRequest};
 use stepwell_tests::steps::run::{Run, close, options};
 use stepwell_tests::steps::states;
@@ -63,7 +63,7 @@ fn transfers_that_complete_out_of_order() {
 fn transfers_that_are_short() {
     let run = Run::with_steps([1]).unwrap();
     let manager = run.open(options()).unwrap();
-    run.disk.inject(Fault::on(Kind::Write, Action::Short).from_then_on());
+    run.disk.inject(Fault::on(OperationKind::Write, Action::Short).from_then_on());
     run.save(&manager, 2, "a").unwrap();
     close(&manager).unwrap();
     survives(&run);
@@ -160,7 +160,7 @@ fn a_copied_step_gets_its_lease_back() {
     let copied =
         step.entries().unwrap().iter().filter(|(name, _)| name.as_ref() != ".lease").cloned().collect();
     let copy = SimDisk::from_image(&run.disk.image());
-    copy.plant(&format!("run/{name}"), &stepwell_core::io::simulated::Node::dir(copied)).unwrap();
+    copy.plant(&format!("run/{name}"), &stepwell_core::io::simulated::ImageNode::dir(copied)).unwrap();
     let run = Run::on(SimDisk::from_image(&copy.image()));
     run.mark("committed 1 a");
     let manager = run.open(options()).unwrap();

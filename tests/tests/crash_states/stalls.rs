@@ -9,7 +9,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use stepwell_core::io::simulated::{Action, Fault, Image, Kind, Moment, SimDisk};
+use stepwell_core::io::simulated::{Action, Fault, Image, Moment, OperationKind, SimDisk};
 use stepwell_manager::{Error, Manager, Options, Retention};
 use stepwell_tests::crash::{Explorer, Marks};
 use stepwell_tests::steps::check::Checker;
@@ -206,7 +206,7 @@ fn a_write_that_never_completes_fails_its_save_and_the_step_can_be_saved_again()
     while number < 6 {
         let run = prepared(&image, 16, FOR_EVER);
         let manager = run.open(Options { stall_timeout: patience, ..options() }).unwrap();
-        run.disk.inject(Fault::on(Kind::Write, Action::Stall).at("data").after(number));
+        run.disk.inject(Fault::on(OperationKind::Write, Action::Stall).at("data").after(number));
         let begun = Instant::now();
         let saved = run.save(&manager, 3, "b");
         if let Err(error) = saved {

@@ -1,7 +1,7 @@
 //! Data files of several windows, each of several blocks; and a leaf that is larger than the whole
 //! ring, which streams through it.
 
-use stepwell_core::io::simulated::{Action, Fault, Kind, SimDisk};
+use stepwell_core::io::simulated::{Action, Fault, OperationKind, SimDisk};
 use stepwell_manager::Retention;
 use stepwell_tests::steps::run::{Run, close, options};
 
@@ -55,7 +55,7 @@ fn windows_that_complete_out_of_order_and_in_pieces() {
         let run = Run::on(SimDisk::new().with_order(seed)).with_windows(slots).unwrap();
         let manager = run.open(options()).unwrap();
         run.settle(&[]);
-        run.disk.inject(Fault::on(Kind::Write, Action::Short).from_then_on());
+        run.disk.inject(Fault::on(OperationKind::Write, Action::Short).from_then_on());
         run.save(&manager, 1, "a").unwrap();
         close(&manager).unwrap();
         survives(&run);
@@ -80,7 +80,7 @@ fn a_window_that_fails_fails_its_save_and_the_next_one_works() {
         let run = Run::with_steps([1]).unwrap().with_windows(slots).unwrap();
         let manager = run.open(options()).unwrap();
         run.settle(&[1]);
-        let fault = Fault::on(Kind::Write, Action::FailHalfway(5)).at("data").after(window);
+        let fault = Fault::on(OperationKind::Write, Action::FailHalfway(5)).at("data").after(window);
         run.disk.inject(fault);
         run.save(&manager, 2, "a").unwrap_err();
         assert_eq!(manager.all_steps().unwrap(), [1]);

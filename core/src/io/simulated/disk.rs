@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::faults::{Action, Fault, Kind};
+use super::faults::{Action, Fault, OperationKind};
 use super::handles::SimDir;
-use super::image::{Image, Node};
+use super::image::{Image, ImageNode};
 use super::inodes::{Inode, Inodes};
 use super::log::Log;
 use super::queue::SimQueue;
@@ -47,7 +47,7 @@ pub struct Operation<'a> {
     /// The number of this operation in its process, from 0.
     pub number: u64,
     /// The kind of operation.
-    pub kind: Kind,
+    pub kind: OperationKind,
     /// Its subject, as the caller knows it.
     pub path: &'a Path,
 }
@@ -207,7 +207,10 @@ impl SimDisk {
         let held = Arc::new(AtomicBool::new(true));
         let hook = Arc::clone(&held);
         self.set_hook(Some(Arc::new(move |moment, operation| {
-            while moment == Moment::Before && operation.kind == Kind::Write && hook.load(Ordering::SeqCst) {
+            while moment == Moment::Before
+                && operation.kind == OperationKind::Write
+                && hook.load(Ordering::SeqCst)
+            {
                 std::thread::sleep(Duration::from_millis(1));
             }
         })));
@@ -267,7 +270,7 @@ impl SimDisk {
 
     /// Puts a tree under a path whose parent exists, durably and without a log entry (a copied,
     /// foreign or hostile directory); replaces what is there.
-    pub fn plant(&self, path: &str, node: &Arc<Node>) -> Result<()> {
+    pub fn plant(&self, path: &str, node: &Arc<ImageNode>) -> Result<()> {
         let mut world = self.world();
         let path = path.trim_start_matches('/');
         let (dir, name) =
@@ -300,7 +303,7 @@ impl Disk for SimDisk {
 
     fn open_dir(&self, path: &Path) -> Result<Arc<dyn Dir>> {
         let below = below_root(path)?;
-        self.context.perform(Kind::OpenDir, "open", path, |world| {
+        self.context.perform(OperationKind::OpenDir, "open", path, |world| {
             let ino = if below.is_empty() { ROOT } else { world.find_dir(ROOT, &below)? };
             Ok(SimDir::new(&self.context, world, ino, path) as Arc<dyn Dir>)
         })
@@ -308,7 +311,7 @@ impl Disk for SimDisk {
 
     fn create_dir_all(&self, path: &Path) -> Result<Arc<dyn Dir>> {
         let below = below_root(path)?;
-        let mut at = self.context.perform(Kind::OpenDir, "open", Path::new("/"), |world| {
+        let mut at = self.context.perform(OperationKind::OpenDir, "open", Path::new("/"), |world| {
             Ok(SimDir::new(&self.context, world, ROOT, Path::new("/")) as Arc<dyn Dir>)
         })?;
         // As on a real disk: the deepest directory that is there may have been made by somebody who
@@ -355,7 +358,7 @@ impl Context {
     /// One operation: counted, hooked, failed where a rule says so, done.
     pub(super) fn perform<T>(
         &self,
-        kind: Kind,
+        kind: OperationKind,
         verb: &'static str,
         path: &Path,
         act: impl FnOnce(&mut World) -> Answer<T>,
@@ -375,7 +378,7 @@ impl Context {
     /// As [`Context::perform`], where the operation itself knows what a fault does to it.
     pub(super) fn perform_with<T>(
         &self,
-        kind: Kind,
+        kind: OperationKind,
         verb: &'static str,
         path: &Path,
         act: impl FnOnce(&mut World, Option<Action>) -> Answer<T>,
@@ -395,7 +398,7 @@ impl Context {
     /// As [`Context::perform`], in two steps with the hook in between.
     pub(super) fn perform_amid<A, T>(
         &self,
-        kind: Kind,
+        kind: OperationKind,
         verb: &'static str,
         path: &Path,
         first: impl FnOnce(&mut World) -> Answer<A>,

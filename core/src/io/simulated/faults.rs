@@ -2,7 +2,7 @@
 
 /// The kind of an operation, for faults and hooks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Kind {
+pub enum OperationKind {
     /// A directory is opened, by path or below another.
     OpenDir,
     /// A directory is made.
@@ -62,7 +62,7 @@ pub enum Action {
 /// A rule: which operations are hit, and what happens to them.
 #[derive(Clone, Debug)]
 pub struct Fault {
-    kind: Option<Kind>,
+    kind: Option<OperationKind>,
     path: Option<String>,
     skip: u64,
     times: u64,
@@ -76,7 +76,7 @@ impl Fault {
     }
 
     /// The next operation of this kind.
-    pub fn on(kind: Kind, action: Action) -> Self {
+    pub fn on(kind: OperationKind, action: Action) -> Self {
         Self { kind: Some(kind), ..Self::any(action) }
     }
 
@@ -117,7 +117,7 @@ impl Faults {
 
     /// The action for this operation, where a rule hits it. The first rule wins; all that match
     /// count it.
-    pub(super) fn hit(&mut self, kind: Kind, path: &str) -> Option<Action> {
+    pub(super) fn hit(&mut self, kind: OperationKind, path: &str) -> Option<Action> {
         let mut found = None;
         for fault in &mut self.0 {
             let matches = fault.kind.is_none_or(|wanted| wanted == kind)
@@ -144,15 +144,15 @@ mod tests {
     #[test]
     fn a_fault_hits_the_operation_that_it_names_once_or_from_then_on() {
         let mut faults = Faults::default();
-        faults.add(Fault::on(Kind::Sync, Action::Fail(5)).after(1).at("data"));
-        assert_eq!(faults.hit(Kind::Write, "data"), None);
-        assert_eq!(faults.hit(Kind::Sync, "index"), None);
-        assert_eq!(faults.hit(Kind::Sync, "x/data"), None);
-        assert_eq!(faults.hit(Kind::Sync, "x/data"), Some(Action::Fail(5)));
-        assert_eq!(faults.hit(Kind::Sync, "x/data"), None);
+        faults.add(Fault::on(OperationKind::Sync, Action::Fail(5)).after(1).at("data"));
+        assert_eq!(faults.hit(OperationKind::Write, "data"), None);
+        assert_eq!(faults.hit(OperationKind::Sync, "index"), None);
+        assert_eq!(faults.hit(OperationKind::Sync, "x/data"), None);
+        assert_eq!(faults.hit(OperationKind::Sync, "x/data"), Some(Action::Fail(5)));
+        assert_eq!(faults.hit(OperationKind::Sync, "x/data"), None);
         faults.add(Fault::any(Action::Fail(28)).from_then_on());
         for _ in 0..3 {
-            assert_eq!(faults.hit(Kind::Entries, ""), Some(Action::Fail(28)));
+            assert_eq!(faults.hit(OperationKind::Entries, ""), Some(Action::Fail(28)));
         }
     }
 }

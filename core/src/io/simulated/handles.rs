@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::Ino;
 use super::disk::{Context, failed};
-use super::faults::{Action, Kind};
+use super::faults::{Action, OperationKind};
 use super::log::Op;
 use super::world::World;
 use crate::io::{Dir, Entry, File, Lock, LockKind, Rename, SECTION_ALIGNMENT, Stat, join};
@@ -52,7 +52,7 @@ impl SimDir {
 
     fn open_as(&self, name: &str, access: Access) -> Result<Arc<SimFile>> {
         let path = self.join(name);
-        self.context().perform(Kind::OpenFile, "open", &path, |world| {
+        self.context().perform(OperationKind::OpenFile, "open", &path, |world| {
             let ino = world.find_file(self.0.ino, name)?;
             Ok(SimFile::new(self.context(), world, ino, path.clone(), access))
         })
@@ -67,9 +67,9 @@ impl SimDir {
 
     /// Preallocates a file that has just got this name, which goes where that fails.
     fn allocate(&self, file: &SimFile, name: &str, len: u64) -> Result<()> {
-        let allocated = self
-            .context()
-            .perform(Kind::Allocate, "allocate", &file.0.path, |world| world.set_len(file.0.ino, len));
+        let allocated = self.context().perform(OperationKind::Allocate, "allocate", &file.0.path, |world| {
+            world.set_len(file.0.ino, len)
+        });
         match allocated {
             Err(error) if error.errno() != Some(libc::EOPNOTSUPP) => {
                 self.discard(name);
@@ -81,7 +81,7 @@ impl SimDir {
 
     fn create(&self, name: &str) -> Result<Arc<SimFile>> {
         let path = self.join(name);
-        self.context().perform(Kind::CreateFile, "create", &path, |world| {
+        self.context().perform(OperationKind::CreateFile, "create", &path, |world| {
             let ino = world.create(self.0.ino, name)?;
             Ok(SimFile::new(self.context(), world, ino, path.clone(), Access::Write))
         })
@@ -95,7 +95,7 @@ impl Dir for SimDir {
 
     fn open_dir(&self, name: &str) -> Result<Arc<dyn Dir>> {
         let path = self.join(name);
-        self.context().perform(Kind::OpenDir, "open", &path, |world| {
+        self.context().perform(OperationKind::OpenDir, "open", &path, |world| {
             let ino = world.find_dir(self.0.ino, name)?;
             Ok(Self::new(self.context(), world, ino, &path) as Arc<dyn Dir>)
         })
@@ -103,7 +103,7 @@ impl Dir for SimDir {
 
     fn create_dir(&self, name: &str) -> Result<Arc<dyn Dir>> {
         let path = self.join(name);
-        self.context().perform(Kind::CreateDir, "mkdir", &path, |world| {
+        self.context().perform(OperationKind::CreateDir, "mkdir", &path, |world| {
             let ino = world.mkdir(self.0.ino, name)?;
             Ok(Self::new(self.context(), world, ino, &path) as Arc<dyn Dir>)
         })
@@ -113,18 +113,28 @@ impl Dir for SimDir {
         // From the last name to the first, and not in one step: what takes a name behind the place
         // that it has reached is not seen.
         let reached = |world: &mut World| Ok(world.entries(self.0.ino)?.keys().next_back().cloned());
-        self.context().perform_amid(Kind::Entries, "list", &self.0.path, reached, |world, reached| {
-            let entries = world.entries(self.0.ino)?;
-            Ok(entries
-                .iter()
-                .filter(|(name, _)| reached.as_ref().is_some_and(|reached| *name <= reached))
-                .map(|(name, &ino)| Entry { name: name.to_string(), kind: world.kind_of(ino), inode: ino })
-                .collect())
-        })
+        self.context().perform_amid(
+            OperationKind::Entries,
+            "list",
+            &self.0.path,
+            reached,
+            |world, reached| {
+                let entries = world.entries(self.0.ino)?;
+                Ok(entries
+                    .iter()
+                    .filter(|(name, _)| reached.as_ref().is_some_and(|reached| *name <= reached))
+                    .map(|(name, &ino)| Entry {
+                        name: name.to_string(),
+                        kind: world.kind_of(ino),
+                        inode: ino,
+                    })
+                    .collect())
+            },
+        )
     }
 
     fn stat(&self, name: &str) -> Result<Option<Stat>> {
-        self.context().perform(Kind::Stat, "stat", &self.join(name), |world| {
+        self.context().perform(OperationKind::Stat, "stat", &self.join(name), |world| {
             let found = match world.find(self.0.ino, name) {
                 Err(libc::ENOENT) => None,
                 found => found?,
@@ -136,11 +146,12 @@ impl Dir for SimDir {
     }
 
     fn id(&self) -> Result<(u64, u64)> {
-        self.context().perform(Kind::Stat, "stat", &self.0.path, |_| Ok((DEVICE, self.0.ino)))
+        self.context().perform(OperationKind::Stat, "stat", &self.0.path, |_| Ok((DEVICE, self.0.ino)))
     }
 
     fn changed(&self) -> Result<i64> {
-        self.context().perform(Kind::Stat, "stat", &self.0.path, |world| Ok(world.changed(self.0.ino)))
+        self.context()
+            .perform(OperationKind::Stat, "stat", &self.0.path, |world| Ok(world.changed(self.0.ino)))
     }
 
     fn create_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>> {
@@ -153,7 +164,7 @@ impl Dir for SimDir {
 
     fn take_over(&self, from: &str, to: &str, len_hint: u64) -> Result<Option<Arc<dyn File>>> {
         let path = self.join(to);
-        let taken = self.context().perform(Kind::Rename, "rename", &self.join(from), |world| {
+        let taken = self.context().perform(OperationKind::Rename, "rename", &self.join(from), |world| {
             let ino = world.find_file(self.0.ino, from)?;
             if world.is_open(ino) {
                 return Ok(None);
@@ -176,7 +187,7 @@ impl Dir for SimDir {
         let first = file.len()?.next_multiple_of(SECTION_ALIGNMENT);
         let (path, ino) = (&file.0.path, file.0.ino);
         let extend = |world: &mut World| world.set_len(ino, first + len);
-        match self.context().perform(Kind::Allocate, "allocate", path, extend) {
+        match self.context().perform(OperationKind::Allocate, "allocate", path, extend) {
             Ok(()) => {}
             Err(error) if error.errno() == Some(libc::EOPNOTSUPP) => file.set_len(first + len)?,
             Err(error) => return Err(error),
@@ -211,7 +222,7 @@ impl Dir for SimDir {
     }
 
     fn rename(&self, from: &str, to: &str, how: Rename) -> Result<()> {
-        let kind = if how == Rename::Exchange { Kind::Exchange } else { Kind::Rename };
+        let kind = if how == Rename::Exchange { OperationKind::Exchange } else { OperationKind::Rename };
         let answer = self
             .context()
             .perform(kind, "rename", &self.join(from), |world| world.rename(self.0.ino, from, to, how));
@@ -223,17 +234,19 @@ impl Dir for SimDir {
     }
 
     fn remove_file(&self, name: &str) -> Result<()> {
-        self.context()
-            .perform(Kind::RemoveFile, "remove", &self.join(name), |world| world.unlink(self.0.ino, name))
+        self.context().perform(OperationKind::RemoveFile, "remove", &self.join(name), |world| {
+            world.unlink(self.0.ino, name)
+        })
     }
 
     fn remove_dir(&self, name: &str) -> Result<()> {
-        self.context()
-            .perform(Kind::RemoveDir, "remove", &self.join(name), |world| world.rmdir(self.0.ino, name))
+        self.context().perform(OperationKind::RemoveDir, "remove", &self.join(name), |world| {
+            world.rmdir(self.0.ino, name)
+        })
     }
 
     fn sync(&self) -> Result<()> {
-        self.context().perform(Kind::SyncDir, "fsync", &self.0.path, |world| {
+        self.context().perform(OperationKind::SyncDir, "fsync", &self.0.path, |world| {
             world.record(Op::FsyncDir { dir: self.0.ino }, self.0.ino);
             Ok(())
         })
@@ -242,7 +255,7 @@ impl Dir for SimDir {
     fn try_lock(&self, name: &str, kind: LockKind, create: bool) -> Result<Option<Box<dyn Lock>>> {
         let path = self.join(name);
         let context = self.context();
-        let made = context.perform_with(Kind::Lock, "lock", &path, |world, action| {
+        let made = context.perform_with(OperationKind::Lock, "lock", &path, |world, action| {
             if let Some(Action::Fail(errno) | Action::FailHalfway(errno) | Action::FailAfterwards(errno)) =
                 action
             {
@@ -261,7 +274,8 @@ impl Dir for SimDir {
     }
 
     fn free_bytes(&self) -> Result<u64> {
-        self.context().perform(Kind::FreeBytes, "statvfs", &self.0.path, |world| Ok(world.free_bytes()))
+        self.context()
+            .perform(OperationKind::FreeBytes, "statvfs", &self.0.path, |world| Ok(world.free_bytes()))
     }
 }
 
@@ -309,7 +323,8 @@ impl SimFile {
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize> {
         let half = bytes.get(..bytes.len() / 2).unwrap_or_default();
-        self.0.context.perform_with(Kind::Write, "write", &self.0.path, |world, action| match action {
+        self.0.context.perform_with(OperationKind::Write, "write", &self.0.path, |world, action| match action
+        {
             Some(Action::Fail(errno)) => Err(errno),
             Some(Action::FailHalfway(errno)) => world.write(self.0.ino, offset, half).and(Err(errno)),
             Some(Action::FailAfterwards(errno)) => world.write(self.0.ino, offset, bytes).and(Err(errno)),
@@ -325,7 +340,7 @@ impl File for SimFile {
     }
 
     fn len(&self) -> Result<u64> {
-        self.0.context.perform(Kind::Stat, "stat", &self.0.path, |world| {
+        self.0.context.perform(OperationKind::Stat, "stat", &self.0.path, |world| {
             world.bytes(self.0.ino).map(|bytes| bytes.len() as u64)
         })
     }
@@ -334,11 +349,13 @@ impl File for SimFile {
         if !self.writable() {
             return Err(failed("truncate", &self.0.path, libc::EINVAL));
         }
-        self.0.context.perform(Kind::SetLen, "truncate", &self.0.path, |world| world.set_len(self.0.ino, len))
+        self.0
+            .context
+            .perform(OperationKind::SetLen, "truncate", &self.0.path, |world| world.set_len(self.0.ino, len))
     }
 
     fn sync(&self) -> Result<()> {
-        self.0.context.perform_with(Kind::Sync, "fsync", &self.0.path, |world, action| {
+        self.0.context.perform_with(OperationKind::Sync, "fsync", &self.0.path, |world, action| {
             let ino = self.0.ino;
             match action {
                 Some(Action::Fail(errno) | Action::FailHalfway(errno)) => {
@@ -358,7 +375,7 @@ impl File for SimFile {
     }
 
     fn read_at(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
-        self.0.context.perform(Kind::Read, "read", &self.0.path, |world| {
+        self.0.context.perform(OperationKind::Read, "read", &self.0.path, |world| {
             world.read(self.0.ino, offset, len).map(<[u8]>::to_vec)
         })
     }

@@ -11,21 +11,21 @@ use super::Ino;
 
 /// One file, directory or something else.
 #[derive(Debug)]
-pub struct Node {
+pub struct ImageNode {
     hash: u64,
     body: Body,
 }
 
 #[derive(Debug)]
 enum Body {
-    Dir(Box<[(Arc<str>, Arc<Node>)]>),
+    Dir(Box<[(Arc<str>, Arc<ImageNode>)]>),
     File(Arc<Vec<u8>>, Option<Ino>),
     Other,
 }
 
-impl Node {
+impl ImageNode {
     /// A directory; `entries` sorted by name.
-    pub fn dir(entries: Vec<(Arc<str>, Arc<Node>)>) -> Arc<Self> {
+    pub fn dir(entries: Vec<(Arc<str>, Arc<ImageNode>)>) -> Arc<Self> {
         let mut hash = mix(0x6469_7265, entries.len() as u64);
         for (name, node) in &entries {
             hash = mix(mix(hash, content_hash(name.as_bytes())), node.hash);
@@ -60,7 +60,7 @@ impl Node {
     }
 
     /// The entries, where it is a directory.
-    pub fn entries(&self) -> Option<&[(Arc<str>, Arc<Node>)]> {
+    pub fn entries(&self) -> Option<&[(Arc<str>, Arc<ImageNode>)]> {
         match &self.body {
             Body::Dir(entries) => Some(entries),
             Body::File(..) | Body::Other => None,
@@ -101,12 +101,12 @@ impl Node {
 
 /// A whole file system at rest. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Image(pub Arc<Node>);
+pub struct Image(pub Arc<ImageNode>);
 
 impl Image {
     /// An empty file system.
     pub fn empty() -> Self {
-        Self(Node::dir(Vec::new()))
+        Self(ImageNode::dir(Vec::new()))
     }
 
     /// Over names and bytes.
@@ -115,7 +115,7 @@ impl Image {
     }
 
     /// The node at a `/`-separated path.
-    pub fn get(&self, path: &str) -> Option<&Arc<Node>> {
+    pub fn get(&self, path: &str) -> Option<&Arc<ImageNode>> {
         let mut at = &self.0;
         for part in path.split('/').filter(|part| !part.is_empty()) {
             let entries = at.entries()?;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::image::{Image, Node};
+use super::image::{Image, ImageNode};
 use super::{Ino, ROOT};
 
 /// A file or a directory, apart from its names.
@@ -44,11 +44,11 @@ impl Inodes {
     }
 
     /// Adds a whole tree; gives its inode. It has no name yet.
-    pub fn plant(&mut self, node: &Arc<Node>) -> Ino {
+    pub fn plant(&mut self, node: &Arc<ImageNode>) -> Ino {
         self.plant_below(node, &mut BTreeMap::new())
     }
 
-    fn plant_below(&mut self, node: &Arc<Node>, planted: &mut BTreeMap<Ino, Ino>) -> Ino {
+    fn plant_below(&mut self, node: &Arc<ImageNode>, planted: &mut BTreeMap<Ino, Ino>) -> Ino {
         if let Some(&known) = node.ino().and_then(|ino| planted.get(&ino)) {
             self.twice.insert(known);
             return known;
@@ -76,13 +76,13 @@ impl Inodes {
         Image(self.node(ROOT))
     }
 
-    fn node(&self, ino: Ino) -> Arc<Node> {
+    fn node(&self, ino: Ino) -> Arc<ImageNode> {
         match self.table.get(&ino) {
-            Some(Inode::Dir(entries)) => {
-                Node::dir(entries.iter().map(|(name, &child)| (Arc::clone(name), self.node(child))).collect())
-            }
-            Some(Inode::File(bytes)) => Node::file_of(ino, Arc::clone(bytes)),
-            Some(Inode::Other) | None => Node::other(),
+            Some(Inode::Dir(entries)) => ImageNode::dir(
+                entries.iter().map(|(name, &child)| (Arc::clone(name), self.node(child))).collect(),
+            ),
+            Some(Inode::File(bytes)) => ImageNode::file_of(ino, Arc::clone(bytes)),
+            Some(Inode::Other) | None => ImageNode::other(),
         }
     }
 

@@ -32,8 +32,8 @@ mod tests;
 mod world;
 
 pub use disk::{Hook, Moment, Operation, SimDisk};
-pub use faults::{Action, Fault, Kind};
-pub use image::{Image, Node, content_hash, mix};
+pub use faults::{Action, Fault, OperationKind};
+pub use image::{Image, ImageNode, content_hash, mix};
 pub use inodes::{Inode, Inodes};
 pub use log::{Log, Op, Record};
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::disk::{Context, failed};
-use super::faults::{Action, Kind};
+use super::faults::{Action, OperationKind};
 use super::handles::SimFile;
 use super::image::mix;
 use super::log::Op;
@@ -92,12 +92,12 @@ impl SimQueue {
         let path = flying.file.path().to_path_buf();
         if flying.transfer == Transfer::Write {
             let data = flying.buffer.get(..len).unwrap_or_default();
-            return self.context.perform_with(Kind::Write, "write", &path, |world, action| {
+            return self.context.perform_with(OperationKind::Write, "write", &path, |world, action| {
                 write_step(world, action, id, ino, offset, data, at)
             });
         }
         let window = flying.buffer.get_mut(..len).unwrap_or_default();
-        self.context.perform_with(Kind::Read, "read", &path, |world, action| {
+        self.context.perform_with(OperationKind::Read, "read", &path, |world, action| {
             let bytes = world.read(ino, offset, len)?;
             let count = match action {
                 Some(Action::Fail(errno) | Action::FailHalfway(errno) | Action::FailAfterwards(errno)) => {

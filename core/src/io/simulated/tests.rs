@@ -100,17 +100,17 @@ fn a_killed_process_loses_its_locks_and_every_later_call_and_keeps_its_effects()
 fn the_nth_operation_fails_as_told_once() {
     let disk = SimDisk::new();
     let root = root(&disk);
-    disk.inject(Fault::on(Kind::Sync, Action::Fail(libc::EIO)).after(1));
+    disk.inject(Fault::on(OperationKind::Sync, Action::Fail(libc::EIO)).after(1));
     root.write_file("a", b"1").unwrap();
     assert_eq!(root.write_file("b", b"1").unwrap_err().errno(), Some(libc::EIO));
     assert_eq!(labels(&disk)[labels(&disk).len() - 2..], ["failed fsync run/b", "unlink run/b"]);
     root.write_file("c", b"1").unwrap();
 
-    disk.inject(Fault::on(Kind::Rename, Action::FailAfterwards(libc::EIO)));
+    disk.inject(Fault::on(OperationKind::Rename, Action::FailAfterwards(libc::EIO)));
     root.rename("a", "z", Rename::NoReplace).unwrap_err();
     assert!(root.stat("a").unwrap().is_none() && root.stat("z").unwrap().is_some());
 
-    disk.inject(Fault::on(Kind::OpenDir, Action::FailAfterwards(libc::EIO)));
+    disk.inject(Fault::on(OperationKind::OpenDir, Action::FailAfterwards(libc::EIO)));
     disk.open_dir(Path::new("/run")).err().unwrap();
 }
 
@@ -160,20 +160,20 @@ fn short_transfers_are_continued_and_stalled_ones_never_come_back() {
     let disk = SimDisk::new();
     let root = root(&disk);
     let file = root.create_file("data", 0).unwrap();
-    disk.inject(Fault::on(Kind::Write, Action::Short));
+    disk.inject(Fault::on(OperationKind::Write, Action::Short));
     let before = disk.operations();
     assert_eq!(write(&disk, &file, &[(0, b"abcdefgh")]), [None]);
     assert_eq!(disk.operations() - before, 2, "the rest is an operation of its own");
     assert_eq!(*disk.bytes("run/data").unwrap(), b"abcdefgh");
 
     let reading = root.open_file("data").unwrap();
-    disk.inject(Fault::on(Kind::Read, Action::Short));
+    disk.inject(Fault::on(OperationKind::Read, Action::Short));
     let mut queue = disk.queue(1).unwrap();
     queue.submit(Transfer::Read, &reading, 4, 100, Buffer::alone(100).unwrap(), 9);
     let done = queue.complete(Duration::ZERO).unwrap();
     assert_eq!((done.token, done.result.unwrap(), &done.buffer[..4]), (9, 4, &b"efgh"[..]));
 
-    disk.inject(Fault::on(Kind::Write, Action::Stall));
+    disk.inject(Fault::on(OperationKind::Write, Action::Stall));
     queue.submit(Transfer::Write, &file, 0, 1, Buffer::alone(1).unwrap(), 10);
     assert!(queue.complete(Duration::from_millis(1)).is_none());
     assert_eq!(queue.in_flight(), 1);
@@ -188,7 +188,7 @@ fn hooks_see_every_operation_and_may_use_the_disk() {
     let (inner, notes, calls) = (disk.process(), Arc::clone(&seen), Arc::clone(&count));
     disk.set_hook(Some(Arc::new(move |moment, operation| {
         calls.fetch_add(1, Ordering::Relaxed);
-        if moment == Moment::Before && operation.kind == Kind::Rename {
+        if moment == Moment::Before && operation.kind == OperationKind::Rename {
             notes.lock().unwrap().push(operation.path.to_path_buf());
             inner.open_dir(Path::new("run")).unwrap().write_file("b", b"first").unwrap();
         }
@@ -206,7 +206,7 @@ fn names_are_resolved_beneath_the_directory_only() {
     let disk = SimDisk::new();
     let root = root(&disk);
     root.create_dir("a").unwrap().write_file("x", b"1").unwrap();
-    disk.plant("run/link", &Node::other()).unwrap();
+    disk.plant("run/link", &ImageNode::other()).unwrap();
     for (name, errno) in [("../run/a", libc::EINVAL), ("link", libc::ELOOP), ("a/x/y", libc::ENOTDIR)] {
         assert_eq!(root.open_dir(name).err().unwrap().errno(), Some(errno), "{name}");
     }

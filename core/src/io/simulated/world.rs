@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::faults::{Action, Faults, Kind};
+use super::faults::{Action, Faults, OperationKind};
 use super::inodes::{Inode, Inodes, overwrite};
 use super::log::{Log, Op, Record};
 use super::{Ino, KILLED, ROOT};
@@ -110,7 +110,12 @@ impl World {
     }
 
     /// Counts an operation: its number and what fault hits it.
-    pub(super) fn enter(&mut self, process: usize, kind: Kind, path: &str) -> Answer<(u64, Option<Action>)> {
+    pub(super) fn enter(
+        &mut self,
+        process: usize,
+        kind: OperationKind,
+        path: &str,
+    ) -> Answer<(u64, Option<Action>)> {
         let state = self.process(process)?;
         if state.killed {
             return Err(KILLED);

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::*;
 use crate::Error;
-use crate::io::simulated::{Action, Fault, Kind};
+use crate::io::simulated::{Action, Fault, OperationKind};
 use crate::provider::{Fill, Ticket};
 use crate::staging::{Filling, Slot};
 
@@ -66,7 +66,7 @@ fn operations_of_step_dir() -> u64 {
 
 #[test]
 fn a_failed_write_or_sync_is_never_tried_again() {
-    for kind in [Kind::Write, Kind::Sync] {
+    for kind in [OperationKind::Write, OperationKind::Sync] {
         let disk = SimDisk::new();
         let failures = Arc::new(AtomicU64::new(0));
         disk.inject(Fault::on(kind, Action::Fail(libc::EIO)).after(1).from_then_on());
@@ -90,7 +90,7 @@ fn a_failed_write_or_sync_is_never_tried_again() {
 #[test]
 fn a_write_that_never_completes_ends_both_halves_by_the_stall_timeout() {
     let disk = SimDisk::new();
-    disk.inject(Fault::on(Kind::Write, Action::Stall).after(2));
+    disk.inject(Fault::on(OperationKind::Write, Action::Stall).after(2));
     let ring = pool(3, 4 * BLOCK);
     let options = SaveOptions { stall_timeout: Duration::from_millis(200), queue_depth: 1, ..options(2) };
     let started = Instant::now();
@@ -104,7 +104,7 @@ fn a_write_that_never_completes_ends_both_halves_by_the_stall_timeout() {
 #[test]
 fn slots_that_are_left_to_a_stuck_disk_are_gone_from_the_pool_which_may_grow_again() {
     let disk = SimDisk::new();
-    disk.inject(Fault::on(Kind::Write, Action::Stall).from_then_on());
+    disk.inject(Fault::on(OperationKind::Write, Action::Stall).from_then_on());
     let ring = pool(3, 4 * BLOCK);
     let before = ring.bytes();
     let options_of_stall =
@@ -275,7 +275,7 @@ fn providers_are_untouched_when_the_capture_returns_and_gone_when_the_flush_does
     for fails in [false, true] {
         let disk = SimDisk::new();
         if fails {
-            disk.inject(Fault::on(Kind::Write, Action::Fail(libc::EIO)).after(5));
+            disk.inject(Fault::on(OperationKind::Write, Action::Fail(libc::EIO)).after(5));
         }
         let (over, dropped) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let watched = Watched { over: Arc::clone(&over), dropped: Arc::clone(&dropped) };
