@@ -511,7 +511,7 @@ def test_flax_linen_train_states_take_their_functions_from_the_target(root: Path
     assert sw.restore(root)["train"]["params"]["kernel"].shape == (2, 3)
 
 
-def test_a_jitted_flax_train_state_restores_into_a_fresh_one_and_back(root: Path) -> None:
+def test_a_jitted_flax_train_state_restores_into_a_fresh_one(root: Path) -> None:
     nn = pytest.importorskip("flax.linen")
     optax = pytest.importorskip("optax")
     from flax.training.train_state import TrainState

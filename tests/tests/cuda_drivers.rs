@@ -59,7 +59,7 @@ fn a_stub_an_old_one_one_without_devices_and_one_that_fails_say_so() {
     ];
     for (variable, value, said) in cases {
         let found = probed(&there, &[(variable, value)]);
-        assert!(found.starts_with("no_driver: ") && found.contains(said), "{value}: {found}");
+        assert!(found.starts_with("device: ") && found.contains(said), "{value}: {found}");
     }
     let incomplete = probed(&fake_cuda::built(true), &[]);
     assert!(
