@@ -131,7 +131,7 @@ pub enum Error {
     #[error("{0}")]
     Relayed(Relayed),
     /// Another live writer has the root.
-    #[error("{} has another live writer{}. Close it, or open this root to read only", root.display(), owned_by(owner.as_deref()))]
+    #[error("{} has another live writer{}", root.display(), owned_by(owner.as_deref()))]
     Locked {
         /// The root.
         root: PathBuf,
@@ -276,7 +276,7 @@ fn way_back(step: u64, rewind_to: Option<u64>) -> String {
     match rewind_to {
         Some(older) => {
             format!(
-                "where training goes on from an older step, rewind to step {older} first: it sets the steps after {older} aside"
+                "to continue from step {older}, rewind to step {older} first: that sets the steps after {older} aside"
             )
         }
         None => format!(

@@ -78,7 +78,7 @@ fn words(advice: Advice) -> &'static str {
         }
         Advice::KeepStep => "exists=\"skip\" keeps it",
         Advice::ReplacePath => "Pass exists=\"replace\" to write it again",
-        Advice::OpenReadOnly => "Pass read_only=True to only read",
+        Advice::OpenReadOnly => "Close it, or pass read_only=True to only read",
         Advice::OpenWritable => "Open it without read_only=True",
         Advice::TakeOver => "Pass Options(take_over=True)",
         Advice::OtherStepName => "The argument is step_name=",

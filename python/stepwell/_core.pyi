@@ -30,6 +30,7 @@ __all__ = [
     "cuda",
     "dtype_names",
     "engine_choice",
+    "error_kinds",
     "flat_pieces",
     "flatten",
     "is_plain",

@@ -69,9 +69,9 @@ def absolute(path: Any, what: str = "the path") -> str:
 
 
 def readable(path: Any, what: str = "the path") -> str:
-    """Returns the absolute path of something to read. A symlink is followed."""
+    """Returns the absolute path of something to read. A symlink to something is followed."""
     found = absolute(path, what)
-    return os.path.realpath(found) if os.path.islink(found) else found
+    return os.path.realpath(found) if os.path.islink(found) and os.path.exists(found) else found
 
 
 def _from_url(url: str, scheme: str, what: str) -> str:

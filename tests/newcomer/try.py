@@ -163,7 +163,7 @@ def mistakes(newcomer: Newcomer) -> None:
     )
     newcomer.expects("the remedy for that", final + "m.save(5, {'a': 2}, exists='skip')", code=0)
     newcomer.expects(
-        "a step below the newest one", final + "m.save(3, {'a': 1})", "StepOrder", r"call rewind\(1\) first"
+        "a step below the newest one", final + "m.save(3, {'a': 1})", "StepOrder", r"rewind to step 1 first"
     )
     newcomer.expects(
         "the remedy for that", final + "m.rewind(1); m.save(3, {'a': 1}); print(m.all_steps())", code=0

@@ -116,7 +116,7 @@ def test_a_cell_that_opens_a_manager_may_be_run_twice_once_the_first_is_closed(
     again = cell(opening(root))  # the name is given away only after the new one is there
     assert "LockedError" in again
     assert "this very process" in again, "and it says that it is one's own"
-    assert "close it" in again
+    assert "Close it" in again
     assert cell("mgr.close()") == ""
     assert cell(opening(root)) == ""
     assert cell("print(mgr.all_steps(), mgr.next_step())") == "[0] 1\n"

@@ -28,8 +28,8 @@ def writer(root: str, retention: Retention | None, what: str) -> Iterator[Checkp
     except NoLocks:
         raise
     except LockedError as error:
-        # The rest of the engine's advice is for programs.
-        held = str(error).split(";", 1)[0]
+        # The advice of the message is for programs.
+        held = str(error).split(". Close it", 1)[0]
         error.args = (
             f"{held}: {what} needs to be the only one; wait for that run to end or stop it, and try again (--dry-run only looks, and works meanwhile)",
         )
