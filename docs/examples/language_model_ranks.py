@@ -29,7 +29,7 @@ import numpy as np  # isort: skip
 import stepwell as sw  # isort: skip
 
 #: How the tensors are cut, by their names; those of the optimizer end in the same names.
-RULES = sw.Rules(
+RULES = sw.sharding.Rules(
     {
         "**.embedding": ("tp", None),  # each rank has some rows of it,
         "**.hidden_*.weight": (None, "tp"),  # some columns of these,
@@ -45,7 +45,7 @@ class Peers:
     """Where this rank is among the others, and a pipe to each of them. A real job has NCCL, gloo or
     MPI instead."""
 
-    def __init__(self, rank: int, mesh: sw.RankMesh, pipes: dict[int, Connection]) -> None:
+    def __init__(self, rank: int, mesh: sw.sharding.RankMesh, pipes: dict[int, Connection]) -> None:
         self.rank, self.mesh, self.pipes = rank, mesh, pipes
         self.at = at = mesh.coordinates(rank)
         self.tp = mesh.ranks(pp=at["pp"], dp=at["dp"])  # ranks that share tensors,
@@ -182,7 +182,7 @@ def train(
         root,
         save_policy=sw.every_steps(every),
         retention=sw.keep_latest(3),
-        coordinator=sw.SharedDirectory(peers.rank, peers.mesh.size, job),
+        coordinator=sw.coordinators.SharedDirectory(peers.rank, peers.mesh.size, job),
         options=sw.Options(stall_timeout=stall_timeout),
     ) as mgr:
         newest = mgr.latest_step()
@@ -211,7 +211,7 @@ def train(
             raise
 
 
-def start(mesh: sw.RankMesh, run: Callable[..., None] = train, **options: Any) -> list[BaseProcess]:
+def start(mesh: sw.sharding.RankMesh, run: Callable[..., None] = train, **options: Any) -> list[BaseProcess]:
     """Starts a process for each rank, with a pipe between any two; a real job has a launcher for
     it."""
     spawn = multiprocessing.get_context("spawn")
@@ -243,7 +243,7 @@ if __name__ == "__main__":
     parser.add_argument("--tp", type=int, default=1, help="parts of each matrix")
     given = parser.parse_args()
     ranks = start(
-        sw.RankMesh(pp=given.pp, dp=given.dp, tp=given.tp),
+        sw.sharding.RankMesh(pp=given.pp, dp=given.dp, tp=given.tp),
         root=given.root,
         steps=given.steps,
         every=given.save_every,

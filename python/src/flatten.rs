@@ -2,7 +2,7 @@
 //! reference.
 //!
 //! Exact `dict`, `list`, `tuple`, `ndarray` and built-in scalars never leave Rust; everything else
-//! goes through `stepwell.leaves.describe`, but for arrays of classes that its adapters have made
+//! goes through `_state.leaves.describe`, but for arrays of classes that its adapters have made
 //! known ([`crate::arrays`]). Nothing is copied but arrays that are not little-endian, or not in
 //! host memory; the buffers stay held until the [`Flat`] is dropped, under the GIL.
 

@@ -10,27 +10,27 @@ use stepwell_core::dtype::Dtype;
 pub struct Hooks {
     /// `numpy.ndarray`
     pub ndarray: Py<PyAny>,
-    /// `stepwell.leaves.describe`
+    /// `stepwell._state.leaves.describe`
     pub describe: Py<PyAny>,
-    /// `stepwell.adapters.load`
+    /// `stepwell._adapters.load`
     pub load_adapters: Py<PyAny>,
-    /// `stepwell.adapters.streams`
+    /// `stepwell._adapters.streams`
     pub streams: Py<PyAny>,
     /// `stepwell.errors.StepwellError`
     pub error: Py<PyAny>,
-    /// `stepwell.leaves.storable_name`
+    /// `stepwell._state.leaves.storable_name`
     pub storable_name: Py<PyAny>,
-    /// `stepwell.specs.ArraySpec`
+    /// `stepwell._state.specs.ArraySpec`
     pub array_spec: Py<PyAny>,
-    /// `stepwell.specs.ObjectSpec`
+    /// `stepwell._state.specs.ObjectSpec`
     pub object_spec: Py<PyAny>,
-    /// `stepwell.specs.AS_STORED`
+    /// `stepwell._state.specs.AS_STORED`
     pub as_stored: Py<PyAny>,
-    /// `stepwell.specs.to_dtype`
+    /// `stepwell._state.specs.to_dtype`
     pub to_dtype: Py<PyAny>,
-    /// `stepwell.rebuild.make`
+    /// `stepwell._restore.structure.make`
     pub make: Py<PyAny>,
-    /// `stepwell.allocate.Mapper`
+    /// `stepwell._restore.allocate.Mapper`
     pub mapper: Py<PyAny>,
     /// `stepwell.errors.from_engine`
     pub from_engine: Py<PyAny>,
@@ -41,9 +41,9 @@ static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
 /// The hooks of this interpreter.
 pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
     HOOKS.get_or_try_init(py, || {
-        let adapters = py.import("stepwell.adapters")?;
-        let leaves = py.import("stepwell.leaves")?;
-        let specs = py.import("stepwell.specs")?;
+        let adapters = py.import("stepwell._adapters")?;
+        let leaves = py.import("stepwell._state.leaves")?;
+        let specs = py.import("stepwell._state.specs")?;
         let errors = py.import("stepwell.errors")?;
         Ok(Hooks {
             load_adapters: adapters.getattr("load")?.unbind(),
@@ -53,8 +53,8 @@ pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
             object_spec: specs.getattr("ObjectSpec")?.unbind(),
             as_stored: specs.getattr("AS_STORED")?.unbind(),
             to_dtype: specs.getattr("to_dtype")?.unbind(),
-            make: py.import("stepwell.rebuild")?.getattr("make")?.unbind(),
-            mapper: py.import("stepwell.allocate")?.getattr("Mapper")?.unbind(),
+            make: py.import("stepwell._restore.structure")?.getattr("make")?.unbind(),
+            mapper: py.import("stepwell._restore.allocate")?.getattr("Mapper")?.unbind(),
             ndarray: py.import("numpy")?.getattr("ndarray")?.unbind(),
             describe: leaves.getattr("describe")?.unbind(),
             storable_name: leaves.getattr("storable_name")?.unbind(),

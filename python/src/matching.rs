@@ -119,7 +119,7 @@ fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Option
     })
 }
 
-/// Matches what is wanted against what is stored; nothing is read. See `stepwell.wanted` for the
+/// Matches what is wanted against what is stored; nothing is read. See `_restore/wanted.py` for the
 /// rows.
 #[pyfunction]
 pub fn match_state<'py>(

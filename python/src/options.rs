@@ -18,7 +18,7 @@ use stepwell_manager::{
 use crate::board::Ranks;
 use crate::errors::invalid;
 
-/// The options as `stepwell.options.to_json` writes them. A name or type that the two sides do not
+/// The options as `stepwell._options.to_json` writes them. A name or type that the two sides do not
 /// share is an error, never a default.
 #[expect(clippy::struct_excessive_bools, reason = "flags as the user has written them")]
 #[derive(Deserialize)]

@@ -62,7 +62,7 @@ pub fn save_path(
         // Captured whole before it could be stopped: it goes on, and someone must hear how it ends.
         if let Ok(save) = late {
             let kept = py
-                .import("stepwell.singular")
+                .import("stepwell._singular")
                 .and_then(|module| module.call_method1("keep", (SaveHandle::new(save), shown)));
             if let Err(error) = kept {
                 error.write_unraisable(py, None);

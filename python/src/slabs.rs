@@ -1,5 +1,5 @@
-//! Memory for new arrays: the policy of `stepwell.allocate` for a whole restore at a time, with all
-//! sizes known in advance.
+//! Memory for new arrays: the policy of `_restore/allocate.py` for a whole restore at a time, with
+//! all sizes known in advance.
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;

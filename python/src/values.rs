@@ -211,7 +211,7 @@ fn mapping(hooks: &Hooks, dict: &Bound<'_, PyDict>, depth: u64) -> PyResult<Plai
     Ok(Plain::Value(Value::Dict(pairs)))
 }
 
-/// The Python object of a value. `reviver` is a `stepwell.leaves.Reviver`.
+/// The Python object of a value. `reviver` is a `stepwell._state.leaves.Reviver`.
 pub fn to_python<'py>(
     py: Python<'py>,
     value: &Value,

@@ -1,5 +1,5 @@
-"""A checkpoint manager for training: a committed step is a true step, training does not wait, and
-any of them restores in whole or in part.
+"""A checkpoint manager for training: committed steps are complete and durable, training does not
+wait, and every step restores in whole or in part.
 
     import stepwell as sw
 
@@ -11,62 +11,45 @@ any of them restores in whole or in part.
             state = update(state)
             mgr.save(step, state, metrics={"loss": loss})
 
-Importing this imports no framework; each part of the package is imported when it is first used.
+Importing this imports no framework. Each part of the package is imported when it is first used:
+``sw.coordinators``, ``sw.errors``, ``sw.events``, ``sw.providers``, ``sw.results``, ``sw.sharding``
+and ``sw.torch`` hold what fewer programs need.
 """
 
 import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from . import errors
-from . import lifecycle as _lifecycle  # noqa: F401  (registers its exit hook first)
+from . import (
+    _lifecycle,  # noqa: F401  (registers its exit hook first)
+    errors,
+)
 from ._core import VERSION as __version__
 from .errors import (
-    Cancelled,
-    ClosedError,
-    CoordinationTimeout,
-    CoordinatorError,
     CorruptCheckpoint,
-    DeviceError,
-    DonatedBuffer,
-    DurabilityUncertain,
-    ForkedProcess,
-    FormatError,
-    InternalError,
     LoadFailed,
     LockedError,
     MismatchError,
     MisuseError,
-    NoLocks,
-    NotAStep,
     RankFailed,
-    ReadOnlyError,
     SaveFailed,
-    StalledError,
     StepExists,
-    StepGone,
     StepNotFound,
     StepOrder,
     StepwellError,
     StorageError,
-    TornSnapshot,
     UnsupportedLeaf,
 )
 
 if _TYPE_CHECKING:
-    from .checkpoint import Array, Branch, Checkpoint, Damage, Metadata, VerifyReport
-    from .coordinators import MPI, JaxService, SharedDirectory, TorchStore
-    from .events import JsonLines
-    from .manager import CheckpointManager
-    from .mesh import RankMesh, Rules
-    from .options import Options, StepName
-    from .pending import Save, SaveStats
-    from .plan import ItemPlan, RestorePlan
-    from .policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
-    from .providers import Chunk, StateProvider
-    from .registry import StoredEnum, register
-    from .report import RestoreReport
-    from .retention import (
+    from . import coordinators, events, providers, results, sharding
+    from ._checkpoint import Checkpoint, Metadata, VerifyReport
+    from ._manager import CheckpointManager
+    from ._options import Options, StepName
+    from ._policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
+    from ._restore.plan import RestorePlan
+    from ._restore.report import RestoreReport
+    from ._retention import (
         Retention,
         keep_all,
         keep_best,
@@ -75,118 +58,99 @@ if _TYPE_CHECKING:
         keep_newer_than,
         keep_steps,
     )
-    from .shards import FlatShard, LocalShard, Segment, Segments
-    from .singular import add_metrics, engine_info, metadata, open, restore, save, save_async, verify, watch
-    from .specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
+    from ._save_result import Save
+    from ._singular import add_metrics, engine_info, metadata, restore, save, save_async, verify, watch
+    from ._singular import open as open
+    from ._state.registry import StoredEnum, register
+    from ._state.specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
 
 #: The modules of the other names. Each is imported when a name of it is first used, so that
 #: importing the package costs almost nothing.
 _MODULES = {
-    "checkpoint": "Array Branch Checkpoint Damage Metadata VerifyReport",
-    "coordinators": "JaxService MPI SharedDirectory TorchStore",
-    "events": "JsonLines",
-    "manager": "CheckpointManager",
-    "mesh": "RankMesh Rules",
-    "options": "Options StepName",
-    "pending": "Save SaveStats",
-    "plan": "ItemPlan RestorePlan",
-    "policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
-    "providers": "Chunk StateProvider",
-    "registry": "StoredEnum register",
-    "report": "RestoreReport",
-    "retention": "Retention keep_all keep_best keep_every keep_latest keep_newer_than keep_steps",
-    "shards": "FlatShard LocalShard Segment Segments",
-    "singular": "add_metrics engine_info metadata open restore save save_async verify watch",
-    "specs": "AS_STORED ArraySpec ObjectSpec PerRank Replicated",
+    "_checkpoint": "Checkpoint Metadata VerifyReport",
+    "_manager": "CheckpointManager",
+    "_options": "Options StepName",
+    "_policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
+    "_restore.plan": "RestorePlan",
+    "_restore.report": "RestoreReport",
+    "_retention": "Retention keep_all keep_best keep_every keep_latest keep_newer_than keep_steps",
+    "_save_result": "Save",
+    "_singular": "add_metrics engine_info metadata open restore save save_async verify watch",
+    "_state.registry": "StoredEnum register",
+    "_state.specs": "AS_STORED ArraySpec ObjectSpec PerRank Replicated",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+_NAMESPACES = ("coordinators", "events", "providers", "results", "sharding", "torch")
 
 
 def __getattr__(name: str) -> _Any:
-    if name == "torch":
-        return _importlib.import_module("stepwell.torch")
+    if name in _NAMESPACES:
+        return _importlib.import_module(f"stepwell.{name}")
     module = _MODULE_OF.get(name)
     if module is None:
-        raise AttributeError(f"module 'stepwell' has no attribute {name!r}")
+        advice = "" if name.startswith("_") else _advice(name)
+        raise AttributeError(f"module 'stepwell' has no attribute {name!r}{advice}")
     found = getattr(_importlib.import_module(f"stepwell.{module}"), name)
     globals()[name] = found
     return found
 
 
+def _advice(name: str) -> str:
+    """Returns where that name is, or the nearest one."""
+    import difflib
+
+    if hasattr(errors, name):
+        return f". It is sw.errors.{name}"
+    for space in ("coordinators", "events", "providers", "results", "sharding"):
+        if name in _importlib.import_module(f"stepwell.{space}").__all__:
+            return f". It is sw.{space}.{name}"
+    near = difflib.get_close_matches(name, __dir__(), 1)
+    return f". Did you mean {near[0]!r}?" if near else ""
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF, "torch"})
+    return sorted({*(name for name in globals() if not name.startswith("_")), *_MODULE_OF, *_NAMESPACES})
 
 
+#: All names but ``open``, which would replace the built-in one.
 __all__ = [
     "AS_STORED",
-    "MPI",
-    "Array",
     "ArraySpec",
-    "Branch",
-    "Cancelled",
     "Checkpoint",
     "CheckpointManager",
-    "Chunk",
-    "ClosedError",
-    "CoordinationTimeout",
-    "CoordinatorError",
     "CorruptCheckpoint",
-    "Damage",
-    "DeviceError",
-    "DonatedBuffer",
-    "DurabilityUncertain",
-    "FlatShard",
-    "ForkedProcess",
-    "FormatError",
-    "InternalError",
-    "ItemPlan",
-    "JaxService",
-    "JsonLines",
     "LoadFailed",
-    "LocalShard",
     "LockedError",
     "Metadata",
     "MismatchError",
     "MisuseError",
-    "NoLocks",
-    "NotAStep",
     "ObjectSpec",
     "Options",
     "PerRank",
     "RankFailed",
-    "RankMesh",
-    "ReadOnlyError",
     "Replicated",
     "RestorePlan",
     "RestoreReport",
     "Retention",
-    "Rules",
     "Save",
     "SaveFailed",
     "SavePolicy",
-    "SaveStats",
-    "Segment",
-    "Segments",
-    "SharedDirectory",
-    "StalledError",
-    "StateProvider",
     "StepExists",
-    "StepGone",
     "StepName",
     "StepNotFound",
     "StepOrder",
     "StepwellError",
     "StorageError",
     "StoredEnum",
-    "TorchStore",
-    "TornSnapshot",
     "UnsupportedLeaf",
     "VerifyReport",
     "__version__",
     "add_metrics",
     "at_steps",
+    "coordinators",
     "engine_info",
     "errors",
+    "events",
     "every_seconds",
     "every_steps",
     "keep_all",
@@ -197,11 +161,13 @@ __all__ = [
     "keep_steps",
     "metadata",
     "on_preemption",
-    "open",
+    "providers",
     "register",
     "restore",
+    "results",
     "save",
     "save_async",
+    "sharding",
     "verify",
     "watch",
     "when",

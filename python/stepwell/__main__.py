@@ -1,6 +1,6 @@
 """``python -m stepwell``: the command line, where its script is not on the path."""
 
-from .cli import main
+from ._cli import main
 
 if __name__ == "__main__":
     main()

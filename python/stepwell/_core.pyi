@@ -6,7 +6,7 @@ from typing import Any, final
 
 from numpy import ndarray
 
-from .rebuild import Node
+from ._restore.structure import Node
 
 __all__ = [
     "MAX_DEPTH",

@@ -22,9 +22,11 @@ from itertools import count
 from typing import Any, Final, Protocol, final, runtime_checkable
 
 from . import _core
-from .checks import shown, whole
+from ._checks import shown, whole
+from ._locations import absolute
 from .errors import CoordinationTimeout, MisuseError
-from .locations import absolute
+
+__all__ = ["MPI", "JaxService", "SharedDirectory", "TorchStore"]
 
 #: Environment variables with the number of processes of a launcher.
 _SIZES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -323,7 +325,7 @@ class MPI:
 
     def _unanswered(self) -> CoordinationTimeout:
         error = CoordinationTimeout(
-            f"waited {self._PATIENCE:.0f} s for rank 0 to answer, which keeps the messages of sw.MPI while it has a manager open"
+            f"waited {self._PATIENCE:.0f} s for rank 0 to answer, which keeps the messages of sw.coordinators.MPI while it has a manager open"
         )
         error.missing = [0]
         return error
@@ -405,12 +407,12 @@ def find(coordinator: Any) -> Coordinator | None:
     if isinstance(coordinator, str):
         if coordinator != "auto":
             raise MisuseError(
-                f'coordinator is "auto", None, or one of sw.SharedDirectory, TorchStore, JaxService and MPI, not {coordinator!r}'
+                f'coordinator is "auto", None, or one of sw.coordinators.SharedDirectory, TorchStore, JaxService and MPI, not {coordinator!r}'
             )
         return _initialised()
     if not isinstance(coordinator, (SharedDirectory, Board)):
         raise MisuseError(
-            f'coordinator is "auto", None, or one of sw.SharedDirectory, TorchStore, JaxService and MPI, not {shown(coordinator)}'
+            f'coordinator is "auto", None, or one of sw.coordinators.SharedDirectory, TorchStore, JaxService and MPI, not {shown(coordinator)}'
         )
     return coordinator if coordinator.world_size > 1 else None
 
@@ -429,7 +431,7 @@ def _initialised() -> Coordinator | None:
         if size.isdigit() and int(size) > 1:
             raise MisuseError(
                 f"{name}={size} says that this is one of {size} processes, and nothing is initialised that could carry their messages: make the manager after "
-                "torch.distributed.init_process_group() or jax.distributed.initialize(), pass coordinator=sw.SharedDirectory(rank, world_size, job_id) or sw.MPI(comm); "
+                "torch.distributed.init_process_group() or jax.distributed.initialize(), pass coordinator=sw.coordinators.SharedDirectory(rank, world_size, job_id) or sw.coordinators.MPI(comm); "
                 "pass coordinator=None if only this one uses the manager"
             )
     return None

@@ -9,7 +9,10 @@ from __future__ import annotations
 import errno as _errno
 from typing import Any, ClassVar
 
+from ._public import public
 
+
+@public
 class StepwellError(Exception):
     """Every error of this package."""
 
@@ -27,6 +30,7 @@ class StepwellError(Exception):
         return str(self.args[0]) if self.args else type(self).__name__
 
 
+@public
 class StepExists(StepwellError, FileExistsError):
     """The step is there already, or a checkpoint at that path: pass ``exists="replace"``, or
     ``exists="skip"`` for a final save that may repeat."""
@@ -34,6 +38,7 @@ class StepExists(StepwellError, FileExistsError):
     kind = "step_exists"
 
 
+@public
 class StepNotFound(StepwellError, FileNotFoundError):
     """There is no such committed step, or no checkpoint at that path. The message says what is
     there, and what to pass instead."""
@@ -48,6 +53,7 @@ class StepGone(StepwellError):
     kind = "step_gone"
 
 
+@public
 class StepOrder(StepwellError, ValueError):
     """The step is below the newest one: save a higher one, or go back with
     :meth:`CheckpointManager.rewind`, which keeps what it sets aside."""
@@ -55,6 +61,7 @@ class StepOrder(StepwellError, ValueError):
     kind = "step_order"
 
 
+@public
 class CorruptCheckpoint(StepwellError):
     """Stored bytes are not the bytes that were written. ``leaf``, ``file`` and ``block`` say where.
     ``sw.verify`` lists all damage; restore another step, or set this one aside with
@@ -64,6 +71,7 @@ class CorruptCheckpoint(StepwellError):
     block: int | None = None
 
 
+@public
 class MismatchError(StepwellError, ValueError):
     """The wanted and the stored leaves do not match. ``report`` lists every difference, and nothing
     was written. Change what you want, or allow the difference with ``missing``, ``unexpected``,
@@ -73,6 +81,7 @@ class MismatchError(StepwellError, ValueError):
     report: Any = None
 
 
+@public
 class UnsupportedLeaf(StepwellError, TypeError):
     """A value in the state cannot be stored, or what is wanted cannot be restored into. ``leaf``
     says which; the message says what to pass in its place. ``check`` says it at the start of a
@@ -81,6 +90,7 @@ class UnsupportedLeaf(StepwellError, TypeError):
     kind = "unsupported_leaf"
 
 
+@public
 class SaveFailed(StepwellError, OSError):
     """A save was not committed. ``errno`` is the system's own where there was one. Older steps are
     untouched, and nothing of it is left; the next save starts afresh."""
@@ -89,9 +99,9 @@ class SaveFailed(StepwellError, OSError):
 
 
 class TornSnapshot(SaveFailed):
-    """With ``Options(detect_torn=True)``: a leaf was changed after :meth:`CheckpointManager.save`
-    was called and before it was captured. ``leaf`` says which; the message says where it may be
-    changed."""
+    """With ``Options(detect_torn=True)``: a leaf was changed after
+    :meth:`~stepwell.CheckpointManager.save` was called and before it was captured. ``leaf`` says
+    which; the message says where it may be changed."""
 
     kind = "torn_snapshot"
 
@@ -103,6 +113,7 @@ class DurabilityUncertain(StepwellError, OSError):
     kind = "durability_uncertain"
 
 
+@public
 class RankFailed(StepwellError):
     """Another rank failed, so that all do; ``rank`` says which, and the message why. Nothing is
     visible of the step; the next save starts afresh."""
@@ -134,6 +145,7 @@ class StalledError(StepwellError, TimeoutError):
     kind = "timeout"
 
 
+@public
 class LockedError(StepwellError):
     """Another live process writes to this root: stop it, or open with ``read_only=True``. Or a step
     that is to go is held or read: end that first."""
@@ -141,6 +153,7 @@ class LockedError(StepwellError):
     kind = "locked"
 
 
+@public
 class LoadFailed(StepwellError):
     """An object's own ``load_state_dict`` or ``set_state`` raised when it was given what is stored;
     what it raised is the cause. ``leaf`` says which object, ``overwritten`` what of the caller's
@@ -196,6 +209,7 @@ class ReadOnlyError(StepwellError, PermissionError):
     kind = "read_only"
 
 
+@public
 class StorageError(StepwellError, OSError):
     """A file operation failed. ``errno`` and ``filename`` are the system's; the message says what
     to do where that is known."""
@@ -205,13 +219,14 @@ class StorageError(StepwellError, OSError):
 
 class DeviceError(StepwellError, RuntimeError):
     """A device answered a call with an error: before a save had begun, in a guard, or in a restore
-    (a save that fails by one is a :class:`SaveFailed`). An error of a kernel stays: everything on
-    that device fails from then on, and the process has to be started again; committed steps are
-    whole."""
+    (a save that fails by one is a :class:`~stepwell.SaveFailed`). An error of a kernel stays:
+    everything on that device fails from then on, and the process has to be started again; committed
+    steps are whole."""
 
     kind = "device"
 
 
+@public
 class MisuseError(StepwellError, ValueError):
     """A call that cannot work, whatever is on disk: a mistyped word, number or path. The message
     says what it may be; nothing was written."""
@@ -222,7 +237,7 @@ class MisuseError(StepwellError, ValueError):
 class InternalError(StepwellError):
     """A bug in stepwell, never a mistake of the caller. ``expected`` and ``found`` say which
     invariant does not hold. Please report it with its message. A bug that ends a save raises
-    :class:`SaveFailed` with the same words: older steps are untouched."""
+    :class:`~stepwell.SaveFailed` with the same words: older steps are untouched."""
 
     kind = "internal"
     expected: str | None = None

@@ -5,7 +5,7 @@ Pass ``on_event=`` to the manager: any function of one dict, or :class:`JsonLine
 
 * ``"save"``: ``outcome`` (``"committed"``, ``"failed"``, ``"uncertain"``), ``error`` and
   ``error_kind`` (the text of its error, and the error's ``kind``; or ``None``), ``blocked_seconds``
-  (how long the call took), and all of :class:`~stepwell.SaveStats`;
+  (how long the call took), and all of :class:`~stepwell.results.SaveStats`;
 * ``"restore"``: ``outcome`` (``"restored"``, ``"failed"``), ``error`` and ``error_kind`` (of
   another library's exception: the name of its class), ``seconds``, of which ``open_seconds`` before
   anything was matched (``None`` where it failed before that). ``step`` is ``None`` where the newest
@@ -24,8 +24,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
-from . import lifecycle
-from .pending import Save
+from . import _lifecycle as lifecycle
+from ._save_result import Save
+
+__all__ = ["JsonLines"]
 
 Event: TypeAlias = dict[str, Any]
 OnEvent: TypeAlias = Callable[[Event], Any]

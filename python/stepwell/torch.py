@@ -13,12 +13,12 @@ from typing import Any, final
 
 import torch
 
-from .adapters import Opened
-from .adapters import torch as adapter
-from .checks import shown
+from ._adapters import Opened
+from ._adapters import torch as adapter
+from ._checks import shown
+from ._restore.template import Checked, Maybe
+from ._state.specs import AS_STORED, ArraySpec
 from .errors import MismatchError, MisuseError
-from .specs import AS_STORED, ArraySpec
-from .template import Checked, Maybe
 
 __all__ = ["TrainState"]
 

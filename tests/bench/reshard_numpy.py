@@ -32,10 +32,10 @@ def _shards(
 ) -> dict[str, Any]:
     """A rank's arrays, or what describes them, as parts of whole tensors."""
 
-    def shard(array: np.ndarray, box: Box) -> sw.LocalShard:
+    def shard(array: np.ndarray, box: Box) -> sw.sharding.LocalShard:
         # An uncut tensor is on all ranks of its stage, and they share its writing.
         replica = (rank % layout.ranks, layout.ranks) if extent(box) == array.shape else (0, 1)
-        return sw.LocalShard(make(array, box), array.shape, offset(box), replica)
+        return sw.sharding.LocalShard(make(array, box), array.shape, offset(box), replica)
 
     return layout.of(state, rank, shard)
 
@@ -52,17 +52,18 @@ def _arrays(tree: dict[str, Any]) -> dict[str, Any]:
 def _first_round_trip() -> None:
     """A few bytes saved and restored, so that nothing of the code has still to be read."""
     with tempfile.TemporaryDirectory() as folder:
-        state = {"w": sw.LocalShard(np.ones((4, 4), np.float32), (4, 4), (0, 0))}
+        state = {"w": sw.sharding.LocalShard(np.ones((4, 4), np.float32), (4, 4), (0, 0))}
         sw.save(f"{folder}/first", state)
         sw.restore(f"{folder}/first", into=state)
         sw.restore(
-            f"{folder}/first", like={"w": sw.LocalShard(sw.ArraySpec((2, 4), np.float32), (4, 4), (1, 0))}
+            f"{folder}/first",
+            like={"w": sw.sharding.LocalShard(sw.ArraySpec((2, 4), np.float32), (4, 4), (1, 0))},
         )
 
 
 @contextmanager
 def _manager(rank: Rank, root: Path, job: str, **options: Any) -> Iterator[sw.CheckpointManager]:
-    coordinator = sw.SharedDirectory(rank.number, rank.world, job_id=job)
+    coordinator = sw.coordinators.SharedDirectory(rank.number, rank.world, job_id=job)
     with sw.CheckpointManager(root, coordinator=coordinator, **options) as manager:
         yield manager
 
@@ -136,7 +137,9 @@ def stepwell_replicated(rank: Rank, root: Path, job: str, shards: bool) -> Done:
         # A stage of one tensor-parallel rank has all of everything.
         replica = (rank.number, rank.world)
         state = Layout(1).of(
-            rank.state, 0, lambda array, _: sw.LocalShard(array, array.shape, (0,) * array.ndim, replica)
+            rank.state,
+            0,
+            lambda array, _: sw.sharding.LocalShard(array, array.shape, (0,) * array.ndim, replica),
         )
     # Each writes an equal part.
     staging = nbytes(rank.state) // rank.world + (64 << 20)

@@ -49,7 +49,7 @@ def rank(peers: example.Peers, name: str, folder: Path, **options: Any) -> None:
 
 def start(axes: job.Axes, folder: Path, **options: Any) -> list[BaseProcess]:
     """The processes of a job."""
-    return example.start(sw.RankMesh(**axes), run=rank, folder=folder, **options)
+    return example.start(sw.sharding.RankMesh(**axes), run=rank, folder=folder, **options)
 
 
 def main() -> None:

@@ -154,8 +154,8 @@ def test_a_chunk_of_a_provider_is_copied_behind_what_is_on_the_stream(cuda: Fake
             self.tensor = cuda.tensor(np.zeros(self.shape, self.dtype), device=1)
             self.capture = capture
 
-        def stepwell_chunks(self) -> list[sw.Chunk]:
-            return [sw.Chunk(self.tensor, capture=self.capture)]
+        def stepwell_chunks(self) -> list[sw.providers.Chunk]:
+            return [sw.providers.Chunk(self.tensor, capture=self.capture)]
 
     with sw.CheckpointManager(root) as mgr:
         steps: list[tuple[Any, Any]] = [("auto", "now"), ("auto", "lazy"), ("eager", "lazy"), ("lazy", "now")]
@@ -458,7 +458,7 @@ def test_what_is_changed_unguarded_is_found_and_named_where_that_is_asked_for(
             if torn is not None:
                 break
             saved.append(step)
-        assert isinstance(torn, sw.TornSnapshot)
+        assert isinstance(torn, sw.errors.TornSnapshot)
         assert "`params/b` was changed after its save was called" in str(torn)
         assert torn.leaf == "params/b"
         assert mgr.all_steps() == saved

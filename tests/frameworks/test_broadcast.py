@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from stepwell import exchange
+from stepwell._distributed import exchange
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[5]}", rank=RANK, world_size=WORLD)
 # Many rounds of several pieces, of a state of a few megabytes.
 exchange.BATCH, exchange.PIECE, exchange.LEAST = 256 << 10, 64 << 10, 16 << 10
@@ -72,7 +72,7 @@ with sw.CheckpointManager(ROOT, options=OPTIONS) as manager:
             dist.all_gather_object(counts, report.nbytes)
             assert sum(counts) == size, counts
 # Without a target, as arrays of numpy, and where ranks agree over a directory.
-with sw.CheckpointManager(ROOT, coordinator=sw.SharedDirectory(RANK, WORLD, "again"), options=OPTIONS) as manager:
+with sw.CheckpointManager(ROOT, coordinator=sw.coordinators.SharedDirectory(RANK, WORLD, "again"), options=OPTIONS) as manager:
     found, report = manager.restore(broadcast=True, return_report=True)
     np.testing.assert_array_equal(found["model"]["large"], whole("large", SHAPES["large"]).numpy())
     assert report.received_nbytes == (size if RANK else 0)
@@ -176,7 +176,7 @@ with sw.CheckpointManager(ROOT, options=OPTIONS) as manager:
             print("theirs")
         dist.barrier()
     # A rank that has not the memory for a collective: that by which the ranks know what each wants, and a later one.
-    from stepwell import transports
+    from stepwell._distributed import transports
     tensor = transports._Torch._tensor
     for number in (0, 2):
         calls = []
@@ -218,7 +218,7 @@ def test_a_rank_that_dies_in_an_exchange_is_an_error_on_the_others(tmp_path: Pat
     script = (
         PREAMBLE
         + """
-from stepwell import transports
+from stepwell._distributed import transports
 manager = sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=5.0))
 manager.save(1, {"model": replicated(whole)}).result()
 if RANK == 1:
@@ -246,7 +246,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from stepwell import exchange
+from stepwell._distributed import exchange
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[5]}", num_processes=WORLD, process_id=RANK)
 exchange.BATCH, exchange.PIECE, exchange.LEAST = 256 << 10, 64 << 10, 16 << 10
 # Processes are pairs of devices along x: P("x") is sharded over all of them, P("y") is the same on all.
@@ -333,7 +333,7 @@ import sys
 import numpy as np
 from mpi4py import MPI
 import stepwell as sw
-from stepwell import exchange
+from stepwell._distributed import exchange
 
 exchange.BATCH, exchange.PIECE, exchange.LEAST = 256 << 10, 64 << 10, 16 << 10
 comm = MPI.COMM_WORLD
@@ -343,9 +343,9 @@ def state(fill):
     part = np.full((2, 3), rank if fill else 0, np.float32)
     same = np.arange(400_000) if fill else np.zeros(400_000, int)
     some = {"some": same[:1000].copy()} if rank else {}
-    return {"w": sw.LocalShard(part, (2 * world, 3), (2 * rank, 0)), "same": same, **some}
+    return {"w": sw.sharding.LocalShard(part, (2 * world, 3), (2 * rank, 0)), "same": same, **some}
 
-with sw.CheckpointManager(sys.argv[1], coordinator=sw.MPI(comm), options=sw.Options(stall_timeout=60.0)) as manager:
+with sw.CheckpointManager(sys.argv[1], coordinator=sw.coordinators.MPI(comm), options=sw.Options(stall_timeout=60.0)) as manager:
     manager.save(1, state(True)).result()
     for how in (True, "gather"):
         got, report = manager.restore(into=state(False), broadcast=how, return_report=True)

@@ -28,7 +28,7 @@ def state(step):
     rows = np.arange(4.0 * WORLD * 6).reshape(4 * WORLD, 6) + step
     big = np.arange(300_000, dtype=np.int32) + step
     return {
-        "params": {"w": sw.LocalShard(rows[4 * RANK : 4 * RANK + 4].copy(), rows.shape, (4 * RANK, 0)), "big": big},
+        "params": {"w": sw.sharding.LocalShard(rows[4 * RANK : 4 * RANK + 4].copy(), rows.shape, (4 * RANK, 0)), "big": big},
         "many": {f"leaf{i}": np.full(3, i) for i in range(3000)},
         "step": step,
     }
@@ -130,9 +130,9 @@ def test_processes_of_mpi_save_over_its_messages(tmp_path: Path) -> None:
     script = """
 def state(step):
     part = np.full((2, 3), rank + step, np.float32)
-    return {"w": sw.LocalShard(part, (2 * world, 3), (2 * rank, 0)), "n": step}
+    return {"w": sw.sharding.LocalShard(part, (2 * world, 3), (2 * rank, 0)), "n": step}
 
-with sw.CheckpointManager(sys.argv[1], coordinator=sw.MPI(comm), options=sw.Options(stall_timeout=60.0)) as manager:
+with sw.CheckpointManager(sys.argv[1], coordinator=sw.coordinators.MPI(comm), options=sw.Options(stall_timeout=60.0)) as manager:
     for step in range(3):
         manager.save(step, state(step))
     manager.wait_until_finished()
@@ -147,7 +147,7 @@ comm.Barrier()
 
 def test_managers_over_one_object_of_mpi_go_on_when_the_first_is_closed(tmp_path: Path) -> None:
     script = """
-board = sw.MPI(comm)
+board = sw.coordinators.MPI(comm)
 
 def opened(name):
     return sw.CheckpointManager(sys.argv[1] + name, coordinator=board, options=sw.Options(stall_timeout=60.0))
@@ -169,7 +169,7 @@ comm.Barrier()
 
 def test_threads_that_ask_over_mpi_at_once_get_each_their_own_answer(tmp_path: Path) -> None:
     script = """
-board = sw.MPI(comm)
+board = sw.coordinators.MPI(comm)
 board.start()
 done = []
 
@@ -198,21 +198,21 @@ def test_a_process_of_mpi_that_nobody_answers_names_rank_0_and_its_next_question
     tmp_path: Path,
 ) -> None:
     script = """
-board = sw.MPI(comm)
+board = sw.coordinators.MPI(comm)
 long = bytes(range(256)) * 20_000  # which waits for whoever takes it
 board.start()
 board.put(f"{rank}", b"mine")
 comm.Barrier()
 board.stop()  # as if the first process were gone: it answers no more
 if rank:
-    sw.MPI._PATIENCE = 0.5
+    sw.coordinators.MPI._PATIENCE = 0.5
     for ask in (lambda: board.get(f"{rank}"), lambda: board.put(f"{rank}/long", long)):
         try:
             ask()
             raise AssertionError("answered")
-        except sw.CoordinationTimeout as error:
+        except sw.errors.CoordinationTimeout as error:
             assert error.missing == [0] and "rank 0" in str(error), error
-    sw.MPI._PATIENCE = 60.0
+    sw.coordinators.MPI._PATIENCE = 60.0
 comm.Barrier()
 board.start()
 assert board.get("nothing") is None

@@ -95,7 +95,7 @@ def test_any_sharding_is_restored_onto_any_other(root: Path, stored: str, wanted
 
 
 def test_shards_that_cannot_be_held_are_copied(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepwell.adapters import jax as adapter
+    from stepwell._adapters import jax as adapter
 
     values = jnp.arange(16, dtype=jnp.int4).reshape(8, 2)
     sw.save(root / "packed", {"w": jax.device_put(values, sharding((4,), "x"))})
@@ -130,7 +130,7 @@ def test_only_the_shards_that_are_wanted_are_read(root: Path) -> None:
 def test_abstract_arrays_of_one_device_are_matched_in_the_engine(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stepwell.restoring import Restore
+    from stepwell._restore.restore import Restore
 
     third = jax.sharding.SingleDeviceSharding(jax.devices()[3])
     state = {
@@ -270,7 +270,7 @@ def test_a_subtree_as_stored_is_of_numpy_beside_a_tie_that_is_wanted_of_jax(root
 def test_tied_arrays_of_jax_are_matched_in_the_engine_and_each_target_gets_its_own(
     root: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool
 ) -> None:
-    from stepwell.restoring import Restore
+    from stepwell._restore.restore import Restore
 
     w, v = jnp.arange(6.0), jnp.ones((2, 3), jnp.bfloat16)
     sw.save(root, {"p": {"a": w, "b": w, "c": w, "d": v, "e": w}, "q": [v, v]})
@@ -403,7 +403,7 @@ def test_an_array_that_was_donated_before_is_named(root: Path) -> None:
     array = jnp.zeros(4)
     jax.jit(lambda x: x + 1, donate_argnums=0)(array)
     with sw.CheckpointManager(root) as mgr:
-        with pytest.raises(sw.DonatedBuffer, match="params/w") as caught:
+        with pytest.raises(sw.errors.DonatedBuffer, match="params/w") as caught:
             mgr.save(0, {"params": {"w": array}})
         assert caught.value.leaf == "params/w"
         assert mgr.all_steps() == []

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import stepwell as sw
 import torch
-from stepwell import layouts
-from stepwell.adapters import torch as adapter
+from stepwell._adapters import torch as adapter
+from stepwell._state import layouts
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
 

@@ -95,16 +95,16 @@ def test_parts_that_are_conjugated_or_negated_are_stored_as_what_they_show_and_f
     def parts(views: dict[str, torch.Tensor]) -> dict[str, Any]:
         conj, neg = views["conj"], views["neg"]
         return {
-            "conj": sw.LocalShard(conj, (3,), (0,)),
-            "neg": sw.LocalShard(neg, (3,), (0,)),
-            "segments": sw.Segments(
+            "conj": sw.sharding.LocalShard(conj, (3,), (0,)),
+            "neg": sw.sharding.LocalShard(neg, (3,), (0,)),
+            "segments": sw.sharding.Segments(
                 conj,
                 [
-                    sw.Segment("a", (0,), into=np.s_[:1], shape=(1,)),
-                    sw.Segment("b", (0,), into=np.s_[1:], shape=(2,)),
+                    sw.sharding.Segment("a", (0,), into=np.s_[:1], shape=(1,)),
+                    sw.sharding.Segment("b", (0,), into=np.s_[1:], shape=(2,)),
                 ],
             ),
-            "flat": sw.FlatShard(conj, (3,), 0),
+            "flat": sw.sharding.FlatShard(conj, (3,), 0),
         }
 
     sw.save(root, parts(views))

@@ -21,7 +21,7 @@ def device() -> Any:
 
 
 def test_whether_a_hold_protects_an_array_is_told(device: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    from stepwell.adapters.jax import _hold_protects
+    from stepwell._adapters.jax import _hold_protects
 
     with capsys.disabled():
         print(

@@ -339,5 +339,5 @@ def test_what_is_changed_unguarded_is_found_where_that_is_asked_for(root: Path) 
         save = mgr.save(0, {"a": first, "b": second}, snapshot="lazy")
         second.fill_(1)
         torch.cuda.synchronize()
-        with pytest.raises(sw.TornSnapshot, match="`b`"):
+        with pytest.raises(sw.errors.TornSnapshot, match="`b`"):
             save.result()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import stepwell as sw
 from click.testing import CliRunner, Result
-from stepwell.cli.group import stepwell
+from stepwell._cli.group import stepwell
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 

@@ -22,7 +22,7 @@ RANK, WORLD, ROOT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 def open_manager(**options):
     settings = {"stall_timeout": 60.0, **options.pop("settings", {})}
     return sw.CheckpointManager(
-        ROOT, coordinator=sw.SharedDirectory(RANK, WORLD, sys.argv[4]), options=sw.Options(**settings), **options
+        ROOT, coordinator=sw.coordinators.SharedDirectory(RANK, WORLD, sys.argv[4]), options=sw.Options(**settings), **options
     )
 """
 

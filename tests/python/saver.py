@@ -54,7 +54,7 @@ def main(root: Path, first: int, steps: int) -> None:
         state = {"params": {"w": np.full((64, 1024), step, np.float32)}, "updates": step}
         try:
             mgr.save(step, state).result(30)
-        except sw.DurabilityUncertain as error:
+        except sw.errors.DurabilityUncertain as error:
             say("uncertain", step, error.kind, errno_of(error))
         except (sw.StepwellError, OSError) as error:
             say("failed", step, getattr(error, "kind", type(error).__name__), errno_of(error))

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import stepwell as sw
 from numpy.lib.stride_tricks import as_strided
-from stepwell import _core, layouts, restore_options
-from stepwell.options import to_json
+from stepwell import _core
+from stepwell._options import to_json
+from stepwell._restore import options as restore_options
+from stepwell._state import layouts
 
 STATE: dict[str, Any] = {
     "params": {"w": np.arange(6.0).reshape(2, 3), "b": np.ones(3), "layers": [np.zeros(2)]},
@@ -243,7 +245,7 @@ def test_mistyped_paths_say_what_they_are_and_what_to_pass(tmp_path: Path) -> No
         (tmp_path / "runs" / "lama", f"{tmp_path / 'runs'} has no lama (near it is llama)"),
         (tmp_path / "rns" / "llama", f"{tmp_path} has no rns (near it is runs)"),
     ]:
-        with pytest.raises((sw.StepNotFound, sw.FormatError)) as caught:
+        with pytest.raises((sw.StepNotFound, sw.errors.FormatError)) as caught:
             sw.restore(path)
         assert words in str(caught.value), str(caught.value)
     with pytest.raises(sw.StepNotFound, match="it is a single checkpoint: leave step= out"):
@@ -278,7 +280,7 @@ def test_mistyped_paths_say_what_they_are_and_what_to_pass(tmp_path: Path) -> No
 
 NAN = math.nan
 ROW = np.zeros(4, np.float32)
-RULES = sw.Rules({"**": ()})
+RULES = sw.sharding.Rules({"**": ()})
 
 
 @pytest.mark.parametrize(
@@ -299,20 +301,20 @@ RULES = sw.Rules({"**": ()})
         lambda: sw.ArraySpec("abc"), lambda: sw.ArraySpec((-1,)), lambda: sw.ArraySpec((2.5,)), lambda: sw.ArraySpec((2,), "flot32"),
         lambda: sw.register(3), lambda: sw.register(dict), lambda: sw.register(dict, dict),
         lambda: sw.every_steps(10**5000), lambda: sw.every_seconds(-10**5000), lambda: sw.at_steps(np.array(3)), lambda: sw.keep_every(3, items=np.array(3)),
-        lambda: sw.SharedDirectory(0, 2, "job", []), lambda: sw.ArraySpec((2**70,)), lambda: sw.ArraySpec(2**63), lambda: sw.ArraySpec((10**5000,)),
-        lambda: sw.LocalShard(ROW, (2**70,), (0,)), lambda: sw.LocalShard(ROW, (2**62,), (2**63,)), lambda: sw.LocalShard(ROW, (4,), (0,), (0, 2**70)),
-        lambda: sw.LocalShard(3, (), ()), lambda: sw.LocalShard(sw.ArraySpec(), (), ()),
-        lambda: sw.Segment(None, (2**64,)), lambda: sw.Segment(None, (0,), (2**64,)), lambda: sw.Segment(None, (0,), shape=(2**64,)),
-        lambda: sw.Segment(None, (0,), view=(2**64,)), lambda: sw.Segment(None, (0,), into_shape=(2**64,)), lambda: sw.Segment(None, (0,), permute=(2**64,)),
-        lambda: sw.Segment.of_flat(None, (4,), 2**64, 4), lambda: sw.Segment.of_flat(None, (4,), 0, 2**64), lambda: sw.Segment.of_flat(None, (4,), 0, 4, at=2**64),
-        lambda: sw.Segments(ROW, 3), lambda: sw.Segments(sw.ArraySpec(), []), lambda: sw.Segments(ROW, [sw.Segment(None, (0,), into=1.5)]),
-        lambda: sw.Segments(ROW, [sw.Segment(None, (0,), into=slice(0, "1"))]), lambda: sw.Segments(ROW, [sw.Segment(None, (0,), into=ROW)]),
-        lambda: sw.FlatShard(ROW, (2**40, 2**40), 0), lambda: sw.FlatShard(ROW, (4,), 2**64), lambda: sw.FlatShard(sw.ArraySpec(), (4,), 0),
-        lambda: sw.RankMesh(a=2**31, b=2**31), lambda: sw.RankMesh([[0], [1, 2]], a=2), lambda: sw.RankMesh([0.5, 1.0], a=2), lambda: sw.RankMesh([-1, 0], a=2),
-        lambda: sw.RankMesh(a=2).ranks(a=2), lambda: sw.RankMesh(a=2).ranks(a=2**64), lambda: sw.RankMesh(a=2).coordinates(2**64),
-        lambda: sw.Rules([]), lambda: sw.Rules({"**": 3}), lambda: sw.Rules({"**": "tp"}), lambda: sw.Rules({"**": ()}, stages=3), lambda: RULES.shard({}, 3, 0),
-        lambda: RULES.shard({"a": ROW}, sw.RankMesh(pp=2), 0, lambda path: (2**70,)), lambda: RULES.shard({"a": ROW}, sw.RankMesh(pp=2), 0, lambda path: ()),
-        lambda: sw.Rules({"**": ()}, stages={"**": "x"}).shard({"a": ROW}, sw.RankMesh(pp=2), 0),
+        lambda: sw.coordinators.SharedDirectory(0, 2, "job", []), lambda: sw.ArraySpec((2**70,)), lambda: sw.ArraySpec(2**63), lambda: sw.ArraySpec((10**5000,)),
+        lambda: sw.sharding.LocalShard(ROW, (2**70,), (0,)), lambda: sw.sharding.LocalShard(ROW, (2**62,), (2**63,)), lambda: sw.sharding.LocalShard(ROW, (4,), (0,), (0, 2**70)),
+        lambda: sw.sharding.LocalShard(3, (), ()), lambda: sw.sharding.LocalShard(sw.ArraySpec(), (), ()),
+        lambda: sw.sharding.Segment(None, (2**64,)), lambda: sw.sharding.Segment(None, (0,), (2**64,)), lambda: sw.sharding.Segment(None, (0,), shape=(2**64,)),
+        lambda: sw.sharding.Segment(None, (0,), view=(2**64,)), lambda: sw.sharding.Segment(None, (0,), into_shape=(2**64,)), lambda: sw.sharding.Segment(None, (0,), permute=(2**64,)),
+        lambda: sw.sharding.Segment.of_flat(None, (4,), 2**64, 4), lambda: sw.sharding.Segment.of_flat(None, (4,), 0, 2**64), lambda: sw.sharding.Segment.of_flat(None, (4,), 0, 4, at=2**64),
+        lambda: sw.sharding.Segments(ROW, 3), lambda: sw.sharding.Segments(sw.ArraySpec(), []), lambda: sw.sharding.Segments(ROW, [sw.sharding.Segment(None, (0,), into=1.5)]),
+        lambda: sw.sharding.Segments(ROW, [sw.sharding.Segment(None, (0,), into=slice(0, "1"))]), lambda: sw.sharding.Segments(ROW, [sw.sharding.Segment(None, (0,), into=ROW)]),
+        lambda: sw.sharding.FlatShard(ROW, (2**40, 2**40), 0), lambda: sw.sharding.FlatShard(ROW, (4,), 2**64), lambda: sw.sharding.FlatShard(sw.ArraySpec(), (4,), 0),
+        lambda: sw.sharding.RankMesh(a=2**31, b=2**31), lambda: sw.sharding.RankMesh([[0], [1, 2]], a=2), lambda: sw.sharding.RankMesh([0.5, 1.0], a=2), lambda: sw.sharding.RankMesh([-1, 0], a=2),
+        lambda: sw.sharding.RankMesh(a=2).ranks(a=2), lambda: sw.sharding.RankMesh(a=2).ranks(a=2**64), lambda: sw.sharding.RankMesh(a=2).coordinates(2**64),
+        lambda: sw.sharding.Rules([]), lambda: sw.sharding.Rules({"**": 3}), lambda: sw.sharding.Rules({"**": "tp"}), lambda: sw.sharding.Rules({"**": ()}, stages=3), lambda: RULES.shard({}, 3, 0),
+        lambda: RULES.shard({"a": ROW}, sw.sharding.RankMesh(pp=2), 0, lambda path: (2**70,)), lambda: RULES.shard({"a": ROW}, sw.sharding.RankMesh(pp=2), 0, lambda path: ()),
+        lambda: sw.sharding.Rules({"**": ()}, stages={"**": "x"}).shard({"a": ROW}, sw.sharding.RankMesh(pp=2), 0),
     ],
 )  # fmt: skip
 def test_numbers_and_names_that_mean_nothing_are_refused_where_they_are_given(make: Any) -> None:
@@ -326,13 +328,13 @@ def test_a_shared_directory_that_cannot_be_is_refused_for_one_process_as_for_man
 ) -> None:
     for job in ("", "a/b", "a b", "ä", "x\n", "x" * 129, "\ud800"):
         with pytest.raises(sw.MisuseError, match="job_id is 1 to 128 letters"):
-            sw.SharedDirectory(0, world, job)
+            sw.coordinators.SharedDirectory(0, world, job)
     (tmp_path / "file").touch()
     for path in ("file", "gone"):
         with pytest.raises(sw.MisuseError, match=f"{path}' is no directory"):
-            sw.SharedDirectory(0, world, "job", tmp_path / path)
+            sw.coordinators.SharedDirectory(0, world, "job", tmp_path / path)
     for fine in ("x" * 128, "Az_09-.", 4711):
-        assert sw.SharedDirectory(0, world, fine, tmp_path).job_id == str(fine)
+        assert sw.coordinators.SharedDirectory(0, world, fine, tmp_path).job_id == str(fine)
 
 
 @pytest.mark.parametrize(
@@ -368,10 +370,10 @@ def test_a_dtype_that_is_never_stored_cannot_be_wanted_and_is_refused_by_leaf_pa
 
 def test_a_part_that_leaves_its_dtype_open_takes_that_of_what_is_stored(root: Path) -> None:
     sw.save(root, {"a": np.arange(4, dtype=np.int16)})
-    part = sw.LocalShard(sw.ArraySpec((2,)), (4,), (2,))
+    part = sw.sharding.LocalShard(sw.ArraySpec((2,)), (4,), (2,))
     found = sw.restore(root, like={"a": part})["a"].local
     np.testing.assert_array_equal(found, np.array([2, 3], np.int16), strict=True)
-    padded = sw.Segments(sw.ArraySpec((3,)), [sw.Segment(None, (2,), into=np.s_[1:])])
+    padded = sw.sharding.Segments(sw.ArraySpec((3,)), [sw.sharding.Segment(None, (2,), into=np.s_[1:])])
     found = sw.restore(root, like={"a": padded})["a"].local
     np.testing.assert_array_equal(found, np.array([0, 2, 3], np.int16), strict=True)
 
@@ -613,7 +615,7 @@ def test_a_read_only_manager_says_once_that_it_saves_nothing_and_refuses_to_be_f
     with sw.CheckpointManager(tmp_path / "run", read_only=True) as mgr:
         assert not mgr.save(1, {"w": 1})
         assert not mgr.save(2, {"w": 1})
-        with pytest.raises(sw.ReadOnlyError, match="read_only=True"):
+        with pytest.raises(sw.errors.ReadOnlyError, match="read_only=True"):
             mgr.save(3, {"w": 1}, force=True)
         assert mgr.all_steps() == [0]
     assert [one.levelname for one in caplog.records if "read_only" in one.getMessage()] == ["WARNING"]
@@ -624,7 +626,7 @@ def test_a_directory_that_is_no_step_is_told_by_its_error_and_nothing_else(
 ) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "notes.txt").write_text("x")
-    with pytest.raises(sw.NotAStep):
+    with pytest.raises(sw.errors.NotAStep):
         sw.open(tmp_path / "d")
     time.sleep(0.3)  # warnings come through a thread
     assert not caplog.records
@@ -685,5 +687,5 @@ def test_a_path_given_as_one_key_is_answered_with_how_it_is_walked(path: Path) -
 def test_a_checkpoint_that_was_closed_is_entered_by_nobody(path: Path) -> None:
     checkpoint = sw.open(path)
     checkpoint.close()
-    with pytest.raises(sw.ClosedError), checkpoint:
+    with pytest.raises(sw.errors.ClosedError), checkpoint:
         pass

@@ -17,7 +17,7 @@ import stepwell as sw
 from conftest import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepwell import watching
+from stepwell import _watcher as watching
 
 ARRAY = np.arange(5 * 7 * 3, dtype=np.int16).reshape(5, 7, 3)
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_is_walked_like_what_was_saved(path: Path) -> None:
         assert "zzz" not in checkpoint
         with pytest.raises(KeyError, match="params"):
             checkpoint["params"]["zzz"]
-    with pytest.raises(sw.ClosedError):
+    with pytest.raises(sw.errors.ClosedError):
         checkpoint["n"]
 
 
@@ -110,7 +110,7 @@ def sound(path: Path) -> bool:
     defect."""
     try:
         return bool(sw.verify(path))
-    except (sw.CorruptCheckpoint, sw.FormatError):
+    except (sw.CorruptCheckpoint, sw.errors.FormatError):
         return False
 
 

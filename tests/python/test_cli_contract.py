@@ -15,12 +15,12 @@ import command_line
 import pytest
 import stepwell as sw
 from command_line import document, documented, keys, make_root, process
-from stepwell.cli.group import COMMANDS
-from stepwell.cli.leftovers import is_locked
+from stepwell._cli.group import COMMANDS
+from stepwell._cli.leftovers import is_locked
 
 
 def test_importing_the_package_imports_nothing_of_the_command_line() -> None:
-    script = "import sys, stepwell; print([one for one in ('click', 'rich', 'stepwell.cli') if one in sys.modules])"
+    script = "import sys, stepwell; print([one for one in ('click', 'rich', 'stepwell._cli') if one in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
         == "[]\n"
@@ -30,9 +30,9 @@ def test_importing_the_package_imports_nothing_of_the_command_line() -> None:
 def test_ls_imports_no_module_of_another_command(root: Path) -> None:
     make_root(root)
     script = (
-        "import sys\nfrom stepwell.cli.group import stepwell\n"
+        "import sys\nfrom stepwell._cli.group import stepwell\n"
         "try: stepwell(sys.argv[1:])\nexcept SystemExit: pass\n"
-        "print([one for one in ('rich', 'stepwell.cli.report', 'stepwell.cli.comparing') if one in sys.modules])"
+        "print([one for one in ('rich', 'stepwell._cli.report', 'stepwell._cli.comparing') if one in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, "ls", root], capture_output=True, text=True, check=True

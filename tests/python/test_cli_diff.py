@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import stepwell as sw
 from command_line import document, flip_a_bit, make_root, run
-from stepwell.cli import comparing
-from stepwell.cli.comparing import difference
-from stepwell.cli.reading import pieces
+from stepwell._cli import comparing
+from stepwell._cli.comparing import difference
+from stepwell._cli.reading import pieces
 
 
 def both(tmp_path: Path, a: Any, b: Any) -> tuple[Path, Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import DOCUMENT
 from pages import run_page
-from stepwell.cli.group import COMMANDS
+from stepwell._cli.group import COMMANDS
 
 
 def test_the_examples_of_the_page_print_what_stands_there(

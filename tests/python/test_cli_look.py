@@ -235,7 +235,7 @@ def test_cat_shows_both_ends_of_a_large_array_and_reads_no_more(root: Path) -> N
 def test_cat_writes_a_file_that_numpy_reads(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stepwell.cli import reading
+    from stepwell._cli import reading
 
     monkeypatch.setattr(reading, "PIECE_BYTES", 1000)
     monkeypatch.setattr(reading.pieces, "__defaults__", (1000,))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import stepwell as sw
 from command_line import document, make_root, run
-from stepwell.cli.report_page import embedded, page
+from stepwell._cli.report_page import embedded, page
 
 HOSTILE = (
     "</script><script>document.title='ran'</script><img src=x onerror=\"document.title='ran'\">&amp;$DATA${x}"

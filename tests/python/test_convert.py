@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import stepwell as sw
-from stepwell.convert import bounds, cast_into
+from stepwell._restore.casts import bounds, cast_into
 
 INTEGERS = [
     np.dtype(one)

@@ -158,7 +158,7 @@ m.close()
 
 
 def test_a_handler_that_raises_ends_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from stepwell import lifecycle
+    from stepwell import _lifecycle as lifecycle
 
     class Bad(logging.Filter):
         def filter(self, record: logging.LogRecord) -> bool:
@@ -212,7 +212,7 @@ for number in range(50):
         try:
             manager.save(1, {})
             manager.wait_until_finished()
-        except sw.ClosedError:      # it was closing
+        except sw.errors.ClosedError:      # it was closing
             break
     manager.close()
 else:
@@ -296,7 +296,7 @@ print(told)
 
 
 def test_the_wait_at_exit_has_a_bound_and_says_what_it_waited_for() -> None:
-    from stepwell import lifecycle
+    from stepwell import _lifecycle as lifecycle
 
     moved = iter((0, 1, 1, 1, 1, 1, 1, 1, 1, 1))
     waits: list[float] = []

@@ -47,7 +47,7 @@ def test_every_class_but_the_base_has_a_kind_of_the_table() -> None:
 
 def test_an_internal_error_says_that_it_is_a_bug_and_what_was_found() -> None:
     error = errors.from_engine("internal", "this is a bug", {"expected": "3", "found": "4"})
-    assert isinstance(error, sw.InternalError)
+    assert isinstance(error, sw.errors.InternalError)
     assert not isinstance(error, (ValueError, OSError))
     assert (error.expected, error.found) == ("3", "4")
 
@@ -61,7 +61,7 @@ def test_no_two_classes_share_a_kind() -> None:
 def test_the_classes_are_what_their_callers_expect() -> None:
     expected = {
         sw.StepExists: FileExistsError, sw.StepNotFound: FileNotFoundError, sw.UnsupportedLeaf: TypeError,
-        sw.SaveFailed: OSError, sw.CoordinationTimeout: TimeoutError,
+        sw.SaveFailed: OSError, sw.errors.CoordinationTimeout: TimeoutError,
     }  # fmt: skip
     for cls, base in expected.items():
         assert issubclass(cls, base)
@@ -103,25 +103,12 @@ def test_a_link_that_leads_nowhere_is_called_that(tmp_path: Path) -> None:
         sw.CheckpointManager(tmp_path / "disk" / "run")
 
 
-def test_every_class_is_public() -> None:
-    public = {name for name in dir(sw) if isinstance(getattr(sw, name), type)}
-    for name in (
-        "StepExists",
-        "StepNotFound",
-        "StepGone",
-        "CorruptCheckpoint",
-        "MismatchError",
-        "UnsupportedLeaf",
-        "SaveFailed",
-        "DurabilityUncertain",
-        "RankFailed",
-        "CoordinationTimeout",
-        "LockedError",
-        "DonatedBuffer",
-        "ForkedProcess",
-        "FormatError",
-    ):
-        assert name in public
+def test_every_error_class_is_public() -> None:
+    for one in errors.BY_KIND.values():
+        assert getattr(errors, one.__name__) is one
+        flat = getattr(sw, one.__name__, None)
+        assert one.__module__ == ("stepwell" if flat is one else "stepwell.errors")
+    assert {"StepwellError", "StepNotFound", "CorruptCheckpoint", "SaveFailed"} <= set(sw.__all__)
 
 
 def test_what_cannot_be_looked_at_is_not_called_nothing_there(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def wait_for(condition: Any, seconds: float = 30) -> None:
 def test_each_save_and_restore_is_one_line_of_json_with_its_phases(tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     root = tmp_path / "run"
-    with sw.CheckpointManager(root, save_policy=sw.every_steps(2), on_event=sw.JsonLines(log)) as mgr:
+    with sw.CheckpointManager(root, save_policy=sw.every_steps(2), on_event=sw.events.JsonLines(log)) as mgr:
         for step in range(4):
             mgr.save(step, STATE)
         mgr.wait_until_finished()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from stepwell import exchange
+from stepwell._distributed import exchange
 
 BATCH, PIECE, LEAST = 4096, 512, 256
 

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
-from stepwell import array_reads, exchange, restoring, template, transports, wanted
-from stepwell.specs import current_rank
+from stepwell._distributed import exchange, transports
+from stepwell._restore import array_reads, template, wanted
+from stepwell._restore import restore as restoring
+from stepwell._state.specs import current_rank
 from threads import together
 
 WORLD = 3

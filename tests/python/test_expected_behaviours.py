@@ -231,7 +231,7 @@ def test_the_directory_of_an_interrupted_save_is_not_restored_by_hand_either(roo
         process.kill()
     (left,) = names(root, ".tmp-")
     for look in (sw.restore, sw.open, sw.verify, sw.metadata):
-        with pytest.raises(sw.NotAStep, match="no step"):
+        with pytest.raises(sw.errors.NotAStep, match="no step"):
             look(root / left)
     with sw.CheckpointManager(root, read_only=True):
         assert names(root, ".tmp-") == [left], "a reader removes nothing"

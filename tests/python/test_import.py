@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import resource
 import statistics
 import subprocess
@@ -28,7 +29,7 @@ def test_a_command_line_that_lists_steps_imports_no_numpy(tmp_path: Path) -> Non
         manager.save(0, {"updates": 3})
     code = f"""
 import sys
-from stepwell.cli import main
+from stepwell._cli import main
 sys.argv = ["stepwell", "ls", {str(tmp_path)!r}]
 try:
     main()
@@ -44,7 +45,9 @@ except SystemExit as end:
 def test_every_public_name_is_there_and_listed() -> None:
     for name in sw.__all__:
         assert getattr(sw, name) is not None
-    assert set(sw.__all__) <= set(dir(sw))
+    assert set(sw.__all__) - {"__version__"} <= set(dir(sw))
+    assert len(sw.__all__) <= 60
+    assert not set(sw.__all__) & set(dir(builtins))
     with pytest.raises(AttributeError, match="no attribute 'restor'"):
         sw.restor  # noqa: B018
 
@@ -75,3 +78,20 @@ def test_the_import_costs_at_most_30_milliseconds_beyond_numpy_and_ml_dtypes() -
 
 def test_the_types_are_known_to_type_checkers() -> None:
     assert (Path(sw.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize("space", ["coordinators", "events", "providers", "results", "sharding"])
+def test_a_namespace_holds_public_classes_under_its_name(space: str) -> None:
+    module = getattr(sw, space)
+    assert module.__all__
+    for name in module.__all__:
+        found = getattr(module, name)
+        assert found.__module__ in ("stepwell", f"stepwell.{space}"), found
+        assert getattr(sys.modules[found.__module__], name) is found
+
+
+def test_a_name_of_a_namespace_is_found_from_the_flat_one() -> None:
+    with pytest.raises(AttributeError, match=r"It is sw\.coordinators\.SharedDirectory"):
+        sw.SharedDirectory  # noqa: B018
+    with pytest.raises(AttributeError, match=r"It is sw\.errors\.StepGone"):
+        sw.StepGone  # noqa: B018

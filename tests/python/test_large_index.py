@@ -27,7 +27,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def save(rank: int, manager: sw.CheckpointManager) -> None:
         mine = slice(rank * half, (rank + 1) * half)
-        shards = {name: sw.LocalShard(values(name)[mine], (ELEMENTS,), (rank * half,)) for name in "abcd"}
+        shards = {
+            name: sw.sharding.LocalShard(values(name)[mine], (ELEMENTS,), (rank * half,)) for name in "abcd"
+        }
         manager.save(0, {"model": shards}).result()
 
     together(2, root, save, chunk_bytes=CHUNK)

@@ -94,7 +94,7 @@ def case(
 @case("column parallel", {"w": (12, 5)})
 def _column(rank: int, world: int) -> Any:
     a, b = cut(12, rank, world)
-    return sw.LocalShard(whole("w", (12, 5))[a:b].copy(), (12, 5), (a, 0))
+    return sw.sharding.LocalShard(whole("w", (12, 5))[a:b].copy(), (12, 5), (a, 0))
 
 
 @case("row parallel, and its bias", {"w/weight": (5, 12), "w/bias": (5,)}, (1, 3, 4))
@@ -102,8 +102,8 @@ def _row(rank: int, world: int) -> Any:
     a, b = cut(12, rank, world)
     weight = whole("w/weight", (5, 12))[:, a:b].copy()
     return {
-        "weight": sw.LocalShard(weight, (5, 12), (0, a)),
-        "bias": sw.LocalShard(whole("w/bias", (5,)), (5,), (0,), replica=(rank, world)),
+        "weight": sw.sharding.LocalShard(weight, (5, 12), (0, a)),
+        "bias": sw.sharding.LocalShard(whole("w/bias", (5,)), (5,), (0,), replica=(rank, world)),
     }
 
 
@@ -119,10 +119,10 @@ def _qkv_fused(rank: int, world: int) -> Any:
     a, b = cut(GROUPS, rank, world)
     view = (GROUPS, HEADS + 2, WIDTH, COLUMNS)
     local = whole("w", (rows, COLUMNS)).reshape(view)[a:b].reshape(-1, COLUMNS).copy()
-    return sw.Segments(
+    return sw.sharding.Segments(
         local,
         [
-            sw.Segment(
+            sw.sharding.Segment(
                 None,
                 (a, 0, 0, 0),
                 (b - a, HEADS + 2, WIDTH, COLUMNS),
@@ -154,8 +154,8 @@ def _qkv_split(rank: int, world: int) -> Any:
     local[:, HEADS] = k.reshape(GROUPS, WIDTH, COLUMNS)[a:b]
     local[:, HEADS + 1] = v.reshape(GROUPS, WIDTH, COLUMNS)[a:b]
 
-    def part(name: str, heads: int, into: Any) -> sw.Segment:
-        return sw.Segment(
+    def part(name: str, heads: int, into: Any) -> sw.sharding.Segment:
+        return sw.sharding.Segment(
             name,
             (a, 0, 0, 0),
             (n, heads, WIDTH, COLUMNS),
@@ -165,7 +165,7 @@ def _qkv_split(rank: int, world: int) -> Any:
             into_shape=local.shape,
         )
 
-    return sw.Segments(
+    return sw.sharding.Segments(
         local.reshape(-1, COLUMNS),
         [
             part("q", HEADS, S[:, :HEADS]),
@@ -180,7 +180,7 @@ def _qkv_few_groups(rank: int, world: int) -> Any:
     # Then Megatron cuts the rows evenly, wherever a group ends.
     rows = 2 * (HEADS + 2) * WIDTH
     a, b = cut(rows, rank, world)
-    return sw.LocalShard(whole("w", (rows, COLUMNS))[a:b].copy(), (rows, COLUMNS), (a, 0))
+    return sw.sharding.LocalShard(whole("w", (rows, COLUMNS))[a:b].copy(), (rows, COLUMNS), (a, 0))
 
 
 @case(
@@ -197,12 +197,12 @@ def _qkv_replicated(rank: int, world: int) -> Any:
     q, k, v = whole("w/q", (16, 3))[a:b], whole("w/k", (4, 3))[c:d], whole("w/v", (4, 3))[c:d]
     at = len(q)
     replica = (rank % sharing, sharing)
-    return sw.Segments(
+    return sw.sharding.Segments(
         np.concatenate([q, k, v]),
         [
-            sw.Segment("q", (a, 0), into=S[:at], shape=(16, 3)),
-            sw.Segment("k", (c, 0), into=S[at : at + d - c], shape=(4, 3), replica=replica),
-            sw.Segment("v", (c, 0), into=S[at + d - c :], shape=(4, 3), replica=replica),
+            sw.sharding.Segment("q", (a, 0), into=S[:at], shape=(16, 3)),
+            sw.sharding.Segment("k", (c, 0), into=S[at : at + d - c], shape=(4, 3), replica=replica),
+            sw.sharding.Segment("v", (c, 0), into=S[at + d - c :], shape=(4, 3), replica=replica),
         ],
     )
 
@@ -213,7 +213,7 @@ UNEVEN = {1: [0, 7], 2: [0, 5, 7], 3: [0, 1, 1, 7]}
 @case("uneven sections, one of them empty", {"w": (7, 2)}, (1, 2, 3))
 def _uneven(rank: int, world: int) -> Any:
     a, b = UNEVEN[world][rank : rank + 2]
-    return sw.LocalShard(whole("w", (7, 2))[a:b].copy(), (7, 2), (a, 0))
+    return sw.sharding.LocalShard(whole("w", (7, 2))[a:b].copy(), (7, 2), (a, 0))
 
 
 #: By number of ranks: where the rows of each end, of queries and of keys and values.
@@ -226,12 +226,12 @@ def _uneven_heads(rank: int, world: int) -> Any:
     (a, b), (c, d) = ends_q[rank : rank + 2], ends_kv[rank : rank + 2]
     q, k, v = whole("w/q", (12, 3))[a:b], whole("w/k", (4, 3))[c:d], whole("w/v", (4, 3))[c:d]
     at = len(q)
-    return sw.Segments(
+    return sw.sharding.Segments(
         np.concatenate([q, k, v]),
         [
-            sw.Segment("q", (a, 0), into=S[:at], shape=(12, 3)),
-            sw.Segment("k", (c, 0), into=S[at : at + d - c], shape=(4, 3)),
-            sw.Segment("v", (c, 0), into=S[at + d - c :], shape=(4, 3)),
+            sw.sharding.Segment("q", (a, 0), into=S[:at], shape=(12, 3)),
+            sw.sharding.Segment("k", (c, 0), into=S[at : at + d - c], shape=(4, 3)),
+            sw.sharding.Segment("v", (c, 0), into=S[at + d - c :], shape=(4, 3)),
         ],
     )
 
@@ -240,11 +240,11 @@ def _uneven_heads(rank: int, world: int) -> Any:
 def _swiglu(rank: int, world: int) -> Any:
     a, b = cut(12, rank, world)
     full = whole("w", (24, 4))
-    return sw.Segments(
+    return sw.sharding.Segments(
         np.concatenate([full[a:b], full[12 + a : 12 + b]]),
         [
-            sw.Segment(None, (a, 0), into=S[: b - a], shape=(24, 4)),
-            sw.Segment(None, (12 + a, 0), into=S[b - a :], shape=(24, 4)),
+            sw.sharding.Segment(None, (a, 0), into=S[: b - a], shape=(24, 4)),
+            sw.sharding.Segment(None, (12 + a, 0), into=S[b - a :], shape=(24, 4)),
         ],
     )
 
@@ -253,11 +253,11 @@ def _swiglu(rank: int, world: int) -> Any:
 def _swiglu_two(rank: int, world: int) -> Any:
     a, b = cut(12, rank, world)
     gate, up = whole("w/gate", (12, 4)), whole("w/up", (12, 4))
-    return sw.Segments(
+    return sw.sharding.Segments(
         np.concatenate([gate[a:b], up[a:b]]),
         [
-            sw.Segment("gate", (a, 0), into=S[: b - a], shape=(12, 4)),
-            sw.Segment("up", (a, 0), into=S[b - a :], shape=(12, 4)),
+            sw.sharding.Segment("gate", (a, 0), into=S[: b - a], shape=(12, 4)),
+            sw.sharding.Segment("up", (a, 0), into=S[b - a :], shape=(12, 4)),
         ],
     )
 
@@ -270,8 +270,8 @@ def _swiglu_interleaved(rank: int, world: int) -> Any:
     gate, up = (whole(f"w/{name}", (12, 4)).reshape(n, block, 4)[a:b] for name in ("gate", "up"))
     local = np.stack([gate, up], axis=1)
 
-    def part(name: str, which: int) -> sw.Segment:
-        return sw.Segment(
+    def part(name: str, which: int) -> sw.sharding.Segment:
+        return sw.sharding.Segment(
             name,
             (a, 0, 0),
             (b - a, block, 4),
@@ -281,7 +281,7 @@ def _swiglu_interleaved(rank: int, world: int) -> Any:
             into_shape=local.shape,
         )
 
-    return sw.Segments(local.reshape(-1, 4).copy(), [part("gate", 0), part("up", 1)])
+    return sw.sharding.Segments(local.reshape(-1, 4).copy(), [part("gate", 0), part("up", 1)])
 
 
 @case("vocabulary padded to a multiple of the ranks", {"w": (10, 3)}, (1, 3, 4))
@@ -290,14 +290,14 @@ def _vocabulary(rank: int, world: int) -> Any:
     a, b = min(10, rank * rows), min(10, (rank + 1) * rows)
     local = np.zeros((rows, 3), np.float32)
     local[: b - a] = whole("w", (10, 3))[a:b]
-    return sw.Segments(local, [sw.Segment(None, (a, 0), into=S[: b - a], shape=(10, 3))])
+    return sw.sharding.Segments(local, [sw.sharding.Segment(None, (a, 0), into=S[: b - a], shape=(10, 3))])
 
 
 @case("transposed in memory", {"w": (6, 8)})
 def _transposed(rank: int, world: int) -> Any:
     a, b = cut(8, rank, world)
     local = np.ascontiguousarray(whole("w", (6, 8))[:, a:b].T)
-    return sw.Segments(local, [sw.Segment(None, (0, a), permute=(1, 0), shape=(6, 8))])
+    return sw.sharding.Segments(local, [sw.sharding.Segment(None, (0, a), permute=(1, 0), shape=(6, 8))])
 
 
 LAYERS = 6
@@ -306,7 +306,7 @@ LAYERS = 6
 @case("stacked layers, cut by layers", {"w": (LAYERS, 3, 4)}, (1, 2, 3))
 def _stacked(rank: int, world: int) -> Any:
     a, b = cut(LAYERS, rank, world)
-    return sw.LocalShard(whole("w", (LAYERS, 3, 4))[a:b].copy(), (LAYERS, 3, 4), (a, 0, 0))
+    return sw.sharding.LocalShard(whole("w", (LAYERS, 3, 4))[a:b].copy(), (LAYERS, 3, 4), (a, 0, 0))
 
 
 @case(
@@ -317,8 +317,8 @@ def _stacked(rank: int, world: int) -> Any:
 def _unstacked(rank: int, world: int) -> Any:
     a, b = cut(LAYERS, rank, world)
     local = np.stack([whole(f"w/layer{i}", (3, 4)) for i in range(a, b)])
-    return sw.Segments(
-        local, [sw.Segment(f"layer{i}", (0, 0), into=S[i - a], shape=(3, 4)) for i in range(a, b)]
+    return sw.sharding.Segments(
+        local, [sw.sharding.Segment(f"layer{i}", (0, 0), into=S[i - a], shape=(3, 4)) for i in range(a, b)]
     )
 
 
@@ -327,12 +327,14 @@ def _one_layer(rank: int, world: int) -> Any:
     if world < LAYERS:
         return _stacked(rank, world)
     local = whole("w", (LAYERS, 3, 4))[rank].copy()
-    return sw.Segments(local, [sw.Segment(None, (rank, 0, 0), (1, 3, 4), shape=(LAYERS, 3, 4))])
+    return sw.sharding.Segments(
+        local, [sw.sharding.Segment(None, (rank, 0, 0), (1, 3, 4), shape=(LAYERS, 3, 4))]
+    )
 
 
 def _stages(rank: int, grid: Grid) -> Any:
     return {
-        f"layer{i}": sw.LocalShard(
+        f"layer{i}": sw.sharding.LocalShard(
             whole(f"w/layer{i}", (8, 3))[slice(*cut(8, grid.at(rank)[2], grid.tp))].copy(),
             (8, 3),
             (cut(8, grid.at(rank)[2], grid.tp)[0], 0),
@@ -357,7 +359,7 @@ def _zero3(rank: int, world: int) -> Any:
     local = np.zeros(n, np.float32)
     mine = whole("w", (5, 7)).reshape(-1)[rank * n : (rank + 1) * n]
     local[: len(mine)] = mine
-    return sw.FlatShard(local, (5, 7), rank * n)
+    return sw.sharding.FlatShard(local, (5, 7), rank * n)
 
 
 @case(
@@ -373,8 +375,8 @@ def _zero_over_tp(rank: int, grid: Grid) -> Any:
     local = np.zeros(n, np.float32)
     mine = own.reshape(-1)[dp * n : (dp + 1) * n]
     local[: len(mine)] = mine
-    of = sw.LocalShard(sw.ArraySpec(own.shape, np.float32), (6, 8), (0, a))
-    return sw.FlatShard(local, of, dp * n)
+    of = sw.sharding.LocalShard(sw.ArraySpec(own.shape, np.float32), (6, 8), (0, a))
+    return sw.sharding.FlatShard(local, of, dp * n)
 
 
 #: Parameters of a model: shape, the dimension that tensor parallelism cuts, and the layer that they
@@ -394,7 +396,7 @@ GRIDS = (
 )
 
 
-def partition(rank: int, grid: Grid, names: list[str], unit: int, multiple: int) -> sw.Segments:
+def partition(rank: int, grid: Grid, names: list[str], unit: int, multiple: int) -> sw.sharding.Segments:
     """One flat array of all these parameters as tensor parallelism has cut them, each at a multiple
     of ``unit``; of it the part of a rank of the data parallel group, the whole a multiple of so
     many times their number."""
@@ -406,7 +408,7 @@ def partition(rank: int, grid: Grid, names: list[str], unit: int, multiple: int)
         if dimension is not None:
             box[dimension], replica = slice(*cut(shape[dimension], tp, grid.tp)), (0, 1)
         values = np.ascontiguousarray(whole(f"w/{name}", shape)[tuple(box)])
-        of = sw.LocalShard(sw.ArraySpec(values.shape, np.float32), shape, [one.start for one in box])
+        of = sw.sharding.LocalShard(sw.ArraySpec(values.shape, np.float32), shape, [one.start for one in box])
         first = -(-end // unit) * unit
         runs.append((name, of, values.reshape(-1), first, replica))
         end = first + values.size
@@ -417,9 +419,9 @@ def partition(rank: int, grid: Grid, names: list[str], unit: int, multiple: int)
         if a < b:
             local[a - dp * length : b - dp * length] = values[a - first : b - first]
             segments.append(
-                sw.Segment.of_flat(name, of, a - first, b - a, at=a - dp * length, replica=replica)
+                sw.sharding.Segment.of_flat(name, of, a - first, b - a, at=a - dp * length, replica=replica)
             )
-    return sw.Segments(local, segments)
+    return sw.sharding.Segments(local, segments)
 
 
 def of_stage(rank: int, grid: Grid) -> list[str]:
@@ -449,7 +451,7 @@ def _fsdp1(rank: int, grid: Grid) -> Any:
 def _boxes(rank: int, grid: Grid) -> Any:
     _, dp, tp = grid.at(rank)
     (a, b), (c, d) = cut(7, dp, grid.dp), cut(6, tp, grid.tp)
-    return sw.LocalShard(whole("w", (7, 6))[a:b, c:d].copy(), (7, 6), (a, c))
+    return sw.sharding.LocalShard(whole("w", (7, 6))[a:b, c:d].copy(), (7, 6), (a, c))
 
 
 @case(
@@ -460,7 +462,7 @@ def _boxes(rank: int, grid: Grid) -> Any:
 def _hybrid(rank: int, grid: Grid) -> Any:
     group, dp, _ = grid.at(rank)
     a, b = cut(9, dp, grid.dp)
-    return sw.LocalShard(whole("w", (9, 4))[a:b].copy(), (9, 4), (a, 0), replica=(group, grid.pp))
+    return sw.sharding.LocalShard(whole("w", (9, 4))[a:b].copy(), (9, 4), (a, 0), replica=(group, grid.pp))
 
 
 @case(
@@ -471,7 +473,9 @@ def _hybrid(rank: int, grid: Grid) -> Any:
 def _expert_replicas(rank: int, grid: Grid) -> Any:
     _, dp, ep = grid.at(rank)
     a, b = cut(4, ep, grid.tp)
-    return sw.LocalShard(whole("w", (4, 3, 5))[a:b].copy(), (4, 3, 5), (a, 0, 0), replica=(dp, grid.dp))
+    return sw.sharding.LocalShard(
+        whole("w", (4, 3, 5))[a:b].copy(), (4, 3, 5), (a, 0, 0), replica=(dp, grid.dp)
+    )
 
 
 def ends_of(rank: int, world: int) -> list[str]:
@@ -485,7 +489,7 @@ def _tied(rank: int, world: int) -> Any:
     found: dict[str, Any] = {"norm": whole("w/norm", (3,))}
     if ends:
         replica = (len(ends) - 1 if world == 1 else int(ends == ["last"]), count) if world > 1 else (0, 1)
-        found["embed"] = sw.LocalShard(whole("w/embed", (6, 3)), (6, 3), (0, 0), replica=replica)
+        found["embed"] = sw.sharding.LocalShard(whole("w/embed", (6, 3)), (6, 3), (0, 0), replica=replica)
     return found
 
 
@@ -503,9 +507,12 @@ def _tied_names(rank: int, world: int) -> Any:
 def _experts(rank: int, world: int) -> Any:
     a, b = cut(4, rank, world)
     local = np.stack([whole(f"w/expert{i}", (3, 4)).T for i in range(a, b)]).copy()
-    return sw.Segments(
+    return sw.sharding.Segments(
         local,
-        [sw.Segment(f"expert{i}", (0, 0), into=S[i - a], permute=(1, 0), shape=(3, 4)) for i in range(a, b)],
+        [
+            sw.sharding.Segment(f"expert{i}", (0, 0), into=S[i - a], permute=(1, 0), shape=(3, 4))
+            for i in range(a, b)
+        ],
     )
 
 
@@ -518,12 +525,12 @@ def _mamba(rank: int, world: int) -> Any:
     a, b = cut(8, rank, world)
     z, x, dt = (whole(f"w/{name}", (rows, 3)) for name, rows in (("z", 8), ("x", 8), ("dt", 2)))
     n = b - a
-    return sw.Segments(
+    return sw.sharding.Segments(
         np.concatenate([z[a:b], x[a:b], dt]),
         [
-            sw.Segment("z", (a, 0), into=S[:n], shape=(8, 3)),
-            sw.Segment("x", (a, 0), into=S[n : 2 * n], shape=(8, 3)),
-            sw.Segment("dt", (0, 0), into=S[2 * n :], shape=(2, 3), replica=(rank, world)),
+            sw.sharding.Segment("z", (a, 0), into=S[:n], shape=(8, 3)),
+            sw.sharding.Segment("x", (a, 0), into=S[n : 2 * n], shape=(8, 3)),
+            sw.sharding.Segment("dt", (0, 0), into=S[2 * n :], shape=(2, 3), replica=(rank, world)),
         ],
     )
 
@@ -533,10 +540,10 @@ def _strided(rank: int, world: int) -> Any:
     blocks = whole("w", (16, 2)).reshape(4, world, 4 // world, 2)
     local = blocks[:, rank].reshape(-1, 2).copy()
     length = 4 // world
-    return sw.Segments(
+    return sw.sharding.Segments(
         local,
         [
-            sw.Segment(
+            sw.sharding.Segment(
                 None,
                 (4 * block + length * rank, 0),
                 into=S[block * length : (block + 1) * length],
@@ -549,7 +556,7 @@ def _strided(rank: int, world: int) -> Any:
 
 @case("replicated, and named as such", {"w": (9, 3)}, (1, 2, 3))
 def _replicated(rank: int, world: int) -> Any:
-    return sw.LocalShard(whole("w", (9, 3)), (9, 3), (0, 0), replica=(rank, world))
+    return sw.sharding.LocalShard(whole("w", (9, 3)), (9, 3), (0, 0), replica=(rank, world))
 
 
 @case("simply there", {"w": (9, 3)}, (1, 2, 3))
@@ -559,14 +566,14 @@ def _plain(rank: int, world: int) -> Any:
 
 @case("a scalar", {"w": ()}, (1, 3))
 def _scalar(rank: int, world: int) -> Any:
-    return sw.LocalShard(whole("w", ()), (), (), replica=(rank, world))
+    return sw.sharding.LocalShard(whole("w", ()), (), (), replica=(rank, world))
 
 
 @case("many scalars", {f"w/{i}": () for i in range(40)}, (1, 2, 3))
 def _scalars(rank: int, world: int) -> Any:
     # As the optimizers of many parameters have them: some on all ranks, some on one.
     mine = {i: (rank, world) for i in range(20)} | {20 + i: (0, 1) for i in range(*cut(20, rank, world))}
-    return {str(i): sw.LocalShard(whole(f"w/{i}", ()), (), (), one) for i, one in mine.items()}
+    return {str(i): sw.sharding.LocalShard(whole(f"w/{i}", ()), (), (), one) for i, one in mine.items()}
 
 
 def quantised() -> tuple[Array, Array]:
@@ -582,8 +589,8 @@ def _quantised(rank: int, world: int) -> Any:
     a, b = cut(4, rank, world)
     values, scale = quantised()
     return {
-        "values": sw.LocalShard(values[4 * a : 4 * b].copy(), (16, 8), (4 * a, 0)),
-        "scale": sw.LocalShard(scale[a:b].copy(), (4, 2), (a, 0)),
+        "values": sw.sharding.LocalShard(values[4 * a : 4 * b].copy(), (16, 8), (4 * a, 0)),
+        "scale": sw.sharding.LocalShard(scale[a:b].copy(), (4, 2), (a, 0)),
     }
 
 
@@ -602,7 +609,7 @@ def _per_rank(rank: int, world: int) -> Any:
 
 @case("nothing at all in it", {"w": (0, 3)}, (1, 2))
 def _empty(rank: int, world: int) -> Any:
-    return sw.LocalShard(np.zeros((0, 3), np.float32), (0, 3), (0, 0), replica=(rank, world))
+    return sw.sharding.LocalShard(np.zeros((0, 3), np.float32), (0, 3), (0, 0), replica=(rank, world))
 
 
 #: Of every kind of layout in the field: the rows above that are of that kind, and the tests of
@@ -718,11 +725,11 @@ def over(leaf: Any, make: Callable[[Array], Any]) -> Any:
         return make(leaf)
     if isinstance(leaf, sw.PerRank):
         return sw.PerRank(make(leaf.value), leaf.key, leaf.resize)
-    if isinstance(leaf, sw.LocalShard):
-        return sw.LocalShard(make(leaf.local), leaf.global_shape, leaf.offset, leaf.replica)
-    if isinstance(leaf, sw.FlatShard):
-        return sw.FlatShard(make(leaf.local), leaf.of, leaf.start, leaf.replica)
-    return sw.Segments(make(leaf.local), leaf.segments)
+    if isinstance(leaf, sw.sharding.LocalShard):
+        return sw.sharding.LocalShard(make(leaf.local), leaf.global_shape, leaf.offset, leaf.replica)
+    if isinstance(leaf, sw.sharding.FlatShard):
+        return sw.sharding.FlatShard(make(leaf.local), leaf.of, leaf.start, leaf.replica)
+    return sw.sharding.Segments(make(leaf.local), leaf.segments)
 
 
 def assert_alike(found: Array, expected: Array, what: str) -> None:
@@ -776,7 +783,7 @@ def test_what_ranks_hold_is_stored_as_whole_tensors_and_restored_on_any_number_o
 def _part(
     first: int, rows: int, shape: tuple[int, int] = (4, 3), dtype: Any = np.float32, **options: Any
 ) -> Any:
-    return sw.LocalShard(np.zeros((rows, 3), dtype), shape, (first, 0), **options)
+    return sw.sharding.LocalShard(np.zeros((rows, 3), dtype), shape, (first, 0), **options)
 
 
 #: Mismatches: the state of each rank, and the words of the error.
@@ -807,7 +814,7 @@ MISFITS: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "an object": (lambda rank: (_part(0, 4), "text")[rank], "ranks 0 and 1 disagree"),
     "flat runs that leave something out": (
-        lambda rank: sw.FlatShard(np.zeros(5, np.float32), (4, 3), 6 * rank),
+        lambda rank: sw.sharding.FlatShard(np.zeros(5, np.float32), (4, 3), 6 * rank),
         r"no rank holds \[1:2, 2:3\] of its shape \[4, 3\]; ranks \[0, 1\]",
     ),
 }
@@ -878,9 +885,9 @@ def test_an_array_that_cannot_be_stored_is_none_that_a_part_lies_in(
 ) -> None:
     with sw.CheckpointManager(root) as manager:
         for part in (
-            sw.LocalShard(array, (4,), (0,)),
-            sw.FlatShard(array, (4,), 0),
-            sw.Segments(array, [sw.Segment("q", (0,), shape=(4,))]),
+            sw.sharding.LocalShard(array, (4,), (0,)),
+            sw.sharding.FlatShard(array, (4,), 0),
+            sw.sharding.Segments(array, [sw.sharding.Segment("q", (0,), shape=(4,))]),
         ):
             with pytest.raises(sw.UnsupportedLeaf, match=rf"leaf `w.*`: {why}"):
                 manager.save(0, {"w": part}).result()
@@ -891,7 +898,11 @@ def test_padding_stays_as_it_is_where_an_array_is_filled(root: Path) -> None:
         manager.save(0, {"w": whole("w", (10, 3))}).result()
         local = np.full((12, 3), -1, np.float32)
         manager.restore(
-            into={"w": sw.Segments(local, [sw.Segment(None, (0, 0), into=S[:10], shape=(10, 3))])}
+            into={
+                "w": sw.sharding.Segments(
+                    local, [sw.sharding.Segment(None, (0, 0), into=S[:10], shape=(10, 3))]
+                )
+            }
         )
         np.testing.assert_array_equal(local[:10], whole("w", (10, 3)))
         assert (local[10:] == -1).all()
@@ -903,7 +914,7 @@ def test_a_part_that_lies_behind_what_is_stored_is_padding(root: Path) -> None:
     for first in (0, 4, 8):
         expected = np.concatenate([stored, np.zeros((8, 4), np.float32)])[first : first + 8]
         for how in ("like", "into"):
-            target = sw.LocalShard(np.full((8, 4), -1, np.float32), (16, 4), (first, 0))
+            target = sw.sharding.LocalShard(np.full((8, 4), -1, np.float32), (16, 4), (first, 0))
             found = sw.restore(root, **{how: {"w": target}}, resize="pad")["w"]  # type: ignore[arg-type]
             np.testing.assert_array_equal(found.local, expected)
 
@@ -915,7 +926,7 @@ def test_a_part_that_reaches_beyond_what_is_stored_is_refused_where_nobody_says_
     sw.save(root, {"w": whole("w", (4, 4))})
     for offset, shape in (((0, 0), (8, 4)), ((4, 0), (2, 4)), ((0,), (4,))):
         local = np.full(shape, -1, np.float32)
-        target = {"w": sw.Segments(local, [sw.Segment(None, offset)])}
+        target = {"w": sw.sharding.Segments(local, [sw.sharding.Segment(None, offset)])}
         with pytest.raises(sw.MismatchError, match=r"`w`: a part of shape .* pass shape="):
             sw.restore(root, **{how: target})  # type: ignore[arg-type]
         assert (local == -1).all()
@@ -925,13 +936,13 @@ def test_a_part_that_reaches_beyond_what_is_stored_is_refused_where_nobody_says_
 @pytest.mark.parametrize(
     "made",
     [
-        lambda array: sw.LocalShard(array, (8,), (0,)),
-        lambda array: sw.Segments(array, [sw.Segment(None, (0,), shape=(8,))]),
-        lambda array: sw.Segments(
-            array, [sw.Segment(None, (4 * i,), into=S[i::2], shape=(8,)) for i in (0, 1)]
+        lambda array: sw.sharding.LocalShard(array, (8,), (0,)),
+        lambda array: sw.sharding.Segments(array, [sw.sharding.Segment(None, (0,), shape=(8,))]),
+        lambda array: sw.sharding.Segments(
+            array, [sw.sharding.Segment(None, (4 * i,), into=S[i::2], shape=(8,)) for i in (0, 1)]
         ),
-        lambda array: sw.Segments(array, [sw.Segment("q", (0,), shape=(8,))]),
-        lambda array: sw.FlatShard(array, (2, 4), 0),
+        lambda array: sw.sharding.Segments(array, [sw.sharding.Segment("q", (0,), shape=(8,))]),
+        lambda array: sw.sharding.FlatShard(array, (2, 4), 0),
     ],
 )
 def test_parts_in_another_byte_order_are_stored_as_their_values_and_filled_with_them(
@@ -953,29 +964,33 @@ def test_parts_in_another_byte_order_are_stored_as_their_values_and_filled_with_
 def test_segments_say_what_is_wrong_with_them() -> None:
     local = np.zeros((4, 6), np.float32)
     for segments, why in [
-        ([sw.Segment(None, (3, 0), shape=(6, 6))], "does not lie in the shape"),
-        ([sw.Segment(None, (0, 0), (5, 6), shape=(6, 6))], "does not lie in a part"),
-        ([sw.Segment(None, (0, 0), into=S[4], shape=(6, 6))], "passes the end"),
-        ([sw.Segment(None, (0, 0), into_shape=(5, 5), shape=(6, 6))], "not as many elements"),
-        ([sw.Segment(None, (0, 0), permute=(0, 0), shape=(6, 6))], "is no order"),
+        ([sw.sharding.Segment(None, (3, 0), shape=(6, 6))], "does not lie in the shape"),
+        ([sw.sharding.Segment(None, (0, 0), (5, 6), shape=(6, 6))], "does not lie in a part"),
+        ([sw.sharding.Segment(None, (0, 0), into=S[4], shape=(6, 6))], "passes the end"),
+        ([sw.sharding.Segment(None, (0, 0), into_shape=(5, 5), shape=(6, 6))], "not as many elements"),
+        ([sw.sharding.Segment(None, (0, 0), permute=(0, 0), shape=(6, 6))], "is no order"),
         (
-            [sw.Segment(None, (0, 0, 0), (2, 2, 6), into_shape=(2, 2, 6), shape=(6, 6), view=(4, 2, 6))],
+            [
+                sw.sharding.Segment(
+                    None, (0, 0, 0), (2, 2, 6), into_shape=(2, 2, 6), shape=(6, 6), view=(4, 2, 6)
+                )
+            ],
             "factors",
         ),
-        ([sw.Segment("a", (0, 0)), sw.Segment(None, (0, 0))], "either all segments"),
+        ([sw.sharding.Segment("a", (0, 0)), sw.sharding.Segment(None, (0, 0))], "either all segments"),
         (
-            [sw.Segment("a", (0, 0), shape=(6, 6)), sw.Segment("a", (0, 0), shape=(8, 6))],
+            [sw.sharding.Segment("a", (0, 0), shape=(6, 6)), sw.sharding.Segment("a", (0, 0), shape=(8, 6))],
             "say that its shape",
         ),
-        ([sw.Segment.of_flat(None, (5, 5), 0, 25)], "do not lie in an array"),
-        ([sw.Segment.of_flat(None, (4, 4), 10, 7)], "are no part"),
+        ([sw.sharding.Segment.of_flat(None, (5, 5), 0, 25)], "do not lie in an array"),
+        ([sw.sharding.Segment.of_flat(None, (4, 4), 10, 7)], "are no part"),
     ]:
         with pytest.raises(sw.MisuseError, match=why):
-            sw.Segments(local, segments)
+            sw.sharding.Segments(local, segments)
     with pytest.raises(sw.MisuseError, match="in one piece"):
-        sw.Segments(local.T, [])
+        sw.sharding.Segments(local.T, [])
     with pytest.raises(sw.MisuseError, match="1-d"):
-        sw.FlatShard(local, (4, 6), 0)
+        sw.sharding.FlatShard(local, (4, 6), 0)
 
 
 def test_every_rank_gets_its_own_value_back_and_other_ranks_need_to_be_told_whose_is_whose(
@@ -1105,22 +1120,22 @@ def test_a_part_is_put_into_words_only_where_there_is_something_to_say(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = []
-    words = sw.LocalShard.__repr__
-    monkeypatch.setattr(sw.LocalShard, "__repr__", lambda self: said.append(self) or words(self))
-    state = {f"w{i}": sw.LocalShard(whole("w", (3,)), (3,), (0,)) for i in range(10)}
+    words = sw.sharding.LocalShard.__repr__
+    monkeypatch.setattr(sw.sharding.LocalShard, "__repr__", lambda self: said.append(self) or words(self))
+    state = {f"w{i}": sw.sharding.LocalShard(whole("w", (3,)), (3,), (0,)) for i in range(10)}
     with sw.CheckpointManager(root) as manager:
         manager.save(0, {"m": state}).result()
         manager.restore(into={"m": state})
         manager.plan(like={"m": state})
         assert not said
         with pytest.raises(sw.UnsupportedLeaf, match=r"`w`: LocalShard\(\[0:3\] of \(3,\)\) without data"):
-            manager.save(1, {"w": sw.LocalShard(sw.ArraySpec((3,), "float32"), (3,), (0,))})
+            manager.save(1, {"w": sw.sharding.LocalShard(sw.ArraySpec((3,), "float32"), (3,), (0,))})
         assert said
 
 
 def test_the_collector_rests_while_many_parts_are_restored_or_planned(root: Path) -> None:
     def state(value: float) -> dict[str, Any]:
-        return {f"w{i}": sw.LocalShard(np.full(3, value), (3,), (0,)) for i in range(3000)}
+        return {f"w{i}": sw.sharding.LocalShard(np.full(3, value), (3,), (0,)) for i in range(3000)}
 
     collections = []
     with sw.CheckpointManager(root) as manager:

@@ -55,7 +55,7 @@ def test_an_update_waits_for_a_save_whose_call_was_interrupted(
     state = large(1)
     with manager_of(root) as manager:
         with monkeypatch.context() as patch:
-            patch.setattr("stepwell.manager.Save", Interrupted)
+            patch.setattr("stepwell._manager.Save", Interrupted)
             with pytest.raises(KeyboardInterrupt):
                 manager.save(0, state, snapshot="lazy")
         with manager.update_guard():

@@ -83,7 +83,7 @@ if pid == 0:
                  lambda: save.add_done_callback(print), lambda: checkpoint["a"], checkpoint.metadata):
         try:
             call()
-        except sw.ForkedProcess as error:
+        except sw.errors.ForkedProcess as error:
             told += error.kind == "forked_process"
     del manager, save, checkpoint
     again = sw.restore(sys.argv[1])["a"].tolist()

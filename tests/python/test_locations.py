@@ -29,7 +29,7 @@ def entry_points() -> dict[str, Callable[[Any], Any]]:
         "metadata": sw.metadata,
         "add_metrics": lambda at: sw.add_metrics(at, 1, {"x": 1.0}),
         "engine_info": sw.engine_info,
-        "shared directory": lambda at: sw.SharedDirectory(0, 1, "job", path=at),
+        "shared directory": lambda at: sw.coordinators.SharedDirectory(0, 1, "job", path=at),
     }
 
 

@@ -78,7 +78,7 @@ def test_leaving_the_block_commits(root: Path) -> None:
     assert sw.metadata(root).step == 3
     manager.close()
     for call in (lambda: manager.save(4, {}), manager.all_steps, manager.restore, manager.__enter__):
-        with pytest.raises(sw.ClosedError, match="closed"):
+        with pytest.raises(sw.errors.ClosedError, match="closed"):
             call()
 
 
@@ -167,7 +167,7 @@ def test_a_hold_begins_with_the_call_and_lasts_until_it_is_closed(root: Path) ->
         held.close()
         held.close()
         manager.delete(3)
-        with pytest.raises(sw.ClosedError, match="hold"), held:
+        with pytest.raises(sw.errors.ClosedError, match="hold"), held:
             pass
         assert manager.all_steps() == [1, 2]
 
@@ -518,7 +518,7 @@ def test_a_reader_changes_nothing(root: Path) -> None:
         with sw.CheckpointManager(root, read_only=True) as reader:
             assert not reader.save(1, state(1))
             assert same(reader.restore(), state(0))
-            with pytest.raises(sw.ReadOnlyError):
+            with pytest.raises(sw.errors.ReadOnlyError):
                 reader.delete(0)
         assert sorted((p.relative_to(root), p.stat().st_mtime_ns) for p in root.rglob("*")) == before
 

@@ -20,7 +20,7 @@ SHAPES = {
     "model.layers.1.norm.weight": (6,),
     "model.head.weight": (11, 6),
 }
-RULES = sw.Rules(
+RULES = sw.sharding.Rules(
     {
         "**.q_proj.weight": ("tp", None),
         "**.o_proj.weight": (None, "tp"),
@@ -38,7 +38,7 @@ def whole(name: str) -> np.ndarray[Any, Any]:
     return (np.arange(count) + 1000.0 * sum(map(ord, name))).reshape(SHAPES[name])
 
 
-def wanted(rank: int, mesh: sw.RankMesh) -> Any:
+def wanted(rank: int, mesh: sw.sharding.RankMesh) -> Any:
     """Returns a rank's part by the rules."""
     tree = {
         "params": {name: sw.ArraySpec(shape, np.float64) for name, shape in SHAPES.items()},
@@ -47,7 +47,7 @@ def wanted(rank: int, mesh: sw.RankMesh) -> Any:
     return RULES.abstract_state(tree, mesh, rank)
 
 
-def of_rank(rank: int, mesh: sw.RankMesh) -> dict[str, Any]:
+def of_rank(rank: int, mesh: sw.sharding.RankMesh) -> dict[str, Any]:
     """Its state."""
     params = {}
     for name, shard in wanted(rank, mesh)["params"].items():
@@ -58,10 +58,10 @@ def of_rank(rank: int, mesh: sw.RankMesh) -> dict[str, Any]:
 
 
 MESHES = [
-    sw.RankMesh(pp=2, dp=1, tp=2),
-    sw.RankMesh(dp=2, tp=2),
-    sw.RankMesh(pp=2, dp=1, tp=3),
-    sw.RankMesh(dp=1, tp=1),
+    sw.sharding.RankMesh(pp=2, dp=1, tp=2),
+    sw.sharding.RankMesh(dp=2, tp=2),
+    sw.sharding.RankMesh(pp=2, dp=1, tp=3),
+    sw.sharding.RankMesh(dp=1, tp=1),
 ]
 
 
@@ -69,7 +69,7 @@ def test_a_model_goes_from_any_mesh_to_any_other(root: Path) -> None:
     for step, mesh in enumerate(MESHES):
 
         def saves(
-            rank: int, manager: sw.CheckpointManager, mesh: sw.RankMesh = mesh, step: int = step
+            rank: int, manager: sw.CheckpointManager, mesh: sw.sharding.RankMesh = mesh, step: int = step
         ) -> None:
             state = RULES.shard(
                 of_rank(rank, mesh), mesh, rank, shapes=lambda path: SHAPES[path.removeprefix("params/")]
@@ -85,7 +85,7 @@ def test_a_model_goes_from_any_mesh_to_any_other(root: Path) -> None:
         assert found["step"] == 5
     for mesh in MESHES:
 
-        def restores(rank: int, manager: sw.CheckpointManager, mesh: sw.RankMesh = mesh) -> None:
+        def restores(rank: int, manager: sw.CheckpointManager, mesh: sw.sharding.RankMesh = mesh) -> None:
             like = RULES.abstract_state(manager.metadata(0), mesh, rank)
             got = manager.restore(0, like=like)
             assert got["step"] == 5
@@ -100,7 +100,7 @@ def test_a_model_goes_from_any_mesh_to_any_other(root: Path) -> None:
 
 
 def test_shapes_of_whole_tensors_are_a_mapping_or_a_function_of_their_paths() -> None:
-    mesh, rules = sw.RankMesh(tp=2), sw.Rules({"**": ("tp",)})
+    mesh, rules = sw.sharding.RankMesh(tp=2), sw.sharding.Rules({"**": ("tp",)})
     state = {"a": {"odd": np.zeros(2), "even": np.zeros(3)}}
     shapes = {"a/odd": (5,), "a/of/another/stage": (9,)}
     for given in (shapes, shapes.get):
@@ -112,16 +112,16 @@ def test_shapes_of_whole_tensors_are_a_mapping_or_a_function_of_their_paths() ->
 
 
 def test_a_mesh_knows_its_ranks_and_their_places() -> None:
-    mesh = sw.RankMesh(pp=2, dp=3, tp=4)
+    mesh = sw.sharding.RankMesh(pp=2, dp=3, tp=4)
     assert mesh.size == 24
     assert mesh.coordinates(17) == {"pp": 1, "dp": 1, "tp": 1}
     assert mesh.ranks(pp=1, tp=0) == [12, 16, 20]
-    table = sw.RankMesh([[3, 1], [0, 2]], dp=2, tp=2)
+    table = sw.sharding.RankMesh([[3, 1], [0, 2]], dp=2, tp=2)
     assert table.coordinates(0) == {"dp": 1, "tp": 0}
     for bad, why in [
-        (lambda: sw.RankMesh(), "has axes"),
-        (lambda: sw.RankMesh([[0, 0]], a=1, b=2), "twice"),
-        (lambda: sw.RankMesh([0, 1], a=3), "shape"),
+        (lambda: sw.sharding.RankMesh(), "has axes"),
+        (lambda: sw.sharding.RankMesh([[0, 0]], a=1, b=2), "twice"),
+        (lambda: sw.sharding.RankMesh([0, 1], a=3), "shape"),
         (lambda: mesh.ranks(ep=0), "no axis 'ep'"),
         (lambda: mesh.coordinates(24), "not in"),
     ]:
@@ -130,24 +130,27 @@ def test_a_mesh_knows_its_ranks_and_their_places() -> None:
 
 
 def test_a_mesh_of_many_ranks_is_no_table_and_answers_as_one_does() -> None:
-    plain, table = sw.RankMesh(a=3, b=4, c=5), sw.RankMesh(np.arange(60).reshape(3, 4, 5), a=3, b=4, c=5)
+    plain, table = (
+        sw.sharding.RankMesh(a=3, b=4, c=5),
+        sw.sharding.RankMesh(np.arange(60).reshape(3, 4, 5), a=3, b=4, c=5),
+    )
     for rank in range(60):
         a, b, c = map(int, np.unravel_index(rank, (3, 4, 5)))
         assert plain.coordinates(rank) == table.coordinates(rank) == {"a": a, "b": b, "c": c}
         assert plain.ranks(b=b, c=c) == table.ranks(b=b, c=c) == [20 * n + 5 * b + c for n in range(3)]
     assert plain.ranks() == table.ranks() == list(range(60))
     # A grid of so many numbers would be 16 GiB.
-    large = sw.RankMesh(a=2**15, b=2**16)
+    large = sw.sharding.RankMesh(a=2**15, b=2**16)
     assert large.size == 2**31
     assert large.coordinates(2**31 - 1) == {"a": 2**15 - 1, "b": 2**16 - 1}
     assert large.ranks(a=3, b=7) == [3 * 2**16 + 7]
 
 
 def test_dimensions_are_cut_as_torch_does_or_evenly() -> None:
-    mesh = sw.RankMesh(tp=4)
+    mesh = sw.sharding.RankMesh(tp=4)
     tree = {"w": sw.ArraySpec((10,), np.float32)}
     for uneven, lengths in (("chunk", [3, 3, 3, 1]), ("balanced", [3, 3, 2, 2])):
-        rules = sw.Rules({"w": ("tp",)}, uneven=uneven)  # type: ignore[arg-type]
+        rules = sw.sharding.Rules({"w": ("tp",)}, uneven=uneven)  # type: ignore[arg-type]
         shards = [rules.abstract_state(tree, mesh, rank)["w"] for rank in range(4)]
         assert [one.local.shape[0] for one in shards] == lengths
         assert [one.offset[0] for one in shards] == list(np.cumsum([0, *lengths[:-1]]))
@@ -155,33 +158,33 @@ def test_dimensions_are_cut_as_torch_does_or_evenly() -> None:
 
 @pytest.mark.parametrize("glob", ["**.hidden_1.weight", "**/hidden_1/weight", "**.hidden_*.weight"])
 def test_slashes_inside_a_name_separate_its_parts_as_dots_do(glob: str) -> None:
-    rules = sw.Rules({glob: (None, "tp")})
+    rules = sw.sharding.Rules({glob: (None, "tp")})
     for name in ("hidden_1/weight", "hidden_1.weight"):
-        shard = rules.shard({name: np.zeros((4, 4))}, sw.RankMesh(tp=2), 1)[name]
+        shard = rules.shard({name: np.zeros((4, 4))}, sw.sharding.RankMesh(tp=2), 1)[name]
         assert (shard.global_shape, shard.offset) == ((4, 8), (0, 4))
 
 
 def test_a_tensor_without_a_rule_and_a_rule_that_does_not_fit_are_named() -> None:
-    mesh = sw.RankMesh(tp=2)
+    mesh = sw.sharding.RankMesh(tp=2)
     tree = {"a": {"b.c": sw.ArraySpec((4,), np.float32)}}
     with pytest.raises(sw.MisuseError, match=r"`a/b\.c` matches no rule"):
-        sw.Rules({"x": ()}).abstract_state(tree, mesh, 0)
+        sw.sharding.Rules({"x": ()}).abstract_state(tree, mesh, 0)
     with pytest.raises(sw.MisuseError, match="speaks of 2"):
-        sw.Rules({"a.b.c": (None, "tp")}).abstract_state(tree, mesh, 0)
+        sw.sharding.Rules({"a.b.c": (None, "tp")}).abstract_state(tree, mesh, 0)
     with pytest.raises(sw.MisuseError, match="axis 'ep'"):
-        sw.Rules({"a/b/c": ("ep",)}).abstract_state(tree, mesh, 0)
-    stages = sw.Rules({"**": ()}, stages={"a/**": 2})
+        sw.sharding.Rules({"a/b/c": ("ep",)}).abstract_state(tree, mesh, 0)
+    stages = sw.sharding.Rules({"**": ()}, stages={"a/**": 2})
     assert stages.abstract_state(tree, mesh, 0)["a"]["b.c"] is not ...
     with pytest.raises(sw.MisuseError, match=r"`a/b\.c` is of stage 2"):
-        stages.abstract_state(tree, sw.RankMesh(pp=2), 0)
-    halves = sw.Rules({"**": ()}, stages=lambda path, count: count - 1)
-    assert halves.abstract_state(tree, sw.RankMesh(pp=2), 0)["a"]["b.c"] is ...
+        stages.abstract_state(tree, sw.sharding.RankMesh(pp=2), 0)
+    halves = sw.sharding.Rules({"**": ()}, stages=lambda path, count: count - 1)
+    assert halves.abstract_state(tree, sw.sharding.RankMesh(pp=2), 0)["a"]["b.c"] is ...
     with pytest.raises(sw.MismatchError, match=r"`w`: rank 1 has shape \(2,\)"):
-        sw.Rules({"w": ("tp",)}).shard({"w": np.zeros(2)}, mesh, 1, shapes=lambda path: (7,))
+        sw.sharding.Rules({"w": ("tp",)}).shard({"w": np.zeros(2)}, mesh, 1, shapes=lambda path: (7,))
 
 
 def test_a_tensor_of_another_stage_is_refused_by_name() -> None:
-    mesh = sw.RankMesh(pp=2)
-    rules = sw.Rules({"**": ()}, stages={"embed*": 0})
+    mesh = sw.sharding.RankMesh(pp=2)
+    rules = sw.sharding.Rules({"**": ()}, stages={"embed*": 0})
     with pytest.raises(sw.MisuseError, match=r"`embed` is of stage 0, and rank 1 of .* is of another"):
         rules.shard({"embed": np.zeros(3)}, mesh, 1)

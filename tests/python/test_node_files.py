@@ -26,7 +26,10 @@ def state(rank: int, world: int, step: int) -> dict[str, Any]:
     rows = ROWS // world
     mine = weights(step)[rank * rows : (rank + 1) * rows]
     return {
-        "model": {"w": sw.LocalShard(mine, (ROWS, COLUMNS), (rank * rows, 0)), "bias": np.full(7, step)},
+        "model": {
+            "w": sw.sharding.LocalShard(mine, (ROWS, COLUMNS), (rank * rows, 0)),
+            "bias": np.full(7, step),
+        },
         "step": step,
     }
 
@@ -63,7 +66,7 @@ def test_four_processes_write_one_file_for_each_item_and_any_number_restores_it(
     def restore(rank: int, manager: sw.CheckpointManager) -> Any:
         like = {
             "model": {
-                "w": sw.LocalShard(
+                "w": sw.sharding.LocalShard(
                     sw.ArraySpec((ROWS // 2, COLUMNS), np.float32), (ROWS, COLUMNS), (rank * ROWS // 2, 0)
                 ),
                 "bias": sw.ArraySpec((7,), np.int64),
@@ -138,7 +141,7 @@ import stepwell as sw
 sys.path.insert(0, {here!r})
 from test_node_files import state
 rank = int(sys.argv[1])
-with sw.CheckpointManager({root!r}, coordinator=sw.SharedDirectory(rank, 2, "job"), options=sw.Options(files_per="node", stall_timeout=8.0)) as manager:
+with sw.CheckpointManager({root!r}, coordinator=sw.coordinators.SharedDirectory(rank, 2, "job"), options=sw.Options(files_per="node", stall_timeout=8.0)) as manager:
     manager.save(0, state(rank, 2, 0)).result()
     print("first", flush=True)
     if rank == 1:

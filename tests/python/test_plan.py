@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
-from stepwell import array_reads
+from stepwell._restore import array_reads
 
 STATE: dict[str, Any] = {
     "params": {

@@ -108,7 +108,7 @@ def work():
     for step in range(manager.next_step(), 1_000_000):
         try:
             manager.save(step, {"a": np.full(8 << 20, 7, np.uint8)})
-        except sw.ClosedError:
+        except sw.errors.ClosedError:
             return                  # the program ends
         finally:
             begun.set()
@@ -261,7 +261,7 @@ import atexit, sys
 def late():
     try:
         manager.save(2, {"a": np.full(9, 7, np.uint8)})
-    except sw.ClosedError as error:
+    except sw.errors.ClosedError as error:
         print("too late:", error)
 atexit.register(late)               # before the import: runs after ours
 import numpy as np, stepwell as sw
@@ -290,7 +290,7 @@ class Late:
     def __del__(self):
         try:
             self.manager.save(9, {"a": 1})
-        except sw.ClosedError:
+        except sw.errors.ClosedError:
             os.write(1, b"closed\\n")
         self.manager.close()
 late = Late()

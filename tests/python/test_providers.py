@@ -21,10 +21,10 @@ class Pages:
             np.zeros((min(page, rows - first), columns), np.float32) for first in range(0, rows, page)
         ]
 
-    def stepwell_chunks(self) -> Iterable[sw.Chunk]:
+    def stepwell_chunks(self) -> Iterable[sw.providers.Chunk]:
         first = 0
         for page in self.pages:
-            yield sw.Chunk(page, (first, 0), self.capture)
+            yield sw.providers.Chunk(page, (first, 0), self.capture)
             first += len(page)
 
     def fill(self, value: float) -> None:
@@ -87,8 +87,8 @@ class Given:
         return self.chunks
 
 
-def rows(first: int, count: int) -> sw.Chunk:
-    return sw.Chunk(np.zeros((count, 4), np.float32), (first, 0))
+def rows(first: int, count: int) -> sw.providers.Chunk:
+    return sw.providers.Chunk(np.zeros((count, 4), np.float32), (first, 0))
 
 
 BUFFER = np.zeros((5, 4), np.float32)
@@ -97,14 +97,17 @@ BUFFER = np.zeros((5, 4), np.float32)
 @pytest.mark.parametrize(
     ("chunks", "why"),
     [
-        ([np.zeros((10, 4), np.float32)], r"gives sw\.Chunk"),
-        ([sw.Chunk([[0.0] * 4] * 10)], "a Chunk holds an array, not list"),
+        ([np.zeros((10, 4), np.float32)], r"gives sw\.providers\.Chunk"),
+        ([sw.providers.Chunk([[0.0] * 4] * 10)], "a Chunk holds an array, not list"),
         ([rows(-1, 10)], "the offset of a Chunk has no negative numbers"),
-        ([sw.Chunk(np.zeros((10, 4), np.float32), (0,))], "one number for each dimension"),
+        ([sw.providers.Chunk(np.zeros((10, 4), np.float32), (0,))], "one number for each dimension"),
         ([rows(0, 3), rows(5, 5)], r"no chunk holds \[3:5, 0:4\]"),
         ([rows(0, 6), rows(5, 5)], r"chunks 0 and 1 both hold \[5:6, 0:4\]"),
         ([rows(5, 10)], "chunk 0 does not lie in the tensor"),
-        ([sw.Chunk(BUFFER, (0, 0)), sw.Chunk(BUFFER, (5, 0))], "chunks 0 and 1 are the same memory"),
+        (
+            [sw.providers.Chunk(BUFFER, (0, 0)), sw.providers.Chunk(BUFFER, (5, 0))],
+            "chunks 0 and 1 are the same memory",
+        ),
     ],
 )
 def test_chunks_that_are_not_the_whole_are_refused_by_path_before_anything_is_written(
@@ -126,11 +129,13 @@ def test_what_of_a_provider_cannot_be_filled_is_told_before_anything_is_written(
     fixed.flags.writeable = False
     kept = np.full(3, 7.0)
     with sw.CheckpointManager(root) as mgr:
-        mgr.save(0, {"a": np.zeros(3), "table": Given([sw.Chunk(fixed)])}).result()
+        mgr.save(0, {"a": np.zeros(3), "table": Given([sw.providers.Chunk(fixed)])}).result()
         with pytest.raises(sw.UnsupportedLeaf, match=r"`table`.*read-only"):
-            mgr.restore(0, into={"a": kept, "table": Given([sw.Chunk(fixed)])})
+            mgr.restore(0, into={"a": kept, "table": Given([sw.providers.Chunk(fixed)])})
         assert (kept == 7).all()
-        assert not mgr.restore(0, like={"a": kept, "table": Given([sw.Chunk(fixed)])})["table"].any()
+        assert not mgr.restore(0, like={"a": kept, "table": Given([sw.providers.Chunk(fixed)])})[
+            "table"
+        ].any()
 
 
 def test_a_dtype_that_is_none_of_numpys_is_refused_by_path(root: Path) -> None:
@@ -149,9 +154,9 @@ class Rows:
         middle = len(values) // 2
         self.halves = (values[:middle].copy(), values[middle:].copy())
 
-    def stepwell_chunks(self) -> Iterable[sw.Chunk]:
-        yield sw.Chunk(self.halves[0], (0,))
-        yield sw.Chunk(self.halves[1], (len(self.halves[0]),), "lazy")
+    def stepwell_chunks(self) -> Iterable[sw.providers.Chunk]:
+        yield sw.providers.Chunk(self.halves[0], (0,))
+        yield sw.providers.Chunk(self.halves[1], (len(self.halves[0]),), "lazy")
 
 
 def test_chunks_in_another_byte_order_are_stored_as_their_values_and_filled_with_them(root: Path) -> None:

@@ -28,8 +28,8 @@ def state(step, rank=RANK, world=WORLD, make=lambda array: array.copy()):
     left, right = cut(COLUMNS, rank, world)
     return {
         "params": {
-            "rows": sw.LocalShard(make(whole(step, 1)[first:end]), (ROWS, COLUMNS), (first, 0)),
-            "columns": sw.LocalShard(make(whole(step, 2)[:, left:right]), (ROWS, COLUMNS), (0, left)),
+            "rows": sw.sharding.LocalShard(make(whole(step, 1)[first:end]), (ROWS, COLUMNS), (first, 0)),
+            "columns": sw.sharding.LocalShard(make(whole(step, 2)[:, left:right]), (ROWS, COLUMNS), (0, left)),
             "norm": np.full(COLUMNS, step, np.float64),
         },
         "step": step,
@@ -97,7 +97,7 @@ def data_read():
     return int(next(line for line in open("/proc/self/io") if line.startswith("rchar")).split()[1])
 
 def state(array, rank):
-    norm, w = np.ones(1024), sw.LocalShard(array, (3 * 4096, 1024), (rank * 4096, 0))
+    norm, w = np.ones(1024), sw.sharding.LocalShard(array, (3 * 4096, 1024), (rank * 4096, 0))
     # Of the first leaf alone ranks could not see that others are parts.
     return {"model": {"norm": norm, "w": w} if WORLD > 1 else {"w": w, "norm": norm}}
 
@@ -145,7 +145,7 @@ if RANK == 2:
 try:
     manager.save(2, state(2)).result()
     print("saved")
-except sw.CoordinationTimeout as error:
+except sw.errors.CoordinationTimeout as error:
     print("missing", error.missing)
 manager.save(3, state(3))
 try:
@@ -195,7 +195,7 @@ if RANK == 1:
 try:
     manager.save(2, state(2)).result()
     print("saved")
-except sw.CoordinationTimeout as error:
+except sw.errors.CoordinationTimeout as error:
     print("missing", error.missing, flush=True)
 if RANK == 1:
     has_heard.touch()
@@ -316,7 +316,7 @@ def test_shards_that_leave_a_hole_are_refused_with_the_tensor_the_ranks_and_the_
 ) -> None:
     script = """
 with open_manager() as manager:
-    shard = sw.LocalShard(np.zeros((4, 6)), (12, 6), (4 * RANK, 0))
+    shard = sw.sharding.LocalShard(np.zeros((4, 6)), (12, 6), (4 * RANK, 0))
     try:
         manager.save(1, {"params": {"w": shard}}).result()
     except sw.MismatchError as error:
@@ -435,7 +435,7 @@ if RANK == 2:
     sys.exit(0)
 try:
     open_manager(settings={"stall_timeout": 1.0})
-except sw.CoordinationTimeout as error:
+except sw.errors.CoordinationTimeout as error:
     print(error.missing)
 """
     out = run(tmp_path, script, 3, root)
@@ -521,18 +521,20 @@ def test_of_each_socket_only_so_many_processes_write_what_all_have(tmp_path: Pat
 
 def test_a_local_shard_says_what_is_wrong_with_it() -> None:
     with pytest.raises(sw.MisuseError, match="passes the end"):
-        sw.LocalShard(np.zeros((4, 4)), (6, 4), (3, 0))
+        sw.sharding.LocalShard(np.zeros((4, 4)), (6, 4), (3, 0))
     with pytest.raises(sw.MisuseError, match="as many dimensions"):
-        sw.LocalShard(np.zeros((4, 4)), (6,), (3,))
+        sw.sharding.LocalShard(np.zeros((4, 4)), (6,), (3,))
     with pytest.raises(sw.MisuseError, match="replica"):
-        sw.LocalShard(np.zeros(4), (6,), (0,), replica=(2, 2))
-    assert repr(sw.LocalShard(np.zeros((2, 4)), (6, 4), (3, 0))) == "LocalShard([3:5, 0:4] of (6, 4))"
+        sw.sharding.LocalShard(np.zeros(4), (6,), (0,), replica=(2, 2))
+    assert (
+        repr(sw.sharding.LocalShard(np.zeros((2, 4)), (6, 4), (3, 0))) == "LocalShard([3:5, 0:4] of (6, 4))"
+    )
 
 
 def test_one_process_may_save_what_it_holds_in_one_shard(root: Path) -> None:
-    shard = sw.LocalShard(np.arange(6.0).reshape(2, 3), (2, 3), (0, 0))
+    shard = sw.sharding.LocalShard(np.arange(6.0).reshape(2, 3), (2, 3), (0, 0))
     with sw.CheckpointManager(root) as manager:
         manager.save(0, {"w": shard}).result()
         np.testing.assert_array_equal(manager.restore()["w"], shard.local)
         with pytest.raises(sw.UnsupportedLeaf, match=r"no chunk holds \[2:4, 0:3\]"):
-            manager.save(1, {"w": sw.LocalShard(shard.local, (4, 3), (0, 0))})
+            manager.save(1, {"w": sw.sharding.LocalShard(shard.local, (4, 3), (0, 0))})

@@ -359,7 +359,7 @@ def test_memory_for_arrays_of_any_size_is_little_more_than_they_are(python: Call
     script = """
     import re
     import numpy as np
-    from stepwell.allocate import Allocator
+    from stepwell._restore.allocate import Allocator
 
     def resident():
         return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10

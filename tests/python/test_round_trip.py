@@ -390,7 +390,7 @@ def test_any_state_restores_into_itself_and_like_itself(tmp_path: Path, state: A
 @settings(max_examples=100, deadline=None)
 @given(states)
 def test_the_walk_over_a_target_sees_the_paths_of_the_walk_over_a_state(state: Any) -> None:
-    from stepwell import template
+    from stepwell._restore import template
 
     saved = _core.flatten(state).paths()
     wanted = [leaf.path for leaf in template.leaves(template.parse(state)) if leaf.what != "skip"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepwell.rebuild import Node, Structure
+from stepwell._restore.structure import Node, Structure
 
 MANY = 2000
 

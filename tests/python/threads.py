@@ -38,7 +38,7 @@ def together(
         try:
             with sw.CheckpointManager(
                 root,
-                coordinator=sw.SharedDirectory(rank, world, job) if world > 1 else None,
+                coordinator=sw.coordinators.SharedDirectory(rank, world, job) if world > 1 else None,
                 options=settings,
                 retention=retention,
                 save_policy=None if save_policy is None else save_policy(rank),

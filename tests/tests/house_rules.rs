@@ -160,7 +160,7 @@ fn only_the_commit_renames() {
             .iter()
             .any(|word| code.contains(word));
         // A report goes to a file of the user's, whole.
-        let may = place.starts_with("python/stepwell/cli/report.py:");
+        let may = place.starts_with("python/stepwell/_cli/report.py:");
         assert!(!renames || may, "{place} renames: {code}");
     }
 }
@@ -169,9 +169,9 @@ fn only_the_commit_renames() {
 /// for, and locks that the command line inspects.
 const OTHER_FILES: [&str; 4] = [
     "python/stepwell/events.py:",
-    "python/stepwell/cli/cat.py:",
-    "python/stepwell/cli/command.py:",
-    "python/stepwell/cli/leftovers.py:",
+    "python/stepwell/_cli/cat.py:",
+    "python/stepwell/_cli/command.py:",
+    "python/stepwell/_cli/leftovers.py:",
 ];
 
 /// The ways to a file that there are beside [`stepwell_core::io`].
@@ -231,7 +231,7 @@ fn nothing_outside_core_io_opens_a_data_file() {
         let calls_open = code.match_indices("open(").any(|(at, _)| {
             let before = code[..at].chars().next_back().unwrap_or(' ');
             // Its own `open` gives a checkpoint.
-            let own = place.starts_with("python/stepwell/singular.py") || code.contains("def open(");
+            let own = place.starts_with("python/stepwell/_singular.py") || code.contains("def open(");
             !own && !before.is_alphanumeric() && !matches!(before, '_' | '.')
         });
         let others = [

@@ -2,10 +2,10 @@
 //! stored, in containers that are exactly built in.
 //!
 //! [`plan`] walks the target and the stored tree side by side and answers `None` the moment
-//! anything is off, or only Python knows what it means: the general way (`stepwell.restoring`) then
-//! starts from the beginning, makes its report, and does whatever is to be done. So nothing here
-//! decides what is an error. No leaf costs a Python object but the array that is returned; no path
-//! is rendered unless a read fails.
+//! anything is off, or only Python knows what it means. The general way (`_restore/restore.py`)
+//! then starts from the beginning and makes its report. So nothing here decides what is an error.
+//! No leaf costs a Python object but the array that is returned; no path is rendered unless a read
+//! fails.
 //!
 //! Both paths have the same order: objects are read first, then arrays in new memory, then the
 //! caller's own arrays. Leaves that are tied in the store come back as one object, those of another

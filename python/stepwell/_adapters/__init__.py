@@ -1,0 +1,314 @@
+"""The seam to frameworks: one module per framework, imported only where the caller has imported the
+framework.
+
+A framework module has
+
+* ``describe(obj)``: what a value of its own types is (see ``leaves.describe``), or ``None``;
+* ``target(obj)``: what an array or abstract array of its own wants back, a :class:`Target`, or
+  ``None``;
+* ``branch(obj)``: a container of its own types as the caller's structure, a :class:`Opened`, or
+  ``None``;
+* ``why_not_loaded(obj)``: why an object's ``load_state_dict`` cannot take stored values, or
+  ``None`` (optional);
+* ``owns(obj)``: whether an object with a state of its own is one of its own, so that it takes its
+  arrays and no others;
+* ``arrays(values, placement)``: numpy arrays that nobody else has, as arrays of its own;
+* ``empty_on(placement)``: what makes new arrays there that the engine fills, or ``None`` (only
+  where it has arrays that are on devices);
+* ``TAKES_OVER``: whether those take over the memory of what they are made of, for good: nobody else
+  may write to it then (not there: no);
+* ``like(values, targets)``: the same, each where a target is that is an array of a class that never
+  changes, or an abstract array; ``None`` for a target that is not its own (only where it makes such
+  classes known);
+* ``with_values(array)``: an array of its own whose memory holds its values: itself, or a new one
+  (only where it has lazy views);
+* ``streams(devices)``: on which streams it computes now, by CUDA device (only where what is put on
+  a stream of one's own can be ordered with its work);
+* ``arrange(state, saving)``: a state whose leaves are to be stored elsewhere than where they stand,
+  an :class:`Arranged`, or ``None`` (only where it has such leaves);
+* ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named
+  ``<framework>.…`` (only where it names some);
+
+and registers the classes of its arrays with the engine when it is imported. A framework that is not
+imported costs one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from .._state.specs import ArraySpec
+
+#: Framework package → the adapter module that knows it.
+_FRAMEWORKS = {
+    "torch": "stepwell._adapters.torch",
+    "jax": "stepwell._adapters.jax",
+    "megatron.core.dist_checkpointing.mapping": "stepwell._adapters.megatron",
+}
+
+#: A part of an array: its first element, and its extent.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class OnDevice:
+    """An array on a device, which the engine fills where it is. To a restore it looks like an array
+    of numpy whose values it cannot touch."""
+
+    __slots__ = ("array", "dtype", "shape", "strides")
+
+    def __init__(self, array: Any, dtype: np.dtype[Any], strides: tuple[int, ...]) -> None:
+        self.array = array
+        self.dtype = dtype
+        self.shape: tuple[int, ...] = tuple(array.shape)
+        #: In bytes.
+        self.strides = strides
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """A wanted array of a framework."""
+
+    spec: ArraySpec
+    #: All targets that have the same function are finished in one call: pairs of target and value
+    #: (a numpy array; a list of them, one for each box), and whether the caller's own are to be
+    #: filled → the arrays.
+    finish: Callable[[list[tuple[Target, Any]], bool], list[Any]]
+    #: The caller's own array, or what describes one.
+    value: Any = None
+    #: Its memory, where that can be filled as it is.
+    memory: np.ndarray[Any, Any] | OnDevice | None = None
+    #: Shape, dtype → a new array on a device, which the engine fills there; ``None``: what is new
+    #: is made in host memory.
+    empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
+    #: True if ``value`` is an array that can stay as it is.
+    has_value: bool = False
+    #: True if what is made takes over the memory of its value for good: nobody else may write to it
+    #: then.
+    takes_over: bool = False
+    #: The parts of it that are wanted; ``None``: all of it.
+    boxes: Sequence[Box] | None = None
+    #: The memory of each of them, where that can be filled as it is; ``None``: they have none.
+    memories: Sequence[np.ndarray[Any, Any] | OnDevice | None] | None = None
+    #: True if boxes may reach beyond what is stored, where the shape of the whole is left open;
+    #: what is there of them is zeros.
+    pads: bool = False
+    #: Its place, in the framework's terms, and the function that returns a target at another place.
+    placement: Any = None
+    replace: Callable[[Target, Any], Target] | None = None
+    #: Why its value cannot be filled, where it cannot.
+    unfillable: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Opened:
+    """A container of a framework, taken apart: its children by path component, and what puts it
+    together again (children by key, and whether they were filled in place)."""
+
+    children: list[tuple[Any, Any]]
+    close: Callable[[list[tuple[Any, Any]], bool], Any]
+    #: Why it cannot be filled, where it cannot; it still says what is wanted.
+    unfillable: str | None = None
+    #: The child that is looked at before anything else, and why a stored value of it does not fit
+    #: (``None``: it does).
+    first: tuple[Any, Callable[[Any], str | None]] | None = None
+    #: Returns the children for the outline of what is stored there (``Structure.outline``).
+    #: ``None``: ``children`` are wanted, whatever is stored.
+    settle: Callable[[Any], list[tuple[Any, Any]]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Arranged:
+    """A state, or a structure that is to be restored, whose leaves stand where they are stored; and
+    what puts what was restored (and whether it was filled) to where they stood."""
+
+    state: dict[Any, Any]
+    put_back: Callable[[dict[Any, Any], bool], Any]
+
+
+class DoesNotFit(Exception):
+    """The array of that number among those that were to become a framework's has values that its
+    dtype there has not."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def load() -> list[ModuleType]:
+    """The adapters of the frameworks that are in use."""
+    return [_module(adapter) for package, adapter in _FRAMEWORKS.items() if package in sys.modules]
+
+
+def _first(what: str, *arguments: Any) -> Any:
+    for module in load():
+        found = getattr(module, what)(*arguments)
+        if found is not None:
+            return found
+    return None
+
+
+def describe(obj: Any) -> Any:
+    """Describes an object of an imported framework, or returns ``None``."""
+    return _first("describe", obj)
+
+
+def target(obj: Any) -> Target | None:
+    """Returns the target of a framework's array or abstract array, or ``None``."""
+    found: Target | None = _first("target", obj)
+    return found
+
+
+def branch(obj: Any) -> Opened | None:
+    """A container of a framework that is in use, or ``None``."""
+    found: Opened | None = _first("branch", obj)
+    return found
+
+
+def arrange(state: Any, saving: bool = False) -> Arranged | None:
+    """A state with leaves of a framework that is in use at the places where those are stored;
+    ``None`` where all are stored where they stand."""
+    for module in load():
+        found: Arranged | None = module.arrange(state, saving) if hasattr(module, "arrange") else None
+        if found is not None:
+            return found
+    return None
+
+
+def as_saved(state: Any) -> Any:
+    """A state as it is stored: :func:`arrange`, for a save."""
+    arranged = arrange(state, saving=True)
+    return state if arranged is None else arranged.state
+
+
+def why_not_loaded(obj: Any) -> str | None:
+    """The reason why an object's ``load_state_dict`` cannot take stored values, or ``None``."""
+    for module in load():
+        found: str | None = module.why_not_loaded(obj) if hasattr(module, "why_not_loaded") else None
+        if found is not None:
+            return found
+    return None
+
+
+def library_of(obj: Any) -> str | None:
+    """The framework whose arrays an object with a state of its own takes; ``None`` where it may be
+    any."""
+    return next((module.__name__.rpartition(".")[2] for module in load() if module.owns(obj)), None)
+
+
+def is_known(package: str) -> bool:
+    """True if there is an adapter for a framework."""
+    return package in _FRAMEWORKS
+
+
+def check_fits(package: str, placement: Any, shape: tuple[int, ...]) -> None:
+    """Raises a ``ValueError`` where no array of that shape can be at that place of a framework."""
+    _module(_FRAMEWORKS[package]).check_fits(placement, shape)
+
+
+def empty(package: str, placement: Any) -> Callable[[tuple[int, ...], np.dtype[Any]], Any] | None:
+    """Returns a function that allocates arrays of a framework in memory that the engine can fill
+    and the host cannot. ``None`` for host memory."""
+    make = getattr(_module(_FRAMEWORKS[package]), "empty_on", None)
+    found: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None if make is None else make(placement)
+    return found
+
+
+def arrays(package: str, values: list[Any], placement: Any = None) -> list[Any]:
+    """Numpy arrays as those of a framework, which is imported for it."""
+    found: list[Any] = _module(_FRAMEWORKS[package]).arrays(values, placement)
+    return found
+
+
+def arrays_where_used(package: str, values: list[Any]) -> list[Any]:
+    """The same, where the framework is in use; else as they are."""
+    return arrays(package, values) if package in _FRAMEWORKS and package in sys.modules else values
+
+
+def takes_over(package: str) -> bool:
+    """True if arrays of a framework, where it is in use, take over the memory of what they are made
+    of."""
+    used = package in _FRAMEWORKS and package in sys.modules
+    return used and bool(getattr(_module(_FRAMEWORKS[package]), "TAKES_OVER", False))
+
+
+def like(values: list[Any], targets: list[Any]) -> list[Any]:
+    """Numpy arrays, those with a target as arrays of its framework, where it is."""
+    results = list(values)
+    for module in load():
+        if hasattr(module, "like"):
+            for number, array in enumerate(module.like(values, targets)):
+                if array is not None:
+                    results[number] = array
+    return results
+
+
+def with_values(array: Any) -> Any:
+    """An array whose memory holds its values as they are stored: itself, or a new one where they
+    lie there in another byte order, or a view is to conjugate or negate them."""
+    if isinstance(array, np.ndarray):
+        return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    for module in load():
+        if hasattr(module, "with_values"):
+            array = module.with_values(array)
+    return array
+
+
+def streams(devices: Iterable[int]) -> dict[int, int]:
+    """The handles of the streams on which frameworks that are in use compute now, by the number of
+    their CUDA device; a device on which none does that can be known is left out."""
+    found: dict[int, int] = {}
+    for module in load():
+        if hasattr(module, "streams"):
+            found.update(module.streams(devices))
+    return found
+
+
+def revive(name: str, parts: Any) -> Any:
+    """The object for an extension that a framework owns; a description of it where the framework is
+    not in use."""
+    package = name.partition(".")[0]
+    adapter = _FRAMEWORKS.get(package)
+    if adapter is not None and package in sys.modules:
+        return _module(adapter).revive(name, parts)
+    return StoredExtension(name, parts)
+
+
+def remake(name: str, children: dict[Any, Any]) -> Any:
+    """The container that a framework has named; its children as a dict where the framework is not
+    in use."""
+    package = name.partition(".")[0]
+    adapter = _FRAMEWORKS.get(package)
+    if adapter is not None and package in sys.modules:
+        return _module(adapter).remake(name, children)
+    return children
+
+
+class StoredExtension:
+    """A stored object whose type is not known here: the name and parts that were stored."""
+
+    __slots__ = ("name", "parts")
+
+    def __init__(self, name: str, parts: Any) -> None:
+        self.name = name
+        self.parts = parts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoredExtension) and (self.name, self.parts) == (other.name, other.parts)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"StoredExtension({self.name!r}, {self.parts!r})"

@@ -1,0 +1,441 @@
+"""A read-only checkpoint: ``sw.open(path)``. It holds a lease, so that no retention removes it
+while it is read."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, Unpack, final
+
+import numpy as np
+
+from . import _lifecycle as lifecycle
+from ._checks import shown
+from ._paths import Component
+from ._public import public
+from ._restore import collector as collecting
+from ._restore import plan
+from ._restore import restore as restoring
+from ._restore.allocate import Allocator
+from ._restore.options import RestoreKeywords, RestoreOptions, spelled_out
+from ._restore.plan import RestorePlan
+from ._restore.structure import Structure, kind_of
+from ._state.leaves import Reviver
+from ._state.specs import ArraySpec, ObjectSpec, to_dtype
+from .errors import ClosedError, MisuseError
+
+#: One step of a path.
+Key: TypeAlias = str | int
+
+
+@public
+@final
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Facts about a step, known without reading an array."""
+
+    #: Its number.
+    step: int
+    #: The structure, with :class:`ArraySpec` and :class:`ObjectSpec` as leaves.
+    tree: Any
+    #: Names of the items: what can be restored and dropped alone.
+    items: tuple[str, ...]
+    #: Metrics by name.
+    metrics: dict[str, float]
+    #: The JSON that was saved with it.
+    custom_metadata: Any
+    #: When its save began, in UTC.
+    started: datetime.datetime
+    #: When it was committed, in UTC.
+    committed: datetime.datetime
+    #: How many processes wrote it.
+    world_size: int
+    #: The version of the file format.
+    format_version: int
+    #: The program that wrote it, with its version.
+    writer: str
+    #: Bytes of all arrays.
+    nbytes: int
+    #: The whole manifest.
+    manifest: dict[str, Any]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Stored bytes that are not what was written."""
+
+    #: The file, relative to the step.
+    file: str
+    #: The block of it, where it is one.
+    block: int | None
+    #: Rendered paths of the leaves that lie there.
+    leaves: tuple[str, ...]
+    #: A description of the damage.
+    what: str
+
+
+@public
+@final
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The result of a verification."""
+
+    #: Files and bytes that were read.
+    files: int
+    nbytes: int
+    #: All damage; empty if everything is valid.
+    damages: tuple[Damage, ...]
+    #: The directory that was looked at.
+    path: str = ""
+    #: Its step, where one is known.
+    step: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """True if every byte is what was written."""
+        return not self.damages
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class Subtree(Mapping[Key, Any]):
+    """A container of a checkpoint: look up a child by its key, index or field name. Nothing is read
+    before a leaf is asked for."""
+
+    __slots__ = ("_checkpoint", "_node")
+
+    def __init__(self, checkpoint: Checkpoint, node: int) -> None:
+        self._checkpoint = checkpoint
+        self._node = node
+
+    def _children(self) -> dict[Key, int]:
+        structure = self._checkpoint._tree()
+        return {structure.key(child): child for child in structure.children[self._node]}
+
+    def __getitem__(self, key: Key) -> Any:
+        found = self._children().get(key)
+        if found is None:
+            where, keys = self._checkpoint._tree().paths[self._node], list(self._children())
+            dropped = [item for item, _ in self._checkpoint._open().dropped()] if not where else []
+            if key in dropped:
+                raise KeyError(f"{key!r} was dropped from this step by thinning")
+            what = f"{f'`{where}`' if where else 'the state'} has no {key!r}; it has {keys[:20]}"
+            if isinstance(key, str) and "/" in key and key.split("/")[0] in keys:
+                first, second = key.split("/")[:2]
+                what += f"; a path is walked key by key: [{first!r}][{second!r}]"
+            raise KeyError(what)
+        return self._checkpoint._at(found)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._children())
+
+    def __len__(self) -> int:
+        return len(self._children())
+
+    def load(self) -> Any:
+        """The whole subtree, read."""
+        return self._checkpoint._load(self._node)
+
+    def __repr__(self) -> str:
+        structure = self._checkpoint._tree()
+        kind = structure.nodes[self._node][2]
+        name = kind if isinstance(kind, int) else kind_of(kind)
+        return f"<{name} `{structure.paths[self._node]}` of {list(self._children())[:20]}>"
+
+
+@final
+class Array:
+    """An array of a checkpoint: slicing reads the blocks that the slice needs and no others."""
+
+    __slots__ = ("_checkpoint", "_leaf", "dtype", "path", "shape")
+
+    def __init__(
+        self, checkpoint: Checkpoint, leaf: int, path: str, dtype: str, shape: tuple[int, ...]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._leaf = leaf
+        #: Rendered leaf path.
+        self.path = path
+        #: Element type.
+        self.dtype: np.dtype[Any] = to_dtype(dtype)
+        #: Elements along each dimension.
+        self.shape = shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        box, rest = _box(index, self.shape, self.path)
+        values = self._checkpoint._read(self._leaf, box, self.dtype)
+        return values[rest]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        values: np.ndarray[Any, Any] = self._checkpoint._read(
+            self._leaf, [(0, n) for n in self.shape], self.dtype
+        )
+        return values if dtype is None else values.astype(dtype)
+
+    def load(self) -> np.ndarray[Any, Any]:
+        """The whole array, read."""
+        return self.__array__()
+
+    def __repr__(self) -> str:
+        return f"<Array `{self.path}` {self.dtype.name}{list(self.shape)}>"
+
+
+def _box(index: Any, shape: tuple[int, ...], path: str) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
+    """A numpy basic index → the box that holds what it names (start, length per dimension), and the
+    index into that box."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(part is None or not _is_basic(part) for part in parts):
+        raise IndexError(f"`{path}` takes integers, slices and `...`; load() it for other indices")
+    if sum(part is ... for part in parts) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    given = sum(part is not ... for part in parts)
+    if given > len(shape):
+        raise IndexError(f"`{path}` has {len(shape)} dimensions, {given} were indexed")
+    fill = [slice(None)] * (len(shape) - given)
+    if any(part is ... for part in parts):
+        at = next(i for i, part in enumerate(parts) if part is ...)
+        parts[at : at + 1] = fill
+    else:
+        parts += fill
+    box: list[tuple[int, int]] = []
+    rest: list[Any] = []
+    for part, n in zip(parts, shape, strict=True):
+        if not isinstance(part, slice):
+            i = int(part.__index__())
+            if not -n <= i < n:
+                raise IndexError(f"index {i} is out of bounds for `{path}`, which has {n} there")
+            box.append((i % n, 1))
+            rest.append(0)
+            continue
+        start, stop, step = part.indices(n)
+        places = range(start, stop, step)
+        if not places:
+            box.append((0, 0))
+            rest.append(slice(None))
+            continue
+        low, high = min(places[0], places[-1]), max(places[0], places[-1])
+        box.append((low, high - low + 1))
+        rest.append(slice(None, None, step))
+    return box, tuple(rest)
+
+
+def _is_basic(part: Any) -> bool:
+    if part is ... or isinstance(part, slice):
+        return True
+    if isinstance(part, (bool, np.bool_)):
+        return False
+    try:
+        operator.index(part)
+    except TypeError:  # no number, or an array of several
+        return False
+    return True
+
+
+@public
+@final
+class Checkpoint:
+    """An open, leased checkpoint. ``ckpt["params"]["w"][0:128]`` reads just that."""
+
+    __slots__ = ("__weakref__", "_core", "_owner", "_structure")
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._owner = lifecycle.Owner("checkpoint")
+        self._structure: Structure | None = None
+
+    def _open(self) -> Any:
+        self._owner.check()
+        if self._core is None:
+            raise ClosedError("this checkpoint was closed; open it again")
+        return self._core
+
+    def _tree(self) -> Structure:
+        if self._structure is None:
+            self._structure = Structure(self._open().nodes())
+        return self._structure
+
+    def _at(self, node: int) -> Any:
+        structure = self._tree()
+        kind = structure.nodes[node][2]
+        if not isinstance(kind, int):
+            return Subtree(self, node)
+        what, dtype, shape, _tied = self._open().leaf(kind)
+        if what == "object":
+            return self._open().objects([kind], Reviver())[0]
+        return Array(self, kind, structure.paths[node], dtype, tuple(shape))
+
+    def _load(self, node: int) -> Any:
+        """A subtree, as stored."""
+        from ._restore import template
+        from ._state.specs import AS_STORED
+
+        structure = self._tree()
+        job = restoring.Restore(self._open(), RestoreOptions(), structure)
+        components = structure.components(node)
+        return job.run(template.Leaf(structure.paths[node], components, "stored", AS_STORED), fill=False)
+
+    def _read(self, leaf: int, box: list[tuple[int, int]], dtype: np.dtype[Any]) -> Any:
+        shape = tuple(n for _, n in box)
+        values = Allocator().empty(shape, dtype)
+        if values.size:
+            self._open().read([(leaf, [start for start, _ in box], list(shape), values)])
+        return values
+
+    @property
+    def path(self) -> str:
+        """Its path."""
+        return str(self._open().path())
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+        return int(self.manifest["step"])
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The commit record."""
+        found: dict[str, Any] = json.loads(self._open().manifest())
+        return found
+
+    def paths(self) -> list[str]:
+        """Rendered paths of all leaves."""
+        return self._tree().leaf_paths()
+
+    def __getitem__(self, key: Key) -> Any:
+        root = self._at(0)
+        if not isinstance(root, Subtree):
+            raise MisuseError("the state of this checkpoint is a single value; call restore() for it")
+        return root[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        root = self._at(0)
+        return iter(root) if isinstance(root, Subtree) else iter(())
+
+    def __len__(self) -> int:
+        root = self._at(0)
+        return len(root) if isinstance(root, Subtree) else 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in list(self)
+
+    def keys(self) -> list[Key]:
+        """Top-level keys."""
+        return list(self)
+
+    def metadata(self) -> Metadata:
+        """Returns facts about the step without reading an array."""
+        with collecting.paused():
+            return self._metadata()
+
+    def _metadata(self) -> Metadata:
+        core = self._open()
+        structure = self._tree()
+        specs: list[Any] = []
+        nbytes = 0
+        # Leaves that are alike share a description, which nobody can change.
+        alike: dict[tuple[str, tuple[int, ...]], tuple[ArraySpec, int]] = {}
+        for kind, dtype, sizes, tied in core.leaves():
+            if kind == "object":
+                specs.append(ObjectSpec())
+            else:
+                shape = tuple(sizes)
+                found = alike.get((dtype, shape))
+                if found is None:
+                    spec = ArraySpec(shape, dtype)
+                    found = alike[dtype, shape] = (spec, spec.nbytes or 0)
+                spec, size = found
+                nbytes += 0 if tied else size
+                specs.append(spec)
+        manifest = self.manifest
+        metrics = {str(name): float(value) for name, value in core.metrics().items()}
+        return Metadata(
+            step=int(manifest["step"]),
+            tree=structure.build(0, specs.__getitem__) if structure.nodes else {},
+            items=tuple(str(item["name"]) for item in manifest["items"]),
+            metrics=metrics,
+            custom_metadata=manifest.get("custom_metadata"),
+            started=_time(manifest["started_unix_ns"]),
+            committed=_time(manifest["committed_unix_ns"]),
+            world_size=int(manifest["world_size"]),
+            format_version=int(manifest["format_version"]),
+            writer=str(manifest["writer"]),
+            nbytes=nbytes,
+            manifest=manifest,
+        )
+
+    @spelled_out
+    def restore(self, **options: Unpack[RestoreKeywords]) -> Any:
+        """Restores; see :meth:`CheckpointManager.restore`."""
+        checked = RestoreOptions.of(options).reading_alone()
+        if checked.fill:
+            lifecycle.wait_captured()
+        return restoring.run(self._open(), checked)
+
+    @spelled_out
+    def plan(self, **options: Unpack[RestoreKeywords]) -> RestorePlan:
+        """Returns what :meth:`restore` with these keywords would read and do. Reads no array and
+        changes nothing. Raises the errors that ``restore`` would raise about the match."""
+        checked = RestoreOptions.of(options, "plan").reading_alone()
+        return plan.plan(self._open(), checked, self.manifest["items"])
+
+    def verify(self, progress: Callable[[int, int], Any] | None = None) -> VerifyReport:
+        """Reads everything and compares every checksum. ``progress(bytes done, bytes in all)`` is
+        called now and then."""
+        if progress is not None and not callable(progress):
+            raise MisuseError(f"progress is called with the bytes done and in all; it is a {shown(progress)}")
+        files, nbytes, damages = self._open().verify(progress)
+        found = tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)
+        return VerifyReport(files, nbytes, found, self.path, self.step)
+
+    def close(self) -> None:
+        """Gives the lease up. Closing twice is fine."""
+        if self._core is not None and self._owner.is_here:
+            self._core.close()
+        self._core = None
+
+    def __enter__(self) -> Checkpoint:
+        self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._core is None:
+            return "<Checkpoint, closed>"
+        return f"<Checkpoint of step {self.step} at {os.fspath(self.path)}>"
+
+
+def _time(unix_ns: int) -> datetime.datetime:
+    seconds, ns = divmod(int(unix_ns), 1_000_000_000)
+    base = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return base.replace(microsecond=ns // 1000)
+
+
+__all__ = ["Array", "Checkpoint", "Component", "Damage", "Metadata", "Subtree", "VerifyReport"]

@@ -1,0 +1,232 @@
+"""Paths that callers give: what they must be, and what a wrong one looks like, so that the error
+can say what to pass instead."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+from urllib.parse import unquote, urlsplit
+
+from ._checks import shown
+from .errors import FormatError, MisuseError, NotAStep, StepNotFound, StorageError, from_engine
+
+Path: TypeAlias = str | os.PathLike[str]
+
+#: The commit record of a checkpoint.
+MANIFEST = "manifest.json"
+_CONTROL = ".stepwell"
+#: Entries of a directory that are looked into.
+_LOOKED_AT = 64
+
+
+#: A URL: ``scheme://``, also with the one slash that ``pathlib`` leaves of two.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//|/(?!/))")
+#: Schemes that are recognised after ``pathlib`` has removed a slash.
+_SCHEMES = frozenset(
+    [
+        "abfs",
+        "abfss",
+        "az",
+        "file",
+        "gcs",
+        "gs",
+        "hdfs",
+        "hf",
+        "http",
+        "https",
+        "oss",
+        "r2",
+        "s3",
+        "s3a",
+        "wasb",
+        "wasbs",
+    ]
+)
+
+
+def absolute(path: Any, what: str = "the path") -> str:
+    """Returns an absolute path, ``~`` expanded. Accepts ``file://`` URLs, and refuses others."""
+    try:
+        given = os.fspath(path)
+    except TypeError as error:
+        raise MisuseError(f"{what} is a str or an os.PathLike, not {shown(path)}") from error
+    given = os.fsdecode(given)
+    if not given:
+        raise MisuseError(f'{what} is empty; pass a directory ("." is the working directory)')
+    if "\0" in given:
+        raise MisuseError(f"{what} holds a null byte: {given!r:.80}")
+    found = _URL.match(given)
+    if found is not None and (found[2] == "//" or found[1].lower() in _SCHEMES):
+        given = _from_url(given, found[1].lower(), what)
+    return os.path.abspath(os.path.expanduser(given))
+
+
+def readable(path: Any, what: str = "the path") -> str:
+    """Returns the absolute path of something to read. A symlink to something is followed."""
+    found = absolute(path, what)
+    return os.path.realpath(found) if os.path.islink(found) and os.path.exists(found) else found
+
+
+def _from_url(url: str, scheme: str, what: str) -> str:
+    """Returns the path of a ``file://`` URL. Refuses other schemes."""
+    if scheme != "file":
+        raise MisuseError(
+            f"{what} is a URL ({url!r:.120}), and object stores are not supported yet: pass a directory of a "
+            "disk or a shared file system, and copy committed steps to the store from there"
+        )
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise MisuseError(f"{what} names another host ({url!r:.120}); pass a path of this machine")
+    return unquote(parts.path)
+
+
+def is_directory(path: str) -> bool:
+    """True if a directory is there. A disk that does not answer is an error, and no "nothing
+    there": see :class:`~stepwell.StorageError`."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        message = f"stat of {path} failed: {error.strerror}"
+        raise from_engine("io", message, {"errno": error.errno, "file": path}) from error
+
+
+def check_root(root: str) -> None:
+    """Refuses what is there already and can be no root."""
+    if os.path.isfile(os.path.join(root, MANIFEST)):
+        above = os.path.dirname(root)
+        raise MisuseError(
+            f"{root} is no root but a checkpoint itself (it has a {MANIFEST}): a manager takes the directory that holds the steps"
+            + (f", here {above}" if _is_root(above) else "; sw.restore() and sw.open() read a single one")
+        )
+    if inside := _inside(root):
+        raise MisuseError(f"{root} cannot be a root: {inside}")
+    if os.path.lexists(root) and not os.path.isdir(root):
+        raise MisuseError(
+            f"{root} cannot be a root: it is {_no_directory(root)}; pass the directory of the run"
+        )
+
+
+def check_destination(path: str) -> None:
+    """Refuses to save a single checkpoint where something else is."""
+    if os.path.islink(path):
+        raise MisuseError(
+            f"{path} is a symlink, and a save would replace the link; pass {os.path.realpath(path)}"
+        )
+    above, name = os.path.split(path)
+    if _is_root(above) and name[-1:].isdigit():
+        raise MisuseError(
+            f"{path} is where the run {above} has its steps: a checkpoint there would be taken for one of them, or replace one; "
+            "save through sw.CheckpointManager, or pass a path beside the run"
+        )
+    if _is_root(path):
+        raise MisuseError(
+            f"{path} is the root of a run, with steps of its own; save through sw.CheckpointManager({path!r}), or pass another path"
+        )
+    if inside := _inside(path):
+        raise MisuseError(f"{path} cannot be a checkpoint: {inside}")
+    if os.path.lexists(path) and not os.path.isfile(os.path.join(path, MANIFEST)):
+        kind = "a directory" if os.path.isdir(path) else _no_directory(path)
+        raise MisuseError(
+            f"{path} is {kind} that is no checkpoint, and is not replaced by one; pass a path that is free"
+        )
+
+
+def check_watched(root: str) -> None:
+    """Refuses to wait for steps where none can come. A root that is not there yet may come."""
+    if os.path.isfile(os.path.join(root, MANIFEST)) or (os.path.lexists(root) and not os.path.isdir(root)):
+        raise MisuseError(f"{root} is no root, in which steps could come; pass the directory of the run")
+    if inside := _inside(root):
+        raise MisuseError(f"{root} is no root: {inside}")
+
+
+@contextmanager
+def explaining(path: str) -> Iterator[None]:
+    """Adds an explanation of the path to the error that no step exists."""
+    try:
+        yield
+    except (StepNotFound, FormatError, StorageError) as error:
+        mistyped = isinstance(error, (StepNotFound, NotAStep)) or getattr(error, "errno", 0) in (
+            errno.ENOENT,
+            errno.ENOTDIR,
+        )
+        with contextlib.suppress(OSError):
+            if mistyped and (why := explain(path, isinstance(error, StepNotFound))):
+                text = str(error).removesuffix("; is the path right?").removesuffix("; it has no step at all")
+                error.args = (f"{text}; {why}", *error.args[1:])
+        raise
+
+
+def explain(path: str, asked_for_step: bool = False) -> str:
+    """Explains a path that is not a checkpoint, with likely intended paths. May be empty."""
+    if inside := _inside(path):
+        return inside
+    if not os.path.lexists(path):
+        return _nowhere(path)
+    if not os.path.isdir(path):
+        return f"it is {_no_directory(path)}, and a checkpoint is a directory"
+    if os.path.isfile(os.path.join(path, MANIFEST)):
+        return "it is a single checkpoint: leave step= out" if asked_for_step else ""
+    names = sorted(os.listdir(path))
+    if _CONTROL in names:
+        return (
+            "" if any(os.path.isfile(os.path.join(path, name, MANIFEST)) for name in names) else _beside(path)
+        )
+    found = [name for name in names[:_LOOKED_AT] if _is_root(os.path.join(path, name))]
+    single = [name for name in names[:_LOOKED_AT] if os.path.isfile(os.path.join(path, name, MANIFEST))]
+    if found or single:
+        kind = "the root" if found else "the checkpoint"
+        few = ", ".join((found or single)[:5])
+        return f"it holds {kind}{'s' if len(found or single) > 1 else ''} {few}: pass that path"
+    return f"it is a directory that holds {'no step: ' + ', '.join(names[:5]) if names else 'nothing'}"
+
+
+def _inside(path: str) -> str:
+    """Names the checkpoint or root that contains the path."""
+    above = os.path.dirname(path)
+    if os.path.basename(path) == _CONTROL and os.path.isdir(path):
+        return f"it is the control directory of the root {above}; pass that"
+    for _ in range(3):
+        if os.path.isfile(os.path.join(above, MANIFEST)):
+            return f"it is inside the checkpoint {above}; pass that"
+        if os.path.basename(above) == _CONTROL and os.path.isdir(above):
+            return f"it is inside the control directory of the root {os.path.dirname(above)}; pass that"
+        above = os.path.dirname(above)
+    return ""
+
+
+def _no_directory(path: str) -> str:
+    """Describes an existing path that is not a directory."""
+    return "a file" if os.path.exists(path) else "a link that leads nowhere"
+
+
+def _is_root(path: str) -> bool:
+    return os.path.isdir(os.path.join(path, _CONTROL))
+
+
+def _beside(path: str) -> str:
+    """A root without a step, as a mistyped name makes one: which other may have been meant."""
+    above, name = os.path.split(path)
+    roots = [one for one in os.listdir(above) if one != name and _is_root(os.path.join(above, one))]
+    near = difflib.get_close_matches(name, roots, 3)
+    return f"nothing was saved in this root yet; near its name are {', '.join(near)}" if near else ""
+
+
+def _nowhere(path: str) -> str:
+    """A path that leads nowhere: where it stops to exist, and what is near there."""
+    there, missing = os.path.dirname(path), os.path.basename(path)
+    while there != os.path.dirname(there) and not os.path.lexists(there):
+        there, missing = os.path.dirname(there), os.path.basename(there)
+    if not os.path.isdir(there):
+        return f"{there} is {_no_directory(there)}"
+    names = [name for name in os.listdir(there) if not name.startswith(".")]
+    near = difflib.get_close_matches(missing, names, 3)
+    return f"{there} has no {missing}" + (f" (near it is {', '.join(near)})" if near else "")

@@ -1,0 +1,882 @@
+"""Steps over time: :class:`CheckpointManager`."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, Unpack, final, get_args
+
+from . import _adapters as adapters
+from . import _core, coordinators
+from . import _lifecycle as lifecycle
+from ._checkpoint import Checkpoint, Metadata
+from ._checks import (
+    MANAGER_WORDS,
+    SAVE_WORDS,
+    flag,
+    given_step,
+    instance,
+    metadata_json,
+    one_of,
+    other_words,
+    real_numbers,
+    shown,
+    step_number,
+    text,
+)
+from ._distributed import transports
+from ._distributed.agreement import Together, Unasked
+from ._distributed.exchange import Exchange
+from ._locations import absolute, check_root, explaining
+from ._options import Options, StepName, to_json
+from ._policies import SavePolicy, every_steps
+from ._preemption import Preemption
+from ._public import public
+from ._restore import plan, template
+from ._restore import restore as restoring
+from ._restore.options import RestoreKeywords, RestoreOptions, spelled_out
+from ._restore.plan import RestorePlan
+from ._retention import Retention, keep_all
+from ._save_result import Save
+from ._state.specs import current_rank
+from ._state.stateful import is_callable_state
+from ._timeouts import seconds, stall_seconds
+from .errors import ClosedError, MisuseError, StalledError, StepNotFound
+from .events import OnEvent, tell_save, telling_restore
+
+Exists = Literal["error", "skip", "replace"]
+_EXISTS = get_args(Exists)
+
+
+@public
+@final
+class CheckpointManager:
+    """The checkpoints of one run: saves steps without stalling training, never shows one that is
+    not whole, restores any of them.
+
+    Defaults: every call of :meth:`save` saves, nothing is deleted. As a context manager it closes
+    at the end of the block, which waits for pending saves.
+
+    Args:
+        root: the directory of the run. Created if it is missing, unless ``Options(create=False)``.
+        save_policy: which calls of :meth:`save` write: :func:`every_steps` and the like.
+        retention: which steps stay: :func:`keep_latest` and the like.
+        step_name: the names of step directories; default: the root's, else ``step_00000000``.
+        staging_bytes: the memory that saves pass through, in bytes. ``"auto"``: the size of the
+            state, at most a quarter of the free memory.
+        max_pending: how many saves may wait beside the one that is being written. One more
+            :meth:`save` waits for the oldest.
+        coordinator: how the processes of a job agree, if several of them use the manager:
+            :class:`~stepwell.coordinators.SharedDirectory`,
+            :class:`~stepwell.coordinators.TorchStore`, :class:`~stepwell.coordinators.JaxService`,
+            :class:`~stepwell.coordinators.MPI`. ``"auto"``: torch's or JAX's, if it is initialised.
+            ``None``: this process alone uses the manager, although it is one of several.
+        read_only: write nothing. :meth:`save` then does nothing, and logs a warning.
+        on_save_error: ``"raise"``: the next call raises the error of a background save, and the
+            process ends with an error if nobody looked. ``"warn"``: the error is logged.
+        on_event: a function, or :class:`stepwell.events.JsonLines`, called with a dict for each
+            finished save and restore. See :mod:`stepwell.events`.
+        options: rarely needed options.
+
+    Raises:
+        LockedError: another live process writes to this root.
+        StorageError: the root cannot be created or opened.
+        MisuseError: an argument is invalid; or this is one of several processes, and no coordinator
+            is initialised.
+        CoordinationTimeout: not all processes have arrived.
+    """
+
+    @other_words("CheckpointManager", MANAGER_WORDS)
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        save_policy: SavePolicy | None = None,
+        retention: Retention | None = None,
+        step_name: StepName | None = None,
+        staging_bytes: int | Literal["auto"] = "auto",
+        max_pending: int = 1,
+        coordinator: Any = "auto",
+        read_only: bool = False,
+        on_save_error: Literal["raise", "warn"] = "raise",
+        on_event: OnEvent | None = None,
+        options: Options | None = None,
+    ) -> None:
+        self._core: Any = None
+        self._owner = lifecycle.Owner("manager")
+        self._lock = threading.RLock()
+        self._saves: list[Save] = []
+        #: The engine's part of each :class:`Hold`, without which it would end with the object that
+        #: :meth:`hold` returned.
+        self._held: set[Any] = set()
+        #: Optimizers whose parameters and state change only in guarded steps.
+        self._attached: list[Attached] = []
+        #: Threads that are in a guard, and attached optimizers that are in a step: what is saved
+        #: meanwhile is about to change.
+        self._guarded: set[int] = set()
+        self._stepping: set[int] = set()
+        self._policy = every_steps(1) if save_policy is None else save_policy
+        instance(self._policy, SavePolicy, "save_policy", "sw.every_steps() and the like")
+        rules = keep_all() if retention is None else retention
+        instance(rules, Retention, "retention", "sw.keep_latest() and the like")
+        options = Options() if options is None else options
+        instance(options, Options, "options", "sw.Options(…)")
+        if step_name is not None:
+            instance(step_name, StepName, "step_name", "sw.StepName(…)")
+        board = coordinators.find(coordinator)
+        if on_event is not None and not callable(on_event):
+            raise MisuseError(f"on_event is a function of one dict, not {shown(on_event)}")
+        self._on_event = on_event
+        self._coordinator = board
+        self._stall = stall_seconds(options.stall_timeout)
+        if self._policy.signals and threading.current_thread() is not threading.main_thread():
+            raise MisuseError(
+                "on_preemption() listens to signals: make the manager on the main thread, or pass signals=()"
+            )
+        self._root = absolute(root, "the root")
+        self._read_only = flag(read_only, "read_only")
+        self._told_read_only = False
+        check_root(self._root)
+        text = to_json(
+            options,
+            self._policy,
+            rules,
+            step_name,
+            staging_bytes,
+            max_pending,
+            read_only,
+            on_save_error,
+        )
+        ranks: Any = None
+        service: coordinators.Service | None = None
+        if isinstance(board, coordinators.SharedDirectory):
+            ranks = (board.rank, board.world_size, board.job_id, board.path)
+        elif board is not None:
+            service = coordinators.Service(board)
+            ranks = service.engine
+        try:
+            with explaining(self._root):
+                self._core = core = _core.Manager(self._root, text, ranks)
+        except BaseException:
+            if service is not None:
+                service.close()
+            raise
+        self._ending = _Ending(core, self._root, self._owner, self._stall, service)
+        lifecycle.watch(self._ending)
+        # From here on somebody closes it, whatever its user does.
+        weakref.finalize(self, self._ending.abandoned).atexit = False
+        self._ending.preemption = Preemption(self._policy.signals, weakref.WeakMethod(self._preempt))
+
+    # ---- saving ----
+
+    @other_words("save", SAVE_WORDS)
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        custom_metadata: Any = None,
+        force: bool = False,
+        exists: Exists = "error",
+        snapshot: Literal["auto", "lazy", "eager"] = "auto",
+    ) -> Save:
+        """Saves ``state`` as ``step`` if the policy says so (``force``: in any case), and returns
+        when the state may be changed again (what an attached optimizer owns: by its ``step()``).
+
+        Errors of the state raise here, by leaf path, and leave nothing behind. The result raises
+        later errors.
+
+        Args:
+            step: its number, 0 or more, and not below the newest one.
+            state: the state, or a callable that returns it and runs only if the policy says yes.
+            metrics: real numbers by name, for retention.
+            custom_metadata: JSON that belongs to the step.
+            force: skip the policy (and nothing else).
+            exists: for an existing step: ``"error"``, ``"skip"`` (returns the pending save of that
+                step, if any) or ``"replace"`` (the new one is written first).
+            snapshot: when arrays are copied. ``"auto"``: before this returns, with two exceptions.
+                Immutable arrays (JAX) are held and copied later. Arrays on CUDA devices are copied
+                later too: the ``step()`` of an attached optimizer (:meth:`attach`) waits for its
+                own, and your next work on the device waits for the rest. ``"lazy"``: all are copied
+                later; change them only inside :meth:`update_guard` or after
+                ``save.wait_captured()``. ``"eager"``: all are copied before this returns, so a
+                donated array needs no second buffer.
+
+        Returns:
+            A future of the save. It is falsy and has a ``reason`` if the policy refused, and always
+            for a manager with ``read_only=True``.
+
+        Raises:
+            UnsupportedLeaf: a value of the state cannot be stored.
+            StepExists: the step exists.
+            StepOrder: the step is below the newest one.
+            DonatedBuffer: a JAX array was donated before it was captured.
+            SaveFailed: an earlier save failed, and nobody had asked. This save was not started; the
+                next one is.
+        """
+        core = self._open()
+        begun = time.perf_counter()
+        step = step_number(step)
+        alone = core.ranks()[1] == 1
+        with self._lock:
+            failure: BaseException | None = None
+            answers: dict[str, bool] = {}
+            try:
+                # First of all: it is a call that all make.
+                answers = self._answers(step)
+                one_of(exists, "exists", _EXISTS)
+                one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
+                force = flag(force, "force")
+                numbers = real_numbers(metrics)
+                metadata = metadata_json(custom_metadata)
+            except BaseException as error:
+                if alone:
+                    raise
+                # The others make this call all the same.
+                failure, force = error, force is True
+                exists = exists if isinstance(exists, str) and exists in _EXISTS else "error"
+            try:
+                refusal, pending, replaces = core.decide(step, force, exists, answers)
+                if failure is not None:
+                    # The others may have begun this save all the same.
+                    raise failure
+                if refusal is not None:
+                    self._tell_read_only()
+                    return Save(step, None, refusal)
+                if pending is not None:
+                    # It shares the result of the pending save: its waiter returns when the step is
+                    # durable.
+                    return Save(step, pending)
+                if is_callable_state(state):
+                    state = state()
+                    # It may have taken long, and saved something itself.
+                    if alone:
+                        refusal, pending, replaces = core.decide(step, True, exists, answers)
+                        if refusal is not None or pending is not None:
+                            return Save(step, pending, refusal)
+                flat = self._flat(state)
+                updating = bool(self._stepping) or threading.get_ident() in self._guarded
+                if updating and snapshot == "lazy":
+                    snapshot = "auto"
+                streams, attached = self._on_devices(flat, updating)
+                handle = core.save(
+                    step,
+                    flat,
+                    numbers,
+                    metadata,
+                    replaces,
+                    snapshot,
+                    streams,
+                    attached,
+                    lifecycle.notifier.events,
+                )
+            except BaseException as error:
+                # The other ranks may have begun this save, and wait for this one.
+                core.abstain(step, f"{type(error).__name__}: {error}")
+                raise
+            save = Save(step, handle)
+            self._saves = [one for one in self._saves if not one.done()]
+            self._saves.append(save)
+        if self._on_event is not None:
+            tell_save(self._on_event, self._root, save, time.perf_counter() - begun)
+        return save
+
+    def _flat(self, state: Any) -> Any:
+        """A state, taken apart as that of this rank."""
+        token = current_rank.set(self._open().ranks())
+        try:
+            return _core.flatten(adapters.as_saved(state))
+        finally:
+            current_rank.reset(token)
+
+    def _tell_read_only(self) -> None:
+        """Says once that this manager saves nothing: a training that goes on like that would not be
+        missed before it is needed."""
+        if self._read_only and not self._told_read_only:
+            self._told_read_only = True
+            lifecycle.log(
+                30,
+                "stepwell",
+                f"this manager of {self._root} was opened with read_only=True: save() writes nothing, and what it returns is falsy",
+            )
+
+    def check(self, state: Any) -> None:
+        """Raises what :meth:`save` would raise about ``state``, without saving or copying it: for
+        the start of a run."""
+        core = self._open()
+        flat = self._flat(state() if is_callable_state(state) else state)
+        core.check(flat, lifecycle.notifier.events)
+
+    def should_save(self, step: int) -> bool:
+        """True if :meth:`save` would save that step."""
+        number, core = step_number(step), self._open()
+        try:
+            answers = self._answers(number)
+        except BaseException:
+            if core.ranks()[1] > 1:
+                core.should_save(number, {})  # as the others do
+            raise
+        return bool(core.should_save(number, answers))
+
+    def reached_preemption(self, step: int) -> bool:
+        """True if this job is to be preempted, so that the loop should leave: a signal came before
+        the policy was asked about ``step``, which is saved then."""
+        return bool(self._open().reached_preemption(step_number(step)))
+
+    def _preempt(self) -> bool:
+        """The job is to be preempted, a signal says; false where the manager is closed and cannot
+        be told."""
+        if self._core is None:
+            return False
+        self._core.request_preemption()
+        return True
+
+    def _on_devices(self, flat: Any, updating: bool) -> tuple[dict[int, int], list[tuple[int, int]]]:
+        """Returns the current streams of the CUDA devices of a state, and the memory there that
+        attached optimizers own and that is captured later. Empty during an update."""
+        devices = flat.devices()
+        attached = [] if updating else [one for one in self._attached if devices or one._lazy_host]
+        if not attached:
+            return adapters.streams(devices) if devices else {}, []
+        from ._adapters.torch import addresses
+
+        owned = [(owner(), one._lazy_host) for one in attached for owner in one._optimizers]
+        places = [place for owner, host in owned if owner is not None for place in addresses(owner, host)]
+        return adapters.streams(devices), places
+
+    @contextmanager
+    def update_guard(self) -> Iterator[None]:
+        """Guards an update of the state: it waits for pending captures (of an attached optimizer,
+        or ``snapshot="lazy"``). On a CUDA device the current stream waits. This thread waits only
+        for host memory, and for copies that could not start because the staging ring is full.
+        Without pending captures it costs nothing. A save inside the guard is copied or fenced when
+        ``save`` returns, because the update may follow it.
+
+        Raises:
+            StalledError: no progress for ``Options.stall_timeout``.
+            DeviceError: the device reports an error.
+            MisuseError: the current stream captures a CUDA graph (put the guard around its replay).
+        """
+        self._fence()
+        here = threading.get_ident()
+        outer = here not in self._guarded
+        self._guarded.add(here)
+        try:
+            yield
+        finally:
+            if outer:
+                self._guarded.discard(here)
+
+    def attach(self, optimizer: Any, *, host: Literal["now", "lazy"] = "now") -> Attached:
+        """Makes a torch optimizer (or those of a :class:`stepwell.torch.TrainState`) wait before
+        each ``step()`` for pending captures, as :meth:`update_guard` does. From then on, its
+        parameters and state on CUDA devices are captured during the next forward and backward pass,
+        so nothing but its steps may change them. Returns an object whose
+        :meth:`stepwell.results.Attached.remove` ends this. Optimizers that step inside
+        ``backward()`` are refused. A replayed CUDA graph runs no hooks, and needs
+        :meth:`update_guard` around it.
+
+        Args:
+            optimizer: the optimizer, or a TrainState for all of its optimizers. For a wrapper, pass
+                the optimizer inside it, whose ``step()`` must be its class's.
+            host: when state in host memory (such as offloaded state) is captured. ``"now"``: before
+                ``save`` returns. ``"lazy"``: later, as on devices; ``step()`` waits for it on the
+                host.
+        """
+        from .torch import optimizers_of
+
+        self._open()
+        one_of(host, "host", ("now", "lazy"))
+        manager = weakref.ref(self)
+
+        def before(stepping: Any, *_: Any) -> None:
+            held = manager()
+            if held is not None:
+                held._fence()
+                held._stepping.add(id(stepping))
+
+        def behind(stepping: Any, *_: Any) -> None:
+            held = manager()
+            if held is not None:
+                held._stepping.discard(id(stepping))
+
+        optimizers = optimizers_of(optimizer)
+        try:
+            hooks = [one.register_step_pre_hook(before) for one in optimizers]
+            hooks += [one.register_step_post_hook(behind) for one in optimizers]
+        except AttributeError as wrapped:
+            raise MisuseError(
+                f"attach() cannot wait for {shown(optimizer)}, which has no hooks of its own ({wrapped}); attach the optimizer that it wraps, or put update_guard() around its step()"
+            ) from wrapped
+        owners = [weakref.ref(one) for one in optimizers]
+        attached = Attached(manager, hooks, owners, {id(one) for one in optimizers}, host == "lazy")
+        self._attached.append(attached)
+        return attached
+
+    def _fence(self) -> None:
+        """Has the current streams wait for what is still to be captured, and this thread for what
+        they cannot wait for."""
+        if self._core is not None:
+            devices = self._core.devices_in_flight()
+            self._core.guard(adapters.streams(devices) if devices else {})
+
+    def _answers(self, step: int) -> dict[str, bool]:
+        """Returns the answers of the policy's callables on the first process, which count for
+        all."""
+        if not self._policy._predicates:
+            return {}
+        core = self._open()
+        latest = core.latest_step()  # which all processes ask for
+        return self._policy.answers(step, latest) if core.ranks()[0] == 0 else {}
+
+    # ---- restoring ----
+
+    @spelled_out
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        best: tuple[str, Literal["min", "max"]] | None = None,
+        **options: Unpack[RestoreKeywords],
+    ) -> Any:
+        """Restores a step (``None``: the newest committed one), or the ``best`` one by a metric and
+        a mode, such as ``best=("loss", "min")``.
+
+        ``like`` describes the result and is never changed. ``into`` is filled where possible, and
+        returned with new values elsewhere. Without either, everything comes back as it is stored.
+        All differences are reported at once, before anything is written. Unfilled memory is never
+        returned. If several processes have opened the manager, all of them make this call. Each
+        reads what it wants; with ``broadcast=``, one reads for all that want the same. The keywords
+        are those of :class:`~stepwell._restore.options.RestoreKeywords`.
+
+        Raises:
+            StepNotFound: the committed step does not exist.
+            MismatchError: the wanted and the stored leaves do not match; nothing was written.
+            CorruptCheckpoint: a stored block is damaged; ``overwritten`` lists the leaves of
+                ``into`` that were already filled.
+            RankFailed: another rank could not restore; ``overwritten`` as above.
+            MisuseError: no library is initialised for the exchange of ``broadcast=``.
+            CoordinatorError: an exchange failed, usually because another rank is gone.
+        """
+        manager = self._open()
+        alone = manager.ranks()[1] == 1
+        number = self._best(best, step) if best is not None else given_step(step)
+        with telling_restore(self._on_event, self._root, number) as told:
+            together = None if alone else Together(manager)
+            if together is not None:
+                with explaining(self._root), self._explaining_pending():
+                    number = together.choose(number)
+            try:
+                checked = RestoreOptions.of(options)
+                if checked.fill:
+                    # It may be the state that is being captured.
+                    lifecycle.wait_captured()
+                if alone:
+                    checked = replace(checked, broadcast=False)
+                with explaining(self._root), self._explaining_pending():
+                    # Of several ranks each reads a part, mostly: every one of them would begin to
+                    # read the same files, most of it in vain.
+                    expected = checked.expected if alone else False
+                    core = manager.checkpoint(number, expected, checked.to_fill)
+                with Checkpoint(core) as checkpoint:
+                    told.opened(checkpoint.step)
+                    if together is None:
+                        answer = restoring.run(checkpoint._open(), checked)
+                    else:
+                        answer = self._restored_by_all(checkpoint._open(), checked, together)
+                    manager.restored(checkpoint.step)
+            except BaseException as failure:
+                if together is not None:
+                    together.fail(failure)
+                raise
+        return answer
+
+    def _best(self, best: Any, step: Any) -> int:
+        """Resolves ``restore(best=)``."""
+        if step is not None:
+            raise MisuseError("pass a step or best=, not both")
+        if not isinstance(best, (tuple, list)) or len(best) != 2:
+            raise MisuseError(f'best= takes a metric and a mode, such as ("loss", "min"), not {shown(best)}')
+        found = self.best_step(*best)
+        if found is None:
+            with explaining(self._root), self._explaining_pending():
+                raise StepNotFound(f"{self._root} has no committed step, so none is the best")
+        return found
+
+    def _restored_by_all(self, core: Any, options: RestoreOptions, together: Together) -> Any:
+        """Restores this rank's part, in two steps: no rank writes anything before all match, and
+        none continues if another could not read."""
+        together.how = f"broadcast={options.broadcast!r}"
+        token = current_rank.set(self._open().ranks())
+        try:
+            exchange = None
+            if options.broadcast:
+                transport = transports.find(self._coordinator, self._stall)
+                exchange = Exchange(core, transport, together, options.broadcast == "gather")
+            answer = restoring.run(core, options, together, exchange)
+            together.end()
+        finally:
+            current_rank.reset(token)
+        return answer
+
+    @spelled_out
+    def plan(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> RestorePlan:
+        """Returns what :meth:`restore` with these keywords would read and do: bytes, blocks and
+        files, by item and in total, and the treatment of each leaf. Reads no array and changes
+        nothing. Raises the errors that ``restore`` would raise about the match.
+
+        With several processes, each plans its own reads without asking the others. Leaves that it
+        does not want itself are listed as left to them (``report.left_out``). ``restore`` raises if
+        no process wants them."""
+        checked = RestoreOptions.of(options, "plan").reading_alone()
+        ranks = self._open().ranks()
+        token = current_rank.set(ranks)
+        try:
+            with self.checkpoint(step) as checkpoint:
+                others = None if ranks[1] == 1 else Unasked()
+                return plan.plan(checkpoint._open(), checked, checkpoint.manifest["items"], others)
+        finally:
+            current_rank.reset(token)
+
+    def checkpoint(self, step: int | None = None) -> Checkpoint:
+        """Opens a step (``None``: the newest) for reading, under a lease."""
+        with explaining(self._root), self._explaining_pending():
+            return Checkpoint(self._open().checkpoint(None if step is None else step_number(step)))
+
+    @contextmanager
+    def _explaining_pending(self) -> Iterator[None]:
+        """Says what is being saved, where a step was not found: that is the usual reason right
+        after a save."""
+        pending = [save.step for save in self.pending()]
+        try:
+            yield
+        except StepNotFound as error:
+            if pending:
+                steps = ", ".join(map(str, pending))
+                error.args = (f"{error}; still being saved: {steps}: wait_until_finished() first",)
+            raise
+
+    def metadata(self, step: int | None = None) -> Metadata:
+        """Returns facts about a step without reading an array."""
+        with self.checkpoint(step) as checkpoint:
+            found = checkpoint.metadata()
+            return replace(found, metrics=self._open().metrics_of(checkpoint._open()))
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Metrics of a step, those that came after the commit included."""
+        found: dict[str, float] = self._open().metrics(step_number(step))
+        return found
+
+    def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds metrics to a committed step (an evaluator's); retention counts them."""
+        self._open().add_metrics(step_number(step), real_numbers(metrics))
+
+    # ---- steps ----
+
+    def latest_step(self) -> int | None:
+        """The newest committed step."""
+        found: int | None = self._open().latest_step()
+        return found
+
+    def all_steps(self) -> list[int]:
+        """All committed steps, in order."""
+        found: list[int] = self._open().all_steps()
+        return found
+
+    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
+        """Returns the best committed step by a metric (default: the one that retention ranks by).
+        ``None`` without a step, or if no step has the metric of retention yet.
+
+        Raises:
+            MisuseError: no step has the given metric. The error lists the metrics of the steps.
+        """
+        if (metric is None) is not (mode is None):
+            raise MisuseError(
+                'best_step takes a metric and a mode, such as ("loss", "min"), or neither: then both are those of the retention'
+            )
+        if mode is not None:
+            text(metric, "a metric")
+            one_of(mode, "mode", ("min", "max"))
+        found: int | None = self._open().best_step(metric, mode)
+        return found
+
+    def next_step(self) -> int:
+        """The step to go on with: the last restored or saved step + 1, else the latest + 1, else
+        0."""
+        found: int = self._open().next_step()
+        return found
+
+    def pending(self) -> list[Save]:
+        """Saves that are not over."""
+        self._open()
+        return [save for save in self._saves if not save.done()]
+
+    def rewind(self, step: int, branch: str | None = None) -> Rewound:
+        """Goes back to ``step``: newer steps are moved to a kept branch (``.branch-<name>.…``),
+        whose name is drawn where none is given. Returns those steps, newest first, and the branch's
+        name: :class:`stepwell.results.Rewound`."""
+        branch = None if branch is None else text(branch, "the name of a branch")
+        name, moved = self._open().rewind(step_number(step), branch)
+        return Rewound(moved, name if moved else None)
+
+    def quarantined(self) -> dict[str, str]:
+        """Directories that have a step's name and are none, and why. They are never chosen and
+        never deleted."""
+        return dict(self._open().quarantined())
+
+    @property
+    def root_metadata(self) -> Any:
+        """The JSON that belongs to the root (``Options.root_metadata`` of its first writer), or
+        ``None``."""
+        text: str | None = self._open().root_metadata()
+        return None if text is None else json.loads(text)
+
+    def delete(self, step: int) -> None:
+        """Deletes a step, also the newest or the only one: who names a step means it. (Retention
+        never takes the newest; :meth:`rewind` sets steps aside and keeps them.) Raises
+        :class:`LockedError` as long as somebody holds or reads it."""
+        self._open().delete(step_number(step))
+
+    def hold(self, step: int) -> Hold:
+        """Keeps a step from being removed, replaced or rewound, from this call on: for the length
+        of a ``with`` block, or until :meth:`Hold.close <stepwell.results.Hold.close>`; at the
+        latest until the manager is closed.
+
+        Raises:
+            StepNotFound: there is no such committed step.
+        """
+        number = step_number(step)
+        return Hold(number, self._open().hold(number), self._held)
+
+    def plan_retention(self) -> dict[int, dict[str, Any]]:
+        """Returns the decisions of retention now, with reasons, by step."""
+        plan: dict[str, Any] = json.loads(self._open().plan_retention())
+        return {int(step): decision for step, decision in plan.get("steps", plan).items()}
+
+    def prepare(self, like: Any) -> int:
+        """Makes the staging memory that a state like this needs, so that the first save does not
+        pay for it. Returns the bytes of its arrays. ``like`` is a state, or has an
+        :class:`ArraySpec` (of shape and dtype) in place of arrays that are not there yet."""
+        flat = _core.flatten(template.as_state(like))
+        nbytes: int = flat.nbytes
+        self._open().prepare(nbytes, list(flat.devices()))
+        return nbytes
+
+    def reload(self) -> None:
+        """Reads the root again, to find what others have removed or added."""
+        self._open().reload()
+
+    @property
+    def root(self) -> str:
+        """The directory of the run."""
+        return self._root
+
+    # ---- ending ----
+
+    def wait_until_finished(self, timeout: float | None = None) -> None:
+        """Waits until no save is pending; raises a failure that nobody has seen."""
+        self._open().wait_until_finished(seconds(timeout))
+
+    def check_for_errors(self) -> None:
+        """Raises a failure of a background save that nobody has seen."""
+        self._open().check_for_errors()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Commits what is pending, gives everything back, and raises a failure that nobody has
+        seen. Closing twice is fine. After a ``TimeoutError`` or an interrupt it goes on: call it
+        again to wait on, or leave that to the end of the process."""
+        self._owner.check()
+        limit = seconds(timeout)
+        if self._core is None:
+            return
+        try:
+            self._ending.close(limit)
+        finally:
+            if self._ending.is_over():
+                self._core = None
+                for held in list(self._held):
+                    held.close()
+                self._held.clear()
+
+    def _open(self) -> Any:
+        self._owner.check()
+        if self._core is None:
+            raise ClosedError(f"this manager of {self._root} is closed; make a new one")
+        return self._core
+
+    def __enter__(self) -> CheckpointManager:
+        self._open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            # The block's own exception goes on; what it hides is not lost.
+            error.add_note(
+                f"and closing the manager of {self._root} raised {type(failure).__name__}: {failure}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<CheckpointManager of {self._root}{', closed' if self._core is None else ''}>"
+
+
+@final
+class Hold:
+    """A step that nobody removes, replaces or rewinds: from the call of
+    :meth:`stepwell.CheckpointManager.hold` on, until :meth:`close`, the end of the ``with`` block,
+    or the end of the manager."""
+
+    def __init__(self, step: int, held: Any, all_held: set[Any]) -> None:
+        #: Which step.
+        self.step = step
+        self._held = held
+        self._all_held = all_held
+        all_held.add(held)
+
+    def close(self) -> None:
+        """Lets the step go. Closing twice is fine."""
+        self._all_held.discard(self._held)
+        self._held.close()
+
+    def __enter__(self) -> Hold:
+        if self._held not in self._all_held:
+            raise ClosedError(f"step {self.step} is no longer held; call hold({self.step}) again")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Hold of step {self.step}{'' if self._held in self._all_held else ', closed'}>"
+
+
+@final
+class Rewound(list[int]):
+    """The steps that a rewind moved, newest first."""
+
+    def __init__(self, moved: Iterable[int], branch: str | None) -> None:
+        super().__init__(moved)
+        #: The name of the branch that they are kept in, ``.branch-<name>.…``; ``None`` where
+        #: nothing was moved.
+        self.branch = branch
+
+
+@final
+class Attached:
+    """Optimizers that wait for captures."""
+
+    def __init__(
+        self,
+        manager: weakref.ref[CheckpointManager],
+        hooks: list[Any],
+        optimizers: list[weakref.ref[Any]],
+        ids: set[int],
+        lazy_host: bool,
+    ) -> None:
+        self._manager = manager
+        self._hooks = hooks
+        self._optimizers = optimizers
+        self._ids = ids
+        self._lazy_host = lazy_host
+
+    def remove(self) -> None:
+        """They no longer wait, but for what is being captured now: what they own is captured or
+        fenced when :meth:`~stepwell.CheckpointManager.save` returns, from the next one on."""
+        manager = self._manager()
+        if manager is None or self not in manager._attached:
+            return
+        manager._fence()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        manager._attached.remove(self)
+        manager._stepping -= self._ids
+
+
+class _Ending:
+    """The end of a manager, which outlives it: by ``close``, by the garbage collector, or by the
+    exit hook."""
+
+    def __init__(
+        self,
+        core: Any,
+        root: str,
+        owner: lifecycle.Owner,
+        stall: float,
+        service: coordinators.Service | None,
+    ) -> None:
+        self._service = service
+        self.what = f"the manager of {root}"
+        self.preemption: Preemption | None = None
+        self._core = core
+        self._owner = owner
+        self._stall = stall
+
+    def is_over(self) -> bool:
+        """True if there is nothing left to wait for."""
+        return bool(self._core.is_closed())
+
+    def close(self, limit: float | None) -> None:
+        """Closes, and is watched until that is over. Signals are the program's again only then: one
+        that comes twice, as those of schedulers do, must not take the last save with it."""
+        try:
+            self._core.close(limit)
+        finally:
+            if self.is_over():
+                if self.preemption is not None:
+                    self.preemption.restore()
+                if self._service is not None:
+                    self._service.close()
+                lifecycle.forget(self)
+
+    def abandoned(self) -> None:
+        """The manager was dropped, and maybe not closed. Runs in the garbage collector, where
+        nothing that raises is heard."""
+        if not self._owner.is_here or self.is_over():
+            return
+        try:
+            self.close(None)
+        except Exception as failure:
+            lifecycle.unseen(failure, f"{self.what} was dropped without close()")
+            lifecycle.log(
+                40,
+                "stepwell",
+                f"{self.what} was dropped without close(): {type(failure).__name__}: {failure}",
+            )
+
+    def wait_captured(self) -> None:
+        """See ``lifecycle.Ending``."""
+        # The engine knows all saves: an interrupt can end a call of save() when the engine has
+        # begun it and nothing here has heard of it yet.
+        if self._owner.is_here:
+            self._core.wait_captured()
+
+    def at_exit(self) -> BaseException | None:
+        """Closes with a bound; see ``lifecycle.Ending``."""
+        if not self._owner.is_here:
+            return None
+
+        def wait(slice: float) -> bool:
+            try:
+                self.close(slice)
+            except StalledError:
+                if self.is_over():
+                    raise
+                return False
+            return True
+
+        try:
+            lifecycle.wait_patiently(wait, self._core.progress, self._stall, f"{self.what} to close at exit")
+        except Exception as failure:
+            return failure
+        return None

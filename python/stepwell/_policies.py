@@ -1,0 +1,155 @@
+"""Save policies: which calls of ``save`` write. They compose with ``|`` (one of them says yes) and
+``&`` (all of them do), and are plain data that the engine decides by; a callable is asked here, on
+the leader, and its answer handed over by the callable's name: its place among those of the policy,
+and what it is called, which are the same in every process of a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, final
+
+from ._checks import flag, listed, shown, whole
+from ._core import MAX_STEP
+from ._public import public
+from ._timeouts import NO_DEADLINE
+from ._timeouts import seconds as seconds_of
+from .errors import MisuseError
+
+#: A user's own policy: ``(step, latest step or None) -> bool``.
+Predicate = Callable[[int, int | None], bool]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A callable, where the rule has its name."""
+
+    ask: Predicate
+
+
+@public
+@final
+@dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """A save policy; make one with the functions of this module."""
+
+    _rule: dict[str, Any]
+    _predicates: tuple[Predicate, ...] = ()
+    #: Signals that announce a preemption, where the policy listens to one.
+    signals: tuple[int, ...] = ()
+
+    def __or__(self, other: SavePolicy) -> SavePolicy:
+        return _combine("any", self, other)
+
+    def __and__(self, other: SavePolicy) -> SavePolicy:
+        return _combine("all", self, other)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a save policy is neither true nor false; combine policies with | and &, not with or and and"
+        )
+
+    def to_json(self) -> str:
+        """Returns JSON for the engine."""
+        names = {id(ask): _name(number, ask) for number, ask in enumerate(self._predicates)}
+        return json.dumps(self._rule, default=lambda asked: names[id(asked.ask)])
+
+    def answers(self, step: int, latest: int | None) -> dict[str, bool]:
+        """Returns the callables' answers about a step, by name."""
+        return {_name(number, ask): bool(ask(step, latest)) for number, ask in enumerate(self._predicates)}
+
+    def __repr__(self) -> str:
+        return f"SavePolicy({self.to_json()})"
+
+
+def _combine(how: str, left: SavePolicy, right: object) -> SavePolicy:
+    if not isinstance(right, SavePolicy):
+        raise MisuseError(f"a save policy combines with a save policy, not with {shown(right)}")
+    parts = combined(how, left._rule, right._rule)
+    signals = tuple(dict.fromkeys(left.signals + right.signals))
+    # One that is there twice is asked once.
+    others = tuple(one for one in right._predicates if all(one is not other for other in left._predicates))
+    return SavePolicy(parts, left._predicates + others, signals)
+
+
+def _name(number: int, ask: Predicate) -> str:
+    return f"{number} {getattr(ask, '__qualname__', type(ask).__qualname__)}"
+
+
+@public
+def every_steps(n: int, *, initial: bool = True) -> SavePolicy:
+    """Steps that are divisible by ``n``; with ``initial`` also the first step of an empty root."""
+    number = whole(n, "the n of every_steps", 1, MAX_STEP)
+    return SavePolicy({"policy": "every_steps", "n": number, "initial": flag(initial, "initial")})
+
+
+@public
+def at_steps(steps: Iterable[int]) -> SavePolicy:
+    """These steps and no others."""
+    return SavePolicy({"policy": "at_steps", "steps": numbers(steps, "at_steps")})
+
+
+@public
+def every_seconds(seconds: float) -> SavePolicy:
+    """When so many seconds have passed since the last save began, or there was none."""
+    return SavePolicy({"policy": "every_seconds", "seconds": length(seconds, "every_seconds")})
+
+
+@public
+def when_idle() -> SavePolicy:
+    """While no other save is being written: ``every_steps(1) & when_idle()`` saves as often as the
+    disk allows."""
+    return SavePolicy({"policy": "when_idle"})
+
+
+@public
+def on_preemption(signals: Iterable[int] | None = None) -> SavePolicy:
+    """When the job is to be preempted. ``signals`` (default: SIGTERM) announce that; handlers that
+    are there are chained."""
+    import signal
+
+    if signals is None:
+        signals = (signal.SIGTERM,)
+    given = listed(signals, "signals is a list of signals, such as [signal.SIGTERM]")
+    numbers = tuple(whole(one, "a signal", 1) for one in given)
+    if unknown := [number for number in numbers if number not in signal.valid_signals()]:
+        raise MisuseError(f"this system has no signal {unknown[0]}")
+    if any(number in (9, 19) for number in numbers):
+        raise MisuseError(
+            "SIGKILL and SIGSTOP cannot be listened to; a scheduler sends another signal before them"
+        )
+    return SavePolicy({"policy": "on_preemption"}, (), numbers)
+
+
+@public
+def when(predicate: Predicate) -> SavePolicy:
+    """When ``predicate(step, latest)`` says so; ``latest`` is ``None`` in an empty root. Of several
+    processes only the first one's is asked."""
+    if not callable(predicate):
+        raise MisuseError(f"when() takes a callable of (step, latest), not {shown(predicate)}")
+    return SavePolicy({"policy": "custom", "name": _Asked(predicate)}, (predicate,))
+
+
+def combined(how: str, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """Two rules as one, flat where they were combined the same way: for save policies and for
+    retention."""
+    parts: list[dict[str, Any]] = []
+    for one in (left, right):
+        parts.extend(one["of"] if one["policy"] == how else [one])
+    return {"policy": how, "of": parts}
+
+
+def numbers(steps: Iterable[int], name: str) -> list[int]:
+    """Steps that a rule names, in order."""
+    given = listed(steps, f"{name} takes a list of steps, such as [10, 20]")
+    return sorted({whole(step, f"a step of {name}", 0, MAX_STEP) for step in given})
+
+
+def length(seconds: float, name: str) -> float:
+    """A length of time that a rule names; one that never ends is long."""
+    if seconds is None:
+        raise MisuseError(f"{name} takes a number of seconds, not None")
+    found = seconds_of(seconds, f"the seconds of {name}")
+    return NO_DEADLINE if found is None else found

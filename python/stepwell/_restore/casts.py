@@ -1,0 +1,98 @@
+"""Casts and resizes of restored arrays. The engine moves bytes; what changes values happens here,
+in numpy, before anything of the caller's is touched."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .._paths import named
+from .._state.specs import to_dtype
+from ..errors import MismatchError
+
+_Array = np.ndarray[Any, Any]
+
+
+def cast_into(source: _Array, target: _Array, path: str) -> None:
+    """Writes ``source`` in another dtype. A value that the other dtype has not raises: wrapped
+    integers, saturated or infinite weights are not what anybody asked for. Fractions and digits may
+    go."""
+    target[...] = _cast(source, target.dtype, path)
+
+
+_named_bounds: Any = ml_dtypes.iinfo
+
+
+@lru_cache(maxsize=256)
+def bounds(dtype: np.dtype[Any]) -> tuple[int, int] | None:
+    """The least and the greatest value of an integer dtype (truth values are 0 and 1); ``None`` if
+    it is none."""
+    if dtype.kind == "b":
+        return 0, 1
+    try:
+        info: Any = (np.iinfo if dtype.kind in "iu" else _named_bounds)(dtype)
+    except ValueError:
+        return None
+    return int(info.min), int(info.max)
+
+
+def _cast(source: _Array, dtype: np.dtype[Any], path: str) -> _Array:
+    if source.dtype == dtype or source.size == 0 or source.dtype.kind in "mM" or dtype.kind in "mM":
+        return source.astype(dtype)
+    if source.dtype.kind == "c" and dtype.kind != "c":
+        _refuse(source, dtype, source.imag != 0, path)
+        source = source.real
+    limits = bounds(dtype)
+    if limits is None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = source.astype(dtype)
+            wide = np.complex128 if dtype.kind == "c" else np.float64
+            lost = np.isfinite(source.astype(wide)) & ~np.isfinite(values.astype(wide))
+        _refuse(source, dtype, lost, path)
+        return values
+    whole = _whole(source, dtype, limits, path)
+    return whole if whole.dtype == dtype else whole.astype(dtype)
+
+
+def _whole(source: _Array, dtype: np.dtype[Any], limits: tuple[int, int], path: str) -> _Array:
+    """The values as integers of 64 bits, each of which ``dtype`` has."""
+    least, greatest = limits
+    own = bounds(source.dtype)
+    if own is not None:
+        wide = source.astype(np.uint64 if own[1] > np.iinfo(np.int64).max else np.int64)
+        # Compared as Python's integers first: a bound that the wide dtype has not cannot be passed
+        # either.
+        if int(wide.max()) > greatest:
+            _refuse(source, dtype, wide > greatest, path)
+        if int(wide.min()) < least:
+            _refuse(source, dtype, wide < least, path)
+        return wide
+    # Both bounds are powers of two, or one below: exact as floats, also where the greatest itself
+    # is not.
+    wide = np.trunc(
+        source if source.dtype.kind == "f" and source.dtype.itemsize > 8 else source.astype(np.float64)
+    )
+    with np.errstate(invalid="ignore"):
+        _refuse(source, dtype, ~((wide >= float(least)) & (wide < float(greatest + 1))), path)
+    return wide.astype(np.uint64 if greatest > np.iinfo(np.int64).max else np.int64)
+
+
+def _refuse(source: _Array, dtype: np.dtype[Any], bad: _Array, path: str) -> None:
+    count = int(np.count_nonzero(bad))
+    if count:
+        first = tuple(int(i) for i in np.argwhere(np.atleast_1d(bad))[0])
+        raise MismatchError(
+            f"{named(path)}: {count} value(s) do not fit {dtype.name} (the first at {first}, "
+            f"{np.atleast_1d(source)[first]!s}); keep {source.dtype.name}, or rescale before you save"
+        )
+
+
+def common_box(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Extent of the part, from the origin, that two shapes share."""
+    return tuple(min(a, b) for a, b in zip(stored, wanted, strict=True))
+
+
+__all__ = ["bounds", "cast_into", "common_box", "to_dtype"]

@@ -1,0 +1,314 @@
+"""The keywords of every restore, in one place: :class:`RestoreKeywords` is what type checkers and
+editors see, :class:`RestoreOptions` the same with defaults and checks.
+``CheckpointManager.restore``, ``Checkpoint.restore``, ``sw.restore`` and the dry runs hand theirs
+on as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, final
+
+import numpy as np
+
+from .._checks import RESTORE_WORDS, flag, meant, one_of, shown
+from .._paths import escape
+from .._state.leaves import storable_name
+from .._state.shards import FlatShard, LocalShard, Segments
+from .._state.specs import ArraySpec, to_dtype
+from ..errors import MisuseError
+
+#: One glob over rendered leaf paths, or several.
+Globs: TypeAlias = str | Iterable[str] | None
+#: A choice for all leaves, or by glob.
+Missing: TypeAlias = Literal["error", "keep"]
+Unexpected: TypeAlias = Literal["error", "ignore"]
+Resize: TypeAlias = Literal["pad", "truncate", "both"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class RestoreKeywords(TypedDict, total=False):
+    """The keywords of a restore."""
+
+    #: The wanted structure of arrays, specs, types, values; never changed. Missing top-level
+    #: entries are not read.
+    like: Any
+    #: The same, filled where it can be; what cannot be changed in place is new in what is returned.
+    into: Any
+    #: Stored leaves that are looked at, by glob over rendered paths; default: all.
+    include: Globs
+    #: Stored leaves that are not, though ``include`` has them.
+    exclude: Globs
+    #: Stored paths (or branches) to wanted ones: ``{"old/*": "new/*"}``; each wildcard stands for
+    #: what it matched.
+    rename: Mapping[str, str] | Iterable[tuple[str, str]] | None
+    #: The treatment of a wanted leaf that is not stored: ``"error"``, or ``"keep"`` (the caller's
+    #: own array stays); also by glob.
+    missing: Missing | Mapping[str, Missing]
+    #: The treatment of a stored leaf inside a wanted top-level entry that is not wanted; also by
+    #: glob.
+    unexpected: Unexpected | Mapping[str, Unexpected]
+    #: Which changes of dtype are allowed: ``"exact"`` (none), ``"lossless"`` (the default: widening
+    #: within a kind), ``"lossy"``; or ``{glob: one of these or a dtype}``.
+    cast: str | Mapping[str, Any]
+    #: Which changes of shape are allowed: ``"pad"`` with zeros, ``"truncate"``, or ``"both"``; also
+    #: by glob.
+    resize: Resize | Mapping[str, Resize | None] | None
+    #: The places of JAX arrays: one sharding or device for all, a tree of them (one entry covers
+    #: all below it), or a function of path and :class:`~stepwell.ArraySpec`.
+    shardings: Any
+    #: The library of returned arrays without ``like`` or ``into``; default: numpy.
+    to: Literal["numpy", "torch", "jax"] | None
+    #: On which device those of ``to`` are; torch's or JAX's.
+    device: Any
+    #: Read each byte that several ranks want once, and exchange it by torch, JAX or MPI, on this
+    #: thread. ``True``: the first of them reads for the others. ``"gather"``: each of them reads a
+    #: share. All ranks pass the same value. Has no effect unless several processes have opened the
+    #: manager.
+    broadcast: bool | Literal["gather"]
+    #: Return the :class:`~stepwell.RestoreReport` too: ``(state, report)``.
+    return_report: bool
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """:class:`RestoreKeywords`, checked."""
+
+    like: Any = None
+    into: Any = None
+    include: Globs = None
+    exclude: Globs = None
+    rename: Any = None
+    missing: Any = "error"
+    unexpected: Any = "error"
+    cast: Any = "lossless"
+    resize: Any = None
+    shardings: Any = None
+    to: Literal["numpy", "torch", "jax"] | None = None
+    device: Any = None
+    broadcast: bool | Literal["gather"] = False
+    return_report: bool = False
+
+    def __post_init__(self) -> None:
+        if self.like is not None and self.into is not None:
+            raise MisuseError("pass like= or into=, not both: into= is a like= that is filled in place")
+        if self.to is not None:
+            one_of(self.to, "to", ("numpy", "torch", "jax"))
+            if self.target is not None:
+                raise MisuseError(
+                    "to= says what comes back where nothing else does; like= and into= say so array by array"
+                )
+            if self.to == "numpy":
+                object.__setattr__(self, "to", None)
+        if self.device is not None and self.to is None:
+            raise MisuseError(
+                'device= goes with to="torch" or to="jax"; arrays of like= and into= say where they are'
+            )
+        if self.shardings is not None:
+            if self.to != "jax" and self.target is None:
+                raise MisuseError('shardings= goes with to="jax", or with arrays of JAX in like= or into=')
+            if self.device is not None:
+                raise MisuseError("pass shardings= or device=, not both")
+        if isinstance(self.broadcast, str):
+            one_of(self.broadcast, "broadcast (where it is not True or False)", ("gather",))
+        else:
+            flag(self.broadcast, "broadcast")
+        flag(self.return_report, "return_report")
+        if self.rename is not None and self.like is None and self.into is None:
+            raise MisuseError(
+                "rename= says which wanted leaves stored ones become; without like= or into= everything comes back under its stored name"
+            )
+
+    @classmethod
+    def of(cls, keywords: RestoreKeywords, function: str = "restore") -> RestoreOptions:
+        """From the keywords of a call."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        for name in keywords:
+            if name in RESTORE_WORDS:
+                raise MisuseError(f"{function}() has no keyword {name}=; pass {RESTORE_WORDS[name]}")
+            if name not in names:
+                raise TypeError(
+                    f"{function}() got an unexpected keyword argument {name!r}{meant(name, names)}"
+                )
+        return cls(**keywords)
+
+    def reading_alone(self) -> RestoreOptions:
+        """These, for a call that one process makes by itself."""
+        if self.broadcast:
+            raise MisuseError(
+                "broadcast= has ranks read for each other, and this call reads for one process alone; restore() of a CheckpointManager that all of them have opened does so"
+            )
+        return self
+
+    @property
+    def target(self) -> Any:
+        """The caller's structure; ``None`` where everything is wanted."""
+        return self.like if self.into is None else self.into
+
+    @property
+    def fill(self) -> bool:
+        """True if the caller's own memory is to be filled."""
+        return self.into is not None
+
+    @property
+    def is_exact(self) -> bool:
+        """True if nothing is said by path, so that a target that has exactly the stored structure
+        matches leaf by leaf."""
+        return (
+            self.include is None
+            and self.exclude is None
+            and self.rename is None
+            and not any(
+                isinstance(one, Mapping) for one in (self.missing, self.unexpected, self.cast, self.resize)
+            )
+        )
+
+    @property
+    def to_fill(self) -> Any:
+        """Returns the value that will be filled leaf by leaf, as far as it is known before the
+        checkpoint is open. The engine exports its arrays meanwhile."""
+        return self.into if self.is_exact and not self.return_report and not self.broadcast else None
+
+    @property
+    def expected(self) -> bool | list[str]:
+        """Returns what will be read, as far as it is known before the checkpoint is open: ``True``:
+        everything; a list: all of these top-level entries; ``False``: unknown. The engine
+        prefetches it from the beginnings of the files."""
+        if self.include is not None or self.exclude is not None or self.rename is not None or self.broadcast:
+            return False
+        target = self.target
+        if target is None:
+            return True
+        if type(target) is dict and all(type(key) is str for key in target):
+            return [
+                escape(key)
+                for key, value in target.items()
+                if value is not ... and not _begins_with_part(value)
+            ]
+        return False
+
+    def placement(self) -> Callable[[str, ArraySpec], Any] | None:
+        """Returns the function from path and spec of a JAX array to its place, or ``None``."""
+        if self.shardings is None:
+            return None
+        from .._adapters import jax
+
+        return jax.placements(self.shardings)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns plain lists and strings for the engine."""
+        return {
+            "include": _globs(self.include, "include"),
+            "exclude": _globs(self.exclude, "exclude"),
+            "rename": _renames(self.rename),
+            "missing": _choice(self.missing, "missing", ("error", "keep")),
+            "unexpected": _choice(self.unexpected, "unexpected", ("error", "ignore")),
+            "cast": _cast(self.cast),
+            "resize": _choice(self.resize, "resize", ("pad", "truncate", "both", None)),
+        }
+
+
+def _begins_with_part(value: Any) -> bool:
+    """True if the first leaf is a part of a tensor: others beside it are then, too, and of their
+    files not all is read."""
+    while type(value) is dict and value:
+        value = next(iter(value.values()))
+    return isinstance(value, (LocalShard, Segments, FlatShard))
+
+
+def spelled_out(function: _Function) -> _Function:
+    """Has ``help()`` and ``inspect.signature`` show the keywords one by one, with their
+    defaults."""
+    signature = inspect.signature(function)
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    keywords = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+        )
+        for field in dataclasses.fields(RestoreOptions)
+    ]
+    shown_as = signature.replace(parameters=[*own, *keywords])
+    function.__signature__ = shown_as  # type: ignore[attr-defined]
+    return function
+
+
+def _globs(value: Any, name: str) -> list[str] | None:
+    if value is None:
+        return None
+    wrong = f"{name} takes a glob or a list of globs over rendered leaf paths, such as 'params/**', not {shown(value)}"
+    if not isinstance(value, (str, Iterable)) or isinstance(value, (bytes, np.ndarray)):
+        raise MisuseError(wrong)
+    found = [value] if isinstance(value, str) else list(value)
+    if name == "include" and not found:
+        raise MisuseError("include=[] selects nothing; leave it out to restore all of the state")
+    if not all(isinstance(one, str) for one in found):
+        raise MisuseError(wrong)
+    return found
+
+
+def _renames(value: Any) -> list[tuple[str, str]]:
+    if value is None:
+        return []
+    wrong = f"rename takes {{stored path: wanted path}} or pairs of them, not {shown(value)}"
+    pairs = value.items() if isinstance(value, Mapping) else value
+    if isinstance(pairs, (str, bytes)) or not isinstance(pairs, Iterable):
+        raise MisuseError(wrong)
+    found: list[tuple[str, str]] = []
+    for pair in pairs:
+        if not (
+            isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(one, str) for one in pair)
+        ):
+            raise MisuseError(wrong)
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def _choice(value: Any, name: str, allowed: tuple[str | None, ...]) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            _glob(glob, name): one_of(one, f"{name}={{{glob!r}: …}}", allowed) for glob, one in value.items()
+        }
+    if value is None or isinstance(value, str):
+        return one_of(value, name, allowed)
+    words = ", ".join(map(repr, allowed))
+    raise MisuseError(f"{name} is one of {words}, or {{glob: …}} of them; not {shown(value)}")
+
+
+def _glob(glob: Any, name: str) -> str:
+    if not isinstance(glob, str):
+        raise MisuseError(f"{name}={{glob: …}} has globs over rendered leaf paths as keys, not {shown(glob)}")
+    return glob
+
+
+_CASTS = ("exact", "lossless", "lossy")
+
+
+def _cast(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        if isinstance(value, str) and value in _CASTS:
+            return value
+        raise MisuseError(
+            f"cast is one of {', '.join(map(repr, _CASTS))}, or {{glob: one of them or a dtype}}; not {shown(value)}{meant(value, _CASTS)}"
+        )
+    return {_glob(glob, "cast"): _cast_one(glob, one) for glob, one in value.items()}
+
+
+def _cast_one(glob: str, one: Any) -> str:
+    if isinstance(one, str) and one in _CASTS:
+        return one
+    dtype = None
+    if one is not None:
+        try:
+            dtype = to_dtype(one).newbyteorder("=")
+        except (TypeError, ValueError):
+            dtype = None
+    name = None if dtype is None else storable_name(dtype)
+    if name is None:
+        raise MisuseError(
+            f"cast={{{glob!r}: …}} takes {', '.join(map(repr, _CASTS))} or a dtype that can be stored, not {shown(one)}{meant(one, _CASTS)}"
+        )
+    return name

@@ -1,0 +1,68 @@
+"""Conversions between Python scalars, numpy scalars and arrays without dimensions.
+
+A training step may store a counter as an int and restore it as an array, or the other way round: a
+jitted JAX step returns arrays. Within one kind (bool, integer, float, complex) such a value
+converts if nothing is lost. Other values are refused by leaf path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .._paths import named
+from .._state.specs import to_dtype
+from ..errors import MismatchError
+
+_PYTHON = (bool, int, float, complex)
+_KINDS = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "complex"}
+
+
+def kind_of_dtype(dtype: Any) -> str | None:
+    """Returns the kind of an array's values; ``None`` for dates."""
+    found = to_dtype(dtype)
+    if found.kind == "V" or found.type.__module__ != "numpy":
+        return "integer" if "int" in found.name else "float"
+    return _KINDS.get(found.kind)
+
+
+def kind_of_value(value: Any) -> str | None:
+    """Returns the kind of a scalar, or of one of their types; ``None`` for other values."""
+    cls = value if isinstance(value, type) else type(value)
+    if issubclass(cls, np.generic):
+        return kind_of_dtype(cls) if issubclass(cls, (np.bool_, np.number)) else None
+    for place, one in enumerate(_PYTHON):
+        if cls is one:
+            return ("bool", "integer", "float", "complex")[place]
+    return None
+
+
+def as_array(path: str, value: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    """Converts a stored scalar to an array without dimensions. Raises a :class:`MismatchError` if
+    the dtype cannot hold the value."""
+    wanted = to_dtype(dtype)
+    try:
+        with np.errstate(all="ignore"):
+            made = np.asarray(value).astype(wanted)
+            fits = bool(made.item() == value) or value != value
+    except (OverflowError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise _refused(path, f"the stored value {value!r:.60} does not fit {wanted.name}")
+    return made
+
+
+def as_scalar(path: str, array: Any, wanted: Any) -> Any:
+    """Converts a stored array without dimensions to a scalar like ``wanted`` (a value or a
+    type)."""
+    cls: Any = wanted if isinstance(wanted, type) else type(wanted)
+    if not issubclass(cls, np.generic):
+        return cls(np.asarray(array).item())
+    return as_array(path, np.asarray(array).item(), cls)[()]
+
+
+def _refused(path: str, why: str) -> MismatchError:
+    error = MismatchError(f"{named(path)}: {why}; ask for a wider type, or for the stored one")
+    error.leaf = path
+    return error

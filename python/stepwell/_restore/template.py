@@ -1,0 +1,527 @@
+"""The walk over a ``like`` or ``into``: what is wanted at which leaf path, and how the answer is
+put together again.
+
+The structure is the caller's. Leaf paths are those of a save of the same structure (the engine's
+walk over a state uses the same :func:`.leaves.describe`). A ``like`` is never changed: new
+containers are made. An ``into`` keeps its identity where it can be changed in place: dicts, lists,
+dataclasses, arrays, stateful objects.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from .. import _adapters as adapters
+from .._core import MAX_DEPTH
+from .._paths import Component, extend, named
+from .._state import layouts, providers, stateful
+from .._state.leaves import describe
+from .._state.registry import is_namedtuple_class, of_class, stored_name
+from .._state.shards import FlatShard, LocalShard, Segments
+from .._state.specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated, current_rank
+from ..errors import MismatchError, MisuseError, StepwellError, UnsupportedLeaf
+
+#: The kind of a wanted leaf: an array; an object; anything, also a whole subtree; nothing.
+What: TypeAlias = Literal["array", "object", "stored", "skip"]
+
+
+@dataclass(slots=True)
+class Leaf:
+    """One place of the caller's structure where a value is wanted."""
+
+    path: str
+    components: tuple[Component, ...]
+    what: What
+    #: The caller's own value: an array, a spec, a scalar, a type.
+    value: Any
+    spec: ArraySpec | None = None
+    #: The stateful object that a stored subtree goes into.
+    owner: tuple[Any, stateful.Protocol] | None = None
+    #: The framework's target, and how its value is made.
+    target: adapters.Target | None = None
+    #: True if it may be missing from the store: the result is then ``...``.
+    optional: bool = False
+    #: True if ``value`` is memory made for this restore. The result is ``...`` if nothing is read.
+    is_new: bool = False
+    #: Why what is stored does not fit, where it does not: asked before anything of the caller's is
+    #: changed.
+    check: Callable[[Any], str | None] | None = None
+    #: The stored kind, if a scalar is wanted where an array without dimensions is stored
+    #: ("array"), or the other way round ("object"); see :mod:`stepwell._restore.scalars`.
+    converts: Literal["array", "object"] | None = None
+    #: Set when the value is known.
+    result: Any = None
+
+    @property
+    def array(self) -> np.ndarray[Any, Any] | adapters.OnDevice | None:
+        """The memory of the caller's own array, where there is one that can be filled."""
+        if self.target is not None:
+            return self.target.memory
+        return self.value if isinstance(self.value, np.ndarray) else None
+
+    @property
+    def has_array(self) -> bool:
+        """True if the caller has an array there, which can stay as it is."""
+        if self.target is not None:
+            return self.target.has_value
+        return not isinstance(self.value, (ArraySpec, type))
+
+
+@dataclass(slots=True)
+class Maybe:
+    """In what an adapter takes apart: wanted where it is stored, and ``...`` where nothing is."""
+
+    value: Any
+    #: True if its tensors are memory made for this restore: ``...`` too where nothing is read.
+    is_new: bool = False
+
+
+@dataclass(slots=True)
+class Checked:
+    """In what an adapter takes apart: whatever is stored there, of which ``check`` says why it does
+    not fit (``None``: it does)."""
+
+    check: Callable[[Any], str | None]
+
+
+@dataclass(slots=True)
+class Branch:
+    """A container of the caller's structure."""
+
+    value: Any
+    path: str
+    components: tuple[Component, ...]
+    children: list[tuple[Any, Part]]
+    finish: Callable[[Branch, list[tuple[Any, Any]], bool], Any]
+    #: Why it cannot be filled, where it cannot.
+    unfillable: str | None = None
+    #: True if it is what one rank has of a value that differs on all of them.
+    per_rank: bool = False
+    #: The child that is looked at before the rest is matched, and why a stored value of it does not
+    #: fit.
+    first: tuple[Component, Callable[[Any], str | None]] | None = None
+    #: Returns the children for the outline of what is stored there; see ``adapters.Opened.settle``.
+    settle: Callable[[Any], list[tuple[Any, Part]]] | None = None
+
+    def pairs(self, fill: bool) -> list[tuple[Any, Any]]:
+        """Keys and finished values."""
+        return [(key, finish(child, fill)) for key, child in self.children]
+
+
+Part: TypeAlias = Leaf | Branch
+
+
+def parse(target: Any) -> Part:
+    """Takes the caller's structure apart."""
+    arranged = adapters.arrange(target)
+    if arranged is None:
+        return _part(target, "", (), ())
+    part = _part(arranged.state, "", (), ())
+    assert isinstance(part, Branch)
+    part.finish = lambda _, pairs, fill: arranged.put_back(dict(pairs), fill)
+    return part
+
+
+def finish(part: Part, fill: bool) -> Any:
+    """Puts the caller's structure together from the leaves' results; ``fill``: in place where that
+    is possible."""
+    if isinstance(part, Leaf):
+        return part.result
+    return part.finish(part, part.pairs(fill), fill)
+
+
+def as_state(like: Any) -> Any:
+    """A state of the arrays that a ``like`` describes, in place of whose specs stand arrays that
+    take no memory."""
+    part = parse(like)
+    for leaf in leaves(part):
+        # A framework object that takes its state as stored has no size in advance.
+        theirs = leaf.value is AS_STORED and (leaf.optional or leaf.check is not None)
+        nothing = theirs or isinstance(leaf.value, (ObjectSpec, type))
+        leaf.result = None if nothing else leaf.value
+        if leaf.spec is not None and not leaf.has_array:
+            shape, dtype = leaf.spec.shape, leaf.spec.dtype
+            if leaf.target is not None and isinstance(leaf.target.value, layouts.Parts):
+                shape = leaf.target.value.local.shape
+            if shape is None or dtype is None:
+                raise MisuseError(
+                    f"{named(leaf.path)}: {leaf.spec} does not say how large it is; give shape and dtype"
+                )
+            try:
+                leaf.result = np.broadcast_to(np.zeros((), dtype), shape)
+            except ValueError as error:
+                raise MisuseError(f"{named(leaf.path)}: {leaf.spec} is larger than any memory") from error
+    return finish(part, False)
+
+
+def leaves(part: Part) -> Iterator[Leaf]:
+    """All leaves, in order."""
+    pending = [part]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, Leaf):
+            yield one
+        else:
+            pending.extend(child for _, child in reversed(one.children))
+
+
+def branches(part: Part) -> Iterator[Branch]:
+    """All containers, in order."""
+    pending = [part]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, Branch):
+            yield one
+            pending.extend(child for _, child in reversed(one.children))
+
+
+def check_fillable(part: Part) -> None:
+    """Raises where something of the caller's cannot be filled, before anything is read."""
+    for branch in branches(part):
+        if branch.unfillable is not None:
+            raise _refused(branch.path, f"cannot be restored into: {branch.unfillable}")
+    for leaf in leaves(part):
+        if leaf.target is not None and leaf.target.unfillable is not None:
+            raise _refused(leaf.path, f"cannot be restored into: {leaf.target.unfillable}")
+        if leaf.owner is not None and (why := adapters.why_not_loaded(leaf.owner[0])) is not None:
+            raise _refused(leaf.path, f"cannot be restored into: {why}")
+
+
+def enum_classes(part: Part) -> dict[str, type]:
+    """The enum classes that the caller's own values name, by stored name."""
+    found: dict[str, type] = {}
+    for leaf in leaves(part):
+        _collect_enums(leaf.value, found, 0)
+    return found
+
+
+def _collect_enums(value: Any, found: dict[str, type], depth: int) -> None:
+    if isinstance(value, enum.Enum):
+        found[stored_name(type(value))] = type(value)
+    elif isinstance(value, type) and issubclass(value, enum.Enum):
+        found[stored_name(value)] = value
+    elif type(value) in (list, tuple, set, frozenset, deque) and depth < MAX_DEPTH:
+        for one in value:
+            _collect_enums(one, found, depth + 1)
+
+
+#: The containers around a value, outermost first, with their paths.
+Above: TypeAlias = tuple[tuple[Any, str], ...]
+
+
+def _part(value: Any, path: str, components: tuple[Component, ...], above: Above) -> Part:
+    cls = type(value)
+    if cls is np.ndarray:
+        return Leaf(path, components, "array", value, ArraySpec(value.shape, value.dtype))
+    if cls is dict:
+        return _branch(value, path, components, above, _keys(value.items(), path), _finish_dict)
+    if value is AS_STORED:
+        return Leaf(path, components, "stored", value)
+    if value is ...:
+        return Leaf(path, components, "skip", value)
+    if cls is ArraySpec:
+        return Leaf(path, components, "array", value, value)
+    if cls is ObjectSpec or value is None or cls in _SCALARS:
+        return Leaf(path, components, "object", value)
+    if isinstance(value, type):
+        return _type_leaf(value, path, components)
+    if cls is Maybe:
+        part = _part(value.value, path, components, above)
+        for leaf in leaves(part):
+            leaf.optional = True
+            leaf.is_new = value.is_new
+        return part
+    if cls is Checked:
+        return Leaf(path, components, "stored", AS_STORED, check=value.check)
+    if cls is list or cls is tuple:
+        if value and is_plain(value):
+            return Leaf(path, components, "object", value)
+        make = _finish_list if cls is list else _finish_tuple
+        return _branch(value, path, components, above, [(("x", i), one) for i, one in enumerate(value)], make)
+    return _other(value, path, components, above)
+
+
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, bytearray, set, frozenset})
+
+
+def _other(value: Any, path: str, components: tuple[Component, ...], above: Above) -> Part:
+    if isinstance(value, Replicated):
+        inner = _part(value.value, path, components, _inside(value, path, above))
+        return Branch(value, path, components, [(None, inner)], _finish_wrapper)
+    if isinstance(value, PerRank):
+        key = value.stored_key()
+        branch = _branch(value, path, components, above, [(("k", key), value.value)], _finish_per_rank)
+        branch.per_rank = True
+        return branch
+    if type(value) is Segments and value.is_named:
+        tensors: list[tuple[Component, Any]] = [
+            (("k", name), parts) for name, parts in value.tensors().items() if name is not None
+        ]
+        return _branch(value, path, components, above, tensors, _finish_segments)
+    array = _target(value, path)
+    if array is not None:
+        return Leaf(path, components, "array", value, array.spec, target=array)
+    if isinstance(value, np.ndarray):
+        return Leaf(path, components, "array", np.asarray(value), ArraySpec(value.shape, value.dtype))
+    registered = of_class(type(value))
+    opened = None if registered is not None and registered.flatten else adapters.branch(value)
+    if opened is not None:
+
+        def close(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+            return opened.close(pairs, fill)
+
+        branch = _branch(value, path, components, above, opened.children, close)
+        branch.unfillable, branch.first = opened.unfillable, opened.first
+        if (settle := opened.settle) is not None:
+            branch.settle = lambda stored: (
+                _branch(value, path, components, above, settle(stored), close).children
+            )
+        return branch
+    protocol = None if registered is not None and registered.flatten else stateful.protocol_of(value)
+    if protocol is not None:
+        return Leaf(path, components, "stored", value, owner=(value, protocol))
+    description: Any
+    try:
+        description = describe(value)
+    except Exception as failure:
+        failure.add_note(f"while the {type(value).__name__} at {named(path)} was taken apart")
+        raise
+    tag = description[0]
+    if tag == "mapping":
+        return _branch(value, path, components, above, _keys(description[2], path), _finish_mapping)
+    if tag == "deque":
+        items: list[Any] = description[2]
+        if items and is_plain(items):
+            return Leaf(path, components, "object", value)
+        return _branch(
+            value, path, components, above, [(("x", i), v) for i, v in enumerate(items)], _finish_deque
+        )
+    if tag == "fields":
+        fields: list[tuple[Component, Any]] = [(("f", name), v) for name, v in description[3]]
+        make = _finish_namedtuple if isinstance(value, tuple) else _finish_dataclass
+        return _branch(value, path, components, above, fields, make)
+    if tag == "custom":
+        return _branch(value, path, components, above, _keys(description[2], path), _finish_custom)
+    if tag == "refuse":
+        raise _refused(path, str(description[1]))
+    return Leaf(path, components, "object", value)
+
+
+def _inside(value: Any, path: str, above: Above) -> Above:
+    """Returns the containers around a container's children. Raises for a cycle, and for endless
+    nesting."""
+    for one, at in above:
+        if one is value:
+            where = (
+                f"the {type(value).__qualname__} at `{at}`"
+                if at
+                else f"the whole structure (a {type(value).__qualname__})"
+            )
+            raise _refused(path, f"a cycle: {where} is inside itself here; leave this reference out")
+    if len(above) >= MAX_DEPTH:
+        raise _refused(path, f"nested more than {MAX_DEPTH} deep; flatten it")
+    return (*above, (value, path))
+
+
+def _refused(path: str, why: str) -> UnsupportedLeaf:
+    error = UnsupportedLeaf(f"{named(path)}: {why}")
+    error.leaf = path
+    return error
+
+
+def _branch(
+    value: Any,
+    path: str,
+    components: tuple[Component, ...],
+    above: Above,
+    children: list[tuple[Component, Any]],
+    make: Callable[[Branch, list[tuple[Any, Any]], bool], Any],
+) -> Branch:
+    parts: list[tuple[Any, Part]] = []
+    above = _inside(value, path, above)
+    for component, child in children:
+        parts.append((component[1], _part(child, extend(path, component), (*components, component), above)))
+    return Branch(value, path, components, parts, make)
+
+
+def _keys(items: Any, path: str) -> list[tuple[Component, Any]]:
+    found: list[tuple[Component, Any]] = []
+    for key, value in items:
+        if type(key) is str:
+            found.append((("k", key), value))
+        elif type(key) is int:
+            found.append((("i", key), value))
+        else:
+            raise _refused(path, f"keys are str or int; {key!r} is a {type(key).__name__}")
+    return found
+
+
+def _target(value: Any, path: str) -> adapters.Target | None:
+    """Returns the target of a framework's array. Refuses an unsuitable tensor by path."""
+    try:
+        with naming(path, "its sharding does not fit it"):
+            if type(value) is layouts.Parts:
+                return layouts.target(value)
+            if type(value) in (LocalShard, FlatShard, Segments):
+                return layouts.target(value.parts())
+            return providers.target(value) if providers.is_provider(value) else adapters.target(value)
+    except UnsupportedLeaf as error:
+        raise _refused(path, str(error)) from error
+
+
+class naming:
+    """Has what a framework says of a place name the leaf."""
+
+    __slots__ = ("_path", "_what")
+
+    def __init__(self, path: str, what: str) -> None:
+        self._path = path
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, failure: BaseException | None, __: Any) -> None:
+        if isinstance(failure, StepwellError):
+            failure.leaf = failure.leaf or self._path
+        elif isinstance(failure, ValueError):
+            wrong = MismatchError(f"{named(self._path)}: {self._what}: {failure}")
+            wrong.leaf = self._path
+            raise wrong from failure
+
+
+def _type_leaf(value: type, path: str, components: tuple[Component, ...]) -> Leaf:
+    if value is np.ndarray:
+        return Leaf(path, components, "array", value, ArraySpec())
+    array = _target(value, path)
+    if array is not None:
+        return Leaf(path, components, "array", value, array.spec, target=array)
+    if value in _SCALARS or issubclass(value, (np.generic, enum.Enum)) or value is type(None):
+        return Leaf(path, components, "object", value)
+    raise MisuseError(
+        f"{named(path)}: a like= takes the types numpy.ndarray, torch.Tensor, jax.Array, int, float, complex, bool, str, bytes and enums, "
+        f"not {value.__qualname__}; pass an ArraySpec, an instance, or sw.AS_STORED"
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """True if a sequence holds plain values only, so that it is one object leaf: what the engine
+    decides in a save."""
+    from .. import _core
+
+    return bool(_core.is_plain(value))
+
+
+def _finish_dict(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    if fill:
+        branch.value.update(pairs)
+        return branch.value
+    return dict(pairs)
+
+
+def _finish_mapping(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    if fill:
+        branch.value.update(pairs)
+        return branch.value
+    if isinstance(branch.value, defaultdict):
+        return defaultdict(branch.value.default_factory, pairs)
+    return OrderedDict(pairs)
+
+
+def _finish_list(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    values = [value for _, value in pairs]
+    if fill:
+        branch.value[:] = values
+        return branch.value
+    return values
+
+
+def _finish_tuple(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    return tuple(value for _, value in pairs)
+
+
+def _finish_deque(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    values = [value for _, value in pairs]
+    if fill:
+        branch.value.clear()
+        branch.value.extend(values)
+        return branch.value
+    return deque(values, branch.value.maxlen)
+
+
+def _finish_namedtuple(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    cls: Any = type(branch.value)
+    assert is_namedtuple_class(cls)
+    return cls._make(value for _, value in pairs)
+
+
+def _finish_dataclass(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    frozen = type(branch.value).__dataclass_params__.frozen
+    target = branch.value if fill and not frozen else copy.copy(branch.value)
+    known = {field.name for field in dataclasses.fields(target)}
+    for name, value in pairs:
+        if name in known:
+            object.__setattr__(target, name, value)
+    return target
+
+
+def _finish_custom(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    registered = of_class(type(branch.value))
+    if registered is None or registered.unflatten is None:
+        raise MisuseError(f"`{branch.path}`: {type(branch.value).__qualname__} is no longer registered")
+    return registered.unflatten(dict(pairs))
+
+
+def check_ranks(branch: Branch, stored: list[str]) -> None:
+    """Settles which of the stored values a rank gets: its own, where those who have saved are those
+    who restore; else what ``resize`` makes of all of them."""
+    rank, world = current_rank.get()
+    value = branch.value
+    if len(stored) == world and value.stored_key() in stored:
+        return
+    if value.resize is None:
+        count = len(stored)
+        saved = f"saved by {count} ranks" if all(map(str.isdigit, stored)) else f"stored under {count} keys"
+        raise MismatchError(
+            f"{named(branch.path)}: {saved} ({', '.join(stored[:8])}{', …' if len(stored) > 8 else ''}), and wanted by {world}, this one as "
+            f"{value.stored_key()!r}: which value is whose? Pass PerRank(…, resize=fn), where fn(values, rank, world_size) gives this rank its own, or leave it out (...)"
+        )
+    branch.children = [(None, Leaf(branch.path, branch.components, "stored", AS_STORED))]
+
+    def finish_resized(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+        there = pairs[0][1]
+        found = value.resize([there[key] for key in sorted(there, key=_by_number)], rank, world)
+        protocol = stateful.protocol_of(value.value)
+        if fill and protocol is not None:
+            # A stored generator comes as one.
+            state = protocol.get(found) if type(found) is type(value.value) else found
+            stateful.give(branch.path, value.value, protocol, state)
+            return value
+        return PerRank(found, value.key, value.resize)
+
+    branch.finish = finish_resized
+
+
+def _by_number(key: Any) -> tuple[int, int, str]:
+    """Ranks by their numbers, other keys as text."""
+    return (0, int(key), "") if str(key).isdigit() else (1, 0, str(key))
+
+
+def _finish_per_rank(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    return PerRank(pairs[0][1], branch.value.key, branch.value.resize)
+
+
+def _finish_segments(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    return branch.value.put_together(dict(pairs), fill)
+
+
+def _finish_wrapper(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    return Replicated(pairs[0][1])

@@ -1,0 +1,406 @@
+"""The request to the store: the leaves of a template as rows for the engine's match, and their
+final values."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import _adapters as adapters
+from .. import _core
+from .._paths import Component, named
+from .._state.specs import AS_STORED, ArraySpec, ObjectSpec, native_name
+from .._state.stateful import give, name_of
+from ..errors import MismatchError, UnsupportedLeaf
+from . import scalars, template
+from .nested import Nested, try_on
+from .report import RestoreReport
+from .structure import Structure, kind_of, library, protocol_name
+from .template import Branch, Leaf, Part
+
+#: Of all arrays that are stored.
+_DTYPES = frozenset(_core.dtype_names())
+
+
+class Wanted:
+    """The request to the store: the template's leaves, in the engine's form."""
+
+    def __init__(
+        self,
+        structure: Structure,
+        report: RestoreReport,
+        part: Part,
+        to: str | None = None,
+        place: Callable[[list[str], list[Any]], Any] = lambda paths, arrays: None,
+    ) -> None:
+        self._structure = structure
+        #: The framework whose arrays stored subtrees get, and where those are to be.
+        self._to = to
+        self._place = place
+        self._report = report
+        #: Components, what is wanted there (kind, dtype, shape), and whether the caller has a value
+        #: there.
+        self.specs: list[tuple[tuple[Component, ...], str, str | None, tuple[int, ...] | None, bool]] = []
+        self.paths: list[str] = []
+        self.leaf_of: list[Leaf | None] = []
+        #: Wanted number → (stored leaf, leaf that holds its bytes, tensor or ``None``).
+        self.matches: dict[int, list[tuple[int, int, Any]]] = {}
+        #: Wanted numbers of the leaves that keep the caller's value.
+        self.kept: list[int] = []
+        #: Paths of the caller's objects that were given their states.
+        self.given: list[str] = []
+        #: The values of stored subtrees, by the leaf that wants them.
+        self._states: dict[int, Any] = {}
+        #: The values of converted scalars, by the leaf that wants them.
+        self._scalars: dict[int, Any] = {}
+        #: Stateful objects inside the states of others.
+        self._nested: list[Nested] = []
+        self._leaves = list(template.leaves(part))
+        self._number: dict[int, int] = {}
+        self._settled: list[tuple[Leaf, int]] = []
+        self._empty: list[tuple[Branch, int]] = []
+        for leaf in self._leaves:
+            self._add_leaf(leaf)
+        #: Top-level entries that are wanted, those without a leaf too.
+        self.top_level: list[Component] = []
+        #: True if all of the store is inside what is wanted. Entries may be absent from the top
+        #: where they have names: a sequence of another length, or where something else is stored,
+        #: is a mismatch there as anywhere.
+        self.whole = bool(structure.nodes) and not _has_names(structure.nodes[0][2])
+        for branch in template.branches(part):
+            if not branch.components and _is_sequence(branch.value):
+                self.whole = True
+            if len(branch.components) == 1:
+                self.top_level.append(branch.components[0])
+            if not branch.children and type(branch.value) in (list, tuple, deque):
+                self._add_empty(branch)
+
+    def _add(
+        self,
+        where: Leaf | Branch,
+        kind: str,
+        dtype: str | None = None,
+        shape: tuple[int, ...] | None = None,
+        value: bool = False,
+    ) -> int:
+        self.specs.append((where.components, kind, dtype, shape, value))
+        self.paths.append(where.path)
+        self.leaf_of.append(where if isinstance(where, Leaf) else None)
+        return len(self.specs) - 1
+
+    def _add_leaf(self, leaf: Leaf) -> None:
+        structure = self._structure
+        if leaf.optional and structure.find(leaf.components) is None:
+            leaf.result = ...
+            return
+        if leaf.what == "skip":
+            leaf.result = ...
+            self._add(leaf, "skip")
+            return
+        if leaf.converts is not None:
+            self._number[id(leaf)] = self._add(leaf, "any", value=True)
+            return
+        if leaf.what == "array":
+            spec = leaf.spec or ArraySpec()
+            dtype = None if spec.dtype is None else native_name(spec.dtype)
+            if dtype is not None and dtype not in _DTYPES:
+                error = UnsupportedLeaf(
+                    f"{named(leaf.path)}: arrays of dtype {spec.dtype} are never stored; ask for what the checkpoint holds"
+                )
+                error.leaf = leaf.path
+                raise error
+            has_value = leaf.has_array
+            self._number[id(leaf)] = self._add(leaf, "tensor", dtype, spec.shape, has_value)
+            return
+        if leaf.what == "stored" or type(leaf.value) in (list, tuple, deque):
+            # A subtree without leaves, or an empty sequence where the caller has a plain one: there
+            # is nothing to read.
+            node = structure.find(leaf.components)
+            if node is not None and structure.is_container(node) and not structure.leaves_below(node):
+                self._settled.append((leaf, node))
+                return
+        kind = "any" if leaf.what == "stored" else "object"
+        has_value = leaf.owner is not None or not (
+            leaf.value is AS_STORED or isinstance(leaf.value, (ObjectSpec, type))
+        )
+        self._number[id(leaf)] = self._add(leaf, kind, value=has_value)
+
+    def _add_empty(self, branch: Branch) -> None:
+        """An empty sequence of the caller where a plain one is stored, which is one object: what is
+        stored is wanted."""
+        node = self._structure.find(branch.components)
+        if node is not None and not self._structure.is_container(node):
+            self._empty.append((branch, self._add(branch, "object", value=True)))
+
+    def check_types(self, objects: Mapping[int, Any]) -> None:
+        """A type in ``like`` is a demand on the stored object."""
+        wrong: list[tuple[str, str, str]] = []
+        for number, matches in self.matches.items():
+            leaf = self.leaf_of[number]
+            if leaf is None or leaf.converts is not None:
+                continue
+            if leaf.what != "object" or not isinstance(leaf.value, type):
+                continue
+            value = objects[matches[0][1]]
+            fits = isinstance(value, leaf.value) and (leaf.value is bool or not isinstance(value, bool))
+            if not fits and not (leaf.value is float and type(value) is int):
+                wrong.append(
+                    (leaf.path, f"{type(value).__qualname__} {value!r:.60}", leaf.value.__qualname__)
+                )
+        if wrong:
+            self._report.wrong_kind = wrong
+            self._report.text = "\n".join(
+                f"{named(path)}: stored is {stored}, wanted is {asked}" for path, stored, asked in wrong
+            )
+            raise self._report.mismatch()
+
+    def try_states(
+        self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
+    ) -> None:
+        """Puts stored subtrees together, and tries the states of generators on new ones: what does
+        not fit raises before anything of the caller's is changed. ``arrays`` are those that have
+        memory of their own."""
+        for leaf, node in self._settled:
+            self._states[id(leaf)] = self._build(leaf, node, _nothing, None, fill)
+        for leaf in self._leaves:
+            matches = self.matches.get(self._number.get(id(leaf), -1), [])
+            if leaf.what != "stored" or not matches:
+                continue
+            values = {
+                stored: objects[source] if tensor is None else arrays[self._number[id(leaf)], stored]
+                for stored, source, tensor in matches
+            }
+            self._convert(leaf, [stored for stored, _, tensor in matches if tensor is not None], values)
+            self._states[id(leaf)] = self._subtree(leaf, values, fill)
+        for leaf in self._leaves:
+            if id(leaf) in self._states:
+                self._try(leaf, self._states[id(leaf)])
+            elif leaf.converts is not None:
+                self._convert_scalar(leaf, arrays, objects)
+
+    def _convert_scalar(
+        self, leaf: Leaf, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any]
+    ) -> None:
+        """Converts a stored scalar to a wanted array without dimensions, or the other way round."""
+        at = self._number[id(leaf)]
+        if not (matches := self.matches.get(at, [])):
+            return
+        stored, source, tensor = matches[0]
+        value = objects[source] if tensor is None else arrays[at, stored]
+        if leaf.converts == "array":
+            self._scalars[id(leaf)] = scalars.as_scalar(leaf.path, value, leaf.value)
+            asked = leaf.value if isinstance(leaf.value, type) else type(leaf.value)
+            self._report.cast.append((leaf.path, value.dtype.name, asked.__name__))
+        elif leaf.spec is not None and leaf.spec.dtype is not None:
+            self._scalars[id(leaf)] = scalars.as_array(leaf.path, value, leaf.spec.dtype)
+            self._report.cast.append((leaf.path, type(value).__name__, leaf.spec.dtype.name))
+
+    def _convert(self, leaf: Leaf, stored: list[int], values: dict[int, Any]) -> None:
+        """Arrays of a stored subtree as those of the framework that they are to be of: for an
+        object those that its state had when it was saved, else what the caller asked for."""
+        structure = self._structure
+        by_library: dict[str, list[int]] = {}
+        for number in stored:
+            name = self._library_of(leaf, number)
+            if name is not None:
+                by_library.setdefault(name, []).append(number)
+        for name, numbers in by_library.items():
+            # Leaves that share an array share it afterwards.
+            unique = list({id(values[number]): values[number] for number in numbers}.values())
+            paths = {
+                id(values[number]): structure.paths[structure.leaf_nodes[number]]
+                for number in reversed(numbers)
+            }
+            try:
+                if leaf.owner is not None:
+                    made = adapters.arrays_where_used(name, unique)
+                else:
+                    made = adapters.arrays(
+                        name, unique, self._place([paths[id(one)] for one in unique], unique)
+                    )
+            except adapters.DoesNotFit as failure:
+                raise _does_not_fit(paths[id(unique[failure.number])], failure) from None
+            array_of = {id(one): array for one, array in zip(unique, made, strict=True)}
+            for number in numbers:
+                values[number] = array_of[id(values[number])]
+
+    def takes_over(self, leaf: Leaf, stored: int) -> bool:
+        """True if the array that a stored one becomes there takes over the memory into which it is
+        read, so that no other may have it."""
+        if leaf.target is not None:
+            return leaf.target.takes_over
+        name = self._library_of(leaf, stored) if leaf.what == "stored" else None
+        return name is not None and adapters.takes_over(name)
+
+    def _library_of(self, leaf: Leaf, stored: int) -> str | None:
+        """Returns the library of a restored array. Without a stored object, or with one of another
+        class, an object of a framework gets arrays of its own framework."""
+        if leaf.owner is None:
+            return self._to
+        structure, owner = self._structure, leaf.owner[0]
+        node = structure.object_of(stored)
+        kind: Any = None if node is None else structure.nodes[node][2]
+        found = None if kind is None else library(kind)
+        is_own = node is not None and (node != structure.find(leaf.components) or kind[1] == name_of(owner))
+        return found if found is not None or is_own else adapters.library_of(owner)
+
+    def _try(self, leaf: Leaf, state: Any) -> None:
+        if leaf.owner is not None:
+            owner, protocol = leaf.owner
+            try_on(self._report, leaf.path, owner, protocol, state)
+        why = None if leaf.check is None else leaf.check(state)
+        if why is not None:
+            error = self._report.mismatch(f"{named(leaf.path)}: {why}")
+            error.leaf = leaf.path
+            raise error
+
+    def fill_results(
+        self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
+    ) -> None:
+        """Gives every leaf of the template its value."""
+        for branch, number in self._empty:
+            for stored, source, tensor in self.matches.get(number, ()):
+                branch.finish = _finish_replaced(
+                    objects[source] if tensor is None else arrays[number, stored]
+                )
+        for nested in self._nested:
+            nested.load(self.given)
+        made: dict[Any, list[tuple[Leaf, Any]]] = {}
+        for leaf in self._leaves:
+            if id(leaf) in self._states:
+                state = self._states[id(leaf)]
+                leaf.result = state if leaf.owner is None else self._give(leaf, state, fill)
+                continue
+            at = self._number.get(id(leaf))
+            if at is None:
+                continue  # left out
+            matches = self.matches.get(at, [])
+            if not matches:
+                leaf.result = ... if leaf.is_new else leaf.value  # kept
+                continue
+            stored, source, tensor = matches[0]
+            value = objects[source] if tensor is None else arrays[at, stored]
+            if leaf.converts is not None:
+                value = self._scalars[id(leaf)]
+            if leaf.target is not None and (tensor is not None or leaf.converts is not None):
+                made.setdefault(leaf.target.finish, []).append((leaf, value))
+            elif leaf.converts == "object":
+                leaf.result = _filled(leaf, value, fill)
+            else:
+                leaf.result = _as_type(leaf, value)
+        for finish, found in made.items():
+            targets = [(leaf.target, value) for leaf, value in found if leaf.target is not None]
+            try:
+                results = finish(targets, fill)
+            except adapters.DoesNotFit as failure:
+                raise _does_not_fit(found[failure.number][0].path, failure) from None
+            for (leaf, _), result in zip(found, results, strict=True):
+                leaf.result = result
+
+    def _give(self, leaf: Leaf, state: Any, fill: bool) -> Any:
+        """A stored state → the stateful object that it belongs to."""
+        assert leaf.owner is not None
+        owner, protocol = leaf.owner
+        if not fill:
+            return state if protocol.make is None else protocol.make(owner, state)
+        self.given.append(leaf.path)
+        give(leaf.path, owner, protocol, state)
+        return owner
+
+    def _subtree(self, leaf: Leaf, values: dict[int, Any], fill: bool) -> Any:
+        """The stored containers around the leaves of a subtree: those below its own path, or where
+        a rename took it from."""
+        structure = self._structure
+        node = structure.find(leaf.components)
+        below = [] if node is None else structure.leaves_below(node)
+        if node is None or not values.keys() <= set(below):
+            chains = [_ancestors(structure, structure.leaf_nodes[stored]) for stored in values]
+            node = next(one for one in chains[0] if all(one in chain for chain in chains))
+            node = _of_owner(structure, node, leaf)
+            below = structure.leaves_below(node)
+        wanted = None if len(below) == len(values) else set(values)
+        return self._build(leaf, node, values.__getitem__, wanted, fill)
+
+    def _build(
+        self, leaf: Leaf, node: int, value: Callable[[int], Any], wanted: set[int] | None, fill: bool
+    ) -> Any:
+        """The value of a stored subtree, with the stateful objects in it."""
+        nested = Nested(self._structure, self._report, leaf, node, fill)
+        self._nested.append(nested)
+        return self._structure.build(node, value, wanted, nested.revive)
+
+
+def _does_not_fit(path: str, why: Exception) -> MismatchError:
+    error = MismatchError(f"{named(path)}: {why}")
+    error.leaf = path
+    return error
+
+
+def _nothing(_: int) -> Any:
+    raise AssertionError("a container without leaves has no leaf")
+
+
+def _ancestors(structure: Structure, node: int) -> list[int]:
+    chain = [node]
+    while structure.nodes[node][1] is not None:
+        node = structure.nodes[node][0]
+        chain.append(node)
+    return chain
+
+
+def _of_owner(structure: Structure, node: int, leaf: Leaf) -> int:
+    """Returns, among the nodes with the same leaves as ``node``, the state of an object like the
+    leaf's. If that state has one entry only, all of its leaves have that entry above them."""
+    if leaf.owner is None:
+        return node
+    owner, protocol = leaf.owner
+    alone = [
+        one
+        for one in _ancestors(structure, node)
+        if len(structure.leaves_below(one)) == len(structure.leaves_below(node))
+    ]
+    kinds: list[tuple[int, Any]] = [
+        (one, structure.nodes[one][2]) for one in alone if structure.is_container(one)
+    ]
+    like = [
+        (one, kind) for one, kind in kinds if kind[0] == "stateful" and protocol_name(kind) == protocol.name
+    ]
+    exactly = [one for one, kind in like if kind[1] == name_of(owner)]
+    return next(iter([*exactly, *(one for one, _ in like), node]))
+
+
+def _has_names(kind: Any) -> bool:
+    """True if a stored node is a container whose entries have names."""
+    return not isinstance(kind, int) and kind_of(kind) not in ("list", "tuple", "deque")
+
+
+def _is_sequence(value: Any) -> bool:
+    """True if a container of the caller's has places, and no names."""
+    return type(value) in (list, tuple, deque)
+
+
+def _finish_replaced(value: Any) -> Any:
+    def finish(branch: Branch, _pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+        if fill and isinstance(branch.value, list) and isinstance(value, list):
+            branch.value[:] = value
+            return branch.value
+        return value
+
+    return finish
+
+
+def _filled(leaf: Leaf, value: np.ndarray[Any, Any], fill: bool) -> Any:
+    """The caller's own array with a converted scalar, or the new array."""
+    if not fill or not isinstance(leaf.value, np.ndarray):
+        return value
+    leaf.value[...] = value
+    return leaf.value
+
+
+def _as_type(leaf: Leaf, value: Any) -> Any:
+    if leaf.value is float and type(value) is int:
+        return float(value)
+    return value

@@ -1,0 +1,103 @@
+"""Retention: which steps stay, and what of them. Rules compose with ``|``: what any of them keeps,
+stays. The newest committed step always stays, whatever the rules say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from ._checks import listed, one_of, shown, text, whole
+from ._core import MAX_STEP
+from ._policies import combined, length, numbers
+from ._public import public
+from .errors import MisuseError
+
+
+@public
+@final
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A retention rule; make one with the functions of this module."""
+
+    _rule: dict[str, Any]
+
+    def __or__(self, other: Retention) -> Retention:
+        if not isinstance(other, Retention):
+            raise MisuseError(f"a retention rule combines with a retention rule, not with {shown(other)}")
+        return Retention(combined("any", self._rule, other._rule))
+
+    def __bool__(self) -> bool:
+        raise TypeError("a retention rule is neither true nor false; combine rules with |, not with or")
+
+    def to_json(self) -> str:
+        """Returns JSON for the engine."""
+        return json.dumps(self._rule)
+
+    def __repr__(self) -> str:
+        return f"Retention({self.to_json()})"
+
+
+@public
+def keep_all() -> Retention:
+    """Every step stays."""
+    return Retention({"policy": "keep_all"})
+
+
+@public
+def keep_latest(n: int) -> Retention:
+    """The newest ``n`` stay."""
+    return Retention({"policy": "keep_latest", "n": whole(n, "the n of keep_latest", 0, MAX_STEP)})
+
+
+@public
+def keep_every(
+    steps: int | None = None, items: Iterable[str] | None = None, *, seconds: float | None = None
+) -> Retention:
+    """Steps that are divisible by ``steps`` stay; with ``seconds`` the oldest step and each that
+    was committed at least so long after the one that was kept before it. With ``items`` (globs over
+    item names) only those items of them: the rest is thinned away."""
+    if (steps is None) is (seconds is None):
+        raise MisuseError("keep_every takes steps= or seconds=, one of them")
+    rule: dict[str, Any]
+    if seconds is None:
+        rule = {"policy": "keep_every", "steps": whole(steps, "the steps of keep_every", 1, MAX_STEP)}
+    else:
+        rule = {"policy": "keep_every_seconds", "seconds": length(seconds, "keep_every")}
+        if rule["seconds"] <= 0:
+            raise MisuseError(f"keep_every(seconds={seconds}) is no interval; pass more than 0")
+    if items is not None:
+        items = listed(items, 'items takes a list of globs, such as items=["params"]')
+        if not items:
+            raise MisuseError("items=[] would keep nothing of these steps; name items, or leave items= out")
+        rule["items"] = [text(item, "a glob of items") for item in items]
+    return Retention(rule)
+
+
+@public
+def keep_best(n: int, metric: str, mode: Literal["min", "max"]) -> Retention:
+    """The best ``n`` by a metric stay. NaN is worst; of equals the later is better."""
+    one_of(mode, "mode", ("min", "max"))
+    if not text(metric, "the metric of keep_best"):
+        raise MisuseError("the metric of keep_best is the name of one, not an empty string")
+    return Retention(
+        {
+            "policy": "keep_best",
+            "n": whole(n, "the n of keep_best", 0, MAX_STEP),
+            "metric": metric,
+            "mode": mode,
+        }
+    )
+
+
+@public
+def keep_steps(steps: Iterable[int]) -> Retention:
+    """These steps stay."""
+    return Retention({"policy": "keep_steps", "steps": numbers(steps, "keep_steps")})
+
+
+@public
+def keep_newer_than(seconds: float) -> Retention:
+    """Steps that were committed less than ``seconds`` ago stay."""
+    return Retention({"policy": "keep_newer_than", "seconds": length(seconds, "keep_newer_than")})

@@ -1,0 +1,262 @@
+"""One checkpoint at one path: ``sw.save``, ``sw.restore``, ``sw.open`` and what looks into roots
+from outside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Unpack
+
+from . import _adapters as adapters
+from . import _core
+from . import _lifecycle as lifecycle
+from . import _verification as verifying
+from . import _watcher as watching
+from ._checkpoint import Checkpoint, Metadata, VerifyReport
+from ._checks import (
+    SAVE_WORDS,
+    check_coordinator,
+    given_step,
+    instance,
+    metadata_json,
+    one_of,
+    other_words,
+    real_numbers,
+    step_number,
+)
+from ._locations import Path, absolute, check_destination, check_watched, explaining, readable
+from ._options import ENGINES, Options, to_json
+from ._policies import every_steps
+from ._public import public
+from ._restore import restore as restoring
+from ._restore.options import RestoreKeywords, RestoreOptions, spelled_out
+from ._retention import keep_all
+from ._save_result import Save
+from ._state.stateful import is_callable_state
+from ._timeouts import seconds, stall_seconds
+from .errors import StalledError
+
+
+class _Background:
+    """A singular save in the background: committed at exit at the latest, and its failure told
+    there if nowhere else."""
+
+    def __init__(self, handle: Any, path: str, stall: float) -> None:
+        self.what = f"the save to {path}"
+        self._handle = handle
+        self._owner = lifecycle.Owner("save")
+        self._stall = stall
+
+    def wait_captured(self) -> None:
+        """See ``lifecycle.Ending``."""
+        if self._owner.is_here and not self._handle.done():
+            self._handle.wait_captured(None)
+
+    def at_exit(self) -> BaseException | None:
+        """Waits with a bound; see ``lifecycle.Ending``."""
+        if not self._owner.is_here:
+            return None
+        try:
+            lifecycle.wait_patiently(
+                self._over, self._handle.progress, self._stall, f"{self.what} to end at exit"
+            )
+        except StalledError as stalled:
+            return stalled
+        failure: BaseException | None = self._handle.unseen_failure()
+        return failure
+
+    def _over(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._handle.done():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+
+def keep(handle: Any, path: str, stall: float | None = None) -> Save:
+    """The future of a save that was begun, which the exit hook knows of. The bindings call this
+    too, for a save whose caller was interrupted."""
+    background = _Background(handle, path, Options().stall_timeout if stall is None else stall)
+    lifecycle.watch(background)
+    save = Save(0, handle)
+
+    def over(_: Save) -> None:
+        if handle.unseen_failure() is None:
+            lifecycle.forget(background)
+
+    save.add_done_callback(over)
+    return save
+
+
+@public
+@other_words("save_async", SAVE_WORDS)
+def save_async(
+    path: Path,
+    state: Any,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    custom_metadata: Any = None,
+    exists: Literal["error", "replace"] = "error",
+    snapshot: Literal["auto", "lazy", "eager"] = "auto",
+    coordinator: Any = "auto",
+    options: Options | None = None,
+) -> Save:
+    """Saves ``state`` as a checkpoint at ``path``, and returns when the state may be changed again;
+    the future says when it is committed."""
+    check_coordinator(coordinator, "saves to this path")
+    one_of(exists, "exists", ("error", "replace"))
+    one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
+    options = Options() if options is None else options
+    instance(options, Options, "options", "sw.Options(…)")
+    numbers = real_numbers(metrics)
+    metadata = metadata_json(custom_metadata)
+    where = absolute(path)
+    check_destination(where)
+    flat = _core.flatten(adapters.as_saved(state() if is_callable_state(state) else state))
+    text = to_json(options, every_steps(1), keep_all(), None, "auto", 1, False, "raise")
+    streams = adapters.streams(flat.devices())
+    handle = _core.save_path(
+        where, flat, numbers, metadata, exists, snapshot, streams, text, lifecycle.notifier.events
+    )
+    return keep(handle, where, stall_seconds(options.stall_timeout))
+
+
+@public
+@other_words("save", SAVE_WORDS)
+def save(
+    path: Path,
+    state: Any,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    custom_metadata: Any = None,
+    exists: Literal["error", "replace"] = "error",
+    coordinator: Any = "auto",
+    options: Options | None = None,
+) -> None:
+    """Saves ``state`` as a checkpoint at ``path``; it survives a power cut when this returns.
+    ``exists="replace"`` writes the new one first, and then swaps the two. A path where a run has
+    its steps is refused."""
+    save_async(
+        path,
+        state,
+        metrics=metrics,
+        custom_metadata=custom_metadata,
+        exists=exists,
+        coordinator=coordinator,
+        options=options,
+    ).result()
+
+
+@public
+def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkpoint:
+    """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or
+    ``step``) of a root. No array is read before it is asked for; until it is closed, no retention
+    removes its files."""
+    return _open(path, step, engine)
+
+
+def _open(
+    path: Path, step: int | None, engine: str, ahead: bool | list[str] = False, to_fill: Any = None
+) -> Checkpoint:
+    lifecycle.notifier.start()  # for what the engine has to say
+    where, number = readable(path), None if step is None else step_number(step)
+    one_of(engine, "engine", ENGINES)
+    with explaining(where):
+        return Checkpoint(_core.open_path(where, number, engine, ahead, to_fill))
+
+
+@public
+@spelled_out
+def restore(path: Path, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
+    """Restores the checkpoint at ``path`` (a root: its newest step); see
+    :meth:`CheckpointManager.restore`."""
+    step = given_step(step)
+    checked = RestoreOptions.of(options).reading_alone()
+    if checked.fill:
+        lifecycle.wait_captured()
+    with _open(path, step, "auto", checked.expected, checked.to_fill) as checkpoint:
+        return restoring.run(checkpoint._open(), checked)
+
+
+@public
+def metadata(path: Path, step: int | None = None) -> Metadata:
+    """Returns facts about the checkpoint at ``path``, as saved with it, without reading an array.
+    Later metrics belong to a root: :meth:`CheckpointManager.metadata`."""
+    with open(path, step) as checkpoint:
+        return checkpoint.metadata()
+
+
+@public
+def verify(
+    path: Path, step: int | None = None, *, progress: Callable[[int, int], Any] | None = None
+) -> VerifyReport:
+    """Reads the whole checkpoint at ``path`` and compares every checksum. In a root it takes the
+    newest step (or ``step``), damaged or not, and the report names it."""
+    return verifying.verify(readable(path), None if step is None else step_number(step), open, progress)
+
+
+@public
+def add_metrics(root: Path, step: int, metrics: Mapping[str, Any]) -> None:
+    """Adds metrics to a committed step of a root: an evaluator's, from another process than the
+    trainer's."""
+    where = absolute(root, "the root")
+    with explaining(where):
+        _core.add_metrics(where, step_number(step), real_numbers(metrics))
+
+
+@public
+def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, Any]:
+    """Which engine serves ``path`` (default: the working directory), why, and versions. ``cuda``:
+    which CUDA driver and devices it would copy from, too, or why none (``"cuda"``); asking that
+    makes this process one that uses CUDA, which cannot be used any more in what it forks."""
+    import platform
+
+    import ml_dtypes
+    import numpy as np
+
+    engine, direct, alignment, registered, reasons = _core.engine_choice(
+        absolute("." if path is None else path)
+    )
+    found = {
+        "engine": engine,
+        "direct": direct,
+        "alignment": alignment,
+        "registered": registered,
+        "reasons": reasons,
+        "stepwell": _core.VERSION,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "ml_dtypes": ml_dtypes.__version__,
+        "kernel": platform.release(),
+    }
+    if cuda:
+        there, why_not = _core.cuda()
+        found["cuda"] = why_not if there is None else {"driver": there[0], "devices": there[1]}
+    return found
+
+
+@public
+def watch(
+    root: Path,
+    *,
+    after: int | None = None,
+    timeout: float | None = None,
+    which: Literal["latest", "all"] = "latest",
+    interval: float = 0.5,
+) -> Iterator[Checkpoint]:
+    """Yields committed steps newer than ``after``, leased, as they come: for an evaluator.
+    ``which="latest"`` skips to the newest; ``"all"`` gives every one that is still there. Ends when
+    nothing new has come for ``timeout`` seconds. Each is closed when the next is asked for.
+
+    It yields complete steps only. A step without all of its files (in a mirror that is still being
+    copied, for example) is skipped with a warning and tried again later, so ``"all"`` may yield it
+    after a newer one. ``"latest"`` yields the newest complete step, and never one older than
+    before. It also yields a step that was saved again after a rewind, or that replaces the last
+    one, but not the step that a rewind leaves as the newest."""
+    one_of(which, "which", ("latest", "all"))
+    limit, pause = seconds(timeout), seconds(interval, "interval")
+    where = absolute(root, "the root")
+    seen = None if after is None else step_number(after)
+    check_watched(where)
+    return watching.watch(where, open, seen, limit, pause, which)

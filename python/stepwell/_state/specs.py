@@ -1,0 +1,154 @@
+"""Abstract leaves: :class:`ArraySpec` and the markers in a ``like``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, Generic, TypeVar, final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from .._checks import shown, sizes
+from .._public import public
+from ..errors import MisuseError
+
+T = TypeVar("T")
+
+
+@lru_cache(maxsize=256)
+def _named_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def to_dtype(name: Any) -> np.dtype[Any]:
+    """A numpy dtype from a name (``ml_dtypes`` names too), a type or a dtype."""
+    return _named_dtype(name) if type(name) is str else np.dtype(name)
+
+
+@lru_cache(maxsize=256)
+def native_name(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype's elements in the byte order of this machine."""
+    return dtype.newbyteorder("=").name
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    return sizes((shape,) if hasattr(shape, "__index__") else shape, "the shape of an ArraySpec")
+
+
+def _dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        return to_dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise MisuseError(
+            f"the dtype of an ArraySpec is one of numpy or ml_dtypes, not {shown(dtype)}"
+        ) from error
+
+
+@public
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class ArraySpec:
+    """Shape and dtype of an array, without its data.
+
+    ``shape`` (elements along each dimension) or ``dtype`` (of numpy, ``ml_dtypes``, or a name) may
+    be ``None``: as stored. A :class:`~stepwell.sharding.LocalShard`,
+    :class:`~stepwell.sharding.Segments` or :class:`~stepwell.sharding.FlatShard` over a spec
+    describes a process's part of a tensor.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: np.dtype[Any] | None
+
+    def __init__(self, shape: Any = None, dtype: npt.DTypeLike | str | None = None) -> None:
+        object.__setattr__(self, "shape", None if shape is None else _shape(shape))
+        object.__setattr__(self, "dtype", None if dtype is None else _dtype(dtype))
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the whole array, where both shape and dtype are known."""
+        if self.shape is None or self.dtype is None:
+            return None
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        dtype = None if self.dtype is None else self.dtype.name
+        return f"ArraySpec({self.shape}, {dtype!r})"
+
+
+@final
+class _AsStored:
+    """In a ``like``: whatever is stored at this place (a leaf or a whole subtree), as it is
+    stored."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "stepwell.AS_STORED"
+
+    def __reduce__(self) -> str:
+        return "AS_STORED"
+
+
+#: In a ``like``: whatever is stored at this place (a leaf or a whole subtree), as it is stored.
+AS_STORED: Final = _AsStored()
+
+
+@public
+@final
+@dataclass(frozen=True, slots=True)
+class ObjectSpec:
+    """In the tree of :class:`Metadata`: a leaf that is an object (a number, a string, a list of
+    them, ...), not an array."""
+
+
+#: This process's rank and how many there are, while a manager of several takes a state apart or
+#: puts one together.
+current_rank: ContextVar[tuple[int, int]] = ContextVar("stepwell.rank", default=(0, 1))
+
+
+@public
+@final
+@dataclass(frozen=True, slots=True)
+class PerRank(Generic[T]):
+    """A value that differs on every rank: the state of a random generator, of a data loader. It is
+    stored once for each of them, and every rank gets its own back.
+
+    If other ranks restore a step than saved it, ``resize`` must assign the values, because nobody
+    else can.
+
+    Args:
+        value: the value; in a ``like`` or ``into``, the wanted one.
+        key: distinguishes it from those of other ranks; default: the rank. Coordinates in a mesh
+            (``"dp=1,tp=0"``) stay right if ranks are renumbered.
+        resize: ``resize(values, rank, world_size)`` returns this rank's value, from those of all
+            ranks that saved, in the order of their keys.
+    """
+
+    value: T
+    key: str | None = None
+    resize: Callable[[list[Any], int, int], Any] | None = None
+
+    def stored_key(self) -> str:
+        """The key under which this process's value is stored."""
+        return str(current_rank.get()[0]) if self.key is None else self.key
+
+
+#: How the values of all ranks are stored: a container of this type, with a child for each.
+PER_RANK: Final = "stepwell.PerRank"
+
+
+@public
+@final
+@dataclass(frozen=True, slots=True)
+class Replicated(Generic[T]):
+    """A value that should be the same on every rank and may drift (the statistics of BatchNorm
+    under DDP). A checkpoint stores the value of the first rank that has it."""
+
+    value: T

@@ -1,0 +1,201 @@
+"""Objects with a state of their own: expanded when they are saved, loaded in place when they are
+restored into.
+
+Random generators come through adapters, since their own state formats are tuples of a thousand ints
+or hold big integers; everything else through ``state_dict``/``load_state_dict`` or
+``get_state``/``set_state``.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from .._paths import named
+from ..errors import LoadFailed, StepwellError
+from .registry import type_name
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How a state is taken out of an object and put back. ``make`` builds a new object around a
+    state, where that is possible; ``trial`` raises where a state does not fit, and changes
+    nothing."""
+
+    name: str
+    get: Callable[[Any], Any]
+    set: Callable[[Any, Any], None]
+    make: Callable[[Any, Any], Any] | None = None
+    trial: Callable[[Any, Any], Any] | None = None
+
+
+def _random_get(generator: Any) -> dict[str, Any]:
+    version, words, gauss = generator.getstate()
+    return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss_next": gauss}
+
+
+def _random_set(generator: Any, state: Any) -> None:
+    generator.setstate((state["version"], tuple(int(word) for word in state["words"]), state["gauss_next"]))
+
+
+def _random_make(_like: Any, state: Any) -> random.Random:
+    made = random.Random()
+    _random_set(made, state)
+    return made
+
+
+def _bits_get(bits: Any) -> Any:
+    return bits.state
+
+
+def _bits_set(bits: Any, state: Any) -> None:
+    bits.state = state
+
+
+#: numpy's own bit generators, by the name that their states hold.
+_BIT_GENERATORS: dict[str, Any] = {
+    name: getattr(np.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+}
+#: Positions in a buffer, which numpy takes over unchecked and reads at: their places in a state, by
+#: bit generator, and their limits.
+_PLACES: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "MT19937": (lambda state: state["state"]["pos"], 624),
+    "Philox": (lambda state: state["buffer_pos"], 4),
+}
+
+
+def _bits_make(like: Any, state: Any) -> Any:
+    """Returns a bit generator like ``like``, or else the numpy one that the state names."""
+    made = _BIT_GENERATORS[state["bit_generator"]]() if like is None else type(like)()
+    if state["bit_generator"] in _PLACES:
+        place, most = _PLACES[state["bit_generator"]]
+        if not 0 <= int(place(state)) <= most:
+            raise ValueError(f"the state of a {state['bit_generator']} is at place {place(state)} of {most}")
+    made.state = state
+    return made
+
+
+def _generator_set(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+def _generator_make(like: Any, state: Any) -> Any:
+    return np.random.Generator(_bits_make(None if like is None else like.bit_generator, state))
+
+
+def _random_state_make(like: Any, state: Any) -> Any:
+    made = np.random.RandomState(_bits_make(None if like is None else like._bit_generator, state))
+    made.set_state(state)
+    return made
+
+
+_RANDOM = Protocol("random.Random", _random_get, _random_set, _random_make, _random_make)
+_MODULE_RANDOM = Protocol("random", _random_get, _random_set, trial=_random_make)
+_BITS = Protocol("numpy.random.BitGenerator", _bits_get, _bits_set, _bits_make, _bits_make)
+_GENERATOR = Protocol(
+    "numpy.random.Generator",
+    lambda g: g.bit_generator.state,
+    _generator_set,
+    _generator_make,
+    _generator_make,
+)
+_RANDOM_STATE = Protocol(
+    "numpy.random.RandomState",
+    lambda g: g.get_state(legacy=False),
+    lambda g, state: g.set_state(state),
+    _random_state_make,
+    _random_state_make,
+)
+
+
+_MODULE_NUMPY = Protocol(
+    "numpy.random",
+    lambda module: module.get_state(legacy=False),
+    lambda module, state: module.set_state(state),
+    trial=lambda _module, state: _random_state_make(None, state),
+)
+#: Modules with a global generator.
+_MODULES = {random: _MODULE_RANDOM, np.random: _MODULE_NUMPY}
+
+
+def _state_dict_of(owner: Any) -> Any:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(owner, torch.nn.Module):
+        from .._adapters import torch as adapter
+
+        return adapter.tensors_of(owner)
+    return owner.state_dict()
+
+
+_STATE_DICT = Protocol("state_dict", _state_dict_of, lambda o, state: o.load_state_dict(state))
+_GET_STATE = Protocol("get_state", lambda o: o.get_state(), lambda o, state: o.set_state(state))
+
+
+#: Protocols whose objects are made of nothing but a state, by stored name, with the modules that
+#: their types are from.
+_BUILT_IN = {one.name: one for one in (_RANDOM, _BITS, _GENERATOR, _RANDOM_STATE)}
+
+
+def rebuilt(type_name: str, protocol: str, state: Any) -> Any:
+    """Rebuilds a stored generator of Python or numpy. Imports nothing: other types, and invalid
+    states, come back as the stored state."""
+    known = _BUILT_IN.get(protocol)
+    if known is None or known.make is None or not type_name.startswith(("random.", "numpy.random.")):
+        return state
+    try:
+        return known.make(None, state)
+    except Exception:
+        return state
+
+
+def give(path: str, owner: Any, protocol: Protocol, state: Any) -> None:
+    """Gives an object of the caller's its state."""
+    try:
+        protocol.set(owner, state)
+    except StepwellError as error:
+        error.leaf = error.leaf or path
+        raise
+    except Exception as failure:
+        failed = LoadFailed(
+            f"{named(path)}: this {type(owner).__qualname__} did not take what is stored ({type(failure).__name__}: {failure}); "
+            "restore into one like the one that was saved, or leave it out"
+        )
+        failed.leaf = path
+        raise failed from failure
+
+
+def protocol_of(obj: Any) -> Protocol | None:
+    """How to take the state out of an object, or ``None`` where it has none."""
+    if isinstance(obj, type):
+        return None
+    if isinstance(obj, ModuleType):
+        return _MODULES.get(obj)
+    if isinstance(obj, np.random.Generator):
+        return _GENERATOR
+    if isinstance(obj, np.random.BitGenerator):
+        return _BITS
+    if isinstance(obj, np.random.RandomState):
+        return _RANDOM_STATE
+    if isinstance(obj, random.Random) and not isinstance(obj, random.SystemRandom):
+        return _RANDOM
+    if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
+        return _STATE_DICT
+    if callable(getattr(obj, "get_state", None)) and callable(getattr(obj, "set_state", None)):
+        return _GET_STATE
+    return None
+
+
+def is_callable_state(state: Any) -> bool:
+    """True if a ``save`` was given a function that makes the state."""
+    return callable(state) and not isinstance(state, type) and protocol_of(state) is None
+
+
+def name_of(obj: Any) -> str:
+    """The stored type name of a stateful object."""
+    return obj.__name__ if isinstance(obj, ModuleType) else type_name(type(obj))

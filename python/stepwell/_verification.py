@@ -1,0 +1,104 @@
+"""``sw.verify``: the checkpoint that is looked at is the newest one that is listed, whatever its
+state, and damage is what the report is for.
+
+Opening skips a damaged step, because a restore needs a complete one. A verification must report it.
+So it chooses a step by name, and anything that prevents its opening (its manifest, an index) is
+damage like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from . import _core
+from ._checkpoint import Checkpoint, Damage, VerifyReport
+from ._locations import MANIFEST, is_directory
+from ._options import reader_json
+from .errors import CorruptCheckpoint, StepGone, StepNotFound, StepwellError, StorageError
+
+Progress: TypeAlias = Callable[[int, int], Any] | None
+
+#: How often the newest step is looked up again. A writer would have to commit and retire a step
+#: within each attempt.
+_ATTEMPTS = 10
+
+
+def verify(
+    path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress
+) -> VerifyReport:
+    """The report of one checkpoint, or of a step of a root. ``opened`` opens one by path and
+    step."""
+    if not is_directory(path) or os.path.isfile(os.path.join(path, MANIFEST)):
+        return _one(path, step, opened, progress)
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return _of_root(path, step, opened, progress)
+        except (StepGone, StepNotFound):
+            # The newest step, which its writer has retired meanwhile: there is a newer one.
+            if step is not None:
+                raise
+    return _of_root(path, step, opened, progress)
+
+
+def _of_root(
+    path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress
+) -> VerifyReport:
+    listed, damaged = _core.list_steps(path), _damaged(path, opened)
+    if step is None:
+        step = max([*listed, *damaged], default=None)
+    if step is not None and step in damaged and step not in listed:
+        name, why = damaged[step]
+        file = os.path.join(path, name, MANIFEST)
+        return VerifyReport(0, 0, (Damage(file, None, (), why),), os.path.join(path, name), step)
+    return _one(path, step, opened, progress)
+
+
+def _one(path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress) -> VerifyReport:
+    try:
+        with opened(path, step) as checkpoint:
+            return checkpoint.verify(progress)
+    except (CorruptCheckpoint, StorageError) as error:
+        # A disk error, or a newer format, is not damage.
+        known = isinstance(error, (CorruptCheckpoint, FileNotFoundError))
+        if not known or error.file is None or not error.file.startswith(path + os.sep):
+            raise
+        at = path if os.path.isfile(os.path.join(path, MANIFEST)) else _below(path, error.file)
+        return VerifyReport(0, 0, (Damage(error.file, None, (), str(error)),), at, step)
+
+
+def _below(root: str, file: str) -> str:
+    """The step's directory that a file of a root belongs to."""
+    return os.path.join(root, os.path.relpath(file, root).split(os.sep)[0])
+
+
+def _damaged(root: str, opened: Callable[..., Checkpoint]) -> dict[int, tuple[str, str]]:
+    """Directories of a root that were steps and have lost their manifests to damage, by number:
+    name, and what does not hold."""
+    core = _core.Manager(root, reader_json())
+    try:
+        quarantined = core.quarantined()
+    finally:
+        core.close(None)
+    found: dict[int, tuple[str, str]] = {}
+    for name, why in quarantined:
+        number = re.search(r"[0-9]+$", name)
+        if number is not None and _was_step(os.path.join(root, name), opened):
+            found[int(number.group())] = (name, why)
+    return found
+
+
+def _was_step(path: str, opened: Callable[..., Checkpoint]) -> bool:
+    """True if an invalid step was damaged: not a foreign directory, a step of a later version, or
+    one under another step's name."""
+    if not os.path.lexists(os.path.join(path, MANIFEST)):
+        return os.path.isdir(os.path.join(path, "i0"))
+    try:
+        opened(path, None).close()
+    except CorruptCheckpoint:
+        return True
+    except StepwellError:
+        pass
+    return False

@@ -1,0 +1,28 @@
+"""Classes of what calls return, for annotations. The most common ones are also names of
+``stepwell``."""
+
+from ._checkpoint import Array, Checkpoint, Damage, Metadata, Subtree, VerifyReport
+from ._manager import Attached, Hold, Rewound
+from ._restore.plan import ItemPlan, RestorePlan
+from ._restore.report import RestoreReport
+from ._save_result import Save, SaveStats
+
+__all__ = [
+    "Array",
+    "Attached",
+    "Checkpoint",
+    "Damage",
+    "Hold",
+    "ItemPlan",
+    "Metadata",
+    "RestorePlan",
+    "RestoreReport",
+    "Rewound",
+    "Save",
+    "SaveStats",
+    "Subtree",
+    "VerifyReport",
+]
+
+for _class in (Array, Attached, Damage, Hold, ItemPlan, Rewound, SaveStats, Subtree):
+    _class.__module__ = __name__
