@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use stepwell_core::load::LoadOptions;
 use stepwell_core::sys::total_memory;
 
@@ -33,8 +33,10 @@ pub enum FilesPer {
     Node,
 }
 
-/// See [`Options::default`] for the defaults: every call saves, nothing is deleted.
-#[derive(Clone, Debug)]
+/// See [`Options::default`] for the defaults: every call saves, nothing is deleted. The bindings
+/// pass them as JSON; there, times are seconds.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own; no two exclude each other")]
 pub struct Options {
     /// Which calls of `save` write.
@@ -56,13 +58,18 @@ pub struct Options {
     pub take_over: bool,
     /// How long a writer that did not end by itself must have been silent before its root is taken
     /// over; only where there are no locks.
+    #[serde(deserialize_with = "seconds")]
     pub silence: Duration,
     /// How long the files of a retired step stay where there are no locks: nobody knows there who
     /// still reads them.
+    #[serde(deserialize_with = "seconds")]
     pub grace: Duration,
     /// Files of so many bytes of the last retired step are written over by the next save; `None`:
     /// all are deleted.
     pub overwrite_from_bytes: Option<u64>,
+    /// Retention verifies the newest step before it deletes or thins older ones. A damaged step
+    /// does not count. Costs a read of each step by the leader, after its commit.
+    pub verify_before_retiring: bool,
     /// The effect of a background failure that nobody has seen.
     pub on_save_error: OnSaveError,
     /// Bytes of a chunk, about.
@@ -87,6 +94,7 @@ pub struct Options {
     /// default.
     pub queue_depth: Option<usize>,
     /// How long nothing may happen before a wait gives up.
+    #[serde(deserialize_with = "seconds")]
     pub stall_timeout: Duration,
     /// For debugging: reads everything that is captured behind a call twice, first while the caller
     /// waits, and fails a save of which something was changed in between.
@@ -105,13 +113,18 @@ const MAX_STALL_TIMEOUT: Duration = Duration::from_secs(1_000_000_000);
 const MIN_SILENCE: Duration = Duration::from_millis(60);
 
 /// The effect of a background failure that nobody has seen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum OnSaveError {
     /// It raises once, at the next call that can.
     #[default]
     Raise,
     /// It is logged, and training goes on.
     Warn,
+}
+
+fn seconds<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<Duration, D::Error> {
+    Duration::try_from_secs_f64(f64::deserialize(from)?).map_err(serde::de::Error::custom)
 }
 
 impl Default for Options {
@@ -128,6 +141,7 @@ impl Default for Options {
             silence: Duration::from_secs(60),
             grace: Duration::from_secs(30 * 60),
             overwrite_from_bytes: Some(8 << 20),
+            verify_before_retiring: false,
             on_save_error: OnSaveError::default(),
             chunk_bytes: 8 << 20,
             min_row_bytes: 4096,

@@ -635,3 +635,32 @@ fn a_root_json_that_is_damaged_is_named_with_what_to_do() {
     process.open_dir(Path::new("/run/.stepwell")).unwrap().remove_file("root.json").unwrap();
     assert_eq!(world.open(options()).all_steps().unwrap(), [1]);
 }
+
+#[test]
+fn retention_can_verify_the_newest_step_before_it_deletes() {
+    let verifying =
+        |verify_before_retiring| Options { verify_before_retiring, ..keeping(Retention::keep_latest(1)) };
+    let flip = |bytes: &mut Vec<u8>| bytes[0] ^= 1;
+    for (verify, left) in [(false, vec![3]), (true, vec![2, 3])] {
+        let world = World::default();
+        let manager = world.open(options());
+        (1..=3).for_each(|step| commit(&manager, step));
+        manager.close(Some(LONG)).unwrap();
+        assert!(world.disk.corrupt("/run/step_00000003/i0/00000.data", flip));
+
+        let manager = world.open(verifying(verify));
+        let retired = manager.apply_retention().unwrap();
+        assert_eq!(manager.all_steps().unwrap(), left, "verify={verify}");
+        assert_eq!(retired.len() + left.len(), 3);
+        manager.close(Some(LONG)).unwrap();
+    }
+}
+
+#[test]
+fn a_verified_step_lets_retention_delete_older_ones() {
+    let world = World::default();
+    let manager = world.open(Options { verify_before_retiring: true, ..keeping(Retention::keep_latest(1)) });
+    (1..=3).for_each(|step| commit(&manager, step));
+    assert_eq!(manager.all_steps().unwrap(), [3]);
+    assert_restores(&manager, 3);
+}

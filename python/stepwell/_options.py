@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import operator
 from collections.abc import Mapping
@@ -42,14 +43,6 @@ class StepName:
         ):
             raise MisuseError(f"also_read is a tuple of StepName, not {shown(self.also_read)}")
 
-    def plain(self) -> dict[str, Any]:
-        """Returns plain values for the engine."""
-        return {
-            "prefix": self.prefix,
-            "width": self.width,
-            "also_read": [name.plain() for name in self.also_read],
-        }
-
 
 @public
 @final
@@ -74,6 +67,10 @@ class Options:
     #: deleted at once; for roots that are exported to other machines, and where a disk has no room
     #: for one step more than is kept.
     overwrite_from_bytes: int | None = 8 << 20
+    #: Retention verifies the newest step before it deletes or thins older ones: it reads the whole
+    #: step once more after its commit, in the background (of several ranks, rank 0 does). A damaged
+    #: step does not count, so the older ones stay.
+    verify_before_retiring: bool = False
     #: About so much in one chunk: what a resharded read cannot avoid to read. At least 4096; each
     #: chunk costs its record in the index.
     chunk_bytes: int = 8 << 20
@@ -119,6 +116,7 @@ class Options:
         finite_seconds(self.grace, "grace")
         if self.overwrite_from_bytes is not None:
             whole(self.overwrite_from_bytes, "overwrite_from_bytes", 1, _MOST)
+        flag(self.verify_before_retiring, "verify_before_retiring")
         whole(self.chunk_bytes, "chunk_bytes", _LEAST_CHUNK, _MOST)
         whole(self.min_row_bytes, "min_row_bytes", 0, _MOST)
         whole(self.block_bytes, "block_bytes", 1, _MOST)
@@ -154,38 +152,23 @@ def to_json(
     else:
         staging_bytes = whole(staging_bytes, "staging_bytes", 1, _MOST)
     max_pending = whole(max_pending, "max_pending, the number of saves that may wait,", 0, _MOST)
-    return json.dumps(
-        {
-            "save_policy": json.loads(save_policy.to_json()),
-            "retention": json.loads(retention.to_json()),
-            "step_name": None if step_name is None else step_name.plain(),
-            "staging_bytes": None if isinstance(staging_bytes, str) else staging_bytes,
-            "max_pending": max_pending,
-            "read_only": bool(read_only),
-            "on_save_error": on_save_error,
-            "create": options.create,
-            "take_over": options.take_over,
-            "silence": finite_seconds(options.silence, "silence"),
-            "grace": finite_seconds(options.grace, "grace"),
-            "overwrite_from_bytes": options.overwrite_from_bytes,
-            "chunk_bytes": options.chunk_bytes,
-            "min_row_bytes": options.min_row_bytes,
-            "block_bytes": options.block_bytes,
-            "writers": options.writers,
-            "writers_per": options.writers_per,
-            "files_per": options.files_per,
-            "compare_replicas": options.compare_replicas,
-            "capture_threads": options.capture_threads,
-            "queue_depth": options.queue_depth,
-            "stall_timeout": stall_seconds(options.stall_timeout),
-            "detect_torn": options.detect_torn,
-            "engine": options.engine,
-            "root_metadata": None
-            if options.root_metadata is None
-            else plain_json(options.root_metadata, "root_metadata"),
-        },
-        default=operator.index,  # integers of numpy
-    )
+    written = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    engine = written.pop("engine")
+    written |= {
+        "save_policy": json.loads(save_policy.to_json()),
+        "retention": json.loads(retention.to_json()),
+        "step_name": None if step_name is None else dataclasses.asdict(step_name),
+        "staging_bytes": None if isinstance(staging_bytes, str) else staging_bytes,
+        "max_pending": max_pending,
+        "read_only": bool(read_only),
+        "on_save_error": on_save_error,
+        "silence": finite_seconds(options.silence, "silence"),
+        "grace": finite_seconds(options.grace, "grace"),
+        "stall_timeout": stall_seconds(options.stall_timeout),
+        "root_metadata": plain_json(options.root_metadata, "root_metadata"),
+    }
+    # integers of numpy
+    return json.dumps({"engine": engine, "options": written}, default=operator.index)
 
 
 def reader_json() -> str:

@@ -15,13 +15,14 @@ use stepwell_core::format::manifest::{Attempt, Manifest};
 
 use super::Inner;
 use super::queries::LISTINGS;
+use crate::checkpoint::{Checkpoint, Expected};
 use crate::commit::aside::{self, Thinned};
 use crate::directory_layout;
 use crate::discovery::{Found, Listing, damage};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::metrics::Later;
 use crate::recovery;
-use crate::retention::{Candidate, Metrics, Names, Plan, Retention};
+use crate::retention::{Candidate, Changes, Metrics, Names, Plan, Retention};
 
 /// Steps that are looked into again after each commit.
 const LOOKED_INTO: usize = 64;
@@ -36,6 +37,10 @@ struct Inspected {
     whole: BTreeMap<u64, Whole>,
     /// From which step on they are looked into again.
     next: u64,
+    /// The newest step of which every byte was read and held.
+    verified: Option<Attempt>,
+    /// Steps that a verification has found damaged, each with its first damage.
+    corrupt: Vec<(Attempt, String)>,
 }
 
 /// A step that was found whole, and what retention asks of it. It stands here together: the
@@ -141,7 +146,12 @@ impl Inner {
                     continue 'listing;
                 }
                 let step = found.manifest.step;
-                if let Some(damage) = damage(&*self.root, &found.name, &found.manifest)? {
+                let corrupt = inspected.corrupt.iter().find(|(one, _)| *one == found.manifest.attempt);
+                let damage = match corrupt {
+                    Some((_, damage)) => Some(damage.clone()),
+                    None => damage(&*self.root, &found.name, &found.manifest)?,
+                };
+                if let Some(damage) = damage {
                     inspected.whole.remove(&step);
                     damaged.insert(step);
                     self.tell_damaged(&found, &damage);
@@ -199,20 +209,32 @@ impl Inner {
         if self.options.retention == Retention::KeepAll {
             return Ok(Vec::new());
         }
-        let mut inspected = self.inspected();
-        let counted = self.whole_steps(&mut inspected)?;
-        let later = self.sidecars.all(&*self.root)?;
-        let retention = &self.options.retention;
-        let metrics = retention.metrics();
-        let held = self.lock().held.clone();
-        // Metrics that came after a commit are found by the manifests.
-        let candidates = if later.is_empty() {
-            inspected.candidates(&metrics, &held)
-        } else {
-            self.candidates(counted.steps(), &later)
+        let (mut inspected, counted, changes) = loop {
+            let mut inspected = self.inspected();
+            let counted = self.whole_steps(&mut inspected)?;
+            let changes = self.changes(&counted, &inspected)?;
+            let newest = counted.steps().last().cloned();
+            let is_idle = changes.deleted.is_empty() && changes.thinned.is_empty();
+            let unverified =
+                newest.filter(|newest| inspected.verified.as_ref() != Some(&newest.manifest.attempt));
+            let Some(newest) = unverified.filter(|_| self.options.verify_before_retiring && !is_idle) else {
+                break (inspected, counted, changes);
+            };
+            // Others may look at steps while this one is read.
+            drop(inspected);
+            let damage = self.verified(&newest)?;
+            let mut inspected = self.inspected();
+            let attempt = newest.manifest.attempt.clone();
+            match damage {
+                None => inspected.verified = Some(attempt),
+                Some(damage) => {
+                    let step = newest.manifest.step;
+                    tracing::error!(step, %damage, "the newest step is damaged; retention keeps older ones");
+                    inspected.whole.remove(&step);
+                    inspected.corrupt.push((attempt, damage));
+                }
+            }
         };
-        let changes = retention.changes(&candidates, self.environment.clock.unix_ns())?;
-        drop(candidates);
         self.check_fence()?;
         // Nobody makes another plan before this one is carried out.
         let victims = self.retire(&counted, &changes.deleted, &mut inspected)?;
@@ -237,6 +259,42 @@ impl Inner {
         }
         self.finish_thinnings(&counted);
         Ok(victims)
+    }
+
+    /// What the rules change now.
+    fn changes(&self, counted: &Counted, inspected: &Inspected) -> Result<Changes> {
+        let later = self.sidecars.all(&*self.root)?;
+        let retention = &self.options.retention;
+        let metrics = retention.metrics();
+        let held = self.lock().held.clone();
+        // Metrics that came after a commit are found by the manifests.
+        let candidates = if later.is_empty() {
+            inspected.candidates(&metrics, &held)
+        } else {
+            self.candidates(counted.steps(), &later)
+        };
+        retention.changes(&candidates, self.environment.clock.unix_ns())
+    }
+
+    /// Reads every byte of a step and returns its first damage. See
+    /// [`crate::Options::verify_before_retiring`].
+    fn verified(&self, found: &Found) -> Result<Option<String>> {
+        let (patience, load) = (self.options.stall_timeout, self.options.load_options(false));
+        let nothing = Expected::Nothing;
+        let leased =
+            Checkpoint::lease(&self.root, &found.name, &self.environment, patience, &nothing, load.clone());
+        let report = leased.and_then(|checkpoint| {
+            let checkpoint = checkpoint.ok_or_else(|| self.not_found(Some(found.manifest.step)))?;
+            checkpoint.verify(&load, &mut |_| true)
+        });
+        match report {
+            Ok(report) => Ok(report.damages.first().map(|damage| {
+                let block = damage.block.map_or_else(String::new, |block| format!(", block {block}"));
+                format!("{}{block}: {}", damage.file.display(), damage.what)
+            })),
+            Err(Error::Core(error @ stepwell_core::Error::Corrupt { .. })) => Ok(Some(error.to_string())),
+            Err(error) => Err(error),
+        }
     }
 
     /// Looks at what was just changed, so that the next save need not: the training would wait in
