@@ -16,10 +16,9 @@ use stepwell_core::load::VerifyProgress;
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, NodeKind};
-use stepwell_manager::{Error, ReadFailure};
+use stepwell_manager::{Error, Expected, ReadFailure};
 use stepwell_reshard::read_plan::Request;
 
-use crate::ahead::Taken;
 use crate::arrays;
 use crate::errors::{closed, raise, raise_manager};
 use crate::hooks::hooks;
@@ -34,19 +33,35 @@ pub type Engined = stepwell_manager::Checkpoint;
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Checkpoint {
     inner: Mutex<Option<Arc<Engined>>>,
-    /// For the first restore.
-    taken: Mutex<Taken>,
+}
+
+/// The data to prefetch for a restore: all (`true`), or all of some top-level entries.
+#[derive(FromPyObject)]
+pub enum Prefetch {
+    #[pyo3(transparent)]
+    Everything(bool),
+    #[pyo3(transparent)]
+    Entries(Vec<String>),
+}
+
+impl From<Prefetch> for Expected {
+    fn from(prefetch: Prefetch) -> Self {
+        match prefetch {
+            Prefetch::Everything(false) => Self::Nothing,
+            Prefetch::Everything(true) => Self::Everything,
+            Prefetch::Entries(names) => Self::Entries(names),
+        }
+    }
 }
 
 impl Checkpoint {
-    /// Wraps an open checkpoint. `taken`: of the arrays that are going to be filled.
-    pub fn new(inner: Engined, taken: Taken) -> Self {
-        Self { inner: Mutex::new(Some(Arc::new(inner))), taken: Mutex::new(taken) }
-    }
-
-    /// Takes the exports that were made while it was opened.
-    pub(crate) fn taken(&self) -> Taken {
-        std::mem::take(&mut *self.taken.lock().unwrap_or_else(PoisonError::into_inner))
+    /// Opens a checkpoint on a thread of its own.
+    pub fn open(
+        py: Python<'_>,
+        opening: impl FnOnce() -> Result<Engined, Error> + Send + 'static,
+    ) -> PyResult<Self> {
+        let opened = wait::on_thread(py, opening)?.map_err(|error| raise_manager(py, &error))?;
+        Ok(Self { inner: Mutex::new(Some(Arc::new(opened))) })
     }
 
     pub(crate) fn get(&self, py: Python<'_>) -> PyResult<Arc<Engined>> {
@@ -120,7 +135,6 @@ fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
 #[pymethods]
 impl Checkpoint {
     fn close(&self, py: Python<'_>) {
-        drop(self.taken());
         let closed = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         // Its end waits for reads that were begun for a restore and not taken: not while Python is
         // held up.

@@ -15,7 +15,6 @@
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 use pyo3::prelude::*;
 
-mod ahead;
 mod arrays;
 mod board;
 mod checkpoint;

@@ -13,9 +13,8 @@ use pyo3::prelude::*;
 use stepwell_core::sys::spawn;
 use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest};
 
-use crate::ahead::{self, Ahead};
 use crate::board::Agreeing;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, Prefetch};
 use crate::errors::{build, raise, raise_manager};
 use crate::events::Events;
 use crate::ingest::streams_of;
@@ -454,16 +453,10 @@ impl Manager {
         call(py, move || inner.prepare(nbytes, &devices))
     }
 
-    #[pyo3(signature = (step = None, ahead = None, to_fill = None))]
-    fn checkpoint(
-        &self,
-        py: Python<'_>,
-        step: Option<u64>,
-        ahead: Option<Ahead>,
-        to_fill: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Checkpoint> {
+    #[pyo3(signature = (step = None, prefetch = Prefetch::Everything(false)))]
+    fn checkpoint(&self, py: Python<'_>, step: Option<u64>, prefetch: Prefetch) -> PyResult<Checkpoint> {
         let inner = Arc::clone(&self.inner);
-        ahead::open(py, to_fill, move || inner.checkpoint_for(step, &Ahead::expected(ahead)))
+        Checkpoint::open(py, move || inner.checkpoint_for(step, &prefetch.into()))
     }
 
     /// Waits in slices: a failure that is due is not taken by a wait that was interrupted.

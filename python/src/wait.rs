@@ -70,7 +70,7 @@ pub fn on_thread<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> PyResult<T> {
-    on_thread_while(py, work, || ())
+    wait_for(py, &mut start(work)?)?.ok_or_else(no_answer)
 }
 
 /// A thread that has ended its work and waits for more: making one takes longer than most
@@ -130,17 +130,6 @@ impl Worker {
         spawn("stepwell-call", move || receive.iter().for_each(|work| work())).map_err(no_thread)?;
         Ok(Self { work, birth: Birth::now() })
     }
-}
-
-/// [`on_thread`], with something to do here before waiting.
-pub fn on_thread_while<T: Send + 'static>(
-    py: Python<'_>,
-    work: impl FnOnce() -> T + Send + 'static,
-    meanwhile: impl FnOnce(),
-) -> PyResult<T> {
-    let mut receive = start(work)?;
-    meanwhile();
-    wait_for(py, &mut receive)?.ok_or_else(no_answer)
 }
 
 /// Runs work that reads the caller's memory, on a thread of its own. A signal handler that raises

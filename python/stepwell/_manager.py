@@ -40,6 +40,7 @@ from ._preemption import Preemption
 from ._public import public
 from ._restore import plan, template
 from ._restore import restore as restoring
+from ._restore.fallback import newest_intact
 from ._restore.options import RestoreKeywords, RestoreOptions, spelled_out
 from ._restore.plan import RestorePlan
 from ._retention import Retention, keep_all
@@ -47,7 +48,7 @@ from ._save_result import Save
 from ._state.specs import current_rank
 from ._state.stateful import is_callable_state
 from ._timeouts import seconds, stall_seconds
-from .errors import ClosedError, MisuseError, StalledError, StepNotFound
+from .errors import ClosedError, CorruptCheckpoint, MisuseError, StalledError, StepNotFound, StepwellError
 from .events import OnEvent, tell_save, telling_restore
 
 Exists = Literal["error", "skip", "replace"]
@@ -444,6 +445,7 @@ class CheckpointManager:
         step: int | None = None,
         *,
         best: tuple[str, Literal["min", "max"]] | None = None,
+        fallback: bool = False,
         **options: Unpack[RestoreKeywords],
     ) -> Any:
         """Restores a step (``None``: the newest committed one), or the ``best`` one by a metric and
@@ -453,8 +455,13 @@ class CheckpointManager:
         returned with new values elsewhere. Without either, everything comes back as it is stored.
         All differences are reported at once, before anything is written. Unfilled memory is never
         returned. If several processes have opened the manager, all of them make this call. Each
-        reads what it wants; with ``broadcast=``, one reads for all that want the same. The keywords
-        are those of :class:`~stepwell._restore.options.RestoreKeywords`.
+        reads what it wants; with ``broadcast=``, one reads for all that want the same.
+
+        With ``fallback=True``, a damaged newest step is passed over, and the newest step that can
+        be restored is. A warning and ``report.passed_over`` say which steps were passed over and
+        why. Only the bytes that this restore reads are checked. To save newer steps afterwards,
+        :meth:`rewind` to the restored step first. The other keywords are those of
+        :class:`~stepwell._restore.options.RestoreKeywords`.
 
         Raises:
             StepNotFound: the committed step does not exist.
@@ -466,8 +473,32 @@ class CheckpointManager:
             CoordinatorError: an exchange failed, usually because another rank is gone.
         """
         manager = self._open()
-        alone = manager.ranks()[1] == 1
         number = self._best(best, step) if best is not None else given_step(step)
+        if not flag(fallback, "fallback"):
+            try:
+                return self._restore(number, options)[0]
+            except CorruptCheckpoint as failure:
+                if number is None:
+                    failure.args = (f"{failure}. fallback=True restores the newest step that is intact",)
+                raise
+        if number is not None:
+            raise MisuseError("fallback= looks for the newest intact step: pass no step and no best= with it")
+        alone = manager.ranks()[1] == 1
+        answer, passed = newest_intact(
+            self._root,
+            lambda one: self._restore(manager.latest_step() if alone and one is None else one, options),
+            manager.all_steps,
+            lambda: json.loads(manager.report()),
+            lambda mine: alone or Together(manager).same(f"pass over: {mine}"),
+        )
+        if options.get("return_report"):
+            answer[1].passed_over = passed
+        return answer
+
+    def _restore(self, number: int | None, options: RestoreKeywords) -> tuple[Any, int]:
+        """Restores one step (``None``: the newest), and returns its number too."""
+        manager = self._open()
+        alone = manager.ranks()[1] == 1
         with telling_restore(self._on_event, self._root, number) as told:
             together = None if alone else Together(manager)
             if together is not None:
@@ -483,8 +514,7 @@ class CheckpointManager:
                 with explaining(self._root), self._explaining_pending():
                     # Of several ranks each reads a part, mostly: every one of them would begin to
                     # read the same files, most of it in vain.
-                    expected = checked.expected if alone else False
-                    core = manager.checkpoint(number, expected, checked.to_fill)
+                    core = manager.checkpoint(number, checked.prefetch if alone else False)
                 with Checkpoint(core) as checkpoint:
                     told.opened(checkpoint.step)
                     if together is None:
@@ -492,11 +522,13 @@ class CheckpointManager:
                     else:
                         answer = self._restored_by_all(checkpoint._open(), checked, together)
                     manager.restored(checkpoint.step)
+                    return answer, checkpoint.step
             except BaseException as failure:
+                if isinstance(failure, StepwellError) and failure.step is None:
+                    failure.step = told.step if number is None else number
                 if together is not None:
                     together.fail(failure)
                 raise
-        return answer
 
     def _best(self, best: Any, step: Any) -> int:
         """Resolves ``restore(best=)``."""

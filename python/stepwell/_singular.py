@@ -3,6 +3,8 @@ from outside."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Unpack
@@ -16,6 +18,7 @@ from ._checkpoint import Checkpoint, Metadata, VerifyReport
 from ._checks import (
     SAVE_WORDS,
     check_coordinator,
+    flag,
     given_step,
     instance,
     metadata_json,
@@ -24,17 +27,18 @@ from ._checks import (
     real_numbers,
     step_number,
 )
-from ._locations import Path, absolute, check_destination, check_watched, explaining, readable
-from ._options import ENGINES, Options, to_json
+from ._locations import MANIFEST, Path, absolute, check_destination, check_watched, explaining, readable
+from ._options import ENGINES, Options, reader_json, to_json
 from ._policies import every_steps
 from ._public import public
 from ._restore import restore as restoring
+from ._restore.fallback import newest_intact
 from ._restore.options import RestoreKeywords, RestoreOptions, spelled_out
 from ._retention import keep_all
 from ._save_result import Save
 from ._state.stateful import is_callable_state
 from ._timeouts import seconds, stall_seconds
-from .errors import StalledError
+from .errors import MisuseError, StalledError, StepwellError
 
 
 class _Background:
@@ -156,27 +160,55 @@ def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkp
     return _open(path, step, engine)
 
 
-def _open(
-    path: Path, step: int | None, engine: str, ahead: bool | list[str] = False, to_fill: Any = None
-) -> Checkpoint:
+def _open(path: Path, step: int | None, engine: str, prefetch: bool | list[str] = False) -> Checkpoint:
     lifecycle.notifier.start()  # for what the engine has to say
     where, number = readable(path), None if step is None else step_number(step)
     one_of(engine, "engine", ENGINES)
     with explaining(where):
-        return Checkpoint(_core.open_path(where, number, engine, ahead, to_fill))
+        return Checkpoint(_core.open_path(where, number, engine, prefetch))
 
 
 @public
 @spelled_out
-def restore(path: Path, step: int | None = None, **options: Unpack[RestoreKeywords]) -> Any:
+def restore(
+    path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
+) -> Any:
     """Restores the checkpoint at ``path`` (a root: its newest step); see
-    :meth:`CheckpointManager.restore`."""
+    :meth:`CheckpointManager.restore`. ``fallback=True`` is for a root."""
     step = given_step(step)
+    if not flag(fallback, "fallback"):
+        return _restore(path, step, options)[0]
+    where = readable(path)
+    if step is not None or os.path.isfile(os.path.join(where, MANIFEST)):
+        raise MisuseError("fallback= looks for the newest intact step: pass a root, and no step")
+    manager = _core.Manager(where, reader_json())
+    try:
+        answer, passed = newest_intact(
+            where,
+            lambda one: _restore(path, manager.latest_step() if one is None else one, options),
+            manager.all_steps,
+            lambda: json.loads(manager.report()),
+            lambda mine: mine,
+        )
+    finally:
+        manager.close(None)
+    if options.get("return_report"):
+        answer[1].passed_over = passed
+    return answer
+
+
+def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[Any, int]:
+    """Restores one checkpoint, and returns its step too."""
     checked = RestoreOptions.of(options).reading_alone()
     if checked.fill:
         lifecycle.wait_captured()
-    with _open(path, step, "auto", checked.expected, checked.to_fill) as checkpoint:
-        return restoring.run(checkpoint._open(), checked)
+    try:
+        with _open(path, step, "auto", checked.prefetch) as checkpoint:
+            return restoring.run(checkpoint._open(), checked), checkpoint.step
+    except StepwellError as failure:
+        if failure.step is None:
+            failure.step = step
+        raise
 
 
 @public

@@ -17,7 +17,7 @@ from . import _core
 from ._checkpoint import Checkpoint, Damage, VerifyReport
 from ._locations import MANIFEST, is_directory
 from ._options import reader_json
-from .errors import CorruptCheckpoint, StepGone, StepNotFound, StepwellError, StorageError
+from .errors import CorruptCheckpoint, StepGone, StepNotFound, StorageError
 
 Progress: TypeAlias = Callable[[int, int], Any] | None
 
@@ -46,7 +46,7 @@ def verify(
 def _of_root(
     path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress
 ) -> VerifyReport:
-    listed, damaged = _core.list_steps(path), _damaged(path, opened)
+    listed, damaged = _core.list_steps(path), _damaged(path)
     if step is None:
         step = max([*listed, *damaged], default=None)
     if step is not None and step in damaged and step not in listed:
@@ -74,9 +74,9 @@ def _below(root: str, file: str) -> str:
     return os.path.join(root, os.path.relpath(file, root).split(os.sep)[0])
 
 
-def _damaged(root: str, opened: Callable[..., Checkpoint]) -> dict[int, tuple[str, str]]:
-    """Directories of a root that were steps and have lost their manifests to damage, by number:
-    name, and what does not hold."""
+def _damaged(root: str) -> dict[int, tuple[str, str]]:
+    """Returns the invalid directories of a root that have a step's name: by number, the name and
+    why it is invalid."""
     core = _core.Manager(root, reader_json())
     try:
         quarantined = core.quarantined()
@@ -85,20 +85,6 @@ def _damaged(root: str, opened: Callable[..., Checkpoint]) -> dict[int, tuple[st
     found: dict[int, tuple[str, str]] = {}
     for name, why in quarantined:
         number = re.search(r"[0-9]+$", name)
-        if number is not None and _was_step(os.path.join(root, name), opened):
+        if number is not None:
             found[int(number.group())] = (name, why)
     return found
-
-
-def _was_step(path: str, opened: Callable[..., Checkpoint]) -> bool:
-    """True if an invalid step was damaged: not a foreign directory, a step of a later version, or
-    one under another step's name."""
-    if not os.path.lexists(os.path.join(path, MANIFEST)):
-        return os.path.isdir(os.path.join(path, "i0"))
-    try:
-        opened(path, None).close()
-    except CorruptCheckpoint:
-        return True
-    except StepwellError:
-        pass
-    return False

@@ -22,6 +22,8 @@ class StepwellError(Exception):
     leaf: str | None = None
     #: The file that it is about.
     file: str | None = None
+    #: The step that it is about.
+    step: int | None = None
     #: Paths of leaves of the caller's own memory that had been overwritten when a restore failed.
     overwritten: tuple[str, ...] = ()
 

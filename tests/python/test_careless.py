@@ -463,8 +463,8 @@ def test_keywords_of_a_restore_are_checked(path: Path, wrong: dict[str, Any]) ->
 def test_the_keywords_of_a_restore_are_the_same_everywhere_and_spelled_out(path: Path) -> None:
     expected = list(get_type_hints(restore_options.RestoreKeywords))
     for function, own in [
-        (sw.restore, ["path", "step"]),
-        (sw.CheckpointManager.restore, ["self", "step", "best"]),
+        (sw.restore, ["path", "step", "fallback"]),
+        (sw.CheckpointManager.restore, ["self", "step", "best", "fallback"]),
         (sw.CheckpointManager.plan, ["self", "step"]),
         (sw.Checkpoint.restore, ["self"]),
         (sw.Checkpoint.plan, ["self"]),

@@ -416,13 +416,15 @@ def test_verifying_a_root_looks_at_its_newest_step_and_reports_whatever_is_damag
     assert sw.verify(root, 0).ok
 
 
-def test_what_is_no_step_is_not_verified_in_its_place(tmp_path: Path) -> None:
+def test_an_empty_newest_step_does_not_verify(tmp_path: Path) -> None:
     with sw.CheckpointManager(tmp_path / "run") as mgr:
         mgr.save(1, {"w": np.arange(3)})
     (tmp_path / "run" / "step_00000007").mkdir()
-    assert sw.verify(tmp_path / "run").step == 1
-    with pytest.raises(sw.StepNotFound):
-        sw.verify(tmp_path / "run", 7)
+    for report in (sw.verify(tmp_path / "run"), sw.verify(tmp_path / "run", 7)):
+        assert not report.ok
+        assert report.step == 7
+        assert "no manifest.json" in report.damages[0].what
+    assert sw.verify(tmp_path / "run", 1).ok
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -127,7 +127,6 @@ pub fn plan_direct(
     convert: bool,
 ) -> PyResult<Option<Direct>> {
     let inner = checkpoint.get().get(py)?;
-    let taken = checkpoint.get().taken();
     let is_object = |node: &TreeNode| matches!(node.container(), Some(ContainerKind::Stateful { .. }));
     if inner.tree().nodes().is_empty() || (convert && inner.tree().nodes().iter().any(is_object)) {
         return Ok(None);
@@ -148,7 +147,7 @@ pub fn plan_direct(
     let hooks = hooks(py)?;
     hooks.load_adapters.call0(py)?;
     let arrays = arrays::known();
-    let mut walk = Walk { inner: &inner, hooks, fill, dtypes: Dtypes::default(), arrays, taken, work };
+    let mut walk = Walk { inner: &inner, hooks, fill, dtypes: Dtypes::default(), arrays, work };
     let Some(root) = walk.node(0, target, 0)? else { return Ok(None) };
     walk.work.root = root;
     if !walk.settle_shared() {

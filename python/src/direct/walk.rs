@@ -14,7 +14,6 @@ use stepwell_core::tree::{ContainerKind, NodeKind};
 use stepwell_core::value::Value;
 
 use super::{InPlace, Node, Number, Use, Work, record};
-use crate::ahead::Taken;
 use crate::arrays::Known;
 use crate::checkpoint::Engined;
 use crate::flatten::Dtypes;
@@ -28,7 +27,6 @@ pub(super) struct Walk<'a, 'py> {
     pub(super) fill: bool,
     pub(super) dtypes: Dtypes<'py>,
     pub(super) arrays: Arc<Known>,
-    pub(super) taken: Taken,
     pub(super) work: Work,
 }
 
@@ -192,8 +190,7 @@ impl<'a, 'py> Walk<'a, 'py> {
             return Ok(None);
         }
         // A read-only array is not filled; what is returned in its place, the general way knows.
-        let buffer = if self.fill { self.taken.buffer(target) } else { HeldBuffer::new(target, false) };
-        let Ok(buffer) = buffer else { return Ok(None) };
+        let Ok(buffer) = HeldBuffer::new(target, self.fill) else { return Ok(None) };
         let same = buffer.itemsize() == tensor.dtype.size()
             && buffer.shape().len() == tensor.shape.len()
             && buffer.shape().iter().zip(&tensor.shape).all(|(&n, &stored)| u64::try_from(n) == Ok(stored));

@@ -87,11 +87,6 @@ impl HeldBuffer {
         Ok((dtype, Self { export, device, address, itemsize: dtype.size(), nbytes, shape, strides }))
     }
 
-    /// True if `object` exported it.
-    pub fn is_of(&self, object: &Bound<'_, PyAny>) -> bool {
-        matches!(&self.export, Export::Buffer(view) if view.obj == object.as_ptr())
-    }
-
     /// The number of the CUDA device whose memory it is in; `None`: the host's.
     pub fn device(&self) -> Option<u32> {
         self.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 from .._paths import extend
 from .command import command
 from .output import FINE, Output, columns, count, local, metric, safe, size
-from .targets import Target, target
+from .targets import Target, is_root, report_of, target
 from .tree import Chunk, Leaf, Tree, plain_value, seconds_to_commit
 
 #: Characters of an object's value that are shown in its line.
@@ -29,16 +30,32 @@ def show(out: Output, path: Target, form: str, depth: int | None) -> int:
     with path.open() as checkpoint:
         tree = Tree(checkpoint)
         head = tree.head()
+        warnings = _newer_and_invalid(path, tree.step)
+        head["warnings"] = warnings
         if out.as_json:
             out.document({**head, **_document(tree, form == "layout")})
             return FINE
         out.lines(_head_lines(out, tree, head))
+        for warning in warnings:
+            out.line(f"{out.bad('warning')}: {safe(warning)}")
         out.line()
         if form == "layout":
             out.lines(_layout(out, tree, head))
         else:
             out.lines(_drawn(out, tree, depth))
     return FINE
+
+
+def _newer_and_invalid(path: Target, step: int) -> list[str]:
+    """Returns warnings about newer steps of the root that cannot be restored."""
+    if path.step is not None or not is_root(path.path):
+        return []
+    found = []
+    for row in report_of(path.path):
+        digits = re.search(r"[0-9]+$", row["name"])
+        if row["damage"] is not None and digits is not None and int(digits.group()) > step:
+            found.append(f"{row['name']} is newer and cannot be restored: {row['damage']}")
+    return found
 
 
 def _head_lines(out: Output, tree: Tree, head: dict[str, Any]) -> Iterator[str]:

@@ -168,13 +168,7 @@ class RestoreOptions:
         )
 
     @property
-    def to_fill(self) -> Any:
-        """Returns the value that will be filled leaf by leaf, as far as it is known before the
-        checkpoint is open. The engine exports its arrays meanwhile."""
-        return self.into if self.is_exact and not self.return_report and not self.broadcast else None
-
-    @property
-    def expected(self) -> bool | list[str]:
+    def prefetch(self) -> bool | list[str]:
         """Returns what will be read, as far as it is known before the checkpoint is open: ``True``:
         everything; a list: all of these top-level entries; ``False``: unknown. The engine
         prefetches it from the beginnings of the files."""

@@ -48,6 +48,8 @@ class RestoreReport:
     idle_renames: list[tuple[str, str]] = field(default_factory=list)
     #: Restored under another name: stored and wanted path (of a whole branch: its own).
     renamed: list[tuple[str, str]] = field(default_factory=list)
+    #: Newer steps that ``fallback=True`` passed over, newest first, each with the reason.
+    passed_over: list[tuple[int, str]] = field(default_factory=list)
     #: Bytes of arrays that were read, on this rank.
     nbytes: int = 0
     #: Bytes of arrays that other ranks have read for this one (``broadcast=``).

@@ -1,0 +1,79 @@
+"""``restore(fallback=True)``: restores the newest step that is intact."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .. import _lifecycle as lifecycle
+from ..errors import CorruptCheckpoint, FormatError, NotAStep, RankFailed, StepGone, StorageError
+
+#: Errors of one step that another step may not have.
+DAMAGE = (CorruptCheckpoint, FormatError, NotAStep, RankFailed, StepGone, StorageError)
+
+_WARNING = 30
+
+
+def newest_intact(
+    root: str,
+    attempt: Callable[[int | None], tuple[Any, int]],
+    steps: Callable[[], Iterable[int]],
+    invalid: Callable[[], Iterable[dict[str, Any]]],
+    agreed: Callable[[bool], bool],
+) -> tuple[Any, list[tuple[int, str]]]:
+    """Returns the value of the newest step that can be restored, and the newer steps that were
+    passed over, newest first, each with the reason.
+
+    Args:
+        root: for messages.
+        attempt: restores a step (``None``: the newest) and returns its value and number. Its errors
+            have the number as ``step``.
+        steps: the committed steps.
+        invalid: rows of everything in the root that has a step's name, see ``report``.
+        agreed: takes whether this process wants to pass over a step, and returns whether all do.
+    """
+    passed: list[tuple[int, str]] = []
+    step: int | None = None
+    while True:
+        try:
+            value, restored = attempt(step)
+        except Exception as failure:
+            damaged = failure.step if isinstance(failure, DAMAGE) else None
+            if not agreed(damaged is not None) or damaged is None:
+                raise
+            passed.append((damaged, str(failure)))
+            older = [one for one in steps() if one < damaged]
+            if not older:
+                _say_what_was_tried(failure, passed)
+                raise
+            step = max(older)
+            continue
+        known = {number for number, _ in passed}
+        for row in invalid():
+            number = _number(row)
+            if row["damage"] is not None and number is not None and restored < number not in known:
+                passed.append((number, row["damage"]))
+        passed.sort(reverse=True)
+        for number, why in passed:
+            lifecycle.log(
+                _WARNING,
+                "stepwell.restore",
+                f"restored step {restored} of {root}, not step {number}: {why}. "
+                f"To save newer steps again, rewind to step {restored} first",
+            )
+        return value, passed
+
+
+def _number(row: dict[str, Any]) -> int | None:
+    """Returns the step's number of a row: an invalid directory has it in its name."""
+    found = re.search(r"[0-9]+$", row["name"])
+    number: int | None = row["step"]
+    return number if number is not None or found is None else int(found.group())
+
+
+def _say_what_was_tried(failure: Exception, passed: list[tuple[int, str]]) -> None:
+    """Adds to the error of the oldest step that all newer ones are damaged too."""
+    newer = ", ".join(str(number) for number, _ in passed[:-1])
+    if newer:
+        failure.args = (f"{failure}. No step of this root can be restored; tried before: {newer}",)
