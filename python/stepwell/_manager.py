@@ -78,6 +78,7 @@ class CheckpointManager:
             :class:`~stepwell.coordinators.TorchStore`, :class:`~stepwell.coordinators.JaxService`,
             :class:`~stepwell.coordinators.MPI`. ``"auto"``: torch's or JAX's, if it is initialised.
             ``None``: this process alone uses the manager, although it is one of several.
+            A read-only manager needs none.
         read_only: write nothing. :meth:`save` then does nothing, and logs a warning.
         on_save_error: ``"raise"``: the next call raises the error of a background save, and the
             process ends with an error if nobody looked. ``"warn"``: the error is logged.
@@ -130,7 +131,7 @@ class CheckpointManager:
         instance(options, Options, "options", "sw.Options(…)")
         if step_name is not None:
             instance(step_name, StepName, "step_name", "sw.StepName(…)")
-        board = coordinators.find(coordinator)
+        board = coordinators.find(coordinator, read_only is True)
         if on_event is not None and not callable(on_event):
             raise MisuseError(f"on_event is a function of one dict, not {shown(on_event)}")
         self._on_event = on_event

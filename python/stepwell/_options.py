@@ -48,65 +48,69 @@ class StepName:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options that few need. Sizes are bytes, times are seconds."""
+    """Options that few need. Sizes are bytes, times are seconds.
 
-    #: Make the root where it is missing.
+    Args:
+        create: create the root if it is missing.
+        take_over: on a file system without locks, become the writer if the other writer has not
+            renewed its heartbeat for ``silence``.
+        silence: the age at which a heartbeat counts as stopped. Used only without locks. A writer
+            renews its heartbeat six times in this time. Other writers wait at least half of it.
+        grace: how long the files of a retired step stay on a file system without locks, where
+            readers hold no leases.
+        overwrite_from_bytes: the next save writes over files of the last retired step that have at
+            least this size, which is faster than new files. Until then they use disk space.
+            ``None`` deletes them at once: use it for roots that are exported to other machines, and
+            for disks without space for one more step than is kept.
+        verify_before_retiring: retention verifies the newest step before it deletes or thins older
+            ones. It reads the whole step once more in the background (of several ranks, rank 0
+            does). A damaged step does not count, so the older ones stay.
+        chunk_bytes: the target size of a chunk, at least 4096. A resharded read transfers whole
+            chunks. Each chunk has a record in the index.
+        min_row_bytes: chunks are cut along inner axes only if rows keep this length.
+        block_bytes: the unit of checksums and of reads.
+        writers: the most writers of replicated leaves, per node or socket (``writers_per``).
+            ``None``: all holders write. Fewer writers write longer files.
+        writers_per: ``"node"``: ``writers`` counts per machine. ``"socket"``: per CPU socket, for
+            processes that are bound to one. Unbound processes count as one socket.
+        files_per: ``"rank"``: each process writes its own data file for each item. ``"node"``: the
+            processes of a machine share one file, for file systems that create and open files
+            slowly. Sharing needs locks between processes (else each has its own file). It never
+            writes over the files of retired steps.
+        compare_replicas: processes compare samples of the values that are declared equal
+            (``replica=``, ``Rules``, replicated ``DTensor`` and JAX arrays), in jobs of up to 1024.
+            Pass False if replicas may drift: each then stores a part of the value. Values that are
+            merely present on several ranks are always compared.
+        capture_threads: threads that copy the state. ``None``: a few.
+        queue_depth: reads or writes in flight. ``None``: 16 writes, 8 reads.
+        stall_timeout: a wait for a save or a read fails after this time without any progress.
+        detect_torn: for debugging: everything that is captured after
+            :meth:`~stepwell.CheckpointManager.save` returns is read once before, too. If it has
+            changed, the save fails with :class:`~stepwell.errors.TornSnapshot`, which names the
+            leaf.
+        engine: the engine that reads and writes: ``"auto"``, ``"uring"``, ``"threads"`` or
+            ``"buffered"``.
+        root_metadata: JSON that belongs to the root. The first writer's value stays.
+    """
+
     create: bool = True
-    #: On a file system without locks: become the writer, once no other has given a sign of life for
-    #: ``silence``.
     take_over: bool = False
-    #: How long a writer that did not end by itself must have been silent before its root is taken
-    #: over; only where there are no locks. A writer gives six signs of life in its own ``silence``,
-    #: and half of that is the least that others wait.
     silence: float = 60.0
-    #: How long the files of a retired step stay where there are no locks: nobody knows there who
-    #: still reads them.
     grace: float = 1800.0
-    #: Files of so many bytes of the last retired step are written over by the next save, which
-    #: costs the disk less than new ones; until then they take room on the disk. ``None``: all are
-    #: deleted at once; for roots that are exported to other machines, and where a disk has no room
-    #: for one step more than is kept.
     overwrite_from_bytes: int | None = 8 << 20
-    #: Retention verifies the newest step before it deletes or thins older ones: it reads the whole
-    #: step once more after its commit, in the background (of several ranks, rank 0 does). A damaged
-    #: step does not count, so the older ones stay.
     verify_before_retiring: bool = False
-    #: About so much in one chunk: what a resharded read cannot avoid to read. At least 4096; each
-    #: chunk costs its record in the index.
     chunk_bytes: int = 8 << 20
-    #: Chunks are cut along inner axes only where rows stay at least so long.
     min_row_bytes: int = 4096
-    #: The unit of checksums and of reading.
     block_bytes: int = 16 << 10
-    #: The most writers of replicated leaves, per node or socket (``writers_per``); ``None``: all
-    #: holders write. Fewer writers write longer files.
     writers: int | None = None
-    #: ``"node"``: so many on each machine. ``"socket"``: on each of its sockets, for processes that
-    #: are bound to one; those that are not count together.
     writers_per: Literal["node", "socket"] = "node"
-    #: ``"rank"``: each process writes a data file of its own for each item. ``"node"``: those of a
-    #: machine write side by side into one, for file systems that are slow to make and to open
-    #: files; needs locks between processes of a machine (without them, each has its own file
-    #: again), and does not write over the files of retired steps.
     files_per: Literal["rank", "node"] = "rank"
-    #: True if processes compare what is declared to be the same on several of them (``replica=``,
-    #: ``Rules``, a ``DTensor`` or an array of JAX that is replicated), by samples, in jobs of up to
-    #: 1024; what is simply there on several is compared in any case. False, where replicas may
-    #: drift: parts of them are stored from each.
     compare_replicas: bool = True
-    #: Threads that copy the state; ``None``: a few.
     capture_threads: int | None = None
-    #: Reads or writes in flight; ``None``: 16 writes, 8 reads.
     queue_depth: int | None = None
-    #: A wait (for a save, for a read) gives up when nothing at all has happened for so long.
     stall_timeout: float = 600.0
-    #: For debugging: everything that is captured behind :meth:`~stepwell.CheckpointManager.save` is
-    #: read twice, first before that returns, and a save of which something was changed in between
-    #: fails with :class:`~stepwell.errors.TornSnapshot`, which names the leaf.
     detect_torn: bool = False
-    #: Which engine reads and writes: ``"auto"``, ``"uring"``, ``"threads"`` or ``"buffered"``.
     engine: Literal["auto", "uring", "threads", "buffered"] = "auto"
-    #: JSON that belongs to the root; that of the first writer stays.
     root_metadata: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

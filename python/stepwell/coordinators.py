@@ -395,9 +395,9 @@ class Service:
             stop()
 
 
-def find(coordinator: Any) -> Coordinator | None:
+def find(coordinator: Any, read_only: bool = False) -> Coordinator | None:
     """Resolves ``coordinator=``: the given object; for ``"auto"``, the initialised one; ``None``
-    for one process.
+    for one process. Processes that only read need no coordinator.
 
     Raises:
         MisuseError: several processes run, and nothing is known that could carry their messages.
@@ -409,7 +409,7 @@ def find(coordinator: Any) -> Coordinator | None:
             raise MisuseError(
                 f'coordinator is "auto", None, or one of sw.coordinators.SharedDirectory, TorchStore, JaxService and MPI, not {coordinator!r}'
             )
-        return _initialised()
+        return _initialised(read_only)
     if not isinstance(coordinator, (SharedDirectory, Board)):
         raise MisuseError(
             f'coordinator is "auto", None, or one of sw.coordinators.SharedDirectory, TorchStore, JaxService and MPI, not {shown(coordinator)}'
@@ -417,7 +417,7 @@ def find(coordinator: Any) -> Coordinator | None:
     return coordinator if coordinator.world_size > 1 else None
 
 
-def _initialised() -> Coordinator | None:
+def _initialised(read_only: bool) -> Coordinator | None:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStore()
@@ -426,7 +426,7 @@ def _initialised() -> Coordinator | None:
         service = JaxService()
         if service.world_size > 1:
             return service
-    for name in _SIZES:
+    for name in () if read_only else _SIZES:
         size = os.environ.get(name, "")
         if size.isdigit() and int(size) > 1:
             raise MisuseError(

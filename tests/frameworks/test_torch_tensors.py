@@ -277,6 +277,8 @@ def test_a_tensor_is_let_go_when_it_has_been_captured(root: Path) -> None:
         (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "nested|layout"),
         (lambda: torch.nn.parameter.UninitializedParameter(), "lazy module"),
         (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8), "bits8"),
+        (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.uint4), "torch.uint4.*torch.uint8"),
+        (lambda: torch.zeros(2, dtype=torch.int8).view(torch.int4), "torch.int4.*torch.uint8"),
     ],
 )
 def test_a_tensor_that_cannot_be_stored_is_refused_by_path_before_anything_is_written(

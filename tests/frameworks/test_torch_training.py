@@ -830,3 +830,16 @@ def test_new_slots_that_are_not_read_are_not_made(root: Path) -> None:
     sw.save(root, {"train": sw.torch.TrainState(*source)})
     sw.restore(root, into={"train": sw.torch.TrainState(*target)}, exclude="train/optimizer/state/0.*/**")
     assert set(target[1].state) == set(target[0][1].parameters())
+
+
+def test_excluded_hyperparameters_keep_the_new_run_s_values(root: Path) -> None:
+    source = wide(5, torch.float32, lambda p: torch.optim.SGD(p, lr=1, momentum=0.9))
+    target = wide(5, torch.float32, lambda p: torch.optim.SGD(p, lr=2, momentum=0.9))
+    steps(*source, 1)
+    sw.save(root, {"train": sw.torch.TrainState(*source)})
+    state = {"train": sw.torch.TrainState(*target)}
+    sw.restore(root, into=state, exclude="train/optimizer/groups[*]/lr")
+    assert target[1].param_groups[0]["lr"] == 2
+    assert len(target[1].state) == 4
+    sw.restore(root, into=state)
+    assert target[1].param_groups[0]["lr"] == 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
+import pydoc
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -133,3 +135,21 @@ def test_the_global_generator_of_numpy_is_a_leaf(tmp_path: Path) -> None:
     np.random.seed(2)
     sw.restore(tmp_path / "c", into={"rng": np.random, "x": 0})
     assert (np.random.normal(size=3) == drawn).all()
+
+
+def test_a_read_only_manager_needs_no_coordinator(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(3, {"x": 1}).result()
+    for name in ("SLURM_NTASKS", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+        with pytest.raises(sw.MisuseError, match=name):
+            sw.CheckpointManager(root)
+        with sw.CheckpointManager(root, read_only=True) as manager:
+            assert manager.restore() == {"x": 1}
+        monkeypatch.delenv(name)
+
+
+def test_the_help_of_options_describes_each_of_them() -> None:
+    text = pydoc.render_doc(sw.Options)
+    for field in dataclasses.fields(sw.Options):
+        assert f"{field.name}: " in text.split("Args:")[1].split("Methods defined")[0], field.name

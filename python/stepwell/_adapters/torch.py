@@ -27,6 +27,14 @@ from . import OnDevice, Opened, Target
 #: of another.
 _BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
+#: Integers of less than a byte: torch stores a byte for each, and defines no values for it.
+_SUB_BYTE = frozenset(
+    found
+    for bits in range(1, 8)
+    for sign in ("", "u")
+    if (found := getattr(torch, f"{sign}int{bits}", None)) is not None
+)
+
 
 def _capsule(tensor: torch.Tensor) -> Any:
     """The memory of a tensor, where that holds its values: a view that conjugates or negates, or
@@ -37,6 +45,8 @@ def _capsule(tensor: torch.Tensor) -> Any:
         raise BufferError("a lazy view")
     if hasattr(tensor, _BOXES[1]):
         raise BufferError("parts of a tensor")
+    if tensor.dtype in _SUB_BYTE:
+        raise BufferError("elements that torch describes as whole bytes")
     return dlpack.to_dlpack(tensor), tensor.untyped_storage()  # type: ignore[attr-defined]
 
 
@@ -344,7 +354,10 @@ def _why_not(tensor: torch.Tensor) -> str | None:
             "pass the plain tensors that it is made of"
         )
     if dtype_name(tensor.dtype) is None:
-        return f"tensors of {tensor.dtype} cannot be stored; convert with .to() first"
+        return (
+            f"tensors of {tensor.dtype} cannot be stored; convert with .to() first, or store the bytes: "
+            ".view(torch.uint8)"
+        )
     return None
 
 
@@ -361,7 +374,7 @@ _KNOWN = frozenset(_core.dtype_names())
 def dtype_name(dtype: torch.dtype) -> str | None:
     """Returns the format's name of a torch dtype; ``None`` if it has no name."""
     name = str(dtype).removeprefix("torch.")
-    return name if name in _KNOWN else None
+    return name if name in _KNOWN and dtype not in _SUB_BYTE else None
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
