@@ -7,7 +7,7 @@ import datetime
 import json
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, Unpack, final
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from . import _lifecycle as lifecycle
 from ._checks import shown
+from ._contents import StoredNode, nodes, utc
 from ._paths import Component
 from ._public import public
 from ._restore import collector as collecting
@@ -327,6 +328,38 @@ class Checkpoint:
         """Rendered paths of all leaves."""
         return self._tree().leaf_paths()
 
+    def contents(self) -> list[StoredNode]:
+        """Returns all containers and leaves, parents first, with the places of their bytes. Reads
+        no array."""
+        return nodes(self._open(), self._tree(), self.manifest["items"])
+
+    def read(self, wanted: Iterable[tuple[str, Any]]) -> list[Any]:
+        """Reads slices of several leaves in one go: pairs of a leaf's path and a numpy basic index
+        (``...`` for the whole leaf). An object is returned whole.
+
+        Raises:
+            KeyError: there is no leaf with that path.
+        """
+        core, rows = self._open(), self._open().leaves()
+        numbers = {path: leaf for leaf, path in enumerate(self.paths())}
+        pairs = [(numbers[path], path, index) for path, index in wanted]
+        objects = {leaf: None for leaf, _, _ in pairs if rows[leaf][0] == "object"}
+        values = dict(zip(objects, core.objects(list(objects), Reviver()), strict=True))
+        found: list[tuple[Any, Any]] = []
+        requests = []
+        for leaf, path, index in pairs:
+            if leaf in objects:
+                found.append((values[leaf], None))
+                continue
+            box, rest = _box(index, tuple(rows[leaf][2]), path)
+            extent = [n for _, n in box]
+            array = Allocator().empty(tuple(extent), to_dtype(rows[leaf][1]))
+            if array.size:
+                requests.append((leaf, [start for start, _ in box], extent, array))
+            found.append((array, rest))
+        core.read(requests)
+        return [value if rest is None else value[rest] for value, rest in found]
+
     def __getitem__(self, key: Key) -> Any:
         root = self._at(0)
         if not isinstance(root, Subtree):
@@ -380,8 +413,8 @@ class Checkpoint:
             items=tuple(str(item["name"]) for item in manifest["items"]),
             metrics=metrics,
             custom_metadata=manifest.get("custom_metadata"),
-            started=_time(manifest["started_unix_ns"]),
-            committed=_time(manifest["committed_unix_ns"]),
+            started=utc(manifest["started_unix_ns"]),
+            committed=utc(manifest["committed_unix_ns"]),
             world_size=int(manifest["world_size"]),
             format_version=int(manifest["format_version"]),
             writer=str(manifest["writer"]),
@@ -430,12 +463,6 @@ class Checkpoint:
         if self._core is None:
             return "<Checkpoint, closed>"
         return f"<Checkpoint of step {self.step} at {os.fspath(self.path)}>"
-
-
-def _time(unix_ns: int) -> datetime.datetime:
-    seconds, ns = divmod(int(unix_ns), 1_000_000_000)
-    base = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    return base.replace(microsecond=ns // 1000)
 
 
 __all__ = ["Array", "Checkpoint", "Component", "Damage", "Metadata", "Subtree", "VerifyReport"]

@@ -30,6 +30,7 @@ from ._checks import (
     step_number,
     text,
 )
+from ._contents import StepInfo, steps
 from ._distributed import transports
 from ._distributed.agreement import Together, Unasked
 from ._distributed.exchange import Exchange
@@ -692,6 +693,16 @@ class CheckpointManager:
         """Returns the decisions of retention now, with reasons, by step."""
         plan: dict[str, Any] = json.loads(self._open().plan_retention())
         return {int(step): decision for step, decision in plan.get("steps", plan).items()}
+
+    def apply_retention(self) -> list[int]:
+        """Applies retention now, as after each commit. Returns the steps that were deleted: their
+        names are gone, and their files go until :meth:`close` returns."""
+        return list(self._open().apply_retention())
+
+    def inspect(self) -> list[StepInfo]:
+        """Returns facts about every directory with a step's name, whole, damaged, or not a step, in
+        order: see :class:`stepwell.results.StepInfo`."""
+        return steps(self._open().report())
 
     def prepare(self, like: Any) -> int:
         """Makes the staging memory that a state like this needs, so that the first save does not

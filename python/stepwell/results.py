@@ -2,6 +2,7 @@
 ``stepwell``."""
 
 from ._checkpoint import Array, Checkpoint, Damage, Metadata, Subtree, VerifyReport
+from ._contents import ItemInfo, StepInfo, StoredChunk, StoredNode
 from ._manager import Attached, Hold, Rewound
 from ._restore.plan import ItemPlan, RestorePlan
 from ._restore.report import RestoreReport
@@ -13,6 +14,7 @@ __all__ = [
     "Checkpoint",
     "Damage",
     "Hold",
+    "ItemInfo",
     "ItemPlan",
     "Metadata",
     "RestorePlan",
@@ -20,9 +22,25 @@ __all__ = [
     "Rewound",
     "Save",
     "SaveStats",
+    "StepInfo",
+    "StoredChunk",
+    "StoredNode",
     "Subtree",
     "VerifyReport",
 ]
 
-for _class in (Array, Attached, Damage, Hold, ItemPlan, Rewound, SaveStats, Subtree):
+for _class in (
+    Array,
+    Attached,
+    Damage,
+    Hold,
+    ItemInfo,
+    ItemPlan,
+    Rewound,
+    SaveStats,
+    StepInfo,
+    StoredChunk,
+    StoredNode,
+    Subtree,
+):
     _class.__module__ = __name__

@@ -59,6 +59,45 @@ def test_any_slice_is_what_numpy_says(path: Path, first: Any, second: Any) -> No
         assert same(np.asarray(checkpoint["params"]["w"][first, second]), np.asarray(ARRAY[first, second]))
 
 
+def test_slices_of_several_leaves_are_read_in_one_go(path: Path) -> None:
+    with sw.open(path) as checkpoint:
+        wanted = [
+            ("params/w", np.s_[1:3, -1]),
+            ("list[1]/x", ...),
+            ("params/b", ()),
+            ("params/w", 0),
+            ("n", ()),
+        ]
+        found = checkpoint.read(wanted)
+        with pytest.raises(KeyError, match="params/v"):
+            checkpoint.read([("params/v", ...)])
+    assert np.array_equal(found[0], ARRAY[1:3, -1])
+    assert found[1] == "y"
+    assert found[2] == 1
+    assert np.array_equal(found[3], ARRAY[0])
+    assert found[4] == 3
+
+
+def test_contents_name_the_place_of_every_byte(tmp_path: Path) -> None:
+    tied = np.arange(6, dtype=np.int32)
+    sw.save(tmp_path / "c", {"params": {"w": ARRAY, "t": tied, "u": tied}, "n": 3})
+    with sw.open(tmp_path / "c") as checkpoint:
+        nodes = {node.path: node for node in checkpoint.contents()}
+        assert list(nodes) == ["", "params", "params/w", "params/t", "params/u", "n"]
+        assert [path for path, node in nodes.items() if node.leaf is not None] == checkpoint.paths()
+        where = checkpoint.path
+    assert (nodes["params"].kind, nodes["params"].leaves) == ("dict", 3)
+    assert nodes["params"].stored_bytes == ARRAY.nbytes + tied.nbytes
+    assert nodes["params/u"].tied_to == "params/t"
+    assert (nodes["params/u"].stored_bytes, nodes["params/u"].nbytes) == (0, tied.nbytes)
+    assert [nodes[path].item for path in ("params/w", "n")] == ["params", "."]
+    w = nodes["params/w"]
+    assert (w.kind, w.dtype, w.shape, w.name) == ("array", "int16", ARRAY.shape, "w")
+    (chunk,) = w.chunks
+    assert chunk.file is not None
+    assert (Path(where) / chunk.file).read_bytes()[chunk.offset :][: chunk.nbytes] == ARRAY.tobytes()
+
+
 @pytest.mark.parametrize("index", [5, -6, (0, 0, 0, 0), None, [1, 2], (..., ...), "x", True, 1.0])
 def test_other_indices_are_refused(path: Path, index: Any) -> None:
     with sw.open(path) as checkpoint, pytest.raises(IndexError):

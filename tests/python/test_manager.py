@@ -641,3 +641,30 @@ def test_a_reader_holds_no_step_in_its_place_and_is_told_what_keeps_its_files(ro
             with pytest.raises(sw.errors.StepwellError, match="read_only=True") as refused:
                 reader.hold(0)
             assert "an open checkpoint keeps its files" in str(refused.value)
+
+
+def test_inspect_reports_every_step_directory(root: Path) -> None:
+    with sw.CheckpointManager(root, retention=sw.keep_latest(2)) as manager:
+        manager.save(
+            0, {"a": np.zeros(3), "n": 1}, metrics={"loss": 1.0}, custom_metadata={"git": "x"}
+        ).result()
+        manager.add_metrics(0, {"score": 2.0})
+        (root / "step_00000007").mkdir()
+        manager.reload()
+        whole, other = manager.inspect()
+    assert (whole.step, whole.name, whole.damage) == (0, "step_00000000", None)
+    assert whole.metrics == {"loss": 1.0, "score": 2.0}
+    assert whole.metadata_keys == ("git",)
+    assert whole.started <= whole.committed
+    assert whole.nbytes == sum(item.nbytes for item in whole.items)
+    assert (other.step, other.name) == (None, "step_00000007")
+    assert other.damage is not None
+
+
+def test_retention_is_applied_when_it_is_asked_for(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        for step in range(3):
+            manager.save(step, {"a": np.zeros(3)})
+    with sw.CheckpointManager(root, retention=sw.keep_latest(1)) as manager:
+        assert manager.apply_retention() == [0, 1]
+        assert manager.all_steps() == [2]

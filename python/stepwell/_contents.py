@@ -1,0 +1,178 @@
+"""Facts about what is stored: the nodes of a checkpoint, with the places of their bytes, and the
+steps of a root. Nothing here reads an array."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, final
+
+from ._paths import extend
+from ._restore.structure import ContainerKind, Structure
+from ._state.specs import to_dtype
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A contiguous part of a leaf in a data file."""
+
+    #: Path of the data file, relative to the step; ``None`` if another library has the bytes.
+    file: str | None
+    #: Its first byte there, and its length in bytes.
+    offset: int
+    nbytes: int
+    #: First element and number of elements: of a box per dimension, of a run of the flattened array
+    #: one number each; empty for objects.
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StoredNode:
+    """A container or a leaf of a checkpoint."""
+
+    #: Rendered path, its last component, and the number of the parent (0 for the root).
+    path: str
+    name: str
+    parent: int
+    #: ``"array"``, ``"object"``, or the kind of a container, such as ``"dict"``.
+    kind: str
+    #: Leaves at or below it, and the bytes that are stored for them.
+    leaves: int
+    stored_bytes: int
+    #: Number of the leaf, in the order of :meth:`stepwell.Checkpoint.paths`; ``None`` for a
+    #: container. The attributes below it belong to leaves.
+    leaf: int | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    #: Path of the leaf that it is tied to, and whose bytes it shares.
+    tied_to: str | None = None
+    #: Name of its item.
+    item: str | None = None
+    chunks: tuple[StoredChunk, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its value."""
+        if self.dtype is None or self.shape is None:
+            return self.stored_bytes
+        return prod(self.shape) * to_dtype(self.dtype).itemsize
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ItemInfo:
+    """An item of a step."""
+
+    #: Its name, the bytes of its data files, and the number of its leaves.
+    name: str
+    nbytes: int
+    leaves: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """A directory with a step's name."""
+
+    #: Its number; ``None`` if it is not a step.
+    step: int | None
+    #: Name of the directory.
+    name: str
+    #: Bytes of the data files.
+    nbytes: int
+    items: tuple[ItemInfo, ...]
+    #: Names of the items that were thinned away.
+    dropped: tuple[str, ...]
+    #: Its metrics, with those that were added later.
+    metrics: dict[str, float]
+    #: The first keys of its metadata.
+    metadata_keys: tuple[str, ...]
+    #: When its save began, and when it was committed, in UTC.
+    started: datetime.datetime
+    committed: datetime.datetime
+    #: Why it cannot be restored, or ``None``. Only :func:`stepwell.verify` reads every byte.
+    damage: str | None
+
+
+def utc(unix_ns: int) -> datetime.datetime:
+    """Returns a time of a manifest."""
+    seconds, ns = divmod(int(unix_ns), 1_000_000_000)
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(microsecond=ns // 1000)
+
+
+def steps(report: str) -> list[StepInfo]:
+    """The engine's report on a root."""
+    return [
+        StepInfo(
+            row["step"],
+            row["name"],
+            row["bytes"],
+            tuple(ItemInfo(item["name"], item["bytes"], item["leaves"]) for item in row["items"]),
+            tuple(row["dropped"]),
+            {name: float(value) for name, value in row["metrics"].items()},
+            tuple(row["metadata_keys"]),
+            utc(row["started_unix_ns"]),
+            utc(row["committed_unix_ns"]),
+            row["damage"],
+        )
+        for row in json.loads(report)
+    ]
+
+
+def nodes(core: Any, structure: Structure, items: Sequence[dict[str, Any]]) -> list[StoredNode]:
+    """The nodes of an open checkpoint. Parents come before their children."""
+    files, places = core.places()
+    rows = core.leaves()
+    item_of = {str(top["name"]): str(item["name"]) for item in items for top in item["top_level"]}
+    default = str(items[0]["name"]) if items else None
+    leaf_paths = structure.leaf_paths()
+    found: list[StoredNode] = []
+    tops: list[str] = []
+    for number, (parent, component, kind) in enumerate(structure.nodes):
+        path = structure.paths[number]
+        tops.append("" if component is None else path if parent == 0 else tops[parent])
+        name = "" if component is None else extend("", component)
+        if not isinstance(kind, int):
+            found.append(StoredNode(path, name, parent, _container(kind), 0, 0))
+            continue
+        (what, dtype, shape, tied), (other, chunks) = rows[kind], places[kind]
+        found.append(
+            StoredNode(
+                path,
+                name,
+                parent,
+                "object" if what == "object" else "array",
+                1,
+                sum(chunk[2] for chunk in chunks),
+                kind,
+                dtype,
+                None if shape is None else tuple(shape),
+                leaf_paths[other] if tied and other is not None else None,
+                item_of.get(tops[number], default),
+                tuple(
+                    StoredChunk(None if file is None else files[file], at, n, tuple(start), tuple(extent))
+                    for file, at, n, start, extent in chunks
+                ),
+            )
+        )
+    totals = [[node.leaves, node.stored_bytes] for node in found]
+    for number in range(len(found) - 1, 0, -1):
+        above = totals[found[number].parent]
+        above[0] += totals[number][0]
+        above[1] += totals[number][1]
+    return [
+        node if node.leaf is not None else replace(node, leaves=leaves, stored_bytes=stored)
+        for node, (leaves, stored) in zip(found, totals, strict=True)
+    ]
+
+
+def _container(kind: ContainerKind) -> str:
+    """The kind of a container, with the name of its class: ``namedtuple Point``."""
+    named = kind[0] in ("namedtuple", "dataclass", "stateful", "custom")
+    return f"{kind[0]} {kind[1]}" if named else str(kind[0])
