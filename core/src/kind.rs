@@ -50,6 +50,8 @@ kinds! {
     RankFailed = "rank_failed",
     /// Ranks were missing at the deadline.
     CoordinationTimeout = "coordination_timeout",
+    /// A call of all ranks had no answer: they can no longer agree.
+    SessionLost = "session_lost",
     /// The transport between ranks does not answer.
     Unreachable = "unreachable",
     /// Nothing happened until the deadline.

@@ -104,6 +104,17 @@ pub enum Error {
         /// For how long, in seconds.
         seconds: f64,
     },
+    /// A call of this rank, or of one that it waited for, had no answer: the ranks no longer agree
+    /// which calls they have made.
+    #[error(
+        "the session of the ranks is over: {cause}. Start the job again, or open the root again on all ranks"
+    )]
+    SessionLost {
+        /// The ranks that did not answer.
+        missing: Vec<u32>,
+        /// The first failure.
+        cause: String,
+    },
     /// The other ranks have given up on this one, which decides: they had waited for it.
     #[error(
         "the other ranks have given up on step {step}: they had no sign of life of this one, which decides, for {seconds:.1} s; the step was not committed"
@@ -335,6 +346,7 @@ impl Error {
             Self::DurabilityUncertain { .. } => Kind::DurabilityUncertain,
             Self::RankFailed { .. } => Kind::RankFailed,
             Self::CoordinationTimeout { .. } | Self::GivenUpOn { .. } => Kind::CoordinationTimeout,
+            Self::SessionLost { .. } => Kind::SessionLost,
             Self::Layout { .. } => Kind::Mismatch,
             Self::Unreachable(_) => Kind::Unreachable,
             Self::Relayed(relayed) => return relayed.kind(),
@@ -457,6 +469,7 @@ const RELAYED: &[Kind] = &[
     Kind::SaveFailed,
     Kind::DurabilityUncertain,
     Kind::CoordinationTimeout,
+    Kind::SessionLost,
     Kind::Unreachable,
     Kind::Locked,
     Kind::NoLocks,
@@ -490,7 +503,9 @@ impl Relayed {
             _ => None,
         };
         let missing = match error {
-            Error::CoordinationTimeout { missing, .. } => Some(missing.clone()),
+            Error::CoordinationTimeout { missing, .. } | Error::SessionLost { missing, .. } => {
+                Some(missing.clone())
+            }
             Error::Relayed(relayed) => relayed.missing.clone(),
             _ => None,
         };

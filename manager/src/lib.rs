@@ -48,7 +48,7 @@ mod stored_index;
 pub use checkpoint::{Checkpoint, Expected, ReadFailure};
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Advice, Error, Result};
-pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest};
+pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest, Ticket};
 pub use options::{FilesPer, OnSaveError, Options, WritersPer};
 pub use retention::{Mode, Retention};
 pub use save::{Outcome, Refusal, Save, Stats, Streams};

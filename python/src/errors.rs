@@ -52,7 +52,7 @@ pub fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
             attributes.set_item("missing", relayed.missing.clone())?;
         }
         ManagerError::DonatedBuffer { leaf } => attributes.set_item("leaf", leaf)?,
-        ManagerError::CoordinationTimeout { missing, .. } => {
+        ManagerError::CoordinationTimeout { missing, .. } | ManagerError::SessionLost { missing, .. } => {
             attributes.set_item("missing", missing.clone())?;
         }
         // This rank was: it has missed nobody.

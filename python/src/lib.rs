@@ -54,7 +54,7 @@ mod _core {
     #[pymodule_export]
     use crate::events::Events;
     #[pymodule_export]
-    use crate::manager::{Held, Manager};
+    use crate::manager::{Held, Manager, Turn};
     #[pymodule_export]
     use crate::matching::{flat_pieces, match_state};
     #[pymodule_export]

@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyString;
 
 use stepwell_core::sys::spawn;
-use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest};
+use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest, Ticket};
 
 use crate::board::Agreeing;
 use crate::checkpoint::{Checkpoint, Prefetch};
@@ -21,7 +22,7 @@ use crate::ingest::streams_of;
 use crate::options;
 use crate::save_handle::SaveHandle;
 use crate::snapshot::{OnDevices, Snapshot, source};
-use crate::state::State;
+use crate::state::flatten;
 use crate::wait::{self, Patience};
 
 type Error = stepwell_manager::Error;
@@ -147,26 +148,23 @@ impl Manager {
         })
     }
 
-    /// Why `save` would do nothing with a step, and the save that is pending already where that is
-    /// why; both `None` if it would save. Then: whether it would replace what is there. Raises an
-    /// existing step, one below the latest, and earlier failures.
-    fn decide(
-        &self,
-        py: Python<'_>,
+    /// The right to save a step; or the save of it that is pending already; or why `save` does
+    /// nothing with it. Raises an existing step, one below the latest, and earlier failures.
+    fn decide<'py>(
+        slf: &Bound<'py, Self>,
         step: u64,
         force: bool,
         exists: &str,
         answers: BTreeMap<String, bool>,
-    ) -> PyResult<(Option<String>, Option<SaveHandle>, bool)> {
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (py, this) = (slf.py(), slf.get());
         let exists = exists_named(exists)?;
-        self.check_before_saving(py, step)?;
-        let decision = self.query(py, move |inner| inner.decide(step, force, exists, &answers))?;
-        Ok(match decision {
-            Decision::Refuse(refusal) => (Some(refusal.to_string()), None, false),
-            Decision::Pending(save) => (None, Some(SaveHandle::new(save)), false),
-            Decision::Save => (None, None, false),
-            Decision::Replace => (None, None, true),
-        })
+        this.check_before_saving(py, step)?;
+        match this.query(py, move |inner| inner.decide(step, force, exists, &answers))? {
+            Decision::Save(ticket) => Bound::new(py, Turn::new(slf, ticket)).map(Bound::into_any),
+            Decision::Pending(save) => Bound::new(py, SaveHandle::new(save)).map(Bound::into_any),
+            Decision::Refuse(refusal) => Ok(PyString::new(py, &refusal.to_string()).into_any()),
+        }
     }
 
     fn should_save(&self, py: Python<'_>, step: u64, answers: BTreeMap<String, bool>) -> PyResult<bool> {
@@ -181,17 +179,6 @@ impl Manager {
     /// This process's rank, and how many there are.
     fn ranks(&self) -> (u32, u32) {
         self.inner.ranks()
-    }
-
-    /// A call of `save` has raised on this rank: if all make it, the others need not wait.
-    fn abstain(&self, py: Python<'_>, step: u64, cause: String) -> PyResult<()> {
-        if self.inner.ranks().1 == 1 {
-            return Ok(());
-        }
-        self.query(py, move |inner| {
-            inner.abstain(step, &cause);
-            Ok(())
-        })
     }
 
     /// The step that a restore takes: the leader's answer, on every rank.
@@ -226,62 +213,6 @@ impl Manager {
         let (inner, cause) = (Arc::clone(&self.inner), cause.to_owned());
         // The caller does not wait for this.
         let _ = spawn("stepwell-leave", move || inner.leave_restore(&cause));
-    }
-
-    /// Saves a flattened state, as [`Manager::decide`] has just answered (`replaces`), and returns
-    /// when it is captured. An interrupt ends the save: what raises is told by then, and nothing
-    /// reads the state any more.
-    #[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
-    fn save(
-        &self,
-        py: Python<'_>,
-        step: u64,
-        state: &State,
-        metrics: BTreeMap<String, f64>,
-        custom_metadata: &str,
-        replaces: bool,
-        snapshot: &str,
-        streams: HashMap<u32, u64>,
-        attached: Vec<(usize, usize)>,
-        events: &Events,
-    ) -> PyResult<SaveHandle> {
-        self.check_before_saving(py, step)?;
-        let cancel = Arc::new(AtomicBool::new(false));
-        let devices = OnDevices::new(py, &streams, attached)?;
-        let source = source(state, Snapshot::named(snapshot)?, &devices, events)?
-            .map_err(|error| raise_manager(py, &error))?;
-        let request = SaveRequest {
-            streams: devices.streams,
-            metrics,
-            custom_metadata: json(custom_metadata)?,
-            cancel: Arc::clone(&cancel),
-            ..SaveRequest::new(step, source)
-        };
-        let inner = Arc::clone(&self.inner);
-        let planned = if inner.ranks().1 > 1 {
-            // The ranks may have to tell each other what they have.
-            let inner = Arc::clone(&inner);
-            wait::on_thread(py, move || inner.plan_save(request, replaces))?
-        } else {
-            py.detach(|| inner.plan_save(request, replaces))
-        };
-        let ready = planned.map_err(|error| raise_manager(py, &error))?;
-        let save = if inner.begins_at_once(&ready) {
-            // Nothing to wait for: a thread of its own would take longer than what it does.
-            py.detach(|| inner.begin(ready))
-        } else {
-            wait::until_stopped(
-                py,
-                &cancel,
-                move || inner.begin(ready),
-                // Captured whole before it could be stopped: it goes on, and the manager tells of
-                // its failure as of any other's.
-                |late| late.into_iter().for_each(|save| self.remember(&save)),
-            )?
-        }
-        .map_err(|error| raise_manager(py, &error))?;
-        self.remember(&save);
-        Ok(SaveHandle::new(save))
     }
 
     /// Waits until every leaf is captured, so that the caller may change the state. Raises after
@@ -327,9 +258,9 @@ impl Manager {
         Ok(())
     }
 
-    /// Raises what `save` would raise about a flattened state.
-    fn check(&self, py: Python<'_>, state: &State, events: &Events) -> PyResult<()> {
-        let state = source(state, Snapshot::Auto, &OnDevices::default(), events)?
+    /// Raises what `save` would raise about a state.
+    fn check(&self, py: Python<'_>, state: &Bound<'_, PyAny>, events: &Events) -> PyResult<()> {
+        let state = source(&flatten(state)?, Snapshot::Auto, &OnDevices::default(), events)?
             .map_err(|error| raise_manager(py, &error))?;
         let inner = Arc::clone(&self.inner);
         py.detach(move || inner.check(state)).map_err(|error| raise_manager(py, &error))
@@ -613,6 +544,102 @@ impl Manager {
             Error::Timeout { waited_for, waited: self.stall_timeout }
         };
         answer.unwrap_or_else(|| Err(stalled())).map_err(|error| raise_manager(py, &error))
+    }
+}
+
+/// The right to save one step. On several ranks it ends the save of all where it is not used.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct Turn {
+    manager: Py<Manager>,
+    step: u64,
+    ticket: Mutex<Option<Ticket>>,
+    /// Why it is not used, for the other ranks.
+    cause: Arc<OnceLock<String>>,
+}
+
+impl Turn {
+    fn new(manager: &Bound<'_, Manager>, ticket: Ticket) -> Self {
+        let (step, cause) = (ticket.step(), ticket.cause());
+        Self { manager: manager.clone().unbind(), step, ticket: Mutex::new(Some(ticket)), cause }
+    }
+
+    fn take(&self) -> Option<Ticket> {
+        self.ticket.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+#[pymethods]
+impl Turn {
+    /// Saves a state, and returns when it is captured. `on_devices` answers for the CUDA devices of
+    /// the state: their current streams, and the memory there that changes in guarded updates only.
+    /// An interrupt ends the save: what raises is told by then, and nothing reads the state any
+    /// more.
+    #[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
+    fn save(
+        &self,
+        py: Python<'_>,
+        state: &Bound<'_, PyAny>,
+        metrics: BTreeMap<String, f64>,
+        custom_metadata: &str,
+        snapshot: &str,
+        on_devices: &Bound<'_, PyAny>,
+        events: &Events,
+    ) -> PyResult<SaveHandle> {
+        let manager = self.manager.get();
+        manager.check_before_saving(py, self.step)?;
+        let state = flatten(state)?;
+        let (streams, attached): (HashMap<u32, u64>, _) = on_devices.call1((state.devices()?,))?.extract()?;
+        let devices = OnDevices::new(py, &streams, attached)?;
+        let source = source(&state, Snapshot::named(snapshot)?, &devices, events)?
+            .map_err(|error| raise_manager(py, &error))?;
+        let cancel = Arc::new(AtomicBool::new(false));
+        let request = SaveRequest {
+            streams: devices.streams,
+            metrics,
+            custom_metadata: json(custom_metadata)?,
+            cancel: Arc::clone(&cancel),
+            ..SaveRequest::new(self.step, source)
+        };
+        let ticket = self.take().ok_or_else(|| PyRuntimeError::new_err("this turn was used"))?;
+        let inner = Arc::clone(&manager.inner);
+        let planned = if inner.ranks().1 > 1 {
+            // The ranks may have to tell each other what they have.
+            let inner = Arc::clone(&inner);
+            wait::on_thread(py, move || inner.plan(ticket, request))?
+        } else {
+            py.detach(|| inner.plan(ticket, request))
+        };
+        let ready = planned.map_err(|error| raise_manager(py, &error))?;
+        let save = if inner.begins_at_once(&ready) {
+            // Nothing to wait for: a thread of its own would take longer than what it does.
+            py.detach(|| inner.begin(ready))
+        } else {
+            wait::until_stopped(
+                py,
+                &cancel,
+                move || inner.begin(ready),
+                // Captured whole before it could be stopped: it goes on, and the manager tells of
+                // its failure as of any other's.
+                |late| late.into_iter().for_each(|save| manager.remember(&save)),
+            )?
+        }
+        .map_err(|error| raise_manager(py, &error))?;
+        manager.remember(&save);
+        Ok(SaveHandle::new(save))
+    }
+
+    /// Ends the save on all ranks, if this one has not taken part yet: its caller has raised.
+    fn fail(&self, py: Python<'_>, cause: String) -> PyResult<()> {
+        let _ = self.cause.set(cause);
+        match self.take() {
+            Some(ticket) if self.manager.get().inner.ranks().1 > 1 => {
+                self.manager.get().query(py, move |_| {
+                    drop(ticket);
+                    Ok(())
+                })
+            }
+            _ => Ok(()),
+        }
     }
 }
 

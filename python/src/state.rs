@@ -79,7 +79,7 @@ impl State {
     }
 
     /// The numbers of the CUDA devices that arrays are on, each once.
-    fn devices(&self) -> PyResult<BTreeSet<u32>> {
+    pub fn devices(&self) -> PyResult<BTreeSet<u32>> {
         self.with(|flat| {
             let mut found = BTreeSet::new();
             for leaf in &flat.leaves {

@@ -245,44 +245,39 @@ class CheckpointManager:
                 # The others make this call all the same.
                 failure, force = error, force is True
                 exists = exists if isinstance(exists, str) and exists in _EXISTS else "error"
+            turn = core.decide(step, force, exists, answers)
             try:
-                refusal, pending, replaces = core.decide(step, force, exists, answers)
                 if failure is not None:
                     # The others may have begun this save all the same.
                     raise failure
-                if refusal is not None:
-                    self._tell_read_only()
-                    return Save(step, None, refusal)
-                if pending is not None:
-                    # It shares the result of the pending save: its waiter returns when the step is
-                    # durable.
-                    return Save(step, pending)
-                if is_callable_state(state):
+                if isinstance(turn, _core.Turn) and is_callable_state(state):
                     state = state()
                     # It may have taken long, and saved something itself.
                     if alone:
-                        refusal, pending, replaces = core.decide(step, True, exists, answers)
-                        if refusal is not None or pending is not None:
-                            return Save(step, pending, refusal)
-                flat = self._flat(state)
+                        turn = core.decide(step, True, exists, answers)
+                if isinstance(turn, str):
+                    self._tell_read_only()
+                    return Save(step, None, turn)
+                if isinstance(turn, _core.SaveHandle):
+                    # It shares the result of the pending save: its waiter returns when the step is
+                    # durable.
+                    return Save(step, turn)
                 updating = bool(self._stepping) or threading.get_ident() in self._guarded
                 if updating and snapshot == "lazy":
                     snapshot = "auto"
-                streams, attached = self._on_devices(flat, updating)
-                handle = core.save(
-                    step,
-                    flat,
-                    numbers,
-                    metadata,
-                    replaces,
-                    snapshot,
-                    streams,
-                    attached,
-                    lifecycle.notifier.events,
-                )
+                with self._as_rank():
+                    handle = turn.save(
+                        adapters.as_saved(state),
+                        numbers,
+                        metadata,
+                        snapshot,
+                        lambda devices: self._on_devices(devices, updating),
+                        lifecycle.notifier.events,
+                    )
             except BaseException as error:
-                # The other ranks may have begun this save, and wait for this one.
-                core.abstain(step, f"{type(error).__name__}: {error}")
+                if isinstance(turn, _core.Turn):
+                    # The other ranks may have begun this save, and wait for this one.
+                    turn.fail(f"{type(error).__name__}: {error}")
                 raise
             save = Save(step, handle)
             self._saves = [one for one in self._saves if not one.done()]
@@ -291,11 +286,12 @@ class CheckpointManager:
             tell_save(self._on_event, self._root, save, time.perf_counter() - begun)
         return save
 
-    def _flat(self, state: Any) -> Any:
-        """A state, taken apart as that of this rank."""
+    @contextmanager
+    def _as_rank(self) -> Iterator[None]:
+        """Has states taken apart as those of this rank."""
         token = current_rank.set(self._open().ranks())
         try:
-            return _core.flatten(adapters.as_saved(state))
+            yield
         finally:
             current_rank.reset(token)
 
@@ -314,8 +310,9 @@ class CheckpointManager:
         """Raises what :meth:`save` would raise about ``state``, without saving or copying it: for
         the start of a run."""
         core = self._open()
-        flat = self._flat(state() if is_callable_state(state) else state)
-        core.check(flat, lifecycle.notifier.events)
+        state = state() if is_callable_state(state) else state
+        with self._as_rank():
+            core.check(adapters.as_saved(state), lifecycle.notifier.events)
 
     def should_save(self, step: int) -> bool:
         """True if :meth:`save` would save that step."""
@@ -341,10 +338,9 @@ class CheckpointManager:
         self._core.request_preemption()
         return True
 
-    def _on_devices(self, flat: Any, updating: bool) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    def _on_devices(self, devices: set[int], updating: bool) -> tuple[dict[int, int], list[tuple[int, int]]]:
         """Returns the current streams of the CUDA devices of a state, and the memory there that
         attached optimizers own and that is captured later. Empty during an update."""
-        devices = flat.devices()
         attached = [] if updating else [one for one in self._attached if devices or one._lazy_host]
         if not attached:
             return adapters.streams(devices) if devices else {}, []

@@ -133,6 +133,15 @@ class CoordinationTimeout(StepwellError, TimeoutError):
     missing: list[int] | None = None
 
 
+class SessionLost(CoordinationTimeout):
+    """An earlier call of the manager had no answer, on this rank or on one that it waited for, so
+    that the ranks no longer agree. The message has the first failure; ``missing`` lists the ranks
+    that did not answer. Committed steps are untouched. Start the job again, or open the manager
+    again on all ranks."""
+
+    kind = "session_lost"
+
+
 class CoordinatorError(StepwellError, ConnectionError):
     """The messages of the ranks do not get through, usually because the process with the store is
     gone. The error has its answer. Committed steps are untouched; start the job again."""

@@ -244,6 +244,37 @@ os._exit(0)
     check_whole(root, 1)
 
 
+def test_a_call_without_an_answer_ends_the_session(tmp_path: Path, root: Path) -> None:
+    script = (
+        MODEL
+        + """
+import pathlib
+manager = open_manager(settings={"stall_timeout": 2.0})
+manager.save(1, state(1)).result()
+heard = pathlib.Path(sys.argv[5])
+if RANK == 0:
+    while not heard.exists():
+        time.sleep(0.01)
+    os._exit(0)
+for call in (manager.latest_step, manager.latest_step, lambda: manager.save(2, state(2))):
+    try:
+        call()
+    except sw.errors.CoordinationTimeout as error:
+        print(type(error).__name__, error.missing, "open the root again on all ranks" in str(error))
+print(manager.all_steps())
+heard.touch()
+os._exit(0)
+"""
+    )
+    _, told = run(tmp_path, script, 2, root, tmp_path / "heard")
+    assert told.splitlines() == [
+        "CoordinationTimeout [0] False",
+        "SessionLost [0] True",
+        "SessionLost [0] True",
+        "[1]",
+    ]
+
+
 def test_a_rank_whose_state_cannot_be_stored_fails_the_save_of_all_with_its_reason(
     tmp_path: Path, root: Path
 ) -> None:

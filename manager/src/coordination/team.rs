@@ -11,18 +11,21 @@
 //! | `<session>/signal` | whoever hears of it | the job is to be preempted |
 //! | `<session>/bye/<rank>` | each | it has closed |
 //!
-//! All ranks make the same calls in the same order; one that makes another is told so. One that has
-//! left a call before it was answered (its wait was over) is still at that call: it has the answer
-//! before it makes another. The leader takes off what everybody has read.
+//! All ranks make the same calls in the same order; one that makes another is told so. A rank whose
+//! call ends without an answer (a timeout, an unreachable board) does not know what the others do.
+//! So the session is over for it: its later calls raise [`Error::SessionLost`], and its last
+//! heartbeat ([`Beat::LEFT`]) ends the session of each rank that waits for it. The leader takes off
+//! what everybody has read.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use stepwell_core::Kind;
 use stepwell_core::deadline::deadline_after;
 
 use super::{Coordinator, LEADER, Message};
@@ -86,6 +89,9 @@ pub struct Beat {
 }
 
 impl Beat {
+    /// The heartbeat of a rank for which the session is over.
+    const LEFT: Self = Self { save: u64::MAX, moved: u64::MAX };
+
     /// The news for a rank that waits for a report on that save: `None` if the report was already
     /// sent. Without this, two live ranks would wait for each other permanently after a lost
     /// message.
@@ -111,8 +117,10 @@ pub struct Team {
     session: String,
     places: Places,
     patience: Duration,
-    /// Calls that all ranks make, so far. Held while one is made: they have one order.
-    calls: Mutex<Calls>,
+    /// The number of calls that all ranks have made. Locked during a call: they have one order.
+    calls: Mutex<u64>,
+    /// Why the session is over for this rank.
+    lost: OnceLock<Lost>,
     /// The first call whose answer has not been taken off.
     kept_from: Mutex<u64>,
     /// The first save whose verdict has not been taken off.
@@ -131,33 +139,35 @@ pub struct Team {
     missed: Mutex<(u64, BTreeMap<u32, Beat>)>,
 }
 
-/// A rank's knowledge of the calls that all ranks make.
-#[derive(Default)]
-struct Calls {
-    /// Those that have ended here: the number of the next one.
-    ended: u64,
-    /// The next ones, which have been made, and left before they were answered.
-    left: VecDeque<Left>,
-}
-
-struct Left {
-    what: String,
-    /// True if each rank has something to say in it.
-    says: bool,
-    /// True if this one has said it.
-    has_said: bool,
+/// Why a session is over.
+struct Lost {
+    /// The ranks that did not answer.
+    missing: Vec<u32>,
+    cause: String,
 }
 
 impl Team {
     /// One process that asks nobody.
     pub fn alone(session: String) -> Self {
+        let places = Places { nodes: vec![0], sockets: vec![0] };
+        Self::new(Arc::new(super::SingleProcess), String::new(), session, places, Duration::ZERO)
+    }
+
+    fn new(
+        coordinator: Arc<dyn Coordinator>,
+        namespace: String,
+        session: String,
+        places: Places,
+        patience: Duration,
+    ) -> Self {
         Self {
-            coordinator: Arc::new(super::SingleProcess),
-            namespace: String::new(),
+            coordinator,
+            namespace,
             session,
-            places: Places { nodes: vec![0], sockets: vec![0] },
-            patience: Duration::ZERO,
+            places,
+            patience,
             calls: Mutex::default(),
+            lost: OnceLock::new(),
             kept_from: Mutex::new(0),
             verdicts_from: Mutex::new(0),
             failed: Mutex::default(),
@@ -213,22 +223,7 @@ impl Team {
             Some(answer) => answer,
             None => decoded_value(LEADER, answer)?,
         };
-        let team = Self {
-            coordinator: Arc::clone(coordinator),
-            namespace,
-            session,
-            places,
-            patience,
-            calls: Mutex::default(),
-            kept_from: Mutex::new(0),
-            verdicts_from: Mutex::new(0),
-            failed: Mutex::default(),
-            voted: Mutex::default(),
-            told: Mutex::new((0, None)),
-            gathers: AtomicBool::new(false),
-            missed: Mutex::default(),
-        };
-        Ok((team, answer))
+        Ok((Self::new(Arc::clone(coordinator), namespace, session, places, patience), answer))
     }
 
     /// This process.
@@ -291,7 +286,7 @@ impl Team {
         if self.is_alone() {
             return answer();
         }
-        self.call(what, false, |number, _| {
+        self.call(|number| {
             if self.leads() {
                 let answer = answer();
                 self.say(number, what, &answer)?;
@@ -312,16 +307,13 @@ impl Team {
         if self.is_alone() {
             return answer(vec![mine?]);
         }
-        self.call(what, true, |number, has_said| {
+        self.call(|number| {
             if !self.leads() {
-                if !*has_said {
-                    let part = match &mine {
-                        Ok(said) => Part::Said(json(said)?),
-                        Err(error) => Part::Failed(error.to_string()),
-                    };
-                    self.coordinator.put(&self.part_key(number, self.rank()), &encoded(&part)?)?;
-                    *has_said = true;
-                }
+                let part = match &mine {
+                    Ok(said) => Part::Said(json(said)?),
+                    Err(error) => Part::Failed(error.to_string()),
+                };
+                self.put_surely(&self.part_key(number, self.rank()), &encoded(&part)?)?;
                 // Its own failure is told here as it is, and not as the leader has heard of it.
                 return match mine {
                     Ok(_) => self.hear(number, what),
@@ -364,57 +356,45 @@ impl Team {
         self.key(&format!("part/{number}/{rank}"))
     }
 
-    /// Runs one call of all ranks: its number, and true if this rank has already sent its report.
-    /// `make` returns the answer, or an error without one. After an error the call remains open:
-    /// the same call made again gets its answer, and another call waits for that answer first.
-    fn call<T>(
-        &self,
-        what: &str,
-        says: bool,
-        make: impl FnOnce(u64, &mut bool) -> Result<Result<T>>,
-    ) -> Result<T> {
+    /// Runs one call of all ranks, by its number. `make` returns the answer, or an error without
+    /// one: then this rank does not know what the others do, and the session is over for it.
+    fn call<T>(&self, make: impl FnOnce(u64) -> Result<Result<T>>) -> Result<T> {
         let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        let again = calls.left.back().is_some_and(|left| left.what == what && left.says == says);
-        let again = if again { calls.left.pop_back() } else { None };
-        let mut this = again.unwrap_or_else(|| Left { what: what.to_owned(), says, has_said: false });
-        while let Some(left) = calls.left.pop_front() {
-            match self.make_up_for(calls.ended, &left) {
-                Ok(()) => calls.ended += 1,
-                Err(error) => {
-                    calls.left.push_front(left);
-                    // The others make it all the same.
-                    calls.left.push_back(this);
-                    return Err(error);
-                }
+        self.check_session()?;
+        match make(*calls) {
+            Ok(answer) => {
+                *calls += 1;
+                answer.map_err(|error| if is_lost(&error) { self.lose(error) } else { error })
             }
+            // A call that the others have not made, and that so is none.
+            Err(error @ Error::Invalid(_)) => Err(error),
+            Err(error) => Err(self.lose(error)),
         }
-        let answer = make(calls.ended, &mut this.has_said);
-        match &answer {
-            Ok(_) => calls.ended += 1,
-            // The wrong one, which is none.
-            Err(Error::Invalid(_)) => {}
-            Err(_) => calls.left.push_back(this),
-        }
-        answer?
     }
 
-    /// A call that this rank has left: whatever came of it, the others have it, and go on.
-    fn make_up_for(&self, number: u64, left: &Left) -> Result<()> {
-        let cause = "it has left this call".to_owned();
-        if self.leads() {
-            let failed = Err::<(), _>(Error::RankFailed { rank: LEADER, cause });
-            return self.say(number, &left.what, &failed);
-        }
-        if left.says && !left.has_said {
-            let part = encoded(&Part::Failed(cause))?;
-            self.coordinator.put(&self.part_key(number, self.rank()), &part)?;
-        }
-        self.hear::<serde_json::Value>(number, &left.what).map(drop)
+    /// Raises [`Error::SessionLost`] once the session is over for this rank.
+    pub fn check_session(&self) -> Result<()> {
+        let lost = |Lost { missing, cause }: &Lost| Error::SessionLost {
+            missing: missing.clone(),
+            cause: cause.clone(),
+        };
+        self.lost.get().map_or(Ok(()), |why| Err(lost(why)))
     }
 
-    /// True if this rank has left a call without its answer.
-    pub fn has_left(&self) -> bool {
-        !self.calls.lock().unwrap_or_else(PoisonError::into_inner).left.is_empty()
+    /// Ends the session for this rank, for that reason. Its heartbeat reports it to the others.
+    pub fn lose(&self, error: Error) -> Error {
+        let (missing, cause) = match &error {
+            Error::SessionLost { missing, cause } => (missing.clone(), cause.clone()),
+            Error::CoordinationTimeout { missing, .. } => (missing.clone(), error.to_string()),
+            Error::Relayed(relayed) => (relayed.missing.clone().unwrap_or_default(), relayed.to_string()),
+            _ => (Vec::new(), error.to_string()),
+        };
+        if self.lost.set(Lost { missing, cause }).is_ok()
+            && let Err(error) = self.beat(Beat::LEFT)
+        {
+            tracing::debug!(%error, "the other ranks could not be told that this one has left the session");
+        }
+        error
     }
 
     /// The job is to be preempted, this rank has heard.
@@ -432,7 +412,7 @@ impl Team {
             Ok(said) => Answer::Said(json(said)?),
             Err(error) => Answer::Failed(Relayed::of(error)),
         };
-        self.coordinator.put(&self.key(&format!("call/{number}")), &encoded(&(what, answer))?)?;
+        self.put_surely(&self.key(&format!("call/{number}")), &encoded(&(what, answer))?)?;
         if number % CALLS_KEPT == CALLS_KEPT - 1 {
             self.forget_read()?;
         }
@@ -582,6 +562,7 @@ impl Team {
 
     /// Says that this rank gets on.
     pub fn beat(&self, beat: Beat) -> Result<()> {
+        let beat = if self.lost.get().is_some() { Beat::LEFT } else { beat };
         self.coordinator.put(&self.key(&format!("beat/{}", self.rank())), &beat.encode())
     }
 
@@ -615,13 +596,15 @@ impl Team {
     }
 
     /// Leaves the team. The leader waits until no rank needs it, and then clears the board. `saves`
-    /// is the number of saves. Dead ranks are not waited for.
-    pub fn leave(&self, saves: u64, timeout: Duration) -> Result<()> {
-        if self.is_alone() {
-            return Ok(());
-        }
+    /// is the number of saves. Dead ranks are not waited for, nor is any after a lost session.
+    /// Returns true if every rank has left.
+    pub fn leave(&self, saves: u64, timeout: Duration) -> Result<bool> {
         if !self.leads() {
-            return self.coordinator.put(&self.key(&format!("bye/{}", self.rank())), b"");
+            self.coordinator.put(&self.key(&format!("bye/{}", self.rank())), b"")?;
+            return Ok(false);
+        }
+        if self.lost.get().is_some() {
+            return Ok(false);
         }
         // One deadline for all: of a machine that is gone, several ranks are missing.
         let (begun, deadline) = (Instant::now(), deadline_after(timeout));
@@ -639,7 +622,7 @@ impl Team {
             let (waited_for, seconds) = ("to close".to_owned(), begun.elapsed().as_secs_f64());
             return Err(Error::CoordinationTimeout { missing, waited_for, seconds });
         }
-        let calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner).ended;
+        let calls = *self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         self.forget_calls(calls)?;
         self.forget_verdicts(saves)?;
         for rank in 0..self.world_size() {
@@ -649,7 +632,8 @@ impl Team {
             self.coordinator.remove(&format!("{}/hello/{rank}", self.namespace))?;
         }
         self.coordinator.remove(&self.key("signal"))?;
-        self.coordinator.remove(&format!("{}/welcome", self.namespace))
+        self.coordinator.remove(&format!("{}/welcome", self.namespace))?;
+        Ok(true)
     }
 }
 
@@ -671,6 +655,10 @@ impl Board<'_> {
                 return Ok(message);
             }
             let now = life()?;
+            if now == Beat::LEFT {
+                let cause = format!("rank {rank} has left it, after a call that had no answer in time");
+                return Err(Error::SessionLost { missing: vec![rank], cause });
+            }
             if last.is_some_and(|last| last != now) {
                 deadline = deadline_after(self.patience);
             } else if left.is_zero() {
@@ -771,6 +759,11 @@ impl Hello {
         }
         Ok(())
     }
+}
+
+/// True for the end of the session, also as the leader reports it.
+fn is_lost(error: &Error) -> bool {
+    error.kind() == Kind::SessionLost.name()
 }
 
 fn json(value: &impl Serialize) -> Result<serde_json::Value> {

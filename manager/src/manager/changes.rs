@@ -186,7 +186,7 @@ impl Manager {
         };
         let drained = inner.drain(None);
         let (branch, moved) =
-            inner.team()?.settle("rewind", drained, |_| inner.set_newer_aside(step, branch))?;
+            inner.team.settle("rewind", drained, |_| inner.set_newer_aside(step, branch))?;
         let mut state = inner.lock();
         state.trail.restored(step);
         state.highest = Some(step);
@@ -199,7 +199,7 @@ impl Manager {
     pub fn delete(&self, step: u64) -> Result<()> {
         let inner = &self.inner;
         inner.check_writable("delete a step")?;
-        inner.team()?.ask("delete", || inner.delete(step))
+        inner.team.ask("delete", || inner.delete(step))
     }
     /// Keeps a step from retention and deletion as long as the [`Hold`] lives. Of several ranks the
     /// leader does.

@@ -55,7 +55,7 @@ use persister::Turns;
 pub use queries::{ItemReport, StepReport};
 use retaining::Inspection;
 pub use saving::{Decision, Ready};
-use together::Owed;
+pub use together::Ticket;
 use trail::Trail;
 
 /// A request to save.
@@ -179,9 +179,6 @@ struct State {
     chosen: Option<u64>,
     /// The holders of plain leaves, as the ranks have exchanged them.
     census: Option<Arc<Census>>,
-    /// Steps of which a call of `save` that all ranks make has begun, and that have no number here
-    /// yet.
-    owed: BTreeMap<u64, Owed>,
     /// Steps that have their name and may not be durable.
     uncertain: BTreeSet<u64>,
     /// The saved and restored steps, in order.
@@ -213,8 +210,6 @@ struct State {
     heart: Option<Heart>,
     /// This rank's heartbeat, if there are other ranks.
     pulse: Option<Pulse>,
-    /// Calls of `save` that this rank has left before it knew what the others do.
-    unfinished: VecDeque<together::Unfinished>,
     /// This rank takes part in a restore: it lives, however long it reads.
     restoring: bool,
     /// It is at a call of that restore which all make.

@@ -98,8 +98,7 @@ impl Manager {
     }
 
     /// [`Manager::check_for_errors`] by a save that is not begun where this raises: the error says
-    /// so. Several ranks raise it by the same call, and so where they have agreed on it:
-    /// [`Manager::decide`].
+    /// so. Several ranks raise it by the same call, and so in [`Manager::decide`].
     pub fn check_before_saving(&self, step: u64) -> Result<()> {
         self.inner.birth.check("manager")?;
         if self.inner.team.is_alone() { self.inner.raise_unseen(Some(step)) } else { Ok(()) }
@@ -504,8 +503,7 @@ impl Inner {
             return Ok(());
         }
         let saves = self.lock().counter;
-        let left = self.team.leave(saves, timeout);
-        if self.team.leads() && !self.options.read_only && left.is_ok() {
+        if self.team.leave(saves, timeout)? && !self.options.read_only {
             let is_ours = |name: &str| {
                 matches!(
                     directory_layout::parse(name),
@@ -522,7 +520,7 @@ impl Inner {
                 self.deleter.enqueue(ours);
             }
         }
-        left
+        Ok(())
     }
 }
 

@@ -120,7 +120,7 @@ impl Manager {
     pub fn latest_step(&self) -> Result<Option<u64>> {
         let inner = &self.inner;
         inner.check_usable()?;
-        inner.team()?.ask("latest_step", || Ok(inner.newest()?.map(|found| found.manifest.step)))
+        inner.team.ask("latest_step", || Ok(inner.newest()?.map(|found| found.manifest.step)))
     }
 
     /// All committed steps, in order.
@@ -153,7 +153,7 @@ impl Manager {
             ));
         };
         let inner = &self.inner;
-        inner.team()?.ask("best_step", || {
+        inner.team.ask("best_step", || {
             let listing = inner.list()?;
             let later = inner.sidecars.all(&*inner.root)?;
             let candidates = inner.candidates(listing.steps.values(), &later);
@@ -170,7 +170,7 @@ impl Manager {
     pub fn next_step(&self) -> Result<u64> {
         let inner = &self.inner;
         inner.check_usable()?;
-        inner.team()?.ask("next_step", || {
+        inner.team.ask("next_step", || {
             let last = inner.lock().trail.last();
             let last = match last {
                 Some(last) => Some(last),

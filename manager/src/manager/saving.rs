@@ -6,11 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::limits::MAX_STEP;
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::driver;
 
+use super::together::Ticket;
 use super::{Exists, Inner, Manager, SaveRequest, State};
 use crate::commit::Existing;
 use crate::directory_layout;
@@ -22,22 +24,27 @@ use crate::save_policy::Facts;
 use crate::state::StateSource;
 
 /// The treatment of a step by `save`.
-#[derive(Clone, Debug)]
 pub enum Decision {
     /// It would save.
-    Save,
-    /// It would save, and replace the step that is there.
-    Replace,
+    Save(Ticket),
     /// It would do nothing.
     Refuse(Refusal),
     /// This step is being saved already, and `exists="skip"`.
     Pending(Save),
 }
 
+/// A [`Decision`], as the leader announces it.
+#[derive(Serialize, Deserialize)]
+pub(super) enum Said {
+    Save,
+    Replace,
+    Refuse(Refusal),
+    Pending,
+}
+
 /// A save that is planned and that nothing is wrong with, and not begun.
 pub struct Ready {
-    step: u64,
-    existing: Existing,
+    ticket: Ticket,
     prepared: Prepared,
     cancel: Arc<AtomicBool>,
     begun: Instant,
@@ -54,7 +61,6 @@ impl Manager {
         if inner.options.save_policy.is_deterministic() && !inner.team.is_alone() {
             return inner.says_yes_alike(step, custom);
         }
-        inner.make_up()?;
         inner.ask_with_signals("should_save", || inner.policy_says_yes(step, custom))
     }
 
@@ -67,61 +73,74 @@ impl Manager {
         exists: Exists,
         custom: &BTreeMap<String, bool>,
     ) -> Result<Decision> {
-        self.inner.check_usable()?;
-        self.inner.decide_together(step, force, exists, custom)
-    }
-
-    /// Saves a state. Returns when of every leaf has happened what its provider asks for (`Haste`):
-    /// the caller may change then what he may by that. The commit follows in the background; its
-    /// outcome comes through the handle. A failure of an earlier save that nobody has seen is
-    /// raised, and nothing is begun.
-    pub fn save(&self, request: SaveRequest) -> Result<Save> {
-        self.check_before_saving(request.step)?;
-        self.save_with(request, &BTreeMap::new())
-    }
-
-    /// [`Manager::save`] with the answers of custom policies, without a look at earlier failures. A
-    /// caller that may not see the result calls [`Manager::check_before_saving`] first.
-    pub fn save_with(&self, request: SaveRequest, custom: &BTreeMap<String, bool>) -> Result<Save> {
-        let replaces = match self.decide(request.step, request.force, request.exists, custom)? {
-            Decision::Save => false,
-            Decision::Replace => true,
-            Decision::Refuse(refusal) => return Ok(Save::refused(request.step, refusal)),
-            Decision::Pending(save) => return Ok(save),
-        };
-        self.begin(self.plan_save(request, replaces)?)
-    }
-
-    /// The first half of [`Manager::save_with`], once [`Manager::decide`] has answered that it
-    /// saves, and whether it replaces a step: all checks of the state, and the whole plan. It waits
-    /// for nothing but the processor.
-    pub fn plan_save(&self, request: SaveRequest, replaces: bool) -> Result<Ready> {
-        self.planning(request, |request| self.plan_one(request, replaces))
-    }
-
-    fn plan_one(&self, request: SaveRequest, replaces: bool) -> Result<Ready> {
-        let begun = Instant::now();
         let inner = &self.inner;
         inner.check_usable()?;
-        let step = request.step;
-        let (census, stale) = inner.census(step, &request.state)?.unzip();
-        let existing = if replaces { Existing::Replace } else { Existing::Refuse };
-        let cancel = request.cancel;
+        let said = if inner.team.is_alone() || inner.options.read_only || step > MAX_STEP {
+            inner.decide(step, force, exists, custom)?
+        } else {
+            inner.decide_together(step, force, exists, custom)?
+        };
+        Ok(match said {
+            Said::Save => Decision::Save(Ticket::new(inner, step, false)),
+            Said::Replace => Decision::Save(Ticket::new(inner, step, true)),
+            Said::Refuse(refusal) => Decision::Refuse(refusal),
+            Said::Pending => {
+                let state = inner.lock();
+                // It may have failed here, and the leader be at what follows.
+                match state.pending.iter().chain(&state.last_failure).find(|save| save.step() == step) {
+                    Some(pending) => Decision::Pending(pending.clone()),
+                    // It has ended on this rank meanwhile.
+                    None => Decision::Refuse(Refusal::Exists),
+                }
+            }
+        })
+    }
+
+    /// Saves a state: [`Manager::check_before_saving`], [`Manager::decide`], [`Manager::plan`] and
+    /// [`Manager::begin`]. Returns when of every leaf has happened what its provider asks for
+    /// (`Haste`): the caller may change then what he may by that. The commit follows in the
+    /// background; its outcome comes through the handle.
+    pub fn save(&self, request: SaveRequest) -> Result<Save> {
+        self.check_before_saving(request.step)?;
+        match self.decide(request.step, request.force, request.exists, &BTreeMap::new())? {
+            Decision::Save(ticket) => self.begin(self.plan(ticket, request)?),
+            Decision::Refuse(refusal) => Ok(Save::refused(request.step, refusal)),
+            Decision::Pending(save) => Ok(save),
+        }
+    }
+
+    /// Plans a save that was decided: all checks of the state, and the whole plan. It waits for
+    /// nothing but the processor, and before the first save for the other ranks.
+    pub fn plan(&self, mut ticket: Ticket, request: SaveRequest) -> Result<Ready> {
+        let begun = Instant::now();
+        let cancel = Arc::clone(&request.cancel);
+        match self.prepared(&mut ticket, request, begun) {
+            Ok(prepared) => Ok(Ready { ticket, prepared, cancel, begun }),
+            Err(error) => {
+                ticket.fail(&error);
+                Err(error)
+            }
+        }
+    }
+
+    fn prepared(&self, ticket: &mut Ticket, request: SaveRequest, begun: Instant) -> Result<Prepared> {
+        let inner = &self.inner;
+        inner.check_usable()?;
+        let (census, stale) = inner.census(ticket, &request.state)?.unzip();
         let order = Order {
             root: inner.path.clone(),
-            step,
+            step: ticket.step,
             state: request.state,
             metrics: request.metrics,
             custom_metadata: request.custom_metadata,
-            cancel: Arc::clone(&cancel),
+            cancel: request.cancel,
             streams: request.streams,
             begun,
             team: Arc::clone(&inner.team),
             census,
             stale: stale.unwrap_or(false),
         };
-        let prepared = job::plan(&inner.environment, &inner.options, &inner.pool(), order)?;
-        Ok(Ready { step, existing, prepared, cancel, begun })
+        job::plan(&inner.environment, &inner.options, &inner.pool(), order)
     }
 
     /// True if [`Manager::begin`] would return at once: nothing is captured on its thread, and
@@ -137,19 +156,19 @@ impl Manager {
             && state.pending.len() <= self.inner.options.max_pending
     }
 
-    /// The second half of [`Manager::save_with`].
+    /// Begins a planned save, and captures what its caller may change after the return.
     pub fn begin(&self, ready: Ready) -> Result<Save> {
-        let Ready { step, existing, mut prepared, cancel, begun } = ready;
+        let Ready { mut ticket, mut prepared, cancel, begun } = ready;
         let inner = &self.inner;
         let made = job::make_ready(&mut prepared, &inner.options, &inner.pool());
         let placed = made.and_then(|()| {
-            let turn = inner.wait_for_a_place(step, begun, &cancel, prepared.has_eager())?;
-            Ok((turn, inner.enqueue(step, existing, prepared)?))
+            let turn = inner.wait_for_a_place(ticket.step, begun, &cancel, prepared.has_eager())?;
+            Ok((turn, inner.enqueue(&mut ticket, prepared)?))
         });
         let (_turn, enqueued) = match placed {
             Ok(placed) => placed,
             Err(error) => {
-                inner.abstain(step, &error.to_string());
+                ticket.fail(&error);
                 return Err(error);
             }
         };
@@ -210,7 +229,6 @@ impl Manager {
     /// it before that was known, since it may not have been saved.
     pub fn reached_preemption(&self, step: u64) -> Result<bool> {
         self.inner.check_usable()?;
-        self.inner.make_up()?;
         self.inner.ask_with_signals("reached_preemption", || {
             let mut state = self.inner.lock();
             let first = if state.decided >= Some(step) { step.saturating_add(1) } else { step };
@@ -245,7 +263,7 @@ impl Inner {
         force: bool,
         exists: Exists,
         custom: &BTreeMap<String, bool>,
-    ) -> Result<Decision> {
+    ) -> Result<Said> {
         if step > MAX_STEP {
             return Err(Error::Invalid(format!("step {step} is more than 2^63 - 1, the largest there is")));
         }
@@ -254,30 +272,26 @@ impl Inner {
             if force {
                 return Err(Error::ReadOnly { what: "save a step", root: self.path.clone() });
             }
-            return Ok(Decision::Refuse(Refusal::ReadOnly));
+            return Ok(Said::Refuse(Refusal::ReadOnly));
         }
-        let pending = {
-            let state = self.lock();
-            state.pending.iter().find(|save| save.step() == step && !save.has_failed()).cloned()
-        };
-        if exists == Exists::Skip
-            && let Some(pending) = pending
-        {
-            return Ok(Decision::Pending(pending));
+        let is_it = |save: &Save| save.step() == step && !save.has_failed();
+        let is_pending = self.lock().pending.iter().any(is_it);
+        if exists == Exists::Skip && is_pending {
+            return Ok(Said::Pending);
         }
         // Before the root is looked at: most calls end here, and a policy of steps alone needs
         // nothing but the step.
         if !force && !self.policy_says_yes(step, custom)? {
-            return Ok(Decision::Refuse(Refusal::Policy));
+            return Ok(Said::Refuse(Refusal::Policy));
         }
         // After it, a step that was uncertain is there, or is to be replaced: whichever of the two
         // a power cut leaves, it is a whole one.
-        let uncertain = pending.is_none() && self.settle_uncertain(step);
+        let uncertain = !is_pending && self.settle_uncertain(step);
         let listing = self.look()?;
         let steps = &listing.steps;
         // A step that has lost files is invalid. A good one may take its number, and the commit
         // quarantines the rest.
-        let there = pending.is_some()
+        let there = is_pending
             || match if steps.contains_key(&step) { self.committed(step)? } else { None } {
                 Some(found) => damage(&*self.root, &found.name, &found.manifest)?.is_none(),
                 None => false,
@@ -285,7 +299,7 @@ impl Inner {
         // An existing step is told before an order: a final save that repeats the last one is no
         // step back.
         if there && exists == Exists::Skip {
-            return Ok(Decision::Refuse(Refusal::Exists));
+            return Ok(Said::Refuse(Refusal::Exists));
         }
         if there && exists == Exists::Error {
             let latest = self.latest_above(step, steps)?;
@@ -300,7 +314,7 @@ impl Inner {
         }
         // Needed even if the step does not exist now: a pending save of it may be committed by
         // then.
-        Ok(if exists == Exists::Replace || uncertain { Decision::Replace } else { Decision::Save })
+        Ok(if exists == Exists::Replace || uncertain { Said::Replace } else { Said::Save })
     }
 
     /// The latest step, where it is above this one: the latest that a restore would take, as one
@@ -385,7 +399,9 @@ impl Inner {
         Ok(Some(Turn(self)))
     }
 
-    fn enqueue(self: &Arc<Self>, step: u64, existing: Existing, prepared: Prepared) -> Result<Enqueued> {
+    fn enqueue(self: &Arc<Self>, ticket: &mut Ticket, prepared: Prepared) -> Result<Enqueued> {
+        let step = ticket.step;
+        let existing = if ticket.replaces { Existing::Replace } else { Existing::Refuse };
         let now = self.environment.clock.monotonic();
         let mut state = self.lock();
         if state.closed {
@@ -414,7 +430,7 @@ impl Inner {
             Enqueued::Later(job.save.clone())
         };
         state.counter += 1;
-        state.owed.remove(&step);
+        ticket.used = true;
         if existing == Existing::Replace {
             // From here on a hold waits.
             state.replacing.push(step);

@@ -3,41 +3,30 @@
 //! * Nobody asks the leader whether a step is saved where every rank can know: the policy needs
 //!   nothing but the step, and the step is above all that were ever begun. Else (clocks, signals,
 //!   callables, a step that may be there) the leader's answer binds all.
-//! * Every save has the same number on all ranks. So a rank whose call of `save` raises takes part
-//!   all the same: it says that it does not ([`Inner::abstain`]).
+//! * Every save has the same number on all ranks. So a rank whose call of `save` fails after the
+//!   decision still takes part: it reports that it does not save ([`Ticket`]).
 //! * The failure of a save is raised by the same call on all ranks: by the first `save` before
 //!   which that save has ended on each of them.
+//! * A call without an answer ends the session: all later calls raise.
 //! * Before the first save, and after one of which a rank has said that its leaves are others, the
 //!   ranks tell each other which leaves they have ([`Census`]).
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::format::manifest::Attempt;
-use stepwell_core::limits::MAX_STEP;
 
-use super::saving::Decision;
-use super::{Exists, Inner, Manager, SaveRequest};
+use super::saving::Said;
+use super::{Exists, Inner, Manager};
 use crate::commit::{Announcement, Verdict, Vote};
-use crate::coordination::team::Team;
 use crate::error::{Error, Result};
 use crate::runs::{in_both, numbers_of, runs_of};
 use crate::save::{Refusal, Save};
 use crate::save_policy::Facts;
 use crate::state::{Census, StateSource, plain_leaves};
-
-/// A [`Decision`], as the leader tells it.
-#[derive(Serialize, Deserialize)]
-enum Said {
-    Save,
-    Replace,
-    Policy,
-    Exists,
-    Pending,
-}
 
 /// A rank, and what it has ([`plain_leaves`]).
 type Told = (u32, Vec<u64>);
@@ -75,42 +64,54 @@ impl Facts for Alike<'_> {
     }
 }
 
-/// This rank's duty to the others in a save that all begin: to take part, or to report that it does
-/// not.
-pub(super) enum Owed {
-    /// Its part, once it is decided that the step is saved.
-    Asked,
-    /// Its part.
-    Part {
-        /// True if the ranks have told each other which leaves they have, if they are to.
-        told: bool,
-    },
-    /// To say that it does not, if the step is saved: why.
-    Left(String),
+/// The right to save one step, which a decision gives; of several ranks also the duty to take part.
+/// Dropped unused, it reports to the other ranks that this one does not save.
+pub struct Ticket {
+    inner: Arc<Inner>,
+    pub(super) step: u64,
+    /// True if the save replaces a step.
+    pub(super) replaces: bool,
+    /// True if this rank has taken part in the census of this save, or needs none.
+    told: bool,
+    /// True if the save has its number.
+    pub(super) used: bool,
+    cause: Arc<OnceLock<String>>,
 }
 
-/// A call of `save` that this rank has left before it knew what the others do.
-#[derive(Clone, Debug)]
-pub(super) struct Unfinished {
-    step: u64,
-    force: bool,
-    exists: Exists,
-    custom: BTreeMap<String, bool>,
-    cause: String,
+impl Ticket {
+    pub(super) fn new(inner: &Arc<Inner>, step: u64, replaces: bool) -> Self {
+        Self {
+            inner: Arc::clone(inner),
+            step,
+            replaces,
+            told: false,
+            used: inner.team.is_alone(),
+            cause: Arc::default(),
+        }
+    }
+
+    /// The step.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// The place for the reason why the ticket is dropped, for the other ranks. The first one
+    /// stays.
+    pub fn cause(&self) -> Arc<OnceLock<String>> {
+        Arc::clone(&self.cause)
+    }
+
+    /// Ends the ticket with the reason of a failure.
+    pub(super) fn fail(self, error: &Error) {
+        let _ = self.cause.set(error.to_string());
+    }
 }
 
-/// Why a call of `save` is not decided.
-enum Undecided {
-    /// All ranks know it.
-    Alike(Error),
-    /// This one alone does: the others may save.
-    Alone(Error),
-}
-
-impl From<Undecided> for Error {
-    fn from(undecided: Undecided) -> Self {
-        match undecided {
-            Undecided::Alike(error) | Undecided::Alone(error) => error,
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if !self.used && self.inner.birth.is_here() {
+            let cause = self.cause.get_or_init(|| "its call of save was interrupted".to_owned());
+            self.inner.take_no_part(self.step, self.told, cause);
         }
     }
 }
@@ -123,104 +124,18 @@ impl Inner {
         force: bool,
         exists: Exists,
         custom: &BTreeMap<String, bool>,
-    ) -> Result<Decision> {
-        if self.team.is_alone() || self.options.read_only || step > MAX_STEP {
-            return self.decide(step, force, exists, custom);
-        }
-        self.lock().owed.insert(step, Owed::Asked);
-        let made_up = self.make_up().map_err(Undecided::Alone);
-        let decision = made_up.and_then(|()| self.decide_with_others(step, force, exists, custom));
-        if let Err(Undecided::Alone(error)) = &decision {
-            let (custom, cause) = (custom.clone(), error.to_string());
-            self.lock().unfinished.push_back(Unfinished { step, force, exists, custom, cause });
-        }
-        let decision = decision.map_err(Error::from);
-        let left = {
-            let mut state = self.lock();
-            match (state.owed.remove(&step), &decision) {
-                (Some(Owed::Left(cause)), Ok(Decision::Save | Decision::Replace)) => Some(cause),
-                (_, Ok(Decision::Save | Decision::Replace)) => {
-                    state.owed.insert(step, Owed::Part { told: false });
-                    None
-                }
-                _ => None,
-            }
-        };
-        if let Some(cause) = left {
-            self.take_no_part(step, false, &cause);
-        }
-        decision
-    }
-
-    /// Catches up with calls of `save` that this rank has left, before it makes another one. If the
-    /// others save, it reports that it takes no part. Otherwise its count would differ from then
-    /// on.
-    pub(super) fn make_up(&self) -> Result<()> {
-        loop {
-            let unfinished = self.lock().unfinished.pop_front();
-            let Some(left) = unfinished else { return Ok(()) };
-            match self.decide_with_others(left.step, left.force, left.exists, &left.custom) {
-                Ok(Decision::Save | Decision::Replace) => self.take_no_part(left.step, false, &left.cause),
-                Ok(_) | Err(Undecided::Alike(_)) => {}
-                Err(Undecided::Alone(error)) => {
-                    self.lock().unfinished.push_front(left);
-                    return Err(error);
-                }
-            }
-        }
-    }
-
-    /// The ranks, for a call that all make.
-    pub(super) fn team(&self) -> Result<&Team> {
-        self.make_up()?;
-        Ok(&self.team)
-    }
-
-    /// True if the others know of that failure of a call.
-    fn undecided(&self, error: Error) -> Undecided {
-        if self.team.has_left() { Undecided::Alone(error) } else { Undecided::Alike(error) }
-    }
-
-    fn decide_with_others(
-        &self,
-        step: u64,
-        force: bool,
-        exists: Exists,
-        custom: &BTreeMap<String, bool>,
-    ) -> std::result::Result<Decision, Undecided> {
+    ) -> Result<Said> {
+        self.team.check_session()?;
         self.settle_failures(step)?;
         if force || self.options.save_policy.is_deterministic() {
-            if !force && !self.says_yes_alike(step, custom).map_err(Undecided::Alike)? {
-                return Ok(Decision::Refuse(Refusal::Policy));
+            if !force && !self.says_yes_alike(step, custom)? {
+                return Ok(Said::Refuse(Refusal::Policy));
             }
             if self.lock().highest.is_none_or(|highest| step > highest) {
-                return Ok(Decision::Save);
+                return Ok(Said::Save);
             }
         }
-        let asked = self.ask_with_signals("save", || {
-            Ok(match self.decide(step, force, exists, custom)? {
-                Decision::Save => Said::Save,
-                Decision::Replace => Said::Replace,
-                Decision::Refuse(Refusal::Policy | Refusal::ReadOnly) => Said::Policy,
-                Decision::Refuse(Refusal::Exists) => Said::Exists,
-                Decision::Pending(_) => Said::Pending,
-            })
-        });
-        Ok(match asked.map_err(|error| self.undecided(error))? {
-            Said::Save => Decision::Save,
-            Said::Replace => Decision::Replace,
-            Said::Policy => Decision::Refuse(Refusal::Policy),
-            Said::Exists => Decision::Refuse(Refusal::Exists),
-            Said::Pending => {
-                let state = self.lock();
-                // It may have failed here, and the leader be at what follows.
-                match state.pending.iter().chain(&state.last_failure).find(|save| save.step() == step) {
-                    Some(pending) => Decision::Pending(pending.clone()),
-                    // It has ended on this rank meanwhile.
-                    None => Decision::Refuse(Refusal::Exists),
-                }
-            }
-        })
+        self.ask_with_signals("save", || self.decide(step, force, exists, custom))
     }
 
     /// The answer of a deterministic policy, from facts that every rank knows.
@@ -268,7 +183,7 @@ impl Inner {
 
     /// Waits until all saves have ended, on this rank, that must have before the next one may be
     /// begun. Raises the failure of one of them, on all ranks, if one of them has not seen it.
-    fn settle_failures(&self, step: u64) -> std::result::Result<(), Undecided> {
+    fn settle_failures(&self, step: u64) -> Result<()> {
         let before = {
             let state = self.lock();
             state.counter.saturating_sub(self.options.max_pending as u64 + 1)
@@ -286,7 +201,8 @@ impl Inner {
             }
             if Instant::now() >= deadline {
                 let waited_for = "an earlier save to end".to_owned();
-                return Err(Undecided::Alone(Error::Timeout { waited_for, waited: begun.elapsed() }));
+                drop(state);
+                return Err(self.team.lose(Error::Timeout { waited_for, waited: begun.elapsed() }));
             }
             let pause = deadline_after(Duration::from_millis(20));
             state = match self.wait(state, pause.min(deadline)) {
@@ -300,7 +216,7 @@ impl Inner {
         state.over_before = state.over_before.max(before);
         drop(state);
         self.team.forget_votes(before);
-        self.hear_late(before).map_err(Undecided::Alone)?;
+        self.hear_late(before).map_err(|error| self.team.lose(error))?;
         let state = self.lock();
         if state.unsettled.range(..before).next().is_none() {
             return Ok(());
@@ -308,10 +224,7 @@ impl Inner {
         let unseen = state.failed.iter().any(Save::is_unseen);
         drop(state);
         let answer = |unseen: Vec<bool>| Ok((unseen.contains(&true), self.team.outdated_by()));
-        let (raise, outdated_by) = self
-            .team
-            .settle("save after one that failed", Ok(unseen), answer)
-            .map_err(|error| self.undecided(error))?;
+        let (raise, outdated_by) = self.team.settle("save after one that failed", Ok(unseen), answer)?;
         // With the verdict, which a rank that had failed by itself has not heard.
         if let Some(save) = outdated_by {
             self.team.is_outdated_by(save);
@@ -319,7 +232,7 @@ impl Inner {
         let mut state = self.lock();
         state.unsettled = state.unsettled.split_off(&before);
         drop(state);
-        if raise { self.raise_failure(step).map_err(Undecided::Alike) } else { Ok(()) }
+        if raise { self.raise_failure(step) } else { Ok(()) }
     }
 
     /// Saves whose end this rank has not heard, and that the leader has committed after all, are
@@ -351,23 +264,7 @@ impl Inner {
         }
     }
 
-    /// A call of `save` that all ranks make has raised on this one: where it has not begun
-    /// anything, the save has its number all the same, and fails on all of them.
-    pub(super) fn abstain(&self, step: u64, cause: &str) {
-        let mut state = self.lock();
-        let told = match state.owed.get_mut(&step) {
-            Some(Owed::Part { told }) => *told,
-            Some(owed) => {
-                *owed = Owed::Left(cause.to_owned());
-                return;
-            }
-            None => return,
-        };
-        state.owed.remove(&step);
-        drop(state);
-        self.take_no_part(step, told, cause);
-    }
-
+    /// Gives the save of this rank, which makes none, its number, and reports it to the others.
     fn take_no_part(&self, step: u64, told: bool, cause: &str) {
         if !told {
             // They may wait for what this rank has.
@@ -413,19 +310,18 @@ impl Inner {
 
     /// The holders of plain leaves. Exchanged now if they are unknown or outdated. Also returns
     /// true if this rank's leaves have changed.
-    pub(super) fn census(&self, step: u64, state: &StateSource) -> Result<Option<(Arc<Census>, bool)>> {
+    pub(super) fn census(
+        &self,
+        ticket: &mut Ticket,
+        state: &StateSource,
+    ) -> Result<Option<(Arc<Census>, bool)>> {
         if self.team.is_alone() {
             return Ok(None);
         }
         let leaves = plain_leaves(state);
         let rank = self.team.rank();
         let _telling = self.telling.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(Owed::Part { told }) = self.lock().owed.get_mut(&step) {
-            *told = true;
-        } else {
-            let source = stepwell_core::Error::Cancelled("its caller has left it".to_owned());
-            return Err(Error::SaveFailed { step, source });
-        }
+        ticket.told = true;
         if let Some(census) = self.known_census() {
             let stale = !census.has(rank, &leaves);
             return Ok(Some((census, stale)));
@@ -463,19 +359,11 @@ impl Inner {
 }
 
 impl Manager {
-    /// Says that a call of `save` has raised on this rank, wherever that was: if all make it, and
-    /// this one has not taken part by then, the others need not wait.
-    pub fn abstain(&self, step: u64, cause: &str) {
-        if self.inner.birth.is_here() {
-            self.inner.abstain(step, cause);
-        }
-    }
-
     /// The step that a restore takes (`None`: the latest): the leader's answer, on every rank.
     pub fn choose(&self, step: Option<u64>) -> Result<u64> {
         self.inner.check_usable()?;
         self.asking(|| {
-            let chosen = self.inner.team()?.ask("restore", || Ok(self.inner.find(step)?.manifest.step))?;
+            let chosen = self.inner.team.ask("restore", || Ok(self.inner.find(step)?.manifest.step))?;
             let mut state = self.inner.lock();
             state.chosen = Some(chosen);
             // The leader has it.
@@ -568,25 +456,11 @@ impl Manager {
         mine: Result<S>,
         answer: impl FnOnce(Vec<S>) -> Result<T>,
     ) -> Result<T> {
-        self.asking(|| self.inner.team()?.settle(what, mine, answer))
+        self.asking(|| self.inner.team.settle(what, mine, answer))
     }
 
     /// This process, and all of them.
     pub fn ranks(&self) -> (u32, u32) {
         (self.inner.team.rank(), self.inner.team.world_size())
-    }
-
-    /// A save of several ranks, planned: the caller has decided that it saves.
-    pub(super) fn planning<T>(
-        &self,
-        request: SaveRequest,
-        plan: impl FnOnce(SaveRequest) -> Result<T>,
-    ) -> Result<T> {
-        let step = request.step;
-        let planned = plan(request);
-        if let Err(error) = &planned {
-            self.inner.abstain(step, &error.to_string());
-        }
-        planned
     }
 }

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::save::{Progress, SaveStats};
 use stepwell_core::staging::CopyQueue;
@@ -45,7 +46,7 @@ impl Outcome {
 }
 
 /// Why a save was not begun, without that being an error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
     /// The save policy said no.
     Policy,

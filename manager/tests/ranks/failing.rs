@@ -3,28 +3,32 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Barrier};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use stepwell_core::tree::Tree;
 use stepwell_manager::coordination::SingleProcess;
 use stepwell_manager::coordination::in_process::InProcess;
 use stepwell_manager::state::Holders;
 use stepwell_manager::{
-    Decision, Environment, Error, Exists, LeafSource, Manager, Options, Outcome, SavePolicy, SaveRequest,
-    StateSource,
+    Decision, Environment, Error, Exists, LeafSource, Manager, Options, SaveRequest, StateSource, Ticket,
 };
 
 use crate::common;
 use crate::common::LONG;
 use crate::job::{Job, committed, expected, failure, model_of_two, open, options, part, tensor, whole};
 
-/// A rank that raises in a call of `save` which all have begun.
+/// The right to save a step that all ranks save.
+fn decided(manager: &Manager, step: u64) -> Ticket {
+    match manager.decide(step, false, Exists::Error, &BTreeMap::new()).unwrap() {
+        Decision::Save(ticket) => ticket,
+        _ => panic!("step {step} is not saved"),
+    }
+}
+
+/// A rank whose call of `save` raises after the decision.
 fn breaks_off(manager: &Manager, step: u64) {
-    let decision = manager.decide(step, false, Exists::Error, &BTreeMap::new()).unwrap();
-    assert!(matches!(decision, Decision::Save));
-    // Told twice, once where it broke and once where that was caught: it counts once.
-    manager.abstain(step, "KeyboardInterrupt");
-    manager.abstain(step, "KeyboardInterrupt");
+    let ticket = decided(manager, step);
+    ticket.cause().set("KeyboardInterrupt".to_owned()).unwrap();
 }
 
 #[test]
@@ -107,10 +111,6 @@ fn a_rank_that_breaks_off_a_save_ends_it_for_all_at_once_and_the_next_one_works(
                 // In the first save the ranks wait for what each has.
                 if step != first {
                     committed(&manager.save(SaveRequest::new(step, whole(step))).unwrap());
-                    if rank == broken {
-                        // Too late: it has taken part.
-                        manager.abstain(step, "KeyboardInterrupt");
-                    }
                 } else if rank == broken {
                     breaks_off(&manager, step);
                     heard.wait();
@@ -124,8 +124,6 @@ fn a_rank_that_breaks_off_a_save_ends_it_for_all_at_once_and_the_next_one_works(
                     assert!(error.contains(&named), "{error}");
                 }
             }
-            // Without a common call there is no duty to the others.
-            manager.abstain(9, "a step that the policy refuses");
             committed(&manager.save(SaveRequest::new(10, whole(10))).unwrap());
             manager.close(None).unwrap();
         });
@@ -166,29 +164,19 @@ fn nothing_is_left_of_votes_on_saves_that_nobody_has_counted() {
 }
 
 #[test]
-fn a_call_of_save_that_is_left_before_its_answer_takes_no_part_once_that_is_there() {
+fn a_ticket_that_nobody_takes_ends_the_save_on_all_ranks() {
     let job = Job::new();
-    let left = &Barrier::new(2);
     job.run(2, 2, |rank, environment| {
-        // Only the leader knows the time.
-        let save_policy = SavePolicy::EverySeconds { seconds: 0.0 };
-        let manager = open(environment, Options { save_policy, ..options() }).unwrap();
+        let manager = open(environment, options()).unwrap();
         committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
         if rank == 0 {
-            left.wait();
             let error = failure(&manager.save(SaveRequest::new(2, whole(2))).unwrap());
-            assert!(matches!(&*error, Error::RankFailed { rank: 1, cause } if cause == "SIGINT"), "{error}");
+            let named =
+                matches!(&*error, Error::RankFailed { rank: 1, cause } if cause.contains("interrupted"));
+            assert!(named, "{error}");
         } else {
-            std::thread::scope(|scope| {
-                let asking = scope.spawn(|| manager.decide(2, false, Exists::Error, &BTreeMap::new()));
-                for _ in 0..100 {
-                    // At one of them the call is under way.
-                    manager.abstain(2, "SIGINT");
-                    std::thread::sleep(Duration::from_millis(10));
-                }
-                left.wait();
-                assert!(matches!(asking.join().unwrap().unwrap(), Decision::Save));
-            });
+            // As a call whose caller was interrupted before it had the decision.
+            drop(decided(&manager, 2));
         }
         committed(&manager.save(SaveRequest::new(3, whole(3))).unwrap());
         manager.close(None).unwrap();
@@ -361,67 +349,71 @@ fn a_rank_that_votes_not_in_time_is_named_on_all_and_the_next_save_works() {
 }
 
 #[test]
-fn a_rank_that_leaves_a_call_before_its_answer_makes_up_for_it_and_counts_as_the_others_do() {
-    // True if a step is saved is the leader's to say, each time; then only where a save has failed
-    // before.
-    for policy in [SavePolicy::every_seconds(0.0), SavePolicy::every_steps(1)] {
-        let job = Job::new();
-        let left = &Barrier::new(2);
-        let named = job.run(2, 1, |rank, environment| {
-            let impatient =
-                Options { stall_timeout: Duration::from_secs(1), save_policy: policy.clone(), ..options() };
-            let manager = open(environment, impatient).unwrap();
-            committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
-            if policy.is_deterministic() {
-                breaks_off(&manager, 2);
-                // The ranks tell each other, by one of the next saves, who has seen that.
-                let mut late = false;
-                for step in 3..9 {
-                    if rank == 0 && step == 5 {
-                        left.wait();
-                    }
-                    let save = manager.save(SaveRequest::new(step, whole(step)));
-                    if rank == 1
-                        && !late
-                        && matches!(&save, Err(error) if error.kind() == "coordination_timeout")
-                    {
-                        late = true;
-                        left.wait();
-                    }
-                }
-                if rank == 1 && !late {
-                    left.wait();
-                }
-            } else {
-                if rank == 0 {
-                    left.wait();
-                }
-                let save = manager.save(SaveRequest::new(2, whole(2)));
-                if rank == 1 {
-                    assert_eq!(save.unwrap_err().kind(), "coordination_timeout");
-                    left.wait();
-                } else {
-                    // The other one says so with its next call.
-                    let _ = save.unwrap();
-                }
-            }
-            let mut told = Vec::new();
-            for step in 20..26 {
-                match manager.save(SaveRequest::new(step, whole(step))) {
-                    Ok(save) if matches!(save.wait(Some(LONG)).unwrap(), Some(Outcome::Committed)) => {
-                        told.push(step);
-                    }
-                    _ => {}
-                }
-            }
-            manager.close(Some(LONG)).unwrap();
-            told
-        });
-        assert_eq!(named[0], named[1]);
-        assert!(named[0].contains(&25), "{named:?}");
-        let there: Vec<u64> = (20..26).filter(|&step| job.has(step)).collect();
-        assert_eq!(there, named[0]);
-    }
+fn a_call_without_an_answer_ends_the_session_of_all_ranks() {
+    let job = Job::new();
+    let (left, called) = (&Barrier::new(3), &Barrier::new(3));
+    job.run(3, 1, |rank, environment| {
+        let patience = Duration::from_secs(1);
+        let impatient = Options { stall_timeout: patience, ..options() };
+        let manager = open(environment, impatient).unwrap();
+        committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
+        if rank == 1 {
+            let error = manager.latest_step().unwrap_err();
+            assert!(
+                matches!(&error, Error::CoordinationTimeout { missing, .. } if missing == &[0]),
+                "{error}"
+            );
+        }
+        left.wait();
+        let begun = Instant::now();
+        // The leader hears of it where it waits for that rank, and the others from the leader.
+        let error = manager.agree("restore", Ok(())).unwrap_err();
+        assert_eq!(error.kind(), "session_lost", "rank {rank}: {error}");
+        assert!(error.to_string().contains(if rank == 1 { "[0]" } else { "rank 1" }), "rank {rank}: {error}");
+        assert!(begun.elapsed() < patience, "rank {rank}: {:?}", begun.elapsed());
+        called.wait();
+        // Each later call says it at once; what is there is still there to look at.
+        for error in
+            [manager.latest_step().unwrap_err(), manager.save(SaveRequest::new(2, whole(2))).unwrap_err()]
+        {
+            assert_eq!(error.kind(), "session_lost", "rank {rank}: {error}");
+            assert!(error.to_string().contains("open the root again on all ranks"), "{error}");
+        }
+        assert_eq!(manager.all_steps().unwrap(), [1]);
+        called.wait();
+        manager.close(None).unwrap();
+    });
+    // The job goes on with managers of its own.
+    job.run(3, 1, |_, environment| {
+        let manager = open(environment, options()).unwrap();
+        committed(&manager.save(SaveRequest::new(2, whole(2))).unwrap());
+        manager.close(None).unwrap();
+    });
+}
+
+#[test]
+fn a_leader_that_was_left_says_so_within_the_next_saves() {
+    let job = Job::new();
+    let left = &Barrier::new(2);
+    job.run(2, 1, |rank, environment| {
+        let impatient = Options { stall_timeout: Duration::from_millis(500), ..options() };
+        let manager = open(environment, impatient).unwrap();
+        committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
+        if rank == 1 {
+            assert_eq!(manager.latest_step().unwrap_err().kind(), "coordination_timeout");
+        }
+        left.wait();
+        let mut kinds = Vec::new();
+        for step in 2..9 {
+            kinds.push(match manager.save(SaveRequest::new(step, whole(step))) {
+                Ok(save) => failure(&save).kind(),
+                Err(error) => error.kind(),
+            });
+        }
+        let last = if rank == 1 { kinds.len() } else { 3 };
+        assert!(kinds.iter().rev().take(last).all(|kind| *kind == "session_lost"), "rank {rank}: {kinds:?}");
+        let _ = manager.close(None);
+    });
 }
 
 #[test]

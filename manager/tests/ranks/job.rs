@@ -72,10 +72,6 @@ impl Job {
         read(&manager.checkpoint(Some(step)).unwrap())
     }
 
-    pub fn has(&self, step: u64) -> bool {
-        self.disk.image().get(&format!("{}/step_{step:08}", common::ROOT)).is_some()
-    }
-
     pub fn data_bytes(&self) -> Vec<u64> {
         let image = self.disk.image();
         let mut lengths = Vec::new();

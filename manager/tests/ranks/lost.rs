@@ -162,17 +162,14 @@ fn a_vote_that_cannot_be_read_is_told_to_be_that_of_its_rank_by_all() {
 }
 
 #[test]
-fn what_a_rank_could_not_say_in_a_call_it_says_when_it_makes_it_again() {
-    let again = &Barrier::new(2);
-    run(2, 1, "part/2/1", Fate::Refused, |rank, manager| {
-        committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
-        if rank == 1 {
-            assert_eq!(manager.alike("x").unwrap_err().kind(), "unreachable");
-        }
-        again.wait();
-        assert!(manager.alike("x").unwrap());
-        manager.close(Some(LONG)).unwrap();
-    });
+fn a_report_and_an_answer_that_cannot_be_put_are_put_again() {
+    for message in ["part/2/1", "call/2"] {
+        run(2, 1, message, Fate::Refused, |_, manager| {
+            committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
+            assert!(manager.alike("x").unwrap());
+            manager.close(Some(LONG)).unwrap();
+        });
+    }
 }
 
 #[test]
