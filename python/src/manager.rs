@@ -338,6 +338,10 @@ impl Manager {
         self.query(py, move |inner| inner.delete(step))
     }
 
+    fn delete_branch(&self, py: Python<'_>, branch: String) -> PyResult<Vec<String>> {
+        self.query(py, move |inner| inner.delete_branch(&branch))
+    }
+
     /// Invalid directories with a step's name: name and reason.
     fn quarantined(&self, py: Python<'_>) -> PyResult<Vec<(String, String)>> {
         let found = self.query(py, Engined::quarantined)?;

@@ -674,6 +674,10 @@ class CheckpointManager:
         :class:`LockedError` as long as somebody holds or reads it."""
         self._open().delete(step_number(step))
 
+    def delete_branch(self, branch: str) -> list[str]:
+        """Deletes the steps that a rewind moved to ``branch``. Returns the names that they had."""
+        return list(self._open().delete_branch(text(branch, "the name of a branch")))
+
     def hold(self, step: int) -> Hold:
         """Keeps a step from being removed, replaced or rewound, from this call on: for the length
         of a ``with`` block, or until :meth:`Hold.close <stepwell.results.Hold.close>`; at the

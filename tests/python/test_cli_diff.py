@@ -164,8 +164,8 @@ def test_pieces_tile_a_box_in_row_major_order() -> None:
         whole = np.arange(math.prod(shape)).reshape(shape)
         for limit in (1, 8, 24, 100, 10**6):
             found = []
-            for box in pieces([(0, n) for n in shape], 8, limit):
-                part = whole[tuple(slice(start, start + n) for start, n in box)]
+            for box in pieces(shape, 8, limit):
+                part = whole[box]
                 assert part.nbytes <= max(limit, 8)
                 found.append(part.reshape(-1))
             assert np.array_equal(np.concatenate([np.zeros(0, int), *found]), whole.reshape(-1))
@@ -175,14 +175,14 @@ def test_a_large_leaf_is_compared_piece_by_piece(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(comparing, "PIECE_BYTES", 10_000)
     monkeypatch.setattr(pieces, "__defaults__", (10_000,))
     held: list[int] = []
-    read = comparing.read_parts
+    read = sw.Checkpoint.read
 
     def counted(*arguments: Any) -> list[np.ndarray[Any, Any]]:
         arrays = read(*arguments)
         held.append(sum(array.nbytes for array in arrays))
         return arrays
 
-    monkeypatch.setattr(comparing, "read_parts", counted)
+    monkeypatch.setattr(sw.Checkpoint, "read", counted)
     w = np.arange(50_000, dtype=np.float32).reshape(50, 1000)
     v = w.copy()
     v[49, 999] += 8

@@ -237,7 +237,6 @@ def test_cat_writes_a_file_that_numpy_reads(
 ) -> None:
     from stepwell._cli import reading
 
-    monkeypatch.setattr(reading, "PIECE_BYTES", 1000)
     monkeypatch.setattr(reading.pieces, "__defaults__", (1000,))
     whole = np.arange(6 * 50 * 7, dtype=np.int32).reshape(6, 50, 7)
     with sw.CheckpointManager(root) as manager:
@@ -254,9 +253,9 @@ def test_cat_writes_a_file_that_numpy_reads(
     ("leaf", "code", "word"),
     [
         ("params/ww", 1, "near it is params/w"),
-        ("params", 2, "is a dict of 3 leaves"),
+        ("params[0]", 2, "no array but dict"),
         ("params/w[9]", 2, "out of bounds"),
-        ("params/w[0, 0, 0]", 2, "2 dimensions"),
+        ("params/w[0, 0, 0]", 2, "2-dimensional"),
         ("params/w[::0]", 2, "its step is 0"),
         ("params/w[]", 2, "is no slice"),
         ("lr[0]", 2, "no array"),
@@ -314,3 +313,36 @@ def test_a_leaf_is_found_as_show_draws_it(tmp_path: Path) -> None:
     drawn = run("show", tmp_path / "c").stdout
     assert "a\\x00b" in drawn
     assert "[0, 1, 2]" in run("cat", tmp_path / "c", "a\\x00b").stdout
+
+
+def test_cat_of_a_container_lists_it(root: Path) -> None:
+    make_root(root, steps=1)
+    found = document("cat", root, "params")
+    assert [child["path"] for child in found["children"]] == ["params/w", "params/b", "params/head"]
+    assert (found["kind"], found["children"][0]["shape"]) == ("dict", [3, 4])
+    text = run("cat", root, "optimizer").stdout
+    assert "float16 [3, 4]" in text
+    assert "count" in text
+
+
+def test_info_names_versions_and_the_reasons_for_the_engine(tmp_path: Path) -> None:
+    found = document("info", tmp_path)
+    assert found["versions"]["stepwell"] == sw.__version__
+    assert found["versions"]["numpy"] == np.__version__
+    assert found["engine"]["engine"] == sw.engine_info(tmp_path)["engine"]
+    assert found["machine"]["cpus"] > 0
+    text = run("info", tmp_path).stdout
+    assert "numpy" in text
+    assert found["engine"]["engine"] in text
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_that_completes_commands(shell: str) -> None:
+    script = run("completion", shell).stdout
+    assert f"_STEPWELL_COMPLETE={shell}_complete" in script
+    answer = process(
+        _STEPWELL_COMPLETE=f"{shell}_complete",
+        COMP_WORDS="stepwell ver",
+        COMP_CWORD="ver" if shell == "fish" else "1",
+    )
+    assert "verify" in answer.stdout

@@ -1,4 +1,4 @@
-"""Commands that tidy up, and their dry runs: plan, prune, gc, rewind."""
+"""Commands that clean up, and dry runs: plan, prune, rm, gc, rewind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
-from command_line import document, make_root, run, state
+from command_line import document, make_root, process, run, state
 
 UNIQUE = "0123456789abcdef" * 2
 
@@ -41,7 +41,7 @@ def test_prune_keeps_what_any_option_says_and_deletes_the_rest(root: Path) -> No
     planned = document("prune", root, *options, "--dry-run")
     assert decided(planned) == {0: "thin", 10: "keep", 20: "thin", 30: "delete", 40: "thin", 50: "keep"}
     assert steps(root) == [0, 10, 20, 30, 40, 50]
-    done = document("prune", root, *options)
+    done = document("prune", root, "-y", *options)
     assert decided(done) == decided(planned)
     assert done["deleted"] == [30]
     assert done["thinned"] == [0, 20, 40]
@@ -53,20 +53,10 @@ def test_prune_keeps_what_any_option_says_and_deletes_the_rest(root: Path) -> No
         assert np.array_equal(checkpoint["params"]["w"][...], state(20)["params"]["w"])
 
 
-def test_the_plan_of_a_root_is_that_of_prune(root: Path) -> None:
-    make_root(root, steps=4)
-    options = ["--keep-latest", 2, "--keep-step", 0]
-    assert (
-        document("plan", root, *options)["decisions"]
-        == document("prune", root, *options, "--dry-run")["decisions"]
-    )
-    assert "would be: 3 steps kept" in run("plan", root, *options).stdout
-
-
 def test_prune_deletes_by_age(root: Path) -> None:
     make_root(root)
-    assert document("prune", root, "--keep-newer-than", "1d")["deleted"] == []
-    assert document("prune", root, "--keep-newer-than", "0s")["deleted"] == [0, 10]
+    assert document("prune", root, "-y", "--keep-newer-than", "1d")["deleted"] == []
+    assert document("prune", root, "-y", "--keep-newer-than", "0s")["deleted"] == [0, 10]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +73,7 @@ def test_prune_deletes_by_age(root: Path) -> None:
 )
 def test_options_that_cannot_be_meant_delete_nothing(root: Path, options: list[str], word: str) -> None:
     make_root(root)
-    result = run("prune", root, *options)
+    result = run("prune", root, "-y", *options)
     assert result.exit_code == 2
     assert word in result.stderr
     assert steps(root) == [0, 10, 20]
@@ -92,7 +82,7 @@ def test_options_that_cannot_be_meant_delete_nothing(root: Path, options: list[s
 def test_prune_neither_counts_nor_deletes_a_damaged_step(root: Path) -> None:
     make_root(root)
     (root / "step_00000010" / "i0" / "00000.data").unlink()
-    found = document("prune", root, "--keep-latest", 1)
+    found = document("prune", root, "-y", "--keep-latest", 1)
     assert found["damaged"] == [10]
     assert decided(found) == {0: "delete", 20: "keep"}
     assert (root / "step_00000010").is_dir()
@@ -101,11 +91,11 @@ def test_prune_neither_counts_nor_deletes_a_damaged_step(root: Path) -> None:
 def test_the_files_of_a_step_that_is_read_wait_for_its_reader(root: Path) -> None:
     make_root(root)
     with sw.open(root, 0) as checkpoint:
-        found = document("prune", root, "--keep-latest", 1)
+        found = document("prune", root, "-y", "--keep-latest", 1)
         assert found["deleted"] == [0, 10]
         assert len(found["waiting_for_readers"]) == 1
         assert np.array_equal(checkpoint["params"]["w"][...], state(0)["params"]["w"])
-        assert [one["read"] for one in document("ls", root)["trash"]] == [True]
+        assert [one["live"] for one in document("ls", root)["trash"]] == [True]
         kept = document("gc", root)
         assert len(kept["left"]) == 1
         assert kept["bytes_freed"] == 0
@@ -116,7 +106,7 @@ def test_the_files_of_a_step_that_is_read_wait_for_its_reader(root: Path) -> Non
 def test_a_step_that_is_read_is_not_thinned_and_that_is_said(root: Path) -> None:
     make_root(root)
     with sw.open(root, 10):
-        found = document("prune", root, "--keep-every", 10, "--items", "params")
+        found = document("prune", root, "-y", "--keep-every", 10, "--items", "params")
     assert found["thinned"] == [0]
     assert found["held"] == [10]
 
@@ -150,12 +140,12 @@ def test_rewind_sets_the_newer_steps_aside_and_keeps_them(root: Path) -> None:
     make_root(root)
     assert document("rewind", root, 0, "--dry-run")["moved"] == [10, 20]
     assert steps(root) == [0, 10, 20]
-    found = document("rewind", root, 0, "--branch", "old")
+    found = document("rewind", root, 0, "--branch", "old", "-y")
     assert found["moved"] == [10, 20]
     assert found["branch"] == "old"
     assert steps(root) == [0]
     assert (root / ".branch-old.step_00000020" / "manifest.json").is_file()
-    again = document("rewind", root, 0)
+    again = document("rewind", root, 0, "-y")
     assert again["moved"] == []
     assert again["branch"] is None
 
@@ -163,10 +153,10 @@ def test_rewind_sets_the_newer_steps_aside_and_keeps_them(root: Path) -> None:
 def test_rewind_to_what_is_not_there_or_not_whole_moves_nothing(root: Path) -> None:
     make_root(root)
     (root / "step_00000010" / "i0" / "00000.data").unlink()
-    for more in ([], ["--dry-run"]):
+    for more in (["--yes"], ["--dry-run"]):
         assert document("rewind", root, 5, *more, code=1)["error"]["kind"] == "step_not_found"
         assert document("rewind", root, 10, *more, code=1)["error"]["kind"] == "corrupt_checkpoint"
-    assert run("rewind", root, 0, "--branch", "a/b").exit_code == 2
+    assert run("rewind", root, 0, "-y", "--branch", "a/b").exit_code == 2
     assert steps(root) == [0, 10, 20]
 
 
@@ -208,7 +198,6 @@ def test_a_plan_against_another_checkpoint_lists_every_difference(root: Path, tm
     [
         ["--rename", "a=b"],
         ["--cast", "lossy", "--cast", "params/**=float16"],
-        ["--include", "params/**", "--keep-latest", "1"],
         ["--cast", "params/**=no_dtype"],
     ],
 )
@@ -222,3 +211,76 @@ def test_a_pattern_that_matches_nothing_is_told_with_a_near_one(root: Path) -> N
     result = run("plan", root, "--include", "parms/**")
     assert result.exit_code == 1
     assert "near it is `params`" in result.stdout
+
+
+CHANGES = [["prune", "--keep-latest", 1], ["rewind", 0], ["rm", 0, 10]]
+
+
+@pytest.mark.parametrize("arguments", CHANGES, ids=lambda one: one[0])
+def test_a_change_asks_with_what_goes_and_how_many_bytes(
+    arguments: list[Any], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_root(root)
+    asked: list[str] = []
+
+    def answer(question: str, **_: Any) -> bool:
+        asked.append(question)
+        return False
+
+    monkeypatch.setattr("stepwell._cli.command.is_interactive", lambda: True)
+    monkeypatch.setattr("click.confirm", answer)
+    result = run(arguments[0], root, *arguments[1:])
+    assert result.exit_code == 1
+    assert "nothing was changed" in result.stderr
+    (question,) = asked
+    assert " B" in question or "KiB" in question
+    assert steps(root) == [0, 10, 20]
+
+
+@pytest.mark.parametrize("arguments", CHANGES, ids=lambda one: one[0])
+def test_a_change_without_a_terminal_needs_yes(arguments: list[Any], root: Path) -> None:
+    make_root(root)
+    done = process(arguments[0], root, *arguments[1:])
+    assert done.returncode == 2
+    assert "--yes" in done.stderr
+    assert steps(root) == [0, 10, 20]
+    assert process(arguments[0], root, *arguments[1:], "--yes").returncode == 0
+    assert steps(root) != [0, 10, 20]
+
+
+def test_rm_deletes_steps_and_reports_what_a_reader_holds(root: Path) -> None:
+    make_root(root, steps=4)
+    assert document("rm", root, 10, 30, "--dry-run")["bytes_freed"] > 0
+    assert steps(root) == [0, 10, 20, 30]
+    with sw.open(root, 10):
+        found = document("rm", root, 10, 30, "-y", code=1)
+    assert found["deleted"] == [30]
+    assert [one["step"] for one in found["held"]] == [10]
+    assert steps(root) == [0, 10, 20]
+    assert document("rm", root, 5, "-y", code=1)["error"]["kind"] == "step_not_found"
+    assert run("rm", root, "-y").exit_code == 2
+    assert not list(root.glob(".trash-*"))
+
+
+def test_rm_deletes_a_branch_and_no_other(root: Path) -> None:
+    make_root(root, steps=4)
+    document("rewind", root, 20, "--branch", "one", "-y")
+    document("rewind", root, 0, "--branch", "two", "-y")
+    assert document("rm", root, "--branch", "three", "-y", code=1)["error"]["kind"] == "step_not_found"
+    found = document("rm", root, "--branch", "two", "-y")
+    assert sorted(found["deleted_of_branch"]) == ["step_00000010", "step_00000020"]
+    assert found["bytes_freed"] > 0
+    assert [one["branch"] for one in document("ls", root)["branches"]] == ["one"]
+    assert steps(root) == [0]
+    assert not list(root.glob(".trash-*"))
+
+
+def test_a_branch_that_is_read_keeps_its_files_until_then(root: Path) -> None:
+    make_root(root)
+    document("rewind", root, 0, "--branch", "old", "-y")
+    with sw.open(root / ".branch-old.step_00000010") as checkpoint:
+        document("rm", root, "--branch", "old", "-y")
+        assert np.array_equal(checkpoint["params"]["w"][...], state(10)["params"]["w"])
+    assert len(list(root.glob(".trash-*"))) == 1
+    document("gc", root)
+    assert not list(root.glob(".trash-*"))

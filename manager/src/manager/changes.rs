@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use stepwell_core::deadline::deadline_after;
-use stepwell_core::io::LockKind;
+use stepwell_core::io::{EntryKind, LockKind};
 
 use super::{Inner, Manager, State};
 use crate::checkpoint::Checkpoint;
@@ -201,6 +201,15 @@ impl Manager {
         inner.check_writable("delete a step")?;
         inner.team.ask("delete", || inner.delete(step))
     }
+
+    /// Deletes a branch of a rewind: its steps are out of sight at once and durably, their files go
+    /// in the background, where no reader has them. Returns the names that its steps had.
+    pub fn delete_branch(&self, branch: &str) -> Result<Vec<String>> {
+        let inner = &self.inner;
+        inner.check_writable("delete a branch")?;
+        inner.team.ask("delete a branch", || inner.delete_branch(branch))
+    }
+
     /// Keeps a step from retention and deletion as long as the [`Hold`] lives. Of several ranks the
     /// leader does.
     pub fn hold(&self, step: u64) -> Result<Hold> {
@@ -305,6 +314,34 @@ impl Inner {
         }
         drop(retiring);
         Ok((branch, moved))
+    }
+
+    fn delete_branch(&self, branch: &str) -> Result<Vec<String>> {
+        let mut steps = Vec::new();
+        let mut renames = Vec::new();
+        for entry in self.root.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
+            match directory_layout::parse(&entry.name) {
+                Some(OwnName::Branch { branch: of, step_name }) if of == branch => {
+                    let label = directory_layout::label_of_path(&step_name);
+                    renames.push((
+                        entry.name,
+                        directory_layout::trash(&label, self.environment.rng.next_u128()),
+                    ));
+                    steps.push(step_name);
+                }
+                _ => {}
+            }
+        }
+        if steps.is_empty() {
+            return Err(Error::Invalid(format!("{} has no branch {branch:?}", self.path.display())));
+        }
+        self.check_fence()?;
+        let retired = aside::retire_all(&*self.root, &renames);
+        self.deleter.enqueue(renames.into_iter().take(retired.deletable()).map(|(_, trash)| trash));
+        match retired.error {
+            Some(error) => Err(error.into()),
+            None => Ok(steps),
+        }
     }
 
     fn delete(&self, step: u64) -> Result<()> {

@@ -1,9 +1,8 @@
 """The command line: ``stepwell``, also ``python -m stepwell``.
 
-One module per command family; :mod:`.command` is what all commands have in common, :mod:`.output`
-what they print, :mod:`.group` the list of them. Nothing else of the package imports this, and a
-module of it is imported when its command is called: ``stepwell ls`` should not wait for what draws
-a report.
+It uses the public API of the package only. One module holds one command; :mod:`.group` lists the
+commands, :mod:`.command` is what they have in common, :mod:`.output` what they print. Nothing else
+of the package imports this. A module is imported when its command is called.
 """
 
 from .group import main

@@ -1,5 +1,5 @@
-"""``stepwell cat``: the value of a leaf, or a slice of it: in short, in full, as JSON, or into a
-``.npy`` file."""
+"""``stepwell cat``: the value of a leaf, or a slice of it: in short, in full, as JSON, or in a
+``.npy`` file; and the list of a subtree."""
 
 from __future__ import annotations
 
@@ -13,66 +13,116 @@ from typing import Any
 import click
 import numpy as np
 
-from .._checkpoint import Array, _box
-from .._state.leaves import Reviver
+import stepwell as sw
+
 from ..errors import MismatchError, MisuseError
 from .command import command
-from .output import FINE, Output, count, number, safe, size
+from .output import FINE, Output, safe, size
 from .progress import progress
-from .reading import pieces, read_parts
-from .targets import Target, target
-from .tree import plain_value
+from .reading import pieces
+from .show import drawn, small_objects
+from .targets import TARGET, Target
 
 #: Elements at both ends of a dimension that a short print shows.
 _EDGE = 3
-#: Elements that are printed without being asked for all.
+#: Larger arrays are printed in short, unless all elements are asked for.
 _SHORT = 1000
-#: Bytes that are printed or made JSON of: a text is many times as large.
+#: The most bytes of an array that become text.
 _MOST = 64 << 20
 
 _SLICED = re.compile(r"(?P<leaf>.*)\[(?P<index>[0-9:,.\s-]*)\]", re.DOTALL)
 _PLACE = re.compile(r"(-?[0-9]+)?(?P<slice>:(-?[0-9]+)?(:(-?[0-9]+)?)?)?")
 
+#: Of each dimension of a leaf, the places that a slice selects, or its only one.
+Places = list[int | range]
+
 
 @command("cat")
-@click.argument("path", type=target)
+@click.argument("path", type=TARGET)
 @click.argument("leaf")
-@click.option("--all", "everything", is_flag=True, help="Print every element, however many there are.")
+@click.option("--all", "everything", is_flag=True, help="Print every element.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE.npy", help="Write the array to a file."
 )
 def cat(out: Output, path: Target, leaf: str, everything: bool, output: str | None) -> int:
-    """The value of LEAF in the checkpoint PATH (or ROOT@STEP).
+    """Print the value of LEAF in the checkpoint PATH (or ROOT@STEP). A container is listed.
 
-    LEAF is a path as `show` draws it, and may end in a slice, as numpy has them:
+    LEAF is a path as `show` prints it. It may end in a slice with numpy's syntax:
     'params/blocks[3]/w[0:2, :, -1]'. Only the blocks that it needs are read.
     """
     with path.open() as checkpoint:
-        structure = checkpoint._tree()
-        node, index = _find(structure.paths, leaf)
-        name = structure.paths[node]
-        kind = structure.nodes[node][2]
-        if not isinstance(kind, int):
-            below = [structure.paths[child] for child in structure.children[node]][:5]
+        nodes = checkpoint.contents()
+        number, index = _find([node.path for node in nodes], leaf)
+        node = nodes[number]
+        if node.kind != "array" and (index is not None or output is not None):
             raise MisuseError(
-                f"{name or 'the whole state'} is a {kind[0]} of {count(len(structure.leaves_below(node)), 'leaf', 'leaves')}"
-                f"; name one below it ({', '.join(below)}, …): `stepwell show` draws them"
+                f"{node.path} is no array but {node.kind}: it has no slices, and no .npy file is written"
             )
-        value = checkpoint._at(node)
-        if not isinstance(value, Array):
-            if index is not None or output is not None:
-                raise MisuseError(f"{name} is no array but an object, which is not sliced or written as .npy")
-            value = checkpoint._open().objects([kind], Reviver())[0]
-            out.document({"path": name, "kind": "object", "value": plain_value(value)})
+        if node.leaf is None:
+            below = [one for one in nodes[1:] if one.parent == number]
+            keys = ("path", "kind", "dtype", "shape", "leaves", "stored_bytes")
+            children = [{key: getattr(one, key) for key in keys} for one in below]
+            out.document({"path": node.path, "kind": node.kind, "children": children})
+            out.lines(drawn(out, nodes, small_objects(checkpoint, below), depth=1, top=number))
+        elif node.kind == "object":
+            value = checkpoint.read([(node.path, ...)])[0]
+            out.document({"path": node.path, "kind": "object", "value": value})
             out.line(safe(repr(value)))
-            return FINE
+        else:
+            array = _Sliced(checkpoint, node, () if index is None else index)
+            if output is not None:
+                _write(out, array, output)
+            else:
+                _print(out, array, everything)
+    return FINE
+
+
+class _Sliced:
+    """A slice of a stored array."""
+
+    def __init__(self, checkpoint: sw.Checkpoint, node: sw.results.StoredNode, index: Any) -> None:
+        shape = node.shape or ()
+        dtype = sw.ArraySpec(shape, node.dtype).dtype
+        self._checkpoint = checkpoint
+        self.path = node.path
+        self.dtype = np.dtype(dtype)
         try:
-            box, rest = _box(() if index is None else index, value.shape, name)
+            # Without memory of its own.
+            self.shape = np.broadcast_to(np.zeros((), bool), shape)[index].shape
         except IndexError as error:
-            raise MisuseError(str(error)) from error
-        if output is not None:
-            return _write(out, value, box, rest, output)
-        return _print(out, value, box, rest, everything)
+            raise MisuseError(f"{node.path}: {error}") from error
+        parts = list(index)
+        if ... not in parts:
+            parts.append(...)
+        at = parts.index(...)
+        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+        self._places = [range(n)[part] for n, part in zip(shape, parts, strict=True)]
+        whole = "" if self.shape == shape else f" of {list(shape)}"
+        self.title = f"{safe(self.path)}: {self.dtype.name} {list(self.shape)}"
+        self.whole = whole
+        self.document = {
+            "path": self.path,
+            "kind": "array",
+            "dtype": self.dtype.name,
+            "shape": shape,
+            "slice_shape": self.shape,
+        }
+        self.nbytes = prod(self.shape) * self.dtype.itemsize
+
+    def read(self, boxes: list[tuple[slice, ...]]) -> list[np.ndarray[Any, Any]]:
+        """Reads boxes of the slice in one go."""
+        return self._checkpoint.read((self.path, self._index(box)) for box in boxes)
+
+    def _index(self, box: tuple[slice, ...]) -> tuple[int | slice, ...]:
+        """The index into the stored array that selects a box of this slice."""
+        given = iter(box)
+        return tuple(one if isinstance(one, int) else _slice(one[next(given)]) for one in self._places)
+
+
+def _slice(places: range) -> slice:
+    if not places:
+        return slice(0, 0)
+    return slice(places.start, places.stop if places.stop >= 0 else None, places.step)
 
 
 def _find(paths: list[str], given: str) -> tuple[int, tuple[Any, ...] | None]:
@@ -81,14 +131,14 @@ def _find(paths: list[str], given: str) -> tuple[int, tuple[Any, ...] | None]:
     nodes = {path: node for node, path in enumerate(paths)}
     match = _SLICED.fullmatch(given)
     if given not in nodes and not (match and match["leaf"] in nodes):
-        # As `show` draws it: control characters are escaped there.
+        # `show` escapes control characters.
         nodes = {safe(path): node for path, node in nodes.items()}
     if given in nodes:
         return nodes[given], None
     if match and match["leaf"] in nodes:
         return nodes[match["leaf"]], _index(match["index"])
     near = difflib.get_close_matches(match["leaf"] if match else given, list(nodes), 3)
-    hint = f"; near it is {', '.join(near)}" if near else "; `stepwell show` draws what there is"
+    hint = f"; near it is {', '.join(near)}" if near else "; `stepwell show` lists the leaves"
     raise MismatchError(f"there is no leaf {given}{hint}")
 
 
@@ -101,9 +151,7 @@ def _index(text: str) -> tuple[Any, ...]:
         if part == "...":
             parts.append(...)
         elif not part or match is None:
-            raise MisuseError(
-                f"[{text}] is no slice; integers, start:stop:step and ... are, separated by commas"
-            )
+            raise MisuseError(f"[{text}] is no slice: separate integers, start:stop:step and ... by commas")
         elif match["slice"] is None:
             parts.append(int(part))
         else:
@@ -113,154 +161,80 @@ def _index(text: str) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def _head(value: Array, shape: tuple[int, ...]) -> dict[str, Any]:
-    return {
-        "path": value.path,
-        "kind": "array",
-        "dtype": value.dtype.name,
-        "shape": list(value.shape),
-        "slice_shape": list(shape),
-    }
-
-
-def _shape(box: list[tuple[int, int]], rest: tuple[Any, ...]) -> tuple[int, ...]:
-    """Returns the shape of the result, without the dimensions that a number has indexed."""
-    return tuple(len(range(*part.indices(n))) for (_, n), part in zip(box, rest, strict=True) if part != 0)
-
-
-def _print(
-    out: Output, value: Array, box: list[tuple[int, int]], rest: tuple[Any, ...], everything: bool
-) -> int:
-    shape = _shape(box, rest)
-    nbytes = prod(n for _, n in box) * value.dtype.itemsize
+def _print(out: Output, array: _Sliced, everything: bool) -> None:
     full = everything or out.as_json
-    if full and nbytes > _MOST:
+    if full and array.nbytes > _MOST:
         raise MisuseError(
-            f"{value.path} would be {size(nbytes)} as numbers, and many times that as text: name a slice of it, or write it with -o FILE.npy"
+            f"{array.path} has {size(array.nbytes)}, and many times that as text: name a slice of it, or write it with -o FILE.npy"
         )
-    if full or prod(shape) <= _SHORT:
-        array = _load(value, box)[rest]
-        out.document({**_head(value, shape), "values": _plain(array)})
-        threshold = max(array.size, 1)
+    if full or prod(array.shape) <= _SHORT:
+        values = array.read([tuple(slice(0, n) for n in array.shape)])[0]
+        out.document({**array.document, "values": _listed(values)})
+        threshold = max(values.size, 1)
     else:
-        array = _edges(value, box, rest)
-        threshold = 0
-    whole = "" if shape == value.shape else f" of {list(value.shape)}"
-    out.line(out.dim(f"{safe(value.path)}: {value.dtype.name} {list(shape)}{whole}"))
-    text = np.array2string(
-        array, threshold=threshold, edgeitems=_EDGE, separator=", ", formatter=_formatter(value.dtype)
+        values, threshold = _edges(array), 0
+    out.line(out.dim(array.title + array.whole))
+    # numpy prints the dtypes of ml_dtypes by their `repr`, which is longer than the number.
+    formatter: Any = {"all": str} if array.dtype.kind == "V" else None
+    out.line(
+        np.array2string(values, threshold=threshold, edgeitems=_EDGE, separator=", ", formatter=formatter)
     )
-    out.line(text)
-    return FINE
 
 
-def _formatter(dtype: np.dtype[Any]) -> Any:
-    """numpy prints the dtypes of ml_dtypes by their ``repr``, which is longer than the number."""
-    return {"void": str, "numpystr": str, "all": str} if dtype.kind == "V" else None
+def _edges(array: _Sliced) -> np.ndarray[Any, Any]:
+    """Returns an array whose short print is that of the slice: both ends of each dimension, and one
+    more element between them. Nothing else is read."""
+    runs = [
+        [slice(0, n)] if n <= 2 * _EDGE + 1 else [slice(0, _EDGE + 1), slice(n - _EDGE, n)]
+        for n in array.shape
+    ]
+    places = [
+        [slice(0, _EDGE + 1), slice(_EDGE + 1, None)] if len(two) > 1 else [slice(None)] for two in runs
+    ]
+    values = np.empty([sum(run.stop - run.start for run in two) for two in runs], array.dtype)
+    for place, part in zip(product(*places), array.read(list(product(*runs))), strict=True):
+        values[place] = part
+    return values
 
 
-def _load(value: Array, box: list[tuple[int, int]]) -> np.ndarray[Any, Any]:
-    found = read_parts(value._checkpoint, [(value._leaf, tuple(box), value.dtype)])
-    return found[0]
-
-
-def _edges(value: Array, box: list[tuple[int, int]], rest: tuple[Any, ...]) -> np.ndarray[Any, Any]:
-    """An array that prints, in short, as what the slice gives would: both ends of each dimension,
-    and one more element between them where something is left out. Nothing else is read."""
-    choices: list[list[tuple[int, int]]] = []
-    shape: list[int] = []
-    for (start, n), part in zip(box, rest, strict=True):
-        if part == 0:
-            choices.append([(start, 1)])
-            continue
-        places = range(start, start + n)[part]
-        if len(places) <= 2 * _EDGE + 1:
-            shown: list[int] = list(places)
-        else:
-            shown = [*places[: _EDGE + 1], *places[-_EDGE:]]
-        choices.append([(place, 1) for place in shown])
-        shape.append(len(shown))
-    if rest and isinstance(rest[-1], slice) and rest[-1].step in (None, 1) and len(choices[-1]) > 1:
-        # Neighbours are read in one go.
-        row = choices[-1]
-        if row[-1][0] - row[0][0] == len(row) - 1:
-            choices[-1] = [(row[0][0], len(row))]
-        else:
-            choices[-1] = [(row[0][0], _EDGE + 1), (row[-_EDGE][0], _EDGE)]
-    parts = [(value._leaf, box_, value.dtype) for box_ in product(*choices)]
-    read = read_parts(value._checkpoint, parts)
-    return np.concatenate([one.reshape(-1) for one in read]).reshape(shape)
-
-
-def _write(out: Output, value: Array, box: list[tuple[int, int]], rest: tuple[Any, ...], output: str) -> int:
-    shape = _shape(box, rest)
-    nbytes = prod(shape) * value.dtype.itemsize
-    strided = any(isinstance(part, slice) and part.step not in (None, 1) for part in rest)
+def _write(out: Output, array: _Sliced, output: str) -> None:
     if not output.endswith(".npy"):
         raise MisuseError(f"{output} is written as .npy: name it so")
+    header = {
+        "descr": np.lib.format.dtype_to_descr(array.dtype),
+        "fortran_order": False,
+        "shape": array.shape,
+    }
     try:
-        _stream(value, box, rest, shape, output, strided)
+        with open(output, "wb") as file, progress(f"writing {array.path}") as tell:
+            np.lib.format.write_array_header_2_0(file, header)
+            done = 0
+            for box in pieces(array.shape, array.dtype.itemsize):
+                part = np.ascontiguousarray(array.read([box])[0])
+                file.write(part.reshape(-1).view(np.uint8).data)
+                done += part.nbytes
+                tell(done, array.nbytes)
     except BaseException:
         # Half a file would look like a whole one.
         if os.path.isfile(output):
             os.unlink(output)
         raise
-    out.document({**_head(value, shape), "output": os.path.abspath(output), "bytes": nbytes})
-    out.line(
-        f"{safe(value.path)}: {value.dtype.name} {list(shape)}, {size(nbytes)}, written to {safe(output)}"
-    )
-    if value.dtype.kind == "V":
+    out.document({**array.document, "output": os.path.abspath(output), "bytes": array.nbytes})
+    out.line(f"{array.title}, {size(array.nbytes)}, written to {safe(output)}")
+    if array.dtype.kind == "V":
         out.note(
-            f"note: numpy reads {value.dtype.name} back as raw bytes; np.load(…).view(ml_dtypes.{value.dtype.name}) has the numbers"
+            f"note: numpy reads {array.dtype.name} back as raw bytes; np.load(…).view(ml_dtypes.{array.dtype.name}) has the numbers"
         )
-    return FINE
 
 
-def _stream(
-    value: Array,
-    box: list[tuple[int, int]],
-    rest: tuple[Any, ...],
-    shape: tuple[int, ...],
-    output: str,
-    strided: bool,
-) -> None:
-    with open(output, "wb") as file, progress(f"writing {value.path}") as tell:
-        header = {
-            "descr": np.lib.format.dtype_to_descr(value.dtype),
-            "fortran_order": False,
-            "shape": shape,
-        }
-        np.lib.format.write_array_header_2_0(file, header)
-        if strided:
-            file.write(np.ascontiguousarray(_load(value, box)[rest]).data.cast("B"))
-            return
-        done, whole = 0, prod(shape) * value.dtype.itemsize
-        for piece in pieces(box, value.dtype.itemsize):
-            array = read_parts(value._checkpoint, [(value._leaf, piece, value.dtype)])[0]
-            file.write(array.reshape(-1).view(np.uint8).data)
-            done += array.nbytes
-            tell(done, whole)
-
-
-def _plain(array: np.ndarray[Any, Any]) -> Any:
-    """Nested lists for JSON: NaN and infinities as strings, complex numbers as pairs, dates as ISO
-    texts."""
+def _listed(array: np.ndarray[Any, Any]) -> Any:
+    """Returns nested lists: complex numbers as pairs, dates as ISO texts."""
     kind = array.dtype.kind
     if kind in "mM":
         return array.astype(str).tolist()
     if kind == "c":
-        return _floats(np.stack([array.real, array.imag], axis=-1).astype(np.float64))
+        return np.stack([array.real, array.imag], axis=-1).astype(np.float64).tolist()
     if kind in "biu":
         return array.tolist()
-    if array.dtype.name.startswith(("int", "uint")):
-        return array.astype(np.int64).tolist()
-    return _floats(array.astype(np.float64))
-
-
-def _floats(array: np.ndarray[Any, Any]) -> Any:
-    if np.isfinite(array).all():
-        return array.tolist()
-    marked = array.astype(object)
-    for place in np.argwhere(~np.isfinite(array)):
-        marked[tuple(place)] = number(float(array[tuple(place)]))
-    return marked.tolist()
+    is_integer = array.dtype.name.startswith(("int", "uint"))
+    return array.astype(np.int64 if is_integer else np.float64).tolist()

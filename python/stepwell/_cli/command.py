@@ -1,5 +1,5 @@
-"""The common part of all commands: ``--json``, ``--traceback``, and errors as one sentence and an
-exit code."""
+"""The common part of all commands: ``--json``, ``--traceback``, ``--yes``, and errors as one
+sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -8,29 +8,33 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import click
 
 from ..errors import MisuseError, StepwellError
 from .output import FINE, INTERRUPTED, MISUSE, PROBLEMS, Output, safe
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 
 def command(name: str) -> Callable[[Callable[..., int]], click.Command]:
-    """Makes a command of a function that takes an :class:`Output` and the options, and gives the
+    """Makes a command of a function that takes an :class:`Output` and the options, and returns the
     exit code."""
 
     def made(function: Callable[..., int]) -> click.Command:
         @functools.wraps(function)
         def run(as_json: bool, traceback: bool, **arguments: Any) -> NoReturn:
             out = Output(name, as_json)
-            _listen_to_the_engine()
+            _print_warnings()
             try:
                 code = function(out, **arguments)
                 sys.stdout.flush()
             except BrokenPipeError:
-                _leave_quietly()
-            except KeyboardInterrupt:
+                # The reader of the output has closed it (`| head`).
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                code = FINE
+            except (KeyboardInterrupt, click.Abort):
                 out.note("interrupted")
                 code = INTERRUPTED
             except click.ClickException:
@@ -38,24 +42,49 @@ def command(name: str) -> Callable[[Callable[..., int]], click.Command]:
             except Exception as error:
                 if traceback:
                     raise
-                code = _tell(out, error)
+                code = _report(out, error)
             raise SystemExit(code)
 
-        run = click.option("--traceback", is_flag=True, help="Show where an error comes from.")(run)
-        run = click.option(
-            "--json", "as_json", is_flag=True, help="One JSON document on standard output, and nothing else."
-        )(run)
+        run = click.option("--traceback", is_flag=True, help="Show the origin of an error.")(run)
+        run = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(run)
         return click.command(name)(run)
 
     return made
 
 
-def _tell(out: Output, error: Exception) -> int:
-    """One sentence on standard error; with ``--json`` the same as a document."""
+def changing(function: _Function) -> _Function:
+    """Gives a command ``--yes`` and ``--dry-run``."""
+    dry = click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
+    return dry(click.option("-y", "--yes", is_flag=True, help="Do not ask.")(function))
+
+
+def is_interactive() -> bool:
+    """True if somebody can answer a question."""
+    return sys.stdin.isatty()
+
+
+def check_can_ask(out: Output, yes: bool, dry_run: bool) -> None:
+    """Refuses to change anything where nobody can be asked."""
+    if not (yes or dry_run or is_interactive()):
+        raise click.UsageError(
+            f"{out.command} asks first, and standard input is no terminal: pass --yes, or --dry-run"
+        )
+
+
+def agreed(out: Output, yes: bool, question: str) -> bool:
+    """True if the user agrees."""
+    if yes or click.confirm(f"{question}. Continue?", err=True):
+        return True
+    out.note("nothing was changed")
+    return False
+
+
+def _report(out: Output, error: Exception) -> int:
+    """Prints an error: a sentence on standard error; with ``--json`` also a document."""
     known = isinstance(error, (StepwellError, OSError))
     text = " ".join(str(error).split("\n")) if isinstance(error, StepwellError) else str(error)
     if not known:
-        text = f"{type(error).__name__}: {text} (a defect of stepwell, or of this machine: --traceback shows where)"
+        text = f"{type(error).__name__}: {text} (a bug in stepwell, or a fault of this machine: --traceback shows where)"
     out.note(f"stepwell {out.command}: {safe(text)}")
     kind = error.kind if isinstance(error, StepwellError) else "io" if known else "internal"
     found = {name: getattr(error, name, None) for name in ("leaf", "file", "block")}
@@ -63,20 +92,14 @@ def _tell(out: Output, error: Exception) -> int:
     return MISUSE if isinstance(error, MisuseError) else PROBLEMS
 
 
-def _leave_quietly() -> NoReturn:
-    """Ends quietly after the reader of the output has closed it (``| head``), also at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise SystemExit(FINE)
-
-
 class _Warnings(logging.Handler):
-    """Prints the engine's log as notes."""
+    """Prints the engine's warnings on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"warning: {safe(record.getMessage())}", err=True)
 
 
-def _listen_to_the_engine() -> None:
+def _print_warnings() -> None:
     logger = logging.getLogger("stepwell")
     logger.propagate = False
     if not any(isinstance(handler, _Warnings) for handler in logger.handlers):

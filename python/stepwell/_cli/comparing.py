@@ -4,46 +4,37 @@ sides are read piece by piece, so memory stays bounded."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from .._paths import starts_with
-from .._state.leaves import Reviver
-from .._state.specs import to_dtype
-from .reading import PIECE_BYTES, Part, pieces, read_parts
-from .tree import Tree
+import stepwell as sw
 
-#: Told how many bytes of one side are compared, and how many there are.
-Tell: TypeAlias = Callable[[int, int], None]
+from .progress import Tell
+from .reading import PIECE_BYTES, pieces
 
-
-@final
-@dataclass(slots=True)
-class Values:
-    """How the values of one leaf differ."""
-
-    elements: int
-    #: Elements that are not the same bits; where the dtypes differ, not the same numbers.
-    differing: int = 0
-    #: Largest absolute difference: NaN where one side is NaN and the other is not.
-    max_abs: float = 0.0
+_Node: TypeAlias = sw.results.StoredNode
+#: A leaf on both sides, and the part of it that is read.
+_Part: TypeAlias = tuple[_Node, tuple[slice, ...]]
 
 
 @final
 @dataclass(slots=True)
 class Change:
-    """A leaf or container that both have, and that is not the same."""
+    """A leaf or container that both have, and that differs. ``None``: that is the same."""
 
     path: str
-    #: The kinds of both sides, if they differ: a container's kind, ``array`` or ``object``, or the
-    #: types of two objects.
+    #: The kinds of both sides, or the types of two objects.
     kind: tuple[str, str] | None = None
-    dtype: tuple[str, str] | None = None
-    shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    values: Values | None = None
+    dtype: tuple[str | None, str | None] | None = None
+    shape: tuple[Any, Any] | None = None
+    #: Elements of an array whose values differ; how many are not the same bits (where the dtypes
+    #: differ: not the same numbers); the largest absolute difference.
+    elements: int | None = None
+    differing_elements: int | None = None
+    max_abs_difference: float | None = None
     #: Objects that differ.
     objects: tuple[Any, Any] | None = None
 
@@ -53,15 +44,14 @@ class Change:
 class Difference:
     """The differences between two checkpoints."""
 
-    #: Leaves, and the topmost containers or leaves that hold all of them.
+    #: Leaves that one side lacks, and the topmost nodes above them.
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
-    top_a: list[tuple[str, int]] = field(default_factory=list)
-    top_b: list[tuple[str, int]] = field(default_factory=list)
+    top_a: list[_Node] = field(default_factory=list)
+    top_b: list[_Node] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    #: Leaves that both have.
+    #: Leaves that both have, and the bytes that were read of each side.
     common: int = 0
-    #: Bytes that were read of each side.
     compared_bytes: int = 0
 
     @property
@@ -70,88 +60,71 @@ class Difference:
         return bool(self.top_a or self.top_b or self.changes)
 
 
-def compare(a: Tree, b: Tree, values: bool, tell: Tell) -> Difference:
-    """Compares two checkpoints that are open; ``values``: also what their leaves hold."""
+def compare(a: sw.Checkpoint, b: sw.Checkpoint, values: bool, tell: Tell) -> Difference:
+    """Compares two open checkpoints; with ``values`` also the values of their leaves."""
     found = Difference()
-    nodes_a = {path: node for node, path in enumerate(a.structure.paths)}
-    nodes_b = {path: node for node, path in enumerate(b.structure.paths)}
-    found.only_a, found.top_a = _only(a, nodes_b)
-    found.only_b, found.top_b = _only(b, nodes_a)
+    nodes_a, nodes_b = a.contents(), b.contents()
+    paths_a, paths_b = ({node.path: node for node in nodes} for nodes in (nodes_a, nodes_b))
+    found.only_a, found.top_a = _only(nodes_a, paths_b)
+    found.only_b, found.top_b = _only(nodes_b, paths_a)
     changes: dict[str, Change] = {}
-    arrays: list[tuple[int, int]] = []
-    objects: list[tuple[int, int]] = []
-    for path, node_a in nodes_a.items():
-        node_b = nodes_b.get(path)
-        if node_b is None:
+    arrays: list[tuple[_Node, _Node]] = []
+    objects: list[str] = []
+    for path, one in paths_a.items():
+        other = paths_b.get(path)
+        if other is None:
             continue
-        is_leaf = not a.structure.is_container(node_a) and not b.structure.is_container(node_b)
-        found.common += is_leaf
-        change = _unlike(a, node_a, b, node_b)
+        change = _unlike(one, other)
         if change is not None:
             changes[path] = change
-        if is_leaf and values and (change is None or (change.kind is None and change.shape is None)):
-            pair = (_leaf(a, node_a), _leaf(b, node_b))
-            leaf_a, leaf_b = a.leaves[pair[0]], b.leaves[pair[1]]
-            if leaf_a.kind == "object":
-                objects.append(pair)
-            elif leaf_a.tied_to is None or leaf_a.tied_to != leaf_b.tied_to:
-                arrays.append(pair)
-    for path, one in _objects(a, b, objects):
-        kinds = (type(one[0]).__name__, type(one[1]).__name__)
-        changes[path] = Change(path, kind=None if kinds[0] == kinds[1] else kinds, objects=one)
-    for path, counted in _arrays(a, b, arrays, found, tell):
-        changes.setdefault(path, Change(path)).values = counted
-    order = {path: number for number, path in enumerate(nodes_a)}
-    found.changes = sorted(changes.values(), key=lambda change: order[change.path])
+        if one.leaf is None or other.leaf is None:
+            continue
+        found.common += 1
+        if not values or one.kind != other.kind or one.shape != other.shape:
+            continue
+        if one.kind == "object":
+            objects.append(path)
+        elif one.tied_to is None or one.tied_to != other.tied_to:
+            arrays.append((one, other))
+    objects_a, objects_b = (side.read((path, ...) for path in objects) for side in (a, b))
+    for path, value, other_value in zip(objects, objects_a, objects_b, strict=True):
+        if not alike(value, other_value):
+            kinds = (type(value).__name__, type(other_value).__name__)
+            kind = None if kinds[0] == kinds[1] else kinds
+            changes[path] = Change(path, kind=kind, objects=(value, other_value))
+    whole = sum(one.nbytes for one, _ in arrays)
+    for batch in _batches(arrays):
+        wanted = [(node.path, box) for node, box in batch]
+        for (node, _), x, y in zip(batch, a.read(wanted), b.read(wanted), strict=True):
+            differing, most = difference(x, y)
+            found.compared_bytes += x.nbytes
+            if differing:
+                change = changes.setdefault(node.path, Change(node.path))
+                change.elements = node.nbytes // x.dtype.itemsize
+                change.differing_elements = (change.differing_elements or 0) + differing
+                change.max_abs_difference = float(np.maximum(change.max_abs_difference or 0.0, most))
+        tell(found.compared_bytes, whole)
+    found.changes = [changes[path] for path in paths_a if path in changes]
     return found
 
 
-def _leaf(tree: Tree, node: int) -> int:
-    kind = tree.structure.nodes[node][2]
-    return kind if isinstance(kind, int) else -1
+def _only(nodes: list[_Node], others: dict[str, _Node]) -> tuple[list[str], list[_Node]]:
+    """Returns the leaves that the other side lacks, and the topmost nodes above them."""
+    gone = [node for node in nodes if node.path not in others]
+    tops = [node for node in gone if nodes[node.parent].path in others or node is nodes[0]]
+    return [node.path for node in gone if node.leaf is not None], tops
 
 
-def _only(tree: Tree, others: dict[str, int]) -> tuple[list[str], list[tuple[str, int]]]:
-    """Leaves of a tree that the other has not, and the topmost places that hold them, with how many
-    each."""
-    leaves: list[str] = []
-    tops: list[tuple[str, int]] = []
-    for node, path in enumerate(tree.structure.paths):
-        if path in others:
-            continue
-        if not tree.structure.is_container(node):
-            leaves.append(path)
-        if not tops or not starts_with(path, tops[-1][0]):
-            tops.append((path, tree.leaves_below[node]))
-    return leaves, tops
-
-
-def _unlike(a: Tree, node_a: int, b: Tree, node_b: int) -> Change | None:
-    """How two nodes differ without a look at their values."""
-    path = a.structure.paths[node_a]
-    kinds = [
-        tree.container(node) if tree.structure.is_container(node) else tree.leaves[_leaf(tree, node)].kind
-        for tree, node in ((a, node_a), (b, node_b))
-    ]
-    if kinds[0] != kinds[1]:
-        return Change(path, kind=(kinds[0], kinds[1]))
-    if kinds[0] != "array":
-        return None
-    one, other = a.leaves[_leaf(a, node_a)], b.leaves[_leaf(b, node_b)]
-    change = Change(path)
+def _unlike(one: _Node, other: _Node) -> Change | None:
+    """How two nodes differ, apart from their values."""
+    if one.kind != other.kind:
+        return Change(one.path, kind=(one.kind, other.kind))
+    change = Change(one.path)
     if one.dtype != other.dtype:
-        change.dtype = (str(one.dtype), str(other.dtype))
+        change.dtype = (one.dtype, other.dtype)
     if one.shape != other.shape:
-        change.shape = (one.shape or (), other.shape or ())
-    return change if change.dtype or change.shape is not None else None
-
-
-def _objects(a: Tree, b: Tree, pairs: list[tuple[int, int]]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    values_a = a.checkpoint._open().objects([one for one, _ in pairs], Reviver())
-    values_b = b.checkpoint._open().objects([other for _, other in pairs], Reviver())
-    for (leaf, _), one, other in zip(pairs, values_a, values_b, strict=True):
-        if not alike(one, other):
-            yield a.leaves[leaf].path, (one, other)
+        change.shape = (one.shape, other.shape)
+    return change if change.dtype or change.shape else None
 
 
 def alike(one: Any, other: Any) -> bool:
@@ -172,53 +145,31 @@ def alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _arrays(
-    a: Tree, b: Tree, pairs: list[tuple[int, int]], found: Difference, tell: Tell
-) -> Iterator[tuple[str, Values]]:
-    """Reads both sides, many small leaves or a piece of a large one at a time, and gives those that
-    differ."""
-    whole = sum(a.leaves[leaf].nbytes for leaf, _ in pairs)
-    counts: dict[int, Values] = {}
-    for batch in _batches(a, b, pairs):
-        ones = read_parts(a.checkpoint, [part for part, _ in batch])
-        others = read_parts(b.checkpoint, [part for _, part in batch])
-        for ((leaf, _, _), _), one, other in zip(batch, ones, others, strict=True):
-            counted = counts.setdefault(leaf, Values(a.leaves[leaf].nbytes // one.dtype.itemsize))
-            differing, most = difference(one, other)
-            counted.differing += differing
-            counted.max_abs = most if np.isnan(most) else max(counted.max_abs, most)
-            found.compared_bytes += one.nbytes
-        tell(found.compared_bytes, whole)
-    for leaf, counted in counts.items():
-        if counted.differing:
-            yield a.leaves[leaf].path, counted
-
-
-def _batches(a: Tree, b: Tree, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[Part, Part]]]:
-    batch: list[tuple[Part, Part]] = []
+def _batches(pairs: list[tuple[_Node, _Node]]) -> Iterator[list[_Part]]:
+    """Many small leaves at a time, or a piece of a large one."""
+    batch: list[_Part] = []
     held = 0
-    for leaf_a, leaf_b in pairs:
-        dtype_a = to_dtype(a.leaves[leaf_a].dtype)
-        dtype_b = to_dtype(b.leaves[leaf_b].dtype)
-        itemsize = max(dtype_a.itemsize, dtype_b.itemsize)
-        for box in pieces([(0, n) for n in a.leaves[leaf_a].shape or ()], itemsize):
-            nbytes = int(np.prod([n for _, n in box], dtype=np.int64)) * itemsize
+    for one, other in pairs:
+        shape = one.shape or ()
+        elements = max(int(np.prod(shape, dtype=np.int64)), 1)
+        itemsize = max(one.nbytes, other.nbytes) // elements
+        for box in pieces(shape, itemsize):
+            nbytes = int(np.prod([part.stop - part.start for part in box], dtype=np.int64)) * itemsize
             if batch and held + nbytes > PIECE_BYTES:
                 yield batch
                 batch, held = [], 0
-            batch.append(((leaf_a, box, dtype_a), (leaf_b, box, dtype_b)))
+            batch.append((one, box))
             held += nbytes
     if batch:
         yield batch
 
 
 def difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[int, float]:
-    """How many elements differ, and by how much at most. Arrays of one dtype are compared bit for
-    bit: ``-0.0`` is not ``0.0``, though they differ by 0."""
+    """Returns how many elements differ, and by how much at most. Arrays of one dtype are compared
+    bit for bit: ``-0.0`` is not ``0.0``, though they differ by 0."""
     a, b = one.reshape(-1), other.reshape(-1)
     if a.dtype == b.dtype:
-        unlike = _bits(a) != _bits(b)
-        unlike = unlike.any(axis=1) if unlike.ndim > 1 else unlike
+        unlike = (_bytes(a) != _bytes(b)).any(axis=1)
         if not unlike.any():
             return 0, 0.0
         a, b = a[unlike], b[unlike]
@@ -233,11 +184,8 @@ def difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[
     return int(np.count_nonzero(unlike)), _most(wide_a[unlike], wide_b[unlike])
 
 
-def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    itemsize = array.dtype.itemsize
-    if itemsize in (1, 2, 4, 8):
-        return array.view(f"u{itemsize}")
-    return array.view(np.uint64).reshape(len(array), -1)
+def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), array.dtype.itemsize)
 
 
 def _wide(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

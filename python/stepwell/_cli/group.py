@@ -10,16 +10,19 @@ import click
 
 #: Command → its module, and one line for ``stepwell --help``, which imports none of them.
 COMMANDS = {
-    "ls": ("listing", "What a root holds: steps, and what lies beside them."),
-    "show": ("show", "What a checkpoint holds: its tree, or where its bytes lie."),
-    "cat": ("cat", "The value of a leaf, or a slice of it."),
-    "diff": ("diff", "What two checkpoints do not have in common."),
+    "ls": ("listing", "List the steps of a root, and what lies beside them."),
+    "show": ("show", "Show the tree of a checkpoint, or the places of its bytes."),
+    "cat": ("cat", "Print the value of a leaf, or a slice of it."),
+    "diff": ("diff", "Compare two checkpoints."),
     "verify": ("verify", "Read every byte and compare every checksum."),
-    "plan": ("plan", "Dry runs: what a restore would read, what prune would do."),
+    "plan": ("plan", "Show what a restore would read and do."),
     "prune": ("prune", "Apply retention to a root, once."),
-    "gc": ("cleanup", "Delete what killed writers and retired steps have left."),
-    "rewind": ("rewind", "Set the steps after one aside, and go on from there."),
-    "report": ("report", "A report in one HTML file, without a server."),
+    "rm": ("rm", "Delete steps or a branch."),
+    "rewind": ("rewind", "Move the steps after STEP into a branch."),
+    "gc": ("gc", "Delete leftovers of killed writers, and retired steps."),
+    "report": ("report", "Write a report into one HTML file."),
+    "info": ("info", "Show versions, and the engine for a path."),
+    "completion": ("completion", "Print a script that completes commands in a shell."),
 }
 
 
@@ -55,9 +58,9 @@ class _Commands(click.Group):
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from .._core import VERSION
+        import stepwell as sw
 
-        click.echo(f"stepwell {VERSION}")
+        click.echo(f"stepwell {sw.__version__}")
         ctx.exit()
 
 
@@ -66,18 +69,17 @@ def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="The version."
 )
 def stepwell() -> None:
-    """Look at checkpoints and roots of stepwell, and tidy them up.
+    """Inspect checkpoints and roots of stepwell, and clean them up.
 
-    A checkpoint is named by its path, or as ROOT@STEP; a root alone stands for its newest step.
-    Exit codes: 0 fine, 1 found problems (damage, a difference, nothing there), 2 wrong use.
+    A checkpoint is given by its path, or as ROOT@STEP. A root alone means its newest step.
+    Exit codes: 0 success, 1 a finding (damage, a difference, a missing step), 2 wrong usage.
     """
 
 
 def main() -> None:
     """Runs the command line of this process."""
     for stream in (sys.stdout, sys.stderr):
-        # A name that the terminal's encoding does not have is shown escaped; it is no reason to
-        # fail.
+        # A name that the terminal's encoding lacks is escaped.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     stepwell(prog_name="stepwell")

@@ -8,16 +8,15 @@ import fcntl
 import os
 import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
-#: Names as ``manager/src/directory_layout.rs`` makes them; what only looks like one is somebody
-#: else's.
-_TEMPORARY = re.compile(r"\.tmp-(?P<label>.+)-[0-9a-f]{32}-[0-9]+", re.DOTALL)
-_TRASH = re.compile(r"\.trash-(?P<label>.*)-[0-9a-f]{32}", re.DOTALL)
-_ASIDE = re.compile(r"\.quarantine-(?P<label>.*)-[0-9a-f]{32}", re.DOTALL)
-_BRANCH = re.compile(r"\.branch-(?P<branch>[^.]+)\.(?P<label>.+)", re.DOTALL)
+#: Names as ``manager/src/directory_layout.rs`` makes them. Other names belong to somebody else.
+_NAMES = re.compile(
+    r"\.tmp-(?P<temporary>.+)-[0-9a-f]{32}-[0-9]+|\.trash-(?P<trash>.*)-[0-9a-f]{32}"
+    r"|\.quarantine-(?P<aside>.*)-[0-9a-f]{32}|\.branch-(?P<branch>[^.]+)\.(?P<label>.+)",
+    re.DOTALL,
+)
 _STEP_LABEL = re.compile(r"[0-9]{8,}")
 
 #: ``struct flock`` of Linux on 64 bits: type, whence, start, length, process.
@@ -34,8 +33,7 @@ class Leftover:
     label: str
     #: Bytes of its files.
     nbytes: int
-    #: True if somebody uses it at this moment: writes a temporary, reads a retired step. ``None``:
-    #: nobody can tell.
+    #: True if somebody writes or reads it now; ``None`` if that is unknown.
     live: bool | None
 
 
@@ -44,13 +42,13 @@ class Leftover:
 class Leftovers:
     """The entries beside the steps, by kind."""
 
-    #: True if a writer holds the root; ``None``: nobody can tell.
+    #: True if a writer holds the root; ``None`` if that is unknown.
     writer: bool | None = None
     temporaries: list[Leftover] = field(default_factory=list)
     trash: list[Leftover] = field(default_factory=list)
-    #: Directories that had a step's name, were none, and were in the way of a commit.
-    aside: list[Leftover] = field(default_factory=list)
-    #: Steps that were set aside by rewinds, by branch.
+    #: Directories that had a step's name, were no step, and were in the way of a commit.
+    set_aside: list[Leftover] = field(default_factory=list)
+    #: Steps that rewinds have moved, by branch.
     branches: dict[str, list[Leftover]] = field(default_factory=dict)
 
     @property
@@ -58,39 +56,49 @@ class Leftovers:
         """Entries that nobody needs."""
         return [one for one in self.temporaries if one.live is False] + self.trash
 
+    @property
+    def kept(self) -> list[Leftover]:
+        """Entries that exist on purpose or are in use."""
+        live = [one for one in self.temporaries if one.live is not False]
+        return live + self.set_aside + [one for steps in self.branches.values() for one in steps]
 
-def scan(root: str, sizes: bool = True) -> Leftovers:
-    """Looks at a root. ``sizes``: also into what it finds."""
+    def document(self) -> dict[str, Any]:
+        """The entries for a JSON document."""
+        return {
+            "temporaries": self.temporaries,
+            "trash": self.trash,
+            "set_aside": self.set_aside,
+            "branches": [{"branch": name, "steps": steps} for name, steps in self.branches.items()],
+        }
+
+
+def scan(root: str) -> Leftovers:
+    """Returns the entries of a root, with their sizes."""
     found = Leftovers(writer=is_locked(os.path.join(root, ".stepwell", "lock")))
-    measure: Callable[[str], int] = nbytes_below if sizes else lambda path: 0
     with os.scandir(root) as entries:
-        dirs = sorted(
-            entry.name
-            for entry in entries
-            if entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
-        )
+        dirs = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     for name in dirs:
+        match = _NAMES.fullmatch(name)
+        if match is None:
+            continue
         path = os.path.join(root, name)
-        if match := _TEMPORARY.fullmatch(name):
-            label = match["label"]
-            # A step's is its root's writer's; any other is a save to a path, which says by its
-            # lease that it lives.
-            lock = found.writer if _STEP_LABEL.fullmatch(label) else is_locked(os.path.join(path, ".lease"))
-            found.temporaries.append(Leftover(name, label, measure(path), lock))
-        elif match := _TRASH.fullmatch(name):
-            read = is_locked(os.path.join(path, ".lease"))
-            found.trash.append(Leftover(name, match["label"], measure(path), read))
-        elif match := _ASIDE.fullmatch(name):
-            found.aside.append(Leftover(name, match["label"], measure(path), False))
-        elif match := _BRANCH.fullmatch(name):
-            of_branch = found.branches.setdefault(match["branch"], [])
-            of_branch.append(Leftover(name, match["label"], measure(path), False))
+        kind = next(group for group, text in match.groupdict().items() if text is not None)
+        label, live, where = match[kind], None, found.set_aside
+        if kind == "branch":
+            label, where = match["label"], found.branches.setdefault(match["branch"], [])
+        elif kind == "temporary":
+            # A step's belongs to the root's writer. A save to a path holds its own lease.
+            live = found.writer if _STEP_LABEL.fullmatch(label) else is_locked(f"{path}/.lease")
+            where = found.temporaries
+        elif kind == "trash":
+            live, where = is_locked(f"{path}/.lease"), found.trash
+        where.append(Leftover(name, label, _bytes_below(path), live))
     return found
 
 
 def is_locked(path: str) -> bool | None:
-    """True if anybody holds a lock on a file, asked without taking one; a file that is not there is
-    not locked. ``None``: the file system does not say."""
+    """True if anybody holds a lock on a file. A missing file is not locked. ``None`` if the file
+    system does not say."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
@@ -107,21 +115,13 @@ def is_locked(path: str) -> bool | None:
         os.close(fd)
 
 
-def nbytes_below(path: str) -> int:
-    """Bytes of the files below a directory; what vanishes meanwhile counts nothing."""
+def _bytes_below(path: str) -> int:
+    """Returns the bytes of the files below a directory. Vanished files count nothing."""
     total = 0
-    pending = [path]
-    while pending:
-        try:
-            with os.scandir(pending.pop()) as entries:
-                for entry in entries:
-                    try:
-                        if entry.is_dir(follow_symlinks=False):
-                            pending.append(entry.path)
-                        else:
-                            total += entry.stat(follow_symlinks=False).st_size
-                    except FileNotFoundError:
-                        continue
-        except (FileNotFoundError, NotADirectoryError):
-            continue
+    for above, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(above, name)).st_size
+            except FileNotFoundError:
+                continue
     return total

@@ -1,5 +1,5 @@
-"""Output of commands: lines for people, or one JSON document on standard output; notes on standard
-error; exit codes.
+"""Output of commands: lines for people, or one JSON document on standard output; notes and
+questions on standard error; exit codes.
 
 Text from a file (a key, a metric's name, a reason) goes through :func:`safe` before it reaches a
 terminal, because a key may hold escape sequences.
@@ -7,38 +7,34 @@ terminal, because a key may hold escape sequences.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
 import os
 import sys
-import time
-import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import IO, Any, final
 
 import click
 
-from .._paths import printable
-
-#: Nothing is wrong.
+#: Success.
 FINE = 0
-#: Something was found: damage, a difference, nothing where something should be.
+#: A finding: damage, a difference, a missing step.
 PROBLEMS = 1
-#: The command cannot be meant like that.
+#: Wrong usage.
 MISUSE = 2
 #: An interrupt, as shells count it.
 INTERRUPTED = 130
 
-#: Version of the JSON documents: it changes when a key goes or changes its meaning, not when one
-#: comes.
+#: Version of the JSON documents. It changes when a key is removed or changes its meaning.
 DOCUMENT_VERSION = 1
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def is_terminal(stream: IO[Any]) -> bool:
-    """True if a stream is one that colours and bars are for."""
+    """True if a stream supports colours and bars."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -53,113 +49,117 @@ class Output:
         self._said = False
 
     def line(self, text: str = "") -> None:
-        """A line for people; nothing where JSON was asked for."""
-        if not self.as_json:
-            click.echo(text, color=self._colours)
+        """Prints a line for people, unless JSON was asked for."""
+        self.lines([text])
 
     def lines(self, texts: Iterable[str]) -> None:
-        """Lines for people, in one go."""
+        """Prints lines for people in one go, unless JSON was asked for."""
         if not self.as_json:
             click.echo("\n".join(texts), color=self._colours)
 
     def note(self, text: str) -> None:
-        """A line beside the answer, on standard error."""
+        """Prints a line on standard error."""
         click.echo(text, err=True)
 
     def document(self, content: dict[str, Any]) -> None:
-        """The JSON document, once, where it was asked for."""
+        """Prints the JSON document, once, if it was asked for."""
         if self.as_json and not self._said:
             self._said = True
-            whole = {"stepwell": DOCUMENT_VERSION, "command": self.command, **content}
+            whole = plain({"stepwell": DOCUMENT_VERSION, "command": self.command, **content})
             click.echo(json.dumps(whole, allow_nan=False, indent=1 if is_terminal(sys.stdout) else None))
-
-    def styled(self, text: str, **style: Any) -> str:
-        """Text in a colour, where there are colours."""
-        return click.style(text, **style) if self._colours else text
 
     def dim(self, text: str) -> str:
         """Styles less important text."""
-        return self.styled(text, dim=True)
+        return click.style(text, dim=True) if self._colours else text
 
     def good(self, text: str) -> str:
         """Styles good news."""
-        return self.styled(text, fg="green")
+        return click.style(text, fg="green") if self._colours else text
 
     def bad(self, text: str) -> str:
         """Styles bad news."""
-        return self.styled(text, fg="red", bold=True)
+        return click.style(text, fg="red", bold=True) if self._colours else text
+
+
+#: Attributes that have another name in a document.
+_KEYS = {"nbytes": "bytes"}
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON. NaN and infinities are strings, times are UTC, dataclasses become
+    objects, and everything that JSON lacks is its ``repr``."""
+    if value is None or isinstance(value, bool) or type(value) in (int, str):
+        return value
+    if type(value) is float:
+        name = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return value if math.isfinite(value) else name
+    if isinstance(value, datetime.datetime) and value.tzinfo is datetime.UTC:
+        return value.isoformat(timespec="microseconds").replace("+00:00", "Z")
+    if isinstance(value, (datetime.datetime, datetime.date)):
+        return value.isoformat()
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {_KEYS.get(name, name): plain(getattr(value, name)) for name in names}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: plain(one) for key, one in value.items()}
+    return repr(value)
 
 
 def safe(text: object) -> str:
-    """Text from a file, fit for a terminal."""
-    return printable(str(text))
+    """Returns text from a file with control and formatting characters escaped."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in shown
+    )
+
+
+def cut(text: object, most: int) -> str:
+    """Returns text that is safe, cut to a number of characters."""
+    shown = safe(text)
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
 
 
 def size(nbytes: int) -> str:
-    """Bytes, for people."""
-    amount = float(nbytes)
-    for unit in _UNITS:
-        if amount < 1024 or unit == _UNITS[-1]:
-            return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return ""
+    """Returns a number of bytes for people."""
+    unit = min(max(nbytes.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    return f"{nbytes} B" if unit == 0 else f"{nbytes / 1024**unit:.1f} {_UNITS[unit]}"
 
 
 def count(number: int, one: str, several: str | None = None) -> str:
-    """A number of things: ``1 file``, ``2 files``."""
+    """Returns a number of things: ``1 file``, ``2 files``."""
     return f"{number} {one if number == 1 else several or one + 's'}"
 
 
-def metric(value: float) -> str:
-    """A metric, for people."""
-    return f"{value:.6g}"
+def numbers(steps: Iterable[int]) -> str:
+    """Returns step numbers for people."""
+    return ", ".join(map(str, steps))
 
 
-def number(value: float) -> float | str:
-    """A float as JSON, which has no NaN and no infinities: those are strings, as in a manifest."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+def local(time: datetime.datetime) -> str:
+    """Returns a time for people, in their time zone."""
+    return time.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def moment(unix_ns: int) -> datetime.datetime:
-    """A time of a manifest."""
-    return datetime.datetime.fromtimestamp(unix_ns // 1_000_000_000, datetime.UTC).replace(
-        microsecond=unix_ns // 1000 % 1_000_000
-    )
-
-
-def iso(unix_ns: int) -> str:
-    """A time of a manifest, in JSON: UTC, to the microsecond."""
-    return moment(unix_ns).isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def local(unix_ns: int) -> str:
-    """A time of a manifest, for people: theirs."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ns // 1_000_000_000))
-
-
-def width(text: str) -> int:
-    """Cells that a text takes in a terminal; it has no escape sequences."""
+def _width(text: str) -> int:
     if text.isascii():
         return len(text)
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
-    )
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def columns(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Rows as aligned lines. ``align`` has ``l`` or ``r`` per column; the last column, to the left,
-    is not padded."""
-    aligned = []
-    for i, side in enumerate(align):
-        cells = [row[i] for row in rows]
-        if side == "l" and i == len(align) - 1:
-            aligned.append(cells)
-            continue
-        widths = [width(cell) for cell in cells]
-        widest = max(widths, default=0)
-        rooms = [" " * (widest - one) for one in widths]
-        pairs = zip(rooms, cells, strict=True)
-        aligned.append([room + cell if side == "r" else cell + room for room, cell in pairs])
-    return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+    """Returns rows as aligned lines. ``align`` has ``l`` or ``r`` for each column."""
+    widths = [max((_width(row[i]) for row in rows), default=0) for i in range(len(align))]
+    lines = []
+    for row in rows:
+        cells = []
+        for cell, wide, side in zip(row, widths, align, strict=True):
+            room = " " * (wide - _width(cell))
+            cells.append(room + cell if side == "r" else cell + room)
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 from .output import is_terminal
 
-#: Told how much is done, and how much there is (both in bytes).
+#: Takes the finished bytes and the total bytes.
 Tell = Callable[[int, int], None]
 
 
 @contextmanager
-def progress(label: str, total: int | None = None) -> Iterator[Tell]:
+def progress(label: str) -> Iterator[Tell]:
     """Shows a bar while the block runs. Yields a function that takes the finished bytes and the
     total bytes."""
     if not is_terminal(sys.stderr):
@@ -32,5 +32,5 @@ def progress(label: str, total: int | None = None) -> Iterator[Tell]:
         bars.TimeRemainingColumn(),
     )
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total)
+        task = bar.add_task(label, total=None)
         yield lambda done, whole: bar.update(task, completed=done, total=whole)

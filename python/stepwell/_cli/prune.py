@@ -2,51 +2,54 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
-from . import leftovers
-from .command import command
-from .output import FINE, Output, safe, size
-from .retention_options import retention_of, retention_options
-from .retention_plan import decisions, plan_lines, planned, summary
-from .targets import report_of, root_at
+from .command import agreed, changing, check_can_ask, command
+from .leftovers import scan
+from .output import FINE, PROBLEMS, Output, numbers, safe, size
+from .retention import decision_lines, decisions, retention_of, retention_options, summary
+from .targets import manager_of
 from .writing import writer
 
 
 @command("prune")
 @click.argument("root")
 @retention_options
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
-def prune(out: Output, root: str, dry_run: bool, **options: Any) -> int:
+@changing
+def prune(out: Output, root: str, yes: bool, dry_run: bool, **options: Any) -> int:
     """Keep the steps of ROOT that any option selects, and delete the rest. The newest step always
     stays.
 
-    Damaged steps are neither counted nor deleted. Refused while a training run holds the root;
-    --dry-run works meanwhile.
+    Asks before it deletes. Damaged steps are neither counted nor deleted. Refused while a training
+    run holds the root; --dry-run works meanwhile.
     """
     retention = retention_of(options)
     if retention is None:
         raise click.UsageError("say what stays: --keep-latest N, --keep-every N, --keep-best METRIC, …")
-    path = root_at(root)
-    if dry_run:
-        rows = planned(path, retention)
-        deleted: list[int] = []
-        thinned: list[int] = []
-    else:
-        with writer(path, retention, "prune") as manager:
-            core = manager._open()
-            before = json.loads(core.report())
-            rows = decisions(manager.plan_retention(), before)
-            deleted = core.apply_retention()
-            thinned = _thinned(before, json.loads(core.report()))
-    damaged = [
-        row["step"] for row in report_of(path) if row["step"] is not None and row["damage"] is not None
+    check_can_ask(out, yes, dry_run)
+    deleted: list[int] = []
+    thinned: list[int] = []
+    opened = manager_of(root, retention) if dry_run else writer(root, retention, "prune")
+    with opened as manager:
+        path, rows = manager.root, decisions(manager)
+        out.lines(decision_lines(out, rows))
+        before = {row.step: len(row.dropped) for row in manager.inspect()}
+        if not dry_run:
+            nothing = all(row["decision"] == "keep" for row in rows)
+            if not nothing and not agreed(out, yes, "this would be: " + summary(rows)):
+                return PROBLEMS
+            deleted = manager.apply_retention()
+        after = [row for row in manager.inspect() if row.step is not None]
+        thinned = [row.step for row in after if row.step is not None and len(row.dropped) > before[row.step]]
+        damaged = [row.step for row in after if row.step is not None and row.damage is not None]
+    done = {*deleted, *thinned}
+    held = [
+        row["step"] for row in rows if row["decision"] != "keep" and not dry_run and row["step"] not in done
     ]
-    held = [] if dry_run else _held(rows, deleted, thinned)
-    waiting = [] if dry_run else leftovers.scan(path).trash
+    waiting = [] if dry_run else scan(path).trash
+    effective = [row for row in rows if row["step"] not in held]
     out.document(
         {
             "root": path,
@@ -57,29 +60,16 @@ def prune(out: Output, root: str, dry_run: bool, **options: Any) -> int:
             "held": held,
             "damaged": damaged,
             "waiting_for_readers": [{"name": one.name, "bytes": one.nbytes} for one in waiting],
-            "bytes_freed": sum(row["bytes_freed"] for row in rows if row["step"] not in held),
+            "bytes_freed": sum(row["bytes_freed"] for row in effective),
         }
     )
-    out.lines(plan_lines(out, rows))
-    out.line(("would be: " if dry_run else "") + summary([row for row in rows if row["step"] not in held]))
+    out.line(("would be: " if dry_run else "") + summary(effective))
     if held:
-        out.line(f"left as they are, since somebody reads them: steps {', '.join(map(str, held))}")
+        out.line(f"unchanged, because somebody reads them: steps {numbers(held)}")
     if damaged:
-        out.line(f"damaged, neither counted nor deleted: steps {', '.join(map(str, damaged))}")
+        out.line(f"damaged, neither counted nor deleted: steps {numbers(damaged)}")
     for one in waiting:
         out.line(
-            f"{safe(one.name)} ({size(one.nbytes)}) is out of sight, and deleted by the next writer or gc once its readers are gone"
+            f"{safe(one.name)} ({size(one.nbytes)}) is retired; the next writer or gc deletes it once its readers are gone"
         )
     return FINE
-
-
-def _thinned(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[int]:
-    """Steps that lost items."""
-    dropped = {row["step"]: len(row["dropped"]) for row in before}
-    return [row["step"] for row in after if len(row["dropped"]) > dropped.get(row["step"], 0)]
-
-
-def _held(rows: list[dict[str, Any]], deleted: list[int], thinned: list[int]) -> list[int]:
-    """Steps that were to lose something and did not."""
-    done = {*deleted, *thinned}
-    return [row["step"] for row in rows if row["decision"] != "keep" and row["step"] not in done]

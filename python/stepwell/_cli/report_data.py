@@ -1,4 +1,4 @@
-"""The data of the HTML report, as one JSON value, with columns for long tables. Names are escaped
+"""The data of the HTML report as one JSON value, with columns for long tables. Names are escaped
 here for display; the page inserts them as text, never as markup."""
 
 from __future__ import annotations
@@ -6,90 +6,80 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .._paths import extend
-from .._retention import Retention
+import stepwell as sw
+
 from .leftovers import scan
-from .listing import beside_document, step_document
-from .output import safe
-from .retention_plan import decisions, manager_of, summary
-from .targets import report_of
-from .tree import Tree
+from .output import plain, safe
+from .retention import decisions, summary
+from .show import head_of
+from .targets import manager_of
 
 
-def of_root(root: str, retention: Retention | None, told: str) -> dict[str, Any]:
-    """A root: its steps, and what retention would do; ``told`` says that rule in words."""
-    rows = report_of(root)
-    fates: dict[int, dict[str, Any]] = {}
-    if retention is not None:
-        with manager_of(root, retention, read_only=True) as manager:
-            fates = {row["step"]: row for row in decisions(manager.plan_retention(), rows)}
+def of_root(root: str, retention: sw.Retention | None, rule: str) -> dict[str, Any]:
+    """A root: its steps, and what retention would do. ``rule`` is the retention in words."""
+    with manager_of(root, retention) as manager:
+        rows = manager.inspect()
+        fates = {} if retention is None else {row["step"]: row for row in decisions(manager)}
+    nothing: dict[str, Any] = {"decision": None, "items": [], "reasons": None}
     steps = []
     for row in rows:
-        if row["step"] is None:
-            continue
-        fate = fates.get(row["step"])
-        steps.append(
+        fate = fates.get(row.step, nothing)
+        why = None if fate["reasons"] is None else "; ".join(fate["reasons"])
+        steps.append({**plain(row), "decision": fate["decision"], "kept": fate["items"], "why": why})
+    found: dict[str, Any] = _shown(
+        plain(
             {
-                **step_document(row),
-                "decision": None if fate is None else fate["decision"],
-                "kept": [] if fate is None else fate["items"],
-                "why": None if fate is None else "; ".join(fate["reasons"]),
+                "steps": [step for step in steps if step["step"] is not None],
+                "quarantined": [{"name": row.name, "reason": row.damage} for row in rows if row.step is None],
+                **scan(root).document(),
+                "retention": None if retention is None else rule,
+                "retention_summary": summary(list(fates.values())),
             }
         )
-    found: dict[str, Any] = _shown(
-        {
-            "steps": steps,
-            "quarantined": [
-                {"name": row["name"], "reason": row["damage"]} for row in rows if row["step"] is None
-            ],
-            **beside_document(scan(root)),
-            "retention": None if retention is None else told,
-            "retention_summary": summary(list(fates.values())),
-        }
     )
     return found
 
 
-def of_checkpoint(tree: Tree) -> dict[str, Any]:
-    """A checkpoint: its leaves, where their chunks lie, and the containers around them."""
-    head = tree.head()
+def of_checkpoint(checkpoint: sw.Checkpoint) -> dict[str, Any]:
+    """A checkpoint: its leaves, the places of their chunks, and the containers around them."""
+    nodes = checkpoint.contents()
+    head = head_of(checkpoint, nodes)
     metadata = head.pop("custom_metadata")
-    dtypes = sorted({leaf.dtype for leaf in tree.leaves if leaf.dtype is not None})
-    number_of = {dtype: number for number, dtype in enumerate(dtypes)}
-    leaf_of = {leaf.path: number for number, leaf in enumerate(tree.leaves)}
+    leaves = sorted((node for node in nodes if node.leaf is not None), key=lambda node: node.leaf or 0)
+    dtypes = sorted({leaf.dtype for leaf in leaves if leaf.dtype is not None})
+    leaf_of = {leaf.path: number for number, leaf in enumerate(leaves)}
+    item_of = {item["name"]: number for number, item in enumerate(head["items"])}
     dir_of = {item["dir"]: item["name"] for item in head["items"]}
-    structure = tree.structure
-    placed = [(number, chunk) for number, leaf in enumerate(tree.leaves) for chunk in leaf.chunks]
+    file_of = {file["path"]: number for number, file in enumerate(head["files"])}
+    placed = [(number, chunk) for number, leaf in enumerate(leaves) for chunk in leaf.chunks]
     text = None if metadata is None else json.dumps(metadata, indent=1, ensure_ascii=False)
     found: dict[str, Any] = _shown(
         {
-            **head,
-            "custom_metadata": None if text is None else "\n".join(safe(line) for line in text.split("\n")),
+            **plain(head),
+            "custom_metadata": text,
             "dtypes": dtypes,
             "files": [
                 {**file, "item": dir_of.get(file["path"].split("/", 1)[0], "")} for file in head["files"]
             ],
             "leaf": {
-                "path": [leaf.path for leaf in tree.leaves],
-                "dtype": [-1 if leaf.dtype is None else number_of[leaf.dtype] for leaf in tree.leaves],
-                "shape": [None if leaf.shape is None else list(leaf.shape) for leaf in tree.leaves],
-                "bytes": [leaf.nbytes for leaf in tree.leaves],
-                "stored": [leaf.stored_bytes for leaf in tree.leaves],
-                "tied": [-1 if leaf.tied_to is None else leaf_of[leaf.tied_to] for leaf in tree.leaves],
-                "item": [leaf.item for leaf in tree.leaves],
-                "chunks": [len(leaf.chunks) for leaf in tree.leaves],
+                "path": [leaf.path for leaf in leaves],
+                "dtype": [-1 if leaf.dtype is None else dtypes.index(leaf.dtype) for leaf in leaves],
+                "shape": [None if leaf.shape is None else list(leaf.shape) for leaf in leaves],
+                "bytes": [leaf.nbytes for leaf in leaves],
+                "stored": [leaf.stored_bytes for leaf in leaves],
+                "tied": [-1 if leaf.tied_to is None else leaf_of[leaf.tied_to] for leaf in leaves],
+                "item": [item_of.get(leaf.item, 0) for leaf in leaves],
+                "chunks": [len(leaf.chunks) for leaf in leaves],
             },
             "node": {
-                "parent": [parent for parent, _, _ in structure.nodes],
-                "name": [
-                    "" if component is None else extend("", component) for _, component, _ in structure.nodes
-                ],
-                "kind": [tree.container(node) for node in range(len(structure.nodes))],
-                "leaf": [kind if isinstance(kind, int) else -1 for _, _, kind in structure.nodes],
+                "parent": [node.parent for node in nodes],
+                "name": [node.name for node in nodes],
+                "kind": ["" if node.leaf is not None else node.kind for node in nodes],
+                "leaf": [-1 if node.leaf is None else node.leaf for node in nodes],
             },
             "chunk": {
                 "leaf": [number for number, _ in placed],
-                "file": [-1 if chunk.file is None else chunk.file for _, chunk in placed],
+                "file": [file_of.get(chunk.file, -1) for _, chunk in placed],
                 "offset": [chunk.offset for _, chunk in placed],
                 "bytes": [chunk.nbytes for _, chunk in placed],
             },
@@ -99,12 +89,9 @@ def of_checkpoint(tree: Tree) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """A value with every text in it fit to be shown: line breaks stay, other control characters are
-    escaped."""
+    """Returns a value with control characters escaped. Line breaks stay."""
     if isinstance(value, str):
         return value if value.isprintable() else "\n".join(safe(line) for line in value.split("\n"))
     if isinstance(value, dict):
         return {_shown(key): _shown(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_shown(one) for one in value]
-    return value
+    return [_shown(one) for one in value] if isinstance(value, list) else value

@@ -1,210 +1,240 @@
-"""``stepwell show``: the tree of a checkpoint, or where its bytes lie."""
+"""``stepwell show``: the tree of a checkpoint, or the places of its bytes."""
 
 from __future__ import annotations
 
-import re
+import datetime
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import click
 
-from .._paths import extend
+import stepwell as sw
+
+from ..errors import StepwellError
 from .command import command
-from .output import FINE, Output, columns, count, local, metric, safe, size
-from .targets import Target, is_root, report_of, target
-from .tree import Chunk, Leaf, Tree, plain_value, seconds_to_commit
+from .output import FINE, Output, columns, count, cut, local, safe, size
+from .targets import TARGET, Target, root_of
 
 #: Characters of an object's value that are shown in its line.
 _VALUE = 48
+#: Objects are read for their values if all of them together are no larger.
+_SMALL_OBJECTS = 1 << 20
 
 
 @command("show")
-@click.argument("path", type=target)
+@click.argument("path", type=TARGET)
 @click.option(
-    "--tree", "form", flag_value="tree", default="tree", help="Leaves and containers (the default)."
+    "--tree", "form", flag_value="tree", default="tree", help="Show leaves and containers (default)."
 )
-@click.option("--layout", "form", flag_value="layout", help="Items, data files, and the chunks in them.")
-@click.option("--depth", type=click.IntRange(min=0), metavar="N", help="Containers down to level N only.")
+@click.option("--layout", "form", flag_value="layout", help="Show items, data files, and their chunks.")
+@click.option(
+    "--depth", type=click.IntRange(min=0), metavar="N", help="Show containers down to level N only."
+)
 def show(out: Output, path: Target, form: str, depth: int | None) -> int:
     """Show the content of the checkpoint PATH (or ROOT@STEP). Reads no array."""
     with path.open() as checkpoint:
-        tree = Tree(checkpoint)
-        head = tree.head()
-        warnings = _newer_and_invalid(path, tree.step)
-        head["warnings"] = warnings
-        if out.as_json:
-            out.document({**head, **_document(tree, form == "layout")})
-            return FINE
-        out.lines(_head_lines(out, tree, head))
-        for warning in warnings:
-            out.line(f"{out.bad('warning')}: {safe(warning)}")
-        out.line()
-        if form == "layout":
-            out.lines(_layout(out, tree, head))
-        else:
-            out.lines(_drawn(out, tree, depth))
+        nodes = checkpoint.contents()
+        values = small_objects(checkpoint, nodes)
+        head = head_of(checkpoint, nodes)
+        rows = root_of(path.path) if path.step is None else None
+    head["warnings"] = [
+        f"{row.name} is newer and cannot be restored: {row.damage}"
+        for row in rows or []
+        if row.damage is not None and _number(row.name) > head["step"]
+    ]
+    if out.as_json:
+        out.document({**head, **_document(nodes, values, form == "layout")})
+        return FINE
+    out.lines(_head_lines(out, head))
+    out.lines(_layout(out, nodes, head) if form == "layout" else drawn(out, nodes, values, depth))
     return FINE
 
 
-def _newer_and_invalid(path: Target, step: int) -> list[str]:
-    """Returns warnings about newer steps of the root that cannot be restored."""
-    if path.step is not None or not is_root(path.path):
-        return []
-    found = []
-    for row in report_of(path.path):
-        digits = re.search(r"[0-9]+$", row["name"])
-        if row["damage"] is not None and digits is not None and int(digits.group()) > step:
-            found.append(f"{row['name']} is newer and cannot be restored: {row['damage']}")
-    return found
+def _number(name: str) -> int:
+    digits = name[len(name.rstrip("0123456789")) :]
+    return int(digits) if digits else -1
 
 
-def _head_lines(out: Output, tree: Tree, head: dict[str, Any]) -> Iterator[str]:
-    yield f"step {tree.step}: {safe(tree.path)}"
-    took = seconds_to_commit(tree.manifest)
+def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> dict[str, Any]:
+    """Facts about an open checkpoint."""
+    facts, manifest = checkpoint.metadata(), checkpoint.manifest
+    files = [{"path": file["path"], "bytes": file["length"]} for file in manifest["files"]]
+    above, name = os.path.split(checkpoint.path)
+    # Metrics that were added later belong to the root.
+    rows = root_of(above) if os.path.isdir(os.path.join(above, ".stepwell")) else None
+    later = [row.metrics for row in rows or [] if row.name == name and row.step is not None]
+    return {
+        "path": checkpoint.path,
+        "step": facts.step,
+        "started": facts.started,
+        "committed": facts.committed,
+        "writer": facts.writer,
+        "format_version": facts.format_version,
+        "world_size": facts.world_size,
+        "bytes": sum(file["bytes"] for file in files),
+        "array_bytes": sum(node.stored_bytes for node in nodes if node.kind == "array"),
+        "number_of_leaves": nodes[0].leaves if nodes else 0,
+        "metrics": later[0] if later else facts.metrics,
+        "custom_metadata": facts.custom_metadata,
+        "items": [
+            {
+                "name": item["name"],
+                "dir": item["dir"],
+                "leaves": item["leaves"],
+                "array_bytes": item["tensor_bytes"],
+                "index_bytes": item["index"]["length"],
+            }
+            for item in manifest["items"]
+        ],
+        "dropped": [
+            {
+                "item": one["item"],
+                "dropped": datetime.datetime.fromtimestamp(one["unix_ns"] / 1e9, datetime.UTC),
+            }
+            for one in manifest["dropped"]
+        ],
+        "files": files,
+    }
+
+
+def small_objects(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> dict[str, Any]:
+    """Returns the values of the objects by path. It is empty if they are large, or cannot be read:
+    ``verify`` reports damage."""
+    objects = [node for node in nodes if node.kind == "object" and node.leaf is not None]
+    if sum(node.stored_bytes for node in objects) > _SMALL_OBJECTS:
+        return {}
+    try:
+        values = checkpoint.read((node.path, ...) for node in objects)
+    except (StepwellError, ImportError):
+        return {}
+    return {node.path: value for node, value in zip(objects, values, strict=True)}
+
+
+def _head_lines(out: Output, head: dict[str, Any]) -> Iterator[str]:
+    yield f"step {head['step']}: {safe(head['path'])}"
+    took = (head["committed"] - head["started"]).total_seconds()
     yield (
-        f"committed {local(int(tree.manifest['committed_unix_ns']))}, {took:.3g} s after its save began; "
-        f"{size(head['bytes'])} in {count(len(tree.files), 'file')}, "
-        f"{count(len(tree.leaves), 'leaf', 'leaves')}"
+        f"committed {local(head['committed'])}, {took:.3g} s after its save began; "
+        f"{size(head['bytes'])} in {count(len(head['files']), 'file')}, "
+        f"{count(head['number_of_leaves'], 'leaf', 'leaves')}"
     )
     if head["metrics"]:
-        yield "metrics: " + ", ".join(
-            f"{safe(name)} {value if isinstance(value, str) else metric(value)}"
-            for name, value in head["metrics"].items()
-        )
+        yield "metrics: " + ", ".join(f"{safe(name)} {value:.6g}" for name, value in head["metrics"].items())
     if head["custom_metadata"] is not None:
-        yield f"metadata: {_cut(str(head['custom_metadata']))}"
+        yield f"metadata: {cut(head['custom_metadata'], _VALUE)}"
     for one in head["dropped"]:
-        yield out.dim(f"item {safe(one['item'])} was thinned away at {one['dropped']}")
+        yield out.dim(f"item {safe(one['item'])} was thinned away")
+    for warning in head["warnings"]:
+        yield f"{out.bad('warning')}: {safe(warning)}"
+    yield ""
 
 
-def _drawn(out: Output, tree: Tree, depth: int | None) -> Iterator[str]:
-    """The tree, one line for each node. Names have the same width."""
-    structure = tree.structure
-    values = tree.small_objects()
+def drawn(
+    out: Output,
+    nodes: list[sw.results.StoredNode],
+    values: dict[str, Any],
+    depth: int | None = None,
+    top: int = 0,
+) -> Iterator[str]:
+    """The tree below a node, one line for each node."""
+    children: list[list[int]] = [[] for _ in nodes]
+    for number, node in enumerate(nodes[1:], 1):
+        children[node.parent].append(number)
     rows: list[tuple[str, str, str, str]] = []
-    pending: list[tuple[int, str, str, int]] = [(0, "", "", 0)] if structure.nodes else []
+    pending = [(top, "", "", 0)] if nodes else []
     while pending:
-        node, lead, below, level = pending.pop()
-        kind = structure.nodes[node][2]
-        name = lead + (safe(_name(tree, node)) or ".")
-        if isinstance(kind, int):
-            leaf = tree.leaves[kind]
-            rows.append((name, leaf.what(), size(leaf.stored_bytes), _remark(leaf, values.get(kind, ...))))
+        number, lead, below, level = pending.pop()
+        node = nodes[number]
+        name = safe(lead + ((node.name if level else node.path) or "."))
+        if node.leaf is not None:
+            what = "object" if node.shape is None else f"{node.dtype} {list(node.shape)}"
+            rows.append((name, what, size(node.stored_bytes), _remark(node, values)))
             continue
-        children = structure.children[node]
-        total = size(tree.bytes_below[node])
-        leaves = count(tree.leaves_below[node], "leaf", "leaves")
-        cut = depth is not None and level >= depth and children
-        rows.append((name, tree.container(node), total, leaves + (" …" if cut else "")))
-        if cut:
-            continue
-        for i, child in reversed(list(enumerate(children))):
-            last = i == len(children) - 1
-            pending.append(
-                (child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "), level + 1)
-            )
-    for line, row in zip(columns([(a, safe(b), c, d) for a, b, c, d in rows], "llrl"), rows, strict=True):
+        is_cut = depth is not None and level >= depth and bool(children[number])
+        leaves = count(node.leaves, "leaf", "leaves") + (" …" if is_cut else "")
+        rows.append((name, safe(node.kind), size(node.stored_bytes), leaves))
+        for i, child in enumerate([] if is_cut else reversed(children[number])):
+            branch, under = ("├─ ", "│  ") if i else ("└─ ", "   ")
+            pending.append((child, below + branch, below + under, level + 1))
+    for line, row in zip(columns(rows, "llrl"), rows, strict=True):
         yield out.dim(line) if row[3].startswith("=") else line
 
 
-def _name(tree: Tree, node: int) -> str:
-    component = tree.structure.nodes[node][1]
-    return "" if component is None else extend("", component)
+def _remark(node: sw.results.StoredNode, values: dict[str, Any]) -> str:
+    if node.tied_to is not None:
+        return f"= {safe(node.tied_to)}, tied"
+    if node.path in values:
+        return cut(repr(values[node.path]), _VALUE)
+    return count(len(node.chunks), "chunk") if len(node.chunks) > 1 else ""
 
 
-def _remark(leaf: Leaf, value: Any) -> str:
-    """Returns a remark on a leaf: a tie, or the value of a small object."""
-    if leaf.tied_to is not None:
-        return f"= {safe(leaf.tied_to)}, tied"
-    if leaf.kind == "object" and value is not ...:
-        return _cut(repr(value))
-    return count(len(leaf.chunks), "chunk") if len(leaf.chunks) > 1 else ""
-
-
-def _cut(text: str) -> str:
-    shown = safe(text)
-    return shown if len(shown) <= _VALUE else shown[: _VALUE - 1] + "…"
-
-
-def _layout(out: Output, tree: Tree, head: dict[str, Any]) -> Iterator[str]:
+def _layout(out: Output, nodes: list[sw.results.StoredNode], head: dict[str, Any]) -> Iterator[str]:
     """File by file, in the order of their bytes."""
-    inside: list[list[tuple[Chunk, Leaf]]] = [[] for _ in tree.files]
-    for leaf in tree.leaves:
-        for chunk in leaf.chunks:
-            if chunk.file is not None:
-                inside[chunk.file].append((chunk, leaf))
+    inside: dict[str | None, list[tuple[sw.results.StoredChunk, sw.results.StoredNode]]] = {}
+    for node in nodes:
+        for chunk in node.chunks:
+            inside.setdefault(chunk.file, []).append((chunk, node))
     for item in head["items"]:
         yield (
             f"item {safe(item['name'])}: {item['dir']}/, {count(item['leaves'], 'leaf', 'leaves')}, "
             f"arrays {size(item['array_bytes'])}, index {size(item['index_bytes'])}"
         )
-        for file, path in enumerate(tree.files):
-            if path.split("/", 1)[0] != item["dir"]:
+        for file in head["files"]:
+            if file["path"].split("/", 1)[0] != item["dir"]:
                 continue
-            chunks = sorted(inside[file], key=lambda one: one[0].offset)
-            nbytes = head["files"][file]["bytes"]
-            yield f"  {safe(path)}: {size(nbytes)}, {count(len(chunks), 'chunk')}"
+            chunks = sorted(inside.get(file["path"], []), key=lambda one: one[0].offset)
+            yield f"  {safe(file['path'])}: {size(file['bytes'])}, {count(len(chunks), 'chunk')}"
             rows = [
-                (str(chunk.offset), str(chunk.nbytes), safe(leaf.path) + _place(chunk, leaf))
-                for chunk, leaf in chunks
+                (str(chunk.offset), str(chunk.nbytes), safe(node.path) + _place(chunk, node))
+                for chunk, node in chunks
             ]
-            table = columns([("offset", "bytes", "leaf"), *rows], "rrl")
-            yield "    " + out.dim(table[0])
-            yield from ("    " + line for line in table[1:])
+            heads, *lines = columns([("offset", "bytes", "leaf"), *rows], "rrl")
+            yield "    " + out.dim(heads)
+            yield from ("    " + line for line in lines)
 
 
-def _place(chunk: Chunk, leaf: Leaf) -> str:
-    """Which part of its leaf a chunk is, where it is not all of it: as a slice."""
-    if leaf.shape is None or chunk.nbytes == leaf.stored_bytes:
+def _place(chunk: sw.results.StoredChunk, node: sw.results.StoredNode) -> str:
+    """The part of its leaf that a chunk is, as a slice; empty for all of it."""
+    if node.shape is None or chunk.nbytes == node.stored_bytes:
         return ""
-    if len(chunk.start) != len(leaf.shape):
+    if len(chunk.start) != len(node.shape):
         return f" elements {chunk.start[0]}:{chunk.start[0] + chunk.extent[0]}"
     slices = (
         ":" if extent == whole else f"{start}:{start + extent}"
-        for start, extent, whole in zip(chunk.start, chunk.extent, leaf.shape, strict=True)
+        for start, extent, whole in zip(chunk.start, chunk.extent, node.shape, strict=True)
     )
     return f" [{', '.join(slices)}]"
 
 
-def _document(tree: Tree, layout: bool) -> dict[str, Any]:
-    """Leaves and containers as JSON; with chunks where the layout was asked for."""
-    values = tree.small_objects()
-    structure = tree.structure
-    leaves = []
-    for i, leaf in enumerate(tree.leaves):
-        row: dict[str, Any] = {
-            "path": leaf.path,
-            "kind": leaf.kind,
-            "dtype": leaf.dtype,
-            "shape": None if leaf.shape is None else list(leaf.shape),
-            "bytes": leaf.nbytes,
-            "stored_bytes": leaf.stored_bytes,
-            "tied_to": leaf.tied_to,
-            "item": tree.items[leaf.item] if tree.items else None,
-            "chunks": len(leaf.chunks),
-        }
-        if i in values:
-            row["value"] = plain_value(values[i])
-        if layout:
-            row["places"] = [
-                {
-                    "file": None if chunk.file is None else tree.files[chunk.file],
-                    "offset": chunk.offset,
-                    "bytes": chunk.nbytes,
-                    "start": list(chunk.start),
-                    "extent": list(chunk.extent),
-                }
-                for chunk in leaf.chunks
-            ]
-        leaves.append(row)
-    containers = [
-        {
-            "path": structure.paths[node],
-            "kind": tree.container(node),
-            "leaves": tree.leaves_below[node],
-            "stored_bytes": tree.bytes_below[node],
-        }
-        for node in range(len(structure.nodes))
-        if structure.is_container(node)
-    ]
-    return {"leaves": leaves, "containers": containers}
+def _document(nodes: list[sw.results.StoredNode], values: dict[str, Any], layout: bool) -> dict[str, Any]:
+    """Leaves and containers; with the places of chunks if the layout was asked for."""
+    leaves = sorted((node for node in nodes if node.leaf is not None), key=lambda node: node.leaf or 0)
+    return {
+        "leaves": [
+            {
+                "path": node.path,
+                "kind": node.kind,
+                "dtype": node.dtype,
+                "shape": node.shape,
+                "bytes": node.nbytes,
+                "stored_bytes": node.stored_bytes,
+                "tied_to": node.tied_to,
+                "item": node.item,
+                "chunks": len(node.chunks),
+                **({"value": values[node.path]} if node.path in values else {}),
+                **({"places": node.chunks} if layout else {}),
+            }
+            for node in leaves
+        ],
+        "containers": [
+            {
+                "path": node.path,
+                "kind": node.kind,
+                "leaves": node.leaves,
+                "stored_bytes": node.stored_bytes,
+            }
+            for node in nodes
+            if node.leaf is None
+        ],
+    }

@@ -1,22 +1,16 @@
-"""The targets of commands: a checkpoint (``PATH`` or ``ROOT@STEP``), or a root."""
+"""The arguments of commands: a checkpoint (``PATH`` or ``ROOT@STEP``), or a root."""
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import final
 
 import click
 
-from .. import _core
-from .. import _locations as locations
-from .._checks import step_number
-from .._options import reader_json
-from ..errors import MisuseError, StepNotFound
+import stepwell as sw
 
-if TYPE_CHECKING:
-    from .._checkpoint import Checkpoint
+from ..errors import CorruptCheckpoint, StepNotFound, StepwellError
 
 
 @final
@@ -24,7 +18,6 @@ if TYPE_CHECKING:
 class Target:
     """A checkpoint as it was named."""
 
-    #: Absolute.
     path: str
     #: The step of a root; ``None``: the newest.
     step: int | None = None
@@ -32,63 +25,64 @@ class Target:
     def __str__(self) -> str:
         return self.path if self.step is None else f"{self.path}@{self.step}"
 
-    def open(self) -> Checkpoint:
+    def open(self) -> sw.Checkpoint:
         """Opens it for reading, under a lease."""
-        # With it comes numpy, which commands that only look at a root do without.
-        from .._singular import open as open_checkpoint
-
-        return open_checkpoint(self.path, self.step)
+        return sw.open(self.path, self.step)
 
 
-def target(given: str) -> Target:
-    """``PATH`` or ``ROOT@STEP``, as the type of an argument; a path that is there as it stands is
-    meant as it stands."""
-    root, at, step = given.rpartition("@")
-    try:
+class _TargetType(click.ParamType["Target"]):
+    """``PATH`` or ``ROOT@STEP``. An existing path with an ``@`` in it is a path."""
+
+    name = "path"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Target:
+        given = str(value)
+        root, at, step = given.rpartition("@")
         if not (at and root and step.isascii() and step.isdigit()) or os.path.lexists(given):
-            return Target(locations.readable(given))
-        return Target(locations.absolute(root), step_number(int(step)))
-    except MisuseError as error:
-        raise click.BadParameter(str(error)) from error
+            return Target(given)
+        return Target(root, int(step))
 
 
-def is_root(path: str) -> bool:
-    """True if a directory is a root: it says so, or holds a step (a copy may have lost what says
-    so)."""
-    if not locations.is_directory(path) or os.path.isfile(os.path.join(path, locations.MANIFEST)):
-        return False
-    return os.path.isdir(os.path.join(path, ".stepwell")) or bool(_core.list_steps(path))
+TARGET = _TargetType()
 
 
-def root_at(path: str) -> str:
-    """The absolute path of a root that is there. Commands that write ask first: opening what is
-    none would make it one."""
-    root = locations.absolute(path, "the root")
-    locations.check_root(root)
-    if not is_root(root):
-        why = locations.explain(root)
-        raise StepNotFound(f"{root} is no root of a run{'; ' + why if why else ''}")
-    return root
+def manager_of(
+    root: str, retention: sw.Retention | None = None, *, read_only: bool = True
+) -> sw.CheckpointManager:
+    """Opens a manager of an existing root: one that only reads, or its writer. Refuses a directory
+    that is no root, because a writer would make it one."""
+    options = sw.Options(create=False)
+    manager = sw.CheckpointManager(root, read_only=True, coordinator=None, options=options)
+    path = manager.root
+    if not (os.path.isdir(os.path.join(path, ".stepwell")) or manager.all_steps()):
+        manager.close()
+        try:
+            sw.open(path).close()
+        except StepwellError as error:
+            # It says what the path is instead.
+            raise StepNotFound(f"{path} is no root of a run: {error}") from error
+    if read_only and retention is None:
+        return manager
+    manager.close()
+    return sw.CheckpointManager(
+        path, retention=retention, read_only=read_only, coordinator=None, options=options
+    )
 
 
-def metrics_of(checkpoint: Checkpoint) -> dict[str, float]:
-    """Metrics of an open step, those that were added later included where its root is around it."""
-    core = checkpoint._open()
-    above = os.path.dirname(checkpoint.path)
-    if not os.path.isdir(os.path.join(above, ".stepwell")):
-        return dict(core.metrics())
-    manager = _core.Manager(above, reader_json())
+def root_of(path: str) -> list[sw.results.StepInfo] | None:
+    """Returns the steps of a root; ``None`` if a path is a single checkpoint or nothing."""
     try:
-        return dict(manager.metrics_of(core))
-    finally:
-        manager.close(None)
+        with manager_of(path) as manager:
+            return manager.inspect()
+    except (StepwellError, OSError):
+        return None
 
 
-def report_of(root: str) -> list[dict[str, Any]]:
-    """Facts about everything in a root that has a step's name; see the engine's ``StepReport``."""
-    manager = _core.Manager(root, reader_json())
-    try:
-        found: list[dict[str, Any]] = json.loads(manager.report())
-        return found
-    finally:
-        manager.close(None)
+def info_of(steps: list[sw.results.StepInfo], step: int) -> sw.results.StepInfo:
+    """Returns the facts about a step that is whole."""
+    found = next((one for one in steps if one.step == step), None)
+    if found is None:
+        raise StepNotFound(f"there is no step {step}; `stepwell ls` lists the steps")
+    if found.damage is not None:
+        raise CorruptCheckpoint(f"step {step} is damaged: {found.damage}")
+    return found

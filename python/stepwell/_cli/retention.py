@@ -1,0 +1,131 @@
+"""Retention on the command line: the options that select steps, and the decisions about a root, for
+``prune`` and ``report``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import or_
+from typing import Any, TypeVar
+
+import click
+
+import stepwell as sw
+
+from .output import Output, columns, count, safe, size
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def _age(_: click.Context, __: click.Parameter, given: str | None) -> float | None:
+    """Parses seconds, or a number with a unit."""
+    if given is None:
+        return None
+    unit = _UNITS.get(given[-1:])
+    try:
+        age = float(given if unit is None else given[:-1]) * (unit or 1)
+    except ValueError:
+        age = -1.0
+    if not 0 <= age < float("inf"):
+        raise click.BadParameter(f"{given!r} is no age; write 3600, 90m, 12h, 7d or 2w")
+    return age
+
+
+_POSITIVE = click.IntRange(min=1)
+_ANY = click.IntRange(min=0)
+_OPTIONS = (
+    click.option("--keep-latest", type=_ANY, metavar="N", help="Keep the newest N steps."),
+    click.option("--keep-every", type=_POSITIVE, metavar="N", help="Keep steps divisible by N."),
+    click.option(
+        "--items", multiple=True, metavar="GLOB", help="Of these steps, keep only these items. Repeatable."
+    ),
+    click.option("--keep-best", metavar="METRIC", help="Keep the best steps by a metric; needs --mode."),
+    click.option("--mode", type=click.Choice(["min", "max"]), help="Which value of the metric is best."),
+    click.option(
+        "--best-count", type=_POSITIVE, metavar="N", help="How many --keep-best keeps (default: 1)."
+    ),
+    click.option(
+        "--keep-newer-than",
+        callback=_age,
+        metavar="AGE",
+        help="Keep newer steps: seconds, or 90m, 12h, 7d, 2w.",
+    ),
+    click.option("--keep-step", multiple=True, type=_ANY, metavar="STEP", help="Keep this step. Repeatable."),
+)
+
+
+def retention_options(function: _Function) -> _Function:
+    """Gives a command all options of retention."""
+    return reduce(lambda made, option: option(made), reversed(_OPTIONS), function)
+
+
+def retention_of(options: dict[str, Any]) -> sw.Retention | None:
+    """Returns the rule that the options make; ``None`` without any."""
+    if options["items"] and options["keep_every"] is None:
+        raise click.UsageError("--items needs --keep-every: it says what stays of those steps")
+    if options["keep_best"] is None and (options["mode"] or options["best_count"]):
+        raise click.UsageError("--mode and --best-count need --keep-best METRIC")
+    if options["keep_best"] is not None and options["mode"] is None:
+        raise click.UsageError("--keep-best needs --mode min (as for a loss) or --mode max")
+    rules: list[sw.Retention] = []
+    if options["keep_latest"] is not None:
+        rules.append(sw.keep_latest(options["keep_latest"]))
+    if options["keep_every"] is not None:
+        rules.append(sw.keep_every(options["keep_every"], list(options["items"]) or None))
+    if options["keep_best"] is not None:
+        rules.append(sw.keep_best(options["best_count"] or 1, options["keep_best"], options["mode"]))
+    if options["keep_newer_than"] is not None:
+        rules.append(sw.keep_newer_than(options["keep_newer_than"]))
+    if options["keep_step"]:
+        rules.append(sw.keep_steps(options["keep_step"]))
+    return reduce(or_, rules) if rules else None
+
+
+def decisions(manager: sw.CheckpointManager) -> list[dict[str, Any]]:
+    """Returns the decision about every whole step, in order. Damaged steps are neither counted nor
+    deleted, and have none."""
+    found = []
+    rows = {row.step: row for row in manager.inspect()}
+    for step, decision in sorted(manager.plan_retention().items()):
+        row = rows[step]
+        kept = decision.get("items")
+        if decision["decision"] == "delete":
+            what, items, reasons = "delete", [], [decision["reason"]]
+        elif isinstance(kept, dict):
+            what, items, reasons = "thin", sorted(kept["only"]), decision["reasons"]
+        else:
+            what, items, reasons = "keep", [item.name for item in row.items], decision["reasons"]
+        freed = sum(item.nbytes for item in row.items if item.name not in items)
+        found.append(
+            {
+                "step": step,
+                "decision": what,
+                "items": items,
+                "reasons": reasons,
+                "bytes": row.nbytes,
+                "bytes_freed": freed,
+            }
+        )
+    return found
+
+
+def decision_lines(out: Output, rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The decisions, one a line."""
+    texts = []
+    for row in rows:
+        only = f" to {', '.join(row['items'])}" if row["decision"] == "thin" else ""
+        freed = size(row["bytes_freed"]) if row["bytes_freed"] else ""
+        texts.append((str(row["step"]), safe(row["decision"] + only), freed, safe("; ".join(row["reasons"]))))
+    heads, *lines = columns([("step", "decision", "frees", "why"), *texts], "rlrl")
+    yield "  " + out.dim(heads)
+    for line, row in zip(lines, rows, strict=True):
+        yield "  " + (out.bad(line) if row["decision"] == "delete" else line)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Returns the decisions in one line."""
+    keep, thin, delete = (sum(row["decision"] == what for row in rows) for what in ("keep", "thin", "delete"))
+    freed = size(sum(row["bytes_freed"] for row in rows))
+    return f"{count(keep, 'step')} kept, {thin} thinned, {delete} deleted; {freed} freed"
