@@ -13,7 +13,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 from ._core import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_NAME_BYTES, MAX_STEP
 from .errors import MisuseError
@@ -22,7 +22,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in a message."""
     try:
         text = repr(value)
@@ -31,14 +31,14 @@ def shown(value: Any) -> str:
     return f"{type(value).__qualname__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _is_truth(value: Any) -> bool:
+def _is_truth(value: object) -> bool:
     """True for a bool of Python or numpy. Avoids importing numpy, which costs more than a short
     command: a numpy bool exists only if numpy is imported."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_))
 
 
-def flag(value: Any, name: str) -> bool:
+def flag(value: object, name: str) -> bool:
     """Checks a bool. Other truth values are refused: ``"no"`` is true, and its author means
     something else."""
     if _is_truth(value):
@@ -46,7 +46,7 @@ def flag(value: Any, name: str) -> bool:
     raise MisuseError(f"{name} is True or False, not {shown(value)}")
 
 
-def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
+def whole(value: object, name: str, least: int, most: int | None = None) -> int:
     """An integer, in bounds."""
     bounds = f"at least {least}" if most is None else f"from {least} to {most}"
     if _is_truth(value) or not hasattr(value, "__index__"):
@@ -64,7 +64,7 @@ def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
 MAX_SIZE = 2**63 - 1
 
 
-def sizes(values: Any, name: str) -> tuple[int, ...]:
+def sizes(values: Iterable[SupportsIndex], name: str) -> tuple[int, ...]:
     """A number for each dimension: of a shape, or of a place in one."""
     try:
         found = tuple(map(operator.index, values))
@@ -77,7 +77,7 @@ def sizes(values: Any, name: str) -> tuple[int, ...]:
     return found
 
 
-def shape_of(array: Any, what: str) -> tuple[int, ...]:
+def shape_of(array: object, what: str) -> tuple[int, ...]:
     """The shape of what a process has: an array, or a description of one."""
     shape = getattr(array, "shape", None)
     if shape is None:
@@ -85,7 +85,7 @@ def shape_of(array: Any, what: str) -> tuple[int, ...]:
     return sizes(shape, f"the shape of what {what} holds")
 
 
-def listed(values: Any, what: str) -> list[Any]:
+def listed(values: Iterable[_T], what: str) -> list[_T]:
     """Several values; text is one."""
     if not isinstance(values, (str, bytes)):
         with contextlib.suppress(TypeError):
@@ -93,12 +93,12 @@ def listed(values: Any, what: str) -> list[Any]:
     raise MisuseError(f"{what}, not {shown(values)}")
 
 
-def step_number(step: Any) -> int:
+def step_number(step: object) -> int:
     """The number of a step."""
     return whole(step, "a step", 0, MAX_STEP)
 
 
-def given_step(step: Any) -> int | None:
+def given_step(step: object) -> int | None:
     """The step argument of a restore. A state in its place gets the advice to use ``into=``."""
     if isinstance(step, (Mapping, list, tuple)) or hasattr(step, "state_dict"):
         raise MisuseError(
@@ -181,7 +181,7 @@ RESTORE_WORDS = {
 }
 
 
-def one_of(value: Any, name: str, allowed: Iterable[str | None]) -> Any:
+def one_of(value: _T, name: str, allowed: Iterable[str | None]) -> _T:
     """One of a few words."""
     words = tuple(allowed)
     if (value is None or isinstance(value, str)) and value in words:
@@ -191,20 +191,20 @@ def one_of(value: Any, name: str, allowed: Iterable[str | None]) -> Any:
     )
 
 
-def meant(value: Any, words: Iterable[str]) -> str:
+def meant(value: object, words: Iterable[str]) -> str:
     """A question after the word that may have been meant, where one is near."""
     near = difflib.get_close_matches(value, list(words), 1) if isinstance(value, str) else []
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def instance(value: Any, cls: type, name: str, make: str) -> Any:
+def instance(value: object, cls: type[_T], name: str, make: str) -> _T:
     """An object of one of this package's own classes."""
     if isinstance(value, cls):
         return value
     raise MisuseError(f"{name} is made by {make}, not a {shown(value)}")
 
 
-def text(value: Any, name: str) -> str:
+def text(value: object, name: str) -> str:
     """Text that has a UTF-8 form."""
     if not isinstance(value, str):
         raise MisuseError(f"{name} is a str, not {shown(value)}")
@@ -215,7 +215,7 @@ def text(value: Any, name: str) -> str:
     return str(value)
 
 
-def real_numbers(metrics: Any) -> dict[str, float]:
+def real_numbers(metrics: object) -> dict[str, float]:
     """Metrics as floats: real numbers and 0-d arrays."""
     if metrics is None:
         return {}
@@ -248,7 +248,7 @@ def real_numbers(metrics: Any) -> dict[str, float]:
     return numbers
 
 
-def metadata_json(value: Any) -> str:
+def metadata_json(value: object) -> str:
     """A user's metadata of a step, as text."""
     found = json.dumps(plain_json(value, "custom_metadata"), ensure_ascii=False, separators=(",", ":"))
     if len(found.encode()) > MAX_METADATA_BYTES:
@@ -258,13 +258,13 @@ def metadata_json(value: Any) -> str:
     return found
 
 
-def plain_json(value: Any, what: str) -> Any:
+def plain_json(value: object, what: str) -> Any:
     """JSON that will come back as it is (tuples as lists): no NaN, no integers that JSON's readers
     would round, no keys that it would turn into strings."""
     return _plain_json(value, what, [])
 
 
-def _plain_json(value: Any, what: str, above: list[Any]) -> Any:
+def _plain_json(value: object, what: str, above: list[object]) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -308,7 +308,7 @@ def _plain_json(value: Any, what: str, above: list[Any]) -> Any:
     return made
 
 
-def check_coordinator(coordinator: Any, what: str) -> None:
+def check_coordinator(coordinator: object, what: str) -> None:
     """Raises where several processes run and nobody has said that only this one does ``what``."""
     if coordinator is None:
         return

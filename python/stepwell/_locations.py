@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from ._checks import shown
@@ -51,7 +51,7 @@ _SCHEMES = frozenset(
 )
 
 
-def absolute(path: Any, what: str = "the path") -> str:
+def absolute(path: Path, what: str = "the path") -> str:
     """Returns an absolute path, ``~`` expanded. Accepts ``file://`` URLs, and refuses others."""
     try:
         given = os.fspath(path)
@@ -68,7 +68,7 @@ def absolute(path: Any, what: str = "the path") -> str:
     return os.path.abspath(os.path.expanduser(given))
 
 
-def readable(path: Any, what: str = "the path") -> str:
+def readable(path: Path, what: str = "the path") -> str:
     """Returns the absolute path of something to read. A symlink to something is followed."""
     found = absolute(path, what)
     return os.path.realpath(found) if os.path.islink(found) and os.path.exists(found) else found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from . import _core
 from ._checkpoint import Checkpoint, Damage, VerifyReport
@@ -19,7 +19,7 @@ from ._locations import MANIFEST, is_directory
 from ._options import reader_json
 from .errors import CorruptCheckpoint, StepGone, StepNotFound, StorageError
 
-Progress: TypeAlias = Callable[[int, int], Any] | None
+Progress: TypeAlias = Callable[[int, int], object] | None
 
 #: How often the newest step is looked up again. A writer would have to commit and retire a step
 #: within each attempt.

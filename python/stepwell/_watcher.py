@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Iterator
+from typing import TypeAlias
 
 from . import _core
 from . import _lifecycle as lifecycle
@@ -62,7 +62,7 @@ class _Steps:
     def __init__(self, root: str, open_step: Callable[[str, int], Checkpoint], after: int | None) -> None:
         self._root = root
         #: Remembers the manifests that it has read: a look costs one ``stat`` per step.
-        self._reader: Any = None
+        self._reader: _core.Manager | None = None
         self._open_step = open_step
         self._after = after
         #: The steps that the caller has seen before: never yielded, also after a rewind.
@@ -107,7 +107,7 @@ class _Steps:
             self._passed_over.discard(step)
             yield self._give(step, checkpoint)
 
-    def _listed(self, too: Any = ()) -> list[int]:
+    def _listed(self, too: Container[int] = ()) -> list[int]:
         steps = self._there()
         if self._was_rewound(steps):
             same = [step for step, (manifest, which) in self._seen.items() if _identity(manifest) == which]
@@ -122,7 +122,7 @@ class _Steps:
                 return []
             self._reader = _core.Manager(self._root, reader_json())
         try:
-            steps: list[int] = self._reader.all_steps()
+            steps = self._reader.all_steps()
         except BaseException:
             self.close()
             raise

@@ -33,7 +33,7 @@ DOCUMENT_VERSION = 1
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def is_terminal(stream: IO[Any]) -> bool:
+def is_terminal(stream: IO[str]) -> bool:
     """True if a stream supports colours and bars."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
@@ -85,7 +85,7 @@ class Output:
 _KEYS = {"nbytes": "bytes"}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Returns a value as JSON. NaN and infinities are strings, times are UTC, dataclasses become
     objects, and everything that JSON lacks is its ``repr``."""
     if value is None or isinstance(value, bool) or type(value) in (int, str):

@@ -34,7 +34,7 @@ def page(title: str, data: dict[str, Any]) -> str:
     )
 
 
-def embedded(data: Any) -> str:
+def embedded(data: object) -> str:
     """JSON that stays inside its element, whatever its texts are."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
