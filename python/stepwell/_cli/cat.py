@@ -19,8 +19,8 @@ from ..errors import MismatchError, MisuseError
 from .command import command
 from .output import FINE, Output, safe, size
 from .progress import progress
-from .reading import pieces
-from .show import drawn, small_objects
+from .reading import Values, pieces
+from .show import drawn, facts, small_objects
 from .targets import TARGET, Target
 
 #: Elements at both ends of a dimension that a short print shows.
@@ -60,8 +60,8 @@ def cat(out: Output, path: Target, leaf: str, everything: bool, output: str | No
             )
         if node.leaf is None:
             below = [one for one in nodes[1:] if one.parent == number]
-            keys = ("path", "kind", "dtype", "shape", "leaves", "stored_bytes")
-            children = [{key: getattr(one, key) for key in keys} for one in below]
+            names = ("path", "kind", "dtype", "shape", "leaves", "stored_bytes")
+            children = [facts(one, *names) for one in below]
             out.document({"path": node.path, "kind": node.kind, "children": children})
             out.lines(drawn(out, nodes, small_objects(checkpoint, below), depth=1, top=number))
         elif node.kind == "object":
@@ -80,7 +80,9 @@ def cat(out: Output, path: Target, leaf: str, everything: bool, output: str | No
 class _Sliced:
     """A slice of a stored array."""
 
-    def __init__(self, checkpoint: sw.Checkpoint, node: sw.results.StoredNode, index: Any) -> None:
+    def __init__(
+        self, checkpoint: sw.Checkpoint, node: sw.results.StoredNode, index: tuple[Any, ...]
+    ) -> None:
         shape = node.shape or ()
         dtype = sw.ArraySpec(shape, node.dtype).dtype
         self._checkpoint = checkpoint
@@ -109,7 +111,7 @@ class _Sliced:
         }
         self.nbytes = prod(self.shape) * self.dtype.itemsize
 
-    def read(self, boxes: list[tuple[slice, ...]]) -> list[np.ndarray[Any, Any]]:
+    def read(self, boxes: list[tuple[slice, ...]]) -> list[Values]:
         """Reads boxes of the slice in one go."""
         return self._checkpoint.read((self.path, self._index(box)) for box in boxes)
 
@@ -181,7 +183,7 @@ def _print(out: Output, array: _Sliced, everything: bool) -> None:
     )
 
 
-def _edges(array: _Sliced) -> np.ndarray[Any, Any]:
+def _edges(array: _Sliced) -> Values:
     """Returns an array whose short print is that of the slice: both ends of each dimension, and one
     more element between them. Nothing else is read."""
     runs = [
@@ -227,7 +229,7 @@ def _write(out: Output, array: _Sliced, output: str) -> None:
         )
 
 
-def _listed(array: np.ndarray[Any, Any]) -> Any:
+def _listed(array: Values) -> Any:
     """Returns nested lists: complex numbers as pairs, dates as ISO texts."""
     kind = array.dtype.kind
     if kind in "mM":

@@ -13,7 +13,7 @@ import numpy as np
 import stepwell as sw
 
 from .progress import Tell
-from .reading import PIECE_BYTES, pieces
+from .reading import PIECE_BYTES, Values, pieces
 
 _Node: TypeAlias = sw.results.StoredNode
 #: A leaf on both sides, and the part of it that is read.
@@ -29,14 +29,14 @@ class Change:
     #: The kinds of both sides, or the types of two objects.
     kind: tuple[str, str] | None = None
     dtype: tuple[str | None, str | None] | None = None
-    shape: tuple[Any, Any] | None = None
+    shape: tuple[object, object] | None = None
     #: Elements of an array whose values differ; how many are not the same bits (where the dtypes
     #: differ: not the same numbers); the largest absolute difference.
     elements: int | None = None
     differing_elements: int | None = None
     max_abs_difference: float | None = None
     #: Objects that differ.
-    objects: tuple[Any, Any] | None = None
+    objects: tuple[object, object] | None = None
 
 
 @final
@@ -164,7 +164,7 @@ def _batches(pairs: list[tuple[_Node, _Node]]) -> Iterator[list[_Part]]:
         yield batch
 
 
-def difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[int, float]:
+def difference(one: Values, other: Values) -> tuple[int, float]:
     """Returns how many elements differ, and by how much at most. Arrays of one dtype are compared
     bit for bit: ``-0.0`` is not ``0.0``, though they differ by 0."""
     a, b = one.reshape(-1), other.reshape(-1)
@@ -184,11 +184,11 @@ def difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[
     return int(np.count_nonzero(unlike)), _most(wide_a[unlike], wide_b[unlike])
 
 
-def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _bytes(array: Values) -> Values:
     return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), array.dtype.itemsize)
 
 
-def _wide(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _wide(array: Values) -> Values:
     """The same numbers in a dtype that numpy computes in: integers stay integers."""
     kind = array.dtype.kind
     if kind in "mM":
@@ -203,7 +203,7 @@ def _wide(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.astype(np.float64)
 
 
-def _most(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
+def _most(one: Values, other: Values) -> float:
     """The largest absolute difference of elements; NaN where one of the two is NaN and the other is
     not."""
     a, b = _wide(one), _wide(other)

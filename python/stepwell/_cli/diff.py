@@ -63,9 +63,9 @@ def _lines(out: Output, found: Difference, values: bool) -> Iterator[str]:
 
 
 def _parts(change: Change) -> Iterator[str]:
-    for pair in (change.kind, change.dtype, change.shape and tuple(map(list, change.shape))):
+    for pair in (change.kind, change.dtype, change.shape):
         if pair is not None:
-            yield f"{safe(pair[0])} → {safe(pair[1])}"
+            yield " → ".join(safe(list(side) if isinstance(side, tuple) else side) for side in pair)
     if change.max_abs_difference is not None:
         yield (
             f"{change.differing_elements} of {change.elements} elements differ, "

@@ -7,7 +7,6 @@ import platform
 import resource
 import sys
 from importlib import metadata
-from typing import Any
 
 import click
 
@@ -55,7 +54,7 @@ def info(out: Output, path: str, cuda: bool) -> int:
             "environment": settings,
         }
     )
-    shown: dict[str, Any] = {**versions, "executable": sys.executable, "path": where}
+    shown: dict[str, object] = {**versions, "executable": sys.executable, "path": where}
     shown |= {name: value for name, value in engine.items() if name != "reasons"}
     shown |= {**machine, "memory_bytes": size(memory)}
     shown["memlock_bytes"] = "unlimited" if locked == resource.RLIM_INFINITY else size(locked)

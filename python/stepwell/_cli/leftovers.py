@@ -9,7 +9,7 @@ import os
 import re
 import struct
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 #: Names as ``manager/src/directory_layout.rs`` makes them. Other names belong to somebody else.
 _NAMES = re.compile(
@@ -62,7 +62,7 @@ class Leftovers:
         live = [one for one in self.temporaries if one.live is not False]
         return live + self.set_aside + [one for steps in self.branches.values() for one in steps]
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """The entries for a JSON document."""
         return {
             "temporaries": self.temporaries,

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any, TypeAlias
 
 import numpy as np
+
+#: Values that were read, of any dtype.
+Values: TypeAlias = np.ndarray[Any, Any]
 
 #: Bytes of one piece.
 PIECE_BYTES = 32 << 20

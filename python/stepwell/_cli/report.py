@@ -54,7 +54,7 @@ def report(out: Output, path: Target, output: str, **options: Any) -> int:
             raise
         unread = str(error)
     shown = safe(path)
-    data = {
+    data: dict[str, object] = {
         "path": shown,
         "version": sw.__version__,
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -14,13 +14,12 @@ import html
 import json
 from importlib import resources
 from string import Template
-from typing import Any
 
 #: Parts of the script, in their order: they share one scope.
 _SCRIPTS = ("base.js", "grid.js", "treemap.js", "files.js", "leaves.js", "steps.js", "main.js")
 
 
-def page(title: str, data: dict[str, Any]) -> str:
+def page(title: str, data: dict[str, object]) -> str:
     """The whole page."""
     style = _asset("page.css")
     script = '(() => {\n"use strict";\n' + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"

@@ -98,7 +98,7 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> di
     }
 
 
-def small_objects(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> dict[str, Any]:
+def small_objects(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> dict[str, object]:
     """Returns the values of the objects by path. It is empty if they are large, or cannot be read:
     ``verify`` reports damage."""
     objects = [node for node in nodes if node.kind == "object" and node.leaf is not None]
@@ -133,7 +133,7 @@ def _head_lines(out: Output, head: dict[str, Any]) -> Iterator[str]:
 def drawn(
     out: Output,
     nodes: list[sw.results.StoredNode],
-    values: dict[str, Any],
+    values: dict[str, object],
     depth: int | None = None,
     top: int = 0,
 ) -> Iterator[str]:
@@ -161,7 +161,7 @@ def drawn(
         yield out.dim(line) if row[3].startswith("=") else line
 
 
-def _remark(node: sw.results.StoredNode, values: dict[str, Any]) -> str:
+def _remark(node: sw.results.StoredNode, values: dict[str, object]) -> str:
     if node.tied_to is not None:
         return f"= {safe(node.tied_to)}, tied"
     if node.path in values:
@@ -207,34 +207,27 @@ def _place(chunk: sw.results.StoredChunk, node: sw.results.StoredNode) -> str:
     return f" [{', '.join(slices)}]"
 
 
-def _document(nodes: list[sw.results.StoredNode], values: dict[str, Any], layout: bool) -> dict[str, Any]:
+def _document(
+    nodes: list[sw.results.StoredNode], values: dict[str, object], layout: bool
+) -> dict[str, object]:
     """Leaves and containers; with the places of chunks if the layout was asked for."""
     leaves = sorted((node for node in nodes if node.leaf is not None), key=lambda node: node.leaf or 0)
+    containers = [node for node in nodes if node.leaf is None]
     return {
         "leaves": [
             {
-                "path": node.path,
-                "kind": node.kind,
-                "dtype": node.dtype,
-                "shape": node.shape,
+                **facts(node, "path", "kind", "dtype", "shape", "stored_bytes", "tied_to", "item"),
                 "bytes": node.nbytes,
-                "stored_bytes": node.stored_bytes,
-                "tied_to": node.tied_to,
-                "item": node.item,
                 "chunks": len(node.chunks),
                 **({"value": values[node.path]} if node.path in values else {}),
                 **({"places": node.chunks} if layout else {}),
             }
             for node in leaves
         ],
-        "containers": [
-            {
-                "path": node.path,
-                "kind": node.kind,
-                "leaves": node.leaves,
-                "stored_bytes": node.stored_bytes,
-            }
-            for node in nodes
-            if node.leaf is None
-        ],
+        "containers": [facts(node, "path", "kind", "leaves", "stored_bytes") for node in containers],
     }
+
+
+def facts(node: sw.results.StoredNode, *names: str) -> dict[str, object]:
+    """Returns attributes of a node by name."""
+    return {name: getattr(node, name) for name in names}
