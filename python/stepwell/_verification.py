@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from . import _core
 from ._checkpoint import Checkpoint, Damage, VerifyReport
+from ._contents import steps
 from ._locations import MANIFEST, is_directory
 from ._options import reader_json
 from .errors import CorruptCheckpoint, StepGone, StepNotFound, StorageError
@@ -46,13 +47,21 @@ def verify(
 def _of_root(
     path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress
 ) -> VerifyReport:
-    listed, damaged = _core.list_steps(path), _damaged(path)
+    core = _core.Manager(path, reader_json())
+    try:
+        rows = steps(core.report())
+    finally:
+        core.close(None)
+    # A step wins over an invalid directory with the same number.
+    rows.sort(key=lambda row: row.step is not None)
+    by_number = {int(found.group()): row for row in rows if (found := re.search(r"[0-9]+$", row.name))}
     if step is None:
-        step = max([*listed, *damaged], default=None)
-    if step is not None and step in damaged and step not in listed:
-        name, why = damaged[step]
-        file = os.path.join(path, name, MANIFEST)
-        return VerifyReport(0, 0, (Damage(file, None, (), why),), os.path.join(path, name), step)
+        step = max(by_number, default=None)
+    row = None if step is None else by_number.get(step)
+    if row is not None and row.step is None:
+        where = os.path.join(path, row.name)
+        damage = Damage(os.path.join(where, MANIFEST), None, (), row.damage or "")
+        return VerifyReport(0, 0, (damage,), where, step)
     return _one(path, step, opened, progress)
 
 
@@ -72,19 +81,3 @@ def _one(path: str, step: int | None, opened: Callable[..., Checkpoint], progres
 def _below(root: str, file: str) -> str:
     """The step's directory that a file of a root belongs to."""
     return os.path.join(root, os.path.relpath(file, root).split(os.sep)[0])
-
-
-def _damaged(root: str) -> dict[int, tuple[str, str]]:
-    """Returns the invalid directories of a root that have a step's name: by number, the name and
-    why it is invalid."""
-    core = _core.Manager(root, reader_json())
-    try:
-        quarantined = core.quarantined()
-    finally:
-        core.close(None)
-    found: dict[int, tuple[str, str]] = {}
-    for name, why in quarantined:
-        number = re.search(r"[0-9]+$", name)
-        if number is not None:
-            found[int(number.group())] = (name, why)
-    return found
