@@ -18,10 +18,10 @@ use stepwell_core::io::Dir;
 use stepwell_core::sys::spawn;
 
 use crate::commit::aside::replace_file;
+use crate::control::owner;
 use crate::directory_layout::{BEAT_PREFIX, CONTROL};
 use crate::environment::Clock;
 use crate::error::{Error, Result};
-use crate::root::owner;
 
 const MAX_BEAT_BYTES: u64 = 64 << 10;
 /// A writer beats so many times in the silence that others wait for.

@@ -9,9 +9,6 @@ use serde::{Deserialize, Serialize};
 
 use stepwell_core::Kind;
 
-use crate::save::Save;
-use crate::step_name::StepName;
-
 /// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -168,16 +165,18 @@ pub enum Error {
     /// The root has steps under another pattern of names, which the one that was asked for does not
     /// read.
     #[error(
-        "{} names its steps {recorded}, and {example} stands there: to a manager with the names {wanted} it would be no step, neither listed nor counted by retention. Pass the names {}, or none to go on as the root says",
-        root.display(), StepName::clone(wanted).reading_too(recorded)
+        "{} names its steps {recorded}, and {example} stands there: to a manager with the names {wanted} it would be no step, neither listed nor counted by retention. Pass the names {both}, or none to go on as the root says",
+        root.display()
     )]
     OtherStepName {
         /// The root.
         root: PathBuf,
         /// The pattern of the root.
-        recorded: Box<StepName>,
+        recorded: String,
         /// The pattern that was asked for.
-        wanted: Box<StepName>,
+        wanted: String,
+        /// A pattern that reads both.
+        both: String,
         /// The name of a step that only the root's pattern reads.
         example: String,
     },
@@ -246,8 +245,6 @@ pub enum Error {
     Earlier {
         /// The step whose save raises this instead of saving: that save was not begun.
         unsaved: Option<u64>,
-        /// The save.
-        save: Save,
         /// Why it failed.
         source: Arc<Error>,
     },
@@ -546,9 +543,7 @@ mod tests {
     #[test]
     fn an_earlier_failure_keeps_its_kind_and_errno() {
         let source = stepwell_core::Error::io("write", "/x", std::io::Error::from_raw_os_error(28));
-        let save = Save::refused(7, crate::save::Refusal::Policy);
-        let error =
-            Error::Earlier { unsaved: None, save, source: Arc::new(Error::SaveFailed { step: 7, source }) };
+        let error = Error::Earlier { unsaved: None, source: Arc::new(Error::SaveFailed { step: 7, source }) };
         assert_eq!(error.kind(), "save_failed");
         assert_eq!(error.errno(), Some(28));
         assert!(error.to_string().contains("step 7"));

@@ -20,7 +20,9 @@
 pub mod beat;
 pub mod checkpoint;
 pub mod commit;
+mod control;
 pub mod coordination;
+mod delete_tree;
 pub mod directory_layout;
 pub mod discovery;
 pub mod environment;

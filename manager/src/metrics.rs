@@ -86,7 +86,7 @@ pub fn add(
     };
     let bytes = serde_json::to_vec(&sidecar).map_err(|error| crate::error::unencodable(&error))?;
     limit("the size of the metrics of one call in bytes", bytes.len() as u64, MAX_METADATA_BYTES)?;
-    crate::root::make_control(root)?;
+    crate::control::make_control(root)?;
     let dir = root.open_dir(&control(METRICS))?;
     let name = format!("{}-{}-{}.json", attempt.session, attempt.counter, environment.hex_id());
     replace_file(&*dir, &name, &format!(".{name}.new"), &bytes)?;

@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::format::manifest::FileEntry;
-use stepwell_core::io::{Dir, EntryKind, LockKind};
+use stepwell_core::io::{Dir, LockKind};
 use stepwell_core::sys::spawn;
 
+use crate::delete_tree::{delete, ignore_missing};
 use crate::directory_layout::LEASE;
 use crate::environment::Clock;
 use crate::guard::guarded;
@@ -25,59 +26,6 @@ use crate::spares::Spares;
 const RETRY: Duration = Duration::from_millis(500);
 /// Between two files, so that a save that runs at the same time has the disk.
 const PACE: Duration = Duration::from_millis(1);
-/// Directories nest no deeper in anything that we made; a deeper foreign tree is left alone.
-const MAX_DEPTH: usize = 64;
-
-/// Deletes a directory and all in it, at once. A missing one is ENOENT.
-pub fn delete_tree(parent: &dyn Dir, name: &str) -> stepwell_core::Result<()> {
-    delete(parent, name, &mut || true, 0).map(drop)
-}
-
-/// `Ok(false)`: told to stop.
-fn delete(
-    parent: &dyn Dir,
-    name: &str,
-    go_on: &mut dyn FnMut() -> bool,
-    depth: usize,
-) -> stepwell_core::Result<bool> {
-    let path = || parent.path().join(name);
-    if depth > MAX_DEPTH {
-        return Err(stepwell_core::Error::Limit {
-            what: format!("the depth of directories at {}", path().display()),
-            found: depth as u64,
-            limit: MAX_DEPTH as u64,
-        });
-    }
-    let dir = parent.open_dir(name)?;
-    let mut entries = dir.entries()?;
-    // The lock file goes last, so that the lock means something until the end.
-    entries.sort_by_key(|entry| entry.name == LEASE);
-    for entry in entries {
-        if !go_on() {
-            return Ok(false);
-        }
-        if entry.kind == EntryKind::Dir {
-            match delete(&*dir, &entry.name, go_on, depth + 1) {
-                Ok(true) => {}
-                // Another process deletes the same.
-                Err(error) if error.is_not_found() => {}
-                stopped => return stopped,
-            }
-        } else {
-            ignore_missing(dir.remove_file(&entry.name))?;
-        }
-    }
-    ignore_missing(parent.remove_dir(name))?;
-    Ok(true)
-}
-
-fn ignore_missing(result: stepwell_core::Result<()>) -> stepwell_core::Result<()> {
-    match result {
-        Err(error) if error.is_not_found() => Ok(()),
-        other => other,
-    }
-}
-
 /// The result of one try.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Removed {
@@ -116,12 +64,12 @@ pub fn remove(
         Err(error) if error.is_not_found() || error.is_without_locks() => None,
         Err(error) => return Err(error),
     };
-    let mut deleted = delete(root, name, go_on, 0);
+    let mut deleted = delete(root, name, go_on);
     if deleted.as_ref().is_err_and(stepwell_core::Error::is_occupied) {
         // A network file system keeps a file that is open under another name, and this is the
         // lock's: it goes when the lock is let go.
         drop(lock);
-        deleted = delete(root, name, go_on, 0);
+        deleted = delete(root, name, go_on);
     }
     match deleted {
         Ok(false) => Ok(Removed::Stopped),

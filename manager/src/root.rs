@@ -1,219 +1,471 @@
-//! A root's own directory: `root.json`, the writer's lock and the epoch.
+//! A root: one directory of steps. What is there, what is damaged, who writes here, what goes.
+//!
+//! [`Root`] knows nothing of saves, ranks and policies, and has no state outside of itself: a
+//! process may have any number of them. [`crate::control`] is the root's own directory on disk.
 
-use std::path::Path;
-use std::sync::Arc;
-use std::time::Duration;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-use stepwell_core::format::manifest::Others;
-use stepwell_core::io::{Dir, Lock, LockKind};
-use stepwell_core::limits::MAX_METADATA_BYTES;
+use stepwell_core::deadline::deadline_after;
+use stepwell_core::io::change_log::{ChangeLog, RecordingDir};
+use stepwell_core::io::{Dir, Lock};
+use stepwell_core::load::LoadOptions;
 
-use crate::commit::aside::replace_file;
-use crate::directory_layout::{CONTROL, EPOCH, LOCK, MANIFEST, METRICS, ROOT_JSON, control};
+pub use crate::control::{
+    Epoch, RootInfo, Standing, lock, make_control, make_info, open, read_epoch, read_info, standing,
+    take_epoch, usurper,
+};
+
+use crate::beat::{self, Heart};
+use crate::checkpoint::{Checkpoint, Expected};
+use crate::directory_layout;
+use crate::discovery::{Discovery, Found, Listing, Quarantined, damage, is_no_step, read_manifest, stands};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::metrics::{self, Sidecars};
+use crate::options::Options;
+use crate::recovery;
+use crate::retire::{self, Deleter};
 use crate::step_name::StepName;
 
-const FORMAT_VERSION: u32 = 1;
-/// `root.json` holds the user's metadata and little else.
-const MAX_ROOT_JSON_BYTES: u64 = MAX_METADATA_BYTES + (64 << 10);
-const MAX_EPOCH_BYTES: u64 = 64 << 10;
-/// How often the lock is tried, and the pause in between: another manager of the same process may
-/// be just closing.
-const LOCK_TRIES: usize = 20;
-const LOCK_PAUSE: Duration = Duration::from_millis(10);
+/// How long a newest step is looked for that is not gone before it is opened: another process would
+/// have to retire one after the other all that time.
+const LOOKING: Duration = Duration::from_secs(5);
 
-/// The content of `root.json`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct RootInfo {
-    /// `stepwell-root`.
-    format: String,
-    /// Version of the root's format.
-    format_version: u32,
-    /// Random, 32 hex digits.
-    pub root_id: String,
-    /// How steps are named.
-    pub step_name: StepName,
-    /// The user's metadata of the root; the first writer's stays.
-    #[serde(default)]
-    pub metadata: serde_json::Value,
-    /// Keys that this version does not know; what a later one has noted survives a writer of this
-    /// one.
-    #[serde(flatten)]
-    others: Others,
+/// How often the newest step is looked up again because another process has removed a step
+/// meanwhile.
+pub(crate) const LISTINGS: usize = 64;
+
+/// How long a file system may take to show one machine what another has made.
+pub(crate) const VISIBLE_WITHIN: Duration = Duration::from_secs(30);
+
+/// See the module documentation.
+pub struct Root {
+    pub(crate) path: PathBuf,
+    pub(crate) dir: Arc<dyn Dir>,
+    session: String,
+    pub(crate) names: StepName,
+    pub(crate) info: Option<RootInfo>,
+    environment: Environment,
+    is_writer: bool,
+    pub(crate) discovery: Discovery,
+    pub(crate) sidecars: Sidecars,
+    pub(crate) deleter: Arc<Deleter>,
+    seen: Mutex<Seen>,
+    owned: Mutex<Owned>,
 }
 
-/// The content of the epoch file: the current writer.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Epoch {
-    /// Counts the writers of this root.
-    pub epoch: u64,
-    /// The writer's session.
-    pub session: String,
-    /// The writer, for messages.
-    pub owner: String,
+/// What was found here so far.
+#[derive(Default)]
+struct Seen {
+    /// Damage that a warning has reported: the attempt, and the damage.
+    reported: BTreeSet<String>,
+    /// Steps that have their name and may not be durable.
+    uncertain: BTreeSet<u64>,
+    /// True if a step was ever seen here.
+    populated: bool,
 }
 
-/// The content of a path.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standing {
-    /// No directory.
-    Nothing,
-    /// A directory with a manifest: a checkpoint, whole or not.
-    Checkpoint,
-    /// A directory that says that it is a root.
-    Root,
-    /// Some other directory; it may be the copy of a root that has lost what says so.
-    Directory,
+/// The rights of the root's writer.
+#[derive(Default)]
+struct Owned {
+    lock: Option<Box<dyn Lock>>,
+    /// The writer's heartbeat, on file systems without locks.
+    heart: Option<Heart>,
 }
 
-/// Inspects a path. A disk error is an error, not absence: a caller that takes it for absence would
-/// start a new run over an existing one.
-pub fn standing(environment: &Environment, path: &Path) -> Result<Standing> {
-    let directory = match environment.disk.open_dir(path) {
-        Ok(directory) => directory,
-        Err(error) if error.is_not_found() || error.is_no_directory() => return Ok(Standing::Nothing),
-        Err(error) => return Err(error.into()),
-    };
-    if directory.stat(MANIFEST)?.is_some() {
-        return Ok(Standing::Checkpoint);
+impl Root {
+    /// Opens a root: as its writer, which settles what a crash has left there, or to read only,
+    /// which changes nothing.
+    pub fn open(
+        path: &Path,
+        session: &str,
+        options: &Options,
+        environment: &Environment,
+        is_writer: bool,
+    ) -> Result<Self> {
+        let dir = open(environment, path, options.create && is_writer)?;
+        let changes = Arc::new(ChangeLog::default());
+        let (discovery, dir): (_, Arc<dyn Dir>) = if is_writer {
+            (Discovery::of_writer(Arc::clone(&changes)), Arc::new(RecordingDir::new(dir, changes)))
+        } else {
+            (Discovery::default(), dir)
+        };
+        let deleter = Deleter::with_spares(
+            Arc::clone(&dir),
+            Arc::clone(&environment.clock),
+            options.grace,
+            options.overwrite_from_bytes,
+        );
+        let info = if is_writer { None } else { read_info(&*dir)? };
+        let mut root = Self {
+            path: path.to_owned(),
+            dir,
+            session: session.to_owned(),
+            names: names(options, info.as_ref()),
+            info,
+            environment: environment.clone(),
+            is_writer,
+            discovery,
+            sidecars: Sidecars::default(),
+            deleter: Arc::new(deleter),
+            seen: Mutex::default(),
+            owned: Mutex::default(),
+        };
+        if is_writer {
+            if let Err(error) = root.own(options) {
+                root.let_go();
+                return Err(error);
+            }
+        } else if let Some(info) = &root.info {
+            root.check_names(&info.step_name)?;
+        }
+        Ok(root)
     }
-    Ok(if directory.stat(CONTROL)?.is_some() { Standing::Root } else { Standing::Directory })
-}
 
-/// Reads `root.json`. `None` if it does not exist (a root copied step by step, or a foreign
-/// directory).
-pub fn read_info(root: &dyn Dir) -> Result<Option<RootInfo>> {
-    let name = control(ROOT_JSON);
-    let bytes = match root.read_file(&name, MAX_ROOT_JSON_BYTES) {
-        Ok(bytes) => bytes,
-        Err(error) if error.is_not_found() => return Ok(None),
-        Err(error) => return Err(error.into()),
-    };
-    let file = root.path().join(name);
-    let info: RootInfo = serde_json::from_slice(&bytes)
-        .map_err(|error| {
-            let what = format!(
-                "{error}. The steps do not need it: where they have the default names (step_00000001), delete this file; else delete it and pass the pattern of the names when you open the root"
+    /// [`Root::open`] to read only, of what another machine has just made: a network file system
+    /// may not show that yet.
+    pub(crate) fn open_beside(
+        path: &Path,
+        session: &str,
+        options: &Options,
+        environment: &Environment,
+    ) -> Result<Self> {
+        let deadline = deadline_after(VISIBLE_WITHIN);
+        loop {
+            match Self::open(path, session, options, environment, false) {
+                Err(Error::Core(error)) if error.is_gone() && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+                opened => return opened,
+            }
+        }
+    }
+
+    /// Becomes the writer, and settles what a crash has left.
+    fn own(&mut self, options: &Options) -> Result<()> {
+        let Self { dir: root, session, environment, .. } = self;
+        make_control(&**root)?;
+        let lock = lock(&**root, options.take_over)?;
+        let is_locked = lock.is_some();
+        let owned = self.owned.get_mut().unwrap_or_else(PoisonError::into_inner);
+        owned.lock = lock;
+        if !is_locked {
+            tracing::warn!(
+                root = %root.path().display(), grace_seconds = options.grace.as_secs_f64(),
+                "no locks here: readers hold no leases; the files of a retired step are deleted after the grace period"
             );
-            stepwell_core::Error::Format { file: file.clone(), what }
-        })?;
-    if info.format_version != FORMAT_VERSION {
-        let what = format!("root format {}; this version reads {FORMAT_VERSION}", info.format_version);
-        return Err(stepwell_core::Error::Format { file, what }.into());
-    }
-    Ok(Some(info))
-}
-
-/// Makes what is missing of the root's own directory, under the lock. The first writer's metadata
-/// stays.
-pub fn make_info(
-    root: &dyn Dir,
-    environment: &Environment,
-    step_name: &StepName,
-    metadata: &serde_json::Value,
-) -> Result<RootInfo> {
-    let found = read_info(root)?;
-    let info = match found.clone() {
-        Some(info) => RootInfo {
-            step_name: step_name.clone(),
-            metadata: if info.metadata.is_null() { metadata.clone() } else { info.metadata },
-            ..info
-        },
-        None => RootInfo {
-            format: "stepwell-root".to_owned(),
-            format_version: FORMAT_VERSION,
-            root_id: environment.hex_id(),
-            step_name: step_name.clone(),
-            metadata: metadata.clone(),
-            others: Others::new(),
-        },
-    };
-    if found.as_ref() != Some(&info) {
-        write_json(root, ROOT_JSON, &info)?;
-    }
-    Ok(info)
-}
-
-/// Makes the directory itself, durably.
-pub fn make_control(root: &dyn Dir) -> Result<()> {
-    let mut made = false;
-    for name in [CONTROL.to_owned(), control(METRICS)] {
-        match root.create_dir(&name) {
-            Ok(_) => made = true,
-            Err(error) if error.already_exists() => {}
-            Err(error) => return Err(error.into()),
+            // Before the others are looked at: so two that come at once see each other.
+            owned.heart = Some(Heart::start(root, session, options.silence)?);
         }
-    }
-    if made {
-        root.open_dir(CONTROL)?.sync()?;
+        beat::wait_for_silence(&**root, session, &*environment.clock, options.silence)?;
         root.sync()?;
+        self.info = read_info(&**root)?;
+        self.names = names(options, self.info.as_ref());
+        let recorded = self.info.as_ref().map_or(&self.names, |info| &info.step_name).clone();
+        // Before anything is changed.
+        self.check_names(&recorded)?;
+        let Self { dir: root, session, environment, names, .. } = self;
+        match take_epoch(&**root, session) {
+            // A disk that a killed save has filled has room again once that save's files are gone.
+            // With the lock, they are nobody's.
+            Err(Error::Core(error)) if error.is_full() && is_locked => {
+                for trash in recovery::sweep(&**root, session, environment)?.trash {
+                    if let Err(error) = retire::remove(&**root, &trash, false, &mut || true) {
+                        tracing::warn!(%trash, %error, "could not be deleted to free disk space");
+                    }
+                }
+                take_epoch(&**root, session)?;
+            }
+            taken => drop(taken?),
+        }
+        beat::forget_others(&**root, session)?;
+        self.info = Some(make_info(&**root, environment, names, &options.root_metadata)?);
+        let mut recovered = recovery::sweep(&**root, session, environment)?;
+        let listing = self.discovery.list(&**root, names)?;
+        self.seen.get_mut().unwrap_or_else(PoisonError::into_inner).populated = !listing.steps.is_empty();
+        recovery::mend(&**root, &listing, environment.clock.unix_ns(), options.grace, &mut recovered);
+        match metrics::reclaim(&**root, names, &recorded, &listing) {
+            Ok(0) => {}
+            Ok(files) => tracing::info!(files, "removed the later metrics of steps that are gone"),
+            Err(error) => tracing::warn!(%error, "the later metrics of steps that are gone stay for now"),
+        }
+        if !recovered.abandoned.is_empty() {
+            tracing::info!(temporaries = ?recovered.abandoned, "removing what dead writers left");
+        }
+        self.deleter.enqueue(recovered.trash);
+        Ok(())
     }
-    Ok(())
-}
 
-/// Takes the writer's lock. `None`: this file system has none, and the caller may take the root
-/// over once the last writer has been silent ([`crate::beat`]).
-pub fn lock(root: &dyn Dir, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
-    let mut tries = LOCK_TRIES;
-    loop {
-        tries -= 1;
-        match root.try_lock(&control(LOCK), LockKind::Exclusive, true) {
-            Ok(Some(lock)) => return Ok(Some(lock)),
-            Ok(None) if tries > 0 => std::thread::sleep(LOCK_PAUSE),
-            Ok(None) => {
-                let owner = read_epoch(root).ok().flatten().map(|epoch| epoch.owner);
-                return Err(Error::Locked { root: root.path().to_owned(), owner });
-            }
-            Err(error) if error.is_without_locks() && take_over => return Ok(None),
-            Err(error) if error.is_without_locks() => {
-                let root = root.path().to_owned();
-                return Err(Error::NoLocks { root, answer: error.to_string() });
-            }
-            Err(error) => return Err(error.into()),
+    /// Refuses a pattern that does not read the existing steps. `latest_step()` and retention would
+    /// not know them, a writer's root would forget their pattern, and an evaluator would wait
+    /// permanently.
+    fn check_names(&self, recorded: &StepName) -> Result<()> {
+        if self.names == *recorded {
+            return Ok(());
+        }
+        let there = self.discovery.list(&*self.dir, recorded)?;
+        match there.steps.values().find(|found| self.names.parse(&found.name).is_none()) {
+            Some(found) => Err(Error::OtherStepName {
+                root: self.path.clone(),
+                recorded: recorded.to_string(),
+                wanted: self.names.to_string(),
+                both: self.names.clone().reading_too(recorded).to_string(),
+                example: found.name.clone(),
+            }),
+            None => Ok(()),
         }
     }
-}
 
-/// The current writer, from the epoch file.
-pub fn read_epoch(root: &dyn Dir) -> stepwell_core::Result<Option<Epoch>> {
-    match root.read_file(&control(EPOCH), MAX_EPOCH_BYTES) {
-        // A torn epoch cannot be: it is replaced whole. One that people have edited counts as none.
-        Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
-        Err(error) if error.is_not_found() => Ok(None),
-        Err(error) => Err(error),
+    /// Gives up the rights of the writer. Until then a new writer sees that this one may write.
+    pub fn let_go(&self) {
+        let Owned { heart, .. } =
+            std::mem::take(&mut *self.owned.lock().unwrap_or_else(PoisonError::into_inner));
+        if let Some(heart) = heart {
+            heart.stop(&*self.dir);
+        }
+    }
+
+    /// True if this file system shows by a lock who writes here.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.owned.lock().unwrap_or_else(PoisonError::into_inner).lock.is_some()
+    }
+
+    /// Asked before a step is taken out of sight, set aside or thinned: nobody but the root's
+    /// current writer does that.
+    pub(crate) fn check_fence(&self) -> Result<()> {
+        match usurper(&*self.dir, &self.session)? {
+            Some(owner) => Err(Error::Locked { root: self.path.clone(), owner: Some(owner) }),
+            None => Ok(()),
+        }
+    }
+
+    /// A new name for something of a step that is to be deleted.
+    pub(crate) fn trash(&self, step: u64) -> String {
+        directory_layout::trash(&directory_layout::label(step), self.environment.rng.next_u128())
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True if a step was ever seen here: then the root is not empty, and need not be looked at to
+    /// know that.
+    pub(crate) fn is_populated(&self) -> bool {
+        self.seen().populated
+    }
+
+    /// Records whether a step that has its name is known to be durable.
+    pub(crate) fn set_uncertain(&self, step: u64, is_uncertain: bool) {
+        let mut seen = self.seen();
+        if is_uncertain {
+            seen.uncertain.insert(step);
+        } else {
+            seen.uncertain.remove(&step);
+        }
+    }
+
+    /// Steps above this one that may not be durable, newest first.
+    pub(crate) fn uncertain_above(&self, step: u64) -> Vec<u64> {
+        self.seen().uncertain.range(step + 1..).rev().copied().collect()
+    }
+
+    /// Asks the disk once more about a step whose rename may not be durable, as the next writer
+    /// would: where the root can be synced now, it is committed, and listed from here on. Returns
+    /// whether it is still uncertain.
+    pub(crate) fn settle_uncertain(&self, step: u64) -> bool {
+        if !self.seen().uncertain.contains(&step) {
+            return false;
+        }
+        if let Err(error) = self.dir.sync() {
+            tracing::warn!(step, %error, "it is still uncertain whether this step survives a power cut");
+            return true;
+        }
+        tracing::info!(step, "a step that was uncertain is committed: the root is synced");
+        self.set_uncertain(step, false);
+        false
+    }
+
+    /// All committed steps, with every manifest inspected.
+    pub fn list(&self) -> Result<Arc<Listing>> {
+        Ok(self.counted(self.discovery.list(&*self.dir, &self.names)?))
+    }
+
+    /// The same, as far as the root's directory shows it: what is chosen is looked at by itself.
+    pub(crate) fn look(&self) -> Result<Arc<Listing>> {
+        Ok(self.counted(self.discovery.look(&*self.dir, &self.names)?))
+    }
+
+    fn counted(&self, mut listing: Arc<Listing>) -> Arc<Listing> {
+        let mut seen = self.seen();
+        // A reader may look at a copy that is still being made.
+        let reported = if self.is_writer { listing.quarantined.as_slice() } else { &[] };
+        for quarantined in reported {
+            seen.report_quarantined(quarantined);
+        }
+        seen.populated |= !listing.steps.is_empty();
+        if !seen.uncertain.is_empty() {
+            let steps = &mut Arc::make_mut(&mut listing).steps;
+            steps.retain(|step, _| !seen.uncertain.contains(step));
+        }
+        listing
+    }
+
+    /// The newest whole step.
+    pub fn newest(&self) -> Result<Option<Found>> {
+        self.newest_from(0)
+    }
+
+    /// The number of the newest whole step.
+    pub(crate) fn newest_step(&self) -> Result<Option<u64>> {
+        Ok(self.newest()?.map(|found| found.manifest.step))
+    }
+
+    /// The newest whole step of those from `first` on.
+    pub(crate) fn newest_from(&self, first: u64) -> Result<Option<Found>> {
+        let begun = Instant::now();
+        'listing: for _ in 0..LISTINGS {
+            let listing = self.look()?;
+            self.report_passed_over(&listing);
+            for found in listing.steps.range(first..).rev().map(|(_, found)| found) {
+                if !self.discovery.is_as_listed(&*self.dir, found)? {
+                    continue 'listing;
+                }
+                let Some(damage) = self.damage(found)? else {
+                    return Ok(Some(found.clone()));
+                };
+                if !stands(&*self.dir, found)? {
+                    // Retired or replaced between the listing and now.
+                    self.discovery.forget();
+                    continue 'listing;
+                }
+                self.report_damaged(found, &damage);
+            }
+            return Ok(None);
+        }
+        Err(self.restless(begun))
+    }
+
+    /// Logs invalid directories with a newer step's name, so that nobody takes an older step for
+    /// the newest. One without a manifest may be a copy in progress.
+    fn report_passed_over(&self, listing: &Listing) {
+        let newest = listing.steps.keys().next_back();
+        for quarantined in &listing.quarantined {
+            let is_newer = self.names.parse(&quarantined.name).is_some_and(|step| Some(&step) > newest);
+            if is_newer && quarantined.has_manifest {
+                self.seen().report_quarantined(quarantined);
+            }
+        }
+    }
+
+    pub(crate) fn restless(&self, begun: Instant) -> Error {
+        let waited_for = format!("a listing of {} during which no step is taken away", self.path.display());
+        Error::Timeout { waited_for, waited: begun.elapsed() }
+    }
+
+    /// The damage of a listed step.
+    pub(crate) fn damage(&self, found: &Found) -> stepwell_core::Result<Option<String>> {
+        damage(&*self.dir, &found.name, &found.manifest)
+    }
+
+    /// The damage of a listed step, and true if it still has its name.
+    pub(crate) fn damage_and_standing(&self, found: &Found) -> stepwell_core::Result<(Option<String>, bool)> {
+        let damage = self.damage(found)?;
+        let stands = damage.is_none() || stands(&*self.dir, found)?;
+        Ok((damage, stands))
+    }
+
+    /// Warns of a damaged step, once.
+    pub(crate) fn report_damaged(&self, found: &Found, damage: &str) {
+        let known = format!("{:?} {damage}", found.manifest.attempt);
+        if self.seen().reported.insert(known) {
+            let step = found.manifest.step;
+            tracing::warn!(step, %damage, "a damaged step is skipped, and neither counted nor deleted by retention");
+        }
+    }
+
+    /// A committed step by its number.
+    pub(crate) fn committed(&self, step: u64) -> Result<Option<Found>> {
+        let begun = Instant::now();
+        for _ in 0..LISTINGS {
+            let listing = self.look()?;
+            let Some(found) = listing.steps.get(&step) else { return Ok(None) };
+            if self.discovery.is_as_listed(&*self.dir, found)? {
+                return Ok(Some(found.clone()));
+            }
+        }
+        Err(self.restless(begun))
+    }
+
+    /// A committed step by its number, or the newest.
+    pub fn find(&self, step: Option<u64>) -> Result<Found> {
+        let found = match step {
+            Some(step) => self.committed(step)?,
+            None => self.newest()?,
+        };
+        found.ok_or_else(|| self.not_found(step))
+    }
+
+    pub(crate) fn not_found(&self, step: Option<u64>) -> Error {
+        // A damaged step reports itself.
+        let names = step.map(|step| self.names.names(step)).unwrap_or_default();
+        for name in names {
+            match read_manifest(&*self.dir, &name) {
+                Err(error) if is_no_step(&error) => return error.into(),
+                _ => {}
+            }
+        }
+        let latest = self.newest_step().ok().flatten();
+        Error::StepNotFound { step, root: self.path.clone(), latest }
+    }
+
+    /// Opens and leases a step (`None`: the newest). If the newest step is retired between listing
+    /// and leasing, the root is listed again.
+    pub(crate) fn lease(
+        &self,
+        step: Option<u64>,
+        patience: Duration,
+        expected: &Expected,
+        load: &LoadOptions,
+    ) -> Result<Checkpoint> {
+        let deadline = deadline_after(LOOKING);
+        loop {
+            let gone = match self.lease_found(&self.find(step)?, patience, expected, load.clone()) {
+                Ok(Some(leased)) => return Ok(leased),
+                Ok(None) => self.not_found(step),
+                Err(error @ Error::StepGone { .. }) => error,
+                Err(error) => return Err(error),
+            };
+            if step.is_some() || Instant::now() >= deadline {
+                return Err(gone);
+            }
+        }
+    }
+
+    /// Opens and leases a listed step. `None` if it is gone.
+    pub(crate) fn lease_found(
+        &self,
+        found: &Found,
+        patience: Duration,
+        expected: &Expected,
+        load: LoadOptions,
+    ) -> Result<Option<Checkpoint>> {
+        Checkpoint::lease(&self.dir, &found.name, &self.environment, patience, expected, load)
     }
 }
 
-/// The other writer that has taken the root over from this session, if any. Checked before every
-/// rename: without locks, this fence keeps an older writer out.
-pub fn usurper(root: &dyn Dir, session: &str) -> stepwell_core::Result<Option<String>> {
-    Ok(read_epoch(root)?.filter(|epoch| epoch.session != session).map(|epoch| epoch.owner))
+/// How steps are named: as the caller says, else as the root says, else the default.
+fn names(options: &Options, info: Option<&RootInfo>) -> StepName {
+    options.step_name.clone().or_else(|| info.map(|info| info.step_name.clone())).unwrap_or_default()
 }
 
-/// Becomes the current writer: older ones see it before their next rename.
-pub fn take_epoch(root: &dyn Dir, session: &str) -> Result<Epoch> {
-    let last = read_epoch(root)?.map_or(0, |epoch| epoch.epoch);
-    let epoch = Epoch { epoch: last.saturating_add(1), session: session.to_owned(), owner: owner() };
-    write_json(root, EPOCH, &epoch)?;
-    Ok(epoch)
-}
-
-/// This process, for people.
-pub(crate) fn owner() -> String {
-    format!("process {} on {}", std::process::id(), stepwell_core::sys::host_name())
-}
-
-fn write_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> Result<()> {
-    let mut bytes = serde_json::to_vec_pretty(value).map_err(|error| crate::error::unencodable(&error))?;
-    bytes.push(b'\n');
-    let control = root.open_dir(CONTROL)?;
-    replace_file(&*control, name, &format!(".{name}.new"), &bytes)?;
-    Ok(())
-}
-
-/// Opens a root: made durably where it is missing and `create` says so.
-pub fn open(environment: &Environment, path: &Path, create: bool) -> Result<Arc<dyn Dir>> {
-    Ok(if create { environment.disk.create_dir_all(path)? } else { environment.disk.open_dir(path)? })
+impl Seen {
+    /// Warns of an invalid step, once.
+    fn report_quarantined(&mut self, Quarantined { name, reason, .. }: &Quarantined) {
+        if self.reported.insert(format!("{name} {reason}")) {
+            tracing::warn!(%name, %reason, "has a step's name and is none; it is passed over, and set aside where a step of that number is saved");
+        }
+    }
 }

@@ -27,7 +27,8 @@ use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_reshard::read_plan::{self, PlanOptions, Request};
 use stepwell_reshard::subchunk::{self, run_to_boxes};
 
-use crate::commit::records::{Draft, ItemPart, Record, Vote, gather, records};
+use crate::commit::ItemPart;
+use crate::commit::records::{Draft, Record, Vote, gather, records};
 use crate::directory_layout::MANIFEST;
 use crate::state::{self, Census, Holders, LeafSource, Part, StateSource, Writing, plain_leaves};
 use crate::stored_index::StoredIndex;

@@ -21,13 +21,13 @@ use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
 use stepwell_core::value::Value;
 use stepwell_reshard::subchunk;
 
-use crate::commit::ItemPart;
-use crate::commit::records::DraftItem;
 use crate::error::{Error, Result};
 pub use claims::Claim;
+use item::{DraftItem, ItemPart};
 pub(crate) use sharing::{Census, Shares, Writing, leaf_hashes, plain_leaves};
 
 pub(crate) mod claims;
+pub(crate) mod item;
 
 mod sharing;
 

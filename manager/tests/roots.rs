@@ -14,7 +14,7 @@ use stepwell_core::format::manifest::{Manifest, Others};
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::{Action, Fault, ImageNode, OperationKind};
 use stepwell_core::load::LoadOptions;
-use stepwell_manager::root::{self, Standing};
+use stepwell_manager::root::{self, Root, Standing};
 use stepwell_manager::{Checkpoint, Error, Mode, Options, Retention, SaveRequest, StepName};
 
 #[test]
@@ -41,6 +41,35 @@ fn what_only_looks_like_a_step_is_none_and_is_neither_chosen_nor_deleted() {
         world.names(),
         ["notes", "step_00000004", "step_00000007", "step_00000009", "step_00000010", "step_8"]
     );
+}
+
+#[test]
+fn two_roots_of_one_process_share_nothing() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    commit(&manager, 2);
+    manager.close(None).unwrap();
+    world.disk.settle();
+    let copy = world.disk.image().get(ROOT).unwrap().clone();
+    world.disk.plant("/copy", &copy).unwrap();
+    let environment = world.environment();
+    let open = |path: &str, session: char| {
+        Root::open(Path::new(path), &session.to_string().repeat(32), &options(), &environment, true)
+    };
+    let steps = |root: &Root| root.list().unwrap().steps.keys().copied().collect::<Vec<u64>>();
+    let (one, other) = (open(ROOT, 'a').unwrap(), open("/copy", 'b').unwrap());
+    assert_eq!((steps(&one), steps(&other)), (vec![1, 2], vec![1, 2]));
+    // What goes from one of them, or is damaged there, is in the other still.
+    world.disk.corrupt("/copy/step_00000002/i0/00000.data", |bytes| bytes.truncate(1));
+    assert_eq!(one.newest().unwrap().unwrap().manifest.step, 2);
+    assert_eq!(other.newest().unwrap().unwrap().manifest.step, 1);
+    assert_eq!(one.find(Some(2)).unwrap().manifest, other.find(Some(2)).unwrap().manifest);
+    // Each has its own writer.
+    assert!(matches!(open("/copy", 'c'), Err(Error::Locked { .. })));
+    one.let_go();
+    assert_eq!(steps(&open(ROOT, 'd').unwrap()), [1, 2]);
+    assert!(matches!(open("/copy", 'e'), Err(Error::Locked { .. })));
 }
 
 #[test]

@@ -34,9 +34,8 @@ use stepwell_core::region::Region;
 use stepwell_core::sys::Buffer;
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_manager::commit::driver::{Polled, World};
-use stepwell_manager::commit::records::DraftItem;
 use stepwell_manager::commit::{
-    Announcement, Commit, Draft, Existing, Heard, ItemPart, Machine, Plan, Verdict, Vote,
+    Announcement, Commit, Draft, DraftItem, Existing, Heard, ItemPart, Machine, Plan, Verdict, Vote,
 };
 use stepwell_manager::coordination::SingleProcess;
 use stepwell_manager::coordination::team::Beat;

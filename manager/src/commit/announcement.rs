@@ -1,11 +1,24 @@
-//! The leader's announcement to the other ranks: the result of the commit, with the failure and the
-//! ranks concerned. Pure.
+//! How a commit ends, and the leader's announcement of it to the other ranks, with the failure and
+//! the ranks concerned. Pure.
 
 use serde::{Deserialize, Serialize};
 
-use super::machine::Verdict;
 use crate::coordination::LEADER;
 use crate::error::{Advice, Error, Result};
+
+/// How a commit ended.
+#[derive(Debug)]
+pub enum Verdict {
+    /// The step survives a power cut.
+    Committed {
+        /// The name in the root of the step that was replaced, ready to be deleted.
+        replaced: Option<String>,
+    },
+    /// Nothing is visible.
+    NotCommitted(Error),
+    /// The step has its name, but may not survive a power cut.
+    Uncertain(stepwell_core::Error),
+}
 
 /// How a commit ended, for the other ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

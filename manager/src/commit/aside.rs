@@ -7,10 +7,10 @@ use std::sync::Arc;
 use stepwell_core::format::manifest::{Manifest, Others, Tombstone, stored_files};
 use stepwell_core::io::{Dir, LockKind, Rename};
 
+use crate::delete_tree::delete_tree;
 use crate::directory_layout::{self, LEASE, MANIFEST, MANIFEST_NEW};
 use crate::discovery::read_manifest;
 use crate::error::Result;
-use crate::retire::delete_tree;
 
 /// Takes a step (or a dead temporary) out of sight. It may be deleted once this has returned `Ok`,
 /// and not before: the rename is durable then.

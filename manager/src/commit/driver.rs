@@ -5,15 +5,16 @@ use std::time::Duration;
 
 use stepwell_core::io::{Dir, Lock, retry_if_full};
 
-use super::announcement::{Announcement, Heard};
-use super::machine::{Action, Event, Machine, Now, Stands, Verdict};
-use super::records::{ItemPart, Vote};
+use super::announcement::{Announcement, Heard, Verdict};
+use super::machine::{Action, Event, Machine, Now, Stands};
+use super::records::Vote;
+use crate::delete_tree::delete_tree;
 use crate::directory_layout::LEASE;
 use crate::discovery::{damage, is_no_step, read_manifest};
 use crate::environment::Clock;
 use crate::error::Result;
 use crate::lease::{Owned, own_temporary};
-use crate::retire::delete_tree;
+use crate::state::item::ItemPart;
 
 /// How a commit ended, and what it cost.
 #[derive(Debug)]

@@ -21,10 +21,11 @@ use std::time::Duration;
 
 use stepwell_core::format::manifest::Attempt;
 
-use super::announcement::{Announcement, Heard};
+use super::announcement::{Announcement, Heard, Verdict};
 use super::records::{self, Draft, Vote};
 use crate::coordination::LEADER;
 use crate::error::Error;
+use crate::state::item::ItemPart;
 
 /// How long one look for votes or for the verdict takes at most, so that deadlines are kept.
 const POLL: Duration = Duration::from_millis(250);
@@ -162,7 +163,7 @@ pub enum Event {
     /// A rank has given up on the leader: nobody may go on.
     GivenUp,
     /// The data files of this rank are written and synced.
-    Data(Vec<records::ItemPart>),
+    Data(Vec<ItemPart>),
     /// The votes that have come.
     Votes {
         /// They.
@@ -198,20 +199,6 @@ pub struct Now {
     pub monotonic: Duration,
     /// Wall clock, nanoseconds since 1970.
     pub unix_ns: i64,
-}
-
-/// How a commit ended.
-#[derive(Debug)]
-pub enum Verdict {
-    /// The step survives a power cut.
-    Committed {
-        /// The name in the root of the step that was replaced, ready to be deleted.
-        replaced: Option<String>,
-    },
-    /// Nothing is visible.
-    NotCommitted(Error),
-    /// The step has its name, but may not survive a power cut.
-    Uncertain(stepwell_core::Error),
 }
 
 #[derive(Debug)]
@@ -433,7 +420,7 @@ impl Machine {
         Announcement::RankFailed { rank: self.plan.rank, cause: error.to_string() }
     }
 
-    fn own_vote(&self, parts: Result<Vec<records::ItemPart>, Announcement>) -> Vote {
+    fn own_vote(&self, parts: Result<Vec<ItemPart>, Announcement>) -> Vote {
         let Plan { rank, step, stale, .. } = self.plan;
         Vote {
             rank,

@@ -5,7 +5,7 @@
 //! * [`driver`]: carries out the machine's actions over a [`Dir`](stepwell_core::io::Dir).
 //! * [`records`]: what is written beside the data: indexes and the manifest, from the ranks' votes.
 //!   Pure.
-//! * [`announcement`]: what the leader tells the other ranks. Pure.
+//! * [`announcement`]: how a commit ends, and what the leader tells the other ranks. Pure.
 //! * [`aside`]: renames that take something away: retire, quarantine, rewind, and thinning's new
 //!   manifest.
 
@@ -18,7 +18,8 @@ pub mod records;
 #[cfg(test)]
 mod tests;
 
-pub use announcement::{Announcement, Heard};
+pub use crate::state::item::{DraftItem, ItemPart};
+pub use announcement::{Announcement, Heard, Verdict};
 pub use driver::{Commit, Outcome, run};
-pub use machine::{Action, Event, Existing, Machine, Now, Plan, Stands, Verdict};
-pub use records::{Draft, ItemPart, Vote};
+pub use machine::{Action, Event, Existing, Machine, Now, Plan, Stands};
+pub use records::{Draft, Vote};

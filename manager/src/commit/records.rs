@@ -19,24 +19,13 @@ use stepwell_core::limits;
 use stepwell_core::region::Region;
 use stepwell_reshard::tiling::{self, Fault, Slices};
 
-use super::announcement::Announcement;
-use super::machine::Verdict;
+use super::announcement::{Announcement, Verdict};
 use crate::coordination::LEADER;
 use crate::directory_layout::{INDEX, LEASE, MANIFEST};
 use crate::error::{Advice, Error, Result};
 use crate::state::claims::Claim;
+use crate::state::item::{DraftItem, ItemPart};
 use crate::state::{MAX_SPLIT_ITEMS, leaf_hashes};
-
-/// A rank's part of one item.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ItemPart {
-    /// The item, as this rank's state has it.
-    pub item: DraftItem,
-    /// The content of its data file; `files[0]` is that file.
-    pub index: Index,
-    /// Bytes of tensors.
-    pub tensor_bytes: u64,
-}
 
 /// A rank's vote: what it wrote, or why it could not.
 #[derive(Clone, Debug, PartialEq)]
@@ -164,21 +153,6 @@ impl Draft {
             others: Others::new(),
         }
     }
-}
-
-/// An item, before it is written.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DraftItem {
-    /// Its directory.
-    pub dir: String,
-    /// Its name.
-    pub name: String,
-    /// Its top-level entries.
-    pub top_level: Vec<TopLevel>,
-    /// Leaves of which this rank has written all that it has without knowing who else has it, in
-    /// order: what the first rank has counts.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub unsettled: Vec<u32>,
 }
 
 impl DraftItem {

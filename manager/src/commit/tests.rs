@@ -6,7 +6,6 @@ use stepwell_core::format::index::Index;
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::Rename;
 
-use super::records::DraftItem;
 use super::*;
 use crate::error::Error;
 use crate::state::Claim;

@@ -32,9 +32,9 @@ use stepwell_core::format::checksum::crc32c;
 use stepwell_core::io::{Dir, EntryKind};
 
 use super::{Coordinator, LEADER, Message};
+use crate::delete_tree::delete_tree;
 use crate::environment::Rng;
 use crate::error::{Error, Result};
-use crate::retire::delete_tree;
 
 /// A message is at most so long: the index of a rank's part of a large state.
 const MAX_MESSAGE_BYTES: u64 = 1 << 30;

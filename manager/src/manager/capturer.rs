@@ -4,12 +4,13 @@
 //! One save of a manager is captured at a time, here or on its caller's thread: a later one would
 //! take slots that only its flush frees, which stands behind the earlier one's.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use stepwell_core::sys::spawn;
 
-use super::{Inner, State};
+use super::Inner;
+use super::saves::Captures;
 use crate::error::Result;
 use crate::guard::guarded;
 use crate::save::job::Rest;
@@ -17,17 +18,22 @@ use crate::save::job::Rest;
 impl Inner {
     /// Hands over what is left of a capture. `first`: it belongs to the save that is being
     /// captured, and comes before what waits.
-    pub(super) fn capture_later(self: &Arc<Self>, state: &mut State, rest: Rest, first: bool) -> Result<()> {
-        if state.capturer.is_none() {
+    pub(super) fn capture_later(
+        self: &Arc<Self>,
+        captures: &mut Captures,
+        rest: Rest,
+        first: bool,
+    ) -> Result<()> {
+        if captures.thread.is_none() {
             let inner = Arc::clone(self);
             let thread = spawn("stepwell-capture", move || inner.capture())
-                .map_err(|error| stepwell_core::Error::io("start a thread for", &self.path, error))?;
-            state.capturer = Some(thread);
+                .map_err(|error| stepwell_core::Error::io("start a thread for", &self.root.path, error))?;
+            captures.thread = Some(thread);
         }
         if first {
-            state.rests.push_front(rest);
+            captures.rests.push_front(rest);
         } else {
-            state.rests.push_back(rest);
+            captures.rests.push_back(rest);
         }
         Ok(())
     }
@@ -36,27 +42,26 @@ impl Inner {
     fn capture(self: &Arc<Self>) {
         loop {
             let rest = {
-                let mut state = self.lock();
+                let mut line = self.saves.lock();
                 loop {
-                    if !state.capturing
-                        && let Some(rest) = state.rests.pop_front()
+                    if !line.captures.capturing
+                        && let Some(rest) = line.captures.rests.pop_front()
                     {
-                        state.capturing = true;
+                        line.captures.capturing = true;
                         break rest;
                     }
-                    if state.stop && state.rests.is_empty() {
+                    if line.end.stop && line.captures.rests.is_empty() {
                         return;
                     }
-                    let wait = self.changed.wait_timeout(state, Duration::from_secs(60));
-                    state = wait.unwrap_or_else(PoisonError::into_inner).0;
+                    line = self.saves.wait(line, Duration::from_secs(60));
                 }
             };
             let pool = self.pool();
             if let Err(error) = guarded("the capture", || rest.run(&pool, &self.options)) {
                 tracing::warn!(%error, "what was left of a capture failed");
             }
-            self.lock().capturing = false;
-            self.changed.notify_all();
+            self.saves.lock().captures.capturing = false;
+            self.saves.changed.notify_all();
         }
     }
 }

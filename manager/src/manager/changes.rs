@@ -2,17 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Instant;
 
-use stepwell_core::deadline::deadline_after;
 use stepwell_core::io::{EntryKind, LockKind};
 
-use super::{Inner, Manager, State};
+use super::{Inner, Manager};
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
 use crate::coordination::LEADER;
 use crate::directory_layout::{self, LEASE, OwnName};
-use crate::discovery::damage;
 use crate::error::{Error, Result};
 use crate::metrics;
 
@@ -32,99 +29,20 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        if !self.inner.birth.is_here() {
-            return;
+        if self.inner.birth.is_here() {
+            self.inner.usage.release(self.step);
         }
-        self.inner.let_go(self.step);
-    }
-}
-
-/// The right to take steps out of sight: as long as it lives, a [`Hold`] on one of them waits.
-pub(super) struct Retiring<'a> {
-    inner: &'a Inner,
-    steps: BTreeSet<u64>,
-}
-
-impl Retiring<'_> {
-    /// True if a step is among those that may go.
-    pub(super) fn may_go(&self, step: u64) -> bool {
-        self.steps.contains(&step)
-    }
-}
-
-impl Drop for Retiring<'_> {
-    fn drop(&mut self) {
-        let mut state = self.inner.lock();
-        for step in &self.steps {
-            state.retiring.remove(step);
-        }
-        drop(state);
-        self.inner.changed.notify_all();
     }
 }
 
 impl Inner {
-    /// Begins to take steps out of sight: all of these that this manager does not hold, and that no
-    /// other call is taking away.
-    pub(super) fn retiring(&self, steps: impl IntoIterator<Item = u64>) -> Retiring<'_> {
-        let mut state = self.lock();
-        let free =
-            |state: &State, step: &u64| !state.held.contains_key(step) && !state.retiring.contains(step);
-        let steps: BTreeSet<u64> = steps.into_iter().filter(|step| free(&state, step)).collect();
-        state.retiring.extend(&steps);
-        drop(state);
-        Retiring { inner: self, steps }
-    }
-
-    /// Counts a step as held, before anything is known of it: retention leaves it from here on.
-    /// Waits for a retirement that has begun, and for a save that is to replace the step.
-    fn keep(&self, step: u64) -> Result<()> {
-        let begun = Instant::now();
-        let deadline = deadline_after(self.options.stall_timeout);
-        let mut state = self.lock();
-        while state.retiring.contains(&step) || state.replacing.contains(&step) {
-            state = self.wait(state, deadline).ok_or_else(|| Error::Timeout {
-                waited_for: format!("the removal or replacement of step {step}"),
-                waited: begun.elapsed(),
-            })?;
-        }
-        *state.held.entry(step).or_default() += 1;
-        Ok(())
-    }
-
-    fn let_go(&self, step: u64) {
-        let mut state = self.lock();
-        if let Some(count) = state.held.get_mut(&step) {
-            *count -= 1;
-            if *count == 0 {
-                state.held.remove(&step);
-            }
-        }
-    }
-
-    /// Asks the disk once more about a step whose rename may not be durable, as the next writer
-    /// would: where the root can be synced now, it is committed, and listed from here on. Returns
-    /// whether it is still uncertain.
-    pub(super) fn settle_uncertain(&self, step: u64) -> bool {
-        if !self.lock().uncertain.contains(&step) {
-            return false;
-        }
-        if let Err(error) = self.root.sync() {
-            tracing::warn!(step, %error, "it is still uncertain whether this step survives a power cut");
-            return true;
-        }
-        tracing::info!(step, "a step that was uncertain is committed: the root is synced");
-        self.lock().uncertain.remove(&step);
-        false
-    }
-
     /// Before anything is renamed: a branch is one line of steps, and a name that is taken would
     /// end a rewind halfway.
     fn check_branch_is_new(&self, branch: &str) -> Result<()> {
         let is_of_it = |name: &str| matches!(directory_layout::parse(name), Some(OwnName::Branch { branch: other, .. }) if other == branch);
-        match self.root.entries()?.into_iter().find(|entry| is_of_it(&entry.name)) {
+        match self.root.dir.entries()?.into_iter().find(|entry| is_of_it(&entry.name)) {
             Some(entry) => Err(Error::BranchExists {
-                root: self.path.clone(),
+                root: self.root.path.clone(),
                 branch: branch.to_owned(),
                 example: entry.name,
             }),
@@ -135,13 +53,13 @@ impl Inner {
     /// Takes a step out of sight that nobody holds. A reader that comes meanwhile waits for the
     /// exclusive lease, and then finds the step gone.
     fn retire_unheld(&self, step: u64, name: &str, trash: &str) -> Result<()> {
-        let retiring = self.retiring([step]);
+        let retiring = self.usage.retiring([step]);
         if !retiring.may_go(step) {
             let by = "this manager holds it (hold()), or is removing it already; release the hold first"
                 .to_owned();
             return Err(Error::Held { step, by });
         }
-        let dir = self.root.open_dir(name)?;
+        let dir = self.root.dir.open_dir(name)?;
         let _lease = match dir.try_lock(LEASE, LockKind::Exclusive, false) {
             Ok(Some(lease)) => Some(lease),
             Ok(None) => {
@@ -157,8 +75,8 @@ impl Inner {
             Err(error) if error.is_not_found() || error.is_without_locks() => None,
             Err(error) => return Err(error.into()),
         };
-        self.check_fence()?;
-        aside::retire(&*self.root, name, trash)?;
+        self.root.check_fence()?;
+        aside::retire(&*self.root.dir, name, trash)?;
         Ok(())
     }
 }
@@ -187,9 +105,8 @@ impl Manager {
         let drained = inner.drain(None);
         let (branch, moved) =
             inner.team.settle("rewind", drained, |_| inner.set_newer_aside(step, branch))?;
-        let mut state = inner.lock();
-        state.trail.restored(step);
-        state.highest = Some(step);
+        inner.history.lock().trail.restored(step);
+        inner.ranks.set_highest(step);
         Ok((branch, moved))
     }
 
@@ -225,11 +142,11 @@ impl Manager {
             )));
         }
         // Counted before it is leased: in between retention would take it.
-        self.inner.keep(step)?;
+        self.inner.usage.hold(step, self.inner.options.stall_timeout)?;
         match self.checkpoint(Some(step)) {
             Ok(checkpoint) => Ok(Hold { step, inner: Arc::clone(&self.inner), _checkpoint: checkpoint }),
             Err(error) => {
-                self.inner.let_go(step);
+                self.inner.usage.release(step);
                 Err(error)
             }
         }
@@ -238,8 +155,8 @@ impl Manager {
     /// Adds metrics to a committed step; of several values for one name the last wins.
     pub fn add_metrics(&self, step: u64, metrics: &BTreeMap<String, f64>) -> Result<()> {
         self.inner.check_writable("add metrics")?;
-        let found = self.inner.find(Some(step))?;
-        metrics::add(&*self.inner.root, &found.manifest.attempt, step, metrics, &self.inner.environment)
+        let found = self.inner.root.find(Some(step))?;
+        metrics::add(&*self.inner.root.dir, &found.manifest.attempt, step, metrics, &self.inner.environment)
     }
 
     /// Applies retention now (it is applied after every commit anyway), and returns the steps that
@@ -255,24 +172,24 @@ impl Manager {
     /// is to write over. `false` by the deadline.
     pub fn wait_for_deletions(&self, timeout: std::time::Duration) -> Result<bool> {
         self.inner.check_usable()?;
-        Ok(self.inner.deleter.drain(timeout))
+        Ok(self.inner.root.deleter.drain(timeout))
     }
 }
 
 impl Inner {
     /// The leader's part of a rewind.
     fn set_newer_aside(&self, step: u64, branch: String) -> Result<(String, Vec<u64>)> {
-        let inner = self;
-        let listing = inner.list()?;
+        let root = &self.root;
+        let listing = root.list()?;
         let steps = &listing.steps;
-        let target = steps.get(&step).ok_or_else(|| inner.not_found(Some(step)))?;
+        let target = steps.get(&step).ok_or_else(|| root.not_found(Some(step)))?;
         // Before the newer ones are out of sight: what nobody could restore does not become the
         // latest.
-        if let Some(damage) = damage(&*inner.root, &target.name, &target.manifest)? {
+        if let Some(damage) = root.damage(target)? {
             let what = format!(
                 "{damage}; nothing was moved: rewind to a step that is whole (a verification says which are)"
             );
-            return Err(stepwell_core::Error::corrupt(inner.path.join(&target.name), what).into());
+            return Err(stepwell_core::Error::corrupt(root.path.join(&target.name), what).into());
         }
         if !target.manifest.dropped.is_empty() {
             let gone: Vec<&str> = target.manifest.dropped.iter().map(|one| one.item.as_str()).collect();
@@ -284,11 +201,11 @@ impl Inner {
         }
         // Steps that may not be durable are newer or none of ours; they go too, so that "latest" is
         // what was asked for.
-        let uncertain: Vec<u64> = inner.lock().uncertain.range(step + 1..).rev().copied().collect();
+        let uncertain = root.uncertain_above(step);
         let newer: BTreeSet<u64> =
             steps.range(step + 1..).map(|(&newer, _)| newer).chain(uncertain.iter().copied()).collect();
         // A hold that comes from here on waits until all are moved.
-        let retiring = inner.retiring(newer.iter().copied());
+        let retiring = self.usage.retiring(newer.iter().copied());
         if let Some(&held) = newer.iter().find(|&&newer| !retiring.may_go(newer)) {
             let by = format!(
                 "this manager holds it (hold()), or is removing it already, and a rewind to step {step} would set it aside; release the hold first. Nothing was moved"
@@ -296,21 +213,21 @@ impl Inner {
             return Err(Error::Held { step: held, by });
         }
         if !newer.is_empty() {
-            inner.check_branch_is_new(&branch)?;
+            self.check_branch_is_new(&branch)?;
         }
-        inner.check_fence()?;
+        root.check_fence()?;
         let mut moved = Vec::new();
         for (number, found) in steps.range(step + 1..).rev() {
-            aside::set_aside(&*inner.root, &found.name, &branch)?;
+            aside::set_aside(&*root.dir, &found.name, &branch)?;
             moved.push(*number);
         }
         for number in uncertain {
-            let name = inner.names.format(number);
-            if inner.root.stat(&name)?.is_some() {
-                aside::set_aside(&*inner.root, &name, &branch)?;
+            let name = root.names.format(number);
+            if root.dir.stat(&name)?.is_some() {
+                aside::set_aside(&*root.dir, &name, &branch)?;
             }
-            inner.went(number);
-            inner.lock().uncertain.remove(&number);
+            self.went(number);
+            root.set_uncertain(number, false);
         }
         drop(retiring);
         Ok((branch, moved))
@@ -319,7 +236,7 @@ impl Inner {
     fn delete_branch(&self, branch: &str) -> Result<Vec<String>> {
         let mut steps = Vec::new();
         let mut renames = Vec::new();
-        for entry in self.root.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
+        for entry in self.root.dir.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
             match directory_layout::parse(&entry.name) {
                 Some(OwnName::Branch { branch: of, step_name }) if of == branch => {
                     let label = directory_layout::label_of_path(&step_name);
@@ -333,11 +250,11 @@ impl Inner {
             }
         }
         if steps.is_empty() {
-            return Err(Error::Invalid(format!("{} has no branch {branch:?}", self.path.display())));
+            return Err(Error::Invalid(format!("{} has no branch {branch:?}", self.root.path.display())));
         }
-        self.check_fence()?;
-        let retired = aside::retire_all(&*self.root, &renames);
-        self.deleter.enqueue(renames.into_iter().take(retired.deletable()).map(|(_, trash)| trash));
+        self.root.check_fence()?;
+        let retired = aside::retire_all(&*self.root.dir, &renames);
+        self.root.deleter.enqueue(renames.into_iter().take(retired.deletable()).map(|(_, trash)| trash));
         match retired.error {
             Some(error) => Err(error.into()),
             None => Ok(steps),
@@ -345,15 +262,14 @@ impl Inner {
     }
 
     fn delete(&self, step: u64) -> Result<()> {
-        let inner = self;
-        inner.settle_uncertain(step);
-        let found = inner.find(Some(step))?;
-        let label = directory_layout::label(step);
-        let trash = directory_layout::trash(&label, inner.environment.rng.next_u128());
-        inner.retire_unheld(step, &found.name, &trash)?;
-        inner.went(step);
-        inner.sidecars.remove(&*inner.root, std::slice::from_ref(&found.manifest.attempt));
-        inner.deleter.enqueue([trash]);
+        let root = &self.root;
+        root.settle_uncertain(step);
+        let found = root.find(Some(step))?;
+        let trash = root.trash(step);
+        self.retire_unheld(step, &found.name, &trash)?;
+        self.went(step);
+        root.sidecars.remove(&*root.dir, std::slice::from_ref(&found.manifest.attempt));
+        root.deleter.enqueue([trash]);
         Ok(())
     }
 }

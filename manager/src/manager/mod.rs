@@ -2,61 +2,57 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `open` | opens a root as its writer or as a reader; closes it |
+//! | `open` | opens and closes |
+//! | `saves` | the saves that are not over, and how the others have ended |
+//! | `history` | what was saved and restored, for policies |
+//! | `usage` | the steps that are held, retired or replaced at this moment |
 //! | `together` | what several ranks decide, raise and say together |
 //! | `saving` | `save`: checks, capture on the caller's thread, hand-over to the persister |
 //! | `capturer` | the one thread that captures what saves have left for later |
 //! | `persister` | the threads that write and commit, first in, first out |
 //! | `retaining` | retention, after each commit |
-//! | `trail` | what was saved and restored, in order |
 //! | `queries` | what is there: steps, metrics, metadata, plans |
 //! | `changes` | rewind, delete, hold, prune |
 //!
 //! Only committed steps are ever listed. Every call that may wait has a deadline.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::path::{Path, PathBuf};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
-use stepwell_core::io::{Dir, Lock};
-use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::Birth;
 
-use crate::beat::Heart;
-use crate::coordination::pulse::Pulse;
 use crate::coordination::team::Team;
-use crate::discovery::Discovery;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::metrics::Sidecars;
 use crate::options::Options;
-use crate::retire::Deleter;
-use crate::root::RootInfo;
-use crate::save::job::{Job, Rest};
-use crate::save::{Save, Streams};
-use crate::state::{Census, StateSource};
+use crate::root::Root;
+use crate::save::Streams;
+use crate::state::StateSource;
 use crate::step_name::StepName;
 
 mod capturer;
 mod changes;
+mod history;
 mod open;
 mod persister;
 mod queries;
 mod retaining;
+mod saves;
 mod saving;
 mod together;
-mod trail;
+mod usage;
 
 pub use changes::Hold;
-use persister::Turns;
+use history::History;
 pub use queries::{ItemReport, StepReport};
 use retaining::Inspection;
+use saves::Saves;
 pub use saving::{Decision, Ready};
+use together::Ranks;
 pub use together::Ticket;
-use trail::Trail;
+use usage::Usage;
 
 /// A request to save.
 pub struct SaveRequest {
@@ -116,149 +112,47 @@ pub struct Manager {
     inner: Arc<Inner>,
 }
 
-/// Shared by the handle and the persister.
+/// Shared by the handle and the threads of the manager. Each part has its own lock, if it changes.
 struct Inner {
-    path: PathBuf,
-    root: Arc<dyn Dir>,
-    names: StepName,
-    info: Option<RootInfo>,
+    root: Root,
     options: Options,
     environment: Environment,
     /// The ranks that have opened this root together.
     team: Arc<Team>,
-    discovery: Discovery,
-    sidecars: Sidecars,
+    /// What they have agreed on.
+    ranks: Ranks,
+    saves: Saves,
+    history: History,
+    usage: Usage,
     inspection: Inspection,
-    deleter: Arc<Deleter>,
     birth: Birth,
-    state: Mutex<State>,
-    /// Held while the ranks tell each other which leaves they have: a call that was interrupted may
-    /// still be at it when the next one begins.
-    telling: Mutex<()>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own; no two exclude each other")]
-struct State {
-    /// No call begins any more, but that of `close`.
-    closed: bool,
-    /// A call of `close` runs.
-    closing: bool,
-    /// Nothing is left that `close` would wait for.
-    ended: bool,
-    /// The persister is to end once the queue is empty.
-    stop: bool,
-    /// Damage that a warning has told of: the attempt, and what does not hold.
-    told_damaged: BTreeSet<String>,
-    /// The save counter of the session.
-    counter: u64,
-    queue: VecDeque<Job>,
-    /// A save is being captured, by its caller or by the capturer.
-    capturing: bool,
-    /// Its turn to be captured has come, and it is not in the queue yet: no other may come before
-    /// it there.
-    claimed: bool,
-    /// Unfinished captures whose callers have continued, in the order of their saves.
-    rests: VecDeque<Rest>,
-    /// Every save that is not over, oldest first.
-    pending: Vec<Save>,
-    /// Saves that failed, until someone has seen it.
-    failed: Vec<Save>,
-    /// The last of them, seen or not.
-    last_failure: Option<Save>,
-    /// Numbers of the saves that have ended, from `over_before` on; what is below has.
-    over: BTreeSet<u64>,
-    over_before: u64,
-    /// Of those that failed: the ranks have not told each other yet who has seen it.
-    unsettled: BTreeSet<u64>,
-    /// The largest step that was there when the root was opened, or that a save was begun of: the
-    /// same on all ranks.
-    highest: Option<u64>,
-    /// The step that the leader has last chosen for a restore.
-    chosen: Option<u64>,
-    /// The holders of plain leaves, as the ranks have exchanged them.
-    census: Option<Arc<Census>>,
-    /// Steps that have their name and may not be durable.
-    uncertain: BTreeSet<u64>,
-    /// The saved and restored steps, in order.
-    trail: Trail,
-    /// True if a step was ever seen here: then the root is not empty, and need not be looked at to
-    /// know that.
-    populated: bool,
-    /// When the last save began.
-    last_save: Option<Duration>,
-    /// The newest step that the save policy was asked about.
-    decided: Option<u64>,
-    /// The step from which on the job counts as preempted.
-    preempted: Option<u64>,
-    preemption_asked: bool,
-    /// Steps that this manager holds, and how often. A step is never here and in `retiring` at
-    /// once, but for a [`Hold`] that waits to see what became of it.
-    held: BTreeMap<u64, u64>,
-    /// Steps that are being taken out of sight at this moment.
-    retiring: BTreeSet<u64>,
-    /// Steps that pending saves are to replace, one for each save. A [`Hold`] waits for those too.
-    replacing: Vec<u64>,
-    persisters: Vec<JoinHandle<()>>,
-    turns: Turns,
-    capturer: Option<JoinHandle<()>>,
-    /// The staging memory, from the first use until nothing is left to save.
-    pool: Option<Arc<StagingPool>>,
-    lock: Option<Box<dyn Lock>>,
-    /// The writer's heartbeat, on file systems without locks.
-    heart: Option<Heart>,
-    /// This rank's heartbeat, if there are other ranks.
-    pulse: Option<Pulse>,
-    /// This rank takes part in a restore: it lives, however long it reads.
-    restoring: bool,
-    /// It is at a call of that restore which all make.
-    asking: bool,
-    /// Why its caller has left that call: it says so in the next one.
-    restore_left: Option<String>,
 }
 
 impl Inner {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Every call begins here.
     fn check_usable(&self) -> Result<()> {
         self.birth.check("manager")?;
-        if self.lock().closed {
-            return Err(Error::Closed { root: self.path.clone() });
-        }
-        Ok(())
+        self.check_open(&self.saves.lock())
     }
 
     fn check_writable(&self, what: &'static str) -> Result<()> {
         self.check_usable()?;
         if self.options.read_only {
-            return Err(Error::ReadOnly { what, root: self.path.clone() });
+            return Err(Error::ReadOnly { what, root: self.root.path.clone() });
         }
         Ok(())
     }
 
-    /// Asked before a step is taken out of sight, set aside or thinned: nobody but the root's
-    /// current writer does that.
-    fn check_fence(&self) -> Result<()> {
-        match crate::root::usurper(&*self.root, self.team.session())? {
-            Some(owner) => Err(Error::Locked { root: self.path.clone(), owner: Some(owner) }),
-            None => Ok(()),
-        }
-    }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, deadline: Instant) -> Option<MutexGuard<'a, State>> {
-        let left = deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-        Some(self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0)
+    /// Raises after `close` was called.
+    fn check_open(&self, line: &saves::Line) -> Result<()> {
+        if line.end.closed { Err(Error::Closed { root: self.root.path.clone() }) } else { Ok(()) }
     }
 }
 
 impl Manager {
     /// The root's path.
     pub fn path(&self) -> &Path {
-        &self.inner.path
+        &self.inner.root.path
     }
 
     /// The injected world.
@@ -273,11 +167,11 @@ impl Manager {
 
     /// How steps are named here.
     pub fn step_name(&self) -> &StepName {
-        &self.inner.names
+        &self.inner.root.names
     }
 
     /// The user's metadata of the root.
     pub fn root_metadata(&self) -> Option<&serde_json::Value> {
-        self.inner.info.as_ref().map(|info| &info.metadata).filter(|metadata| !metadata.is_null())
+        self.inner.root.info.as_ref().map(|info| &info.metadata).filter(|metadata| !metadata.is_null())
     }
 }

@@ -7,12 +7,13 @@
 //! commits do not. If nobody waits for memory, the next save is written after the commit, so that
 //! it finds the files of the step that retention has retired ([`crate::spares`]).
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use stepwell_core::sys::spawn;
 
-use super::{Inner, State};
+use super::Inner;
+use super::saves::{Line, Writes};
 use crate::commit::Existing;
 use crate::error::{Error, Result};
 use crate::guard::guarded;
@@ -23,30 +24,15 @@ use crate::save::persist::{self, Ended};
 /// How often it is looked whether somebody waits for staging memory, while a commit goes on.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// The turns of the saves, numbered as they leave the queue.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Turns {
-    /// How many have been taken, how many are not being written any more, and how many have ended.
-    taken: u64,
-    written: u64,
-    ended: u64,
-}
-
-impl Turns {
-    fn has_been_written(&mut self, turn: u64) {
-        self.written = self.written.max(turn + 1);
-    }
-}
-
 impl Inner {
     /// Has a thread there for one more save, where the others may be busy with commits.
-    pub(super) fn start_persister(self: &Arc<Self>, state: &mut State) -> Result<()> {
-        let others = state.queue.len() as u64 + state.turns.taken - state.turns.ended;
-        if state.persisters.len() <= self.options.max_pending && state.persisters.len() as u64 <= others {
+    pub(super) fn start_persister(self: &Arc<Self>, writes: &mut Writes) -> Result<()> {
+        let others = writes.queue.len() as u64 + writes.taken - writes.ended;
+        if writes.threads.len() <= self.options.max_pending && writes.threads.len() as u64 <= others {
             let inner = Arc::clone(self);
             let thread = spawn("stepwell-persist", move || inner.persist())
-                .map_err(|error| stepwell_core::Error::io("start a thread for", &self.path, error))?;
-            state.persisters.push(thread);
+                .map_err(|error| stepwell_core::Error::io("start a thread for", &self.root.path, error))?;
+            writes.threads.push(thread);
         }
         Ok(())
     }
@@ -57,12 +43,18 @@ impl Inner {
             let replaces = job.plan.existing == Existing::Replace;
             let counter = job.plan.attempt.counter;
             let written = || {
-                self.lock().turns.has_been_written(turn);
-                self.changed.notify_all();
+                self.saves.lock().writes.has_been_written(turn);
+                self.saves.changed.notify_all();
                 self.wait_for_turn(turn);
             };
-            let (save, ended) =
-                persist::run(job, &self.root, &self.environment, &self.team, &self.deleter, &written);
+            let (save, ended) = persist::run(
+                job,
+                &self.root.dir,
+                &self.environment,
+                &self.team,
+                &self.root.deleter,
+                &written,
+            );
             // A save that was not written.
             self.wait_for_turn(turn);
             let Ended { outcome, replaced } = ended;
@@ -76,75 +68,65 @@ impl Inner {
             let callbacks = {
                 // In one step: a caller that sees the outcome must not find the save pending, and
                 // one that finds nothing pending must find the failure.
-                let mut state = self.lock();
-                state.pending.retain(|pending| !pending.is(&save));
-                if replaces {
-                    state.is_replaced(save.step());
-                }
+                let mut line = self.saves.lock();
+                line.pending.retain(|pending| !pending.is(&save));
                 let failed = outcome.error().is_some();
                 let callbacks = save.settle(outcome);
-                state.failed.retain(crate::save::Save::is_unseen);
-                if failed {
-                    state.failed.push(save.clone());
-                    state.last_failure = Some(save.clone());
-                    state.unsettled.insert(counter);
-                }
-                state.over.insert(counter);
-                state.turns.ended += 1;
+                line.endings.add(counter, &save, failed);
+                line.writes.ended += 1;
                 // It failed before or during the write.
-                state.turns.has_been_written(turn);
+                line.writes.has_been_written(turn);
                 callbacks
             };
+            if replaces {
+                self.usage.replaced(save.step());
+            }
             save.call(callbacks);
-            persist::log_commit(&save, &self.team, &format!("step {}", save.step()), &self.path);
-            self.changed.notify_all();
+            persist::log_commit(&save, &self.team, &format!("step {}", save.step()), &self.root.path);
+            // Callbacks run in the order of the saves.
+            self.saves.changed.notify_all();
         }
     }
 
     /// The next save to be written, once it may be; `None` when there will be none.
     fn next_job(&self) -> Option<(Job, u64)> {
-        let mut state = self.lock();
+        let mut line = self.saves.lock();
         loop {
-            let Turns { taken, written, ended } = state.turns;
-            let starved = || state.pool.as_ref().is_some_and(|pool| pool.is_starved());
-            let may = written == taken && (ended == taken || starved());
-            if may && let Some(job) = state.queue.pop_front() {
-                state.turns.taken += 1;
-                return Some((job, taken));
+            let Line { writes, pool, end, .. } = &mut *line;
+            let starved = || pool.as_ref().is_some_and(|pool| pool.is_starved());
+            let may = writes.written == writes.taken && (writes.ended == writes.taken || starved());
+            if may && let Some(job) = writes.queue.pop_front() {
+                writes.taken += 1;
+                return Some((job, writes.taken - 1));
             }
-            if state.stop && state.queue.is_empty() {
+            if end.stop && writes.queue.is_empty() {
                 return None;
             }
-            let pause =
-                if state.queue.is_empty() || written < taken { Duration::from_secs(60) } else { LOOK };
-            state = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+            let is_idle = writes.queue.is_empty() || writes.written < writes.taken;
+            line = self.saves.wait(line, if is_idle { Duration::from_secs(60) } else { LOOK });
         }
     }
 
     /// Waits until all saves before this one have ended; each of them does, by its own deadlines.
     fn wait_for_turn(&self, turn: u64) {
-        let mut state = self.lock();
-        while state.turns.ended < turn {
-            state = self
-                .changed
-                .wait_timeout(state, Duration::from_secs(60))
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+        let mut line = self.saves.lock();
+        while line.writes.ended < turn {
+            line = self.saves.wait(line, Duration::from_secs(60));
         }
     }
 
     fn follow_up(&self, step: u64, outcome: &Outcome, replaced: Option<String>) -> Result<()> {
         match outcome {
             Outcome::Committed => {
-                self.lock().uncertain.remove(&step);
-                self.deleter.enqueue(replaced);
+                self.root.set_uncertain(step, false);
+                self.root.deleter.enqueue(replaced);
                 if self.team.leads() {
-                    self.discovery.refresh(&*self.root, &self.names)?;
+                    self.root.discovery.refresh(&*self.root.dir, &self.root.names)?;
                     self.apply_retention()?;
                 }
             }
             Outcome::DurabilityUncertain(_) => {
-                self.lock().uncertain.insert(step);
+                self.root.set_uncertain(step, true);
             }
             Outcome::NotCommitted(_) => {}
         }

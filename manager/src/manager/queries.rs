@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde::Serialize;
 use stepwell_core::deadline::deadline_after;
@@ -12,19 +12,12 @@ use stepwell_core::format::manifest::Manifest;
 use stepwell_core::limits::MAX_STEP;
 use stepwell_core::sys::{cores, each};
 
-use super::{Inner, Manager, State};
+use super::Manager;
 use crate::checkpoint::{Checkpoint, Expected};
-use crate::discovery::{Found, Listing, Quarantined, damage, is_no_step, read_manifest, stands};
+use crate::discovery::{Found, Quarantined};
 use crate::error::{Error, Result};
 use crate::retention::{self, Candidate, Mode, Plan};
-
-/// How long a newest step is looked for that is not gone before it is opened: another process would
-/// have to retire one after the other all that time.
-const LOOKING: Duration = Duration::from_secs(5);
-
-/// How often the newest step is looked up again because another process has removed a step
-/// meanwhile.
-pub(super) const LISTINGS: usize = 64;
+use crate::root::VISIBLE_WITHIN;
 
 /// Keys of a step's metadata that a report names.
 const METADATA_KEYS: usize = 16;
@@ -120,25 +113,26 @@ impl Manager {
     pub fn latest_step(&self) -> Result<Option<u64>> {
         let inner = &self.inner;
         inner.check_usable()?;
-        inner.team.ask("latest_step", || Ok(inner.newest()?.map(|found| found.manifest.step)))
+        inner.team.ask("latest_step", || inner.root.newest_step())
     }
 
     /// All committed steps, in order.
     pub fn all_steps(&self) -> Result<Vec<u64>> {
         self.inner.check_usable()?;
-        Ok(self.inner.list()?.steps.keys().copied().collect())
+        Ok(self.inner.root.list()?.steps.keys().copied().collect())
     }
 
     /// Steps that are being saved, in the order in which they will commit.
     pub fn pending(&self) -> Result<Vec<u64>> {
         self.inner.check_usable()?;
-        Ok(self.inner.lock().pending.iter().map(crate::save::Save::step).collect())
+        Ok(self.inner.saves.lock().pending.iter().map(crate::save::Save::step).collect())
     }
 
     /// Invalid directories with a step's name, with the reason.
     pub fn quarantined(&self) -> Result<Vec<Quarantined>> {
         self.inner.check_usable()?;
-        Ok(self.inner.discovery.list(&*self.inner.root, &self.inner.names)?.quarantined.clone())
+        let root = &self.inner.root;
+        Ok(root.discovery.list(&*root.dir, &root.names)?.quarantined.clone())
     }
 
     /// Returns the best step by a metric: the given one, or else the one that retention names.
@@ -154,8 +148,8 @@ impl Manager {
         };
         let inner = &self.inner;
         inner.team.ask("best_step", || {
-            let listing = inner.list()?;
-            let later = inner.sidecars.all(&*inner.root)?;
+            let listing = inner.root.list()?;
+            let later = inner.root.sidecars.all(&*inner.root.dir)?;
             let candidates = inner.candidates(listing.steps.values(), &later);
             let best = retention::best(&candidates, metric, mode).map(|candidate| candidate.step);
             if best.is_none() && asked && !candidates.is_empty() {
@@ -171,10 +165,10 @@ impl Manager {
         let inner = &self.inner;
         inner.check_usable()?;
         inner.team.ask("next_step", || {
-            let last = inner.lock().trail.last();
+            let last = inner.history.lock().trail.last();
             let last = match last {
                 Some(last) => Some(last),
-                None => inner.newest()?.map(|found| found.manifest.step),
+                None => inner.root.newest_step()?,
             };
             Ok(last.map_or(0, |last| last.saturating_add(1).min(MAX_STEP)))
         })
@@ -183,13 +177,13 @@ impl Manager {
     /// The commit record of a step (`None`: the latest). No array bytes are read.
     pub fn manifest(&self, step: Option<u64>) -> Result<Arc<Manifest>> {
         self.inner.check_usable()?;
-        Ok(self.inner.find(step)?.manifest)
+        Ok(self.inner.root.find(step)?.manifest)
     }
 
     /// The metrics of a step, those that came later included.
     pub fn metrics(&self, step: u64) -> Result<BTreeMap<String, f64>> {
         self.inner.check_usable()?;
-        self.metrics_of(&self.inner.find(Some(step))?.manifest)
+        self.metrics_of(&self.inner.root.find(Some(step))?.manifest)
     }
 
     /// [`Manager::metrics`] of a step by its commit record: also for an open step that was retired
@@ -197,7 +191,7 @@ impl Manager {
     pub fn metrics_of(&self, manifest: &Manifest) -> Result<BTreeMap<String, f64>> {
         self.inner.check_usable()?;
         let mut metrics = manifest.metrics.clone();
-        let later = self.inner.sidecars.all(&*self.inner.root)?;
+        let later = self.inner.root.sidecars.all(&*self.inner.root.dir)?;
         metrics.extend(later.get(&manifest.attempt).cloned().unwrap_or_default());
         Ok(metrics)
     }
@@ -211,12 +205,13 @@ impl Manager {
     /// Everything that has a step's name, with what is known of it.
     pub fn report(&self) -> Result<Vec<StepReport>> {
         self.inner.check_usable()?;
-        let listing = self.inner.discovery.list(&*self.inner.root, &self.inner.names)?;
-        let later = self.inner.sidecars.all(&*self.inner.root)?;
+        let root = &self.inner.root;
+        let listing = root.discovery.list(&*root.dir, &root.names)?;
+        let later = root.sidecars.all(&*root.dir)?;
         let mut out = Vec::new();
         let steps: Vec<&Found> = listing.steps.values().collect();
         let threads = cores().min(steps.len() / LOOKED_AT_BY_ONE).max(1);
-        let looked = each("stepwell-report", threads, &steps, |found| self.inner.damage_and_standing(found));
+        let looked = each("stepwell-report", threads, &steps, |found| root.damage_and_standing(found));
         for (found, looked) in steps.into_iter().zip(looked) {
             let (damage, stands) = looked?;
             if !stands {
@@ -234,8 +229,8 @@ impl Manager {
     /// Forgets what was read of the root, and reads it again.
     pub fn reload(&self) -> Result<()> {
         self.inner.check_usable()?;
-        self.inner.discovery.forget();
-        self.inner.list().map(drop)
+        self.inner.root.discovery.forget();
+        self.inner.root.list().map(drop)
     }
 
     /// Opens a step for reading (`None`: the latest), leased as long as the [`Checkpoint`] lives.
@@ -247,12 +242,14 @@ impl Manager {
     pub fn checkpoint_for(&self, step: Option<u64>, expected: &Expected) -> Result<Checkpoint> {
         self.inner.check_usable()?;
         let inner = &self.inner;
-        let deadline = deadline_after(super::open::VISIBLE_WITHIN);
+        let deadline = deadline_after(VISIBLE_WITHIN);
+        let load = inner.options.load_options(inner.team.shared_node().is_some());
+        let is_chosen = !inner.team.leads() && step.is_some() && inner.ranks.chosen() == step;
         loop {
-            match inner.lease(step, expected) {
+            match inner.root.lease(step, inner.options.stall_timeout, expected, &load) {
                 // The leader has seen it, and this machine may not yet.
-                Err(Error::StepNotFound { .. }) if inner.is_chosen(step) && Instant::now() < deadline => {
-                    inner.discovery.forget();
+                Err(Error::StepNotFound { .. }) if is_chosen && Instant::now() < deadline => {
+                    inner.root.discovery.forget();
                     std::thread::sleep(std::time::Duration::from_millis(20));
                 }
                 leased => return leased,
@@ -262,186 +259,7 @@ impl Manager {
 
     /// The path of a step, for messages.
     pub fn step_path(&self, step: u64) -> PathBuf {
-        self.inner.path.join(self.inner.names.format(step))
-    }
-}
-
-impl Inner {
-    /// True if the leader has chosen that step for a restore of all ranks.
-    fn is_chosen(&self, step: Option<u64>) -> bool {
-        !self.team.leads() && step.is_some() && self.lock().chosen == step
-    }
-
-    fn lease(&self, step: Option<u64>, expected: &Expected) -> Result<Checkpoint> {
-        self.with_step(step, |found| {
-            let (patience, load) =
-                (self.options.stall_timeout, self.options.load_options(self.team.shared_node().is_some()));
-            Checkpoint::lease(&self.root, &found.name, &self.environment, patience, expected, load)
-        })
-    }
-
-    /// All committed steps that this manager counts, every manifest looked at.
-    pub(super) fn list(&self) -> Result<Arc<Listing>> {
-        Ok(self.counted(self.discovery.list(&*self.root, &self.names)?))
-    }
-
-    /// The same, as far as the root's directory shows it: what is chosen is looked at by itself.
-    pub(super) fn look(&self) -> Result<Arc<Listing>> {
-        Ok(self.counted(self.discovery.look(&*self.root, &self.names)?))
-    }
-
-    fn counted(&self, mut listing: Arc<Listing>) -> Arc<Listing> {
-        let mut state = self.lock();
-        // A reader may look at a copy that is still being made.
-        let told = if self.options.read_only { [].as_slice() } else { &listing.quarantined };
-        for quarantined in told {
-            state.tell_quarantined(quarantined);
-        }
-        state.populated |= !listing.steps.is_empty();
-        if !state.uncertain.is_empty() {
-            let steps = &mut Arc::make_mut(&mut listing).steps;
-            steps.retain(|step, _| !state.uncertain.contains(step));
-        }
-        listing
-    }
-
-    /// The newest whole step.
-    pub(super) fn newest(&self) -> Result<Option<Found>> {
-        self.newest_from(0)
-    }
-
-    /// The newest whole step of those from `first` on.
-    pub(super) fn newest_from(&self, first: u64) -> Result<Option<Found>> {
-        let begun = Instant::now();
-        'listing: for _ in 0..LISTINGS {
-            let listing = self.look()?;
-            self.tell_passed_over(&listing);
-            for found in listing.steps.range(first..).rev().map(|(_, found)| found) {
-                if !self.discovery.is_as_listed(&*self.root, found)? {
-                    continue 'listing;
-                }
-                let Some(damage) = damage(&*self.root, &found.name, &found.manifest)? else {
-                    return Ok(Some(found.clone()));
-                };
-                if !stands(&*self.root, found)? {
-                    // Retired or replaced between the listing and now.
-                    self.discovery.forget();
-                    continue 'listing;
-                }
-                self.tell_damaged(found, &damage);
-            }
-            return Ok(None);
-        }
-        Err(self.restless(begun))
-    }
-
-    /// Logs invalid directories with a newer step's name, so that nobody takes an older step for
-    /// the newest. One without a manifest may be a copy in progress.
-    fn tell_passed_over(&self, listing: &Listing) {
-        if listing.quarantined.is_empty() {
-            return;
-        }
-        let newest = listing.steps.keys().next_back();
-        let mut state = self.lock();
-        for quarantined in &listing.quarantined {
-            let is_newer = self.names.parse(&quarantined.name).is_some_and(|step| Some(&step) > newest);
-            if is_newer && quarantined.has_manifest {
-                state.tell_quarantined(quarantined);
-            }
-        }
-    }
-
-    pub(super) fn restless(&self, begun: Instant) -> Error {
-        let waited_for = format!("a listing of {} during which no step is taken away", self.path.display());
-        Error::Timeout { waited_for, waited: begun.elapsed() }
-    }
-
-    /// The damage of a listed step, and true if it still has its name.
-    fn damage_and_standing(&self, found: &Found) -> stepwell_core::Result<(Option<String>, bool)> {
-        let damage = damage(&*self.root, &found.name, &found.manifest)?;
-        let stands = damage.is_none() || stands(&*self.root, found)?;
-        Ok((damage, stands))
-    }
-
-    /// Once: it is seen at every save.
-    pub(super) fn tell_damaged(&self, found: &Found, damage: &str) {
-        let known = format!("{:?} {damage}", found.manifest.attempt);
-        if self.lock().told_damaged.insert(known) {
-            let step = found.manifest.step;
-            tracing::warn!(step, %damage, "a damaged step is skipped, and neither counted nor deleted by retention");
-        }
-    }
-
-    /// A committed step by its number.
-    pub(super) fn committed(&self, step: u64) -> Result<Option<Found>> {
-        let begun = Instant::now();
-        for _ in 0..LISTINGS {
-            let listing = self.look()?;
-            let Some(found) = listing.steps.get(&step) else { return Ok(None) };
-            if self.discovery.is_as_listed(&*self.root, found)? {
-                return Ok(Some(found.clone()));
-            }
-        }
-        Err(self.restless(begun))
-    }
-
-    /// A committed step by its number, or the newest.
-    pub(super) fn find(&self, step: Option<u64>) -> Result<Found> {
-        let found = match step {
-            Some(step) => self.committed(step)?,
-            None => self.newest()?,
-        };
-        found.ok_or_else(|| self.not_found(step))
-    }
-
-    /// Runs `look` on a step (`None`: the newest). If the newest step is retired between listing
-    /// and leasing, the root is listed again.
-    fn with_step<T>(
-        &self,
-        step: Option<u64>,
-        mut look: impl FnMut(&Found) -> Result<Option<T>>,
-    ) -> Result<T> {
-        let deadline = deadline_after(LOOKING);
-        loop {
-            let gone = match look(&self.find(step)?) {
-                Ok(Some(seen)) => return Ok(seen),
-                Ok(None) => self.not_found(step),
-                Err(error @ Error::StepGone { .. }) => error,
-                Err(error) => return Err(error),
-            };
-            if step.is_some() || Instant::now() >= deadline {
-                return Err(gone);
-            }
-        }
-    }
-
-    pub(super) fn not_found(&self, step: Option<u64>) -> Error {
-        // A damaged step reports itself.
-        let names = step.map(|step| self.names.names(step)).unwrap_or_default();
-        for name in names {
-            match read_manifest(&*self.root, &name) {
-                Err(error) if is_no_step(&error) => return error.into(),
-                _ => {}
-            }
-        }
-        let latest = self.newest().ok().flatten().map(|found| found.manifest.step);
-        Error::StepNotFound { step, root: self.path.clone(), latest }
-    }
-
-    /// The largest step that is being saved. One whose capture has failed is none, though its turn
-    /// to be told so may be to come.
-    pub(super) fn latest_pending(&self) -> Option<u64> {
-        let state = self.lock();
-        state.pending.iter().filter(|save| !save.has_failed()).map(crate::save::Save::step).max()
-    }
-}
-
-impl State {
-    /// Once.
-    fn tell_quarantined(&mut self, Quarantined { name, reason, .. }: &Quarantined) {
-        if self.told_damaged.insert(format!("{name} {reason}")) {
-            tracing::warn!(%name, %reason, "has a step's name and is none; it is passed over, and set aside where a step of that number is saved");
-        }
+        self.inner.root.path.join(self.inner.root.names.format(step))
     }
 }
 

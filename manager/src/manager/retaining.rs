@@ -14,15 +14,14 @@ use smallvec::SmallVec;
 use stepwell_core::format::manifest::{Attempt, Manifest};
 
 use super::Inner;
-use super::queries::LISTINGS;
-use crate::checkpoint::{Checkpoint, Expected};
+use crate::checkpoint::Expected;
 use crate::commit::aside::{self, Thinned};
-use crate::directory_layout;
-use crate::discovery::{Found, Listing, damage};
+use crate::discovery::{Found, Listing};
 use crate::error::{Error, Result};
 use crate::metrics::Later;
 use crate::recovery;
 use crate::retention::{Candidate, Changes, Metrics, Names, Plan, Retention};
+use crate::root::LISTINGS;
 
 /// Steps that are looked into again after each commit.
 const LOOKED_INTO: usize = 64;
@@ -79,13 +78,13 @@ impl Inspected {
 
     /// Committed steps as the rules that ask for these metrics see them, where none came after a
     /// commit.
-    fn candidates<'a>(&'a self, metrics: &'a [String], held: &BTreeMap<u64, u64>) -> Vec<Candidate<'a>> {
+    fn candidates<'a>(&'a self, metrics: &'a [String], held: &BTreeSet<u64>) -> Vec<Candidate<'a>> {
         let candidate = |(&step, whole): (&u64, &'a Whole)| Candidate {
             step,
             committed_unix_ns: whole.committed_unix_ns,
             metrics: Metrics::Asked { names: metrics, values: &whole.values },
             items: Names::Of(&whole.manifest),
-            held: !held.is_empty() && held.contains_key(&step),
+            held: held.contains(&step),
         };
         self.whole.iter().map(candidate).collect()
     }
@@ -113,7 +112,7 @@ impl Inner {
     pub(super) fn retention_plan(&self) -> Result<Plan> {
         self.look_into_all();
         let counted = self.whole_steps(&mut self.inspected())?;
-        let later = self.sidecars.all(&*self.root)?;
+        let later = self.root.sidecars.all(&*self.root.dir)?;
         let candidates = self.candidates(counted.steps(), &later);
         self.options.retention.plan(&candidates, self.environment.clock.unix_ns())
     }
@@ -138,23 +137,23 @@ impl Inner {
         let begun = Instant::now();
         let metrics = self.options.retention.metrics();
         'listing: for _ in 0..LISTINGS {
-            let listing = self.look()?;
+            let listing = self.root.look()?;
             let (due, next) = inspected.due(&listing);
             let mut damaged = BTreeSet::new();
             for found in due {
-                if !self.discovery.is_as_listed(&*self.root, &found)? {
+                if !self.root.discovery.is_as_listed(&*self.root.dir, &found)? {
                     continue 'listing;
                 }
                 let step = found.manifest.step;
                 let corrupt = inspected.corrupt.iter().find(|(one, _)| *one == found.manifest.attempt);
                 let damage = match corrupt {
                     Some((_, damage)) => Some(damage.clone()),
-                    None => damage(&*self.root, &found.name, &found.manifest)?,
+                    None => self.root.damage(&found)?,
                 };
                 if let Some(damage) = damage {
                     inspected.whole.remove(&step);
                     damaged.insert(step);
-                    self.tell_damaged(&found, &damage);
+                    self.root.report_damaged(&found, &damage);
                 } else {
                     let manifest = found.manifest;
                     let values = metrics.iter().map(|metric| manifest.metrics.get(metric).copied()).collect();
@@ -174,7 +173,7 @@ impl Inner {
             );
             return Ok(counted);
         }
-        Err(self.restless(begun))
+        Err(self.root.restless(begun))
     }
 
     /// Committed steps as retention sees them.
@@ -183,7 +182,7 @@ impl Inner {
         steps: impl Iterator<Item = &'a Found>,
         later: &Later,
     ) -> Vec<Candidate<'a>> {
-        let held = self.lock().held.clone();
+        let held = self.usage.held();
         let candidate = |found: &'a Found| {
             let manifest = &*found.manifest;
             let mut metrics = Cow::Borrowed(&manifest.metrics);
@@ -197,7 +196,7 @@ impl Inner {
                 committed_unix_ns: manifest.committed_unix_ns,
                 metrics: Metrics::All(metrics),
                 items: Names::Of(manifest),
-                held: !held.is_empty() && held.contains_key(&manifest.step),
+                held: held.contains(&manifest.step),
             }
         };
         steps.map(candidate).collect()
@@ -235,15 +234,15 @@ impl Inner {
                 }
             }
         };
-        self.check_fence()?;
+        self.root.check_fence()?;
         // Nobody makes another plan before this one is carried out.
         let victims = self.retire(&counted, &changes.deleted, &mut inspected)?;
         drop(inspected);
         for (step, keep) in &changes.thinned {
             let Some(found) = counted.get(*step) else { continue };
-            let thinned = aside::thin(&*self.root, &found.name, keep, self.environment.clock.unix_ns())?;
+            let thinned = aside::thin(&*self.root.dir, &found.name, keep, self.environment.clock.unix_ns())?;
             if let Thinned::Dropped(_) | Thinned::Later(_) = thinned {
-                self.discovery.touch(&found.name);
+                self.root.discovery.touch(&found.name);
             }
             match thinned {
                 Thinned::Dropped(items) => tracing::info!(step, ?items, "thinned"),
@@ -263,10 +262,10 @@ impl Inner {
 
     /// What the rules change now.
     fn changes(&self, counted: &Counted, inspected: &Inspected) -> Result<Changes> {
-        let later = self.sidecars.all(&*self.root)?;
+        let later = self.root.sidecars.all(&*self.root.dir)?;
         let retention = &self.options.retention;
         let metrics = retention.metrics();
-        let held = self.lock().held.clone();
+        let held = self.usage.held();
         // Metrics that came after a commit are found by the manifests.
         let candidates = if later.is_empty() {
             inspected.candidates(&metrics, &held)
@@ -280,11 +279,9 @@ impl Inner {
     /// [`crate::Options::verify_before_retiring`].
     fn verified(&self, found: &Found) -> Result<Option<String>> {
         let (patience, load) = (self.options.stall_timeout, self.options.load_options(false));
-        let nothing = Expected::Nothing;
-        let leased =
-            Checkpoint::lease(&self.root, &found.name, &self.environment, patience, &nothing, load.clone());
+        let leased = self.root.lease_found(found, patience, &Expected::Nothing, load.clone());
         let report = leased.and_then(|checkpoint| {
-            let checkpoint = checkpoint.ok_or_else(|| self.not_found(Some(found.manifest.step)))?;
+            let checkpoint = checkpoint.ok_or_else(|| self.root.not_found(Some(found.manifest.step)))?;
             checkpoint.verify(&load, &mut |_| true)
         });
         match report {
@@ -300,22 +297,18 @@ impl Inner {
     /// Looks at what was just changed, so that the next save need not: the training would wait in
     /// it for a disk that is busy with deleting. An error of it is one of the next listing too.
     fn look_ahead(&self) {
-        let _ = self.discovery.look(&*self.root, &self.names);
+        let _ = self.root.discovery.look(&*self.root.dir, &self.root.names);
     }
 
     /// Takes steps out of sight, and gives those that went.
     fn retire(&self, counted: &Counted, steps: &[u64], inspected: &mut Inspected) -> Result<Vec<u64>> {
         // Steps that were held since the plan stay.
-        let retiring = self.retiring(steps.iter().copied());
+        let retiring = self.usage.retiring(steps.iter().copied());
         let found = steps.iter().filter(|&&step| retiring.may_go(step)).filter_map(|&step| counted.get(step));
         let found: Vec<&Found> = found.collect();
-        let trash = |found: &&Found| {
-            let label = directory_layout::label(found.manifest.step);
-            directory_layout::trash(&label, self.environment.rng.next_u128())
-        };
-        let renames: Vec<(String, String)> =
-            found.iter().map(|found| (found.name.clone(), trash(found))).collect();
-        let retired = aside::retire_all(&*self.root, &renames);
+        let rename = |found: &&Found| (found.name.clone(), self.root.trash(found.manifest.step));
+        let renames: Vec<(String, String)> = found.iter().map(rename).collect();
+        let retired = aside::retire_all(&*self.root.dir, &renames);
         drop(retiring);
         for found in found.iter().take(retired.renamed) {
             inspected.whole.remove(&found.manifest.step);
@@ -327,9 +320,11 @@ impl Inner {
         let deletable = retired.deletable();
         let attempts: Vec<Attempt> =
             found.iter().take(deletable).map(|found| found.manifest.attempt.clone()).collect();
-        self.sidecars.remove(&*self.root, &attempts);
+        self.root.sidecars.remove(&*self.root.dir, &attempts);
         let files = found.iter().take(deletable).next_back().map_or(&[][..], |last| &last.manifest.files);
-        self.deleter.retire(renames.into_iter().take(deletable).map(|(_, trash)| trash).collect(), files);
+        self.root
+            .deleter
+            .retire(renames.into_iter().take(deletable).map(|(_, trash)| trash).collect(), files);
         match retired.error {
             Some(error) => Err(error.into()),
             None => Ok(found.iter().take(retired.renamed).map(|found| found.manifest.step).collect()),
@@ -339,11 +334,11 @@ impl Inner {
     /// Without locks, a thinning leaves its files for the grace period. Deletes those whose period
     /// is over.
     fn finish_thinnings(&self, counted: &Counted) {
-        if self.lock().lock.is_some() {
+        if self.root.is_locked() {
             return;
         }
         for found in counted.steps().filter(|found| !found.manifest.dropped.is_empty()) {
-            let finished = self.root.open_dir(&found.name).and_then(|dir| {
+            let finished = self.root.dir.open_dir(&found.name).and_then(|dir| {
                 let now = self.environment.clock.unix_ns();
                 recovery::finish_thinning(&dir, found, now, self.options.grace)
             });

@@ -6,17 +6,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-use stepwell_core::deadline::deadline_after;
 use stepwell_core::limits::MAX_STEP;
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::driver;
 
-use super::together::Ticket;
-use super::{Exists, Inner, Manager, SaveRequest, State};
+use super::together::{Said, Ticket};
+use super::{Exists, Inner, Manager, SaveRequest};
 use crate::commit::Existing;
 use crate::directory_layout;
-use crate::discovery::{Found, damage};
+use crate::discovery::Found;
 use crate::error::{Error, Result};
 use crate::save::job::{self, Capturing, Order, Place, Prepared};
 use crate::save::{Refusal, Save};
@@ -31,15 +29,6 @@ pub enum Decision {
     Refuse(Refusal),
     /// This step is being saved already, and `exists="skip"`.
     Pending(Save),
-}
-
-/// A [`Decision`], as the leader announces it.
-#[derive(Serialize, Deserialize)]
-pub(super) enum Said {
-    Save,
-    Replace,
-    Refuse(Refusal),
-    Pending,
 }
 
 /// A save that is planned and that nothing is wrong with, and not begun.
@@ -85,9 +74,10 @@ impl Manager {
             Said::Replace => Decision::Save(Ticket::new(inner, step, true)),
             Said::Refuse(refusal) => Decision::Refuse(refusal),
             Said::Pending => {
-                let state = inner.lock();
+                let line = inner.saves.lock();
                 // It may have failed here, and the leader be at what follows.
-                match state.pending.iter().chain(&state.last_failure).find(|save| save.step() == step) {
+                let mut known = line.pending.iter().chain(line.endings.last_failure());
+                match known.find(|save| save.step() == step) {
                     Some(pending) => Decision::Pending(pending.clone()),
                     // It has ended on this rank meanwhile.
                     None => Decision::Refuse(Refusal::Exists),
@@ -128,7 +118,7 @@ impl Manager {
         inner.check_usable()?;
         let (census, stale) = inner.census(ticket, &request.state)?.unzip();
         let order = Order {
-            root: inner.path.clone(),
+            root: inner.root.path.clone(),
             step: ticket.step,
             state: request.state,
             metrics: request.metrics,
@@ -148,12 +138,12 @@ impl Manager {
     pub fn begins_at_once(&self, ready: &Ready) -> bool {
         let memory = self.inner.pool().bytes() as u64;
         let has_memory = memory > 0 && self.inner.options.staging_bytes.is_none_or(|asked| memory >= asked);
-        let state = self.inner.lock();
+        let line = self.inner.saves.lock();
         has_memory
             && !ready.prepared.has_eager()
             && !self.inner.options.detect_torn
-            && !state.claimed
-            && state.pending.len() <= self.inner.options.max_pending
+            && !line.captures.claimed
+            && line.pending.len() <= self.inner.options.max_pending
     }
 
     /// Begins a planned save, and captures what its caller may change after the return.
@@ -178,7 +168,7 @@ impl Manager {
         };
         let (save, rest) = capturing.run()?;
         if let Some(rest) = rest {
-            inner.capture_later(&mut inner.lock(), rest, true)?;
+            inner.capture_later(&mut inner.saves.lock().captures, rest, true)?;
         }
         Ok(save)
     }
@@ -189,7 +179,7 @@ impl Manager {
         let inner = &self.inner;
         inner.check_usable()?;
         let order = Order {
-            root: inner.path.clone(),
+            root: inner.root.path.clone(),
             step: MAX_STEP,
             state,
             metrics: BTreeMap::new(),
@@ -221,7 +211,7 @@ impl Manager {
     /// preempted.
     pub fn request_preemption(&self) {
         if self.inner.birth.is_here() {
-            self.inner.lock().preemption_asked = true;
+            self.inner.history.lock().preemption_asked = true;
         }
     }
 
@@ -230,18 +220,17 @@ impl Manager {
     pub fn reached_preemption(&self, step: u64) -> Result<bool> {
         self.inner.check_usable()?;
         self.inner.ask_with_signals("reached_preemption", || {
-            let mut state = self.inner.lock();
-            let first = if state.decided >= Some(step) { step.saturating_add(1) } else { step };
-            Ok(state.is_preempted(step, first))
+            let mut done = self.inner.history.lock();
+            let first = if done.decided >= Some(step) { step.saturating_add(1) } else { step };
+            Ok(done.is_preempted(step, first))
         })
     }
 
     /// Says that a step was restored: [`Manager::next_step`] goes on from it.
     pub fn restored(&self, step: u64) {
         if self.inner.birth.is_here() {
-            let mut state = self.inner.lock();
-            state.trail.restored(step);
-            state.restoring = false;
+            self.inner.history.lock().trail.restored(step);
+            self.inner.ranks.end_restore();
         }
     }
 }
@@ -249,9 +238,9 @@ impl Manager {
 impl Inner {
     pub(super) fn policy_says_yes(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
         let preempted = {
-            let mut state = self.lock();
-            state.decided = state.decided.max(Some(step));
-            state.is_preempted(step, step)
+            let mut done = self.history.lock();
+            done.decided = done.decided.max(Some(step));
+            done.is_preempted(step, step)
         };
         let asked = Asked { inner: self, step, preempted, custom };
         self.options.save_policy.should_save(&asked)
@@ -270,12 +259,11 @@ impl Inner {
         if self.options.read_only {
             // A forced save must happen.
             if force {
-                return Err(Error::ReadOnly { what: "save a step", root: self.path.clone() });
+                return Err(Error::ReadOnly { what: "save a step", root: self.root.path.clone() });
             }
             return Ok(Said::Refuse(Refusal::ReadOnly));
         }
-        let is_it = |save: &Save| save.step() == step && !save.has_failed();
-        let is_pending = self.lock().pending.iter().any(is_it);
+        let is_pending = self.saves.lock().live().any(|save| save.step() == step);
         if exists == Exists::Skip && is_pending {
             return Ok(Said::Pending);
         }
@@ -286,14 +274,14 @@ impl Inner {
         }
         // After it, a step that was uncertain is there, or is to be replaced: whichever of the two
         // a power cut leaves, it is a whole one.
-        let uncertain = !is_pending && self.settle_uncertain(step);
-        let listing = self.look()?;
+        let uncertain = !is_pending && self.root.settle_uncertain(step);
+        let listing = self.root.look()?;
         let steps = &listing.steps;
         // A step that has lost files is invalid. A good one may take its number, and the commit
         // quarantines the rest.
         let there = is_pending
-            || match if steps.contains_key(&step) { self.committed(step)? } else { None } {
-                Some(found) => damage(&*self.root, &found.name, &found.manifest)?.is_none(),
+            || match if steps.contains_key(&step) { self.root.committed(step)? } else { None } {
+                Some(found) => self.root.damage(&found)?.is_none(),
                 None => false,
             };
         // An existing step is told before an order: a final save that repeats the last one is no
@@ -304,10 +292,10 @@ impl Inner {
         if there && exists == Exists::Error {
             let latest = self.latest_above(step, steps)?;
             let rewind_to = if latest.is_some() { self.newest_below(step, steps)? } else { None };
-            return Err(Error::StepExists { step, root: self.path.clone(), latest, rewind_to });
+            return Err(Error::StepExists { step, root: self.root.path.clone(), latest, rewind_to });
         }
         if there && exists == Exists::Replace {
-            self.lock().may_be_replaced(step)?;
+            self.usage.check_replaceable(step)?;
         }
         if let Some(latest) = self.latest_above(step, steps)? {
             return Err(Error::StepOrder { step, latest, rewind_to: self.newest_below(step, steps)? });
@@ -322,21 +310,19 @@ impl Inner {
     /// nothing above them.
     fn latest_above(&self, step: u64, steps: &BTreeMap<u64, Found>) -> Result<Option<u64>> {
         let above = step + 1;
-        let whole = if steps.range(above..).next().is_some() { self.newest_from(above)? } else { None };
-        let latest = whole.map(|found| found.manifest.step).max(self.latest_pending());
+        let whole = if steps.range(above..).next().is_some() { self.root.newest_from(above)? } else { None };
+        // A save whose capture has failed is none, though its turn to be told so may be to come.
+        let pending = self.saves.lock().live().map(Save::step).max();
+        let latest = whole.map(|found| found.manifest.step).max(pending);
         Ok(latest.filter(|&latest| step < latest))
     }
 
     /// The newest whole step below this one, or the newest that is being saved: what a rewind may
     /// name.
     fn newest_below(&self, step: u64, steps: &BTreeMap<u64, Found>) -> Result<Option<u64>> {
-        let pending = {
-            let state = self.lock();
-            let live = state.pending.iter().filter(|save| !save.has_failed());
-            live.map(Save::step).filter(|&pending| pending < step).max()
-        };
+        let pending = self.saves.lock().live().map(Save::step).filter(|&pending| pending < step).max();
         for (&older, found) in steps.range(..step).rev() {
-            if damage(&*self.root, &found.name, &found.manifest)?.is_none() {
+            if self.root.damage(found)?.is_none() {
                 return Ok(pending.max(Some(older)));
             }
         }
@@ -354,48 +340,35 @@ impl Inner {
         cancel: &AtomicBool,
         now: bool,
     ) -> Result<Option<Turn<'_>>> {
-        let captures = |state: &State| state.capturing || !state.rests.is_empty();
-        let mut state = self.lock();
         let mut told = false;
-        let mut seen = None;
-        let mut deadline = deadline_after(self.options.stall_timeout);
         // A capture for this call is written first. It may need all of the memory, which only its
         // own writes free.
-        while (now && captures(&state))
-            || (!now && state.claimed)
-            || state.pending.len() > self.options.max_pending
-        {
-            if cancel.load(Ordering::Acquire) {
-                let source = stepwell_core::Error::Cancelled("its caller cancelled it".to_owned());
-                return Err(Error::SaveFailed { step, source });
-            }
-            if !std::mem::replace(&mut told, true) {
+        let turn = self.saves.wait_while(self.options.stall_timeout, false, |line| {
+            let blocked = (now && line.captures.are_under_way())
+                || (!now && line.captures.claimed)
+                || line.pending.len() > self.options.max_pending;
+            let waits = blocked && !cancel.load(Ordering::Acquire);
+            if waits && !std::mem::replace(&mut told, true) {
                 tracing::info!(step, "this save waits until an earlier one has ended");
             }
-            let first = state.pending.first();
-            let progress = first.map(|first| (first.step(), first.moved()));
-            if progress != seen {
-                seen = progress;
-                deadline = deadline_after(self.options.stall_timeout);
-            }
-            if Instant::now() >= deadline {
-                let waited_for = match first {
-                    Some(first) => format!("the save of step {} to end", first.step()),
-                    None => "another save to be planned".to_owned(),
-                };
-                return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
-            }
-            let pause = deadline_after(Duration::from_millis(20));
-            state = match self.wait(state, pause.min(deadline)) {
-                Some(state) => state,
-                None => self.lock(),
-            };
+            waits
+        });
+        if cancel.load(Ordering::Acquire) {
+            let source = stepwell_core::Error::Cancelled("its caller cancelled it".to_owned());
+            return Err(Error::SaveFailed { step, source });
         }
+        let Some(mut line) = turn else {
+            let waited_for = match self.saves.lock().pending.first() {
+                Some(first) => format!("the save of step {} to end", first.step()),
+                None => "another save to be planned".to_owned(),
+            };
+            return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
+        };
         if !now {
             return Ok(None);
         }
-        state.capturing = true;
-        state.claimed = true;
+        line.captures.capturing = true;
+        line.captures.claimed = true;
         Ok(Some(Turn(self)))
     }
 
@@ -403,82 +376,56 @@ impl Inner {
         let step = ticket.step;
         let existing = if ticket.replaces { Existing::Replace } else { Existing::Refuse };
         let now = self.environment.clock.monotonic();
-        let mut state = self.lock();
-        if state.closed {
-            return Err(Error::Closed { root: self.path.clone() });
-        }
+        let mut line = self.saves.lock();
+        self.check_open(&line)?;
+        self.start_persister(&mut line.writes)?;
         if existing == Existing::Replace {
             // It may have been held since that was decided.
-            state.may_be_replaced(step)?;
+            self.usage.replace(step)?;
         }
-        let counter = state.counter;
+        let counter = line.counter;
         let place = Place {
             label: directory_layout::label(step),
-            target: self.names.format(step),
+            target: self.root.names.format(step),
             existing,
             counter,
             fenced: true,
         };
         let now_in_part = prepared.has_eager();
         let (job, capturing) = prepared.split(&self.environment, &self.options, place);
-        self.start_persister(&mut state)?;
+        let save = job.save.clone();
         let enqueued = if now_in_part {
-            Enqueued::Now(Box::new(capturing))
+            Ok(Enqueued::Now(Box::new(capturing)))
         } else {
             // In the order in which they will be written, so under the same lock.
-            self.capture_later(&mut state, capturing.into_rest(), false)?;
-            Enqueued::Later(job.save.clone())
+            let later = self.capture_later(&mut line.captures, capturing.into_rest(), false);
+            later.map(|()| Enqueued::Later(save.clone()))
         };
-        state.counter += 1;
+        if enqueued.is_err() && existing == Existing::Replace {
+            self.usage.replaced(step);
+        }
+        let enqueued = enqueued?;
+        line.counter += 1;
         ticket.used = true;
-        if existing == Existing::Replace {
-            // From here on a hold waits.
-            state.replacing.push(step);
+        self.ranks.raise_highest(step);
+        {
+            let mut done = self.history.lock();
+            done.last_save = Some(now);
+            done.trail.saving(&save);
         }
-        state.last_save = Some(now);
-        state.highest = state.highest.max(Some(step));
-        job.save.stands_behind(&state.pending);
-        state.trail.saving(&job.save);
-        state.pending.push(job.save.clone());
-        state.queue.push_back(job);
+        save.stands_behind(&line.pending);
+        line.pending.push(save);
+        line.writes.queue.push_back(job);
         if now_in_part {
-            state.claimed = false;
+            line.captures.claimed = false;
         }
-        drop(state);
-        self.changed.notify_all();
+        drop(line);
+        self.saves.changed.notify_all();
         Ok(enqueued)
     }
 
     pub(super) fn pool(&self) -> Arc<StagingPool> {
-        Arc::clone(self.lock().pool.get_or_insert_with(|| self.environment.pool()))
-    }
-}
-
-impl State {
-    /// A step that is held is neither removed nor replaced.
-    fn may_be_replaced(&self, step: u64) -> Result<()> {
-        if !self.held.contains_key(&step) {
-            return Ok(());
-        }
-        let by = "this manager holds it (hold()), and what is held is not replaced; release the hold first"
-            .to_owned();
-        Err(Error::Held { step, by })
-    }
-
-    /// True if the job counts as preempted at `step`; from `first` on where nobody has known it
-    /// yet.
-    fn is_preempted(&mut self, step: u64, first: u64) -> bool {
-        if self.preemption_asked && self.preempted.is_none() {
-            self.preempted = Some(first);
-        }
-        self.preempted.is_some_and(|from| step >= from)
-    }
-
-    /// A save that was to replace this step is over.
-    pub(super) fn is_replaced(&mut self, step: u64) {
-        if let Some(at) = self.replacing.iter().position(|&replacing| replacing == step) {
-            self.replacing.swap_remove(at);
-        }
+        Arc::clone(self.saves.lock().pool.get_or_insert_with(|| self.environment.pool()))
     }
 }
 
@@ -495,11 +442,11 @@ struct Turn<'a>(&'a Inner);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        let mut state = self.0.lock();
-        state.capturing = false;
-        state.claimed = false;
-        drop(state);
-        self.0.changed.notify_all();
+        let mut line = self.0.saves.lock();
+        line.captures.capturing = false;
+        line.captures.claimed = false;
+        drop(line);
+        self.0.saves.changed.notify_all();
     }
 }
 
@@ -517,30 +464,27 @@ impl Facts for Asked<'_> {
     }
 
     fn is_first(&self) -> Result<bool> {
-        {
-            let state = self.inner.lock();
-            if state.populated || state.trail.last().is_some() {
-                return Ok(false);
-            }
+        if self.inner.root.is_populated() || self.inner.history.lock().trail.last().is_some() {
+            return Ok(false);
         }
-        Ok(self.inner.look()?.steps.is_empty())
+        Ok(self.inner.root.look()?.steps.is_empty())
     }
 
     fn seconds_since_save(&self) -> Result<Option<f64>> {
         let clock = &self.inner.environment.clock;
-        let last = self.inner.lock().last_save;
+        let last = self.inner.history.lock().last_save;
         if let Some(then) = last {
             return Ok(Some(clock.monotonic().saturating_sub(then).as_secs_f64()));
         }
         // The last save was another process's: its record has wall-clock time.
-        Ok(self.inner.newest()?.map(|found| {
+        Ok(self.inner.root.newest()?.map(|found| {
             let passed = clock.unix_ns().saturating_sub(found.manifest.started_unix_ns);
             Duration::from_nanos(u64::try_from(passed).unwrap_or(0)).as_secs_f64()
         }))
     }
 
     fn saving(&self) -> bool {
-        !self.inner.lock().pending.is_empty()
+        !self.inner.saves.lock().pending.is_empty()
     }
 
     fn preempted(&self) -> bool {

@@ -12,21 +12,99 @@
 //!   ranks tell each other which leaves they have ([`Census`]).
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use stepwell_core::deadline::deadline_after;
 use stepwell_core::format::manifest::Attempt;
 
-use super::saving::Said;
+use super::saves::Line;
 use super::{Exists, Inner, Manager};
 use crate::commit::{Announcement, Verdict, Vote};
+use crate::coordination::pulse::Pulse;
 use crate::error::{Error, Result};
 use crate::runs::{in_both, numbers_of, runs_of};
 use crate::save::{Refusal, Save};
 use crate::save_policy::Facts;
 use crate::state::{Census, StateSource, plain_leaves};
+
+/// What this rank knows alike with the others, beside its saves.
+#[derive(Default)]
+pub(super) struct Ranks {
+    known: Mutex<Known>,
+    /// Held while the ranks tell each other which leaves they have: a call that was interrupted may
+    /// still be at it when the next one begins.
+    telling: Mutex<()>,
+    /// This rank's heartbeat.
+    pulse: Mutex<Option<Pulse>>,
+}
+
+#[derive(Default)]
+struct Known {
+    /// The largest step that was there when the root was opened, or that a save was begun of: the
+    /// same on all ranks.
+    highest: Option<u64>,
+    /// The holders of plain leaves, as the ranks have exchanged them.
+    census: Option<Arc<Census>>,
+    /// The step that the leader has last chosen for a restore.
+    chosen: Option<u64>,
+    /// This rank takes part in a restore: it lives, however long it reads.
+    restoring: bool,
+    /// It is at a call of that restore which all make.
+    asking: bool,
+    /// Why its caller has left that call: it says so in the next one.
+    restore_left: Option<String>,
+}
+
+impl Ranks {
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The ranks have met.
+    pub(super) fn begin(&self, newest: Option<u64>, pulse: Pulse) {
+        self.lock().highest = newest;
+        *self.pulse.lock().unwrap_or_else(PoisonError::into_inner) = Some(pulse);
+    }
+
+    /// Ends the heartbeat.
+    pub(super) fn end(&self) {
+        let pulse = self.pulse.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(pulse);
+    }
+
+    /// A save of that step was begun.
+    pub(super) fn raise_highest(&self, step: u64) {
+        let mut known = self.lock();
+        known.highest = known.highest.max(Some(step));
+    }
+
+    /// The newest step is this one now.
+    pub(super) fn set_highest(&self, step: u64) {
+        self.lock().highest = Some(step);
+    }
+
+    pub(super) fn chosen(&self) -> Option<u64> {
+        self.lock().chosen
+    }
+
+    pub(super) fn is_restoring(&self) -> bool {
+        self.lock().restoring
+    }
+
+    pub(super) fn end_restore(&self) {
+        self.lock().restoring = false;
+    }
+}
+
+/// A decision, as the leader announces it.
+#[derive(Serialize, Deserialize)]
+pub(super) enum Said {
+    Save,
+    Replace,
+    Refuse(Refusal),
+    Pending,
+}
 
 /// A rank, and what it has ([`plain_leaves`]).
 type Told = (u32, Vec<u64>);
@@ -131,7 +209,7 @@ impl Inner {
             if !force && !self.says_yes_alike(step, custom)? {
                 return Ok(Said::Refuse(Refusal::Policy));
             }
-            if self.lock().highest.is_none_or(|highest| step > highest) {
+            if self.ranks.lock().highest.is_none_or(|highest| step > highest) {
                 return Ok(Said::Save);
             }
         }
@@ -140,7 +218,7 @@ impl Inner {
 
     /// The answer of a deterministic policy, from facts that every rank knows.
     pub(super) fn says_yes_alike(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
-        let is_first = self.lock().highest.is_none();
+        let is_first = self.ranks.lock().highest.is_none();
         self.options.save_policy.should_save(&Alike { step, is_first, custom })
     }
 
@@ -156,8 +234,8 @@ impl Inner {
             return self.team.ask(what, answer);
         }
         let (mine, known) = {
-            let state = self.lock();
-            (state.preemption_asked, state.preempted.is_some())
+            let done = self.history.lock();
+            (done.preemption_asked, done.preempted.is_some())
         };
         if mine
             && !known
@@ -169,14 +247,13 @@ impl Inner {
         }
         let (answer, preempted) = self.team.ask(what, || {
             if !known && self.team.is_told_signal()? {
-                self.lock().preemption_asked = true;
+                self.history.lock().preemption_asked = true;
             }
             let answer = answer()?;
-            Ok((answer, self.lock().preempted))
+            Ok((answer, self.history.lock().preempted))
         })?;
-        let mut state = self.lock();
         if preempted.is_some() {
-            state.preempted = preempted;
+            self.history.lock().preempted = preempted;
         }
         Ok(answer)
     }
@@ -184,54 +261,31 @@ impl Inner {
     /// Waits until all saves have ended, on this rank, that must have before the next one may be
     /// begun. Raises the failure of one of them, on all ranks, if one of them has not seen it.
     fn settle_failures(&self, step: u64) -> Result<()> {
-        let before = {
-            let state = self.lock();
-            state.counter.saturating_sub(self.options.max_pending as u64 + 1)
-        };
+        let lag = self.options.max_pending as u64 + 1;
+        let before = self.saves.lock().counter.saturating_sub(lag);
         let begun = Instant::now();
-        let limit = self.options.stall_timeout;
-        let mut deadline = deadline_after(limit);
-        let mut seen = None;
-        let mut state = self.lock();
-        while (state.over_before..before).any(|counter| !state.over.contains(&counter)) {
-            let progress = state.pending.first().map(|first| (first.step(), first.moved()));
-            if progress != seen {
-                seen = progress;
-                deadline = deadline_after(limit);
-            }
-            if Instant::now() >= deadline {
-                let waited_for = "an earlier save to end".to_owned();
-                drop(state);
-                return Err(self.team.lose(Error::Timeout { waited_for, waited: begun.elapsed() }));
-            }
-            let pause = deadline_after(Duration::from_millis(20));
-            state = match self.wait(state, pause.min(deadline)) {
-                Some(state) => state,
-                None => self.lock(),
-            };
-        }
-        for counter in state.over_before..before {
-            state.over.remove(&counter);
-        }
-        state.over_before = state.over_before.max(before);
-        drop(state);
+        let are_pending = |line: &Line| !line.endings.are_over(before);
+        let Some(mut line) = self.saves.wait_while(self.options.stall_timeout, false, are_pending) else {
+            let waited_for = "an earlier save to end".to_owned();
+            return Err(self.team.lose(Error::Timeout { waited_for, waited: begun.elapsed() }));
+        };
+        line.endings.forget(before);
+        drop(line);
         self.team.forget_votes(before);
         self.hear_late(before).map_err(|error| self.team.lose(error))?;
-        let state = self.lock();
-        if state.unsettled.range(..before).next().is_none() {
+        let line = self.saves.lock();
+        if line.endings.unsettled(before).is_empty() {
             return Ok(());
         }
-        let unseen = state.failed.iter().any(Save::is_unseen);
-        drop(state);
+        let unseen = line.endings.unseen().next().is_some();
+        drop(line);
         let answer = |unseen: Vec<bool>| Ok((unseen.contains(&true), self.team.outdated_by()));
         let (raise, outdated_by) = self.team.settle("save after one that failed", Ok(unseen), answer)?;
         // With the verdict, which a rank that had failed by itself has not heard.
         if let Some(save) = outdated_by {
             self.team.is_outdated_by(save);
         }
-        let mut state = self.lock();
-        state.unsettled = state.unsettled.split_off(&before);
-        drop(state);
+        self.saves.lock().endings.set_settled_before(before);
         if raise { self.raise_failure(step) } else { Ok(()) }
     }
 
@@ -241,11 +295,11 @@ impl Inner {
         if self.team.leads() {
             return Ok(());
         }
-        let failed: Vec<u64> = self.lock().unsettled.range(..before).copied().collect();
+        let failed = self.saves.lock().endings.unsettled(before);
         for counter in failed {
             let Some(verdict) = self.team.verdict(counter, Duration::ZERO)? else { continue };
             if matches!(Announcement::decode(&verdict), Ok((Announcement::Committed, _))) {
-                self.lock().unsettled.remove(&counter);
+                self.saves.lock().endings.set_settled(counter);
             }
         }
         Ok(())
@@ -254,11 +308,11 @@ impl Inner {
     /// Raises the failure that this rank has not seen, or has: another has not.
     fn raise_failure(&self, step: u64) -> Result<()> {
         self.raise_unseen(Some(step))?;
-        let last = self.lock().last_failure.clone();
+        let last = self.saves.lock().endings.last_failure().cloned();
         match last {
             Some(save) if self.options.on_save_error == crate::options::OnSaveError::Raise => {
                 let error = save.outcome().and_then(|outcome| outcome.error().cloned());
-                error.map_or(Ok(()), |source| Err(Error::Earlier { unsaved: Some(step), save, source }))
+                error.map_or(Ok(()), |source| Err(Error::Earlier { unsaved: Some(step), source }))
             }
             _ => Ok(()),
         }
@@ -268,7 +322,7 @@ impl Inner {
     fn take_no_part(&self, step: u64, told: bool, cause: &str) {
         if !told {
             // They may wait for what this rank has.
-            let _telling = self.telling.lock().unwrap_or_else(PoisonError::into_inner);
+            let _telling = self.ranks.telling.lock().unwrap_or_else(PoisonError::into_inner);
             if self.known_census().is_none() {
                 let cause = cause.to_owned();
                 let failed = if self.team.leads() {
@@ -280,19 +334,9 @@ impl Inner {
                 drop(self.team.settle("save: who holds what", Err::<Told, _>(failed), Ok));
             }
         }
-        let counter = {
-            let mut state = self.lock();
-            let counter = state.counter;
-            state.counter += 1;
-            state.highest = state.highest.max(Some(step));
-            state.over.insert(counter);
-            state.unsettled.insert(counter);
-            // By the call that raises the failure on ranks that have not seen it, this one raises
-            // too.
-            let error = Error::RankFailed { rank: self.team.rank(), cause: cause.to_owned() };
-            state.last_failure = Some(Save::broken_off(step, error));
-            counter
-        };
+        let error = Error::RankFailed { rank: self.team.rank(), cause: cause.to_owned() };
+        let counter = self.saves.lock().end_unbegun(Save::broken_off(step, error));
+        self.ranks.raise_highest(step);
         let told = if self.team.leads() {
             let error = Error::RankFailed { rank: 0, cause: cause.to_owned() };
             let announcement = Announcement::of(&Verdict::NotCommitted(error), self.team.rank());
@@ -320,7 +364,7 @@ impl Inner {
         }
         let leaves = plain_leaves(state);
         let rank = self.team.rank();
-        let _telling = self.telling.lock().unwrap_or_else(PoisonError::into_inner);
+        let _telling = self.ranks.telling.lock().unwrap_or_else(PoisonError::into_inner);
         ticket.told = true;
         if let Some(census) = self.known_census() {
             let stale = !census.has(rank, &leaves);
@@ -329,21 +373,19 @@ impl Inner {
         let told = |all: Vec<Told>| Ok(Census::new(&all).told());
         let census =
             Arc::new(Census::of_told(self.team.settle("save: who holds what", Ok((rank, leaves)), told)?));
-        let mut state = self.lock();
-        state.census = Some(Arc::clone(&census));
-        self.team.have_told(state.counter);
-        drop(state);
+        self.ranks.lock().census = Some(Arc::clone(&census));
+        self.team.have_told(self.saves.lock().counter);
         Ok(Some((census, false)))
     }
 
     /// What the ranks have told each other of their leaves; `None` where nobody has yet or that is
     /// no longer so, and they are to before the next save.
     fn known_census(&self) -> Option<Arc<Census>> {
-        let state = self.lock();
+        let counter = self.saves.lock().counter;
         // All saves that may have said so have ended on all ranks: see `settle_failures`.
         let lag = self.options.max_pending as u64 + 2;
-        let outdated = self.team.outdated_by().is_some_and(|save| state.counter >= save + lag);
-        state.census.clone().filter(|_| !outdated)
+        let outdated = self.team.outdated_by().is_some_and(|save| counter >= save + lag);
+        self.ranks.lock().census.clone().filter(|_| !outdated)
     }
 
     /// Verdicts that all ranks have read, since they have voted on this save.
@@ -363,12 +405,12 @@ impl Manager {
     pub fn choose(&self, step: Option<u64>) -> Result<u64> {
         self.inner.check_usable()?;
         self.asking(|| {
-            let chosen = self.inner.team.ask("restore", || Ok(self.inner.find(step)?.manifest.step))?;
-            let mut state = self.inner.lock();
-            state.chosen = Some(chosen);
+            let chosen = self.inner.team.ask("restore", || Ok(self.inner.root.find(step)?.manifest.step))?;
             // The leader has it.
-            state.uncertain.remove(&chosen);
-            state.restoring = true;
+            self.inner.root.set_uncertain(chosen, false);
+            let mut known = self.inner.ranks.lock();
+            known.chosen = Some(chosen);
+            known.restoring = true;
             Ok(chosen)
         })
     }
@@ -379,11 +421,11 @@ impl Manager {
         if !self.inner.birth.is_here() {
             return;
         }
-        let mut state = self.inner.lock();
-        if state.asking {
-            state.restore_left = Some(cause.to_owned());
-        } else if state.restoring {
-            drop(state);
+        let mut known = self.inner.ranks.lock();
+        if known.asking {
+            known.restore_left = Some(cause.to_owned());
+        } else if known.restoring {
+            drop(known);
             self.say_left(cause.to_owned());
         }
     }
@@ -396,18 +438,18 @@ impl Manager {
         };
         // It gives that failure back.
         drop(self.inner.team.settle("restore", Err::<(), _>(failed), |_| Ok(())));
-        self.inner.lock().restoring = false;
+        self.inner.ranks.end_restore();
     }
 
     /// One call of a restore. By an error it ends on all ranks; else by [`Manager::restored`].
     fn asking<T>(&self, ask: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.inner.lock().asking = true;
+        self.inner.ranks.lock().asking = true;
         let answer = ask();
         let left = {
-            let mut state = self.inner.lock();
-            state.asking = false;
-            state.restoring &= answer.is_ok();
-            state.restore_left.take()
+            let mut known = self.inner.ranks.lock();
+            known.asking = false;
+            known.restoring &= answer.is_ok();
+            known.restore_left.take()
         };
         if let (Some(cause), true) = (left, answer.is_ok()) {
             self.say_left(cause);

@@ -1,9 +1,46 @@
-//! The steps that a manager restored and saved, in the order in which it did: what
-//! [`super::Manager::next_step`] goes on from.
+//! What a manager has done so far, as its save policy and [`super::Manager::next_step`] ask for it.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use crate::save::Save;
 
-/// See the module documentation. Short: what can never be asked for again is dropped.
+/// See the module documentation.
+#[derive(Default)]
+pub(super) struct History(Mutex<Done>);
+
+#[derive(Default)]
+pub(super) struct Done {
+    /// The saved and restored steps, in order.
+    pub(super) trail: Trail,
+    /// When the last save began.
+    pub(super) last_save: Option<Duration>,
+    /// The newest step that the save policy was asked about.
+    pub(super) decided: Option<u64>,
+    /// The step from which on the job counts as preempted.
+    pub(super) preempted: Option<u64>,
+    pub(super) preemption_asked: bool,
+}
+
+impl History {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Done> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Done {
+    /// True if the job counts as preempted at `step`; from `first` on where nobody has known it
+    /// yet.
+    pub(super) fn is_preempted(&mut self, step: u64, first: u64) -> bool {
+        if self.preemption_asked && self.preempted.is_none() {
+            self.preempted = Some(first);
+        }
+        self.preempted.is_some_and(|from| step >= from)
+    }
+}
+
+/// The steps that a manager restored and saved, in the order in which it did. Short: what can never
+/// be asked for again is dropped.
 #[derive(Default)]
 pub(super) struct Trail(Vec<Mark>);
 

@@ -1,0 +1,246 @@
+//! The saves of a manager: those that are not over, in order, and how the others have ended.
+//!
+//! One lock holds what must change in one step: a caller that sees an outcome must not find the
+//! save pending, and one that finds nothing pending must find the failure. Each part has its owner:
+//! `persister` changes the [`Writes`], `capturer` the [`Captures`], `open` the [`End`], and this
+//! file the [`Endings`].
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use stepwell_core::deadline::deadline_after;
+use stepwell_core::staging::StagingPool;
+
+use crate::error::Error;
+use crate::save::Save;
+use crate::save::job::{Job, Rest};
+
+/// Progress is looked for so often, by those who wait for it.
+const PROGRESS_POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// See the module documentation.
+#[derive(Default)]
+pub(super) struct Saves {
+    line: Mutex<Line>,
+    pub(super) changed: Condvar,
+}
+
+/// The saves, behind their lock.
+#[derive(Default)]
+pub(super) struct Line {
+    pub(super) end: End,
+    pub(super) captures: Captures,
+    pub(super) writes: Writes,
+    /// The save counter of the session: the number of the next save.
+    pub(super) counter: u64,
+    /// Every save that is not over, oldest first.
+    pub(super) pending: Vec<Save>,
+    pub(super) endings: Endings,
+    /// The staging memory, from the first use until nothing is left to save.
+    pub(super) pool: Option<Arc<StagingPool>>,
+}
+
+/// How far a manager has come to its end.
+#[derive(Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own; no two exclude each other")]
+pub(super) struct End {
+    /// No call begins any more, but that of `close`.
+    pub(super) closed: bool,
+    /// A call of `close` runs.
+    pub(super) closing: bool,
+    /// Nothing is left that `close` would wait for.
+    pub(super) ended: bool,
+    /// The threads are to end once nothing is left to do.
+    pub(super) stop: bool,
+}
+
+/// The saves that wait to be written, and the turns of the threads, numbered as the saves leave the
+/// queue.
+#[derive(Default)]
+pub(super) struct Writes {
+    pub(super) queue: VecDeque<Job>,
+    /// How many have been taken, how many are not being written any more, and how many have ended.
+    pub(super) taken: u64,
+    pub(super) written: u64,
+    pub(super) ended: u64,
+    pub(super) threads: Vec<JoinHandle<()>>,
+}
+
+impl Writes {
+    pub(super) fn has_been_written(&mut self, turn: u64) {
+        self.written = self.written.max(turn + 1);
+    }
+}
+
+/// The captures of the saves, and who is at one.
+#[derive(Default)]
+pub(super) struct Captures {
+    /// A save is being captured, by its caller or by the capturer.
+    pub(super) capturing: bool,
+    /// Its turn to be captured has come, and it is not in the queue yet: no other may come before
+    /// it there.
+    pub(super) claimed: bool,
+    /// Unfinished captures whose callers have continued, in the order of their saves.
+    pub(super) rests: VecDeque<Rest>,
+    pub(super) thread: Option<JoinHandle<()>>,
+}
+
+impl Captures {
+    /// True if a capture is under way, or waits.
+    pub(super) fn are_under_way(&self) -> bool {
+        self.capturing || !self.rests.is_empty()
+    }
+}
+
+/// How saves have ended.
+#[derive(Default)]
+pub(super) struct Endings {
+    /// Saves that failed, until someone has seen it.
+    failed: Vec<Save>,
+    /// The one that was taken out last.
+    taken: Option<Save>,
+    /// The last failure, seen or not.
+    last_failure: Option<Save>,
+    /// Numbers of the saves that have ended, from `over_before` on; what is below has.
+    over: BTreeSet<u64>,
+    over_before: u64,
+    /// Of those that failed: the ranks have not told each other yet who has seen it.
+    unsettled: BTreeSet<u64>,
+}
+
+impl Saves {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Line> {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Releases the lock until something has changed, or for that long.
+    pub(super) fn wait<'a>(&'a self, line: MutexGuard<'a, Line>, pause: Duration) -> MutexGuard<'a, Line> {
+        self.changed.wait_timeout(line, pause).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Waits while `blocked`. `None` after the limit: of no progress of the oldest save, or where
+    /// it is `fixed`, in all.
+    pub(super) fn wait_while(
+        &self,
+        limit: Duration,
+        fixed: bool,
+        mut blocked: impl FnMut(&Line) -> bool,
+    ) -> Option<MutexGuard<'_, Line>> {
+        let mut deadline = deadline_after(limit);
+        let mut seen = None;
+        let mut line = self.lock();
+        while blocked(&line) {
+            let progress =
+                line.pending.first().map(|first| (line.pending.len(), first.step(), first.moved()));
+            if !fixed && progress != seen {
+                seen = progress;
+                deadline = deadline_after(limit);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            line = self.wait(line, left.min(PROGRESS_POLL_INTERVAL));
+        }
+        Some(line)
+    }
+}
+
+impl Line {
+    /// The saves that have not failed, oldest first.
+    pub(super) fn live(&self) -> impl Iterator<Item = &Save> {
+        self.pending.iter().filter(|save| !save.has_failed())
+    }
+
+    /// The first save of which this rank still has something to say.
+    pub(super) fn first_open(&self, has_voted: impl Fn(u64) -> bool) -> u64 {
+        let is_open = |&save: &u64| !self.endings.over.contains(&save) && !has_voted(save);
+        (self.endings.over_before..self.counter).find(is_open).unwrap_or(self.counter)
+    }
+
+    /// The save of a number ends without having begun, as one that this rank takes no part in.
+    /// Returns the number.
+    pub(super) fn end_unbegun(&mut self, save: Save) -> u64 {
+        let counter = self.counter;
+        self.counter += 1;
+        self.endings.over.insert(counter);
+        self.endings.unsettled.insert(counter);
+        // By the call that raises the failure on ranks that have not seen it, this one raises too.
+        self.endings.last_failure = Some(save);
+        counter
+    }
+}
+
+impl Endings {
+    /// A save is over.
+    pub(super) fn add(&mut self, counter: u64, save: &Save, has_failed: bool) {
+        self.failed.retain(Save::is_unseen);
+        if has_failed {
+            self.failed.push(save.clone());
+            self.last_failure = Some(save.clone());
+            self.unsettled.insert(counter);
+        }
+        self.over.insert(counter);
+    }
+
+    /// True if all saves before that number are over.
+    pub(super) fn are_over(&self, before: u64) -> bool {
+        (self.over_before..before).all(|counter| self.over.contains(&counter))
+    }
+
+    /// Forgets the numbers of saves that are over.
+    pub(super) fn forget(&mut self, before: u64) {
+        self.over = self.over.split_off(&before);
+        self.over_before = self.over_before.max(before);
+    }
+
+    /// Saves that failed before that number, and of which the ranks have not told each other who
+    /// has seen it.
+    pub(super) fn unsettled(&self, before: u64) -> Vec<u64> {
+        self.unsettled.range(..before).copied().collect()
+    }
+
+    /// This failure needs no settling: the others know of none.
+    pub(super) fn set_settled(&mut self, counter: u64) {
+        self.unsettled.remove(&counter);
+    }
+
+    /// Nor do those before that number.
+    pub(super) fn set_settled_before(&mut self, before: u64) {
+        self.unsettled = self.unsettled.split_off(&before);
+    }
+
+    /// The last save that failed, seen or not.
+    pub(super) fn last_failure(&self) -> Option<&Save> {
+        self.last_failure.as_ref()
+    }
+
+    /// The failures that nobody has seen.
+    pub(super) fn unseen(&self) -> impl Iterator<Item = &Save> {
+        self.failed.iter().filter(|save| save.is_unseen())
+    }
+
+    /// Takes out the oldest failure.
+    pub(super) fn take(&mut self) -> Option<Save> {
+        let taken = (!self.failed.is_empty()).then(|| self.failed.remove(0))?;
+        self.taken = Some(taken.clone());
+        Some(taken)
+    }
+
+    /// Takes back the failure of the save that was taken out last, if it could not be reported.
+    pub(super) fn put_back(&mut self, failure: &Arc<Error>) {
+        let is_it = |save: &Save| {
+            save.outcome()
+                .and_then(|outcome| outcome.error().cloned())
+                .is_some_and(|error| Arc::ptr_eq(&error, failure))
+        };
+        let known = self.taken.iter().chain(&self.last_failure).find(|save| is_it(save)).cloned();
+        let Some(save) = known else { return };
+        save.not_seen();
+        if !self.failed.iter().any(|failed| failed.is(&save)) {
+            self.failed.push(save);
+        }
+    }
+}
