@@ -10,8 +10,8 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use stepwell_core::format::index::{FileRecord, Index, LeafRecord};
-use stepwell_core::format::manifest::{Item, Manifest};
+use stepwell_core::format::index::{Index, LeafRecord};
+use stepwell_core::format::manifest::Manifest;
 use stepwell_core::io::Dir;
 use stepwell_core::load::{
     self, Destination, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport,
@@ -52,43 +52,6 @@ pub struct Checkpoint {
     birth: Birth,
 }
 
-/// The part of a checkpoint that will be read, as far as it is known at opening. The disk can start
-/// before a restore is planned.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Expected {
-    /// Nothing that is known.
-    #[default]
-    Nothing,
-    /// All of it.
-    Everything,
-    /// All of these top-level entries (rendered), and nothing else.
-    Entries(Vec<String>),
-}
-
-impl Expected {
-    /// True if an item is wanted as a whole.
-    fn is_whole(&self, item: &Item) -> bool {
-        match self {
-            Self::Nothing => false,
-            Self::Everything => true,
-            Self::Entries(wanted) => {
-                !item.top_level.is_empty() && item.top_level.iter().all(|entry| wanted.contains(&entry.name))
-            }
-        }
-    }
-
-    /// The files of the items that are wanted as a whole.
-    fn files(&self, manifest: &Manifest, files: &[FileRecord]) -> Vec<u32> {
-        let whole = manifest.items.iter().filter(|item| self.is_whole(item));
-        let dirs: Vec<&str> = whole.map(|item| item.dir.as_str()).collect();
-        (0_u32..)
-            .zip(files)
-            .filter(|(_, file)| file.name.split('/').next().is_some_and(|dir| dirs.contains(&dir)))
-            .map(|(number, _)| number)
-            .collect()
-    }
-}
-
 /// Leaves from which on it takes milliseconds to free an index: many small pieces of memory.
 const MANY_LEAVES: usize = 4096;
 
@@ -120,11 +83,6 @@ impl From<Error> for Box<ReadFailure> {
 impl Checkpoint {
     /// Opens a checkpoint by the path of its directory.
     pub fn open(path: &Path, environment: &Environment) -> Result<Self> {
-        Self::open_for(path, environment, &Expected::Nothing)
-    }
-
-    /// [`Checkpoint::open`] for a restore that is to follow at once.
-    pub fn open_for(path: &Path, environment: &Environment, expected: &Expected) -> Result<Self> {
         let gone = || Error::StepNotFound { step: None, root: path.to_owned(), latest: None };
         let name = path.file_name().and_then(|name| name.to_str());
         let (parent, name) = match (path.parent(), name) {
@@ -144,7 +102,7 @@ impl Checkpoint {
             Err(error) => return Err(error.into()),
         };
         let load_options = Options::default().load_options(false);
-        Self::lease(&parent, name, environment, PATIENCE, expected, load_options)?.ok_or_else(gone)
+        Self::lease(&parent, name, environment, PATIENCE, load_options)?.ok_or_else(gone)
     }
 
     /// Opens and leases a directory below `parent`. `None` if it does not exist.
@@ -153,7 +111,6 @@ impl Checkpoint {
         name: &str,
         environment: &Environment,
         patience: Duration,
-        expected: &Expected,
         load_options: LoadOptions,
     ) -> Result<Option<Self>> {
         let Some((dir, lease)) = lease::acquire(&**parent, name, patience)? else {
@@ -168,12 +125,7 @@ impl Checkpoint {
             Err(error) => return Err(error.into()),
         };
         let mut files = Arc::new(FileSet::new(Arc::clone(&dir), &stored_index::files(&manifest)));
-        let wanted = expected.files(&manifest, files.records());
-        if !wanted.is_empty() {
-            files.prefetch(Arc::clone(&environment.disk), wanted, load_options.clone());
-        }
-        let is_whole = |item: &Item| expected.is_whole(item);
-        let index = StoredIndex::read(&*dir, &manifest, &is_whole, &|| files.wait_for_prefetch())?;
+        let index = StoredIndex::read(&*dir, &manifest)?;
         if files.records() != index.outline().files {
             files = Arc::new(FileSet::new(Arc::clone(&dir), &index.outline().files));
         }

@@ -47,7 +47,7 @@ pub mod state;
 pub mod step_name;
 mod stored_index;
 
-pub use checkpoint::{Checkpoint, Expected, ReadFailure};
+pub use checkpoint::{Checkpoint, ReadFailure};
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Advice, Error, Result};
 pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest, Ticket};

@@ -19,7 +19,7 @@ pub use crate::control::{
 };
 
 use crate::beat::{self, Heart};
-use crate::checkpoint::{Checkpoint, Expected};
+use crate::checkpoint::Checkpoint;
 use crate::directory_layout;
 use crate::discovery::{Discovery, Found, Listing, Quarantined, damage, is_no_step, read_manifest, stands};
 use crate::environment::Environment;
@@ -427,12 +427,11 @@ impl Root {
         &self,
         step: Option<u64>,
         patience: Duration,
-        expected: &Expected,
         load: &LoadOptions,
     ) -> Result<Checkpoint> {
         let deadline = deadline_after(LOOKING);
         loop {
-            let gone = match self.lease_found(&self.find(step)?, patience, expected, load.clone()) {
+            let gone = match self.lease_found(&self.find(step)?, patience, load.clone()) {
                 Ok(Some(leased)) => return Ok(leased),
                 Ok(None) => self.not_found(step),
                 Err(error @ Error::StepGone { .. }) => error,
@@ -449,10 +448,9 @@ impl Root {
         &self,
         found: &Found,
         patience: Duration,
-        expected: &Expected,
         load: LoadOptions,
     ) -> Result<Option<Checkpoint>> {
-        Checkpoint::lease(&self.dir, &found.name, &self.environment, patience, expected, load)
+        Checkpoint::lease(&self.dir, &found.name, &self.environment, patience, load)
     }
 }
 

@@ -276,7 +276,7 @@ fn replanned(records: &[(Option<String>, Record)]) -> (u64, f64) {
     let paths: Vec<LeafPath> =
         (0..wanted.leaves.len() as u32).map(|leaf| wanted.tree.leaf_path(leaf)).collect();
     let (stored, took) = timed(|| {
-        let stored = StoredIndex::read(&*dir, &manifest, &|_| false, &|| ()).unwrap();
+        let stored = StoredIndex::read(&*dir, &manifest).unwrap();
         let of_path: HashMap<&LeafPath, &LeafSource> = paths.iter().zip(&wanted.leaves).collect();
         let mut requests = Vec::new();
         for leaf in 0..stored.outline().leaves.len() as u32 {

@@ -68,22 +68,21 @@ enum Read {
 }
 
 impl StoredIndex {
-    /// Reads and checks the indexes of a step, each of which is what the manifest says; those of
-    /// the items that `is_whole` says, or that are small, as a whole. `between` is called for each
-    /// when it has been read and is about to be decoded, which takes a core.
-    pub fn read(
-        dir: &dyn Dir,
-        manifest: &Manifest,
-        is_whole: &(dyn Fn(&Item) -> bool + Sync),
-        between: &(dyn Fn() + Sync),
-    ) -> Result<Self> {
+    /// Reads the indexes of a step and compares them with the manifest. Reads a large one by its
+    /// outline.
+    pub fn read(dir: &dyn Dir, manifest: &Manifest) -> Result<Self> {
+        Self::read_outlines(dir, manifest, WORTH_AN_OUTLINE)
+    }
+
+    /// Like [`StoredIndex::read`]. Indexes of fewer than `outline_from` bytes are read as a whole.
+    fn read_outlines(dir: &dyn Dir, manifest: &Manifest, outline_from: u64) -> Result<Self> {
         let entries: HashMap<&str, &FileEntry> =
             manifest.files.iter().map(|entry| (entry.path.as_str(), entry)).collect();
         let large = manifest.items.iter().filter(|item| item.index.length >= WORTH_A_THREAD).count();
         let each_read = each(THREAD, large.min(cores()), &manifest.items, |item| -> Result<Read> {
-            let mut read = match outlined(dir, item, is_whole(item))? {
+            let mut read = match outlined(dir, item, outline_from)? {
                 Some(read) => read,
-                None => Read::Whole(whole(dir, item, large < cores(), between)?),
+                None => Read::Whole(whole(dir, item, large < cores())?),
             };
             let (Read::Whole(index) | Read::Outlined(index, ..)) = &mut read;
             name_files(index, item, &entries, &dir.path().join(&item.index.path))?;
@@ -207,8 +206,8 @@ impl PagedItem {
 }
 
 /// The structure of a large index, without its chunks; `None` where it is to be read as a whole.
-fn outlined(dir: &dyn Dir, item: &Item, is_whole: bool) -> Result<Option<Read>> {
-    if is_whole || item.index.length < WORTH_AN_OUTLINE {
+fn outlined(dir: &dyn Dir, item: &Item, outline_from: u64) -> Result<Option<Read>> {
+    if item.index.length < outline_from {
         return Ok(None);
     }
     let path = dir.path().join(&item.index.path);
@@ -246,7 +245,7 @@ fn not_its(file: &Path) -> Error {
 }
 
 /// The index of an item, all of it. `alone`: there is a core for half of the work.
-fn whole(dir: &dyn Dir, item: &Item, alone: bool, between: &(dyn Fn() + Sync)) -> Result<Index> {
+fn whole(dir: &dyn Dir, item: &Item, alone: bool) -> Result<Index> {
     let file = dir.path().join(&item.index.path);
     let bytes = match dir.read_file(&item.index.path, item.index.length) {
         Ok(bytes) => bytes,
@@ -255,7 +254,6 @@ fn whole(dir: &dyn Dir, item: &Item, alone: bool, between: &(dyn Fn() + Sync)) -
         }
         Err(error) => return Err(not_there(error, &file)),
     };
-    between();
     let apart = item.index.length >= WORTH_A_THREAD && alone;
     let (crc, opened) = both(THREAD, apart, || crc32c(&bytes), || index_v1::Opened::new(&bytes, &file));
     if bytes.len() as u64 != item.index.length || crc != item.index.crc32c {

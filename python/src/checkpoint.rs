@@ -16,7 +16,7 @@ use stepwell_core::load::VerifyProgress;
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, NodeKind};
-use stepwell_manager::{Error, Expected, ReadFailure};
+use stepwell_manager::{Error, ReadFailure};
 use stepwell_reshard::read_plan::Request;
 
 use crate::arrays;
@@ -33,25 +33,6 @@ pub type Engined = stepwell_manager::Checkpoint;
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Checkpoint {
     inner: Mutex<Option<Arc<Engined>>>,
-}
-
-/// The data to prefetch for a restore: all (`true`), or all of some top-level entries.
-#[derive(FromPyObject)]
-pub enum Prefetch {
-    #[pyo3(transparent)]
-    Everything(bool),
-    #[pyo3(transparent)]
-    Entries(Vec<String>),
-}
-
-impl From<Prefetch> for Expected {
-    fn from(prefetch: Prefetch) -> Self {
-        match prefetch {
-            Prefetch::Everything(false) => Self::Nothing,
-            Prefetch::Everything(true) => Self::Everything,
-            Prefetch::Entries(names) => Self::Entries(names),
-        }
-    }
 }
 
 impl Checkpoint {

@@ -15,7 +15,7 @@ use stepwell_core::sys::spawn;
 use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest, Ticket};
 
 use crate::board::Agreeing;
-use crate::checkpoint::{Checkpoint, Prefetch};
+use crate::checkpoint::Checkpoint;
 use crate::errors::{build, raise, raise_manager};
 use crate::events::Events;
 use crate::ingest::streams_of;
@@ -388,10 +388,10 @@ impl Manager {
         call(py, move || inner.prepare(nbytes, &devices))
     }
 
-    #[pyo3(signature = (step = None, prefetch = Prefetch::Everything(false)))]
-    fn checkpoint(&self, py: Python<'_>, step: Option<u64>, prefetch: Prefetch) -> PyResult<Checkpoint> {
+    #[pyo3(signature = (step = None))]
+    fn checkpoint(&self, py: Python<'_>, step: Option<u64>) -> PyResult<Checkpoint> {
         let inner = Arc::clone(&self.inner);
-        Checkpoint::open(py, move || inner.checkpoint_for(step, &prefetch.into()))
+        Checkpoint::open(py, move || inner.checkpoint(step))
     }
 
     /// Waits in slices: a failure that is due is not taken by a wait that was interrupted.

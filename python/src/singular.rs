@@ -13,7 +13,7 @@ use stepwell_manager::root::Standing;
 use stepwell_manager::singular::{self, SingularRequest};
 use stepwell_manager::{Environment, Error, Manager as Engined, Options, metrics, root};
 
-use crate::checkpoint::{Checkpoint, Prefetch};
+use crate::checkpoint::Checkpoint;
 use crate::errors::raise_manager;
 use crate::events::Events;
 use crate::manager::{call, exists_named, json};
@@ -74,16 +74,9 @@ pub fn save_path(
 
 /// Opens a checkpoint: one at that very path, or the newest step (or `step`) of a root.
 #[pyfunction]
-#[pyo3(signature = (path, step = None, engine = "auto", prefetch = Prefetch::Everything(false)))]
-pub fn open_path(
-    py: Python<'_>,
-    path: PathBuf,
-    step: Option<u64>,
-    engine: &str,
-    prefetch: Prefetch,
-) -> PyResult<Checkpoint> {
+#[pyo3(signature = (path, step = None, engine = "auto"))]
+pub fn open_path(py: Python<'_>, path: PathBuf, step: Option<u64>, engine: &str) -> PyResult<Checkpoint> {
     let engine = options::engine(py, engine)?;
-    let expected = prefetch.into();
     Checkpoint::open(py, move || {
         let gone = || Error::StepNotFound { step, root: path.clone(), latest: None };
         let environment = options::environment(&path, engine, Purpose::Read)?;
@@ -97,10 +90,10 @@ pub fn open_path(
             }
         };
         if !is_root {
-            let opened = stepwell_manager::Checkpoint::open_for(&path, &environment, &expected)?;
+            let opened = stepwell_manager::Checkpoint::open(&path, &environment)?;
             return if step.is_none_or(|step| step == opened.step()) { Ok(opened) } else { Err(gone()) };
         }
-        reader(&path, environment)?.checkpoint_for(step, &expected)
+        reader(&path, environment)?.checkpoint(step)
     })
 }
 

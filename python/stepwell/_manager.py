@@ -510,9 +510,7 @@ class CheckpointManager:
                 if alone:
                     checked = replace(checked, broadcast=False)
                 with explaining(self._root), self._explaining_pending():
-                    # Of several ranks each reads a part, mostly: every one of them would begin to
-                    # read the same files, most of it in vain.
-                    core = manager.checkpoint(number, checked.prefetch if alone else False)
+                    core = manager.checkpoint(number)
                 with Checkpoint(core) as checkpoint:
                     told.opened(checkpoint.step)
                     if together is None:

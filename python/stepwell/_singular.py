@@ -157,15 +157,11 @@ def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkp
     """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or
     ``step``) of a root. No array is read before it is asked for; until it is closed, no retention
     removes its files."""
-    return _open(path, step, engine)
-
-
-def _open(path: Path, step: int | None, engine: str, prefetch: bool | list[str] = False) -> Checkpoint:
     lifecycle.notifier.start()  # for what the engine has to say
     where, number = readable(path), None if step is None else step_number(step)
     one_of(engine, "engine", ENGINES)
     with explaining(where):
-        return Checkpoint(_core.open_path(where, number, engine, prefetch))
+        return Checkpoint(_core.open_path(where, number, engine))
 
 
 @public
@@ -203,7 +199,7 @@ def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[An
     if checked.fill:
         lifecycle.wait_captured()
     try:
-        with _open(path, step, "auto", checked.prefetch) as checkpoint:
+        with open(path, step) as checkpoint:
             return restoring.run(checkpoint._open(), checked), checkpoint.step
     except StepwellError as failure:
         if failure.step is None:

@@ -14,11 +14,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) use info::{FileInfo, check_page};
 
 use super::buffers::ReadBuffers;
-use super::options::LoadOptions;
-use super::prefetch::{Prefetch, RunningPrefetch};
 use super::schedule::FileLayout;
 use crate::format::index::FileRecord;
-use crate::io::{Dir, Disk, File, Section, is_component};
+use crate::io::{Dir, File, Section, is_component};
 use crate::{Error, Result};
 
 /// Limit on open files. An item of a large job has more files than a process may open.
@@ -40,17 +38,6 @@ pub struct FileSet {
     origin: FileOrigin,
     state: Mutex<OpenFiles>,
     buffers: Arc<ReadBuffers>,
-    prefetch: Mutex<PrefetchState>,
-}
-
-/// The prefetch of a set ([`super::prefetch`]).
-#[derive(Default)]
-enum PrefetchState {
-    #[default]
-    Nothing,
-    /// The prefetch runs, and its result has not been received.
-    Running(RunningPrefetch),
-    Ready(Prefetch),
 }
 
 #[derive(Default)]
@@ -84,55 +71,12 @@ impl FileSet {
 
     fn of(dir: Arc<dyn Dir>, records: &[FileRecord], origin: FileOrigin) -> Self {
         let buffers = ReadBuffers::shared();
-        let prefetch = Mutex::default();
-        Self { dir, records: records.to_vec(), origin, state: Mutex::default(), buffers, prefetch }
+        Self { dir, records: records.to_vec(), origin, state: Mutex::default(), buffers }
     }
 
     /// Returns the records of the files.
     pub fn records(&self) -> &[FileRecord] {
         &self.records
-    }
-
-    /// Starts to prefetch these files, in this order, for a restore that will read all of them.
-    /// Returns at once. A failed prefetch is not reported: the restore reads by itself.
-    pub fn prefetch(self: &Arc<Self>, disk: Arc<dyn Disk>, files: Vec<u32>, options: LoadOptions) {
-        match RunningPrefetch::start(disk, Arc::clone(self), files, options) {
-            Ok(running) => *self.lock_prefetch() = PrefetchState::Running(running),
-            Err(error) => tracing::debug!(%error, "cannot prefetch"),
-        }
-    }
-
-    /// Waits until [`FileSet::prefetch`] has submitted its reads. Call it before work that keeps
-    /// all cores busy: the prefetch needs a core now and then until its reads are submitted.
-    pub fn wait_for_prefetch(&self) {
-        // Holds the lock, so that concurrent callers wait too.
-        let mut state = self.lock_prefetch();
-        if let PrefetchState::Running(_) = *state
-            && let PrefetchState::Running(running) = std::mem::take(&mut *state)
-            && let Some(prefetch) = running.wait()
-        {
-            *state = PrefetchState::Ready(prefetch);
-        }
-    }
-
-    /// Takes the prefetch out of the set.
-    pub(super) fn take_prefetch(&self) -> Option<Prefetch> {
-        // Wait without holding the lock.
-        let state = std::mem::take(&mut *self.lock_prefetch());
-        match state {
-            PrefetchState::Nothing => None,
-            PrefetchState::Running(running) => running.wait(),
-            PrefetchState::Ready(prefetch) => Some(prefetch),
-        }
-    }
-
-    /// Stores a prefetch for a later run.
-    pub(super) fn keep_prefetch(&self, prefetch: Prefetch) {
-        *self.lock_prefetch() = PrefetchState::Ready(prefetch);
-    }
-
-    fn lock_prefetch(&self) -> std::sync::MutexGuard<'_, PrefetchState> {
-        self.prefetch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the directory of the files.

@@ -14,7 +14,6 @@
 //! | [`read_objects`] | object leaves, decoded |
 //! | [`verify`] | every block of every file, all damage reported |
 //! | `schedule` `pipeline` `geometry` `disjoint` | how: what is read when, by whom, and which bytes go where |
-//! | `prefetch` | the first reads, begun before the plan is there |
 //!
 //! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]). The process
 //! keeps the buffers for the next restore ([`ReadBuffers`]).
@@ -34,7 +33,6 @@ pub(crate) mod geometry;
 mod objects;
 mod options;
 mod pipeline;
-mod prefetch;
 mod schedule;
 #[cfg(test)]
 mod testing;

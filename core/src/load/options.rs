@@ -30,32 +30,6 @@ impl Default for LoadOptions {
     }
 }
 
-/// The division of a budget.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Shares {
-    /// Threads that verify and copy. Each has its own buffer for reads through the page cache.
-    pub(super) threads: usize,
-    /// Number of buffers for direct reads.
-    pub(super) read_buffers: usize,
-}
-
-impl LoadOptions {
-    /// Returns the budget, at most the address space.
-    pub(super) fn budget(&self) -> usize {
-        usize::try_from(self.budget_bytes).unwrap_or(usize::MAX)
-    }
-
-    /// Divides the budget for buffers of these sizes. The threads' own buffers get at most a
-    /// quarter, and there are at most `cells` threads. A prefetch calls this before a run is
-    /// planned.
-    pub(super) fn shares(&self, cells: usize, cell_buffer: usize, read_buffer: usize) -> Shares {
-        let budget = self.budget();
-        let threads = self.threads.min(budget / 4 / cell_buffer.max(1)).min(cells).max(1);
-        let left = budget.saturating_sub(threads * cell_buffer);
-        Shares { threads, read_buffers: (left / read_buffer.max(1)).max(2) }
-    }
-}
-
 /// The statistics of a restore.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadStats {

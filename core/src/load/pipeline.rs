@@ -22,8 +22,7 @@ use worker::Workers;
 use super::buffers::ReadBuffers;
 use super::destination::{Staged, Started};
 use super::file_set::FileSet;
-use super::options::{LoadOptions, LoadStats, Shares};
-use super::prefetch::PrefetchThread;
+use super::options::{LoadOptions, LoadStats};
 use super::schedule::{Schedule, ScheduledRead};
 use crate::deadline::deadline_after;
 use crate::io::{Completion, Disk, File, Queue, Transfer};
@@ -121,8 +120,10 @@ pub(super) fn run<S: Sink>(
     let read_buffer = size(longest(&mut schedule.reads.iter().map(|read| &read.bytes)))?;
     let cell_buffer = size(longest(&mut schedule.cells.iter().map(|cell| &cell.bytes)))?;
 
-    let Shares { threads, read_buffers: most_buffers } =
-        options.shares(schedule.cells.len(), cell_buffer, read_buffer);
+    // The workers' own buffers get at most a quarter of the budget.
+    let budget = usize::try_from(options.budget_bytes).unwrap_or(usize::MAX);
+    let threads = options.threads.min(budget / 4 / cell_buffer.max(1)).min(schedule.cells.len()).max(1);
+    let most_buffers = (budget.saturating_sub(threads * cell_buffer) / read_buffer.max(1)).max(2);
     let shared = Arc::new(RunState {
         schedule,
         sink: Arc::clone(sink),
@@ -148,8 +149,6 @@ pub(super) fn run<S: Sink>(
         jobs: Some(jobs),
         events,
         queue: None,
-        prefetched: Vec::new(),
-        prefetch_thread: None,
         free: Vec::new(),
         held: 0,
         most_held: 0,
@@ -158,7 +157,6 @@ pub(super) fn run<S: Sink>(
         last_progress: Instant::now(),
         stats: LoadStats::default(),
     };
-    reader.take_over(options.budget());
     let result = reader.drive(progress);
     let ended = reader.finish(workers);
     let mut stats = std::mem::take(&mut reader.stats);
@@ -182,10 +180,6 @@ struct Reader<'a, S> {
     events: Receiver<WorkerReport>,
     /// Created on first use.
     queue: Option<Box<dyn Queue>>,
-    /// Prefetched reads: their numbers, indexed by token.
-    prefetched: Vec<usize>,
-    /// The thread that submitted the prefetched reads. Kept until they are done.
-    prefetch_thread: Option<PrefetchThread>,
     free: Vec<Buffer>,
     /// Buffers that this run holds, free or in use, and their peak.
     held: usize,
@@ -198,32 +192,7 @@ struct Reader<'a, S> {
     stats: LoadStats,
 }
 
-/// First token of the run's own reads. Prefetched reads have smaller tokens.
-const OWN_TOKENS: u64 = 1 << 32;
-
 impl<S: Sink> Reader<'_, S> {
-    /// Takes over the prefetched reads if all of them belong to this run. A small run (of objects)
-    /// that fits the budget besides them leaves them to the next run. Any other run drops them.
-    fn take_over(&mut self, budget: usize) {
-        let Some(prefetch) = self.files.take_prefetch() else { return };
-        let Some(numbers) = prefetch.numbers(&self.shared.schedule) else {
-            let own = self.shared.schedule.reads.len() * self.read_buffer;
-            let workers = self.threads * self.shared.cell_buffer;
-            if own + workers + prefetch.bytes() <= budget {
-                self.files.keep_prefetch(prefetch);
-            }
-            return;
-        };
-        if prefetch.buffer_len == self.read_buffer && numbers.len() <= self.most_buffers {
-            self.depth = self.depth.min(prefetch.queue_depth);
-            (self.queue, self.prefetch_thread) = prefetch.into_queue();
-            self.held = numbers.len();
-            self.most_held = self.held;
-            self.stats.reads += numbers.len() as u64;
-            self.prefetched = numbers;
-        }
-    }
-
     fn drive(&mut self, progress: Progress<'_>) -> Result<()> {
         let shared = Arc::clone(self.shared);
         let mut reads = shared.schedule.reads.iter().enumerate();
@@ -238,7 +207,6 @@ impl<S: Sink> Reader<'_, S> {
             loop {
                 if next.is_none() {
                     next = match reads.next() {
-                        Some((number, _)) if self.prefetched.contains(&number) => continue,
                         Some((number, read)) => self.plan(number, read)?,
                         None => break,
                     };
@@ -334,8 +302,7 @@ impl<S: Sink> Reader<'_, S> {
                 // The stall timeout starts with the first wait.
                 self.last_progress = Instant::now();
             }
-            let token = OWN_TOKENS + planned.number as u64;
-            queue.submit(Transfer::Read, &planned.file, offset, len, buffer, token);
+            queue.submit(Transfer::Read, &planned.file, offset, len, buffer, planned.number as u64);
             self.stats.reads += 1;
         }
         Ok(None)
@@ -361,12 +328,8 @@ impl<S: Sink> Reader<'_, S> {
 
     fn completed(&mut self, completion: Completion) -> Result<()> {
         let Completion { token, buffer, result } = completion;
-        let number = match token.checked_sub(OWN_TOKENS) {
-            Some(number) => usize::try_from(number).ok(),
-            None => self.prefetched.get(token as usize).copied(),
-        };
-        let found = number.and_then(|number| Some((number, self.shared.schedule.reads.get(number)?)));
-        let Some((number, read)) = found else {
+        let number = token as usize;
+        let Some(read) = self.shared.schedule.reads.get(number) else {
             return Err(Error::internal("a read that was submitted", format!("read {token}")));
         };
         let (offset, _) = aligned(&read.bytes, self.shared.alignment);

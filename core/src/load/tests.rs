@@ -5,7 +5,6 @@ mod damage;
 mod devices;
 mod engines;
 mod objects;
-mod prefetch;
 mod saved;
 mod scatter;
 mod whole;

@@ -13,7 +13,7 @@ use stepwell_core::limits::MAX_STEP;
 use stepwell_core::sys::{cores, each};
 
 use super::Manager;
-use crate::checkpoint::{Checkpoint, Expected};
+use crate::checkpoint::Checkpoint;
 use crate::discovery::{Found, Quarantined};
 use crate::error::{Error, Result};
 use crate::retention::{self, Candidate, Mode, Plan};
@@ -235,18 +235,13 @@ impl Manager {
 
     /// Opens a step for reading (`None`: the latest), leased as long as the [`Checkpoint`] lives.
     pub fn checkpoint(&self, step: Option<u64>) -> Result<Checkpoint> {
-        self.checkpoint_for(step, &Expected::Nothing)
-    }
-
-    /// [`Manager::checkpoint`] for a restore that is to follow at once.
-    pub fn checkpoint_for(&self, step: Option<u64>, expected: &Expected) -> Result<Checkpoint> {
         self.inner.check_usable()?;
         let inner = &self.inner;
         let deadline = deadline_after(VISIBLE_WITHIN);
         let load = inner.options.load_options(inner.team.shared_node().is_some());
         let is_chosen = !inner.team.leads() && step.is_some() && inner.ranks.chosen() == step;
         loop {
-            match inner.root.lease(step, inner.options.stall_timeout, expected, &load) {
+            match inner.root.lease(step, inner.options.stall_timeout, &load) {
                 // The leader has seen it, and this machine may not yet.
                 Err(Error::StepNotFound { .. }) if is_chosen && Instant::now() < deadline => {
                     inner.root.discovery.forget();

@@ -14,7 +14,6 @@ use smallvec::SmallVec;
 use stepwell_core::format::manifest::{Attempt, Manifest};
 
 use super::Inner;
-use crate::checkpoint::Expected;
 use crate::commit::aside::{self, Thinned};
 use crate::discovery::{Found, Listing};
 use crate::error::{Error, Result};
@@ -279,7 +278,7 @@ impl Inner {
     /// [`crate::Options::verify_before_retiring`].
     fn verified(&self, found: &Found) -> Result<Option<String>> {
         let (patience, load) = (self.options.stall_timeout, self.options.load_options(false));
-        let leased = self.root.lease_found(found, patience, &Expected::Nothing, load.clone());
+        let leased = self.root.lease_found(found, patience, load.clone());
         let report = leased.and_then(|checkpoint| {
             let checkpoint = checkpoint.ok_or_else(|| self.root.not_found(Some(found.manifest.step)))?;
             checkpoint.verify(&load, &mut |_| true)

@@ -126,7 +126,8 @@ impl Step {
     }
 
     fn read(&self, is_whole: bool) -> Result<StoredIndex> {
-        StoredIndex::read(&*self.dir, &self.manifest, &|_| is_whole, &|| ())
+        let outline_from = if is_whole { u64::MAX } else { WORTH_AN_OUTLINE };
+        StoredIndex::read_outlines(&*self.dir, &self.manifest, outline_from)
     }
 
     /// Changes a byte of an index file.

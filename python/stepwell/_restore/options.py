@@ -14,9 +14,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, final
 import numpy as np
 
 from .._checks import RESTORE_WORDS, flag, meant, one_of, shown
-from .._paths import escape
 from .._state.leaves import storable_name
-from .._state.shards import FlatShard, LocalShard, Segments
 from .._state.specs import ArraySpec, to_dtype
 from ..errors import MisuseError
 
@@ -167,24 +165,6 @@ class RestoreOptions:
             )
         )
 
-    @property
-    def prefetch(self) -> bool | list[str]:
-        """Returns what will be read, as far as it is known before the checkpoint is open: ``True``:
-        everything; a list: all of these top-level entries; ``False``: unknown. The engine
-        prefetches it from the beginnings of the files."""
-        if self.include is not None or self.exclude is not None or self.rename is not None or self.broadcast:
-            return False
-        target = self.target
-        if target is None:
-            return True
-        if type(target) is dict and all(type(key) is str for key in target):
-            return [
-                escape(key)
-                for key, value in target.items()
-                if value is not ... and not _begins_with_part(value)
-            ]
-        return False
-
     def placement(self) -> Callable[[str, ArraySpec], Any] | None:
         """Returns the function from path and spec of a JAX array to its place, or ``None``."""
         if self.shardings is None:
@@ -204,14 +184,6 @@ class RestoreOptions:
             "cast": _cast(self.cast),
             "resize": _choice(self.resize, "resize", ("pad", "truncate", "both", None)),
         }
-
-
-def _begins_with_part(value: Any) -> bool:
-    """True if the first leaf is a part of a tensor: others beside it are then, too, and of their
-    files not all is read."""
-    while type(value) is dict and value:
-        value = next(iter(value.values()))
-    return isinstance(value, (LocalShard, Segments, FlatShard))
 
 
 def spelled_out(function: _Function) -> _Function:

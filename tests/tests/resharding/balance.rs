@@ -10,7 +10,7 @@ use stepwell_core::region::Region;
 use stepwell_core::staging::{Filling, Slot};
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_manager::state::{Holders, Part};
-use stepwell_manager::{Expected, LeafSource, StateSource};
+use stepwell_manager::{LeafSource, StateSource};
 
 use crate::cases;
 use crate::dice::Dice;
@@ -73,7 +73,7 @@ fn one(seed: u64) {
     };
     let disk = SimDisk::new();
     assert!(world::save(dice, &disk, &setting, 1, state).iter().flatten().all(Result::is_ok));
-    let checkpoint = world::open(&disk, 0, &Expected::Nothing);
+    let checkpoint = world::open(&disk, 0);
     let bytes = |(dtype, shape): &(Dtype, Vec<u64>)| shape.iter().product::<u64>() * dtype.size() as u64;
     let total: u64 = tensors.iter().map(bytes).sum();
     let (written, largest) = (written(&checkpoint), written(&checkpoint).into_values().max().unwrap());

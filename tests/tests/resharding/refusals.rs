@@ -4,7 +4,6 @@
 use stepwell_core::dtype::Dtype;
 use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::region::Region;
-use stepwell_manager::Expected;
 
 use crate::cases;
 use crate::dice::Dice;
@@ -223,7 +222,7 @@ fn one(seed: u64) {
         assert_eq!(ended[1], Ok(()), "rank {rank}: {}", described());
     }
     assert_eq!(world::steps(&disk), ["step_00000001"]);
-    Stored::check(&disk, 1, &world::open(&disk, 1, &Expected::Nothing), &state);
+    Stored::check(&disk, 1, &world::open(&disk, 1), &state);
 }
 
 #[test]

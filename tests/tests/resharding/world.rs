@@ -12,8 +12,7 @@ use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::staging::StagingPool;
 use stepwell_manager::coordination::in_process::InProcess;
 use stepwell_manager::{
-    Checkpoint, Environment, Expected, FilesPer, Manager, Options, Outcome, SaveRequest, StateSource,
-    WritersPer,
+    Checkpoint, Environment, FilesPer, Manager, Options, Outcome, SaveRequest, StateSource, WritersPer,
 };
 
 use crate::dice::Dice;
@@ -151,8 +150,8 @@ pub fn step_path(step: u64) -> String {
     format!("{ROOT}/step_{step:08}")
 }
 
-pub fn open(disk: &SimDisk, step: u64, expected: &Expected) -> Checkpoint {
-    Checkpoint::open_for(Path::new(&step_path(step)), &environment(disk), expected).unwrap()
+pub fn open(disk: &SimDisk, step: u64) -> Checkpoint {
+    Checkpoint::open(Path::new(&step_path(step)), &environment(disk)).unwrap()
 }
 
 /// The steps that anybody sees.
