@@ -217,10 +217,7 @@ impl Checkpoint {
         let index = self.index_of(requests.iter().map(|request| request.leaf))?;
         let mut sizes = vec![None; index.files.len()];
         for request in requests {
-            let record = match index.leaves.get(request.leaf as usize) {
-                Some(LeafRecord::Alias { of }) => index.leaves.get(*of as usize),
-                record => record,
-            };
+            let record = index.resolve(request.leaf).map(|(_, record)| record);
             for file in
                 record.into_iter().flat_map(LeafRecord::extents).filter_map(|extent| extent.source.file())
             {

@@ -179,13 +179,11 @@ impl StoredIndex {
 
     /// The leaf that holds the bytes of one: another where it is a tie or a view.
     fn holder(&self, leaf: u32) -> u32 {
-        let of = |leaf: u32| match self.outline.leaves.get(leaf as usize) {
-            Some(LeafRecord::Alias { of }) => Some(*of),
-            Some(LeafRecord::Tensor(tensor)) => tensor.view.as_ref().map(|view| view.of),
-            _ => None,
-        };
-        // A tie may be one to a view, which is of a tensor.
-        of(leaf).map_or(leaf, |leaf| of(leaf).unwrap_or(leaf))
+        match self.outline.resolve(leaf) {
+            Some((holder, LeafRecord::Tensor(tensor))) => tensor.view.as_ref().map_or(holder, |view| view.of),
+            Some((holder, _)) => holder,
+            None => leaf,
+        }
     }
 }
 

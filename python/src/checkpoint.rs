@@ -71,13 +71,10 @@ type PlanRow = (String, u64, u64, u64, u64);
 type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>, bool);
 
 fn leaf_row(inner: &Engined, leaf: usize) -> LeafRow {
-    let leaves = &inner.outline().leaves;
-    let (record, tied) = match leaves.get(leaf) {
-        Some(LeafRecord::Alias { of }) => (leaves.get(*of as usize), true),
-        record => (record, false),
-    };
-    match record {
-        Some(LeafRecord::Tensor(tensor)) => {
+    let index = inner.outline();
+    let tied = matches!(index.leaves.get(leaf), Some(LeafRecord::Alias { .. }));
+    match index.resolve(leaf as u32) {
+        Some((_, LeafRecord::Tensor(tensor))) => {
             ("tensor", Some(tensor.dtype.name()), Some(tensor.shape.to_vec()), tied)
         }
         _ => ("object", None, None, tied),
@@ -117,8 +114,7 @@ fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
 impl Checkpoint {
     fn close(&self, py: Python<'_>) {
         let closed = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // Its end waits for reads that were begun for a restore and not taken: not while Python is
-        // held up.
+        // Closing files may take time, on a network file system.
         py.detach(move || drop(closed));
     }
 
@@ -230,12 +226,8 @@ impl Checkpoint {
                 )));
             }
             let itemsize = target.itemsize() as u64;
-            let stored = inner.outline().leaves.get(leaf as usize).and_then(|record| match record {
-                LeafRecord::Alias { of } => inner.outline().leaves.get(*of as usize),
-                record => Some(record),
-            });
-            match stored {
-                Some(LeafRecord::Tensor(tensor)) if tensor.dtype.size() as u64 == itemsize => {}
+            match inner.outline().resolve(leaf) {
+                Some((_, LeafRecord::Tensor(tensor))) if tensor.dtype.size() as u64 == itemsize => {}
                 _ => {
                     return Err(PyValueError::new_err(format!(
                         "leaf {leaf} has no elements of {itemsize} bytes"

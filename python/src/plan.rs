@@ -94,12 +94,7 @@ pub fn files(
 
 /// The record of a leaf, with ties resolved.
 fn record(inner: &Engined, leaf: u32) -> Result<&LeafRecord, Error> {
-    let leaves = &inner.outline().leaves;
-    let found = match leaves.get(leaf as usize) {
-        Some(LeafRecord::Alias { of }) => leaves.get(*of as usize),
-        found => found,
-    };
-    found.ok_or_else(|| no_leaf(leaf))
+    inner.outline().resolve(leaf).map(|(_, record)| record).ok_or_else(|| no_leaf(leaf))
 }
 
 fn no_leaf(leaf: u32) -> Error {

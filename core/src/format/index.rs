@@ -18,6 +18,20 @@ pub struct Index {
     pub files: Vec<FileRecord>,
 }
 
+impl Index {
+    /// Returns the leaf that holds the bytes of `leaf`, and its record: follows a tie. `None` if
+    /// there is no such leaf, or if a tie names another tie.
+    pub fn resolve(&self, leaf: u32) -> Option<(u32, &LeafRecord)> {
+        let held = |leaf: u32| self.leaves.get(leaf as usize).map(|record| (leaf, record));
+        match held(leaf)? {
+            (_, LeafRecord::Alias { of }) => {
+                held(*of).filter(|(_, record)| !matches!(record, LeafRecord::Alias { .. }))
+            }
+            found => Some(found),
+        }
+    }
+}
+
 /// The content of a leaf.
 #[derive(Clone, Debug, PartialEq)]
 pub enum LeafRecord {

@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use super::execute::execute;
 use super::file_set::FileSet;
 use super::options::{LoadFailure, LoadOptions};
-use crate::format::index::{Extent, Index, LeafRecord, Source};
+use crate::format::index::{Extent, Index, LeafRecord};
 use crate::format::object;
 use crate::io::Disk;
 use crate::limits::MAX_OBJECT_BYTES;
@@ -30,7 +30,7 @@ pub fn read_objects(
     let mut claimed: HashMap<u32, u64> = HashMap::new();
     let mut seen = HashSet::with_capacity(leaves.len());
     for (number, &leaf) in leaves.iter().enumerate() {
-        let (file, extent) = place(index, leaf)?;
+        let (holder, file, extent) = place(index, leaf)?;
         let name = || index.tree.leaf_path(leaf).to_string();
         if extent.length > MAX_OBJECT_BYTES {
             let what = format!("the size in bytes of object `{}`", name());
@@ -45,7 +45,7 @@ pub fn read_objects(
             );
             return Err(Error::Corrupt { file: layout.path, leaf: Some(name()), block: None, what });
         }
-        if seen.insert(source_of(index, leaf)) {
+        if seen.insert(holder) {
             let claimed = claimed.entry(file).or_default();
             *claimed = claimed.saturating_add(extent.length);
             if *claimed > layout.data_end {
@@ -80,7 +80,7 @@ pub fn read_objects(
     execute(disk, files, index, &plan, targets, options).map_err(|LoadFailure { error, .. }| error)?;
     let decode = |(&leaf, bytes): (&u32, &Vec<u8>)| {
         object::decode(bytes).map_err(|what| {
-            let file = place(index, leaf).map(|(file, _)| files.path(file)).unwrap_or_default();
+            let file = place(index, leaf).map(|(_, file, _)| files.path(file)).unwrap_or_default();
             let leaf = Some(index.tree.leaf_path(leaf).to_string());
             Error::Corrupt { file, leaf, block: None, what: format!("its object does not decode: {what}") }
         })
@@ -88,25 +88,16 @@ pub fn read_objects(
     leaves.iter().zip(&encoded).map(decode).collect()
 }
 
-/// Returns the leaf that holds a leaf's bytes.
-fn source_of(index: &Index, leaf: u32) -> u32 {
-    match index.leaves.get(leaf as usize) {
-        Some(LeafRecord::Alias { of }) => *of,
-        _ => leaf,
-    }
-}
-
-/// Returns the file and extent of an object.
-fn place(index: &Index, leaf: u32) -> Result<(u32, Extent)> {
+/// Returns the leaf that holds an object, the object's file and its extent.
+fn place(index: &Index, leaf: u32) -> Result<(u32, u32, Extent)> {
     let refuse =
         |what: &str| Err(Error::Leaf { leaf: index.tree.leaf_path(leaf).to_string(), what: what.into() });
-    match index.leaves.get(source_of(index, leaf) as usize) {
-        Some(LeafRecord::Object(extent)) => match extent.source {
-            Source::Own(file) | Source::Range(file) => Ok((file, *extent)),
-            Source::Pulled(_) => refuse("its bytes come from a reader outside the engine"),
+    match index.resolve(leaf) {
+        Some((holder, LeafRecord::Object(extent))) => match extent.source.file() {
+            Some(file) => Ok((holder, file, *extent)),
+            None => refuse("its bytes come from a reader outside the engine"),
         },
-        Some(LeafRecord::Tensor(_)) => refuse("is a tensor, no object"),
-        Some(LeafRecord::Alias { .. }) => refuse("is tied to a leaf that is itself tied"),
-        None => refuse("is not in the index"),
+        Some(_) => refuse("is a tensor, no object"),
+        None => refuse("is not in the index, or is tied to a leaf that is itself tied"),
     }
 }

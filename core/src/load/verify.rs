@@ -11,7 +11,7 @@ use super::file_set::{FileInfo, FileSet, check_page};
 use super::options::LoadOptions;
 use super::pipeline::{self, Sink};
 use super::schedule::{Cell, Schedule};
-use crate::format::index::{Extent, Index, LeafRecord, Source};
+use crate::format::index::{Extent, Index};
 use crate::io::Disk;
 use crate::{Error, Result};
 
@@ -207,22 +207,14 @@ struct Holders {
 impl Holders {
     fn of(index: &Index, files: usize) -> Self {
         let mut holders: Vec<Vec<(Extent, u32, u64)>> = vec![Vec::new(); files];
-        for (leaf, record) in (0..).zip(&index.leaves) {
-            let stored = match record {
-                LeafRecord::Alias { of } => index.leaves.get(*of as usize),
-                record => Some(record),
-            };
-            let mut add = |extent: &Extent| {
-                if let Source::Own(file) | Source::Range(file) = extent.source
+        for leaf in 0..index.leaves.len() as u32 {
+            let Some((_, record)) = index.resolve(leaf) else { continue };
+            for extent in record.extents() {
+                if let Some(file) = extent.source.file()
                     && let Some(list) = holders.get_mut(file as usize)
                 {
                     list.push((*extent, leaf, 0));
                 }
-            };
-            match stored {
-                Some(LeafRecord::Tensor(tensor)) => tensor.chunks.iter().for_each(|chunk| add(&chunk.extent)),
-                Some(LeafRecord::Object(extent)) => add(extent),
-                Some(LeafRecord::Alias { .. }) | None => {}
             }
         }
         for list in &mut holders {

@@ -158,14 +158,10 @@ pub fn plan_direct(
 }
 
 fn record(inner: &Engined, leaf: u32) -> (u32, Option<&TensorRecord>) {
-    let leaves = &inner.outline().leaves;
-    let source = match leaves.get(leaf as usize) {
-        Some(LeafRecord::Alias { of }) => *of,
-        _ => leaf,
-    };
-    match leaves.get(source as usize) {
-        Some(LeafRecord::Tensor(tensor)) => (source, Some(tensor)),
-        _ => (source, None),
+    match inner.outline().resolve(leaf) {
+        Some((source, LeafRecord::Tensor(tensor))) => (source, Some(tensor)),
+        Some((source, _)) => (source, None),
+        None => (leaf, None),
     }
 }
 

@@ -146,15 +146,11 @@ impl PlanStats {
 /// The tensor of a leaf, aliases followed, with the number of the leaf that holds it.
 fn tensor(index: &Index, leaf: u32) -> Result<(u32, &TensorRecord)> {
     let request = |what: &str| Error::Request { leaf: name(index, leaf), what: what.to_owned() };
-    let source = match index.leaves.get(leaf as usize) {
-        Some(LeafRecord::Alias { of }) => *of,
-        Some(_) => leaf,
-        None => return Err(request("the index has no such leaf")),
-    };
-    match index.leaves.get(source as usize) {
-        Some(LeafRecord::Tensor(tensor)) => Ok((source, tensor)),
-        Some(LeafRecord::Object(_)) => Err(request("it is an object, of which no region can be read")),
-        _ => Err(Error::Index {
+    match index.resolve(leaf) {
+        Some((source, LeafRecord::Tensor(tensor))) => Ok((source, tensor)),
+        Some(_) => Err(request("it is an object, of which no region can be read")),
+        None if leaf as usize >= index.leaves.len() => Err(request("the index has no such leaf")),
+        None => Err(Error::Index {
             leaf: name(index, leaf),
             what: "its alias names no leaf that holds bytes".into(),
         }),

@@ -110,10 +110,8 @@ impl<'a> Stored<'a> {
     fn find(&self, keys: &[String]) -> (usize, &LeafRecord) {
         let (index, path) = (self.checkpoint.outline(), path(keys));
         let number = self.checkpoint.leaves().iter().position(|leaf| leaf.path == path).unwrap();
-        match &index.leaves[number] {
-            LeafRecord::Alias { of } => (*of as usize, &index.leaves[*of as usize]),
-            record => (number, record),
-        }
+        let (holder, record) = index.resolve(number as u32).unwrap();
+        (holder as usize, record)
     }
 }
 
