@@ -28,7 +28,7 @@ use stepwell_core::format::{block::DEFAULT_BLOCK_BYTES, checksum::crc32c};
 use stepwell_core::io::{Disk, Engine, Transfer, open_disk};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::{FileSet, LoadOptions, ReadBuffers, execute, verify};
-use stepwell_core::read_plan::{BoxCopy, ReadPlan, ReadRun};
+use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Buffer, HostTarget, Mapping};
 use stepwell_core::tree::{ContainerKind, Tree};
@@ -48,7 +48,7 @@ fn main() -> Result<()> {
     let disk = open_disk(&dir, engine)?;
     println!("engine {} ({} rounds)", disk.choice().engine, rounds);
 
-    let bench = Bench { disk, dir: dir.clone(), path, plan: plan(&index), index };
+    let bench = Bench { disk, dir: dir.clone(), path, copies: copies(&index), index };
     let _user = ReadBuffers::shared();
     let mut given: Vec<Vec<u8>> = sizes().map(|len| vec![1; len]).collect();
     let raw_buffers = Mapping::new(TOTAL + (8 << 20))?.into_buffers(4 << 20)?;
@@ -185,10 +185,10 @@ fn extents(index: &Index) -> impl Iterator<Item = Extent> {
     })
 }
 
-fn plan(index: &Index) -> ReadPlan {
-    let mut plan = ReadPlan::default();
+fn copies(index: &Index) -> Vec<BoxCopy> {
+    let mut copies = Vec::new();
     for (number, extent) in (0..).zip(extents(index)) {
-        plan.copies.push(BoxCopy {
+        copies.push(BoxCopy {
             leaf: number,
             file: 0,
             src_offset: extent.offset,
@@ -199,16 +199,15 @@ fn plan(index: &Index) -> ReadPlan {
             dst_offset: 0,
             dst_strides: vec![1].into(),
         });
-        plan.runs.push(ReadRun { file: 0, offset: extent.offset, len: extent.length, copies: vec![number] });
     }
-    plan
+    copies
 }
 
 struct Bench {
     disk: Arc<dyn Disk>,
     dir: PathBuf,
     path: PathBuf,
-    plan: ReadPlan,
+    copies: Vec<BoxCopy>,
     index: Index,
 }
 
@@ -218,7 +217,7 @@ impl Bench {
         let targets: Vec<HostTarget<'_>> =
             into.iter_mut().map(|v| HostTarget::from(v.as_mut_slice())).collect();
         let files = FileSet::new(self.disk.open_dir(&self.dir)?, &self.index.files);
-        execute(self.disk.as_ref(), &files, &self.index, &self.plan, targets, &LoadOptions::default())?;
+        execute(self.disk.as_ref(), &files, &self.index, &self.copies, targets, &LoadOptions::default())?;
         Ok(start.elapsed())
     }
 
@@ -236,7 +235,7 @@ impl Bench {
             rest = right;
         }
         let files = FileSet::new(self.disk.open_dir(&self.dir)?, &self.index.files);
-        execute(self.disk.as_ref(), &files, &self.index, &self.plan, targets, &LoadOptions::default())?;
+        execute(self.disk.as_ref(), &files, &self.index, &self.copies, targets, &LoadOptions::default())?;
         Ok(start.elapsed())
     }
 

@@ -1,29 +1,7 @@
-//! A read plan: what a restore reads and where the bytes go. `stepwell-reshard` makes it, and
-//! [`crate::load`] runs it.
+//! The copies of a restore: which bytes of which file go where. `stepwell-reshard` makes them, and
+//! [`crate::load`] reads what they need.
 
 use smallvec::SmallVec;
-
-/// Reads of whole blocks, and the copies that they feed.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ReadPlan {
-    /// Runs in file order; within a file they do not overlap.
-    pub runs: Vec<ReadRun>,
-    /// Copies; a copy that spans runs is listed by each of them.
-    pub copies: Vec<BoxCopy>,
-}
-
-/// One contiguous read.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReadRun {
-    /// Ordinal of the file in the index.
-    pub file: u32,
-    /// First byte; a multiple of the block size.
-    pub offset: u64,
-    /// Bytes; whole blocks (the last block of a file may be short).
-    pub len: u64,
-    /// Numbers of the copies whose source bytes it holds, or a part of them.
-    pub copies: Vec<u32>,
-}
 
 /// A number for each dimension of a copy. Dimensions that are contiguous on both sides are merged,
 /// so one or two usually remain.

@@ -10,18 +10,18 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use stepwell_core::format::index::{Index, LeafRecord};
+use stepwell_core::format::index::Index;
 use stepwell_core::format::manifest::Manifest;
 use stepwell_core::io::Dir;
 use stepwell_core::load::{
-    self, Destination, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport,
+    self, Destination, FileReads, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport,
 };
-use stepwell_core::read_plan::ReadPlan;
+use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::sys::{Birth, cores, each, spawn};
 use stepwell_core::tree::Tree;
 use stepwell_core::value::Value;
 use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
-use stepwell_reshard::read_plan::{self, PlanOptions, Request};
+use stepwell_reshard::read_plan::{self, Request};
 
 use crate::directory_layout::{self, MANIFEST};
 use crate::discovery::damage_by;
@@ -207,27 +207,22 @@ impl Checkpoint {
         matching::match_state(wanted, self.leaves(), options)
     }
 
-    /// Plans the reads of `requests`, whose leaves are numbers of [`Checkpoint::outline`].
-    pub fn plan(&self, requests: &[Request], network: bool) -> Result<ReadPlan> {
-        self.planned(requests, network).map(|(_, plan)| plan)
+    /// Returns the reads of a restore of `requests` and `objects` (leaves of
+    /// [`Checkpoint::outline`]), by file. A restore makes exactly these if the page cache holds no
+    /// data. Reads no data.
+    pub fn plan(&self, requests: &[Request], objects: &[u32]) -> Result<Vec<FileReads>> {
+        let (index, copies) = self.copies(requests)?;
+        let of_tensors = load::plan(&self.files, &index, &copies);
+        let of_objects = load::copies_of_objects(&self.files, self.outline(), objects)
+            .and_then(|copies| load::plan(&self.files, self.outline(), &copies));
+        let mut planned = of_tensors.map_err(|error| self.gone_or(error))?;
+        planned.extend(of_objects.map_err(|error| self.gone_or(error))?);
+        Ok(planned)
     }
 
-    /// The same, with the index that the plan is one of.
-    fn planned(&self, requests: &[Request], network: bool) -> Result<(Arc<Index>, ReadPlan)> {
+    /// Returns the copies of requests, and the index that they refer to.
+    fn copies(&self, requests: &[Request]) -> Result<(Arc<Index>, Vec<BoxCopy>)> {
         let index = self.index_of(requests.iter().map(|request| request.leaf))?;
-        let mut sizes = vec![None; index.files.len()];
-        for request in requests {
-            let record = index.resolve(request.leaf).map(|(_, record)| record);
-            for file in
-                record.into_iter().flat_map(LeafRecord::extents).filter_map(|extent| extent.source.file())
-            {
-                if let Some(size @ None) = sizes.get_mut(file as usize) {
-                    *size = Some(self.block_bytes(file)?);
-                }
-            }
-        }
-        let block = stepwell_core::format::block::DEFAULT_BLOCK_BYTES;
-        let options = if network { PlanOptions::network(block) } else { PlanOptions::local(block) };
         let threads = cores().min(requests.len() / PLANNED_BY_ONE).max(1);
         let shares: Vec<&[Request]> = requests.chunks(requests.len().div_ceil(threads).max(1)).collect();
         let planned = each("stepwell-plan", threads, &shares, |share| read_plan::copies(&index, share));
@@ -236,14 +231,7 @@ impl Checkpoint {
             let mut share = share?;
             if copies.is_empty() { copies = share } else { copies.append(&mut share) }
         }
-        let options = PlanOptions { file_block_bytes: sizes, ..options };
-        let plan = read_plan::of_copies(&index, copies, &options)?;
-        Ok((index, plan))
-    }
-
-    /// Bytes per block of a data file, by its ordinal in [`Checkpoint::outline`].
-    pub fn block_bytes(&self, file: u32) -> Result<u64> {
-        self.files.block_bytes(file).map_err(|error| self.gone_or(error))
+        Ok((index, copies))
     }
 
     /// Reads regions of stored tensors to where they are wanted (host memory, a device), every
@@ -267,9 +255,9 @@ impl Checkpoint {
         go_on: &mut dyn FnMut(u64) -> bool,
     ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
         self.birth.check("checkpoint").map_err(Error::from)?;
-        let (index, plan) = self.planned(requests, false)?;
+        let (index, copies) = self.copies(requests)?;
         let disk = &*self.environment.disk;
-        load::execute_while(disk, &self.files, &index, &plan, targets, options, go_on).map_err(
+        load::execute_while(disk, &self.files, &index, &copies, targets, options, go_on).map_err(
             |LoadFailure { error, overwritten }| {
                 Box::new(ReadFailure { error: self.gone_or(error), overwritten })
             },

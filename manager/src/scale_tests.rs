@@ -24,7 +24,7 @@ use stepwell_core::region::{Region, row_major_strides};
 use stepwell_core::save::{ItemPlan, LeafPlan};
 use stepwell_core::staging::{Filling, Slot};
 use stepwell_core::tree::{ContainerKind, Tree};
-use stepwell_reshard::read_plan::{self, PlanOptions, Request};
+use stepwell_reshard::read_plan::{self, Request};
 use stepwell_reshard::subchunk::{self, run_to_boxes};
 
 use crate::commit::ItemPart;
@@ -295,7 +295,7 @@ fn replanned(records: &[(Option<String>, Record)]) -> (u64, f64) {
         }
         assert!(requests.len() >= wanted.leaves.len());
         let index = stored.with(requests.iter().map(|request| request.leaf)).unwrap();
-        read_plan::plan(&index, &requests, &PlanOptions::local(64 << 10)).unwrap();
+        read_plan::copies(&index, &requests).unwrap();
         stored
     });
     (stored.bytes_read().0, took)

@@ -12,7 +12,7 @@ use pyo3::types::{PyList, PyTuple};
 
 use stepwell_core::format::index::{ChunkRegion, Extent, FileRecord, Index, LeafRecord};
 use stepwell_core::leaf_path::Component;
-use stepwell_core::load::VerifyProgress;
+use stepwell_core::load::{FileReads, VerifyProgress};
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, NodeKind};
@@ -23,7 +23,6 @@ use crate::arrays;
 use crate::errors::{closed, raise, raise_manager};
 use crate::hooks::hooks;
 use crate::ingest::{HeldBuffer, streams_of, target_of};
-use crate::plan;
 use crate::values::to_python;
 use crate::wait;
 
@@ -64,7 +63,7 @@ impl Drop for Checkpoint {
 /// array)`.
 type ReadRow<'py> = (u32, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 
-/// The reads of a file: `(path, reads, blocks, bytes of the blocks, wanted bytes)`.
+/// The reads of a file: `(path, reads, blocks, bytes of the reads, wanted bytes)`.
 type PlanRow = (String, u64, u64, u64, u64);
 
 /// A stored leaf: `(kind, dtype, shape, tied)`.
@@ -250,7 +249,7 @@ impl Checkpoint {
 
     /// The reads that [`Checkpoint::read`] would make for leading parts of stored tensors, `(leaf,
     /// extent)`, and [`Checkpoint::objects`] for objects. Returns for each file `(path, reads,
-    /// blocks, bytes of the blocks, wanted bytes)`. Reads no data.
+    /// blocks, bytes of the reads, wanted bytes)`. Reads no data.
     fn plan(
         &self,
         py: Python<'_>,
@@ -258,12 +257,24 @@ impl Checkpoint {
         objects: Vec<u32>,
     ) -> PyResult<Vec<PlanRow>> {
         let inner = self.get(py)?;
-        let files = wait::on_thread(py, move || plan::files(&inner, tensors, &objects))?
+        let index = Arc::clone(inner.outline());
+        let mut requests = Vec::with_capacity(tensors.len());
+        for (leaf, extent) in tensors {
+            let Some((_, LeafRecord::Tensor(tensor))) = index.resolve(leaf) else {
+                return Err(PyValueError::new_err(format!("leaf {leaf} is no tensor")));
+            };
+            let region = Region { offset: vec![0; extent.len()].into(), extent: extent.into() };
+            let (itemsize, number) = (tensor.dtype.size() as u64, requests.len() as u32);
+            requests.push(Request::row_major(leaf, region, itemsize, number));
+        }
+        let planned = wait::on_thread(py, move || inner.plan(&requests, &objects))?
             .map_err(|error| raise_manager(py, &error))?;
-        Ok(files
-            .into_iter()
-            .map(|file| (file.path, file.reads, file.blocks, file.read_bytes, file.wanted_bytes))
-            .collect())
+        let row = |file: FileReads| {
+            let path = index.files.get(file.file as usize).map_or("", FileRecord::stored_name).to_owned();
+            let bytes = file.reads.iter().map(|read| read.end - read.start).sum();
+            (path, file.reads.len() as u64, file.blocks, bytes, file.wanted_bytes)
+        };
+        Ok(planned.into_iter().map(row).collect())
     }
 
     /// Reads everything and compares every checksum: `(files, bytes, [(file, block, leaf paths,

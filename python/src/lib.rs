@@ -28,7 +28,6 @@ mod log;
 mod manager;
 mod matching;
 mod options;
-mod plan;
 mod save_handle;
 mod singular;
 mod slabs;

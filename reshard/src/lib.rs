@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! save:    layout ─subchunk─▶ chunks ─tiling─▶ "covers the tensor exactly once"
-//! restore: wanted leaves × stored leaves ─matching─▶ report ─overlap─▶ copies ─read_plan─▶ coalesced reads of whole blocks
+//! restore: wanted leaves × stored leaves ─matching─▶ report ─overlap─▶ copies
 //! ```
 //!
 //! | module | what it holds |
@@ -14,7 +14,7 @@
 //! | [`glob`] [`selection`] | patterns over rendered leaf paths; include, exclude, rename |
 //! | [`cast`] | which casts keep every value |
 //! | [`matching`] | wanted × stored → one report |
-//! | [`overlap`] [`read_plan`] | which chunks a region needs; which reads they need |
+//! | [`overlap`] [`read_plan`] | which chunks a region needs; which copies a restore makes |
 #![forbid(unsafe_code)]
 
 pub mod cast;

@@ -1,4 +1,4 @@
-//! Executes read plans: checks every block, then copies the wanted bytes.
+//! Carries out copies: checks every block, then copies the wanted bytes.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -8,18 +8,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::destination::{Destination, Staged, Started};
-use super::file_set::{FileInfo, FileSet};
+use super::file_set::{FileInfos, FileSet};
 use super::geometry::Strided;
 use super::options::{LoadFailure, LoadOptions, LoadStats};
 use super::pipeline::{self, Sink};
-use super::schedule::{Cell, Schedule};
+use super::schedule::{Cell, Schedule, ScheduledRead};
 use crate::format::index::Index;
 use crate::io::Disk;
-use crate::read_plan::ReadPlan;
+use crate::read_plan::BoxCopy;
 use crate::sys::Scatter;
 use crate::{Error, Result};
 
-/// Restores the plan's bytes into the targets. Every byte comes from a block with a valid checksum.
+/// Restores the bytes of the copies into the targets. Every byte comes from a block with a valid checksum.
 /// Damage is [`Error::Corrupt`] with leaf, file and block. A failure lists the targets that were
 /// already written to.
 ///
@@ -28,11 +28,11 @@ pub fn execute<'a>(
     disk: &dyn Disk,
     files: &FileSet,
     index: &Index,
-    plan: &ReadPlan,
+    copies: &[BoxCopy],
     targets: impl IntoIterator<Item = impl Into<Destination<'a>>>,
     options: &LoadOptions,
 ) -> Result<LoadStats, LoadFailure> {
-    execute_while(disk, files, index, plan, targets, options, &mut |_| true)
+    execute_while(disk, files, index, copies, targets, options, &mut |_| true)
 }
 
 /// Like [`execute`], with a callback. `go_on` gets the bytes done, between reads; `false` cancels
@@ -41,27 +41,14 @@ pub fn execute_while<'a>(
     disk: &dyn Disk,
     files: &FileSet,
     index: &Index,
-    plan: &ReadPlan,
+    copies: &[BoxCopy],
     targets: impl IntoIterator<Item = impl Into<Destination<'a>>>,
     options: &LoadOptions,
     go_on: &mut dyn FnMut(u64) -> bool,
 ) -> Result<LoadStats, LoadFailure> {
-    let mut copies: Vec<Strided> = Vec::with_capacity(plan.copies.len());
-    let mut numbers = Vec::with_capacity(plan.copies.len());
-    for copy in &plan.copies {
-        let strided = Strided::new(copy).map_err(|what| unfit(index, copy.leaf, &what))?;
-        numbers.push(strided.is_some().then_some(copies.len() as u32));
-        copies.extend(strided);
-    }
-    let wanted = copies.iter().fold(0_u64, |bytes, copy| bytes.saturating_add(copy.bytes()));
-    let (schedule, windows, lists) =
-        Schedule::of_plan(plan, &copies, &numbers, &mut |file| files.layout(file))?;
-    let mut infos = HashMap::new();
-    for read in &schedule.reads {
-        if let Entry::Vacant(place) = infos.entry(read.file) {
-            place.insert(files.info(read.file)?);
-        }
-    }
+    let (copies, infos) = prepare(files, index, copies)?;
+    let wanted = bytes_of(&copies);
+    let (schedule, windows, lists) = Schedule::of_copies(&copies, &infos)?;
     // Dropping the guard, on every return path, ends all writing to the targets, even by threads
     // that hang.
     let targets = targets.into_iter().map(Into::into).collect();
@@ -81,10 +68,7 @@ pub fn execute_while<'a>(
         if copied == wanted {
             return Ok(stats);
         }
-        Err(Error::internal(
-            format!("a read plan that fills {wanted} bytes"),
-            format!("one that fills {copied}"),
-        ))
+        Err(Error::internal(format!("reads that fill {wanted} bytes"), format!("reads that fill {copied}")))
     });
     match result {
         Ok(stats) => Ok(LoadStats {
@@ -98,14 +82,71 @@ pub fn execute_while<'a>(
     }
 }
 
-fn unfit(index: &Index, leaf: u32, what: &str) -> Error {
-    Error::internal(format!("a valid read plan of leaf `{}`", index.tree.leaf_path(leaf)), what)
+/// The reads that [`execute`] makes in one file if the page cache holds none of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileReads {
+    /// Ordinal of the file in the index.
+    pub file: u32,
+    /// The byte range of each read, in file order.
+    pub reads: Vec<Range<u64>>,
+    /// Blocks that are read.
+    pub blocks: u64,
+    /// Bytes that are copied.
+    pub wanted_bytes: u64,
+}
+
+/// Returns the reads that [`execute`] makes of these copies, by file. Opens the files, and reads no
+/// data.
+pub fn plan(files: &FileSet, index: &Index, copies: &[BoxCopy]) -> Result<Vec<FileReads>> {
+    let (copies, infos) = prepare(files, index, copies)?;
+    let (schedule, ..) = Schedule::of_copies(&copies, &infos)?;
+    let mut planned: Vec<FileReads> = Vec::new();
+    let mut wanted: HashMap<u32, u64> = HashMap::new();
+    for copy in &copies {
+        let bytes = wanted.entry(copy.file).or_default();
+        *bytes = bytes.saturating_add(copy.bytes());
+    }
+    for ScheduledRead { file, bytes, .. } in schedule.reads {
+        if planned.last().is_none_or(|last| last.file != file) {
+            let wanted_bytes = wanted.get(&file).copied().unwrap_or_default();
+            planned.push(FileReads { file, reads: Vec::new(), blocks: 0, wanted_bytes });
+        }
+        if let (Some(planned), Some(info)) = (planned.last_mut(), infos.get(&file)) {
+            planned.blocks += (bytes.end - bytes.start).div_ceil(info.block_bytes);
+            planned.reads.push(bytes);
+        }
+    }
+    Ok(planned)
+}
+
+/// Returns the normal form of the copies that move something, and the facts about their files.
+fn prepare(files: &FileSet, index: &Index, copies: &[BoxCopy]) -> Result<(Vec<Strided>, FileInfos)> {
+    if u32::try_from(copies.len()).is_err() {
+        return Err(Error::internal("copies with 32-bit numbers", format!("{} copies", copies.len())));
+    }
+    let mut prepared = Vec::with_capacity(copies.len());
+    let mut infos = FileInfos::new();
+    for copy in copies {
+        let strided = Strided::new(copy).map_err(|what| {
+            Error::internal(format!("a valid copy of leaf `{}`", index.tree.leaf_path(copy.leaf)), what)
+        })?;
+        let Some(strided) = strided else { continue };
+        if let Entry::Vacant(place) = infos.entry(strided.file) {
+            place.insert(files.info(strided.file)?);
+        }
+        prepared.push(strided);
+    }
+    Ok((prepared, infos))
+}
+
+fn bytes_of(copies: &[Strided]) -> u64 {
+    copies.iter().fold(0, |bytes, copy| bytes.saturating_add(copy.bytes()))
 }
 
 /// Checks cells and scatters them.
 struct Scatterer {
     scatter: Arc<Scatter>,
-    infos: HashMap<u32, Arc<FileInfo>>,
+    infos: FileInfos,
     cells: Vec<Cell>,
     /// The damaged blocks, each with the leaf that needs it.
     culprits: Mutex<Vec<Culprit>>,

@@ -14,10 +14,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) use info::{FileInfo, check_page};
 
 use super::buffers::ReadBuffers;
-use super::schedule::FileLayout;
 use crate::format::index::FileRecord;
 use crate::io::{Dir, File, Section, is_component};
 use crate::{Error, Result};
+
+/// The facts about files, by their ordinals.
+pub(super) type FileInfos = HashMap<u32, Arc<FileInfo>>;
 
 /// Limit on open files. An item of a large job has more files than a process may open.
 const MAX_OPEN: usize = 128;
@@ -107,11 +109,6 @@ impl FileSet {
 
     pub(super) fn buffers(&self) -> &Arc<ReadBuffers> {
         &self.buffers
-    }
-
-    pub(super) fn layout(&self, file: u32) -> Result<FileLayout> {
-        let info = self.info(file)?;
-        Ok(FileLayout { path: info.path.clone(), block_bytes: info.block_bytes, data_end: info.data_end })
     }
 
     /// Returns the facts about a file. The first call opens and checks it.

@@ -271,7 +271,8 @@ fn within(dim: &CopyDim, src: u64, reach: u64, window: &Range<u64>) -> Range<u64
     first.min(end)..end
 }
 
-fn walk(dims: &[CopyDim], src: u64, dst: u64, each: &mut dyn FnMut(u64, u64)) {
+/// Calls `each` with the source and destination offset of every step of `dims`.
+pub(super) fn walk(dims: &[CopyDim], src: u64, dst: u64, each: &mut dyn FnMut(u64, u64)) {
     let Some((dim, inner)) = dims.split_first() else {
         each(src, dst);
         return;

@@ -1,15 +1,15 @@
-//! Restores the bytes that a [`crate::read_plan::ReadPlan`] names. Every block is read and checked
-//! before its bytes are copied to the caller's memory.
+//! Carries out copies ([`crate::read_plan::BoxCopy`]). Every block is read and checked before its
+//! bytes are copied to the caller's memory.
 //!
 //! ```text
-//! plan ─schedule─▶ reads of 4 MiB ─Queue─▶ buffers ─workers: check─▶ cells of 512 KiB ─scatter─▶ targets
+//! copies ─schedule─▶ reads of 4 MiB ─Queue─▶ buffers ─workers: check─▶ cells of 512 KiB ─scatter─▶ targets
 //!                        └──────── what the page cache holds ────────────▲
 //! ```
 //!
 //! | module | what it is |
 //! |---|---|
 //! | [`FileSet`] | the files of one item: opened lazily, checked against the index once |
-//! | [`execute`] | a read plan carried out into [`Destination`]s |
+//! | [`execute`] [`plan`] | copies into [`Destination`]s, and the reads that they need |
 //! | [`Destination`] | host memory, or a [`DeviceTarget`] |
 //! | [`read_objects`] | object leaves, decoded |
 //! | [`verify`] | every block of every file, all damage reported |
@@ -42,8 +42,8 @@ mod verify;
 
 pub use buffers::ReadBuffers;
 pub use destination::{Destination, DeviceTarget, Piece, Staged, Steps};
-pub use execute::{execute, execute_while};
+pub use execute::{FileReads, execute, execute_while, plan};
 pub use file_set::FileSet;
-pub use objects::read_objects;
+pub use objects::{copies_of_objects, read_objects};
 pub use options::{LoadFailure, LoadOptions, LoadStats};
 pub use verify::{Damage, VerifyProgress, VerifyReport, verify};

@@ -9,7 +9,7 @@ use crate::format::index::{Extent, Index, LeafRecord};
 use crate::format::object;
 use crate::io::Disk;
 use crate::limits::MAX_OBJECT_BYTES;
-use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
+use crate::read_plan::BoxCopy;
 use crate::sys::HostTarget;
 use crate::value::Value;
 use crate::{Error, Result};
@@ -23,8 +23,26 @@ pub fn read_objects(
     leaves: &[u32],
     options: &LoadOptions,
 ) -> Result<Vec<Value>> {
-    let mut plan = ReadPlan::default();
-    let mut encoded = Vec::with_capacity(leaves.len());
+    let copies = copies_of_objects(files, index, leaves)?;
+    let length = |copy: &BoxCopy| vec![0_u8; copy.extent.iter().product::<u64>() as usize];
+    let mut encoded: Vec<Vec<u8>> = copies.iter().map(length).collect();
+    let targets: Vec<HostTarget<'_>> =
+        encoded.iter_mut().map(|bytes| HostTarget::from(bytes.as_mut_slice())).collect();
+    execute(disk, files, index, &copies, targets, options).map_err(|LoadFailure { error, .. }| error)?;
+    let decode = |(copy, bytes): (&BoxCopy, &Vec<u8>)| {
+        object::decode(bytes).map_err(|what| Error::Corrupt {
+            file: files.path(copy.file),
+            leaf: Some(index.tree.leaf_path(copy.leaf).to_string()),
+            block: None,
+            what: format!("its object does not decode: {what}"),
+        })
+    };
+    copies.iter().zip(&encoded).map(decode).collect()
+}
+
+/// Returns the copies that [`read_objects`] makes, one per leaf, each to a destination of its own.
+pub fn copies_of_objects(files: &FileSet, index: &Index, leaves: &[u32]) -> Result<Vec<BoxCopy>> {
+    let mut copies = Vec::with_capacity(leaves.len());
     // Objects do not share bytes, so the claimed sizes of a file's objects must fit the file. A
     // leaf that is requested twice counts once.
     let mut claimed: HashMap<u32, u64> = HashMap::new();
@@ -37,33 +55,31 @@ pub fn read_objects(
             return Err(Error::Limit { what, found: extent.length, limit: MAX_OBJECT_BYTES });
         }
         // Check before allocating memory of a size that the index merely claims.
-        let layout = files.layout(file)?;
-        if extent.offset.checked_add(extent.length).is_none_or(|end| end > layout.data_end) {
+        let info = files.info(file)?;
+        if extent.offset.checked_add(extent.length).is_none_or(|end| end > info.data_end) {
             let what = format!(
                 "the index says that its {} bytes begin at byte {}, but the file's blocks end at {}",
-                extent.length, extent.offset, layout.data_end
+                extent.length, extent.offset, info.data_end
             );
-            return Err(Error::Corrupt { file: layout.path, leaf: Some(name()), block: None, what });
+            return Err(Error::Corrupt { file: info.path.clone(), leaf: Some(name()), block: None, what });
         }
         if seen.insert(holder) {
             let claimed = claimed.entry(file).or_default();
             *claimed = claimed.saturating_add(extent.length);
-            if *claimed > layout.data_end {
+            if *claimed > info.data_end {
                 let what = format!(
                     "its objects claim {claimed} bytes, more than the {} of its blocks",
-                    layout.data_end
+                    info.data_end
                 );
-                return Err(Error::Corrupt { file: layout.path, leaf: Some(name()), block: None, what });
+                return Err(Error::Corrupt {
+                    file: info.path.clone(),
+                    leaf: Some(name()),
+                    block: None,
+                    what,
+                });
             }
         }
-        encoded.push(vec![0_u8; extent.length as usize]);
-        plan.runs.push(ReadRun {
-            file,
-            offset: extent.offset,
-            len: extent.length,
-            copies: vec![number as u32],
-        });
-        plan.copies.push(BoxCopy {
+        copies.push(BoxCopy {
             leaf,
             file,
             src_offset: extent.offset,
@@ -75,17 +91,7 @@ pub fn read_objects(
             dst_strides: vec![1].into(),
         });
     }
-    let targets: Vec<HostTarget<'_>> =
-        encoded.iter_mut().map(|bytes| HostTarget::from(bytes.as_mut_slice())).collect();
-    execute(disk, files, index, &plan, targets, options).map_err(|LoadFailure { error, .. }| error)?;
-    let decode = |(&leaf, bytes): (&u32, &Vec<u8>)| {
-        object::decode(bytes).map_err(|what| {
-            let file = place(index, leaf).map(|(_, file, _)| files.path(file)).unwrap_or_default();
-            let leaf = Some(index.tree.leaf_path(leaf).to_string());
-            Error::Corrupt { file, leaf, block: None, what: format!("its object does not decode: {what}") }
-        })
-    };
-    leaves.iter().zip(&encoded).map(decode).collect()
+    Ok(copies)
 }
 
 /// Returns the leaf that holds an object, the object's file and its extent.

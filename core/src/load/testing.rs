@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,7 +21,7 @@ use crate::io::{
     Completion, Dir, Disk, EngineChoice, Entry, File, Lock, LockKind, Queue, Rename, Stat, Transfer,
 };
 use crate::leaf_path::Component;
-use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
+use crate::read_plan::BoxCopy;
 use crate::region::{Dims, Region};
 use crate::sys::{Buffer, HostTarget};
 use crate::tree::{ContainerKind, Tree};
@@ -43,6 +44,8 @@ pub(super) struct Knobs {
     pub(super) in_flight: AtomicUsize,
     pub(super) cached_reads: AtomicUsize,
     pub(super) direct_reads: AtomicUsize,
+    /// The byte ranges of direct reads.
+    pub(super) seen: Mutex<Vec<Range<u64>>>,
     pub(super) opened: AtomicUsize,
 }
 
@@ -251,6 +254,9 @@ impl Queue for MemoryQueue {
             Transfer::Write => panic!("a restore writes no file"),
         };
         counter.fetch_add(1, Ordering::SeqCst);
+        if how == Transfer::Read {
+            self.knobs.seen.lock().unwrap().push(offset..offset + len as u64);
+        }
         self.knobs.in_flight.fetch_add(1, Ordering::SeqCst);
         self.waiting.push(Waiting { file: Arc::clone(file), offset, len, buffer, token });
     }
@@ -380,21 +386,13 @@ impl TestItem {
         }
     }
 
-    /// Returns the plan that reads whole leaves, each into its own target, in one run each.
-    pub(super) fn plan(&self, leaves: &[usize]) -> ReadPlan {
-        let mut plan = ReadPlan::default();
-        for (number, &leaf) in leaves.iter().enumerate() {
-            let extent = self.extent(leaf);
-            if extent.length == 0 {
-                continue;
-            }
-            let copy = plan.copies.len() as u32;
-            plan.copies.push(flat(leaf as u32, number as u32, extent.offset, extent.length));
-            let start = extent.offset / self.block * self.block;
-            let end = (extent.offset + extent.length).next_multiple_of(self.block);
-            plan.runs.push(ReadRun { file: 0, offset: start, len: end - start, copies: vec![copy] });
-        }
-        plan
+    /// Returns the copies of whole leaves, each to its own target.
+    pub(super) fn copies(&self, leaves: &[usize]) -> Vec<BoxCopy> {
+        (0..)
+            .zip(leaves.iter().map(|&leaf| (leaf as u32, self.extent(leaf))))
+            .filter(|(_, (_, extent))| extent.length > 0)
+            .map(|(number, (leaf, extent))| flat(leaf, number, extent.offset, extent.length))
+            .collect()
     }
 
     /// Reads whole leaves.
@@ -403,7 +401,7 @@ impl TestItem {
             leaves.iter().map(|&leaf| vec![0xEE; self.extent(leaf).length as usize]).collect();
         let targets: Vec<HostTarget<'_>> = into.iter_mut().map(|bytes| bytes.as_mut_slice().into()).collect();
         let result =
-            super::execute(&self.disk, &self.files(), &self.index, &self.plan(leaves), targets, options);
+            super::execute(&self.disk, &self.files(), &self.index, &self.copies(leaves), targets, options);
         (into, result)
     }
 }

@@ -4,15 +4,13 @@
     reason = "the numbers of these tests are small"
 )]
 
-use std::collections::BTreeSet;
-
 use proptest::prelude::*;
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::{ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Integrity, Source};
 use stepwell_core::leaf_path::Component;
-use stepwell_core::read_plan::{BoxCopy, ReadRun};
+use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::region::{row_major_strides, volume};
-use stepwell_core::tree::{ContainerKind, Tree};
+use stepwell_core::tree::ContainerKind;
 
 use super::*;
 use crate::subchunk;
@@ -122,58 +120,11 @@ fn for_each_copied(copy: &BoxCopy, mut f: impl FnMut(u64, usize)) {
     }
 }
 
-/// Carries a plan out, byte by byte, and checks what the plan promises of runs and copies.
-fn execute(stored: &Stored, plan: &ReadPlan, options: &PlanOptions, destinations: &mut [Vec<u8>]) {
-    for pair in plan.runs.windows(2) {
-        let ordered = pair[0].file < pair[1].file || pair[0].offset + pair[0].len <= pair[1].offset;
-        assert!(ordered && pair[0].file <= pair[1].file, "{pair:?}");
-    }
-    let mut needed: BTreeSet<(u32, u64)> = BTreeSet::new(); // blocks
-    let mut listed: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); plan.copies.len()];
-    for (r, ReadRun { file, offset, len, copies }) in plan.runs.iter().enumerate() {
-        let block = options.block_of(*file);
-        let length = stored.index.files[*file as usize].length;
-        assert!(
-            *len > 0 && offset % block == 0 && (len % block == 0 || offset + len == length),
-            "whole blocks"
-        );
-        assert!(*len <= options.max_run_bytes.max(block), "no run is too long");
-        assert!(copies.is_sorted() && !copies.is_empty());
-        for &copy in copies {
-            assert!(listed[copy as usize].insert(r), "a run lists a copy once");
-        }
-    }
-    for (c, copy) in plan.copies.iter().enumerate() {
-        let block = options.block_of(copy.file);
+/// Carries copies out, byte by byte.
+fn execute(stored: &Stored, copies: &[BoxCopy], destinations: &mut [Vec<u8>]) {
+    for copy in copies {
         let bytes = &stored.files[copy.file as usize];
-        let mut used = BTreeSet::new();
-        for_each_copied(copy, |src, dst| {
-            let holds =
-                |run: &ReadRun| run.file == copy.file && run.offset <= src && src < run.offset + run.len;
-            let run = listed[c]
-                .iter()
-                .copied()
-                .find(|&run| holds(&plan.runs[run]))
-                .expect("a run that lists the copy");
-            used.insert(run);
-            needed.insert((copy.file, src / block));
-            destinations[copy.dst as usize][dst] = bytes[src as usize];
-        });
-        // Between the blocks of one copy a run may bridge a gap, never more.
-        assert!(used.len() <= listed[c].len());
-    }
-    let least: u64 = needed
-        .iter()
-        .map(|&(file, number)| {
-            let block = options.block_of(file);
-            block.min(stored.index.files[file as usize].length - number * block)
-        })
-        .sum();
-    let stats = PlanStats::of(plan);
-    // Only gaps are read along: at most one before every needed block.
-    assert!(stats.read_bytes <= least + needed.len() as u64 * options.max_gap_bytes, "bytes read");
-    if options.max_gap_bytes == 0 {
-        assert_eq!(stats.read_bytes, least, "without gaps exactly the needed blocks are read");
+        for_each_copied(copy, |src, dst| destinations[copy.dst as usize][dst] = bytes[src as usize]);
     }
 }
 
@@ -227,25 +178,11 @@ fn checkpoint() -> impl Strategy<Value = Stored> {
     })
 }
 
-fn options() -> impl Strategy<Value = PlanOptions> {
-    let block = prop_oneof![Just(1_u64), Just(16), Just(64), Just(256)];
-    let file_blocks = prop::collection::vec(prop::option::of(Just(32_u64)), 0..3);
-    (block, file_blocks, 1_u64..2000, prop_oneof![Just(0_u64), 1_u64..200]).prop_map(
-        |(block_bytes, file_block_bytes, run, gap)| PlanOptions {
-            block_bytes,
-            file_block_bytes,
-            max_run_bytes: run,
-            max_gap_bytes: gap,
-        },
-    )
-}
-
 proptest! {
     #[test]
-    fn a_plan_fills_every_destination_with_the_slice_of_the_tensor_and_reads_no_more_than_it_may(
+    fn copies_fill_every_destination_with_its_slice(
         stored in checkpoint(),
         asks in prop::collection::vec(ask(), 1..6),
-        options in options(),
     ) {
         let (mut requests, mut destinations, mut expected) = (Vec::new(), Vec::new(), Vec::new());
         for ask in asks {
@@ -290,8 +227,8 @@ proptest! {
             let dst = requests.len() as u32;
             requests.push(Request { leaf, region, dst, dst_offset, dst_strides: strides.into() });
         }
-        let plan = plan(&stored.index, &requests, &options).unwrap();
-        execute(&stored, &plan, &options, &mut destinations);
+        let copies = copies(&stored.index, &requests).unwrap();
+        execute(&stored, &copies, &mut destinations);
         prop_assert_eq!(destinations, expected);
     }
 }
@@ -311,46 +248,34 @@ fn matrix(chunk: &[u64]) -> Stored {
 }
 
 #[test]
-fn a_whole_tensor_in_one_file_is_few_runs_and_each_chunk_few_dimensions() {
+fn a_contiguous_copy_has_one_dimension() {
     let stored = matrix(&[16, 64]);
-    let options = PlanOptions { max_run_bytes: 2048, ..PlanOptions::local(64) };
-    let requests = [Request::whole(0, stored.tensor(0), 0)];
-    let plan = plan(&stored.index, &requests, &options).unwrap();
-    let runs: Vec<_> = plan.runs.iter().map(|run| (run.offset, run.len)).collect();
-    assert_eq!(runs, [(64, 2048), (64 + 2048, 2048)]);
-    assert!(
-        plan.copies.iter().all(|copy| copy.extent[..] == [16 * 64]),
-        "a contiguous copy has one dimension"
-    );
+    let copies = copies(&stored.index, &[Request::whole(0, stored.tensor(0), 0)]).unwrap();
+    assert_eq!(copies.len(), 4);
+    assert!(copies.iter().all(|copy| copy.extent[..] == [16 * 64]));
 }
 
 #[test]
-fn a_column_of_a_tensor_that_was_cut_along_both_axes_reads_its_chunks_only() {
+fn a_column_needs_the_chunks_that_it_crosses() {
     let stored = matrix(&[16, 16]);
     let column = Region { offset: vec![0, 20].into(), extent: vec![64, 5].into() };
-    let requests = [Request::row_major(0, column, 1, 0)];
-    let plan = plan(&stored.index, &requests, &PlanOptions::least(256)).unwrap();
-    let stats = PlanStats::of(&plan);
-    assert_eq!((stats.wanted_bytes, stats.files, plan.copies.len()), (320, 1, 4));
-    // Chunks of 256 bytes begin 64 bytes into the file: each touches two blocks.
-    assert_eq!((stats.runs, stats.read_bytes), (4, 8 * 256));
+    let copies = copies(&stored.index, &[Request::row_major(0, column, 1, 0)]).unwrap();
+    let offsets: Vec<u64> = copies.iter().map(|copy| copy.src_offset).collect();
+    // The second of the four chunks of each row of chunks, from its fifth column on.
+    assert_eq!(offsets, [1, 5, 9, 13].map(|chunk| 64 + chunk * 256 + 4));
 }
 
 #[test]
-fn small_leaves_are_read_together_and_leaves_without_elements_not_at_all() {
+fn leaves_without_elements_need_no_copies() {
     let mut stored = Stored::new(1);
-    for i in 0..1000 {
+    for i in 0..100 {
         let shape = [if i % 10 == 0 { 0 } else { 5 }];
         stored.push(Dtype::Int8, &shape, vec![ChunkRegion::Box(Region::whole(&shape))], 64);
     }
     let stored = stored.finish();
     let requests: Vec<Request> =
-        (0..1000).map(|leaf| Request::whole(leaf, stored.tensor(leaf), leaf)).collect();
-    let plan = plan(&stored.index, &requests, &PlanOptions::local(4096)).unwrap();
-    assert_eq!((plan.runs.len(), plan.copies.len(), plan.runs[0].copies.len()), (1, 900, 900));
-    assert_eq!(plan.runs[0].len, stored.index.files[0].length, "the last block is short");
-    let empty: Vec<Request> = requests.into_iter().step_by(10).collect();
-    assert_eq!(super::plan(&stored.index, &empty, &PlanOptions::local(4096)).unwrap(), ReadPlan::default());
+        (0..100).map(|leaf| Request::whole(leaf, stored.tensor(leaf), leaf)).collect();
+    assert_eq!(copies(&stored.index, &requests).unwrap().len(), 90);
 }
 
 #[test]
@@ -361,10 +286,9 @@ fn a_tie_is_read_where_it_is_stored_and_an_object_is_refused() {
     stored.index.leaves.push(LeafRecord::Object(object));
     stored.index.leaves.push(LeafRecord::Alias { of: 3 });
     let request = |leaf| Request { leaf, ..Request::whole(0, stored.tensor(0), 0) };
-    let options = PlanOptions::local(64);
-    let tied = plan(&stored.index, &[request(1)], &options).unwrap();
-    assert_eq!((tied.copies[0].leaf, tied.copies[0].src_offset), (1, 64));
-    let error = |leaf| plan(&stored.index, &[request(leaf)], &options).unwrap_err();
+    let tied = copies(&stored.index, &[request(1)]).unwrap();
+    assert_eq!((tied[0].leaf, tied[0].src_offset), (1, 64));
+    let error = |leaf| copies(&stored.index, &[request(leaf)]).unwrap_err();
     assert_eq!(
         (error(2).kind(), error(3).kind(), error(9).kind()),
         ("invalid", "corrupt_checkpoint", "invalid")
@@ -392,7 +316,7 @@ fn an_index_that_contradicts_itself_is_refused_and_so_is_a_request_beyond_the_te
         let request = Request::whole(0, stored.tensor(0), 0);
         let LeafRecord::Tensor(tensor) = &mut stored.index.leaves[0] else { unreachable!() };
         damage(tensor);
-        let error = plan(&stored.index, &[request], &PlanOptions::local(64)).unwrap_err().to_string();
+        let error = copies(&stored.index, &[request]).unwrap_err().to_string();
         assert!(error.contains(says) && error.contains("leaf `t0`"), "{says}: {error}");
     }
     let stored = matrix(&[64, 64]);
@@ -406,7 +330,7 @@ fn an_index_that_contradicts_itself_is_refused_and_so_is_a_request_beyond_the_te
     for (request, says) in
         [(strides, "1 strides for 2 dimensions"), (before, "to byte -4032 of the destination")]
     {
-        let error = plan(&stored.index, &[request], &PlanOptions::local(64)).unwrap_err();
+        let error = copies(&stored.index, &[request]).unwrap_err();
         assert_eq!(error.kind(), "invalid", "{error}");
         assert!(error.to_string().contains(says), "{error}");
     }
@@ -419,22 +343,11 @@ fn a_hole_in_a_tensor_of_one_chunk_is_named() {
     let LeafRecord::Tensor(tensor) = &mut stored.index.leaves[0] else { unreachable!() };
     tensor.chunks[0].region =
         ChunkRegion::Box(Region { offset: vec![0, 0].into(), extent: vec![64, 60].into() });
-    match plan(&stored.index, &[request], &PlanOptions::local(64)).unwrap_err() {
+    match copies(&stored.index, &[request]).unwrap_err() {
         Error::Tiling { fault, .. } => {
             let region = Region { offset: vec![0, 60].into(), extent: vec![64, 4].into() };
             assert_eq!(*fault, Fault::Hole { region });
         }
         other => panic!("{other}"),
     }
-}
-
-#[test]
-fn presets_bridge_more_where_a_request_costs_more() {
-    let (local, network) = (PlanOptions::local(1 << 18), PlanOptions::network(1 << 18));
-    assert!(
-        network.max_gap_bytes > local.max_gap_bytes
-            && local.max_gap_bytes > PlanOptions::least(1 << 18).max_gap_bytes
-    );
-    let tree = Tree::new();
-    assert_eq!(plan(&Index { tree, ..Index::default() }, &[], &local).unwrap(), ReadPlan::default());
 }

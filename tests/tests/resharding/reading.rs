@@ -8,15 +8,14 @@ use ndarray::Axis;
 use stepwell_core::format::index::{ChunkRegion, Index, LeafRecord};
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::SimDisk;
-use stepwell_core::load::{self, FileSet, LoadOptions, LoadStats};
-use stepwell_core::read_plan::ReadPlan;
+use stepwell_core::load::{FileReads, FileSet, LoadOptions, LoadStats};
 use stepwell_core::region::{Region, row_major_strides};
 use stepwell_core::sys::HostTarget;
 use stepwell_core::value::Value;
 use stepwell_manager::Checkpoint;
 use stepwell_reshard::layout::Layout;
 use stepwell_reshard::matching::{Match, OnUnexpected, Options, PerGlob, Resize, Spec, Wanted};
-use stepwell_reshard::read_plan::{self, PlanOptions, PlanStats, Request};
+use stepwell_reshard::read_plan::Request;
 use stepwell_reshard::segment::{Place, Segment};
 
 use crate::dice::Dice;
@@ -31,8 +30,6 @@ type Homes = Vec<(u32, u64)>;
 /// A step as it is stored.
 pub struct Stored<'a> {
     pub checkpoint: &'a Checkpoint,
-    disk: &'a SimDisk,
-    step: u64,
     /// By the leaf that holds the bytes.
     homes: BTreeMap<usize, Homes>,
     blocks: Vec<u64>,
@@ -58,8 +55,9 @@ impl<'a> Stored<'a> {
                 }
             })
             .collect();
-        let blocks = (0..files.len() as u32).map(|file| checkpoint.block_bytes(file).unwrap()).collect();
-        let mut stored = Self { checkpoint, disk, step, homes: BTreeMap::new(), blocks };
+        let set = FileSet::new(disk.open_dir(Path::new(&step_path(step))).unwrap(), &index.files);
+        let blocks = (0..files.len() as u32).map(|file| set.block_bytes(file).unwrap()).collect();
+        let mut stored = Self { checkpoint, homes: BTreeMap::new(), blocks };
         let paths: BTreeSet<_> = checkpoint.leaves().iter().map(|leaf| leaf.path.clone()).collect();
         let expected: BTreeSet<_> = state.leaves.iter().map(|leaf| path(&leaf.path)).collect();
         assert_eq!(paths, expected, "every leaf is stored, and nothing else is");
@@ -215,33 +213,11 @@ pub fn read_as_a_rank(dice: &mut Dice, stored: &Stored<'_>, state: &State) {
         threads: dice.between(1, 2) as usize,
         ..LoadOptions::default()
     };
-    let plan = checkpoint.plan(&requests, dice.once_in(2)).unwrap();
-    // Each file's blocks by their own size; small files are read in one piece then.
-    let network = PlanOptions {
-        file_block_bytes: stored.blocks.iter().copied().map(Some).collect(),
-        ..PlanOptions::network(4096)
-    };
-    needed.check(&plan, &network);
-    let mut found = memories.clone();
-    let stats =
-        checkpoint.read(&requests, targets(&mut found), &load).map_err(|failure| failure.error).unwrap();
-    compare(&wants, &found, &expected);
-    check_stats(&plan, &stats, &load);
-
-    // The same by plans that could not be more careful of what they read.
-    let careful = PlanOptions {
-        max_run_bytes: *dice.pick(&[1, 8192, 1 << 20]),
-        max_gap_bytes: *dice.pick(&[0, 0, 4096, 10_000]),
-        ..network
-    };
-    let plan = read_plan::plan(&checkpoint.index().unwrap(), &requests, &careful).unwrap();
-    needed.check(&plan, &careful);
-    let dir = stored.disk.open_dir(Path::new(&step_path(stored.step))).unwrap();
-    let files = FileSet::new(dir, &checkpoint.outline().files);
+    let plan = checkpoint.plan(&requests, &[]).unwrap();
+    needed.check(&plan, &stored.blocks);
     let mut found = memories;
     let stats =
-        load::execute(stored.disk, &files, &checkpoint.index().unwrap(), &plan, targets(&mut found), &load)
-            .unwrap();
+        checkpoint.read(&requests, targets(&mut found), &load).map_err(|failure| failure.error).unwrap();
     compare(&wants, &found, &expected);
     check_stats(&plan, &stats, &load);
 }
@@ -388,43 +364,43 @@ impl Needed {
 
     /// The plan reads each of them once, and what lies between two of them only where that is no
     /// more than the gap.
-    fn check(&self, plan: &ReadPlan, options: &PlanOptions) {
-        let mut read: BTreeMap<u32, BTreeSet<u64>> = BTreeMap::new();
-        for run in &plan.runs {
-            let block = options.file_block_bytes[run.file as usize].unwrap();
-            let blocks = run.offset / block..(run.offset + run.len).div_ceil(block);
-            assert!(run.offset.is_multiple_of(block), "{run:?}");
-            assert!(run.len <= options.max_run_bytes.max(block), "{run:?}");
-            let needed = &self.0[&run.file];
-            let inside: Vec<u64> = needed.range(blocks.clone()).copied().collect();
-            assert_eq!(inside.first(), Some(&blocks.start), "{run:?} begins with a block that nobody needs");
-            assert_eq!(inside.last(), Some(&(blocks.end - 1)), "{run:?} ends with a block that nobody needs");
-            for pair in inside.windows(2) {
-                assert!((pair[1] - pair[0] - 1) * block <= options.max_gap_bytes, "{run:?} bridges too much");
+    fn check(&self, plan: &[FileReads], blocks: &[u64]) {
+        assert!(plan.iter().map(|file| file.file).eq(self.0.keys().copied()));
+        for file in plan {
+            let (block, mut needed) = (blocks[file.file as usize], self.0[&file.file].iter().peekable());
+            assert!(file.reads.is_sorted_by(|a, b| a.end <= b.start), "{:?}", file.reads);
+            let (mut next, mut gap) = (0, 0);
+            for read in &file.reads {
+                assert!(read.start.is_multiple_of(block), "{read:?}");
+                assert!(read.end - read.start <= MAX_READ_BYTES.max(block), "{read:?}");
+                if read.start / block != next {
+                    assert_eq!(gap, 0, "{read:?} comes after a block that nobody needs");
+                }
+                next = read.end.div_ceil(block);
+                for number in read.start / block..next {
+                    gap = if needed.next_if_eq(&&number).is_some() { 0 } else { gap + block };
+                    assert!(gap <= MAX_GAP_BYTES, "{read:?} bridges too much");
+                }
             }
-            for number in blocks {
-                assert!(
-                    read.entry(run.file).or_default().insert(number),
-                    "block {number} of {run:?} is read twice"
-                );
-            }
-        }
-        for (file, needed) in &self.0 {
-            assert!(read.get(file).is_some_and(|read| needed.is_subset(read)), "file {file}");
+            assert!(gap == 0 && needed.next().is_none(), "blocks of file {}", file.file);
         }
     }
 }
 
+/// The longest read, unless one block is longer, and the most bytes that a read bridges.
+const MAX_READ_BYTES: u64 = 4 << 20;
+const MAX_GAP_BYTES: u64 = 64 << 10;
 /// No read buffer is smaller.
 const LEAST_BUFFER: u64 = 64 << 10;
 
-fn check_stats(plan: &ReadPlan, stats: &LoadStats, options: &LoadOptions) {
-    let planned = PlanStats::of(plan);
-    assert_eq!(stats.bytes_copied, planned.wanted_bytes);
-    assert!(stats.bytes_read + stats.bytes_cached <= planned.read_bytes, "{stats:?}, planned {planned:?}");
-    // Two reads, and what a thread works on; runs that touch are one read.
-    let mut longest: BTreeMap<u32, u64> = BTreeMap::new();
-    plan.runs.iter().for_each(|run| *longest.entry(run.file).or_default() += run.len);
-    let longest = longest.into_values().max().unwrap_or(0).next_power_of_two().max(LEAST_BUFFER);
+fn check_stats(plan: &[FileReads], stats: &LoadStats, options: &LoadOptions) {
+    let lengths = || plan.iter().flat_map(|file| &file.reads).map(|read| read.end - read.start);
+    assert_eq!(stats.bytes_copied, plan.iter().map(|file| file.wanted_bytes).sum::<u64>());
+    assert_eq!(stats.bytes_read + stats.bytes_cached, lengths().sum::<u64>(), "{stats:?}, planned {plan:?}");
+    if stats.bytes_cached == 0 {
+        assert_eq!(stats.reads, lengths().count() as u64, "{stats:?}, planned {plan:?}");
+    }
+    // Two reads, and what a thread works on.
+    let longest = lengths().max().unwrap_or(0).next_power_of_two().max(LEAST_BUFFER);
     assert!(stats.peak_buffer_bytes <= options.budget_bytes.max(3 * longest), "{stats:?} of {options:?}");
 }

@@ -112,6 +112,12 @@ impl FileInfo {
         })
     }
 
+    /// Creates the facts about a file of nothing but blocks.
+    #[cfg(test)]
+    pub(in crate::load) fn of_blocks(block_bytes: u64, data_end: u64) -> Self {
+        Self { path: "file".into(), block_bytes, data_end, index_pages: Vec::new(), checksums: None }
+    }
+
     /// True if the file has checksums.
     pub(in crate::load) fn is_guarded(&self) -> bool {
         self.checksums.is_some()

@@ -3,9 +3,9 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::super::testing::{FILE, TestItem, flat, options, pattern};
+use super::super::testing::{TestItem, options, pattern};
 use super::super::{LoadOptions, ReadBuffers, execute, verify};
-use crate::read_plan::{BoxCopy, ReadPlan};
+use crate::read_plan::BoxCopy;
 use crate::sys::HostTarget;
 
 #[test]
@@ -52,7 +52,7 @@ fn a_disk_that_hangs_ends_in_an_error_and_not_in_a_wait() {
         let mut into = vec![0xEE; 1 << 20];
         let targets = [HostTarget::from(into.as_mut_slice())];
         let failure =
-            execute(&item.disk, &files, &item.index, &item.plan(&[0]), targets, &options).unwrap_err();
+            execute(&item.disk, &files, &item.index, &item.copies(&[0]), targets, &options).unwrap_err();
         assert_eq!(failure.error.kind(), "timeout", "{failure}");
         assert!(failure.overwritten.is_empty());
         assert!(started.elapsed() < Duration::from_secs(60));
@@ -65,11 +65,11 @@ fn a_disk_that_hangs_ends_in_an_error_and_not_in_a_wait() {
     }
 }
 
-fn refused(plan: &ReadPlan, len: usize) -> String {
+fn refused(copies: &[BoxCopy], len: usize) -> String {
     let item = TestItem::of_tensors(4096, &[10_000]);
     let mut into = vec![0xEE; len];
     let targets = [HostTarget::from(into.as_mut_slice())];
-    let failure = execute(&item.disk, &item.files(), &item.index, plan, targets, &options()).unwrap_err();
+    let failure = execute(&item.disk, &item.files(), &item.index, copies, targets, &options()).unwrap_err();
     assert!(failure.overwritten.is_empty());
     assert!(into.iter().all(|&b| b == 0xEE));
     assert_eq!(failure.error.kind(), "internal");
@@ -80,9 +80,9 @@ fn refused(plan: &ReadPlan, len: usize) -> String {
 fn a_copy_that_leaves_its_destination_is_refused_before_anything_is_read() {
     let item = TestItem::of_tensors(4096, &[10_000]);
     let with = |change: &dyn Fn(&mut BoxCopy)| {
-        let mut plan = item.plan(&[0]);
-        change(&mut plan.copies[0]);
-        plan
+        let mut copies = item.copies(&[0]);
+        change(&mut copies[0]);
+        copies
     };
     assert!(refused(&with(&|_| ()), 9_999).contains("ends at byte 10000 of destination 0, which has 9999"));
     assert!(refused(&with(&|copy| copy.dst_offset = 1), 10_000).contains("ends at byte 10001"));
@@ -98,20 +98,11 @@ fn a_copy_that_leaves_its_destination_is_refused_before_anything_is_read() {
 fn copies_to_the_same_place_do_not_race() {
     // Both leaves go to one destination. Each byte comes from one of them.
     let item = TestItem::of_tensors(4096, &[3 << 20, 3 << 20]);
-    let mut plan = item.plan(&[0, 1]);
-    plan.copies[1].dst = 0;
+    let mut copies = item.copies(&[0, 1]);
+    copies[1].dst = 0;
     let mut into = vec![0; 3 << 20];
     let targets = [HostTarget::from(into.as_mut_slice())];
-    execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap();
+    execute(&item.disk, &item.files(), &item.index, &copies, targets, &options()).unwrap();
     let (a, b) = (pattern(0, 3 << 20), pattern(1, 3 << 20));
     assert!(into.iter().zip(a.iter().zip(&b)).all(|(found, (a, b))| found == a || found == b));
-}
-
-#[test]
-fn a_copy_out_of_another_file_than_its_run_is_refused() {
-    let item = TestItem::of_tensors(4096, &[10]);
-    let mut plan = item.plan(&[0]);
-    plan.copies[0] = BoxCopy { file: 1, ..flat(0, 0, 4096, 10) };
-    assert!(refused(&plan, 10).contains("one out of file 1"));
-    assert!(item.files().path(0).ends_with(FILE));
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::super::testing::{FILE, TestItem, flat, options, pattern};
 use super::super::{Destination, DeviceTarget, LoadOptions, Piece, execute};
 use crate::provider::Ticket;
-use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
+use crate::read_plan::BoxCopy;
 use crate::staging::Fence;
 use crate::sys::HostTarget;
 use crate::{Error, Result};
@@ -152,9 +152,9 @@ fn a_device_that_copies_late_and_out_of_order_has_every_byte_when_the_restore_re
                 Destination::Host(HostTarget::from(host.as_mut_slice())),
                 Destination::Device(small.target()),
             ];
-            let plan = item.plan(&[0, 1, 2]);
+            let copies = item.copies(&[0, 1, 2]);
             card.running(|| {
-                small.running(|| execute(&item.disk, &item.files(), &item.index, &plan, targets, &tight()))
+                small.running(|| execute(&item.disk, &item.files(), &item.index, &copies, targets, &tight()))
             })
             .unwrap()
         };
@@ -178,14 +178,9 @@ fn a_transposed_tensor_reaches_a_device_too() {
         dst_strides: vec![1, rows.cast_signed()].into(),
         ..flat(0, 0, at, 0)
     };
-    let end = (at + rows * cols).next_multiple_of(BLOCK);
-    let plan = ReadPlan {
-        runs: vec![ReadRun { file: 0, offset: at / BLOCK * BLOCK, len: end, copies: vec![0] }],
-        copies: vec![copy],
-    };
     let card = Card::new(rows * cols, Temper::Late);
     let targets = [card.target()];
-    card.running(|| execute(&item.disk, &item.files(), &item.index, &plan, targets, &options())).unwrap();
+    card.running(|| execute(&item.disk, &item.files(), &item.index, &[copy], targets, &options())).unwrap();
     let (stored, found) = (pattern(0, rows * cols), card.memory.lock().unwrap());
     let right = (0..rows * cols).all(|i| stored[i as usize] == found[(i % cols * rows + i / cols) as usize]);
     assert!(right);
@@ -204,8 +199,8 @@ fn a_copy_that_a_device_fails_or_refuses_fails_the_restore_and_names_the_destina
                     Destination::from(HostTarget::from(host.as_mut_slice())),
                     Destination::from(card.target()),
                 ];
-                let plan = item.plan(&[0, 1]);
-                card.running(|| execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()))
+                let copies = item.copies(&[0, 1]);
+                card.running(|| execute(&item.disk, &item.files(), &item.index, &copies, targets, &options()))
                     .unwrap_err()
             };
             assert!(failure.error.to_string().contains(said), "{failure}");
@@ -224,10 +219,10 @@ fn a_device_that_never_answers_ends_the_restore_and_keeps_its_bytes_to_itself() 
         let card = Card::new(12 << 20, Temper::Stuck);
         let impatient = LoadOptions { stall_timeout: Duration::from_millis(200), ..tight() };
         let targets = [card.target()];
-        let plan = item.plan(&[0]);
+        let copies = item.copies(&[0]);
         let begun = Instant::now();
         let failure = card
-            .running(|| execute(&item.disk, &item.files(), &item.index, &plan, targets, &impatient))
+            .running(|| execute(&item.disk, &item.files(), &item.index, &copies, targets, &impatient))
             .unwrap_err();
         assert!(begun.elapsed() < Duration::from_secs(8));
         assert_eq!(failure.error.kind(), "timeout", "{failure}");
@@ -250,9 +245,9 @@ fn no_byte_of_a_damaged_block_reaches_a_device() {
     item.disk.change(FILE, |bytes| bytes[4096 + 2 * BLOCK as usize] ^= 1);
     let card = Card::new(4 * BLOCK, Temper::Late);
     let targets = [card.target()];
-    let plan = item.plan(&[0]);
+    let copies = item.copies(&[0]);
     let failure = card
-        .running(|| execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()))
+        .running(|| execute(&item.disk, &item.files(), &item.index, &copies, targets, &options()))
         .unwrap_err();
     assert_eq!(failure.error.kind(), "corrupt_checkpoint");
     assert_eq!(card.taken.load(Ordering::SeqCst), 0);

@@ -17,7 +17,7 @@ fn every_engine_restores_the_same_bytes_cold_and_cached() {
     for engine in [Engine::Auto, Engine::Uring, Engine::Threads, Engine::Buffered] {
         let disk = open_disk(dir.path(), engine).unwrap();
         let leaves: Vec<usize> = (0..LENGTHS.len()).collect();
-        let plan = item.plan(&leaves);
+        let copies = item.copies(&leaves);
         for round in 0..2 {
             if round == 0 {
                 // Writes are still in the page cache: drop them if the system allows it.
@@ -31,7 +31,7 @@ fn every_engine_restores_the_same_bytes_cold_and_cached() {
             let mut into: Vec<Vec<u8>> = LENGTHS.iter().map(|&len| vec![0xEE; len as usize]).collect();
             let targets: Vec<_> =
                 into.iter_mut().map(|bytes| HostTarget::from(bytes.as_mut_slice())).collect();
-            let stats = execute(disk.as_ref(), &files, &item.index, &plan, targets, &options()).unwrap();
+            let stats = execute(disk.as_ref(), &files, &item.index, &copies, targets, &options()).unwrap();
             assert_eq!(stats.bytes_copied, LENGTHS.iter().sum::<u64>());
             for (leaf, found) in into.iter().enumerate() {
                 assert!(*found == pattern(leaf as u64, LENGTHS[leaf]), "leaf {leaf}, {engine:?}");

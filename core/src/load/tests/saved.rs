@@ -12,7 +12,7 @@ use crate::io::Disk;
 use crate::io::simulated::SimDisk;
 use crate::leaf_path::Component;
 use crate::provider::HostProvider;
-use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
+use crate::read_plan::BoxCopy;
 use crate::region::{Region, row_major_strides};
 use crate::save::{ChunkPlan, ItemPlan, LeafPlan, SaveOptions, prepare};
 use crate::staging::StagingPool;
@@ -74,11 +74,11 @@ fn save(disk: &SimDisk) -> Index {
     })
 }
 
-/// Plans every chunk of a leaf into a destination with these strides (in elements).
-fn plan(index: &Index, leaf: u32, strides: [u64; 2]) -> ReadPlan {
+/// Returns the copies of every chunk of a leaf to a destination with these strides (in elements).
+fn copies(index: &Index, leaf: u32, strides: [u64; 2]) -> Vec<BoxCopy> {
     let LeafRecord::Tensor(tensor) = &index.leaves[leaf as usize] else { panic!("no tensor") };
     let size = tensor.dtype.size() as u64;
-    let mut plan = ReadPlan::default();
+    let mut copies = Vec::new();
     for chunk in &tensor.chunks {
         let (ChunkRegion::Box(region), Source::Own(file)) = (&chunk.region, chunk.extent.source) else {
             panic!()
@@ -86,13 +86,7 @@ fn plan(index: &Index, leaf: u32, strides: [u64; 2]) -> ReadPlan {
         if chunk.extent.length == 0 {
             continue;
         }
-        plan.runs.push(ReadRun {
-            file,
-            offset: chunk.extent.offset,
-            len: chunk.extent.length,
-            copies: vec![plan.copies.len() as u32],
-        });
-        plan.copies.push(BoxCopy {
+        copies.push(BoxCopy {
             leaf,
             file,
             src_offset: chunk.extent.offset,
@@ -104,7 +98,7 @@ fn plan(index: &Index, leaf: u32, strides: [u64; 2]) -> ReadPlan {
             dst_strides: strides.iter().map(|&s| (s * size).cast_signed()).collect(),
         });
     }
-    plan
+    copies
 }
 
 #[test]
@@ -117,19 +111,19 @@ fn what_was_saved_is_restored_whatever_the_order_of_answers() {
             let saved = pattern(content, SHAPE[0] * SHAPE[1] * 4);
             let mut into = vec![0; saved.len()];
             let targets = [HostTarget::from(into.as_mut_slice())];
-            let straight = plan(&index, leaf, [SHAPE[1], 1]);
+            let straight = copies(&index, leaf, [SHAPE[1], 1]);
             execute(&disk, &files, &index, &straight, targets, &options()).unwrap();
             assert!(into == saved);
 
             let targets = [HostTarget::from(into.as_mut_slice())];
-            let transposed = plan(&index, leaf, [1, SHAPE[0]]);
+            let transposed = copies(&index, leaf, [1, SHAPE[0]]);
             execute(&disk, &files, &index, &transposed, targets, &options()).unwrap();
             for (row, col) in [(0, 0), (299, 499), (17, 122), (17, 123), (255, 1)] {
                 let (from, to) = ((row * 500 + col) * 4, (col * 300 + row) * 4);
                 assert_eq!(into[to..to + 4], saved[from..from + 4]);
             }
         }
-        assert!(plan(&index, 4, [3, 1]).runs.is_empty());
+        assert!(copies(&index, 4, [3, 1]).is_empty());
         let found = read_objects(&disk, &files, &index, &[2], &options()).unwrap();
         assert_eq!(found, vec![Value::Int(1200)]);
         let report = verify(&disk, &files, &index, &options(), &mut |_| true).unwrap();

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::super::execute;
 use super::super::testing::{TestItem, options, pattern};
-use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
+use crate::read_plan::BoxCopy;
 use crate::sys::HostTarget;
 
 #[derive(Clone, Debug)]
@@ -74,13 +74,10 @@ fn check<T: Copy + PartialEq + std::fmt::Debug + Default>(case: &Case, from_byte
         dst_offset: dot(&case.to, &dst_strides) * item_size,
         dst_strides: dst_strides.iter().map(|&s| (s as u64 * item_size).cast_signed()).collect(),
     };
-    let run =
-        ReadRun { file: 0, offset: 0, len: item.extent(1).offset + item.extent(1).length, copies: vec![0] };
-    let plan = ReadPlan { runs: vec![run], copies: vec![copy] };
     let len: usize = case.target.iter().product();
     let mut into = vec![0_u8; len * item_size as usize];
     let targets = [HostTarget::from(into.as_mut_slice())];
-    let stats = execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap();
+    let stats = execute(&item.disk, &item.files(), &item.index, &[copy], targets, &options()).unwrap();
     let volume: usize = case.extent.iter().product();
     assert_eq!(stats.bytes_copied, volume as u64 * item_size);
 

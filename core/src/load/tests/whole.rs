@@ -3,9 +3,9 @@
 use std::sync::atomic::Ordering;
 
 use super::super::testing::{FILE, TestItem, flat, options, pattern};
-use super::super::{FileSet, LoadOptions, execute};
+use super::super::{FileSet, LoadOptions, execute, plan};
 use crate::format::index::Index;
-use crate::read_plan::{BoxCopy, ReadPlan, ReadRun};
+use crate::read_plan::BoxCopy;
 use crate::sys::HostTarget;
 
 const BLOCK: u64 = 16 << 10;
@@ -54,7 +54,7 @@ fn many_small_leaves_share_their_reads() {
 }
 
 #[test]
-fn an_empty_plan_reads_nothing() {
+fn empty_leaves_read_nothing() {
     let item = TestItem::of_tensors(BLOCK, &[0, 0]);
     let (_, result) = item.load(&[0, 1], &options());
     assert_eq!(result.unwrap().reads, 0);
@@ -62,33 +62,45 @@ fn an_empty_plan_reads_nothing() {
 }
 
 #[test]
-fn a_plan_that_leaves_bytes_unfilled_is_refused() {
-    let item = TestItem::of_tensors(BLOCK, &[4 * BLOCK]);
-    let mut plan = item.plan(&[0]);
-    plan.runs[0].len -= 2 * BLOCK;
-    let mut into = vec![0; 4 * BLOCK as usize];
-    let targets = [HostTarget::from(into.as_mut_slice())];
-    let failure = execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap_err();
-    assert!(failure.error.to_string().contains("a read plan that fills"), "{failure}");
-    assert_eq!(failure.overwritten, vec![0]);
+fn a_plan_names_the_reads_that_the_disk_gets() {
+    let lengths = [9 << 20, 100, 100 << 10, 5, 200 << 10, 300, 5 << 20];
+    let item = TestItem::of_tensors(BLOCK, &lengths);
+    let rows = BoxCopy {
+        src_strides: vec![200 << 10, 1].into(),
+        extent: vec![20, 100].into(),
+        dst_strides: vec![100, 1].into(),
+        ..flat(0, 0, item.extent(0).offset + 5, 1)
+    };
+    let mut of_parts = item.copies(&[6, 1, 3, 5]);
+    for copy in &mut of_parts {
+        copy.dst += 1;
+    }
+    of_parts.push(rows);
+    for (copies, lengths) in
+        [(item.copies(&all(&item)), lengths.to_vec()), (of_parts, vec![2000, 5 << 20, 100, 5, 300])]
+    {
+        let planned = plan(&item.files(), &item.index, &copies).unwrap();
+        let mut into: Vec<Vec<u8>> = lengths.iter().map(|&len| vec![0; len as usize]).collect();
+        let targets = into.iter_mut().map(|bytes| HostTarget::from(bytes.as_mut_slice()));
+        let stats = execute(&item.disk, &item.files(), &item.index, &copies, targets, &options()).unwrap();
+        let seen = std::mem::take(&mut *item.disk.knobs.seen.lock().unwrap());
+        assert!(seen.len() > 2, "{seen:?}");
+        assert_eq!(planned.iter().map(|file| file.wanted_bytes).collect::<Vec<_>>(), [stats.bytes_copied]);
+        assert_eq!(planned[0].reads, seen);
+    }
 }
 
 #[test]
-fn runs_that_overlap_or_touch_are_read_once() {
+fn bytes_that_several_copies_need_are_read_once() {
     let item = TestItem::of_tensors(BLOCK, &[6 * BLOCK]);
     let at = item.extent(0).offset;
-    let plan = ReadPlan {
-        runs: vec![
-            ReadRun { file: 0, offset: at, len: 3 * BLOCK, copies: vec![0] },
-            ReadRun { file: 0, offset: at + BLOCK, len: 5 * BLOCK, copies: vec![0] },
-        ],
-        copies: vec![flat(0, 0, at, 6 * BLOCK)],
-    };
-    let mut into = vec![0; 6 * BLOCK as usize];
-    let targets = [HostTarget::from(into.as_mut_slice())];
-    let stats = execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap();
-    assert_eq!((stats.reads, stats.bytes_copied), (1, 6 * BLOCK));
-    assert_eq!(into, pattern(0, 6 * BLOCK));
+    let copies = [flat(0, 0, at, 3 * BLOCK), flat(0, 1, at + BLOCK, 5 * BLOCK)];
+    let (mut a, mut b) = (vec![0; 3 * BLOCK as usize], vec![0; 5 * BLOCK as usize]);
+    let targets = [HostTarget::from(a.as_mut_slice()), HostTarget::from(b.as_mut_slice())];
+    let stats = execute(&item.disk, &item.files(), &item.index, &copies, targets, &options()).unwrap();
+    assert_eq!((stats.reads, stats.bytes_copied), (1, 8 * BLOCK));
+    let whole = pattern(0, 6 * BLOCK);
+    assert!(a == whole[..3 * BLOCK as usize] && b == whole[BLOCK as usize..]);
 }
 
 #[test]
@@ -101,13 +113,9 @@ fn a_scalar_is_an_array_of_no_dimensions() {
         itemsize: 8,
         ..flat(0, 0, item.extent(0).offset, 8)
     };
-    let plan = ReadPlan {
-        runs: vec![ReadRun { file: 0, offset: 0, len: BLOCK, copies: vec![0] }],
-        copies: vec![copy],
-    };
     let mut into = [0; 8];
     let targets = [HostTarget::from(into.as_mut_slice())];
-    execute(&item.disk, &item.files(), &item.index, &plan, targets, &options()).unwrap();
+    execute(&item.disk, &item.files(), &item.index, &[copy], targets, &options()).unwrap();
     assert_eq!(into.to_vec(), pattern(0, 8));
 }
 
@@ -126,13 +134,10 @@ fn a_foreign_file_of_odd_length_is_read_whole() {
     let files = FileSet::foreign(item.disk.dir(), &[record]);
     for cached in [false, true] {
         item.disk.knobs.cached.store(cached, Ordering::SeqCst);
-        let plan = ReadPlan {
-            runs: vec![ReadRun { file: 0, offset: 0, len: 1_000_003, copies: vec![0] }],
-            copies: vec![flat(0, 0, 3, 1_000_000)],
-        };
+        let copies = [flat(0, 0, 3, 1_000_000)];
         let mut into = vec![0; 1_000_000];
         let targets = [HostTarget::from(into.as_mut_slice())];
-        execute(&item.disk, &files, &Index::default(), &plan, targets, &options()).unwrap();
+        execute(&item.disk, &files, &Index::default(), &copies, targets, &options()).unwrap();
         assert_eq!(into, bytes[3..]);
     }
 }
