@@ -19,9 +19,9 @@ use crate::read_plan::BoxCopy;
 use crate::sys::Scatter;
 use crate::{Error, Result};
 
-/// Restores the bytes of the copies into the targets. Every byte comes from a block with a valid checksum.
-/// Damage is [`Error::Corrupt`] with leaf, file and block. A failure lists the targets that were
-/// already written to.
+/// Restores the bytes of the copies into the targets. Every byte comes from a block with a valid
+/// checksum. Damage is [`Error::Corrupt`] with leaf, file and block. A failure lists the targets
+/// that were already written to.
 ///
 /// Uses at most `options.budget_bytes` of buffers besides the targets.
 pub fn execute<'a>(
