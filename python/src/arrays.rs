@@ -1,5 +1,5 @@
 //! Arrays of other libraries: which classes are arrays, and how their memory is taken hold of. The
-//! package's adapters say so (`array_type`, `abstract_type`); nothing here knows a framework.
+//! package's adapters say so (`array_type`); nothing here knows a framework.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -37,44 +37,26 @@ impl ArrayType {
     }
 }
 
-/// A class whose instances say what array is wanted, and where; they have no values.
-pub struct AbstractType {
-    /// Kept, so that its address stays its own.
-    _class: Py<PyType>,
-    whole: Whole,
-}
-
-impl AbstractType {
-    /// True if all of that array is to be in one piece of memory.
-    pub fn is_whole(&self, wanted: &Bound<'_, PyAny>) -> bool {
-        self.whole.holds(wanted)
-    }
-}
-
-/// An attribute, and of which classes its value is where all of an array is in one piece of memory.
+/// An attribute, and the class of its value where all of an array is in one piece of memory.
 struct Whole {
     attribute: String,
-    classes: Vec<Py<PyType>>,
+    class: Py<PyType>,
 }
 
 impl Whole {
     fn holds(&self, array: &Bound<'_, PyAny>) -> bool {
-        let value = array.getattr(self.attribute.as_str());
-        value.is_ok_and(|value| self.classes.iter().any(|class| value.get_type().is(class)))
+        array.getattr(self.attribute.as_str()).is_ok_and(|value| value.get_type().is(&self.class))
     }
 }
 
 /// The classes that are known, by their address.
 #[derive(Clone, Default)]
-pub struct Known {
-    arrays: HashMap<usize, Arc<ArrayType>>,
-    abstracts: HashMap<usize, Arc<AbstractType>>,
-}
+pub struct Known(HashMap<usize, Arc<ArrayType>>);
 
 impl Known {
     /// The registered class of an array.
     pub fn array(&self, object: &Bound<'_, PyAny>) -> Option<&Arc<ArrayType>> {
-        self.arrays.get(&address(object))
+        self.0.get(&address(object))
     }
 
     /// Exports the memory of an array: through the buffer protocol, or through a registered class.
@@ -88,11 +70,6 @@ impl Known {
             }
             _ => HeldBuffer::new(array, writable),
         }
-    }
-
-    /// The registered class of an abstract array.
-    pub fn abstract_array(&self, object: &Bound<'_, PyAny>) -> Option<&Arc<AbstractType>> {
-        self.abstracts.get(&address(object))
     }
 }
 
@@ -113,11 +90,6 @@ pub fn is_known(object: &Bound<'_, PyAny>) -> bool {
     known.as_ref().is_some_and(|known| known.array(object).is_some())
 }
 
-fn add(change: impl FnOnce(&mut Known)) {
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    change(Arc::make_mut(known.get_or_insert_default()));
-}
-
 /// Makes a class of arrays known. Subclasses are not meant: they may be something else. An array
 /// whose memory cannot be had like this is described by the package.
 #[pyfunction]
@@ -133,17 +105,8 @@ pub fn array_type(
 ) {
     let at = class_.as_ptr() as usize;
     let library = Arc::from(library);
-    let whole = whole.map(|(attribute, class)| Whole { attribute, classes: vec![class.unbind()] });
+    let whole = whole.map(|(attribute, class)| Whole { attribute, class: class.unbind() });
     let found = ArrayType { _class: class_.unbind(), library, buffer, capsule, on_device, immutable, whole };
-    add(|known| drop(known.arrays.insert(at, Arc::new(found))));
-}
-
-/// Makes a class known whose instances have the dtype and the shape of an array that is wanted, in
-/// one piece of memory where that attribute has a value of one of these classes.
-#[pyfunction]
-pub fn abstract_type(class_: Bound<'_, PyType>, attribute: String, classes: Vec<Bound<'_, PyType>>) {
-    let at = class_.as_ptr() as usize;
-    let whole = Whole { attribute, classes: classes.into_iter().map(Bound::unbind).collect() };
-    let found = AbstractType { _class: class_.unbind(), whole };
-    add(|known| drop(known.abstracts.insert(at, Arc::new(found))));
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    Arc::make_mut(known.get_or_insert_default()).0.insert(at, Arc::new(found));
 }

@@ -3,7 +3,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyValueError;
@@ -59,9 +58,9 @@ impl Drop for Checkpoint {
     }
 }
 
-/// A region of a stored tensor, and the array that it is read into: `(leaf, offset, extent,
-/// array)`.
-type ReadRow<'py> = (u32, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
+/// A stored tensor, the place of a region in it, and the array of that region's extent that it is
+/// read into.
+type ReadRow<'py> = (u32, Vec<u64>, Bound<'py, PyAny>);
 
 /// The reads of a file: `(path, reads, blocks, bytes of the reads, wanted bytes)`.
 type PlanRow = (String, u64, u64, u64, u64);
@@ -176,6 +175,13 @@ impl Checkpoint {
         Ok((0..inner.outline().leaves.len()).map(|leaf| leaf_row(&inner, leaf)).collect())
     }
 
+    /// Rendered paths of all leaves.
+    fn leaf_paths(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        let inner = self.get(py)?;
+        let leaves = 0..inner.outline().leaves.len() as u32;
+        Ok(py.detach(|| leaves.map(|leaf| inner.tree().leaf_path(leaf).to_string()).collect()))
+    }
+
     /// One leaf.
     fn leaf(&self, py: Python<'_>, leaf: usize) -> PyResult<LeafRow> {
         Ok(leaf_row(&*self.get(py)?, leaf))
@@ -208,20 +214,19 @@ impl Checkpoint {
         values.iter().map(|value| to_python(py, value, reviver)).collect()
     }
 
-    /// Reads regions of stored tensors into writable arrays: `(leaf, offset, extent, array of that
-    /// shape)`. Returns the bytes that were read. Nothing is written any more when it returns,
-    /// however it does.
+    /// Reads regions of stored tensors into writable arrays: `(leaf, offset, array)`. Returns the
+    /// bytes that were read. Nothing is written any more when it returns, however it does.
     fn read(&self, py: Python<'_>, requests: Vec<ReadRow<'_>>) -> PyResult<u64> {
         let inner = self.get(py)?;
         let known = arrays::known();
         let mut targets = Vec::with_capacity(requests.len());
         let mut parts: Vec<Request> = Vec::with_capacity(requests.len());
-        for (number, (leaf, offset, extent, array)) in requests.into_iter().enumerate() {
+        for (number, (leaf, offset, array)) in requests.into_iter().enumerate() {
             let target = known.hold(&array, true)?;
-            if target.dims() != extent || offset.len() != extent.len() {
+            let extent = target.dims();
+            if offset.len() != extent.len() {
                 return Err(PyValueError::new_err(format!(
-                    "leaf {leaf}: an array of shape {:?} cannot take a region of {extent:?}",
-                    target.dims()
+                    "leaf {leaf}: an array of shape {extent:?} cannot take a region at {offset:?}"
                 )));
             }
             let itemsize = target.itemsize() as u64;
@@ -244,7 +249,7 @@ impl Checkpoint {
             parts.push(request);
             targets.push(target);
         }
-        read_all(py, &inner, parts, targets, || Ok(()))
+        read_all(py, &inner, parts, targets)
     }
 
     /// The reads that [`Checkpoint::read`] would make for leading parts of stored tensors, `(leaf,
@@ -305,8 +310,7 @@ impl Checkpoint {
             }
             None => Ok(()),
         };
-        let report =
-            wait::to_the_end_with(py, &stop, work, tell)?.map_err(|error| raise_manager(py, &error))?;
+        let report = wait::to_the_end(py, &stop, work, tell)?.map_err(|error| raise_manager(py, &error))?;
         tell()?;
         let name = |leaf: &u32| inner.tree().leaf_path(*leaf).to_string();
         let damages = report.damages.iter().map(|damage| {
@@ -317,16 +321,14 @@ impl Checkpoint {
     }
 }
 
-/// Reads into held, writable buffers, by their number, and does `meanwhile` here once reads are
-/// under way: planning them needs all cores. Returns the bytes that were read. No host memory is
-/// written any more when it returns, however it does; where a device is too slow, copies into it
-/// may be under way, and the current streams wait for them.
-pub fn read_all(
+/// Reads into held, writable buffers, by their number. Returns the bytes that were read. No host
+/// memory is written any more when it returns, however it does; where a device is too slow, copies
+/// into it may be under way, and the current streams wait for them.
+fn read_all(
     py: Python<'_>,
     inner: &Arc<Engined>,
     requests: Vec<Request>,
     buffers: Vec<HeldBuffer>,
-    meanwhile: impl FnOnce() -> PyResult<()>,
 ) -> PyResult<u64> {
     let streams = receive_after(py, &buffers)?;
     // Copies of a failed read may still be in flight. The frameworks' next work is ordered after
@@ -340,25 +342,17 @@ pub fn read_all(
     };
     let buffers = Arc::new(buffers);
     let stop = Arc::new(AtomicBool::new(false));
-    let (planning, mut planned) = channel::<()>();
     let work = {
         let (inner, buffers, stop) = (Arc::clone(inner), Arc::clone(&buffers), Arc::clone(&stop));
         move || {
-            let mut planning = Some(planning);
             let targets = buffers.iter().map(|buffer| target_of(buffer, &buffers));
             let targets = targets.collect::<Result<Vec<_>, _>>().map_err(Error::from)?;
-            let mut go_on = |_| {
-                drop(planning.take());
-                !stop.load(Ordering::Relaxed)
-            };
+            let mut go_on = |_| !stop.load(Ordering::Relaxed);
             inner.read_while(&requests, targets, inner.load_options(), &mut go_on)
         }
     };
     // `buffers` outlives the work on this side, so that they go back attached.
-    let outcome = wait::to_the_end(py, &stop, work, || {
-        wait::until_dropped(py, &mut planned)?;
-        meanwhile()
-    });
+    let outcome = wait::to_the_end(py, &stop, work, || Ok(()));
     drop(buffers);
     if !matches!(outcome, Ok(Ok(_))) {
         behind(&streams);
@@ -394,7 +388,7 @@ fn component_row<'py>(py: Python<'py>, component: &Component) -> PyResult<Bound<
     }
 }
 
-pub fn kind_row<'py>(py: Python<'py>, kind: &ContainerKind) -> PyResult<Bound<'py, PyTuple>> {
+fn kind_row<'py>(py: Python<'py>, kind: &ContainerKind) -> PyResult<Bound<'py, PyTuple>> {
     match kind {
         ContainerKind::Dict => ("dict",).into_pyobject(py),
         ContainerKind::OrderedDict => ("OrderedDict",).into_pyobject(py),

@@ -20,18 +20,6 @@ pub struct Hooks {
     pub error: Py<PyAny>,
     /// `stepwell._state.leaves.storable_name`
     pub storable_name: Py<PyAny>,
-    /// `stepwell._state.specs.ArraySpec`
-    pub array_spec: Py<PyAny>,
-    /// `stepwell._state.specs.ObjectSpec`
-    pub object_spec: Py<PyAny>,
-    /// `stepwell._state.specs.AS_STORED`
-    pub as_stored: Py<PyAny>,
-    /// `stepwell._state.specs.to_dtype`
-    pub to_dtype: Py<PyAny>,
-    /// `stepwell._restore.structure.make`
-    pub make: Py<PyAny>,
-    /// `stepwell._restore.allocate.Mapper`
-    pub mapper: Py<PyAny>,
     /// `stepwell.errors.from_engine`
     pub from_engine: Py<PyAny>,
 }
@@ -43,18 +31,11 @@ pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
     HOOKS.get_or_try_init(py, || {
         let adapters = py.import("stepwell._adapters")?;
         let leaves = py.import("stepwell._state.leaves")?;
-        let specs = py.import("stepwell._state.specs")?;
         let errors = py.import("stepwell.errors")?;
         Ok(Hooks {
             load_adapters: adapters.getattr("load")?.unbind(),
             streams: adapters.getattr("streams")?.unbind(),
             error: errors.getattr("StepwellError")?.unbind(),
-            array_spec: specs.getattr("ArraySpec")?.unbind(),
-            object_spec: specs.getattr("ObjectSpec")?.unbind(),
-            as_stored: specs.getattr("AS_STORED")?.unbind(),
-            to_dtype: specs.getattr("to_dtype")?.unbind(),
-            make: py.import("stepwell._restore.structure")?.getattr("make")?.unbind(),
-            mapper: py.import("stepwell._restore.allocate")?.getattr("Mapper")?.unbind(),
             ndarray: py.import("numpy")?.getattr("ndarray")?.unbind(),
             describe: leaves.getattr("describe")?.unbind(),
             storable_name: leaves.getattr("storable_name")?.unbind(),

@@ -10,7 +10,6 @@
 //! | [`matching`] [`options`] [`plan`] | what is asked of them, and what they answer |
 //! | [`board`] | what carries the messages of several processes, where that is Python's |
 //! | [`snapshot`] | a flattened state as the engine takes it |
-//! | [`direct`] [`slabs`] | the short way of a restore; where its arrays lie |
 //! | [`events`] [`log`] [`wait`] | what waits for the notifier thread; the engine's log; waits that answer signals |
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 use pyo3::prelude::*;
@@ -18,7 +17,6 @@ use pyo3::prelude::*;
 mod arrays;
 mod board;
 mod checkpoint;
-mod direct;
 mod errors;
 mod events;
 mod flatten;
@@ -30,7 +28,6 @@ mod matching;
 mod options;
 mod save_handle;
 mod singular;
-mod slabs;
 mod snapshot;
 mod state;
 mod values;
@@ -43,13 +40,11 @@ mod _core {
     use stepwell_core::limits;
 
     #[pymodule_export]
-    use crate::arrays::{abstract_type, array_type};
+    use crate::arrays::array_type;
     #[pymodule_export]
     use crate::board::Board;
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
-    #[pymodule_export]
-    use crate::direct::{Direct, plan_direct};
     #[pymodule_export]
     use crate::events::Events;
     #[pymodule_export]
@@ -61,7 +56,7 @@ mod _core {
     #[pymodule_export]
     use crate::singular::{add_metrics, cuda, engine_choice, list_steps, open_path, save_path};
     #[pymodule_export]
-    use crate::state::{State, covers, flatten, is_plain, spans};
+    use crate::state::{State, covers, flatten, is_plain, shared_memory};
 
     /// Version of the package and its engine.
     #[pymodule_export]

@@ -1,15 +1,16 @@
 //! Converts wanted leaves from Python, and the report to Python.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyString, PyTuple};
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::leaf_path::{Component, LeafPath};
 use stepwell_core::region::Region;
+use stepwell_core::tree::ContainerKind;
 use stepwell_reshard::layout::Layout;
 use stepwell_reshard::matching::{
     Cast, Dropped, Missing, OnMissing, OnUnexpected, Options, PerGlob, Report, Resize, Spec, StoredSpec,
@@ -23,12 +24,13 @@ use crate::errors::invalid;
 use crate::hooks::dtype_named;
 
 /// `(tag, value)`.
-type Part<'py> = (String, Bound<'py, PyAny>);
+type Part<'py> = (Bound<'py, PyString>, Bound<'py, PyAny>);
 /// Components, kind, dtype, shape, whether the caller has a value there.
-type WantedRow<'py> = (Vec<Part<'py>>, String, Option<String>, Option<Vec<u64>>, bool);
+type WantedRow<'py> =
+    (Vec<Part<'py>>, Bound<'py, PyString>, Option<Bound<'py, PyString>>, Option<Vec<u64>>, bool);
 
 fn component((tag, value): &Part<'_>) -> PyResult<Component> {
-    Ok(match tag.as_str() {
+    Ok(match tag.to_str()? {
         "k" => Component::Key(value.extract::<String>()?.into()),
         "i" => Component::Int(value.extract()?),
         "x" => Component::Index(value.extract()?),
@@ -39,9 +41,10 @@ fn component((tag, value): &Part<'_>) -> PyResult<Component> {
 
 fn wanted(row: &WantedRow<'_>) -> PyResult<Wanted> {
     let (components, kind, dtype, shape, holds_value) = row;
-    let spec = match kind.as_str() {
+    let spec = match kind.to_str()? {
         "tensor" => {
-            Spec::Tensor { dtype: dtype.as_deref().map(dtype_named).transpose()?, shape: shape.clone() }
+            let dtype = dtype.as_ref().map(|name| dtype_named(name.to_str()?)).transpose()?;
+            Spec::Tensor { dtype, shape: shape.clone() }
         }
         "object" => Spec::Object,
         "any" => Spec::Any,
@@ -131,29 +134,59 @@ pub fn match_state<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let inner = checkpoint.get(py)?;
     let wanted = rows.iter().map(wanted).collect::<PyResult<Vec<_>>>()?;
-    let options = options(given, &top_level)?;
+    let mut options = options(given, &top_level)?;
+    // Entries may be absent from the top where they have names.
+    options.whole |= !inner.tree().nodes().first().is_none_or(|root| match root.container() {
+        Some(kind) => has_names(kind),
+        None => false,
+    });
     let report = py.detach(|| inner.match_state(&wanted, &options));
     let shape = |stored: usize| match inner.leaves().get(stored).map(|leaf| &leaf.spec) {
-        Some(StoredSpec::Tensor { shape, .. }) => shape.to_vec(),
-        _ => Vec::new(),
+        Some(StoredSpec::Tensor { shape, .. }) => &shape[..],
+        _ => &[],
     };
     rendered(py, &report, shape)
 }
 
-fn rendered<'py>(
+/// True if a container's entries have names, not places.
+fn has_names(kind: &ContainerKind) -> bool {
+    match kind {
+        ContainerKind::List | ContainerKind::Tuple | ContainerKind::Deque { .. } => false,
+        ContainerKind::Stateful { inner, .. } => has_names(inner),
+        _ => true,
+    }
+}
+
+/// Stored and wanted dtype, stored and wanted shape.
+type Conversion<'a> = (Dtype, Dtype, &'a [u64], &'a [u64]);
+
+fn rendered<'py, 'a>(
     py: Python<'py>,
-    report: &Report,
-    shape: impl Fn(usize) -> Vec<u64>,
+    report: &'a Report,
+    shape: impl Fn(usize) -> &'a [u64],
 ) -> PyResult<Bound<'py, PyDict>> {
     let out = PyDict::new(py);
     out.set_item("text", report.to_string())?;
-    let matches = report.matches.iter().map(|found| {
-        let tensor = found.tensor.as_ref().map(|tensor| {
-            (tensor.stored_dtype.name(), tensor.dtype.name(), shape(found.source), tensor.shape.clone())
+    // Many thousand leaves have a few dtypes and shapes.
+    let mut conversions: HashMap<Conversion<'_>, usize> = HashMap::new();
+    let mut rows = Vec::new();
+    for found in &report.matches {
+        let which = found.tensor.as_ref().map(|tensor| {
+            let next = conversions.len();
+            let stored = shape(found.source);
+            let conversion = (tensor.stored_dtype, tensor.dtype, stored, tensor.shape.as_slice());
+            *conversions.entry(conversion).or_insert(next)
         });
-        (found.wanted, found.stored, found.source, tensor)
+        rows.push((found.wanted, found.stored, found.source, which));
+    }
+    out.set_item("matches", rows)?;
+    let mut conversions: Vec<_> = conversions.into_iter().collect();
+    conversions.sort_unstable_by_key(|&(_, number)| number);
+    let conversions = conversions.into_iter().map(|((stored_dtype, dtype, stored, wanted), _)| {
+        let shapes = (PyTuple::new(py, stored)?, PyTuple::new(py, wanted)?);
+        Ok((stored_dtype.name(), dtype.name(), shapes.0, shapes.1))
     });
-    out.set_item("matches", PyList::new(py, matches.collect::<Vec<_>>())?)?;
+    out.set_item("conversions", conversions.collect::<PyResult<Vec<_>>>()?)?;
     out.set_item("kept", report.kept.iter().map(|kept| kept.wanted).collect::<Vec<_>>())?;
     out.set_item("ignored", &report.ignored)?;
     let left_out = [&report.skipped, &report.not_wanted, &report.deselected];

@@ -113,18 +113,43 @@ pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<State> {
     Ok(State { flat: Mutex::new(Some(crate::flatten::flatten(state)?)), loan: Mutex::default() })
 }
 
-/// The memory of arrays: addresses of the first element, of the lowest byte, and of the byte after
-/// the highest.
+/// Two arrays, by number, whose memory overlaps or lies between the other's elements, and the
+/// addresses of their first elements.
+type Close = (usize, usize, usize, usize);
+
+/// Looks for arrays that share memory. The first `filled` of them are to be filled. Returns the
+/// numbers of those whose strides do not tell that their elements are apart, and all pairs whose
+/// memory may overlap, of which the first is to be filled.
 #[pyfunction]
-pub fn spans(arrays: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<(usize, usize, usize)>> {
+pub fn shared_memory(arrays: Vec<Bound<'_, PyAny>>, filled: usize) -> PyResult<(Vec<usize>, Vec<Close>)> {
     let known = crate::arrays::known();
-    let span = |array: &Bound<'_, PyAny>| {
+    let mut spread = Vec::new();
+    // The lowest byte, the one after the highest, the number, and the first element.
+    let mut spans = Vec::with_capacity(arrays.len());
+    for (number, array) in arrays.iter().enumerate() {
         let buffer = known.hold(array, false)?;
         let (below, len) = buffer.span();
         let first = buffer.address() as usize;
-        Ok((first, first - below, first - below + len))
-    };
-    arrays.iter().map(span).collect()
+        spans.push((first - below, first - below + len, number, first));
+        if number < filled && !buffer.is_injective() {
+            spread.push(number);
+        }
+    }
+    spans.sort_unstable();
+    let mut pairs = Vec::new();
+    let mut open: Vec<(usize, usize, usize)> = Vec::new();
+    for (low, high, number, first) in spans {
+        open.retain(|&(end, ..)| end > low);
+        for &(_, other, other_first) in &open {
+            if other < filled {
+                pairs.push((other, number, other_first, first));
+            } else if number < filled {
+                pairs.push((number, other, first, other_first));
+            }
+        }
+        open.push((high, number, first));
+    }
+    Ok((spread, pairs))
 }
 
 /// Why boxes, `(offset, extent)`, are not all of an array of that shape, each element once.

@@ -179,40 +179,16 @@ fn no_answer() -> PyErr {
 }
 
 /// Runs work that writes into the caller's memory, on a thread of its own, and always waits for its
-/// end. `meanwhile` runs here. An exception from it or from a signal handler sets `stop`, which the
-/// work checks.
+/// end. `at_every_look` runs here, as do signal handlers. An exception from one sets `stop`, which
+/// the work checks.
 pub fn to_the_end<T: Send + 'static>(
     py: Python<'_>,
     stop: &AtomicBool,
     work: impl FnOnce() -> T + Send + 'static,
-    meanwhile: impl FnOnce() -> PyResult<()>,
-) -> PyResult<T> {
-    watched(py, stop, work, meanwhile, || Ok(()))
-}
-
-/// [`to_the_end`], with something to do at every look at the signals.
-pub fn to_the_end_with<T: Send + 'static>(
-    py: Python<'_>,
-    stop: &AtomicBool,
-    work: impl FnOnce() -> T + Send + 'static,
-    at_every_look: impl FnMut() -> PyResult<()>,
-) -> PyResult<T> {
-    watched(py, stop, work, || Ok(()), at_every_look)
-}
-
-fn watched<T: Send + 'static>(
-    py: Python<'_>,
-    stop: &AtomicBool,
-    work: impl FnOnce() -> T + Send + 'static,
-    meanwhile: impl FnOnce() -> PyResult<()>,
     mut at_every_look: impl FnMut() -> PyResult<()>,
 ) -> PyResult<T> {
     let (thread, mut receive) = start_named("stepwell-read", work)?;
-    let raised = |error: PyErr| {
-        stop.store(true, Ordering::Relaxed);
-        error
-    };
-    let mut interrupt = meanwhile().err().map(raised);
+    let mut interrupt = None;
     let answer = loop {
         let here = &mut receive; // exclusive, since a receiver cannot be shared between threads
         match py.detach(move || here.recv_timeout(TICK)) {
@@ -221,17 +197,12 @@ fn watched<T: Send + 'static>(
             Err(RecvTimeoutError::Timeout) => {}
         }
         if interrupt.is_none() {
-            interrupt = py.check_signals().and_then(|()| at_every_look()).err().map(raised);
+            interrupt = py.check_signals().and_then(|()| at_every_look()).err();
+            stop.fetch_or(interrupt.is_some(), Ordering::Relaxed);
         }
     };
     let answer = py.detach(|| thread.join()).ok().and(answer).ok_or_else(no_answer)?;
     interrupt.map_or(Ok(answer), Err)
-}
-
-/// Waits until the other end is dropped, as it is at the latest when the work that holds it ends.
-/// Signal handlers run in between.
-pub fn until_dropped(py: Python<'_>, receive: &mut Receiver<()>) -> PyResult<()> {
-    wait_for(py, receive).map(|_| ())
 }
 
 /// Waits for a message without a limit. `None` if no sender is left.

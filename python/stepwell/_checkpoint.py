@@ -278,7 +278,7 @@ class Checkpoint:
 
     def _tree(self) -> Structure:
         if self._structure is None:
-            self._structure = Structure(self._open().nodes())
+            self._structure = Structure(self._open().nodes)
         return self._structure
 
     def _at(self, node: int) -> Any:
@@ -299,13 +299,13 @@ class Checkpoint:
         structure = self._tree()
         job = restoring.Restore(self._open(), RestoreOptions(), structure)
         components = structure.components(node)
-        return job.run(template.Leaf(structure.paths[node], components, "stored", AS_STORED), fill=False)
+        return job.run(template.Leaf(components, "stored", AS_STORED), fill=False)
 
     def _read(self, leaf: int, box: list[tuple[int, int]], dtype: np.dtype[Any]) -> Any:
         shape = tuple(n for _, n in box)
         values = Allocator().empty(shape, dtype)
         if values.size:
-            self._open().read([(leaf, [start for start, _ in box], list(shape), values)])
+            self._open().read([(leaf, [start for start, _ in box], values)])
         return values
 
     @property
@@ -326,7 +326,8 @@ class Checkpoint:
 
     def paths(self) -> list[str]:
         """Rendered paths of all leaves."""
-        return self._tree().leaf_paths()
+        found: list[str] = self._open().leaf_paths()
+        return found
 
     def contents(self) -> list[StoredNode]:
         """Returns all containers and leaves, parents first, with the places of their bytes. Reads
@@ -352,10 +353,9 @@ class Checkpoint:
                 found.append((values[leaf], None))
                 continue
             box, rest = _box(index, tuple(rows[leaf][2]), path)
-            extent = [n for _, n in box]
-            array = Allocator().empty(tuple(extent), to_dtype(rows[leaf][1]))
+            array = Allocator().empty(tuple(n for _, n in box), to_dtype(rows[leaf][1]))
             if array.size:
-                requests.append((leaf, [start for start, _ in box], extent, array))
+                requests.append((leaf, [start for start, _ in box], array))
             found.append((array, rest))
         core.read(requests)
         return [value if rest is None else value[rest] for value, rest in found]

@@ -131,7 +131,7 @@ def nodes(core: Any, structure: Structure, items: Sequence[dict[str, Any]]) -> l
     rows = core.leaves()
     item_of = {str(top["name"]): str(item["name"]) for item in items for top in item["top_level"]}
     default = str(items[0]["name"]) if items else None
-    leaf_paths = structure.leaf_paths()
+    leaf_paths: list[str] = core.leaf_paths()
     found: list[StoredNode] = []
     tops: list[str] = []
     for number, (parent, component, kind) in enumerate(structure.nodes):

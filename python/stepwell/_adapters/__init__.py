@@ -1,7 +1,7 @@
 """The seam to frameworks: one module per framework, imported only where the caller has imported the
 framework.
 
-A framework module has
+A framework module has those of these that it needs:
 
 * ``describe(obj)``: what a value of its own types is (see ``leaves.describe``), or ``None``;
 * ``target(obj)``: what an array or abstract array of its own wants back, a :class:`Target`, or
@@ -9,23 +9,19 @@ A framework module has
 * ``branch(obj)``: a container of its own types as the caller's structure, a :class:`Opened`, or
   ``None``;
 * ``why_not_loaded(obj)``: why an object's ``load_state_dict`` cannot take stored values, or
-  ``None`` (optional);
+  ``None``;
 * ``owns(obj)``: whether an object with a state of its own is one of its own, so that it takes its
   arrays and no others;
 * ``arrays(values, placement)``: numpy arrays that nobody else has, as arrays of its own;
-* ``empty_on(placement)``: what makes new arrays there that the engine fills, or ``None`` (only
-  where it has arrays that are on devices);
+* ``empty_on(placement)``: what makes new arrays there that the engine fills, or ``None``;
 * ``TAKES_OVER``: whether those take over the memory of what they are made of, for good: nobody else
   may write to it then (not there: no);
-* ``like(values, targets)``: the same, each where a target is that is an array of a class that never
-  changes, or an abstract array; ``None`` for a target that is not its own (only where it makes such
-  classes known);
 * ``with_values(array)``: an array of its own whose memory holds its values: itself, or a new one
   (only where it has lazy views);
 * ``streams(devices)``: on which streams it computes now, by CUDA device (only where what is put on
   a stream of one's own can be ordered with its work);
 * ``arrange(state, saving)``: a state whose leaves are to be stored elsewhere than where they stand,
-  an :class:`Arranged`, or ``None`` (only where it has such leaves);
+  an :class:`Arranged`, or ``None``;
 * ``revive(name, parts)`` and ``remake(name, children)``: objects and containers that it has named
   ``<framework>.…`` (only where it names some);
 
@@ -37,7 +33,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -152,12 +148,14 @@ def load() -> list[ModuleType]:
     return [_module(adapter) for package, adapter in _FRAMEWORKS.items() if package in sys.modules]
 
 
+def _hooks(what: str) -> Iterator[Callable[..., Any]]:
+    """The functions of that name, of the adapters that have one."""
+    return (getattr(module, what) for module in load() if hasattr(module, what))
+
+
 def _first(what: str, *arguments: Any) -> Any:
-    for module in load():
-        found = getattr(module, what)(*arguments)
-        if found is not None:
-            return found
-    return None
+    answers = (hook(*arguments) for hook in _hooks(what))
+    return next((found for found in answers if found is not None), None)
 
 
 def describe(obj: Any) -> Any:
@@ -180,11 +178,8 @@ def branch(obj: Any) -> Opened | None:
 def arrange(state: Any, saving: bool = False) -> Arranged | None:
     """A state with leaves of a framework that is in use at the places where those are stored;
     ``None`` where all are stored where they stand."""
-    for module in load():
-        found: Arranged | None = module.arrange(state, saving) if hasattr(module, "arrange") else None
-        if found is not None:
-            return found
-    return None
+    found: Arranged | None = _first("arrange", state, saving)
+    return found
 
 
 def as_saved(state: Any) -> Any:
@@ -195,17 +190,14 @@ def as_saved(state: Any) -> Any:
 
 def why_not_loaded(obj: Any) -> str | None:
     """The reason why an object's ``load_state_dict`` cannot take stored values, or ``None``."""
-    for module in load():
-        found: str | None = module.why_not_loaded(obj) if hasattr(module, "why_not_loaded") else None
-        if found is not None:
-            return found
-    return None
+    found: str | None = _first("why_not_loaded", obj)
+    return found
 
 
 def library_of(obj: Any) -> str | None:
     """The framework whose arrays an object with a state of its own takes; ``None`` where it may be
     any."""
-    return next((module.__name__.rpartition(".")[2] for module in load() if module.owns(obj)), None)
+    return next((owns.__module__.rpartition(".")[2] for owns in _hooks("owns") if owns(obj)), None)
 
 
 def is_known(package: str) -> bool:
@@ -234,25 +226,13 @@ def arrays(package: str, values: list[Any], placement: Any = None) -> list[Any]:
 
 def arrays_where_used(package: str, values: list[Any]) -> list[Any]:
     """The same, where the framework is in use; else as they are."""
-    return arrays(package, values) if package in _FRAMEWORKS and package in sys.modules else values
+    return values if _owner_of(package) is None else arrays(package, values)
 
 
 def takes_over(package: str) -> bool:
     """True if arrays of a framework, where it is in use, take over the memory of what they are made
     of."""
-    used = package in _FRAMEWORKS and package in sys.modules
-    return used and bool(getattr(_module(_FRAMEWORKS[package]), "TAKES_OVER", False))
-
-
-def like(values: list[Any], targets: list[Any]) -> list[Any]:
-    """Numpy arrays, those with a target as arrays of its framework, where it is."""
-    results = list(values)
-    for module in load():
-        if hasattr(module, "like"):
-            for number, array in enumerate(module.like(values, targets)):
-                if array is not None:
-                    results[number] = array
-    return results
+    return bool(getattr(_owner_of(package), "TAKES_OVER", False))
 
 
 def with_values(array: Any) -> Any:
@@ -260,9 +240,8 @@ def with_values(array: Any) -> Any:
     lie there in another byte order, or a view is to conjugate or negate them."""
     if isinstance(array, np.ndarray):
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-    for module in load():
-        if hasattr(module, "with_values"):
-            array = module.with_values(array)
+    for hook in _hooks("with_values"):
+        array = hook(array)
     return array
 
 
@@ -270,30 +249,29 @@ def streams(devices: Iterable[int]) -> dict[int, int]:
     """The handles of the streams on which frameworks that are in use compute now, by the number of
     their CUDA device; a device on which none does that can be known is left out."""
     found: dict[int, int] = {}
-    for module in load():
-        if hasattr(module, "streams"):
-            found.update(module.streams(devices))
+    for hook in _hooks("streams"):
+        found.update(hook(devices))
     return found
+
+
+def _owner_of(name: str) -> ModuleType | None:
+    """The adapter of the framework in whose name something is stored, where that is in use."""
+    package = name.partition(".")[0]
+    return _module(_FRAMEWORKS[package]) if package in _FRAMEWORKS and package in sys.modules else None
 
 
 def revive(name: str, parts: Any) -> Any:
     """The object for an extension that a framework owns; a description of it where the framework is
     not in use."""
-    package = name.partition(".")[0]
-    adapter = _FRAMEWORKS.get(package)
-    if adapter is not None and package in sys.modules:
-        return _module(adapter).revive(name, parts)
-    return StoredExtension(name, parts)
+    found = getattr(_owner_of(name), "revive", None)
+    return StoredExtension(name, parts) if found is None else found(name, parts)
 
 
 def remake(name: str, children: dict[Any, Any]) -> Any:
     """The container that a framework has named; its children as a dict where the framework is not
     in use."""
-    package = name.partition(".")[0]
-    adapter = _FRAMEWORKS.get(package)
-    if adapter is not None and package in sys.modules:
-        return _module(adapter).remake(name, children)
-    return children
+    found = getattr(_owner_of(name), "remake", None)
+    return children if found is None else found(name, children)
 
 
 class StoredExtension:

@@ -103,9 +103,6 @@ with contextlib.suppress(ImportError):
     )
 
 
-_core.abstract_type(jax.ShapeDtypeStruct, "sharding", (jax.sharding.SingleDeviceSharding, type(None)))
-
-
 def _is_key(array: Any) -> bool:
     """True if an array, or an abstract one, is of typed PRNG keys."""
     return bool(jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key))
@@ -248,11 +245,6 @@ def _node_name(obj: Any) -> str:
     return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
-def owns(obj: Any) -> bool:
-    """None is: states of JAX are trees."""
-    return False
-
-
 def branch(obj: Any) -> Opened | None:
     """A registered pytree node, or a typed PRNG key."""
     if isinstance(obj, jax.Array) and _is_key(obj):
@@ -348,18 +340,6 @@ def _place_of(wanted: Any) -> Any:
         return wanted.sharding
     committed = getattr(wanted, "committed", getattr(wanted, "_committed", True))
     return wanted.sharding if committed else None
-
-
-def like(values: list[Any], targets: list[Any]) -> list[Any]:
-    """Arrays in one piece, each where its target is; ``None`` where there is no target of JAX."""
-    mine = [
-        number for number, one in enumerate(targets) if isinstance(one, (jax.Array, jax.ShapeDtypeStruct))
-    ]
-    made = arrays([values[number] for number in mine], [_place_of(targets[number]) for number in mine])
-    results: list[Any] = [None] * len(values)
-    for number, array in zip(mine, made, strict=True):
-        results[number] = array
-    return results
 
 
 def placed(one: Target, sharding: Any) -> Target:
@@ -593,13 +573,6 @@ def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
     return _Tree(there)
 
 
-def revive(name: str, parts: Any) -> Any:
-    """No plain values of its own."""
-    from . import StoredExtension
-
-    return StoredExtension(name, parts)
-
-
 def remake(name: str, children: dict[Any, Any]) -> Any:
     """A typed PRNG key; other nodes come back as dicts, since a file names no class that would be
     imported."""
@@ -610,19 +583,3 @@ def remake(name: str, children: dict[Any, Any]) -> Any:
         # Keys are where their data is.
         return jax.random.wrap_key_data(data, impl=str(children["impl"]))
     return children
-
-
-__all__ = [
-    "TAKES_OVER",
-    "arrays",
-    "branch",
-    "check_fits",
-    "describe",
-    "like",
-    "owns",
-    "placed",
-    "placements",
-    "remake",
-    "revive",
-    "target",
-]

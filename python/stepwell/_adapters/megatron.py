@@ -36,7 +36,7 @@ from .._state import layouts
 from .._state.shards import FlatShard, LocalShard
 from .._state.specs import ArraySpec
 from ..errors import StepwellError, UnsupportedLeaf
-from . import Arranged, Opened, Target
+from . import Arranged, Target
 from .torch import from_numpy
 
 _LEAVES = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject)
@@ -374,13 +374,3 @@ def _data(joined: _Joined, values: list[Any], fill: bool) -> list[Any]:
         else:
             found.append(local if _run(leaf) is not None else local.reshape(leaf.local_shape))
     return found
-
-
-def branch(obj: Any) -> Opened | None:
-    """No containers of its own."""
-    return None
-
-
-def owns(obj: Any) -> bool:
-    """No objects with a state of their own."""
-    return False

@@ -593,8 +593,3 @@ def revive(name: str, parts: Any) -> Any:
     from . import StoredExtension
 
     return StoredExtension(name, parts)
-
-
-def remake(name: str, children: dict[Any, Any]) -> Any:
-    """No containers of its own."""
-    return children

@@ -175,10 +175,7 @@ class Exchange:
         if number < len(batch.shares):
             pieces = batch.shares[number]
             self._core.read(
-                [
-                    (piece.region[1], list(piece.offset), list(piece.extent), self._values(buffer, piece))
-                    for piece in pieces
-                ]
+                [(piece.region[1], piece.offset, self._values(buffer, piece)) for piece in pieces]
             )
         return buffer
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
@@ -36,92 +35,105 @@ _NEW, _APART, _IN_PLACE = range(3)
 CAST_BATCH = 256 << 20
 
 
-@dataclass(slots=True, eq=False)
+class Conversion:
+    """How stored arrays become wanted ones: dtypes and shapes. Many arrays share one."""
+
+    __slots__ = (
+        "box",
+        "dtype",
+        "exact",
+        "name",
+        "nbytes",
+        "origin",
+        "shape",
+        "stored_dtype",
+        "stored_shape",
+    )
+
+    def __init__(
+        self, stored_dtype: str, dtype: str, stored_shape: tuple[int, ...], shape: tuple[int, ...]
+    ) -> None:
+        self.stored_dtype, self.dtype = to_dtype(stored_dtype), to_dtype(dtype)
+        self.stored_shape, self.shape = stored_shape, shape
+        #: The name of the wanted dtype.
+        self.name = dtype
+        #: True if the bytes are what is stored.
+        self.exact = stored_dtype == dtype
+        self.origin = (0,) * len(shape)
+        #: The extent of what is read of the whole array.
+        self.box = common_box(stored_shape, shape)
+        self.nbytes = prod(self.box) * self.stored_dtype.itemsize
+
+
 class Job:
     """One array to read: from a stored leaf, for the leaves that share it."""
 
-    stored: int
-    stored_dtype: np.dtype[Any]
-    stored_shape: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    path: str
-    #: The shape of all that is wanted, where this is a part of it.
-    whole: tuple[int, ...]
-    #: Offset of the wanted region in the stored array.
-    offset: tuple[int, ...]
-    #: The caller's memory, where it is to be filled.
-    target: Any = None
-    #: The returned array, made here or the caller's.
-    result: Any = None
-    #: Makes the array on a device, for the engine to fill.
-    empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
-    #: True if other targets lie between its elements, so that it is read apart and written alone.
-    apart: bool = False
-    #: The job that fills the same memory with the same values.
-    twin: Job | None = None
-    _box: tuple[int, ...] | None = None
+    __slots__ = (
+        "apart",
+        "box",
+        "conversion",
+        "empty",
+        "offset",
+        "path",
+        "result",
+        "shape",
+        "stored",
+        "target",
+        "twin",
+    )
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         stored: int,
         path: str,
-        target: _Array | OnDevice | None,
-        stored_dtype: str,
-        dtype: str,
-        stored_shape: Sequence[int],
-        shape: Sequence[int],
+        conversion: Conversion,
+        target: _Array | OnDevice | None = None,
         box: Box | None = None,
-    ) -> Job:
-        """From what the engine has matched; ``target`` is dropped where it cannot be filled.
-        ``box``: the part that is wanted."""
-        offset, extent = ((0,) * len(shape), tuple(shape)) if box is None else box
-        wanted = to_dtype(dtype)
+    ) -> None:
+        """``target`` is dropped where it cannot be filled. ``box``: the part that is wanted."""
+        self.stored = stored
+        self.path = path
+        self.conversion = conversion
+        #: ``offset`` of the wanted region in the stored array, its ``shape``, and the extent of
+        #: what is read of it.
+        if box is None:
+            self.offset, self.shape, self.box = conversion.origin, conversion.shape, conversion.box
+        else:
+            self.offset, self.shape = box
+            ends = zip(conversion.stored_shape, self.offset, strict=True)
+            self.box = common_box(tuple(max(0, n - first) for n, first in ends), self.shape)
         if isinstance(target, OnDevice):
             # Values that are cast, padded or cropped go through host memory.
-            same = stored_dtype == dtype == native_name(target.dtype)
-            ends = zip(offset, extent, stored_shape, strict=False)
-            if not same or any(first + n > size for first, n, size in ends) or not nested(target):
-                target = None
-        elif target is not None and (not target.flags.writeable or native_name(target.dtype) != dtype):
-            target = None
-        return cls(
-            stored,
-            to_dtype(stored_dtype),
-            tuple(stored_shape),
-            extent,
-            wanted,
-            path,
-            tuple(shape),
-            offset,
-            target,
-        )
-
-    @property
-    def exact(self) -> bool:
-        """True if its bytes are what is stored."""
-        return self.stored_dtype == self.dtype
+            same = conversion.exact and conversion.name == native_name(target.dtype)
+            fits = same and self.box == self.shape
+        else:
+            fits = target is not None and target.flags.writeable
+            fits = fits and target is not None and native_name(target.dtype) == conversion.name
+        #: The caller's memory, where it is to be filled.
+        self.target: Any = target if fits else None
+        #: The returned array, made here or the caller's.
+        self.result: Any = None
+        #: Makes the array on a device, for the engine to fill.
+        self.empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
+        #: True if other targets lie between its elements, so that it is read apart and written
+        #: alone.
+        self.apart = False
+        #: The job that fills the same memory with the same values.
+        self.twin: Job | None = None
 
     @property
     def direct(self) -> bool:
         """True if the engine reads straight to where it belongs."""
-        target = self.target
-        return self.exact and (
-            target is None or (target.dtype.isnative and not self.apart and nested(target))
+        return self.conversion.exact and (
+            self.target is None or (self.target.dtype.isnative and not self.apart)
         )
-
-    def box(self) -> tuple[int, ...]:
-        """The extent of what is read, from ``offset`` on."""
-        if self._box is None:
-            there = tuple(max(0, n - first) for n, first in zip(self.stored_shape, self.offset, strict=True))
-            self._box = common_box(there, self.shape)
-        return self._box
 
     @property
     def nbytes(self) -> int:
         """Bytes of the part that is read, as they are stored."""
-        return prod(self.box()) * self.stored_dtype.itemsize
+        if self.box is self.conversion.box:
+            return self.conversion.nbytes
+        return prod(self.box) * self.conversion.stored_dtype.itemsize
 
 
 class ArrayReads:
@@ -146,111 +158,67 @@ class ArrayReads:
     def settle(self, dry: bool = False) -> None:
         """Looks at targets that share memory, before anything is read into one. The same array
         twice is a tie: both stored values must then be equal (a ``dry`` run reads none). Others
-        whose elements lie between each other's are written one after the other; those that overlap
-        are refused."""
-        self._settle_devices(dry)
-        own = [job for job in self.jobs if isinstance(job.target, np.ndarray) and job.target.size]
-        for job in own:
-            assert job.target is not None
-            if not nested(job.target) and overlaps_itself(job.target):
-                raise self._report.mismatch(
-                    f"`{job.path}`: elements of that array of into= share memory (shape {job.target.shape}, strides {job.target.strides}), so that it "
-                    "cannot hold what is stored; pass a copy of it, or a spec"
-                )
-        places = _core.spans([job.target for job in own if job.target is not None])
-        spans = sorted((low, high, number) for number, (_, low, high) in enumerate(places))
-        end, group = -1, list[int]()
-        for low, high, number in spans:
-            job = own[number]
-            if low >= end:
-                group = []
-            for at in group:
-                other = own[at]
-                assert job.target is not None
-                assert other.target is not None
-                if places[at][0] == places[number][0] and _same_view(job.target, other.target):
-                    if job.stored != other.stored and not dry:
-                        self._check_tie(other, job)
-                    job.twin = other
-                    break
-                self._refuse_overlap(job, job.target, other, other.target)
-                job.apart = other.apart = True
-            else:
-                group.append(number)
-            end = max(end, high)
-        self._check_kept(own, places)
-
-    def _settle_devices(self, dry: bool) -> None:
-        """The same for arrays on devices. Those whose elements lie between each other's go through
-        host memory, and are put there one after the other by their framework."""
-        own = [job for job in self.jobs if isinstance(job.target, OnDevice) and 0 not in job.target.shape]
-        places = _core.spans([job.target.array for job in own])
-        end, group = -1, list[int]()
-        mixed = set[int]()
-        for low, high, number in sorted((low, high, number) for number, (_, low, high) in enumerate(places)):
-            job = own[number]
-            if low >= end:
-                group = []
-            for at in group:
-                other = own[at]
-                if places[at][0] == places[number][0] and _same_view(job.target, other.target):
-                    if job.stored != other.stored and not dry:
-                        self._check_tie(other, job)
-                    job.twin = other
-                    break
-                self._refuse_overlap(
-                    job,
-                    _elements(job.target, places[number][0]),
-                    other,
-                    _elements(other.target, places[at][0]),
-                )
-            else:
-                group.append(number)
-                if len(group) > 1:
-                    mixed |= {id(own[at]) for at in group}
-            end = max(end, high)
-        self._check_kept(own, places)
-        for job in own:
-            if id(job if job.twin is None else job.twin) in mixed:
-                job.target = job.twin = None
-
-    def _refuse_overlap(self, job: Job, elements: _Array, other: Job, others: _Array) -> None:
-        if np.shares_memory(elements, others):
-            raise self._report.mismatch(
-                f"`{other.path}` and `{job.path}` overlap in memory and are stored as different arrays; "
-                "restoring into them would let one overwrite a part of the other"
-            )
-
-    def _check_kept(self, own: list[Job], places: Sequence[tuple[int, int, int]]) -> None:
-        """Checks that an array which keeps its value is not a part of one that is filled. It may be
-        the same array."""
-        kept = [(path, array) for path, array in self._kept if 0 not in array.shape]
-        if not kept or not own:
+        whose elements lie between each other's are written one after the other, arrays on devices
+        from host memory, by their framework. Those that overlap are refused."""
+        own = [job for job in self.jobs if job.target is not None and 0 not in job.target.shape]
+        if not own:
             return
-        spans = np.array([place[1:] for place in places], dtype=np.uint64)
-        arrays = [array.array if isinstance(array, OnDevice) else array for _, array in kept]
-        for (path, array), (first, low, high) in zip(kept, _core.spans(arrays), strict=True):
-            for at in map(int, np.flatnonzero((spans[:, 0] < high) & (spans[:, 1] > low))):
-                job = own[at]
-                assert job.target is not None
-                same = places[at][0] == first and _same_view(job.target, array)
-                if not same and np.shares_memory(
-                    _elements(job.target, places[at][0]), _elements(array, first)
-                ):
+        kept = [(path, array) for path, array in self._kept if 0 not in array.shape]
+        arrays = [*(job.target for job in own), *(array for _, array in kept)]
+        spread, close = _core.shared_memory([_memory(array) for array in arrays], len(own))
+        for number in spread:
+            self._settle_spread(own[number])
+        for one, other, first, second in close:
+            job, there = own[one], arrays[other]
+            same = first == second and _same_view(job.target, there)
+            overlap = not same and np.shares_memory(_elements(job.target, first), _elements(there, second))
+            if other >= len(own):
+                if overlap:
                     raise self._report.mismatch(
-                        f"`{path}` is to keep its value, and overlaps `{job.path}` in memory, which is restored; pass a copy of one of them"
+                        f"`{kept[other - len(own)][0]}` is to keep its value, and overlaps `{job.path}` in memory, "
+                        "which is restored; pass a copy of one of them"
                     )
+                continue
+            second_job = own[other]
+            if job.twin is not None or second_job.twin is not None:
+                continue
+            if same:
+                if job.stored != second_job.stored and not dry:
+                    self._check_tie(job, second_job)
+                second_job.twin = job
+                continue
+            if overlap:
+                raise self._report.mismatch(
+                    f"`{job.path}` and `{second_job.path}` overlap in memory and are stored as different arrays; "
+                    "restoring into them would let one overwrite a part of the other"
+                )
+            job.apart = second_job.apart = True
+        through_host = [job for job in own if isinstance(job.target, OnDevice) and (job.twin or job).apart]
+        for job in through_host:
+            job.target = job.twin = None
+        self._report.nbytes -= sum(job.nbytes for job in own if job.twin is not None)
+
+    def _settle_spread(self, job: Job) -> None:
+        """An array whose strides do not tell that no two of its elements share memory: those of a
+        broadcast or a sliding window do."""
+        job.apart = True
+        if isinstance(job.target, np.ndarray) and overlaps_itself(job.target):
+            raise self._report.mismatch(
+                f"`{job.path}`: elements of that array of into= share memory (shape {job.target.shape}, strides {job.target.strides}), so that it "
+                "cannot hold what is stored; pass a copy of it, or a spec"
+            )
 
     def share(self, exchange: Exchange) -> None:
         """Has what other ranks want too be read once for all of them. All ranks make this call,
         once they know where everything goes."""
         wanted: dict[Region, list[Job]] = {}
         for job in self.jobs:
-            if job.twin is None and 0 not in (box := job.box()):
+            if job.twin is None and 0 not in job.box:
                 stage = _NEW if job.target is None else _IN_PLACE if job.direct else _APART
-                region = (stage, job.stored, job.stored_dtype.itemsize, job.offset, box)
+                itemsize = job.conversion.stored_dtype.itemsize
+                region = (stage, job.stored, itemsize, job.offset, job.box)
                 wanted.setdefault(region, []).append(job)
-        alike = exchange.plan({region: jobs[0].stored_dtype for region, jobs in wanted.items()})
+        alike = exchange.plan({region: jobs[0].conversion.stored_dtype for region, jobs in wanted.items()})
         self._exchange = exchange
         self._exchanged = {region: wanted[region] for region in alike}
         self._report.nbytes -= sum(job.nbytes for jobs in self._exchanged.values() for job in jobs)
@@ -275,8 +243,7 @@ class ArrayReads:
         self._report.received_nbytes += received
         if stage != _NEW:
             for job in here:
-                if isinstance(job.target, np.ndarray):
-                    _zero_outside(job.target, job.box())
+                _zero_outside(job)
 
     def batches(self, own: bool) -> Iterator[list[Job]]:
         """Yields the jobs that are read together: into new memory, or into the caller's ``own``.
@@ -287,8 +254,11 @@ class ArrayReads:
             for job in self.jobs
             if (job.target is not None) is own and job.twin is None and job not in exchanged
         ]
-        direct = [[job for job in jobs if job.direct]]
-        apart = list(_batches([job for job in jobs if not job.direct]))
+        direct: list[list[Job]] = [[]]
+        others: list[Job] = []
+        for job in jobs:
+            (direct[0] if job.direct else others).append(job)
+        apart = list(_batches(others))
         # The caller's memory is written last where that cannot fail any more by a value that does
         # not fit.
         yield from filter(None, apart + direct if own else direct + apart)
@@ -306,13 +276,12 @@ class ArrayReads:
 
     def _make(self, job: Job) -> None:
         """Makes the memory that a job gets."""
-        job.result = (
-            job.empty(job.shape, job.dtype) if job.empty and job.direct and job.box() == job.shape else None
-        )
+        dtype, is_whole = job.conversion.dtype, job.box == job.shape
+        job.result = job.empty(job.shape, dtype) if job.empty and job.direct and is_whole else None
         if job.result is None:
-            job.result = self._allocator.empty(job.shape, job.dtype)
-            if job.box() != job.shape:
-                job.result[...] = np.zeros((), job.dtype)
+            job.result = self._allocator.empty(job.shape, dtype)
+            if not is_whole:
+                job.result[...] = np.zeros((), dtype)
 
     def fill(self) -> None:
         """Reads into the caller's arrays."""
@@ -326,8 +295,7 @@ class ArrayReads:
                 overwritten.extend(job.path for job in batch)
                 self._read([(job, _memory(job.target)) for job in batch])
                 for job in batch:
-                    if isinstance(job.target, np.ndarray):
-                        _zero_outside(job.target, job.box())
+                    _zero_outside(job)
             self._run_exchange(_IN_PLACE, overwritten)
         for job in self.jobs:
             if job.target is not None:
@@ -341,12 +309,11 @@ class ArrayReads:
         requests = [
             (
                 job.stored,
-                list(job.offset),
-                list(box),
-                array[tuple(slice(0, n) for n in box)] if box != array.shape else array,
+                job.offset,
+                array if job.box == array.shape else array[tuple(slice(0, n) for n in job.box)],
             )
             for job, array in jobs
-            if 0 not in (box := job.box())
+            if 0 not in job.box
         ]
         if requests:
             self._core.read(requests)
@@ -354,40 +321,35 @@ class ArrayReads:
     def _read_apart(self, jobs: list[Job], overwritten: list[str]) -> None:
         """Reads arrays in their stored dtype, then casts them to where they belong."""
         scratch = Allocator()
-        read = [(job, scratch.empty(job.box(), job.stored_dtype)) for job in jobs]
+        read = [(job, scratch.empty(job.box, job.conversion.stored_dtype)) for job in jobs]
         self._read(read)
         for job, values in read:
             place = job.result if job.target is None else job.target
-            box = tuple(slice(0, n) for n in job.box())
             if job.target is not None:
                 overwritten.append(job.path)
-            if job.exact:
-                place[box] = values
-            elif values.ndim == 0:
-                cast_into(values, place, job.path)
-            else:
-                cast_into(values, place[box], job.path)
-            _zero_outside(job.target, job.box())
+            _write(job, place[(*(slice(0, n) for n in job.box), ...)], values)
+            _zero_outside(job)
 
     def _check_tie(self, one: Job, other: Job) -> None:
         values = []
         for job in (one, other):
-            apart = Job(
-                job.stored,
-                job.stored_dtype,
-                job.stored_shape,
-                job.shape,
-                job.dtype,
-                job.path,
-                job.whole,
-                job.offset,
-            )
+            apart = Job(job.stored, job.path, job.conversion, None, (job.offset, job.shape))
             ArrayReads(self._core, [apart], self._report).read_new()
             values.append(apart.result)
         if values[0].tobytes() != values[1].tobytes():
             raise self._report.mismatch(
                 f"`{one.path}` and `{other.path}` are one array in memory, but their stored values differ; untie them, or restore only one"
             )
+
+
+def _write(job: Job, place: Any, values: _Array) -> None:
+    """Writes values that were read in their stored dtype."""
+    if not isinstance(place, np.ndarray):
+        place.copy_(adapters.arrays("torch", [values])[0])
+    elif job.conversion.exact:
+        place[...] = values
+    else:
+        cast_into(values, place, job.path)
 
 
 def _put(job: Job, offset: tuple[int, ...], values: _Array) -> None:
@@ -397,13 +359,7 @@ def _put(job: Job, offset: tuple[int, ...], values: _Array) -> None:
         slice(at - first, at - first + n)
         for at, first, n in zip(offset, job.offset, values.shape, strict=True)
     )
-    there = place[(*box, ...)]  # with the dots, one element is an array too
-    if not isinstance(there, np.ndarray):
-        there.copy_(adapters.arrays("torch", [values])[0])
-    elif job.exact:
-        there[...] = values
-    else:
-        cast_into(values, there, job.path)
+    _write(job, place[(*box, ...)], values)  # with the dots, one element is an array too
 
 
 def _memory(target: _Array | OnDevice) -> Any:
@@ -425,24 +381,8 @@ def telling(overwritten: Callable[[], list[str]]) -> Iterator[None]:
         raise
 
 
-def nested(array: _Array | OnDevice) -> bool:
-    """True if its strides grow so that no two elements can share memory (those of a broadcast or a
-    sliding window do not)."""
-    if isinstance(array, np.ndarray) and array.flags.c_contiguous:
-        return True
-    reach = array.dtype.itemsize
-    for stride, n in sorted(
-        (abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1
-    ):
-        if stride < reach:
-            return False
-        reach = stride * (n - 1) + reach
-    return True
-
-
 def overlaps_itself(array: _Array) -> bool:
-    """True if two elements share memory: what :func:`nested` leaves open, looked at element by
-    element."""
+    """True if two elements share memory, looked at element by element."""
     if any(stride == 0 and n > 1 for stride, n in zip(array.strides, array.shape, strict=True)):
         return True
     places = np.zeros((), np.int64)
@@ -474,9 +414,10 @@ def _elements(array: _Array | OnDevice, first: int) -> _Array:
     return np.asarray(_Phantom(array, first)) if isinstance(array, OnDevice) else array
 
 
-def _zero_outside(array: _Array | None, box: tuple[int, ...]) -> None:
+def _zero_outside(job: Job) -> None:
     """Zeros what a padded array of the caller has beyond the stored part."""
-    if array is None:
+    array, box = job.target, job.box
+    if array is None or box == array.shape:
         return
     zero = np.zeros((), array.dtype)
     for axis, n in enumerate(box):

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 
 from .._paths import named
-from .._state.specs import to_dtype
 from ..errors import MismatchError
 
 _Array = np.ndarray[Any, Any]
@@ -93,6 +92,3 @@ def _refuse(source: _Array, dtype: np.dtype[Any], bad: _Array, path: str) -> Non
 def common_box(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
     """Extent of the part, from the origin, that two shapes share."""
     return tuple(min(a, b) for a, b in zip(stored, wanted, strict=True))
-
-
-__all__ = ["bounds", "cast_into", "common_box", "to_dtype"]

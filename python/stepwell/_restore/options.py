@@ -152,19 +152,6 @@ class RestoreOptions:
         """True if the caller's own memory is to be filled."""
         return self.into is not None
 
-    @property
-    def is_exact(self) -> bool:
-        """True if nothing is said by path, so that a target that has exactly the stored structure
-        matches leaf by leaf."""
-        return (
-            self.include is None
-            and self.exclude is None
-            and self.rename is None
-            and not any(
-                isinstance(one, Mapping) for one in (self.missing, self.unexpected, self.cast, self.resize)
-            )
-        )
-
     def placement(self) -> Callable[[str, ArraySpec], Any] | None:
         """Returns the function from path and spec of a JAX array to its place, or ``None``."""
         if self.shardings is None:

@@ -147,7 +147,7 @@ def plan(
 
     for own in (False, True):
         for batch in reads.batches(own):
-            count([(one.stored, list(one.box())) for one in batch if prod(one.box())], [])
+            count([(one.stored, list(one.box)) for one in batch if prod(one.box)], [])
     if job.objects:
         count([], job.objects)
     for leaf in {one.stored for one in reads.jobs} | set(job.objects):

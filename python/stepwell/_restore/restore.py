@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import datetime
 import difflib
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 from .. import _adapters as adapters
 from .. import _core
 from .. import _lifecycle as lifecycle
-from .._adapters import Target
+from .._adapters import Box, Target
 from .._distributed.agreement import Together, Unasked
 from .._distributed.exchange import Exchange
 from .._paths import named
@@ -24,11 +26,11 @@ from .._state.specs import AS_STORED, ArraySpec
 from ..errors import MismatchError
 from . import collector as collecting
 from . import scalars, template
-from .array_reads import ArrayReads, Job, telling
+from .array_reads import ArrayReads, Conversion, Job, telling
 from .options import RestoreOptions
 from .report import RestoreReport
 from .structure import Structure
-from .template import Part, naming
+from .template import Branch, Leaf, Part, naming
 from .wanted import Wanted
 
 _WARNING = 30
@@ -52,27 +54,20 @@ class Restore:
         self.report = RestoreReport()
         self._options = options.plain()
         self._device = options.device
-        self._structure = structure
+        self.structure = Structure(core.nodes) if structure is None else structure
         #: Leaves that hold the objects that are read.
         self.objects: list[int] = []
-        self._job_of: dict[tuple[int, int], list[Job]] = {}
         self._place = options.placement()
         self._to = options.to
         self._empty_there = (
             None if self._to is None or self._device is None else adapters.empty(self._to, self._device)
         )
 
-    @property
-    def makes_no_tensors_on_devices(self) -> bool:
-        """True if what is new, and is not described by the caller, is made in host memory."""
-        return self._empty_there is None
-
-    @property
-    def structure(self) -> Structure:
-        """The stored tree."""
-        if self._structure is None:
-            self._structure = Structure(self.core.nodes())
-        return self._structure
+    @cached_property
+    def _paths(self) -> list[str]:
+        """Rendered paths of the stored leaves."""
+        found: list[str] = self.core.leaf_paths()
+        return found
 
     def run(self, part: Part, fill: bool) -> Any:
         """The caller's structure with the stored values; in place where ``fill`` says so and it can
@@ -81,55 +76,62 @@ class Restore:
         reads.settle()
         if self._exchange is not None:
             reads.share(self._exchange)
-        objects = dict(
-            zip(
-                self.objects,
-                self.core.objects(self.objects, Reviver(template.enum_classes(part))),
-                strict=True,
-            )
-        )
+        reviver = Reviver(template.enum_classes(template.leaves(part)))
+        objects = dict(zip(self.objects, self.core.objects(self.objects, reviver), strict=True))
         wanted.check_types(objects)
         reads.read_new()
-        wanted.try_states(self._arrays(), objects, fill)
+        wanted.try_states(objects, fill)
         reads.fill()
         with telling(lambda: [*reads.filled(), *wanted.given]):
-            wanted.fill_results(self._arrays(), objects, fill)
+            wanted.fill_results(objects, fill)
             return template.finish(part, fill)
 
     def prepare(self, part: Part, fill: bool) -> tuple[Wanted, ArrayReads]:
         """Matches, and says what is to be read. Reads nothing."""
+        leaves, branches = self._settle(part)
         if fill:
-            template.check_fillable(part)
-        self._check_places(part)
-        self._settle(part)
-        self._settle_scalars(part)
-        self._placed(part)
-        self._check_first(part)
-        self._check_ranks(part)
-        wanted = Wanted(self.structure, self.report, part, self._to, self._place_all)
-        if wanted.specs or wanted.top_level or wanted.whole:
-            self._match(wanted)
+            template.check_fillable(leaves, branches)
+        self._check_places(leaves, branches)
+        self._settle_scalars(leaves)
+        self._placed(leaves)
+        self._check_first(branches)
+        wanted = Wanted(self.structure, self.report, leaves, branches, self._to, self._place_all)
+        answer = self._match(wanted)
         if self._together is not None:
             self._together.settle()
-        return wanted, self._reads(wanted, fill)
+        return wanted, self._reads(wanted, answer, fill)
 
-    def _check_places(self, part: Part) -> None:
+    def _settle(self, part: Part) -> tuple[list[Leaf], list[Branch]]:
+        """Gives containers the children that depend on what is stored there."""
+        leaves, branches = template.walk(part)
+        if any(branch.settle is not None for branch in branches):
+            self._settle_children(branches)
+            leaves, branches = template.walk(part)
+        ranked = [branch for branch in branches if branch.per_rank]
+        for branch in ranked:
+            node = self.structure.find(branch.components)
+            if node is not None and self.structure.is_container(node):
+                stored = [str(self.structure.key(child)) for child in self.structure.children[node]]
+                template.check_ranks(branch, stored)
+        return template.walk(part) if ranked else (leaves, branches)
+
+    def _check_places(self, leaves: list[Leaf], branches: list[Branch]) -> None:
         """Raises where a tree of shardings names what is neither stored nor wanted."""
         asked: list[str] = getattr(self._place, "paths", [])
         if not asked:
             return
-        structure, wanted = self.structure, list(template.leaves(part))
+        structure = self.structure
         known = {
             *structure.paths,
-            *(one.path for one in template.branches(part)),
-            *(one.path for one in wanted),
+            *(one.path for one in branches),
+            *(one.path for one in leaves),
         }
         wrong = [path for path in asked if path not in known]
         if wrong:
             # A sequence of plain values is one leaf here, and several to jax.tree.map.
-            rows = zip(structure.leaf_paths(), self.core.leaves(), strict=True)
+            rows = zip(self._paths, self.core.leaves(), strict=True)
             plain = {path for path, (_, dtype, *_) in rows if dtype is None}
-            plain |= {leaf.path for leaf in wanted if leaf.what == "object"}
+            plain |= {leaf.path for leaf in leaves if leaf.what == "object"}
             wrong = [path for path in wrong if not any(path.startswith(f"{one}[") for one in plain)]
         if wrong:
             lines = [f"shardings= names {len(wrong)} path(s) that are neither stored nor wanted:"]
@@ -142,25 +144,25 @@ class Restore:
             error.leaf = wrong[0]
             raise error
 
-    def _settle(self, part: Part) -> None:
-        """Gives containers the children that depend on what is stored there."""
-        pending = [branch for branch in template.branches(part) if branch.settle is not None]
-        rows = self.core.leaves() if pending else []
+    def _settle_children(self, branches: list[Branch]) -> None:
+        rows = self.core.leaves()
 
         def spec(leaf: int) -> Any:
             _, dtype, shape, _ = rows[leaf]
             return AS_STORED if dtype is None else ArraySpec(tuple(shape), dtype)
 
-        for branch in pending:
+        for branch in branches:
+            if branch.settle is None:
+                continue
             node = self.structure.find(branch.components)
-            if node is not None and branch.settle is not None:
-                with naming(branch.path, "what is stored does not fit it"):
+            if node is not None:
+                with naming(branch.components, "what is stored does not fit it"):
                     branch.children = branch.settle(self.structure.outline(node, spec))
 
-    def _settle_scalars(self, part: Part) -> None:
+    def _settle_scalars(self, leaves: list[Leaf]) -> None:
         """Marks scalars that are stored as arrays without dimensions, and the other way round."""
         rows: Any = None
-        for leaf in template.leaves(part):
+        for leaf in leaves:
             wants_array = leaf.what == "array" and leaf.spec is not None and leaf.spec.shape == ()
             wants_scalar = leaf.what == "object" and scalars.kind_of_value(leaf.value) is not None
             if not wants_array and not wants_scalar:
@@ -179,10 +181,10 @@ class Restore:
                 if scalars.kind_of_value(stored) == scalars.kind_of_dtype(leaf.spec.dtype) is not None:
                     leaf.converts = "object"
 
-    def _check_first(self, part: Part) -> None:
+    def _check_first(self, branches: list[Branch]) -> None:
         """Raises if a stored value shows that its container is of another kind. The differences of
         the other leaves would only mislead."""
-        for branch in template.branches(part):
+        for branch in branches:
             if branch.first is None:
                 continue
             component, check = branch.first
@@ -196,26 +198,16 @@ class Restore:
                 error.leaf = branch.path
                 raise error
 
-    def _check_ranks(self, part: Part) -> None:
-        """Settles what is wanted of values that differ on every rank."""
-        for branch in template.branches(part):
-            if not branch.per_rank:
-                continue
-            node = self.structure.find(branch.components)
-            if node is not None and self.structure.is_container(node):
-                stored = [str(self.structure.key(child)) for child in self.structure.children[node]]
-                template.check_ranks(branch, stored)
-
-    def _placed(self, part: Part) -> None:
+    def _placed(self, leaves: list[Leaf]) -> None:
         """Has arrays of JAX go where ``shardings=`` says."""
         if self._place is None:
             return
-        for leaf in template.leaves(part):
-            if leaf.target is not None and leaf.target.replace is not None and leaf.spec is not None:
-                where = self._place(leaf.path, leaf.spec)
+        for leaf in leaves:
+            if leaf.target is not None and leaf.target.replace is not None:
+                where = self._place(leaf.path, leaf.target.spec)
                 if where is None:
                     continue
-                with naming(leaf.path, "shardings= does not fit it"):
+                with naming(leaf.components, "shardings= does not fit it"):
                     leaf.target = leaf.target.replace(leaf.target, where)
 
     def _place_all(self, paths: list[str], arrays: list[Any]) -> Any:
@@ -230,28 +222,22 @@ class Restore:
                 adapters.check_fits("jax", where, array.shape)
         return found
 
-    def _arrays(self) -> dict[tuple[int, int], Any]:
-        """Returns the arrays that were read: one, or one for each wanted box."""
-        return {
-            key: jobs[0].result if len(jobs) == 1 else [job.result for job in jobs]
-            for key, jobs in self._job_of.items()
-        }
-
-    def _match(self, wanted: Wanted) -> None:
+    def _match(self, wanted: Wanted) -> dict[str, Any]:
+        """Returns the engine's answer. Raises where something does not match."""
         given = {
             **self._options,
             "whole": wanted.whole,
             "dropped": [(item, _when(ns)) for item, ns in self.core.dropped()],
         }
-        answer = _core.match_state(self.core, wanted.specs, wanted.top_level, given)
+        answer = _core.match_state(self.core, wanted.rows, wanted.top_level, given)
         if self._together is not None and not _misfits(answer):
             # A leaf that another rank wants is not unexpected.
             mine = answer["unexpected_leaves"]
             of_none = set(self._together.unexpected(mine))
             given["elsewhere"] = set(mine) - of_none
             if given["elsewhere"]:
-                answer = _core.match_state(self.core, wanted.specs, wanted.top_level, given)
-        report, paths = self.report, self.structure.leaf_paths()
+                answer = _core.match_state(self.core, wanted.rows, wanted.top_level, given)
+        report = self.report
         for name in (
             "missing",
             "unexpected",
@@ -266,62 +252,70 @@ class Restore:
         report.wrong_shape = [
             (path, tuple(stored), tuple(asked)) for path, stored, asked in answer["wrong_shape"]
         ]
-        report.kept = [wanted.paths[number] for number in answer["kept"]]
-        report.ignored = [paths[leaf] for leaf in answer["ignored"]]
-        report.left_out = [paths[leaf] for leaf in answer["left_out"]]
+        report.kept = [wanted.places[number].path for number in answer["kept"]]
+        report.ignored = [self._paths[leaf] for leaf in answer["ignored"]]
+        report.left_out = [self._paths[leaf] for leaf in answer["left_out"]]
         wanted.kept = answer["kept"]
         if not answer["ok"]:
             raise report.mismatch()
         if report.unmatched or report.idle_renames:
             lifecycle.log(_WARNING, "stepwell.restore", f"restore of {self.core.path()}: {report.text}")
-        for match in answer["matches"]:
-            wanted.matches.setdefault(match[0], []).append(match[1:])
+        return answer
 
-    def _reads(self, wanted: Wanted, fill: bool) -> ArrayReads:
+    def _reads(self, wanted: Wanted, answer: dict[str, Any], fill: bool) -> ArrayReads:
+        """Makes the reads of what has matched: one for each array in memory."""
         objects: dict[int, None] = {}
         jobs: dict[Any, Job] = {}
-        paths = self.structure.leaf_paths()
-        for number, matches in wanted.matches.items():
-            leaf = wanted.leaf_of[number]
-            own = leaf.array if fill and leaf is not None and leaf.what == "array" else None
-            for stored, source, tensor in matches:
-                is_one = leaf is None or leaf.what != "stored"
-                path = wanted.paths[number] if is_one else paths[stored]
-                self.report.restored.append(path)
-                if paths[stored] != path:
-                    self.report.renamed.append((paths[stored], path))
-                if tensor is None:
-                    objects[source] = None
-                    continue
-                boxes = None if leaf is None or leaf.target is None else leaf.target.boxes
-                memories = None if not fill or leaf is None or leaf.target is None else leaf.target.memories
-                self._job_of.setdefault((number, stored), [])
-                stored_dtype, dtype, stored_shape, shape = tensor
-                if boxes is not None and leaf is not None and leaf.target is not None:
-                    self._check_inside(path, leaf.target, tuple(stored_shape))
-                for at, box in enumerate([None] if boxes is None else boxes):
-                    mine = own if memories is None else memories[at]
-                    job = Job.of(source, path, mine, stored_dtype, dtype, stored_shape, shape, box)
-                    if job.target is None:
-                        job.empty = self._empty(wanted, leaf, stored, fill)
-                    key: Any = (source, job.dtype, job.shape, job.offset)
-                    if job.target is not None:
-                        key = (*key, id(job.target))
-                    elif leaf is not None and wanted.takes_over(leaf, stored):
+        paths, report, renames = self._paths, self.report, bool(self._options["rename"])
+        conversions = [Conversion(*row) for row in answer["conversions"]]
+        for number, stored, source, which in answer["matches"]:
+            place = wanted.places[number]
+            leaf = place if type(place) is Leaf else None
+            path = paths[stored]
+            if renames and (leaf is None or leaf.what != "stored"):
+                path = place.path
+                if path != paths[stored]:
+                    report.renamed.append((paths[stored], path))
+            report.restored.append(path)
+            if which is None:
+                objects[source] = None
+                wanted.matches[number].append((stored, source, None))
+                continue
+            mine: list[Job] = []
+            wanted.matches[number].append((stored, source, mine))
+            for box, own in self._memories(leaf, path, conversions[which], fill):
+                job = Job(source, path, conversions[which], own, box)
+                key: Any = (source, which, job.offset, job.shape)
+                if job.target is not None:
+                    key = (*key, id(job.target))
+                else:
+                    job.empty = self._empty(leaf, fill)
+                    if leaf is not None and wanted.takes_over(leaf, stored):
                         key = (*key, "taken over")
-                    self._job_of[number, stored].append(jobs.setdefault(key, job))
+                mine.append(jobs.setdefault(key, job))
         self.objects = list(objects)
         for job in jobs.values():
-            self.report.nbytes += job.nbytes
-            if not job.exact:
-                self.report.cast.append((job.path, job.stored_dtype.name, job.dtype.name))
-            if job.stored_shape != job.whole:
-                self.report.resized.append((job.path, job.stored_shape, job.whole))
-        kept = (
-            [leaf for number in wanted.kept if (leaf := wanted.leaf_of[number]) is not None] if fill else []
-        )
-        arrays = [(leaf.path, leaf.array) for leaf in kept if leaf.array is not None]
-        return ArrayReads(self.core, list(jobs.values()), self.report, arrays)
+            report.nbytes += job.nbytes
+            conversion = job.conversion
+            if not conversion.exact:
+                report.cast.append((job.path, conversion.stored_dtype.name, conversion.dtype.name))
+            if conversion.stored_shape != conversion.shape:
+                report.resized.append((job.path, conversion.stored_shape, conversion.shape))
+        kept = [wanted.places[number] for number in wanted.kept] if fill else []
+        arrays = [(one.path, one.array) for one in kept if isinstance(one, Leaf) and one.array is not None]
+        return ArrayReads(self.core, list(jobs.values()), report, arrays)
+
+    def _memories(
+        self, leaf: Leaf | None, path: str, conversion: Conversion, fill: bool
+    ) -> Iterable[tuple[Box | None, Any]]:
+        """The boxes of an array that are wanted (``None``: all of it), each with the caller's
+        memory that it goes to, if any."""
+        target = None if leaf is None else leaf.target
+        if target is None or target.boxes is None:
+            return ((None, leaf.array if fill and leaf is not None and leaf.what == "array" else None),)
+        self._check_inside(path, target, conversion.stored_shape)
+        memories = target.memories if fill and target.memories is not None else [None] * len(target.boxes)
+        return zip(target.boxes, memories, strict=True)
 
     def _check_inside(self, path: str, target: Target, stored: tuple[int, ...]) -> None:
         """Raises for a part that lies nowhere in what is stored, where nobody has said how large
@@ -337,7 +331,7 @@ class Restore:
                     "pass shape=, the shape of the whole tensor, if what is beyond is padding"
                 )
 
-    def _empty(self, wanted: Wanted, leaf: Any, stored: int, fill: bool) -> Any:
+    def _empty(self, leaf: Leaf | None, fill: bool) -> Any:
         """Returns the function that makes a new array on its final device. An array that is only
         copied into an existing one is made on the host."""
         if leaf is not None and leaf.target is not None:
@@ -361,31 +355,6 @@ def _when(unix_ns: int) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _direct(core: Any, target: Any, options: RestoreOptions, together: Together | None) -> tuple[Any] | None:
-    """The restored value where the target has exactly the stored structure, dtypes and shapes, in
-    plain containers: the usual case, in the engine. ``None``: not so."""
-    to, device = options.to, options.device
-    plan = _core.plan_direct(core, target, options.fill, to is not None)
-    if plan is None:
-        return None
-    if together is not None:
-        together.settle()
-    objects = core.objects(plan.objects(), Reviver())
-    plan.read_fresh()
-    with telling(plan.in_place_paths):
-        plan.read_in_place()
-
-    def convert(arrays: list[Any]) -> list[Any]:
-        return arrays if to is None else adapters.arrays(to, arrays, device)
-
-    try:
-        return (plan.build(objects, convert, adapters.like),)
-    except adapters.DoesNotFit:
-        if together is not None:
-            raise
-        return None  # what goes leaf by leaf says which
-
-
 # A dozen objects for each leaf are made, which are all there until it returns.
 @collecting.paused()
 def run(
@@ -399,12 +368,5 @@ def run(
     from each other what several want."""
     job = Restore(core, options, together=together, exchange=exchange)
     target = AS_STORED if options.target is None else options.target
-    # Restores to a device go leaf by leaf.
-    on_host = job.makes_no_tensors_on_devices
-    plain = options.shardings is None and not options.return_report and exchange is None
-    if options.is_exact and on_host and plain:
-        found = _direct(core, target, options, together)
-        if found is not None:
-            return found[0]
     value = job.run(template.parse(target), options.fill)
     return (value, job.report) if options.return_report else value

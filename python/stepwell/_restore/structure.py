@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from .. import _adapters as adapters
@@ -24,34 +25,42 @@ BARE_STATE = "stepwell.state"
 
 
 class Structure:
-    """A stored tree, with its paths at hand."""
+    """A stored tree. Nodes, children and paths are made when somebody asks for them: of many
+    leaves, that is a good part of what looking at a checkpoint costs."""
 
-    __slots__ = ("_child_at", "_paths", "children", "leaf_nodes", "nodes")
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self.nodes = nodes
-        self.children: list[list[int]] = [[] for _ in nodes]
-        self._paths: list[str] | None = None
+    def __init__(self, nodes: Callable[[], Sequence[Node]]) -> None:
+        self._nodes = nodes
         #: For visited containers: key → child.
         self._child_at: dict[int, dict[tuple[bool, str | int], int]] = {}
-        leaves: list[tuple[int, int]] = []
-        for number, (parent, component, kind) in enumerate(nodes):
-            if component is not None:
-                self.children[parent].append(number)
-            if isinstance(kind, int):
-                leaves.append((kind, number))
-        self.leaf_nodes = [number for _, number in sorted(leaves)]
 
-    @property
+    @cached_property
+    def nodes(self) -> Sequence[Node]:
+        """All nodes, parents first."""
+        return self._nodes()
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """The numbers of each node's children."""
+        found: list[list[int]] = [[] for _ in self.nodes]
+        for number, (parent, component, _) in enumerate(self.nodes):
+            if component is not None:
+                found[parent].append(number)
+        return found
+
+    @cached_property
+    def leaf_nodes(self) -> list[int]:
+        """The node of each leaf."""
+        leaves = [(kind, number) for number, (_, _, kind) in enumerate(self.nodes) if isinstance(kind, int)]
+        return [number for _, number in sorted(leaves)]
+
+    @cached_property
     def paths(self) -> list[str]:
-        """The rendered path of each node. Rendered when somebody asks: of many leaves, that is a
-        good part of what looking at a checkpoint costs."""
-        if self._paths is None:
-            self._paths = paths = [""] * len(self.nodes)
-            for number, (parent, component, _) in enumerate(self.nodes):
-                if component is not None:
-                    paths[number] = extend(paths[parent], component)
-        return self._paths
+        """The rendered path of each node."""
+        paths = [""] * len(self.nodes)
+        for number, (parent, component, _) in enumerate(self.nodes):
+            if component is not None:
+                paths[number] = extend(paths[parent], component)
+        return paths
 
     def find(self, components: Sequence[Component]) -> int | None:
         """The node at a path; keys and fields of the same name are the same place."""
@@ -87,10 +96,6 @@ class Structure:
             else:
                 pending.extend(reversed(self.children[at]))
         return found
-
-    def leaf_paths(self) -> list[str]:
-        """Rendered paths of the leaves, by number."""
-        return [self.paths[node] for node in self.leaf_nodes]
 
     def is_container(self, node: int) -> bool:
         """True if a node is a container."""

@@ -13,15 +13,15 @@ import copy
 import dataclasses
 import enum
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from .. import _adapters as adapters
-from .._core import MAX_DEPTH
-from .._paths import Component, extend, named
+from .._core import MAX_DEPTH, is_plain
+from .._paths import Component, named, render
 from .._state import layouts, providers, stateful
 from .._state.leaves import describe
 from .._state.registry import is_namedtuple_class, of_class, stored_name
@@ -31,18 +31,14 @@ from ..errors import MismatchError, MisuseError, StepwellError, UnsupportedLeaf
 
 #: The kind of a wanted leaf: an array; an object; anything, also a whole subtree; nothing.
 What: TypeAlias = Literal["array", "object", "stored", "skip"]
+#: What has a shape and a dtype.
+Described: TypeAlias = "ArraySpec | np.ndarray[Any, Any]"
 
 
-@dataclass(slots=True)
 class Leaf:
-    """One place of the caller's structure where a value is wanted."""
+    """One place of the caller's structure where a value is wanted. There may be many thousand, so
+    what most of them lack is a default of the class."""
 
-    path: str
-    components: tuple[Component, ...]
-    what: What
-    #: The caller's own value: an array, a spec, a scalar, a type.
-    value: Any
-    spec: ArraySpec | None = None
     #: The stateful object that a stored subtree goes into.
     owner: tuple[Any, stateful.Protocol] | None = None
     #: The framework's target, and how its value is made.
@@ -57,8 +53,29 @@ class Leaf:
     #: The stored kind, if a scalar is wanted where an array without dimensions is stored
     #: ("array"), or the other way round ("object"); see :mod:`stepwell._restore.scalars`.
     converts: Literal["array", "object"] | None = None
+    #: The number of its request in the match; ``None``: nothing is asked for.
+    number: int | None = None
     #: Set when the value is known.
     result: Any = None
+
+    def __init__(
+        self,
+        components: tuple[Component, ...],
+        what: What,
+        value: Any,
+        spec: Described | None = None,
+    ) -> None:
+        self.components = components
+        self.what = what
+        #: The caller's own value: an array, a spec, a scalar, a type.
+        self.value = value
+        #: Shape and dtype of a wanted array.
+        self.spec = spec
+
+    @property
+    def path(self) -> str:
+        """Its rendered path."""
+        return render(self.components)
 
     @property
     def array(self) -> np.ndarray[Any, Any] | adapters.OnDevice | None:
@@ -97,7 +114,6 @@ class Branch:
     """A container of the caller's structure."""
 
     value: Any
-    path: str
     components: tuple[Component, ...]
     children: list[tuple[Any, Part]]
     finish: Callable[[Branch, list[tuple[Any, Any]], bool], Any]
@@ -111,9 +127,10 @@ class Branch:
     #: Returns the children for the outline of what is stored there; see ``adapters.Opened.settle``.
     settle: Callable[[Any], list[tuple[Any, Part]]] | None = None
 
-    def pairs(self, fill: bool) -> list[tuple[Any, Any]]:
-        """Keys and finished values."""
-        return [(key, finish(child, fill)) for key, child in self.children]
+    @property
+    def path(self) -> str:
+        """Its rendered path."""
+        return render(self.components)
 
 
 Part: TypeAlias = Leaf | Branch
@@ -123,8 +140,8 @@ def parse(target: Any) -> Part:
     """Takes the caller's structure apart."""
     arranged = adapters.arrange(target)
     if arranged is None:
-        return _part(target, "", (), ())
-    part = _part(arranged.state, "", (), ())
+        return _part(target, (), ())
+    part = _part(arranged.state, (), ())
     assert isinstance(part, Branch)
     part.finish = lambda _, pairs, fill: arranged.put_back(dict(pairs), fill)
     return part
@@ -135,7 +152,11 @@ def finish(part: Part, fill: bool) -> Any:
     is possible."""
     if isinstance(part, Leaf):
         return part.result
-    return part.finish(part, part.pairs(fill), fill)
+    pairs = [
+        (key, child.result if isinstance(child, Leaf) else finish(child, fill))
+        for key, child in part.children
+    ]
+    return part.finish(part, pairs, fill)
 
 
 def as_state(like: Any) -> Any:
@@ -162,44 +183,43 @@ def as_state(like: Any) -> Any:
     return finish(part, False)
 
 
-def leaves(part: Part) -> Iterator[Leaf]:
-    """All leaves, in order."""
+def walk(part: Part) -> tuple[list[Leaf], list[Branch]]:
+    """Returns all leaves and all containers, in order."""
+    found: tuple[list[Leaf], list[Branch]] = [], []
     pending = [part]
     while pending:
         one = pending.pop()
         if isinstance(one, Leaf):
-            yield one
+            found[0].append(one)
         else:
-            pending.extend(child for _, child in reversed(one.children))
+            found[1].append(one)
+            pending.extend([child for _, child in reversed(one.children)])
+    return found
 
 
-def branches(part: Part) -> Iterator[Branch]:
-    """All containers, in order."""
-    pending = [part]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, Branch):
-            yield one
-            pending.extend(child for _, child in reversed(one.children))
+def leaves(part: Part) -> list[Leaf]:
+    """All leaves, in order."""
+    return walk(part)[0]
 
 
-def check_fillable(part: Part) -> None:
+def check_fillable(leaves: list[Leaf], branches: list[Branch]) -> None:
     """Raises where something of the caller's cannot be filled, before anything is read."""
-    for branch in branches(part):
+    for branch in branches:
         if branch.unfillable is not None:
-            raise _refused(branch.path, f"cannot be restored into: {branch.unfillable}")
-    for leaf in leaves(part):
+            raise _refused(branch.components, f"cannot be restored into: {branch.unfillable}")
+    for leaf in leaves:
         if leaf.target is not None and leaf.target.unfillable is not None:
-            raise _refused(leaf.path, f"cannot be restored into: {leaf.target.unfillable}")
+            raise _refused(leaf.components, f"cannot be restored into: {leaf.target.unfillable}")
         if leaf.owner is not None and (why := adapters.why_not_loaded(leaf.owner[0])) is not None:
-            raise _refused(leaf.path, f"cannot be restored into: {why}")
+            raise _refused(leaf.components, f"cannot be restored into: {why}")
 
 
-def enum_classes(part: Part) -> dict[str, type]:
+def enum_classes(leaves: list[Leaf]) -> dict[str, type]:
     """The enum classes that the caller's own values name, by stored name."""
     found: dict[str, type] = {}
-    for leaf in leaves(part):
-        _collect_enums(leaf.value, found, 0)
+    for leaf in leaves:
+        if leaf.what == "object":
+            _collect_enums(leaf.value, found, 0)
     return found
 
 
@@ -213,146 +233,145 @@ def _collect_enums(value: Any, found: dict[str, type], depth: int) -> None:
             _collect_enums(one, found, depth + 1)
 
 
-#: The containers around a value, outermost first, with their paths.
-Above: TypeAlias = tuple[tuple[Any, str], ...]
+#: The containers around a value, outermost first, with their places.
+Above: TypeAlias = tuple[tuple[Any, tuple[Component, ...]], ...]
 
 
-def _part(value: Any, path: str, components: tuple[Component, ...], above: Above) -> Part:
+def _part(value: Any, at: tuple[Component, ...], above: Above) -> Part:
     cls = type(value)
     if cls is np.ndarray:
-        return Leaf(path, components, "array", value, ArraySpec(value.shape, value.dtype))
+        return Leaf(at, "array", value, value)
     if cls is dict:
-        return _branch(value, path, components, above, _keys(value.items(), path), _finish_dict)
-    if value is AS_STORED:
-        return Leaf(path, components, "stored", value)
-    if value is ...:
-        return Leaf(path, components, "skip", value)
+        return _branch(value, at, above, _keys(value.items(), at), _finish_dict)
     if cls is ArraySpec:
-        return Leaf(path, components, "array", value, value)
+        return Leaf(at, "array", value, value)
+    if value is AS_STORED:
+        return Leaf(at, "stored", value)
+    if value is ...:
+        return Leaf(at, "skip", value)
     if cls is ObjectSpec or value is None or cls in _SCALARS:
-        return Leaf(path, components, "object", value)
+        return Leaf(at, "object", value)
     if isinstance(value, type):
-        return _type_leaf(value, path, components)
+        return _type_leaf(value, at)
     if cls is Maybe:
-        part = _part(value.value, path, components, above)
+        part = _part(value.value, at, above)
         for leaf in leaves(part):
             leaf.optional = True
             leaf.is_new = value.is_new
         return part
     if cls is Checked:
-        return Leaf(path, components, "stored", AS_STORED, check=value.check)
+        checked = Leaf(at, "stored", AS_STORED)
+        checked.check = value.check
+        return checked
     if cls is list or cls is tuple:
         if value and is_plain(value):
-            return Leaf(path, components, "object", value)
-        make = _finish_list if cls is list else _finish_tuple
-        return _branch(value, path, components, above, [(("x", i), one) for i, one in enumerate(value)], make)
-    return _other(value, path, components, above)
+            return Leaf(at, "object", value)
+        return _branch(value, at, above, _places(value), _finish_list if cls is list else _finish_tuple)
+    return _other(value, at, above)
 
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, bytearray, set, frozenset})
 
 
-def _other(value: Any, path: str, components: tuple[Component, ...], above: Above) -> Part:
+def _other(value: Any, at: tuple[Component, ...], above: Above) -> Part:
     if isinstance(value, Replicated):
-        inner = _part(value.value, path, components, _inside(value, path, above))
-        return Branch(value, path, components, [(None, inner)], _finish_wrapper)
+        inner = _part(value.value, at, _inside(value, at, above))
+        return Branch(value, at, [(None, inner)], _finish_wrapper)
     if isinstance(value, PerRank):
-        key = value.stored_key()
-        branch = _branch(value, path, components, above, [(("k", key), value.value)], _finish_per_rank)
+        branch = _branch(value, at, above, [(("k", value.stored_key()), value.value)], _finish_per_rank)
         branch.per_rank = True
         return branch
     if type(value) is Segments and value.is_named:
         tensors: list[tuple[Component, Any]] = [
             (("k", name), parts) for name, parts in value.tensors().items() if name is not None
         ]
-        return _branch(value, path, components, above, tensors, _finish_segments)
-    array = _target(value, path)
+        return _branch(value, at, above, tensors, _finish_segments)
+    array = _target(value, at)
     if array is not None:
-        return Leaf(path, components, "array", value, array.spec, target=array)
+        return _target_leaf(value, at, array)
     if isinstance(value, np.ndarray):
-        return Leaf(path, components, "array", np.asarray(value), ArraySpec(value.shape, value.dtype))
+        value = np.asarray(value)
+        return Leaf(at, "array", value, value)
     registered = of_class(type(value))
-    opened = None if registered is not None and registered.flatten else adapters.branch(value)
+    is_custom = registered is not None and registered.flatten is not None
+    opened = None if is_custom else adapters.branch(value)
     if opened is not None:
 
         def close(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
             return opened.close(pairs, fill)
 
-        branch = _branch(value, path, components, above, opened.children, close)
+        branch = _branch(value, at, above, opened.children, close)
         branch.unfillable, branch.first = opened.unfillable, opened.first
         if (settle := opened.settle) is not None:
-            branch.settle = lambda stored: (
-                _branch(value, path, components, above, settle(stored), close).children
-            )
+            branch.settle = lambda stored: _branch(value, at, above, settle(stored), close).children
         return branch
-    protocol = None if registered is not None and registered.flatten else stateful.protocol_of(value)
+    protocol = None if is_custom else stateful.protocol_of(value)
     if protocol is not None:
-        return Leaf(path, components, "stored", value, owner=(value, protocol))
+        leaf = Leaf(at, "stored", value)
+        leaf.owner = (value, protocol)
+        return leaf
     description: Any
     try:
         description = describe(value)
     except Exception as failure:
-        failure.add_note(f"while the {type(value).__name__} at {named(path)} was taken apart")
+        failure.add_note(f"while the {type(value).__name__} at {named(render(at))} was taken apart")
         raise
     tag = description[0]
     if tag == "mapping":
-        return _branch(value, path, components, above, _keys(description[2], path), _finish_mapping)
+        return _branch(value, at, above, _keys(description[2], at), _finish_mapping)
     if tag == "deque":
-        items: list[Any] = description[2]
-        if items and is_plain(items):
-            return Leaf(path, components, "object", value)
-        return _branch(
-            value, path, components, above, [(("x", i), v) for i, v in enumerate(items)], _finish_deque
-        )
+        if value and is_plain(description[2]):
+            return Leaf(at, "object", value)
+        return _branch(value, at, above, _places(value), _finish_deque)
     if tag == "fields":
         fields: list[tuple[Component, Any]] = [(("f", name), v) for name, v in description[3]]
         make = _finish_namedtuple if isinstance(value, tuple) else _finish_dataclass
-        return _branch(value, path, components, above, fields, make)
+        return _branch(value, at, above, fields, make)
     if tag == "custom":
-        return _branch(value, path, components, above, _keys(description[2], path), _finish_custom)
+        return _branch(value, at, above, _keys(description[2], at), _finish_custom)
     if tag == "refuse":
-        raise _refused(path, str(description[1]))
-    return Leaf(path, components, "object", value)
+        raise _refused(at, str(description[1]))
+    return Leaf(at, "object", value)
 
 
-def _inside(value: Any, path: str, above: Above) -> Above:
+def _target_leaf(value: Any, at: tuple[Component, ...], array: adapters.Target) -> Leaf:
+    leaf = Leaf(at, "array", value, array.spec)
+    leaf.target = array
+    return leaf
+
+
+def _inside(value: Any, at: tuple[Component, ...], above: Above) -> Above:
     """Returns the containers around a container's children. Raises for a cycle, and for endless
     nesting."""
-    for one, at in above:
+    for one, place in above:
         if one is value:
-            where = (
-                f"the {type(value).__qualname__} at `{at}`"
-                if at
-                else f"the whole structure (a {type(value).__qualname__})"
-            )
-            raise _refused(path, f"a cycle: {where} is inside itself here; leave this reference out")
+            kind = type(value).__qualname__
+            where = f"the {kind} at `{render(place)}`" if place else f"the whole structure (a {kind})"
+            raise _refused(at, f"a cycle: {where} is inside itself here; leave this reference out")
     if len(above) >= MAX_DEPTH:
-        raise _refused(path, f"nested more than {MAX_DEPTH} deep; flatten it")
-    return (*above, (value, path))
+        raise _refused(at, f"nested more than {MAX_DEPTH} deep; flatten it")
+    return (*above, (value, at))
 
 
-def _refused(path: str, why: str) -> UnsupportedLeaf:
-    error = UnsupportedLeaf(f"{named(path)}: {why}")
-    error.leaf = path
+def _refused(at: tuple[Component, ...], why: str) -> UnsupportedLeaf:
+    error = UnsupportedLeaf(f"{named(render(at))}: {why}")
+    error.leaf = render(at)
     return error
 
 
 def _branch(
     value: Any,
-    path: str,
-    components: tuple[Component, ...],
+    at: tuple[Component, ...],
     above: Above,
     children: list[tuple[Component, Any]],
     make: Callable[[Branch, list[tuple[Any, Any]], bool], Any],
 ) -> Branch:
-    parts: list[tuple[Any, Part]] = []
-    above = _inside(value, path, above)
-    for component, child in children:
-        parts.append((component[1], _part(child, extend(path, component), (*components, component), above)))
-    return Branch(value, path, components, parts, make)
+    above = _inside(value, at, above)
+    parts = [(component[1], _part(child, (*at, component), above)) for component, child in children]
+    return Branch(value, at, parts, make)
 
 
-def _keys(items: Any, path: str) -> list[tuple[Component, Any]]:
+def _keys(items: Iterable[tuple[Any, Any]], at: tuple[Component, ...]) -> list[tuple[Component, Any]]:
     found: list[tuple[Component, Any]] = []
     for key, value in items:
         if type(key) is str:
@@ -360,64 +379,63 @@ def _keys(items: Any, path: str) -> list[tuple[Component, Any]]:
         elif type(key) is int:
             found.append((("i", key), value))
         else:
-            raise _refused(path, f"keys are str or int; {key!r} is a {type(key).__name__}")
+            raise _refused(at, f"keys are str or int; {key!r} is a {type(key).__name__}")
     return found
 
 
-def _target(value: Any, path: str) -> adapters.Target | None:
+def _places(values: Iterable[Any]) -> list[tuple[Component, Any]]:
+    return [(("x", number), value) for number, value in enumerate(values)]
+
+
+def _target(value: Any, at: tuple[Component, ...]) -> adapters.Target | None:
     """Returns the target of a framework's array. Refuses an unsuitable tensor by path."""
     try:
-        with naming(path, "its sharding does not fit it"):
+        with naming(at, "its sharding does not fit it"):
             if type(value) is layouts.Parts:
                 return layouts.target(value)
             if type(value) in (LocalShard, FlatShard, Segments):
                 return layouts.target(value.parts())
             return providers.target(value) if providers.is_provider(value) else adapters.target(value)
     except UnsupportedLeaf as error:
-        raise _refused(path, str(error)) from error
+        raise _refused(at, str(error)) from error
 
 
 class naming:
     """Has what a framework says of a place name the leaf."""
 
-    __slots__ = ("_path", "_what")
+    __slots__ = ("_at", "_what")
 
-    def __init__(self, path: str, what: str) -> None:
-        self._path = path
+    def __init__(self, at: str | tuple[Component, ...], what: str) -> None:
+        self._at = at
         self._what = what
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _: Any, failure: BaseException | None, __: Any) -> None:
+        if failure is None:
+            return
+        path = self._at if isinstance(self._at, str) else render(self._at)
         if isinstance(failure, StepwellError):
-            failure.leaf = failure.leaf or self._path
+            failure.leaf = failure.leaf or path
         elif isinstance(failure, ValueError):
-            wrong = MismatchError(f"{named(self._path)}: {self._what}: {failure}")
-            wrong.leaf = self._path
+            wrong = MismatchError(f"{named(path)}: {self._what}: {failure}")
+            wrong.leaf = path
             raise wrong from failure
 
 
-def _type_leaf(value: type, path: str, components: tuple[Component, ...]) -> Leaf:
+def _type_leaf(value: type, at: tuple[Component, ...]) -> Leaf:
     if value is np.ndarray:
-        return Leaf(path, components, "array", value, ArraySpec())
-    array = _target(value, path)
+        return Leaf(at, "array", value, ArraySpec())
+    array = _target(value, at)
     if array is not None:
-        return Leaf(path, components, "array", value, array.spec, target=array)
+        return _target_leaf(value, at, array)
     if value in _SCALARS or issubclass(value, (np.generic, enum.Enum)) or value is type(None):
-        return Leaf(path, components, "object", value)
+        return Leaf(at, "object", value)
     raise MisuseError(
-        f"{named(path)}: a like= takes the types numpy.ndarray, torch.Tensor, jax.Array, int, float, complex, bool, str, bytes and enums, "
+        f"{named(render(at))}: a like= takes the types numpy.ndarray, torch.Tensor, jax.Array, int, float, complex, bool, str, bytes and enums, "
         f"not {value.__qualname__}; pass an ArraySpec, an instance, or sw.AS_STORED"
     )
-
-
-def is_plain(value: Any) -> bool:
-    """True if a sequence holds plain values only, so that it is one object leaf: what the engine
-    decides in a save."""
-    from .. import _core
-
-    return bool(_core.is_plain(value))
 
 
 def _finish_dict(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
@@ -494,7 +512,7 @@ def check_ranks(branch: Branch, stored: list[str]) -> None:
             f"{named(branch.path)}: {saved} ({', '.join(stored[:8])}{', …' if len(stored) > 8 else ''}), and wanted by {world}, this one as "
             f"{value.stored_key()!r}: which value is whose? Pass PerRank(…, resize=fn), where fn(values, rank, world_size) gives this rank its own, or leave it out (...)"
         )
-    branch.children = [(None, Leaf(branch.path, branch.components, "stored", AS_STORED))]
+    branch.children = [(None, Leaf(branch.components, "stored", AS_STORED))]
 
     def finish_resized(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
         there = pairs[0][1]

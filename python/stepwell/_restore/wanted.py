@@ -5,24 +5,39 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from .. import _adapters as adapters
 from .. import _core
 from .._paths import Component, named
-from .._state.specs import AS_STORED, ArraySpec, ObjectSpec, native_name
+from .._state.specs import AS_STORED, ObjectSpec, native_name
 from .._state.stateful import give, name_of
 from ..errors import MismatchError, UnsupportedLeaf
-from . import scalars, template
+from . import scalars
+from .array_reads import Job
 from .nested import Nested, try_on
 from .report import RestoreReport
-from .structure import Structure, kind_of, library, protocol_name
-from .template import Branch, Leaf, Part
+from .structure import Structure, library, protocol_name
+from .template import Branch, Leaf
 
 #: Of all arrays that are stored.
 _DTYPES = frozenset(_core.dtype_names())
+
+
+#: The stored leaf, the leaf that holds its bytes, and the reads of its array (``None``: it is an
+#: object; several: one for each wanted box).
+Match: TypeAlias = tuple[int, int, list[Job] | None]
+#: The objects that were read, by the leaf that holds them.
+Objects: TypeAlias = Mapping[int, Any]
+
+
+def _value(match: Match, objects: Objects) -> Any:
+    _, source, jobs = match
+    if jobs is None:
+        return objects[source]
+    return jobs[0].result if len(jobs) == 1 else [job.result for job in jobs]
 
 
 class Wanted:
@@ -32,7 +47,8 @@ class Wanted:
         self,
         structure: Structure,
         report: RestoreReport,
-        part: Part,
+        leaves: list[Leaf],
+        branches: list[Branch],
         to: str | None = None,
         place: Callable[[list[str], list[Any]], Any] = lambda paths, arrays: None,
     ) -> None:
@@ -43,39 +59,35 @@ class Wanted:
         self._report = report
         #: Components, what is wanted there (kind, dtype, shape), and whether the caller has a value
         #: there.
-        self.specs: list[tuple[tuple[Component, ...], str, str | None, tuple[int, ...] | None, bool]] = []
-        self.paths: list[str] = []
-        self.leaf_of: list[Leaf | None] = []
-        #: Wanted number → (stored leaf, leaf that holds its bytes, tensor or ``None``).
-        self.matches: dict[int, list[tuple[int, int, Any]]] = {}
-        #: Wanted numbers of the leaves that keep the caller's value.
+        self.rows: list[tuple[tuple[Component, ...], str, str | None, tuple[int, ...] | None, bool]] = []
+        #: Of each row, the place that it is for.
+        self.places: list[Leaf | Branch] = []
+        #: Of each row, what it got.
+        self.matches: list[list[Match]] = []
+        #: Numbers of the rows whose leaves keep the caller's value.
         self.kept: list[int] = []
         #: Paths of the caller's objects that were given their states.
         self.given: list[str] = []
-        #: The values of stored subtrees, by the leaf that wants them.
-        self._states: dict[int, Any] = {}
-        #: The values of converted scalars, by the leaf that wants them.
-        self._scalars: dict[int, Any] = {}
+        #: The values of stored subtrees and of converted scalars, by the leaf that wants them.
+        self._made: dict[Leaf, Any] = {}
         #: Stateful objects inside the states of others.
         self._nested: list[Nested] = []
-        self._leaves = list(template.leaves(part))
-        self._number: dict[int, int] = {}
+        self._leaves = leaves
         self._settled: list[tuple[Leaf, int]] = []
         self._empty: list[tuple[Branch, int]] = []
-        for leaf in self._leaves:
+        for leaf in leaves:
             self._add_leaf(leaf)
         #: Top-level entries that are wanted, those without a leaf too.
         self.top_level: list[Component] = []
-        #: True if all of the store is inside what is wanted. Entries may be absent from the top
-        #: where they have names: a sequence of another length, or where something else is stored,
-        #: is a mismatch there as anywhere.
-        self.whole = bool(structure.nodes) and not _has_names(structure.nodes[0][2])
-        for branch in template.branches(part):
+        #: True if all of the store is inside what is wanted: a sequence of another length is a
+        #: mismatch at the top as anywhere, since its places have no names.
+        self.whole = False
+        for branch in branches:
             if not branch.components and _is_sequence(branch.value):
                 self.whole = True
             if len(branch.components) == 1:
                 self.top_level.append(branch.components[0])
-            if not branch.children and type(branch.value) in (list, tuple, deque):
+            if not branch.children and _is_sequence(branch.value):
                 self._add_empty(branch)
 
     def _add(
@@ -86,10 +98,10 @@ class Wanted:
         shape: tuple[int, ...] | None = None,
         value: bool = False,
     ) -> int:
-        self.specs.append((where.components, kind, dtype, shape, value))
-        self.paths.append(where.path)
-        self.leaf_of.append(where if isinstance(where, Leaf) else None)
-        return len(self.specs) - 1
+        self.rows.append((where.components, kind, dtype, shape, value))
+        self.places.append(where)
+        self.matches.append([])
+        return len(self.rows) - 1
 
     def _add_leaf(self, leaf: Leaf) -> None:
         structure = self._structure
@@ -101,10 +113,10 @@ class Wanted:
             self._add(leaf, "skip")
             return
         if leaf.converts is not None:
-            self._number[id(leaf)] = self._add(leaf, "any", value=True)
+            leaf.number = self._add(leaf, "any", value=True)
             return
-        if leaf.what == "array":
-            spec = leaf.spec or ArraySpec()
+        if leaf.what == "array" and leaf.spec is not None:
+            spec = leaf.spec
             dtype = None if spec.dtype is None else native_name(spec.dtype)
             if dtype is not None and dtype not in _DTYPES:
                 error = UnsupportedLeaf(
@@ -112,10 +124,9 @@ class Wanted:
                 )
                 error.leaf = leaf.path
                 raise error
-            has_value = leaf.has_array
-            self._number[id(leaf)] = self._add(leaf, "tensor", dtype, spec.shape, has_value)
+            leaf.number = self._add(leaf, "tensor", dtype, spec.shape, leaf.has_array)
             return
-        if leaf.what == "stored" or type(leaf.value) in (list, tuple, deque):
+        if leaf.what == "stored" or _is_sequence(leaf.value):
             # A subtree without leaves, or an empty sequence where the caller has a plain one: there
             # is nothing to read.
             node = structure.find(leaf.components)
@@ -126,7 +137,7 @@ class Wanted:
         has_value = leaf.owner is not None or not (
             leaf.value is AS_STORED or isinstance(leaf.value, (ObjectSpec, type))
         )
-        self._number[id(leaf)] = self._add(leaf, kind, value=has_value)
+        leaf.number = self._add(leaf, kind, value=has_value)
 
     def _add_empty(self, branch: Branch) -> None:
         """An empty sequence of the caller where a plain one is stored, which is one object: what is
@@ -135,21 +146,18 @@ class Wanted:
         if node is not None and not self._structure.is_container(node):
             self._empty.append((branch, self._add(branch, "object", value=True)))
 
-    def check_types(self, objects: Mapping[int, Any]) -> None:
+    def check_types(self, objects: Objects) -> None:
         """A type in ``like`` is a demand on the stored object."""
         wrong: list[tuple[str, str, str]] = []
-        for number, matches in self.matches.items():
-            leaf = self.leaf_of[number]
-            if leaf is None or leaf.converts is not None:
+        for leaf in self._leaves:
+            if leaf.what != "object" or leaf.converts is not None or not isinstance(leaf.value, type):
                 continue
-            if leaf.what != "object" or not isinstance(leaf.value, type):
-                continue
-            value = objects[matches[0][1]]
-            fits = isinstance(value, leaf.value) and (leaf.value is bool or not isinstance(value, bool))
-            if not fits and not (leaf.value is float and type(value) is int):
-                wrong.append(
-                    (leaf.path, f"{type(value).__qualname__} {value!r:.60}", leaf.value.__qualname__)
-                )
+            for match in self._matches(leaf):
+                value = _value(match, objects)
+                fits = isinstance(value, leaf.value) and (leaf.value is bool or not isinstance(value, bool))
+                if not fits and not (leaf.value is float and type(value) is int):
+                    stored = f"{type(value).__qualname__} {value!r:.60}"
+                    wrong.append((leaf.path, stored, leaf.value.__qualname__))
         if wrong:
             self._report.wrong_kind = wrong
             self._report.text = "\n".join(
@@ -157,46 +165,37 @@ class Wanted:
             )
             raise self._report.mismatch()
 
-    def try_states(
-        self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
-    ) -> None:
-        """Puts stored subtrees together, and tries the states of generators on new ones: what does
-        not fit raises before anything of the caller's is changed. ``arrays`` are those that have
-        memory of their own."""
-        for leaf, node in self._settled:
-            self._states[id(leaf)] = self._build(leaf, node, _nothing, None, fill)
-        for leaf in self._leaves:
-            matches = self.matches.get(self._number.get(id(leaf), -1), [])
-            if leaf.what != "stored" or not matches:
-                continue
-            values = {
-                stored: objects[source] if tensor is None else arrays[self._number[id(leaf)], stored]
-                for stored, source, tensor in matches
-            }
-            self._convert(leaf, [stored for stored, _, tensor in matches if tensor is not None], values)
-            self._states[id(leaf)] = self._subtree(leaf, values, fill)
-        for leaf in self._leaves:
-            if id(leaf) in self._states:
-                self._try(leaf, self._states[id(leaf)])
-            elif leaf.converts is not None:
-                self._convert_scalar(leaf, arrays, objects)
+    def _matches(self, leaf: Leaf) -> list[Match]:
+        return [] if leaf.number is None else self.matches[leaf.number]
 
-    def _convert_scalar(
-        self, leaf: Leaf, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any]
-    ) -> None:
+    def try_states(self, objects: Objects, fill: bool) -> None:
+        """Puts stored subtrees together, and tries the states of generators on new ones: what does
+        not fit raises before anything of the caller's is changed."""
+        for leaf, node in self._settled:
+            self._made[leaf] = self._build(leaf, node, _nothing, None, fill)
+        for leaf in self._leaves:
+            if leaf.what != "stored" or not (matches := self._matches(leaf)):
+                continue
+            values = {match[0]: _value(match, objects) for match in matches}
+            self._convert(leaf, [stored for stored, _, jobs in matches if jobs is not None], values)
+            self._made[leaf] = self._subtree(leaf, values, fill)
+        for leaf in self._leaves:
+            if leaf.converts is not None:
+                self._convert_scalar(leaf, objects)
+            elif leaf in self._made:
+                self._try(leaf, self._made[leaf])
+
+    def _convert_scalar(self, leaf: Leaf, objects: Objects) -> None:
         """Converts a stored scalar to a wanted array without dimensions, or the other way round."""
-        at = self._number[id(leaf)]
-        if not (matches := self.matches.get(at, [])):
-            return
-        stored, source, tensor = matches[0]
-        value = objects[source] if tensor is None else arrays[at, stored]
-        if leaf.converts == "array":
-            self._scalars[id(leaf)] = scalars.as_scalar(leaf.path, value, leaf.value)
-            asked = leaf.value if isinstance(leaf.value, type) else type(leaf.value)
-            self._report.cast.append((leaf.path, value.dtype.name, asked.__name__))
-        elif leaf.spec is not None and leaf.spec.dtype is not None:
-            self._scalars[id(leaf)] = scalars.as_array(leaf.path, value, leaf.spec.dtype)
-            self._report.cast.append((leaf.path, type(value).__name__, leaf.spec.dtype.name))
+        for match in self._matches(leaf):
+            value = _value(match, objects)
+            if leaf.converts == "array":
+                self._made[leaf] = scalars.as_scalar(leaf.path, value, leaf.value)
+                asked = leaf.value if isinstance(leaf.value, type) else type(leaf.value)
+                self._report.cast.append((leaf.path, value.dtype.name, asked.__name__))
+            elif leaf.spec is not None and leaf.spec.dtype is not None:
+                self._made[leaf] = scalars.as_array(leaf.path, value, leaf.spec.dtype)
+                self._report.cast.append((leaf.path, type(value).__name__, leaf.spec.dtype.name))
 
     def _convert(self, leaf: Leaf, stored: list[int], values: dict[int, Any]) -> None:
         """Arrays of a stored subtree as those of the framework that they are to be of: for an
@@ -257,48 +256,46 @@ class Wanted:
             error.leaf = leaf.path
             raise error
 
-    def fill_results(
-        self, arrays: Mapping[tuple[int, int], Any], objects: Mapping[int, Any], fill: bool
-    ) -> None:
+    def fill_results(self, objects: Objects, fill: bool) -> None:
         """Gives every leaf of the template its value."""
         for branch, number in self._empty:
-            for stored, source, tensor in self.matches.get(number, ()):
-                branch.finish = _finish_replaced(
-                    objects[source] if tensor is None else arrays[number, stored]
-                )
+            for match in self.matches[number]:
+                branch.finish = _finish_replaced(_value(match, objects))
         for nested in self._nested:
             nested.load(self.given)
-        made: dict[Any, list[tuple[Leaf, Any]]] = {}
+        made: dict[Any, list[tuple[Leaf, adapters.Target, Any]]] = {}
         for leaf in self._leaves:
-            if id(leaf) in self._states:
-                state = self._states[id(leaf)]
+            if leaf in self._made and leaf.converts is None:
+                state = self._made[leaf]
                 leaf.result = state if leaf.owner is None else self._give(leaf, state, fill)
                 continue
-            at = self._number.get(id(leaf))
-            if at is None:
-                continue  # left out
-            matches = self.matches.get(at, [])
+            if leaf.number is None:
+                continue  # left out, or nothing to read
+            matches = self.matches[leaf.number]
             if not matches:
                 leaf.result = ... if leaf.is_new else leaf.value  # kept
                 continue
-            stored, source, tensor = matches[0]
-            value = objects[source] if tensor is None else arrays[at, stored]
-            if leaf.converts is not None:
-                value = self._scalars[id(leaf)]
-            if leaf.target is not None and (tensor is not None or leaf.converts is not None):
-                made.setdefault(leaf.target.finish, []).append((leaf, value))
+            value = _value(matches[0], objects) if leaf.converts is None else self._made[leaf]
+            if leaf.target is not None and (matches[0][2] is not None or leaf.converts is not None):
+                made.setdefault(leaf.target.finish, []).append((leaf, leaf.target, value))
             elif leaf.converts == "object":
                 leaf.result = _filled(leaf, value, fill)
             else:
-                leaf.result = _as_type(leaf, value)
+                leaf.result = float(value) if leaf.value is float and type(value) is int else value
         for finish, found in made.items():
-            targets = [(leaf.target, value) for leaf, value in found if leaf.target is not None]
+            # What stands at several places of the target, tied in the store too, is made once.
+            once = {
+                (id(leaf.value), id(target.placement), id(value)): (leaf, target, value)
+                for leaf, target, value in found
+            }
+            unique = list(once.values())
             try:
-                results = finish(targets, fill)
+                results = finish([(target, value) for _, target, value in unique], fill)
             except adapters.DoesNotFit as failure:
-                raise _does_not_fit(found[failure.number][0].path, failure) from None
-            for (leaf, _), result in zip(found, results, strict=True):
-                leaf.result = result
+                raise _does_not_fit(unique[failure.number][0].path, failure) from None
+            result_of = dict(zip(once, results, strict=True))
+            for leaf, target, value in found:
+                leaf.result = result_of[id(leaf.value), id(target.placement), id(value)]
 
     def _give(self, leaf: Leaf, state: Any, fill: bool) -> Any:
         """A stored state → the stateful object that it belongs to."""
@@ -372,11 +369,6 @@ def _of_owner(structure: Structure, node: int, leaf: Leaf) -> int:
     return next(iter([*exactly, *(one for one, _ in like), node]))
 
 
-def _has_names(kind: Any) -> bool:
-    """True if a stored node is a container whose entries have names."""
-    return not isinstance(kind, int) and kind_of(kind) not in ("list", "tuple", "deque")
-
-
 def _is_sequence(value: Any) -> bool:
     """True if a container of the caller's has places, and no names."""
     return type(value) in (list, tuple, deque)
@@ -398,9 +390,3 @@ def _filled(leaf: Leaf, value: np.ndarray[Any, Any], fill: bool) -> Any:
         return value
     leaf.value[...] = value
     return leaf.value
-
-
-def _as_type(leaf: Leaf, value: Any) -> Any:
-    if leaf.value is float and type(value) is int:
-        return float(value)
-    return value

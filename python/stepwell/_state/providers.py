@@ -93,14 +93,13 @@ def _fault(provider: Any, chunks: list[_Row]) -> str | None:
         return f"its chunks do not make up an array of shape {shape}: {why}"
     filled = [array for _, array, _ in chunks if 0 not in array.shape]
     try:
-        spans = _core.spans(filled)
+        _, close = _core.shared_memory(filled, len(filled))
     except (TypeError, BufferError) as error:
         return f"the memory of a chunk cannot be had: {error}"
-    begins: dict[int, int] = {}
-    for number, (first, _, _) in enumerate(spans):
-        if begins.setdefault(first, number) != number:
+    for one, other, first, second in close:
+        if first == second:
             return (
-                f"chunks {begins[first]} and {number} are the same memory; every chunk has to stay what it is until it is captured, "
+                f"chunks {one} and {other} are the same memory; every chunk has to stay what it is until it is captured, "
                 "so one buffer cannot be filled for one after the other"
             )
     return None
