@@ -60,8 +60,8 @@ pub struct Options {
     /// over; only where there are no locks.
     #[serde(deserialize_with = "seconds")]
     pub silence: Duration,
-    /// How long the files of a retired step stay where there are no locks: nobody knows there who
-    /// still reads them.
+    /// How long retention waits for a reader's lease before it removes a step from the listing.
+    /// Without locks there are no leases: the files of a retired step then stay for this time.
     #[serde(deserialize_with = "seconds")]
     pub grace: Duration,
     /// Files of so many bytes of the last retired step are written over by the next save; `None`:

@@ -245,12 +245,30 @@ fn a_thinning_that_was_interrupted_is_finished_by_the_next_writer() {
 }
 
 #[test]
-fn a_reader_finishes_with_a_step_that_was_retired_and_then_it_goes() {
+fn a_step_stays_listed_while_a_reader_has_leased_it() {
     let world = World::default();
     let manager = world.open(keeping(Retention::keep_latest(1)));
     commit(&manager, 1);
     let reader = Checkpoint::open(Path::new("/run/step_00000001"), &world.environment()).unwrap();
     assert!(reader.is_leased());
+    commit(&manager, 2);
+    assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+    assert_eq!(read(&reader)[0].1, vec![1; 3000]);
+    drop(reader);
+    commit(&manager, 3);
+    assert_eq!(manager.all_steps().unwrap(), [3]);
+    manager.close(Some(LONG)).unwrap();
+    assert_eq!(world.names(), ["step_00000003"]);
+}
+
+#[test]
+fn a_reader_finishes_with_a_step_that_was_retired() {
+    let world = World::default();
+    // The bound of a lease is over at once.
+    let retention = keeping(Retention::keep_latest(1));
+    let manager = world.open(Options { grace: Duration::ZERO, ..retention });
+    commit(&manager, 1);
+    let reader = Checkpoint::open(Path::new("/run/step_00000001"), &world.environment()).unwrap();
     commit(&manager, 2);
     assert_eq!(manager.all_steps().unwrap(), [2]);
     assert!(manager.wait_for_deletions(LONG).unwrap());

@@ -56,8 +56,9 @@ class Options:
             renewed its heartbeat for ``silence``.
         silence: the age at which a heartbeat counts as stopped. Used only without locks. A writer
             renews its heartbeat six times in this time. Other writers wait at least half of it.
-        grace: how long the files of a retired step stay on a file system without locks, where
-            readers hold no leases.
+        grace: how long retention waits for a reader's lease before it removes a step from the
+            listing. Without locks, readers hold no leases: the files of a removed step then stay
+            for this time.
         overwrite_from_bytes: the next save writes over files of the last retired step that have at
             least this size, which is faster than new files. Until then they use disk space.
             ``None`` deletes them at once: use it for roots that are exported to other machines, and

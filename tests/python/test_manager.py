@@ -668,3 +668,32 @@ def test_retention_is_applied_when_it_is_asked_for(root: Path) -> None:
     with sw.CheckpointManager(root, retention=sw.keep_latest(1)) as manager:
         assert manager.apply_retention() == [0, 1]
         assert manager.all_steps() == [2]
+
+
+def test_a_step_that_is_being_scored_keeps_its_score(root: Path) -> None:
+    state = {"w": np.zeros(3)}
+    with sw.CheckpointManager(root, retention=sw.keep_latest(1) | sw.keep_best(1, "score", "max")) as manager:
+        manager.save(1, state).result()
+        steps = sw.watch(root, timeout=0.1)
+        for newest, score in [(3, 5.0), (5, 1.0)]:
+            checkpoint = next(steps)
+            manager.save(newest - 1, state).result()
+            manager.save(newest, state).result()
+            manager.apply_retention()
+            assert checkpoint.step in manager.all_steps()
+            sw.add_metrics(root, checkpoint.step, {"score": score})
+        steps.close()  # type: ignore[attr-defined]
+        manager.save(6, state).result()
+        assert manager.all_steps() == [1, 6]
+        assert manager.metrics(1) == {"score": 5.0}
+
+
+def test_a_lease_keeps_a_step_listed_for_the_grace_period(root: Path) -> None:
+    options = sw.Options(grace=0.0)
+    with sw.CheckpointManager(root, retention=sw.keep_latest(1), options=options) as manager:
+        manager.save(1, {"w": np.zeros(3)}).result()
+        with sw.open(root) as checkpoint:
+            manager.save(2, {"w": np.zeros(3)}).result()
+            manager.apply_retention()
+            assert manager.all_steps() == [2]
+            assert not checkpoint["w"].load().any()

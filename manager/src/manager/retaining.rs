@@ -6,15 +6,17 @@
 //! the same.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use smallvec::SmallVec;
 use stepwell_core::format::manifest::{Attempt, Manifest};
+use stepwell_core::io::{Lock, LockKind};
 
 use super::Inner;
 use crate::commit::aside::{self, Thinned};
+use crate::directory_layout::LEASE;
 use crate::discovery::{Found, Listing};
 use crate::error::{Error, Result};
 use crate::metrics::Later;
@@ -24,6 +26,8 @@ use crate::root::LISTINGS;
 
 /// Steps that are looked into again after each commit.
 const LOOKED_INTO: usize = 64;
+/// The most steps that are locked while they are renamed.
+const LOCKED: usize = 64;
 
 /// Which steps were found whole.
 #[derive(Debug, Default)]
@@ -39,6 +43,8 @@ struct Inspected {
     verified: Option<Attempt>,
     /// Steps that a verification has found damaged, each with its first damage.
     corrupt: Vec<(Attempt, String)>,
+    /// Steps that no rule keeps and that readers have leased, and since when (Unix time).
+    leased: BTreeMap<u64, i64>,
 }
 
 /// A step that was found whole, and what retention asks of it. It stands here together: the
@@ -304,11 +310,14 @@ impl Inner {
         // Steps that were held since the plan stay.
         let retiring = self.usage.retiring(steps.iter().copied());
         let found = steps.iter().filter(|&&step| retiring.may_go(step)).filter_map(|&step| counted.get(step));
-        let found: Vec<&Found> = found.collect();
+        let (found, locks) = self.unread(found.collect(), inspected)?;
+        if found.is_empty() {
+            return Ok(Vec::new());
+        }
         let rename = |found: &&Found| (found.name.clone(), self.root.trash(found.manifest.step));
         let renames: Vec<(String, String)> = found.iter().map(rename).collect();
         let retired = aside::retire_all(&*self.root.dir, &renames);
-        drop(retiring);
+        drop((retiring, locks));
         for found in found.iter().take(retired.renamed) {
             inspected.whole.remove(&found.manifest.step);
         }
@@ -328,6 +337,45 @@ impl Inner {
             Some(error) => Err(error.into()),
             None => Ok(found.iter().take(retired.renamed).map(|found| found.manifest.step).collect()),
         }
+    }
+
+    /// Leaves out the steps that a reader has leased: an evaluator may still add the metrics that
+    /// decide about them. A lease keeps a step listed for the grace period at most. The others are
+    /// locked, so that no reader opens them while they are renamed: the newest of them, as each
+    /// lock takes a descriptor.
+    fn unread<'a>(
+        &self,
+        steps: Vec<&'a Found>,
+        inspected: &mut Inspected,
+    ) -> Result<(Vec<&'a Found>, VecDeque<Box<dyn Lock>>)> {
+        let now = self.environment.clock.unix_ns();
+        let grace = i64::try_from(self.options.grace.as_nanos()).unwrap_or(i64::MAX);
+        let before = std::mem::take(&mut inspected.leased);
+        let (mut unread, mut locks) = (Vec::with_capacity(steps.len()), VecDeque::new());
+        for found in steps {
+            let step = found.manifest.step;
+            let dir = self.root.dir.open_dir(&found.name)?;
+            match dir.try_lock(LEASE, LockKind::Exclusive, false) {
+                Ok(Some(lock)) => {
+                    locks.push_back(lock);
+                    if locks.len() > LOCKED {
+                        locks.pop_front();
+                    }
+                }
+                Ok(None) => {
+                    let since = before.get(&step).copied().unwrap_or(now);
+                    inspected.leased.insert(step, since);
+                    if now.saturating_sub(since) < grace {
+                        tracing::debug!(step, "not deleted now: it is being read");
+                        continue;
+                    }
+                }
+                Err(error) if error.is_not_found() || error.is_without_locks() => {}
+                Err(error) => return Err(error.into()),
+            }
+            unread.push(found);
+        }
+        Ok((unread, locks))
     }
 
     /// Without locks, a thinning leaves its files for the grace period. Deletes those whose period
