@@ -142,6 +142,21 @@ impl Checkpoint {
         }))
     }
 
+    /// Opens a checkpoint that has no name of its own yet, below `parent`.
+    pub(crate) fn open_in(parent: &Arc<dyn Dir>, name: &str, environment: &Environment) -> Result<Self> {
+        let load_options = Options::default().load_options(false);
+        Self::lease(parent, name, environment, PATIENCE, load_options)?.ok_or_else(|| Error::StepNotFound {
+            step: None,
+            root: parent.path().join(name),
+            latest: None,
+        })
+    }
+
+    /// Its open directory.
+    pub(crate) fn dir(&self) -> &dyn Dir {
+        &*self.dir
+    }
+
     /// Its path.
     pub fn path(&self) -> &Path {
         self.dir.path()

@@ -8,6 +8,7 @@
 //! |---|---|
 //! | [`manager`] | the manager of one root |
 //! | [`singular`] | one state under one path |
+//! | [`copy`] | copies of checkpoints, verified and published by one rename |
 //! | [`checkpoint`] | one step, opened and leased for reading |
 //! | [`save`] | one save: making it, running it, its handle |
 //! | [`state`] [`options`] [`environment`] | what goes in |
@@ -22,6 +23,7 @@ pub mod checkpoint;
 pub mod commit;
 mod control;
 pub mod coordination;
+pub mod copy;
 mod delete_tree;
 pub mod directory_layout;
 pub mod discovery;

@@ -205,7 +205,7 @@ fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwel
     Ok(trash)
 }
 
-fn split(path: &Path) -> Result<(&Path, String)> {
+pub(crate) fn split(path: &Path) -> Result<(&Path, String)> {
     let bad = || Error::Invalid(format!("{} cannot be the path of a checkpoint", path.display()));
     let name = path.file_name().and_then(|name| name.to_str()).ok_or_else(bad)?;
     if name.starts_with('.') {

@@ -2,6 +2,7 @@
 //! verification.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,18 +11,20 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use stepwell_core::format::index::{ChunkRegion, Extent, FileRecord, Index, LeafRecord};
+use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::{FileReads, VerifyProgress};
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, NodeKind};
-use stepwell_manager::{Error, ReadFailure};
+use stepwell_manager::{Error, ReadFailure, copy};
 use stepwell_reshard::read_plan::Request;
 
 use crate::arrays;
 use crate::errors::{closed, raise, raise_manager};
 use crate::hooks::hooks;
 use crate::ingest::{HeldBuffer, streams_of, target_of};
+use crate::options;
 use crate::values::to_python;
 use crate::wait;
 
@@ -282,6 +285,16 @@ impl Checkpoint {
         Ok(planned.into_iter().map(row).collect())
     }
 
+    /// Copies it to a free path, verified and durably; `progress` as in `verify`.
+    #[pyo3(signature = (path, progress = None))]
+    fn copy(&self, py: Python<'_>, path: PathBuf, progress: Option<Bound<'_, PyAny>>) -> PyResult<()> {
+        let inner = self.get(py)?;
+        telling(py, progress.as_ref(), move |seen| {
+            let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
+            copy::to_path(&inner, &path, &environment, seen)
+        })
+    }
+
     /// Reads everything and compares every checksum: `(files, bytes, [(file, block, leaf paths,
     /// what)])`. `progress(done, total)` is called now and then.
     #[pyo3(signature = (progress = None))]
@@ -292,26 +305,10 @@ impl Checkpoint {
         progress: Option<Bound<'_, PyAny>>,
     ) -> PyResult<(u64, u64, Vec<(String, Option<u64>, Vec<String>, String)>)> {
         let inner = self.get(py)?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let seen = Arc::new((AtomicU64::new(0), AtomicU64::new(0)));
-        let work = {
-            let (inner, stop, seen) = (Arc::clone(&inner), Arc::clone(&stop), Arc::clone(&seen));
-            move || {
-                inner.verify(inner.load_options(), &mut |at: VerifyProgress| {
-                    seen.0.store(at.done, Ordering::Relaxed);
-                    seen.1.store(at.total, Ordering::Relaxed);
-                    !stop.load(Ordering::Relaxed)
-                })
-            }
-        };
-        let tell = || match &progress {
-            Some(progress) => {
-                progress.call1((seen.0.load(Ordering::Relaxed), seen.1.load(Ordering::Relaxed))).map(|_| ())
-            }
-            None => Ok(()),
-        };
-        let report = wait::to_the_end(py, &stop, work, tell)?.map_err(|error| raise_manager(py, &error))?;
-        tell()?;
+        let checked = Arc::clone(&inner);
+        let report = telling(py, progress.as_ref(), move |seen| {
+            checked.verify(checked.load_options(), &mut |at: VerifyProgress| seen(at.done, at.total))
+        })?;
         let name = |leaf: &u32| inner.tree().leaf_path(*leaf).to_string();
         let damages = report.damages.iter().map(|damage| {
             let leaves = damage.leaves.iter().map(name).collect();
@@ -319,6 +316,36 @@ impl Checkpoint {
         });
         Ok((report.files, report.bytes, damages.collect()))
     }
+}
+
+/// Runs long work on a thread. `progress(done, total)` is called now and then, and stops the work
+/// by an exception, as an interrupt does.
+pub fn telling<T: Send + 'static>(
+    py: Python<'_>,
+    progress: Option<&Bound<'_, PyAny>>,
+    work: impl FnOnce(&mut dyn FnMut(u64, u64) -> bool) -> Result<T, Error> + Send + 'static,
+) -> PyResult<T> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let seen = Arc::new((AtomicU64::new(0), AtomicU64::new(0)));
+    let work = {
+        let (stop, seen) = (Arc::clone(&stop), Arc::clone(&seen));
+        move || {
+            work(&mut |done, total| {
+                seen.0.store(done, Ordering::Relaxed);
+                seen.1.store(total, Ordering::Relaxed);
+                !stop.load(Ordering::Relaxed)
+            })
+        }
+    };
+    let tell = || match progress {
+        Some(progress) => {
+            progress.call1((seen.0.load(Ordering::Relaxed), seen.1.load(Ordering::Relaxed))).map(|_| ())
+        }
+        None => Ok(()),
+    };
+    let answer = wait::to_the_end(py, &stop, work, tell)?.map_err(|error| raise_manager(py, &error))?;
+    tell()?;
+    Ok(answer)
 }
 
 /// Reads into held, writable buffers, by their number. Returns the bytes that were read. No host

@@ -15,7 +15,7 @@ use stepwell_core::sys::spawn;
 use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest, Ticket};
 
 use crate::board::Agreeing;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, telling};
 use crate::errors::{build, raise, raise_manager};
 use crate::events::Events;
 use crate::ingest::streams_of;
@@ -336,6 +336,18 @@ impl Manager {
 
     fn delete(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         self.query(py, move |inner| inner.delete(step))
+    }
+
+    /// Copies an open checkpoint into this root, as its step; `progress` as in its `verify`.
+    #[pyo3(signature = (checkpoint, progress = None))]
+    fn add(
+        &self,
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        progress: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (inner, source) = (Arc::clone(&self.inner), checkpoint.get(py)?);
+        telling(py, progress.as_ref(), move |seen| inner.add(&source, seen))
     }
 
     fn delete_branch(&self, py: Python<'_>, branch: String) -> PyResult<Vec<String>> {

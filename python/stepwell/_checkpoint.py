@@ -16,6 +16,7 @@ import numpy as np
 from . import _lifecycle as lifecycle
 from ._checks import shown
 from ._contents import StoredNode, nodes, utc
+from ._locations import absolute, check_destination
 from ._paths import Component
 from ._public import public
 from ._restore import collector as collecting
@@ -445,6 +446,15 @@ class Checkpoint:
         files, nbytes, damages = self._open().verify(progress)
         found = tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)
         return VerifyReport(files, nbytes, found, self.path, self.step)
+
+    def copy(self, path: str | os.PathLike[str], *, progress: Callable[[int, int], Any] | None = None) -> str:
+        """Copies the checkpoint to a free path, byte for byte, and returns that path. The copy is
+        verified and durable before it gets its name. ``progress`` as in :meth:`verify`. Metrics of
+        a later date belong to the root, and are not copied."""
+        where = absolute(path)
+        check_destination(where)
+        self._open().copy(where, progress)
+        return where
 
     def close(self) -> None:
         """Gives the lease up. Closing twice is fine."""

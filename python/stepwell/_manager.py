@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Unpack, final, get_args
@@ -665,6 +665,17 @@ class CheckpointManager:
         ``None``."""
         text: str | None = self._open().root_metadata()
         return None if text is None else json.loads(text)
+
+    def add(self, checkpoint: Checkpoint, *, progress: Callable[[int, int], Any] | None = None) -> None:
+        """Copies an open checkpoint into this root, byte for byte, as the step that it is. The copy
+        is verified and durable before it gets its name. ``progress`` as in
+        :meth:`Checkpoint.verify`.
+
+        Raises:
+            StepExists: the root has that step.
+        """
+        instance(checkpoint, Checkpoint, "checkpoint", "sw.open(…)")
+        self._open().add(checkpoint._open(), progress)
 
     def delete(self, step: int) -> None:
         """Deletes a step, also the newest or the only one: who names a step means it. (Retention

@@ -6,10 +6,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import click
 import pytest
 from command_line import DOCUMENT
 from pages import run_page
-from stepwell._cli.group import COMMANDS
+from stepwell._cli.group import COMMANDS, stepwell
 
 
 def test_the_examples_of_the_page_print_what_stands_there(
@@ -17,6 +18,18 @@ def test_the_examples_of_the_page_print_what_stands_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_page(DOCUMENT, tmp_path) >= len(COMMANDS)
+
+
+def test_the_page_names_every_option_of_every_command() -> None:
+    page = DOCUMENT.read_text()
+    missing = [
+        f"{name} {option}"
+        for name in COMMANDS
+        for parameter in stepwell.get_command(click.Context(stepwell), name).params
+        for option in [*parameter.opts, *parameter.secondary_opts]
+        if option.startswith("--") and not re.search(re.escape(option) + r"\b", page)
+    ]
+    assert missing == []
 
 
 def test_the_page_has_a_section_for_every_command() -> None:

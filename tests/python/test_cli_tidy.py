@@ -1,4 +1,4 @@
-"""Commands that clean up, and dry runs: plan, prune, rm, gc, rewind."""
+"""Commands that clean up, and dry runs: plan, prune, rm, gc, rewind, cp."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
-from command_line import document, make_root, process, run, state
+from command_line import document, flip_a_bit, make_root, process, run, state
 
 UNIQUE = "0123456789abcdef" * 2
 
@@ -284,3 +284,56 @@ def test_a_branch_that_is_read_keeps_its_files_until_then(root: Path) -> None:
     assert len(list(root.glob(".trash-*"))) == 1
     document("gc", root)
     assert not list(root.glob(".trash-*"))
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Returns the files below a directory."""
+    return {
+        str(one.relative_to(directory)): one.read_bytes() for one in directory.rglob("*") if one.is_file()
+    }
+
+
+def test_cp_copies_every_byte_to_a_path_or_a_root(root: Path, tmp_path: Path) -> None:
+    make_root(root)
+    found = document("cp", f"{root}@10", tmp_path / "deep" / "copy")
+    assert found["destination"] == str(tmp_path / "deep" / "copy")
+    assert files(tmp_path / "deep" / "copy") == files(root / "step_00000010")
+    assert document("verify", tmp_path / "deep" / "copy")["ok"]
+    assert not document("diff", f"{root}@10", tmp_path / "deep" / "copy")["changed"]
+    other = tmp_path / "other"
+    make_root(other, steps=1)
+    assert document("cp", f"{root}@20", other)["step"] == 20
+    document("cp", tmp_path / "deep" / "copy", other)
+    assert steps(other) == [0, 10, 20]
+    assert files(other / "step_00000020") == files(root / "step_00000020")
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_cp_refuses_an_existing_target(root: Path, tmp_path: Path) -> None:
+    make_root(root)
+    (tmp_path / "there").mkdir()
+    assert run("cp", root, tmp_path / "there").exit_code == 2
+    assert document("cp", f"{root}@10", root, code=1)["error"]["kind"] == "step_exists"
+    with sw.open(root) as checkpoint, pytest.raises(sw.MisuseError):
+        checkpoint.copy(root / "step_00000030")
+    assert steps(root) == [0, 10, 20]
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_cp_of_a_damaged_step_makes_no_copy(root: Path, tmp_path: Path) -> None:
+    make_root(root, steps=1)
+    flip_a_bit(root / "step_00000000" / "i0" / "00000.data", 4100)
+    found = document("cp", root, tmp_path / "copy", code=1)
+    assert found["error"]["kind"] == "corrupt_checkpoint"
+    assert sorted(one.name for one in tmp_path.iterdir()) == [root.name]
+
+
+def test_an_interrupted_copy_leaves_nothing(root: Path, tmp_path: Path) -> None:
+    make_root(root, steps=1)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with sw.open(root) as checkpoint, pytest.raises(KeyboardInterrupt):
+        checkpoint.copy(tmp_path / "copy", progress=stop)
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".tmp")] == []

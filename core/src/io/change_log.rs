@@ -192,6 +192,10 @@ impl Dir for RecordingDir {
         self.change(&[name], || self.dir.write_file(name, bytes))
     }
 
+    fn copy_file(&self, name: &str, from: &dyn File, copied: &mut dyn FnMut(u64) -> bool) -> Result<()> {
+        self.change(&[name], || self.dir.copy_file(name, from, copied))
+    }
+
     fn rename(&self, from: &str, to: &str, how: Rename) -> Result<()> {
         self.change(&[from, to], || self.dir.rename(from, to, how))
     }

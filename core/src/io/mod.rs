@@ -205,6 +205,14 @@ pub trait Dir: Send + Sync {
     /// directory's [`Dir::sync`].
     fn write_file(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
+    /// Creates a file (`O_EXCL`) with the content of another, and fsyncs it, as
+    /// [`Dir::write_file`]. `copied` gets the bytes of each piece; `false` stops the copy (EINTR).
+    fn copy_file(&self, name: &str, from: &dyn File, copied: &mut dyn FnMut(u64) -> bool) -> Result<()> {
+        let bytes = from.read_at(0, usize::try_from(from.len()?).unwrap_or(usize::MAX))?;
+        self.write_file(name, &bytes)?;
+        if copied(bytes.len() as u64) { Ok(()) } else { Err(stopped(self.path(), name)) }
+    }
+
     /// Renames within this directory.
     fn rename(&self, from: &str, to: &str, how: Rename) -> Result<()>;
 
@@ -224,6 +232,11 @@ pub trait Dir: Send + Sync {
 
     /// Free bytes for an unprivileged writer.
     fn free_bytes(&self) -> Result<u64>;
+}
+
+/// The error of a copy that was told to stop.
+fn stopped(dir: &Path, name: &str) -> crate::Error {
+    crate::Error::io("copy", dir.join(name), std::io::Error::from_raw_os_error(libc::EINTR))
 }
 
 /// An open data file.

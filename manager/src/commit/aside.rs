@@ -110,6 +110,12 @@ pub fn rename_apart(root: &dyn Dir, trash: &str, files: &[&str]) -> stepwell_cor
     files.iter().enumerate().map(apart).collect()
 }
 
+/// Gives a complete and durable copy its name, durably. EEXIST if the name is taken.
+pub fn publish_copy(parent: &dyn Dir, temporary: &str, name: &str) -> stepwell_core::Result<()> {
+    parent.rename(temporary, name, Rename::NoReplace)?;
+    parent.sync()
+}
+
 /// Sets a step aside into a branch.
 pub fn set_aside(root: &dyn Dir, name: &str, branch: &str) -> stepwell_core::Result<()> {
     root.rename(name, &directory_layout::branch(branch, name), Rename::NoReplace)?;

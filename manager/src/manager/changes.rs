@@ -9,6 +9,7 @@ use super::{Inner, Manager};
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
 use crate::coordination::LEADER;
+use crate::copy;
 use crate::directory_layout::{self, LEASE, OwnName};
 use crate::error::{Error, Result};
 use crate::metrics;
@@ -125,6 +126,25 @@ impl Manager {
         let inner = &self.inner;
         inner.check_writable("delete a branch")?;
         inner.team.ask("delete a branch", || inner.delete_branch(branch))
+    }
+
+    /// Copies an open checkpoint into this root, as its step: see [`copy`](crate::copy).
+    pub fn add(&self, source: &Checkpoint, progress: copy::Progress<'_>) -> Result<()> {
+        let inner = &self.inner;
+        inner.check_writable("add a step")?;
+        if !inner.team.is_alone() {
+            return Err(Error::Invalid("a step is added by a manager of one process".to_owned()));
+        }
+        inner.drain(None)?;
+        let step = source.manifest().step;
+        let root = &inner.root;
+        let name = root.names.format(step);
+        if root.list()?.steps.contains_key(&step) {
+            return Err(Error::PathExists { path: root.path.join(name) });
+        }
+        root.check_fence()?;
+        let label = directory_layout::label(step);
+        copy::into(source, &root.dir, &name, &label, &inner.environment, progress)
     }
 
     /// Keeps a step from retention and deletion as long as the [`Hold`] lives. Of several ranks the

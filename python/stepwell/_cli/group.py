@@ -16,6 +16,7 @@ COMMANDS = {
     "diff": ("diff", "Compare two checkpoints."),
     "verify": ("verify", "Read every byte and compare every checksum."),
     "plan": ("plan", "Show what a restore would read and do."),
+    "cp": ("cp", "Copy a checkpoint to another path or root, and verify the copy."),
     "prune": ("prune", "Apply retention to a root, once."),
     "rm": ("rm", "Delete steps or a branch."),
     "rewind": ("rewind", "Move the steps after STEP into a branch."),
@@ -66,7 +67,12 @@ def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="The version."
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Print the version.",
 )
 def stepwell() -> None:
     """Inspect checkpoints and roots of stepwell, and clean them up.

@@ -46,7 +46,9 @@ _ROWS = {
     help="Allow changes of dtype: exact, lossless (default), lossy; for a glob also a dtype. Repeatable.",
 )
 @click.option(
-    "--unexpected", type=click.Choice(["error", "ignore"]), help="Treat stored leaves that are not wanted."
+    "--unexpected",
+    type=click.Choice(["error", "ignore"]),
+    help="Refuse stored leaves that are not wanted (default), or ignore them.",
 )
 @click.option("--resize", type=click.Choice(["pad", "truncate", "both"]), help="Allow changes of shape.")
 def plan(out: Output, path: Target, like: Target | None, **options: Any) -> int:

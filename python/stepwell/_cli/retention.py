@@ -39,7 +39,10 @@ _OPTIONS = (
     click.option("--keep-latest", type=_ANY, metavar="N", help="Keep the newest N steps."),
     click.option("--keep-every", type=_POSITIVE, metavar="N", help="Keep steps divisible by N."),
     click.option(
-        "--items", multiple=True, metavar="GLOB", help="Of these steps, keep only these items. Repeatable."
+        "--items",
+        multiple=True,
+        metavar="GLOB",
+        help="Keep only these items of the steps of --keep-every. Repeatable.",
     ),
     click.option("--keep-best", metavar="METRIC", help="Keep the best steps by a metric; needs --mode."),
     click.option("--mode", type=click.Choice(["min", "max"]), help="Which value of the metric is best."),

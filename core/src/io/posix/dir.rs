@@ -100,7 +100,24 @@ impl PosixDir {
         })
     }
 
+    /// Creates a file that `write` fills. It is removed if that fails.
+    fn create_whole(&self, name: &str, write: impl FnOnce(&OwnedFd) -> Result<()>) -> Result<()> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
+        let fd = open_beneath(self.fd()?, name, flags, creation_mode(flags))
+            .map_err(self.failed("create", name))?;
+        let written = write(&fd);
+        if written.is_err() {
+            self.discard(name);
+        }
+        written
+    }
+
     fn write_new(&self, name: &str, fd: &OwnedFd, bytes: &[u8]) -> Result<()> {
+        self.write_piece(name, fd, bytes)?;
+        rustix::fs::fsync(fd).map_err(self.failed("fsync", name))
+    }
+
+    fn write_piece(&self, name: &str, fd: &OwnedFd, bytes: &[u8]) -> Result<()> {
         let mut rest = bytes;
         while !rest.is_empty() {
             match retry_on_intr(|| rustix::io::write(fd, rest)).map_err(self.failed("write", name))? {
@@ -108,9 +125,12 @@ impl PosixDir {
                 count => rest = rest.get(count..).unwrap_or_default(),
             }
         }
-        rustix::fs::fsync(fd).map_err(self.failed("fsync", name))
+        Ok(())
     }
 }
+
+/// Bytes of one piece of a copy.
+const COPIED_AT_ONCE: usize = 8 << 20;
 
 /// `openat2` refuses a mode where nothing can be made.
 fn creation_mode(flags: OFlags) -> Mode {
@@ -308,14 +328,24 @@ impl Dir for PosixDir {
     }
 
     fn write_file(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
-        let fd = open_beneath(self.fd()?, name, flags, creation_mode(flags))
-            .map_err(self.failed("create", name))?;
-        let written = self.write_new(name, &fd, bytes);
-        if written.is_err() {
-            self.discard(name);
-        }
-        written
+        self.create_whole(name, |fd| self.write_new(name, fd, bytes))
+    }
+
+    fn copy_file(&self, name: &str, from: &dyn File, copied: &mut dyn FnMut(u64) -> bool) -> Result<()> {
+        self.create_whole(name, |fd| {
+            let mut offset = 0;
+            loop {
+                let bytes = from.read_at(offset, COPIED_AT_ONCE)?;
+                if bytes.is_empty() {
+                    return rustix::fs::fsync(fd).map_err(self.failed("fsync", name));
+                }
+                self.write_piece(name, fd, &bytes)?;
+                offset += bytes.len() as u64;
+                if !copied(bytes.len() as u64) {
+                    return Err(self.failed("copy", name)(Errno::INTR));
+                }
+            }
+        })
     }
 
     fn rename(&self, from: &str, to: &str, how: Rename) -> Result<()> {

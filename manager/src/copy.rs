@@ -1,0 +1,125 @@
+//! Copies of checkpoints: byte for byte, verified, and published by one rename.
+//!
+//! A copy is written into a temporary beside its path, as a save is. Its files, its directories and
+//! its manifest are durable, and every checksum of it was compared, before it gets its name.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+
+use stepwell_core::format::manifest::stored_files;
+use stepwell_core::io::Dir;
+
+use crate::checkpoint::Checkpoint;
+use crate::commit::aside;
+use crate::delete_tree::delete_tree;
+use crate::directory_layout::{self, LEASE, MANIFEST};
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+use crate::lease::{Owned, own_temporary};
+use crate::singular;
+
+/// Bytes that are done and bytes in all, of writing and verifying; `false` stops the copy.
+pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
+
+/// Copies an open checkpoint to a free path.
+pub fn to_path(
+    source: &Checkpoint,
+    path: &Path,
+    environment: &Environment,
+    progress: Progress<'_>,
+) -> Result<()> {
+    let (parent, name) = singular::split(path)?;
+    let parent = environment.disk.create_dir_all(parent)?;
+    let label = directory_layout::label_of_path(&name);
+    into(source, &parent, &name, &label, environment, progress)
+}
+
+/// Copies an open checkpoint to a free name of a directory.
+pub(crate) fn into(
+    source: &Checkpoint,
+    parent: &Arc<dyn Dir>,
+    name: &str,
+    label: &str,
+    environment: &Environment,
+    progress: Progress<'_>,
+) -> Result<()> {
+    let taken = || Error::PathExists { path: parent.path().join(name) };
+    if parent.stat(name)?.is_some() {
+        return Err(taken());
+    }
+    let temporary = directory_layout::temporary(label, &environment.hex_id(), 0);
+    // Its held lease says that its writer lives, and becomes that of the copy.
+    let Owned { dir, life } = own_temporary(&**parent, &temporary, false)?;
+    let written = write(source, &dir, progress)
+        .and_then(|()| verify(parent, &temporary, environment, source, progress))
+        .and_then(|()| match aside::publish_copy(&**parent, &temporary, name) {
+            Err(error) if error.already_exists() => Err(taken()),
+            published => Ok(published?),
+        });
+    drop(life);
+    if written.is_err()
+        && let Err(error) = delete_tree(&**parent, &temporary)
+        && !error.is_not_found()
+    {
+        tracing::warn!(%error, "a failed copy left its temporary; the next save to this path removes it");
+    }
+    written
+}
+
+/// The bytes of a copy.
+fn total(source: &Checkpoint) -> u64 {
+    stored_files(&source.manifest().files).iter().map(|(_, length)| length).sum()
+}
+
+/// Writes all files and makes them durable, the manifest last.
+fn write(source: &Checkpoint, dir: &Arc<dyn Dir>, progress: Progress<'_>) -> Result<()> {
+    let manifest = source.manifest();
+    let indexes = manifest.items.iter().map(|item| item.index.path.as_str());
+    let files = stored_files(&manifest.files).into_iter().map(|(path, _)| path);
+    let whole = total(source).saturating_mul(2);
+    let mut directories = BTreeSet::new();
+    let mut done = 0_u64;
+    for path in indexes.chain(files) {
+        if let Some((above, _)) = path.rsplit_once('/')
+            && directories.insert(above.to_owned())
+        {
+            dir.create_dir(above)?;
+        }
+        let from = source.dir().open_file(path)?;
+        dir.copy_file(path, &*from, &mut |bytes| {
+            done = done.saturating_add(bytes);
+            progress(done.min(whole), whole)
+        })?;
+    }
+    for directory in &directories {
+        dir.open_dir(directory)?.sync()?;
+    }
+    if dir.stat(LEASE)?.is_none() {
+        dir.write_file(LEASE, b"")?;
+    }
+    dir.write_file(MANIFEST, &manifest.encode()?)?;
+    Ok(dir.sync()?)
+}
+
+/// Compares every checksum of the copy.
+fn verify(
+    parent: &Arc<dyn Dir>,
+    temporary: &str,
+    environment: &Environment,
+    source: &Checkpoint,
+    progress: Progress<'_>,
+) -> Result<()> {
+    let copy = Checkpoint::open_in(parent, temporary, environment)?;
+    let half = total(source);
+    let report = copy.verify(source.load_options(), &mut |at| {
+        progress(half.saturating_add(at.done), half.saturating_mul(2))
+    })?;
+    match report.damages.first() {
+        None => Ok(()),
+        Some(damage) => {
+            let what = format!("{}; the copy was given up. Verify the source", damage.what);
+            Err(stepwell_core::Error::corrupt(&damage.file, what).into())
+        }
+    }
+}
