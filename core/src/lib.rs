@@ -13,14 +13,12 @@
 //! | [`io`] | the [`io::Disk`] trait and its engines |
 //! | [`provider`] | what turns a leaf into bytes |
 //! | [`staging`] | the memory that they pass through |
-//! | [`copy`] | geometry of copies between strided memory and chunks |
 //! | [`save`] | the pipeline that writes data files |
 //! | [`load`] | the pipeline that reads them: restore, verification |
 //! | [`read_plan`] | what a restore reads and where it puts it |
 //! | [`sync`] | locks and channels, under names that tests of interleavings change |
 //! | [`sys`] | the only unsafe code |
 
-pub mod copy;
 pub mod deadline;
 pub mod dtype;
 mod error;

@@ -88,6 +88,20 @@ fn crates_depend_one_way_core_reshard_manager_python() {
 }
 
 #[test]
+fn sys_imports_nothing_above_it() {
+    // The vocabulary: errors, and descriptions of regions and copies.
+    let may = ["sys::", "sys)", "region::", "read_plan::", "{Error, Result}", "Error", "Result"];
+    let mut imports = 0;
+    for (place, code) in product_code("core/src/sys") {
+        for path in code.split("crate::").skip(1) {
+            imports += 1;
+            assert!(may.iter().any(|start| path.starts_with(start)), "{place}: `{}`", code.trim());
+        }
+    }
+    assert!(imports > 10, "{imports} imports");
+}
+
+#[test]
 fn the_format_does_no_input_or_output_and_planning_has_no_threads() {
     for (name, text) in
         sources("core/src/format", &[".rs"]).into_iter().chain(sources("reshard/src", &[".rs"]))
@@ -136,7 +150,7 @@ fn python_code() -> Vec<(String, String)> {
 fn threads_are_started_in_core_sys_only() {
     for folder in ["core/src", "manager/src", "python/src"] {
         for (place, code) in product_code(folder) {
-            let may = place.starts_with("core/src/sys/") || place.starts_with("core/src/io/conformance/");
+            let may = place.starts_with("core/src/sys/");
             let starts =
                 ["thread::Builder", "thread::spawn", "thread::scope"].iter().any(|way| code.contains(way));
             assert!(may || !starts, "{place}: use sys::spawn or sys::each");

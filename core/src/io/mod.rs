@@ -10,9 +10,9 @@
 //! [`Dir::write_file`] sync by themselves.
 
 pub mod change_log;
-pub mod conformance;
 mod mounts;
 mod posix;
+mod posix_disk;
 mod probe;
 mod reclaim;
 mod section;

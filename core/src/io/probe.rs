@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 
-use super::posix::{self, DirectIo, Mover, PosixDisk, Settings};
+use super::posix::{self, DirectIo, Settings};
+use super::posix_disk::{Mover, PosixDisk};
 use super::{Disk, EngineChoice, Purpose, STALL_DEADLINE};
 use crate::sys::{Buffer, Descriptor, Flight, Mapping, Ring};
 use crate::{Error, Result};

@@ -7,7 +7,7 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex, Weak};
 
-use super::posix::PosixDisk;
+use super::posix_disk::PosixDisk;
 use super::probe::{Facts, Wanted};
 use super::{Disk, Engine};
 use crate::Result;

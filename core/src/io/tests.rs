@@ -3,6 +3,8 @@
 //! Tests that change their process (forbidden system calls, limits, forks) run themselves again in
 //! one of their own.
 
+pub(super) mod conformance;
+
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -7,16 +7,15 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::destination::{Destination, Staged, Started};
+use super::destination::{Destination, Devices, Started, ToDevices};
 use super::file_set::{FileInfos, FileSet};
-use super::geometry::Strided;
 use super::options::{LoadFailure, LoadOptions, LoadStats};
 use super::pipeline::{self, Sink};
 use super::schedule::{Cell, Schedule, ScheduledRead};
 use crate::format::index::Index;
 use crate::io::Disk;
 use crate::read_plan::BoxCopy;
-use crate::sys::Scatter;
+use crate::sys::{Scatter, ScatterTarget, Staged, Strided};
 use crate::{Error, Result};
 
 /// Restores the bytes of the copies into the targets. Every byte comes from a block with a valid
@@ -51,10 +50,17 @@ pub fn execute_while<'a>(
     let (schedule, windows, lists) = Schedule::of_copies(&copies, &infos)?;
     // Dropping the guard, on every return path, ends all writing to the targets, even by threads
     // that hang.
-    let targets = targets.into_iter().map(Into::into).collect();
+    let (targets, devices): (Vec<_>, Devices) = targets
+        .into_iter()
+        .map(|target| match target.into() {
+            Destination::Host(target) => (ScatterTarget::Host(target), None),
+            Destination::Device(device) => (ScatterTarget::Elsewhere(device.bytes()), Some(device)),
+        })
+        .unzip();
     let guard = Scatter::open(targets, copies, windows, lists)?;
     let sink = Arc::new(Scatterer {
         scatter: guard.share(),
+        devices,
         infos,
         cells: schedule.cells.clone(),
         culprits: Mutex::default(),
@@ -146,6 +152,7 @@ fn bytes_of(copies: &[Strided]) -> u64 {
 /// Checks cells and scatters them.
 struct Scatterer {
     scatter: Arc<Scatter>,
+    devices: Devices,
     infos: FileInfos,
     cells: Vec<Cell>,
     /// The damaged blocks, each with the leaf that needs it.
@@ -228,7 +235,7 @@ impl Sink for Scatterer {
                 self.verified.fetch_add(1, Ordering::Relaxed);
             }
         }
-        let copied = self.scatter.put(number, staged, started)?;
+        let copied = self.scatter.put(number, staged, &mut ToDevices { devices: &self.devices, started })?;
         self.copied.fetch_add(copied, Ordering::AcqRel);
         Ok(())
     }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub(super) use info::{FileInfo, check_page};
+pub(super) use info::{FileInfo, check_page, short};
 
 use super::buffers::ReadBuffers;
 use crate::format::index::FileRecord;
@@ -135,7 +135,7 @@ impl FileSet {
 
     /// Returns the error of a file that ended early.
     pub(super) fn short(&self, file: u32, found: u64, wanted: u64) -> Error {
-        super::pipeline::short(&self.path(file), found, wanted)
+        info::short(&self.path(file), found, wanted)
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, OpenFiles> {

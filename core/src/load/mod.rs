@@ -13,7 +13,7 @@
 //! | [`Destination`] | host memory, or a [`DeviceTarget`] |
 //! | [`read_objects`] | object leaves, decoded |
 //! | [`verify`] | every block of every file, all damage reported |
-//! | `schedule` `pipeline` `geometry` `disjoint` | how: what is read when, by whom, and which bytes go where |
+//! | `schedule` `pipeline` | what is read when, and by whom |
 //!
 //! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]). The process
 //! keeps the buffers for the next restore ([`ReadBuffers`]).
@@ -25,11 +25,9 @@
 //! * Every wait has a deadline.
 
 mod buffers;
-pub(crate) mod destination;
-pub(crate) mod disjoint;
+mod destination;
 mod execute;
 mod file_set;
-pub(crate) mod geometry;
 mod objects;
 mod options;
 mod pipeline;
@@ -41,7 +39,7 @@ mod tests;
 mod verify;
 
 pub use buffers::ReadBuffers;
-pub use destination::{Destination, DeviceTarget, Piece, Staged, Steps};
+pub use destination::{Destination, DeviceTarget};
 pub use execute::{FileReads, execute, execute_while, plan};
 pub use file_set::FileSet;
 pub use objects::{copies_of_objects, read_objects};

@@ -20,13 +20,13 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 use worker::Workers;
 
 use super::buffers::ReadBuffers;
-use super::destination::{Staged, Started};
+use super::destination::Started;
 use super::file_set::FileSet;
 use super::options::{LoadOptions, LoadStats};
 use super::schedule::{Schedule, ScheduledRead};
 use crate::deadline::deadline_after;
 use crate::io::{Completion, Disk, File, Queue, Transfer};
-use crate::sys::Buffer;
+use crate::sys::{Buffer, Staged};
 use crate::{Error, Result};
 
 /// The consumer of the bytes.
@@ -445,14 +445,6 @@ fn no_workers() -> Error {
 fn aligned(bytes: &Range<u64>, alignment: u64) -> (u64, usize) {
     let offset = bytes.start / alignment * alignment;
     ((offset), (bytes.end.next_multiple_of(alignment) - offset) as usize)
-}
-
-/// Returns the error of a file that ended early.
-pub(super) fn short(path: &std::path::Path, found: u64, wanted: u64) -> Error {
-    Error::corrupt(
-        path,
-        format!("it ends at byte {found}, in the middle of data that reach to byte {wanted}"),
-    )
 }
 
 #[cfg(test)]

@@ -9,8 +9,7 @@
 use std::ops::Range;
 
 use super::file_set::FileInfos;
-use super::geometry::{CopyDim, Strided, walk};
-use crate::sys::ScatterWindow;
+use crate::sys::{CopyDim, ScatterWindow, Strided, walk};
 use crate::{Error, Result};
 
 /// Bytes of a cell, unless one block is larger: half of a typical second-level cache.

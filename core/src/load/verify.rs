@@ -6,13 +6,14 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::destination::{Staged, Started};
+use super::destination::Started;
 use super::file_set::{FileInfo, FileSet, check_page};
 use super::options::LoadOptions;
 use super::pipeline::{self, Sink};
 use super::schedule::{Cell, Schedule};
 use crate::format::index::{Extent, Index};
 use crate::io::Disk;
+use crate::sys::Staged;
 use crate::{Error, Result};
 
 /// One damaged block or file.

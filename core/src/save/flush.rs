@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use super::capture::Message;
 use super::link::Link;
-use super::plan::PlannedItem;
 use super::progress::Progress;
 use super::windows::Window;
 use super::{SaveOptions, WrittenItem};
@@ -16,6 +15,18 @@ use crate::io::{Dir, Disk, NoReclaimer, SpaceReclaimer};
 use crate::staging::StagingPool;
 use crate::sync::Receiver;
 use crate::{Error, Result};
+
+/// One item, planned.
+pub(super) struct PlannedItem {
+    pub dir: String,
+    pub file_name: String,
+    pub file_id: u128,
+    /// Offset of the footer: the end of the data.
+    pub data_bytes: u64,
+    pub tensor_bytes: u64,
+    /// Approximate size of the footer, rounded up generously.
+    pub footer_hint: u64,
+}
 
 /// The parts of a [`Flush::new`].
 pub(super) struct Parts {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::capture::{self, Capture};
-use super::flush::{self, Flush};
+use super::flush::{self, Flush, PlannedItem};
 use super::link::Link;
 use super::progress::Progress;
 use super::windows::{Chunk, FileCutter, Leaf, Source as PartSource, Windows};
@@ -29,18 +29,6 @@ const PAGE: u64 = 4096;
 
 /// Alignment of objects.
 const OBJECT_ALIGNMENT: u64 = 8;
-
-/// One item, planned.
-pub(super) struct PlannedItem {
-    pub dir: String,
-    pub file_name: String,
-    pub file_id: u128,
-    /// Offset of the footer: the end of the data.
-    pub data_bytes: u64,
-    pub tensor_bytes: u64,
-    /// Approximate size of the footer, rounded up generously.
-    pub footer_hint: u64,
-}
 
 /// Plans a save. Everything that can be wrong with the items is found here; nothing is read,
 /// written or waited for, and the pool is not grown. Run the two halves on two threads; dropping

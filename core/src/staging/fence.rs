@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Instant;
 
 use crate::Result;
-use crate::sys::UserStream;
+use crate::sys::{Device, UserStream};
 
 /// A point in a queue of copies.
 pub trait Fence: Send {
@@ -28,4 +28,18 @@ pub trait CopyQueue: Send + Sync + fmt::Debug {
     /// Makes what is put on the caller's stream from now on wait for the copies that were started
     /// so far: it may write to what they read.
     fn precede(&self, stream: UserStream) -> Result<()>;
+}
+
+impl CopyQueue for Device {
+    fn ordinal(&self) -> u32 {
+        self.ordinal()
+    }
+
+    fn follow(&self, stream: UserStream) -> Result<()> {
+        self.send_after(stream)
+    }
+
+    fn precede(&self, stream: UserStream) -> Result<()> {
+        self.sent_before(stream)
+    }
 }

@@ -7,6 +7,7 @@
 
 mod fence;
 mod helpers;
+mod lease;
 mod pool;
 mod slot;
 

@@ -7,15 +7,14 @@
 //! if its flush runs. So a capture needs a flush that runs, or that will run without waiting for
 //! another capture. A manager captures one save at a time, and its flushes run first in, first out.
 
-use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::fence::Fence;
 use super::helpers::{Helpers, Task};
-use super::slot::{Free, Lease, Slot};
-use crate::sync::{Condvar, Mutex, MutexGuard};
-use crate::sys::{Birth, Buffer, Mapping};
+use super::lease::{Lease, SharedPool};
+use super::slot::{Free, Slot};
+use crate::sync::{Condvar, Mutex};
+use crate::sys::{Birth, Mapping};
 use crate::{Error, Result};
 
 /// Bytes of a slot where nobody asks for another size. From 2 to 16 MiB captures are equally fast;
@@ -243,71 +242,6 @@ impl StagingPool {
     /// end with the pool.
     pub(crate) fn help(&self, count: usize, task: &Arc<dyn Task>) {
         self.helpers.start(count, task);
-    }
-}
-
-/// The part of the pool that slots need. They may outlive the pool.
-pub(super) struct SharedPool {
-    state: Mutex<PoolState>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct PoolState {
-    /// The last one given back is lent first: its addresses are still in the translation caches.
-    free: Vec<Buffer>,
-    /// Given back while a device may still write to them.
-    parked: Vec<(Buffer, Vec<Box<dyn Fence>>)>,
-    total: usize,
-    /// Those who wait, in the order in which they came.
-    queue: VecDeque<u64>,
-    next_ticket: u64,
-    /// How often memory has come back: what "progress" means to those who wait.
-    releases: u64,
-}
-
-impl PoolState {
-    /// Frees parked buffers whose fences have been passed.
-    fn reclaim(&mut self) {
-        let mut i = 0;
-        while let Some((buffer, fences)) = self.parked.get_mut(i) {
-            let now = Instant::now();
-            fences.retain(|fence| matches!(fence.host_wait(now), Err(Error::Timeout { .. })));
-            if fences.is_empty() && !matches!(buffer.settle(now), Err(Error::Timeout { .. })) {
-                self.free.push(self.parked.swap_remove(i).0);
-                self.releases += 1;
-            } else {
-                i += 1;
-            }
-        }
-    }
-}
-
-impl SharedPool {
-    fn lock(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// A slot whose memory is left to a queue that is stuck comes back no more: the pool is smaller
-    /// by it, and may grow again.
-    pub(super) fn lose(&self) {
-        let mut state = self.lock();
-        state.total = state.total.saturating_sub(1);
-    }
-
-    pub(super) fn give_back(&self, buffer: Buffer, fences: Vec<Box<dyn Fence>>) {
-        let mut state = self.lock();
-        if fences.is_empty() && !buffer.is_arriving() {
-            state.free.push(buffer);
-            state.releases += 1;
-        } else {
-            state.parked.push((buffer, fences));
-        }
-        let waited_for = !state.queue.is_empty();
-        drop(state);
-        if waited_for {
-            self.changed.notify_all();
-        }
     }
 }
 

@@ -53,50 +53,13 @@
 //! # Ok::<(), stepwell_core::Error>(())
 //! ```
 
-use std::mem;
-use std::sync::Arc;
 use std::time::Instant;
 
 use super::fence::Fence;
-use super::pool::SharedPool;
+use super::lease::Lease;
 use crate::region::Region;
 use crate::sys::{Buffer, DeviceSource};
 use crate::{Error, Result};
-
-/// Memory lent by the pool; given back when dropped.
-pub(super) struct Lease {
-    buffer: Option<Buffer>,
-    /// Copies that may still write to the buffer; none but in [`Pending`].
-    fences: Vec<Box<dyn Fence>>,
-    pool: Arc<SharedPool>,
-}
-
-impl Lease {
-    pub(super) fn new(buffer: Buffer, pool: Arc<SharedPool>) -> Self {
-        Self { buffer: Some(buffer), fences: Vec::new(), pool }
-    }
-
-    fn bytes(&self) -> &[u8] {
-        self.buffer.as_deref().unwrap_or_default()
-    }
-
-    fn size(&self) -> usize {
-        self.buffer.as_ref().map_or(0, Buffer::size)
-    }
-
-    fn is_arriving(&self) -> bool {
-        self.buffer.as_ref().is_some_and(Buffer::is_arriving)
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        match self.buffer.take() {
-            Some(buffer) => self.pool.give_back(buffer, mem::take(&mut self.fences)),
-            None => self.pool.lose(),
-        }
-    }
-}
 
 /// One slot. `S` says what it is in: [`Free`], [`Filling`], [`Pending`], [`Full`], [`Flushing`] or
 /// [`Written`].

@@ -8,7 +8,7 @@
 use std::ptr;
 
 use super::stream::run;
-use crate::copy::gather::Dim;
+use crate::sys::gather::Dim;
 
 /// Edge of a transposed tile, in elements.
 const TILE: usize = 32;

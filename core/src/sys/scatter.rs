@@ -5,7 +5,7 @@
 //!   checked again, on both sides, before it is copied.
 //! * *races*: a window of the file is scattered at most once (a flag per window). Windows are
 //!   disjoint, and a copy never writes a byte twice. Two copies that may overlap (see
-//!   [`crate::load::disjoint`]) share a lock.
+//!   [`disjoint`]) share a lock.
 //! * *lifetime*: a [`ScatterGuard`] holds the caller's borrow. Dropping it closes the gate and
 //!   waits for the copy under way. A late thread, for example after a stall, finds the gate closed.
 
@@ -15,11 +15,40 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use super::stream;
-use crate::load::destination::{Destination, DeviceTarget, Piece, Staged, Started};
-use crate::load::disjoint;
-use crate::load::geometry::{CopyDim, Strided, Tile};
+use geometry::{CopyDim, Strided, Tile};
+
+use super::{HostTarget, Piece, Staged, stream};
 use crate::{Error, Result};
+
+mod disjoint;
+pub(super) mod geometry;
+
+/// A target of a scatter.
+#[derive(Debug)]
+pub(crate) enum ScatterTarget<'a> {
+    /// Host memory.
+    Host(HostTarget<'a>),
+    /// A target of that many bytes that has no address in this process.
+    Elsewhere(u64),
+}
+
+impl ScatterTarget<'_> {
+    fn len(&self) -> u64 {
+        match self {
+            Self::Host(target) => target.len() as u64,
+            Self::Elsewhere(len) => *len,
+        }
+    }
+}
+
+/// Takes the bytes of copies to targets without an address.
+pub(crate) trait Elsewhere {
+    /// Copies a piece to target `dst`, or starts to.
+    fn put(&mut self, dst: u32, piece: Piece) -> Result<()>;
+
+    /// Waits until every piece has reached its target.
+    fn settle(&mut self) -> Result<()>;
+}
 
 /// A part of a file that is scattered at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,7 +64,7 @@ pub(crate) struct ScatterWindow {
 /// The destinations of a restore and the copies into them.
 #[derive(Debug)]
 pub(crate) struct Scatter {
-    targets: Vec<ScatterTarget>,
+    targets: Vec<TargetState>,
     copies: Vec<Strided>,
     /// The locks of copies that may overlap.
     locks: disjoint::Locks,
@@ -47,16 +76,11 @@ pub(crate) struct Scatter {
 }
 
 #[derive(Debug)]
-struct ScatterTarget {
-    place: Place,
+struct TargetState {
+    /// `None` for a target elsewhere.
+    address: Option<NonNull<u8>>,
     len: u64,
     touched: AtomicBool,
-}
-
-#[derive(Debug)]
-enum Place {
-    Host(NonNull<u8>),
-    Device(Arc<dyn DeviceTarget>),
 }
 
 // SAFETY: the addresses are those of HostTargets, which any thread may write to. `put` prevents
@@ -88,7 +112,7 @@ impl Scatter {
     /// Validates everything that [`Self::put`] relies on, and takes the targets. `windows` are in
     /// file order and do not overlap.
     pub(crate) fn open(
-        targets: Vec<Destination<'_>>,
+        targets: Vec<ScatterTarget<'_>>,
         copies: Vec<Strided>,
         windows: Vec<ScatterWindow>,
         lists: Vec<u32>,
@@ -100,7 +124,7 @@ impl Scatter {
                     format!("a copy to destination {} of {}", copy.dst, targets.len()),
                 )
             })?;
-            let len = len_of(target);
+            let len = target.len();
             if copy.dst_span.end > len {
                 return Err(Error::internal(
                     "copies inside their destinations",
@@ -146,11 +170,11 @@ impl Scatter {
                 claimed: windows.iter().map(|_| AtomicBool::new(false)).collect(),
                 targets: targets
                     .into_iter()
-                    .map(|target| ScatterTarget {
-                        len: len_of(&target),
-                        place: match target {
-                            Destination::Host(target) => Place::Host(target.address()),
-                            Destination::Device(target) => Place::Device(target),
+                    .map(|target| TargetState {
+                        len: target.len(),
+                        address: match target {
+                            ScatterTarget::Host(target) => Some(target.address()),
+                            ScatterTarget::Elsewhere(_) => None,
                         },
                         touched: AtomicBool::new(false),
                     })
@@ -175,13 +199,12 @@ impl Scatter {
 
     /// Returns the destinations that were written to, at least partly.
     pub(crate) fn overwritten(&self) -> Vec<u32> {
-        let touched = |(_, target): &(usize, &ScatterTarget)| target.touched.load(Ordering::Acquire);
+        let touched = |(_, target): &(usize, &TargetState)| target.touched.load(Ordering::Acquire);
         self.targets.iter().enumerate().filter(touched).map(|(number, _)| number as u32).collect()
     }
 
-    /// Scatters a window's bytes, once, and returns the bytes copied. Adds copies to devices to
-    /// `started`.
-    pub(crate) fn put(&self, number: usize, bytes: &Staged, started: &mut Started) -> Result<u64> {
+    /// Scatters a window's bytes, once, and returns the bytes copied or given to `elsewhere`.
+    pub(crate) fn put(&self, number: usize, bytes: &Staged, elsewhere: &mut dyn Elsewhere) -> Result<u64> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
         if !*open {
             return Err(Error::Cancelled("the restore has ended".into()));
@@ -206,24 +229,21 @@ impl Scatter {
             let lock = self.locks.of(c).and_then(|lock| self.held.get(lock));
             let held = lock.map(|lock| lock.lock().unwrap_or_else(PoisonError::into_inner));
             target.touched.store(true, Ordering::Release);
-            let address = match &target.place {
-                Place::Host(address) => address,
-                Place::Device(device) => {
-                    let mut tiles = Vec::new();
-                    copy.clip(&window.bytes, &mut |tile| tiles.push(tile));
-                    for tile in &tiles {
-                        if !tile_fits(tile, target.len, window.bytes.end) || tile.src < window.bytes.start {
-                            return Err(left(number));
-                        }
-                        started.add(device.put(Piece::new(bytes, window.bytes.start, tile))?);
-                        moved += tile.bytes();
+            let Some(address) = target.address else {
+                let mut tiles = Vec::new();
+                copy.clip(&window.bytes, &mut |tile| tiles.push(tile));
+                for tile in &tiles {
+                    if !tile_fits(tile, target.len, window.bytes.end) || tile.src < window.bytes.start {
+                        return Err(left(number));
                     }
-                    if held.is_some() {
-                        // Another copy may write the same bytes: it must follow this one.
-                        started.wait()?;
-                    }
-                    continue;
+                    elsewhere.put(copy.dst, Piece::new(bytes, window.bytes.start, tile))?;
+                    moved += tile.bytes();
                 }
+                if held.is_some() {
+                    // Another copy may write the same bytes: it must follow this one.
+                    elsewhere.settle()?;
+                }
+                continue;
             };
             copy.clip(&window.bytes, &mut |tile| {
                 if tile_fits(&tile, target.len, window.bytes.end) && tile.src >= window.bytes.start {
@@ -254,28 +274,21 @@ fn left(window: usize) -> Error {
     Error::internal("copies inside their destinations", format!("one of window {window} that leaves its own"))
 }
 
-fn len_of(target: &Destination<'_>) -> u64 {
-    match target {
-        Destination::Host(target) => target.len() as u64,
-        Destination::Device(target) => target.bytes(),
-    }
-}
-
-/// Returns the address ranges of all targets, to find shared memory. Device targets get artificial,
-/// disjoint ranges above all of this process.
-fn spans(targets: &[Destination<'_>]) -> Result<Vec<Range<u64>>> {
+/// Returns the address ranges of all targets, to find shared memory. Targets elsewhere get
+/// artificial, disjoint ranges above all of this process.
+fn spans(targets: &[ScatterTarget<'_>]) -> Result<Vec<Range<u64>>> {
     let mut next = 1_u64 << 63;
     let mut spans = Vec::with_capacity(targets.len());
     for target in targets {
         let start = match target {
-            Destination::Host(target) => target.address().as_ptr() as u64,
-            Destination::Device(_) => next,
+            ScatterTarget::Host(target) => target.address().as_ptr() as u64,
+            ScatterTarget::Elsewhere(_) => next,
         };
-        let len = len_of(target);
+        let len = target.len();
         let end = start.checked_add(len).ok_or_else(|| {
             Error::internal("a destination in the address space", format!("one of {len} bytes at {start:#x}"))
         })?;
-        if matches!(target, Destination::Device(_)) {
+        if matches!(target, ScatterTarget::Elsewhere(_)) {
             next = end;
         }
         spans.push(start..end);

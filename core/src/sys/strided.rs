@@ -5,8 +5,8 @@
     reason = "sizes and indices of an array in memory fit an isize; `new` has checked shape and strides"
 )]
 
-use crate::copy::gather::{self, Dim};
 use crate::region::{self, Region};
+use crate::sys::gather::{self, Dim};
 use crate::{Error, Result};
 
 /// The shape and strides of an array. All elements are addressable.

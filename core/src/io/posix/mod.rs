@@ -2,7 +2,6 @@
 //! how a queue moves large data only.
 
 mod dir;
-mod disk;
 mod file;
 mod resolve;
 
@@ -16,7 +15,6 @@ use crate::sys::{Buffer, Descriptor};
 use crate::{Error, Result};
 
 pub use dir::PosixDir;
-pub use disk::{Mover, PosixDisk};
 pub use file::{DirectIo, PosixFile, direct_io};
 
 /// The findings of the capability probe, shared by every directory and file of one disk.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::Ino;
-use super::disk::{Context, failed};
+use super::context::{Context, failed};
 use super::faults::{Action, OperationKind};
 use super::log::Op;
 use super::world::World;

@@ -20,6 +20,7 @@
 //! Not modelled: permissions, hard links, timestamps, directories that move to another parent
 //! (EXDEV; files may).
 
+mod context;
 mod disk;
 mod faults;
 mod handles;
@@ -31,7 +32,8 @@ mod queue;
 mod tests;
 mod world;
 
-pub use disk::{Hook, Moment, Operation, SimDisk};
+pub use context::{Hook, Moment, Operation};
+pub use disk::SimDisk;
 pub use faults::{Action, Fault, OperationKind};
 pub use image::{Image, ImageNode, content_hash, mix};
 pub use inodes::{Inode, Inodes};

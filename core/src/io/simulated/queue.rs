@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::disk::{Context, failed};
+use super::context::{Context, failed};
 use super::faults::{Action, OperationKind};
 use super::handles::SimFile;
 use super::image::mix;

@@ -4,7 +4,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::*;
-use crate::io::{Dir, Disk, File, LockKind, Rename, Transfer, conformance};
+use crate::io::tests::conformance;
+use crate::io::{Dir, Disk, File, LockKind, Rename, Transfer};
 use crate::sys::Buffer;
 
 fn root(disk: &SimDisk) -> Arc<dyn Dir> {

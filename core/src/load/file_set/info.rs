@@ -1,7 +1,7 @@
 //! The facts about one file: its blocks and their checksums.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use crate::format::block::DEFAULT_BLOCK_BYTES;
@@ -206,7 +206,15 @@ fn exactly(file: &dyn File, offset: u64, len: u64) -> Result<Vec<u8>> {
     if bytes.len() as u64 == len {
         return Ok(bytes);
     }
-    Err(crate::load::pipeline::short(file.path(), offset + bytes.len() as u64, offset.saturating_add(len)))
+    Err(short(file.path(), offset + bytes.len() as u64, offset.saturating_add(len)))
+}
+
+/// Returns the error of a file that ended early.
+pub(in crate::load) fn short(path: &Path, found: u64, wanted: u64) -> Error {
+    Error::corrupt(
+        path,
+        format!("it ends at byte {found}, in the middle of data that reach to byte {wanted}"),
+    )
 }
 
 /// The last bytes of a file.

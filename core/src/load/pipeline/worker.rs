@@ -8,12 +8,13 @@ use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
 
-use super::{BufferOutcome, POLL_INTERVAL, RunState, Sink, WorkerJob, WorkerReport, aligned, short};
+use super::{BufferOutcome, POLL_INTERVAL, RunState, Sink, WorkerJob, WorkerReport, aligned};
 use crate::deadline::deadline_after;
 use crate::io::{Completion, File, Queue, Transfer};
-use crate::load::destination::{Staged, Started};
+use crate::load::destination::Started;
+use crate::load::file_set::short;
 use crate::load::schedule::Cell;
-use crate::sys::{Buffer, spawn};
+use crate::sys::{Buffer, Staged, spawn};
 use crate::{Error, Result};
 
 /// The threads of one run.

@@ -6,11 +6,11 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use super::super::testing::{FILE, TestItem, flat, options, pattern};
-use super::super::{Destination, DeviceTarget, LoadOptions, Piece, execute};
+use super::super::{Destination, DeviceTarget, LoadOptions, execute};
 use crate::provider::Ticket;
 use crate::read_plan::BoxCopy;
 use crate::staging::Fence;
-use crate::sys::HostTarget;
+use crate::sys::{HostTarget, Piece};
 use crate::{Error, Result};
 
 const BLOCK: u64 = 16 << 10;

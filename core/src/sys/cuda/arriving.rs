@@ -18,7 +18,7 @@ pub(super) type Owner = Arc<dyn Any + Send + Sync>;
 /// The copies into one buffer.
 #[derive(Default)]
 pub(in crate::sys) struct Arriving {
-    from: Vec<DeviceCopies>,
+    from: Vec<CopiesFrom>,
     /// End of the requested bytes in the buffer.
     pub(in crate::sys) end: usize,
     /// The first failure. Reported when no copy is running any more.
@@ -26,7 +26,7 @@ pub(in crate::sys) struct Arriving {
 }
 
 /// The copies of one device.
-struct DeviceCopies {
+struct CopiesFrom {
     device: Arc<Device>,
     /// An event after the last copy. `None` while more copies may follow, or if marking or querying
     /// failed.
@@ -50,7 +50,7 @@ impl Arriving {
         let place = self.from.iter().position(|one| Arc::ptr_eq(&one.device, device));
         let place = place.unwrap_or_else(|| {
             let device = Arc::clone(device);
-            self.from.push(DeviceCopies { device, mark: None, owners: Vec::new(), queued: Vec::new() });
+            self.from.push(CopiesFrom { device, mark: None, owners: Vec::new(), queued: Vec::new() });
             self.from.len() - 1
         });
         let Some(one) = self.from.get_mut(place) else { return };
@@ -131,7 +131,7 @@ impl Arriving {
     }
 }
 
-impl DeviceCopies {
+impl CopiesFrom {
     /// True if its copies have ended.
     fn has_ended(&self) -> Result<bool> {
         match &self.mark {

@@ -7,8 +7,6 @@ use std::ptr;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use super::api::{Api, Code, NOT_READY, RawHandle, SUCCESS};
-use super::probe::Driver;
-use crate::staging::CopyQueue;
 use crate::sys::Birth;
 use crate::{Error, Result};
 
@@ -86,8 +84,7 @@ impl std::fmt::Debug for Device {
 }
 
 impl Device {
-    pub(super) fn open(driver: &'static Driver, ordinal: u32) -> Result<Arc<Self>> {
-        let api = &driver.api;
+    pub(super) fn open(api: &'static Api, ordinal: u32) -> Result<Arc<Self>> {
         let fail = |call, code| failed(api, &format_args!("cuda:{ordinal}"), call, code);
         let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
         let mut device: c_int = 0;
@@ -265,26 +262,23 @@ impl Device {
         self.order(stream.stream(), self.to_device()?, stream.stream())
     }
 
+    /// Makes future copies from the device wait for the current work on the caller's stream.
+    pub fn send_after(&self, stream: UserStream) -> Result<()> {
+        self.order(stream.stream(), stream.stream(), self.to_host()?)
+    }
+
+    /// Makes future work on the caller's stream wait for the copies from the device that have
+    /// started.
+    pub fn sent_before(&self, stream: UserStream) -> Result<()> {
+        self.order(stream.stream(), self.to_host()?, stream.stream())
+    }
+
     /// Makes `second` wait for the current work on `first`. Fails if the caller's stream captures a
     /// graph.
     fn order(&self, callers: Stream, first: Stream, second: Stream) -> Result<()> {
         self.check_not_capturing(callers)?;
         let event = self.mark(first)?;
         self.wait(second, &event)
-    }
-}
-
-impl CopyQueue for Device {
-    fn ordinal(&self) -> u32 {
-        self.ordinal
-    }
-
-    fn follow(&self, stream: UserStream) -> Result<()> {
-        self.order(stream.stream(), stream.stream(), self.to_host()?)
-    }
-
-    fn precede(&self, stream: UserStream) -> Result<()> {
-        self.order(stream.stream(), self.to_host()?, stream.stream())
     }
 }
 

@@ -38,7 +38,7 @@ use device::{Entered, Stream};
 pub use device::{Device, UserStream};
 pub use probe::{Driver, driver};
 pub use source::DeviceSource;
-pub use target::DeviceMemory;
+pub use target::{DeviceCopies, DeviceMemory};
 
 use crate::Result;
 

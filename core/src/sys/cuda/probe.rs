@@ -91,7 +91,7 @@ impl Driver {
         if let Some(device) = devices.iter().find(|device| device.ordinal() == ordinal) {
             return Ok(Arc::clone(device));
         }
-        let device = Device::open(self, ordinal)?;
+        let device = Device::open(&self.api, ordinal)?;
         devices.push(Arc::clone(&device));
         Ok(device)
     }

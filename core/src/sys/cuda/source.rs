@@ -6,9 +6,9 @@ use super::arriving::Owner;
 use super::batch::Queued;
 use super::device::Device;
 use super::{Direction, Rows, start};
-use crate::copy::gather::Dim;
 use crate::region::Region;
 use crate::sys::Buffer;
+use crate::sys::gather::Dim;
 use crate::sys::strided::{StridedMemory, StridedRun};
 use crate::{Error, Result};
 

@@ -7,9 +7,7 @@ use std::time::Instant;
 use super::arriving::Owner;
 use super::device::{Device, Event};
 use super::{Direction, Rows, start};
-use crate::load::destination::{DeviceTarget, Piece, Staged, Steps};
-use crate::provider::Ticket;
-use crate::staging::Fence;
+use crate::sys::{CopyDim, Piece, Staged};
 use crate::{Error, Result};
 
 /// Poll interval for the end of a copy.
@@ -37,18 +35,23 @@ impl DeviceMemory {
     pub unsafe fn new(device: Arc<Device>, address: u64, len: u64, owner: Owner) -> Self {
         Self { device, address, len, owner }
     }
-}
 
-impl DeviceTarget for DeviceMemory {
-    fn bytes(&self) -> u64 {
+    /// Returns the length in bytes.
+    pub fn len(&self) -> u64 {
         self.len
     }
 
-    fn put(&self, piece: Piece) -> Result<Ticket> {
+    /// True if it is empty.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Starts to copy a piece to its place.
+    pub fn copy_from(&self, piece: Piece) -> Result<DeviceCopies> {
         if !piece.is_inside(self.len) {
             return Err(Error::internal(
                 format!("a piece inside its target of {} bytes", self.len),
-                format!("one of {} rows that leaves it", piece.rows.count),
+                format!("one of {} rows that leaves it", piece.rows.extent),
             ));
         }
         piece.staged.mapping().register_with(&self.device);
@@ -56,46 +59,45 @@ impl DeviceTarget for DeviceMemory {
         let Piece { staged, from, to, unit, mut rows, mut cols } = piece;
         let base = staged.as_ptr().cast_mut();
         // Keeps the piece until the copies have ended, also after an error.
-        let mut sent = Sent {
+        let mut sent = DeviceCopies {
             device: Arc::clone(&self.device),
             mark: None,
             passed: AtomicBool::new(false),
             kept: Some((staged, Arc::clone(&self.owner))),
         };
-        let touch =
-            |steps: &Steps| steps.count == 1 || (steps.from == unit && steps.to.cast_unsigned() == unit);
+        let touch = |dim: &CopyDim| dim.extent == 1 || (dim.src == unit && dim.dst.cast_unsigned() == unit);
         if !touch(&cols) && touch(&rows) {
             std::mem::swap(&mut rows, &mut cols);
         }
         let entered = self.device.enter()?;
-        let put = |from: u64, to: u64, width: u64, steps: Steps| {
+        let put = |from: u64, to: u64, width: u64, steps: CopyDim| {
             let rows = Rows {
                 host: base.wrapping_add(from as usize),
                 device: self.address.wrapping_add(to),
                 width: width as usize,
-                height: steps.count,
-                host_pitch: steps.from as usize,
-                device_pitch: steps.to,
+                height: steps.extent,
+                host_pitch: steps.src as usize,
+                device_pitch: steps.dst,
             };
             // SAFETY: the check above proved that the piece is inside the target and the staged
             // bytes. Both are kept until the copies have ended.
             unsafe { start(&entered, stream, Direction::ToDevice, rows) }
         };
         if touch(&cols) {
-            put(from, to, unit * cols.count, rows)?;
+            put(from, to, unit * cols.extent, rows)?;
         } else {
-            for row in 0..rows.count {
-                let to = to.wrapping_add_signed(row.cast_signed().wrapping_mul(rows.to));
-                put(from + row * rows.from, to, unit, cols)?;
+            for row in 0..rows.extent {
+                let to = to.wrapping_add_signed(row.cast_signed().wrapping_mul(rows.dst));
+                put(from + row * rows.src, to, unit, cols)?;
             }
         }
         sent.mark = Some(self.device.mark(stream)?);
-        Ok(Ticket::Event(Box::new(sent)))
+        Ok(sent)
     }
 }
 
-/// Started copies, and the memory that they use.
-struct Sent {
+/// Started copies to a device, and the memory that they use.
+pub struct DeviceCopies {
     device: Arc<Device>,
     /// An event after the copies. `None` if not all could be started.
     mark: Option<Event>,
@@ -104,7 +106,7 @@ struct Sent {
     kept: Option<(Staged, Owner)>,
 }
 
-impl Sent {
+impl DeviceCopies {
     fn has_ended(&self) -> Result<bool> {
         match &self.mark {
             Some(mark) => mark.is_passed(),
@@ -116,10 +118,10 @@ impl Sent {
     fn is_all_over(&self) -> Result<bool> {
         self.device.is_idle(self.device.to_device()?)
     }
-}
 
-impl Fence for Sent {
-    fn host_wait(&self, deadline: Instant) -> Result<()> {
+    /// Waits until they have ended. [`Error::Timeout`] at the deadline; it may be asked again. Any
+    /// other error says that they failed, and that none is running any more.
+    pub fn wait(&self, deadline: Instant) -> Result<()> {
         let begun = Instant::now();
         while !self.has_ended()? {
             if Instant::now() >= deadline {
@@ -135,7 +137,7 @@ impl Fence for Sent {
     }
 }
 
-impl Drop for Sent {
+impl Drop for DeviceCopies {
     fn drop(&mut self) {
         if *self.passed.get_mut() {
             return;

@@ -4,11 +4,6 @@
 //! It asks only for what the traits promise: no symlinks, no page cache, no particular alignment.
 //! If a promise names an errno, the suite checks that errno. A broken promise panics with the
 //! engine's name and the expectation.
-#![expect(
-    clippy::unwrap_used,
-    clippy::panic,
-    reason = "a suite of assertions, which tests of several crates run"
-)]
 
 mod names;
 mod queues;
@@ -18,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Completion, Dir, Disk, File, Queue, Transfer};
+use crate::io::{Completion, Dir, Disk, File, Queue, Transfer};
 use crate::sys::{Buffer, Mapping};
 use crate::{Error, Result};
 
@@ -31,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 ///
 /// # Panics
 /// At the first promise that `disk` breaks.
-pub fn run(disk: &dyn Disk, root: &Path) {
+pub(crate) fn run(disk: &dyn Disk, root: &Path) {
     disk.create_dir_all(root).unwrap();
     for (name, check) in names::CHECKS.iter().chain(queues::CHECKS) {
         let path = root.join(name);

@@ -3,11 +3,11 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex, Weak};
 
-use super::{Settings, create_dir_all, open_dir};
+use super::posix::{Settings, create_dir_all, open_dir};
+use super::threaded::ThreadedQueue;
+use super::uring::{self, UringQueue};
+use super::{Dir, Disk, EngineChoice, Queue};
 use crate::Result;
-use crate::io::threaded::ThreadedQueue;
-use crate::io::uring::{self, UringQueue};
-use crate::io::{Dir, Disk, EngineChoice, Queue};
 use crate::sys::{Birth, Mapping};
 
 /// The mover of large data.

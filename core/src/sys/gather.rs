@@ -1,6 +1,6 @@
 //! Gathering: strided memory → a run of the row-major bytes of a box.
 //!
-//! [`crate::sys::HostSource`] calls this. A box is first *simplified* (dimensions of one element
+//! [`super::HostSource`] calls this. A box is first *simplified* (dimensions of one element
 //! dropped, neighbours that are contiguous in memory merged), so that a contiguous box of any rank
 //! is one dimension. A run of its elements is then cut into *pieces*, at most `2 N - 1` for `N`
 //! dimensions, each a box of its own and contiguous where it is written.
@@ -8,30 +8,30 @@
 /// One dimension of a box: how many elements, and how many bytes from one to the next (any sign; 0
 /// is a broadcast).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Dim {
+pub(super) struct Dim {
     /// Number of elements, never zero.
-    pub extent: u64,
+    pub(super) extent: u64,
     /// Distance of neighbours in memory, in bytes.
-    pub stride: i64,
+    pub(super) stride: i64,
 }
 
 /// A part of a run: `count` indices of dimension `dim` and everything below, starting `offset`
 /// bytes from the box's first element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GatherPiece {
+pub(super) struct GatherPiece {
     /// Bytes from the box's first element to the piece's first.
-    pub offset: i64,
+    pub(super) offset: i64,
     /// The outermost dimension that it spans.
-    pub dim: usize,
+    pub(super) dim: usize,
     /// Indices of that dimension.
-    pub count: u64,
+    pub(super) count: u64,
     /// Elements in it.
-    pub elements: u64,
+    pub(super) elements: u64,
 }
 
 /// The dimensions of a box, outermost first, with those of one element dropped and contiguous
 /// neighbours merged. A box of one element has none. `None` if the box is empty.
-pub fn simplify(extent: &[u64], strides: &[i64]) -> Option<Vec<Dim>> {
+pub(super) fn simplify(extent: &[u64], strides: &[i64]) -> Option<Vec<Dim>> {
     let mut dims: Vec<Dim> = Vec::with_capacity(extent.len());
     for (&extent, &stride) in extent.iter().zip(strides) {
         match extent {
@@ -53,7 +53,7 @@ pub fn simplify(extent: &[u64], strides: &[i64]) -> Option<Vec<Dim>> {
 
 /// Calls `emit` with the pieces of the run of `len` elements from element `start` (both in
 /// row-major order), in order. The run must be inside the box.
-pub fn pieces(dims: &[Dim], start: u64, len: u64, mut emit: impl FnMut(GatherPiece)) {
+pub(super) fn pieces(dims: &[Dim], start: u64, len: u64, mut emit: impl FnMut(GatherPiece)) {
     if dims.is_empty() {
         if len > 0 {
             emit(GatherPiece { offset: 0, dim: 0, count: 1, elements: 1 });

@@ -1,8 +1,8 @@
 //! The geometry of a scatter: a box copy in normal form, and its part whose source bytes are in a
 //! window of the file.
 //!
-//! Pure arithmetic; no memory is touched. [`Strided::clip`] yields [`Tile`]s, which `sys::scatter`
-//! copies. Invariants:
+//! Pure arithmetic; no memory is touched. [`Strided::clip`] yields [`Tile`]s, which
+//! `super::Scatter` copies. Invariants:
 //! * Dimensions are sorted by falling source stride, and none has extent 1.
 //! * Neighbouring dimensions that are contiguous on both sides are merged.
 //! * `unit` is the longest run of bytes that is contiguous on both sides.
@@ -15,10 +15,13 @@ use crate::read_plan::BoxCopy;
 
 /// One dimension of a copy, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct CopyDim {
-    pub(crate) extent: u64,
-    pub(crate) src: u64,
-    pub(crate) dst: i64,
+pub struct CopyDim {
+    /// Number of steps.
+    pub extent: u64,
+    /// Distance between neighbours in the source.
+    pub src: u64,
+    /// Distance between neighbours in the target.
+    pub dst: i64,
 }
 
 impl CopyDim {
@@ -272,7 +275,7 @@ fn within(dim: &CopyDim, src: u64, reach: u64, window: &Range<u64>) -> Range<u64
 }
 
 /// Calls `each` with the source and destination offset of every step of `dims`.
-pub(super) fn walk(dims: &[CopyDim], src: u64, dst: u64, each: &mut dyn FnMut(u64, u64)) {
+pub(crate) fn walk(dims: &[CopyDim], src: u64, dst: u64, each: &mut dyn FnMut(u64, u64)) {
     let Some((dim, inner)) = dims.split_first() else {
         each(src, dst);
         return;

@@ -1,0 +1,111 @@
+//! Memory of the pool on loan to a slot.
+
+use std::collections::VecDeque;
+use std::mem;
+use std::sync::{Arc, PoisonError};
+use std::time::Instant;
+
+use super::fence::Fence;
+use crate::Error;
+use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sys::Buffer;
+
+/// The part of the pool that slots need. They may outlive the pool.
+pub(super) struct SharedPool {
+    pub(super) state: Mutex<PoolState>,
+    pub(super) changed: Condvar,
+}
+
+#[derive(Default)]
+pub(super) struct PoolState {
+    /// The last one given back is lent first: its addresses are still in the translation caches.
+    pub(super) free: Vec<Buffer>,
+    /// Given back while a device may still write to them.
+    pub(super) parked: Vec<(Buffer, Vec<Box<dyn Fence>>)>,
+    pub(super) total: usize,
+    /// Those who wait, in the order in which they came.
+    pub(super) queue: VecDeque<u64>,
+    pub(super) next_ticket: u64,
+    /// How often memory has come back: what "progress" means to those who wait.
+    pub(super) releases: u64,
+}
+
+impl PoolState {
+    /// Frees parked buffers whose fences have been passed.
+    pub(super) fn reclaim(&mut self) {
+        let mut i = 0;
+        while let Some((buffer, fences)) = self.parked.get_mut(i) {
+            let now = Instant::now();
+            fences.retain(|fence| matches!(fence.host_wait(now), Err(Error::Timeout { .. })));
+            if fences.is_empty() && !matches!(buffer.settle(now), Err(Error::Timeout { .. })) {
+                self.free.push(self.parked.swap_remove(i).0);
+                self.releases += 1;
+            } else {
+                i += 1;
+            }
+        }
+    }
+}
+
+impl SharedPool {
+    pub(super) fn lock(&self) -> MutexGuard<'_, PoolState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A slot whose memory is left to a queue that is stuck comes back no more: the pool is smaller
+    /// by it, and may grow again.
+    fn lose(&self) {
+        let mut state = self.lock();
+        state.total = state.total.saturating_sub(1);
+    }
+
+    fn give_back(&self, buffer: Buffer, fences: Vec<Box<dyn Fence>>) {
+        let mut state = self.lock();
+        if fences.is_empty() && !buffer.is_arriving() {
+            state.free.push(buffer);
+            state.releases += 1;
+        } else {
+            state.parked.push((buffer, fences));
+        }
+        let waited_for = !state.queue.is_empty();
+        drop(state);
+        if waited_for {
+            self.changed.notify_all();
+        }
+    }
+}
+
+/// Memory lent by the pool; given back when dropped.
+pub(super) struct Lease {
+    pub(super) buffer: Option<Buffer>,
+    /// Copies that may still write to the buffer; none but in [`Pending`].
+    pub(super) fences: Vec<Box<dyn Fence>>,
+    pub(super) pool: Arc<SharedPool>,
+}
+
+impl Lease {
+    pub(super) fn new(buffer: Buffer, pool: Arc<SharedPool>) -> Self {
+        Self { buffer: Some(buffer), fences: Vec::new(), pool }
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        self.buffer.as_deref().unwrap_or_default()
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.buffer.as_ref().map_or(0, Buffer::size)
+    }
+
+    pub(super) fn is_arriving(&self) -> bool {
+        self.buffer.as_ref().is_some_and(Buffer::is_arriving)
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        match self.buffer.take() {
+            Some(buffer) => self.pool.give_back(buffer, mem::take(&mut self.fences)),
+            None => self.pool.lose(),
+        }
+    }
+}
