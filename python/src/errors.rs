@@ -90,7 +90,7 @@ fn words(advice: Advice) -> &'static str {
         }
         Advice::NameReplicas => "An array says so with replica=, a Megatron tensor with replica_id",
         Advice::NamePerRank => {
-            "Pass it as sw.PerRank(…) if it differs on purpose, or as sw.Replicated(…) to store the first rank's"
+            "Pass it as sw.PerRank(…) if it differs on purpose, or as sw.Replicated(…) to store the first rank's (in a sw.torch.TrainState: replicated=[…])"
         }
     }
 }

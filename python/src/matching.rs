@@ -106,6 +106,7 @@ fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Option
         })?,
         resize: choice(&get("resize")?, |name| match name {
             "pad" => Ok(Resize::Pad),
+            "keep" => Ok(Resize::Keep),
             "truncate" => Ok(Resize::Truncate),
             "both" => Ok(Resize::Both),
             other => unknown(other),
@@ -157,8 +158,8 @@ fn has_names(kind: &ContainerKind) -> bool {
     }
 }
 
-/// Stored and wanted dtype, stored and wanted shape.
-type Conversion<'a> = (Dtype, Dtype, &'a [u64], &'a [u64]);
+/// Stored and wanted dtype, stored and wanted shape, whether the rest keeps the caller's values.
+type Conversion<'a> = (Dtype, Dtype, &'a [u64], &'a [u64], bool);
 
 fn rendered<'py, 'a>(
     py: Python<'py>,
@@ -174,7 +175,8 @@ fn rendered<'py, 'a>(
         let which = found.tensor.as_ref().map(|tensor| {
             let next = conversions.len();
             let stored = shape(found.source);
-            let conversion = (tensor.stored_dtype, tensor.dtype, stored, tensor.shape.as_slice());
+            let conversion =
+                (tensor.stored_dtype, tensor.dtype, stored, tensor.shape.as_slice(), tensor.keeps);
             *conversions.entry(conversion).or_insert(next)
         });
         rows.push((found.wanted, found.stored, found.source, which));
@@ -182,9 +184,9 @@ fn rendered<'py, 'a>(
     out.set_item("matches", rows)?;
     let mut conversions: Vec<_> = conversions.into_iter().collect();
     conversions.sort_unstable_by_key(|&(_, number)| number);
-    let conversions = conversions.into_iter().map(|((stored_dtype, dtype, stored, wanted), _)| {
+    let conversions = conversions.into_iter().map(|((stored_dtype, dtype, stored, wanted, keeps), _)| {
         let shapes = (PyTuple::new(py, stored)?, PyTuple::new(py, wanted)?);
-        Ok((stored_dtype.name(), dtype.name(), shapes.0, shapes.1))
+        Ok((stored_dtype.name(), dtype.name(), shapes.0, shapes.1, keeps))
     });
     out.set_item("conversions", conversions.collect::<PyResult<Vec<_>>>()?)?;
     out.set_item("kept", report.kept.iter().map(|kept| kept.wanted).collect::<Vec<_>>())?;
@@ -230,6 +232,18 @@ fn rendered<'py, 'a>(
     let collisions = report.collisions.iter().map(|leaf| (leaf.path.clone(), leaf.stored_paths.clone()));
     out.set_item("collisions", collisions.collect::<Vec<_>>())?;
     Ok(out)
+}
+
+/// The wanted paths that renames give to stored ones; `None` where no rule applies.
+#[pyfunction]
+pub fn renamed(
+    py: Python<'_>,
+    rules: Vec<(String, String)>,
+    paths: Vec<String>,
+) -> PyResult<Vec<Option<String>>> {
+    let wrong = |error: stepwell_reshard::Error| invalid(py, &error.to_string());
+    let renames = Renames::new(rules).map_err(wrong)?;
+    paths.iter().map(|path| renames.apply_rendered(path).map_err(wrong)).collect()
 }
 
 /// A part of a parameter that a process holds: offset and extent in the tensor, then the first

@@ -36,6 +36,7 @@ __all__ = [
     "list_steps",
     "match_state",
     "open_path",
+    "renamed",
     "save_path",
     "shared_memory",
 ]
@@ -92,6 +93,7 @@ _Piece = tuple[Sequence[int], Sequence[int], int, Sequence[int]]
 def flat_pieces(
     local: Sequence[int], pieces: Sequence[_Piece], start: int, len: int
 ) -> list[tuple[list[int], list[int], int, list[int]]] | None: ...
+def renamed(rules: Sequence[tuple[str, str]], paths: Sequence[str]) -> list[str | None]: ...
 def match_state(
     checkpoint: Checkpoint,
     rows: Sequence[tuple[Sequence[tuple[str, str | int]], str, str | None, Sequence[int] | None, bool]],

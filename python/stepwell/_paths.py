@@ -57,5 +57,5 @@ def starts_with(path: str, prefix: str) -> bool:
 
 
 def glob_escape(path: str) -> str:
-    """A path as a glob that matches it alone."""
-    return re.sub(r"[\\*?\[\]{}!]", lambda match: "\\" + match.group(), path)
+    """A rendered path as a glob that matches it alone."""
+    return re.sub(r"[*?{}]", lambda match: "\\" + match.group(), path)

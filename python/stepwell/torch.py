@@ -7,17 +7,18 @@ Importing this imports torch. ``stepwell.torch`` is imported when it is first us
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
 import torch
 
-from ._adapters import Opened
+from ._adapters import Follows, Opened
 from ._adapters import torch as adapter
 from ._checks import shown
 from ._restore.template import Checked, Maybe
-from ._state.specs import AS_STORED, ArraySpec
+from ._state.specs import AS_STORED, ArraySpec, Replicated
 from .errors import MismatchError, MisuseError
 
 __all__ = ["TrainState"]
@@ -48,6 +49,10 @@ class TrainState:
     and follow its changes of shape and dtype. Slots that were not there at the save are removed.
     Hyperparameters of the checkpoint win. Frozen parameters need no slots. A group takes the
     hyperparameters that its parameters had at the save, however they were grouped.
+
+    Buffers of a model in ``DistributedDataParallel`` may differ between ranks (the statistics of
+    BatchNorm). Rank 0's are stored, as DDP itself broadcasts them. ``replicated`` names further
+    tensors of this kind by pattern: ``replicated="*.running_*"``.
     """
 
     def __init__(
@@ -58,6 +63,8 @@ class TrainState:
         | Mapping[str, torch.optim.Optimizer]
         | None = None,
         scheduler: Any = None,
+        *,
+        replicated: str | Sequence[str] = (),
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise MisuseError(f"TrainState takes a torch.nn.Module, not {shown(model)}")
@@ -72,6 +79,14 @@ class TrainState:
                 )
             _refuse_state_elsewhere(optimizer)
         _refuse_flat_shards(model)
+        given = [replicated] if isinstance(replicated, str) else list(replicated)
+        #: Patterns of the names of parameters and buffers that may differ between ranks.
+        self._replicated = [
+            re.compile(re.escape(one).replace(r"\*", ".*").replace(r"\?", ".")) for one in given
+        ]
+        for one, pattern in zip(given, self._replicated, strict=True):
+            if not any(pattern.fullmatch(name) for name in self._tensors()):
+                raise MisuseError(f"replicated={one!r} matches no parameter or buffer of the model")
         self._names()
 
     # ---- what it is made of
@@ -99,14 +114,29 @@ class TrainState:
         plain = plain_names(self.model)
         return {plain(str(name)): value for name, value in adapter.tensors_of(self.model).items()}
 
+    def _drifting(self) -> set[str]:
+        """The names of tensors that may differ between ranks: rank 0's are stored."""
+        plain = plain_names(self.model)
+        found = {
+            name for name in self._tensors() if any(pattern.fullmatch(name) for pattern in self._replicated)
+        }
+        if any(cls.__name__ == "DistributedDataParallel" for cls in type(_unwrapped(self.model)).__mro__):
+            found |= {plain(name) for name, _ in self.model.named_buffers()}
+        return found
+
     def state_dict(self) -> dict[str, Any]:
-        """The state, as it is stored. Tensors are those of the run, not copies."""
+        """The state, as it is stored. Tensors are those of the run, not copies. Those that may
+        differ between ranks are ``sw.Replicated``."""
         names = self._names()
         optimizers = {
             which: {"state": _slots(optimizer, names), "groups": _groups(optimizer, names)}
             for which, optimizer in self.optimizers.items()
         }
-        state: dict[str, Any] = {"model": self._tensors()}
+        drifting = self._drifting()
+        model = {
+            name: Replicated(value) if name in drifting else value for name, value in self._tensors().items()
+        }
+        state: dict[str, Any] = {"model": model}
         if optimizers:
             state["optimizer"] = _joined(optimizers)
         if self.schedulers:
@@ -124,8 +154,12 @@ class TrainState:
             wrong += [_wrong_slots(optimizer, slots) for slots in stored["state"].values()]
             for why in filter(None, wrong):
                 raise MisuseError(why)
-        _Model(self.model).load_state_dict(state["model"])
-        self._take(state, state["model"])
+        model = {
+            name: value.value if isinstance(value, Replicated) else value
+            for name, value in state["model"].items()
+        }
+        _Model(self.model).load_state_dict(model)
+        self._take(state, model)
         for which, scheduler in self.schedulers.items():
             scheduler.load_state_dict(_one(state["scheduler"], which))
 
@@ -147,8 +181,21 @@ class TrainState:
         there yet are made once the stored ones are known."""
         names = self._names()
         model: Any = self._tensors() if adapter.only_copies(self.model) else _Model(self.model)
+        #: The names of renamed parameters, by their stored names.
+        renamed: dict[str, str] = {}
 
-        def children(stored: Any) -> list[tuple[Any, Any]]:
+        def groups_of(stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+            return [
+                {**group, "params": [renamed.get(name, name) for name in group["params"]]} for group in stored
+            ]
+
+        def wrong_groups(optimizer: torch.optim.Optimizer, stored: Any) -> str | None:
+            return _wrong_groups(optimizer, names, groups_of(stored))
+
+        def children(stored: Any, moved: dict[str, str]) -> list[tuple[Any, Any]]:
+            renamed.update(moved)
+            was = {name: name for name in names.values() if name not in moved}
+            was |= {new: old for old, new in moved.items()}
             parts: list[tuple[Any, Any]] = [(("k", "model"), model)]
             optimizers: dict[str | int | None, Any] = {}
             for which, optimizer in self.optimizers.items():
@@ -159,13 +206,13 @@ class TrainState:
                     slots[name] = _wanted_slots(
                         optimizer,
                         parameter,
-                        _at(stored, *above, "state", name),
-                        _at(stored, "model", name),
+                        _at(stored, *above, "state", was.get(name)),
+                        _at(stored, "model", was.get(name)),
                         name,
                     )
                 optimizers[which] = {
                     "state": slots,
-                    "groups": Checked(partial(_wrong_groups, optimizer, names)),
+                    "groups": Checked(partial(wrong_groups, optimizer)),
                 }
             if optimizers:
                 parts.append((("k", "optimizer"), _joined(optimizers)))
@@ -178,12 +225,25 @@ class TrainState:
             for which in self.optimizers:
                 stored = _one(state["optimizer"], which)
                 stored["state"] = _only_stored(stored["state"])
+                if renamed:
+                    stored["groups"] = groups_of(stored["groups"])
             if not fill:
                 return state
             self._take(state, {})
             return self
 
-        return Opened(children(None), close, adapter.unfillable(self._tensors()), settle=children)
+        above = [("k", "optimizer")]
+        slots = [
+            (
+                *above,
+                *([] if which is None else [("i" if isinstance(which, int) else "k", which)]),
+                ("k", "state"),
+            )
+            for which in self.optimizers
+        ]
+        follows = Follows((("k", "model"),), [*self._tensors()], slots)
+        unfillable = adapter.unfillable(self._tensors())
+        return Opened(children(None, {}), close, unfillable, settle=children, follows=follows)
 
 
 @final
@@ -212,12 +272,16 @@ class _Model:
 _HOLDERS = frozenset({"DataParallel", "DistributedDataParallel"})
 
 
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside ``torch.compile``."""
+    while isinstance(wrapped := model._modules.get("_orig_mod"), torch.nn.Module):
+        model = wrapped
+    return model
+
+
 def plain_names(model: torch.nn.Module) -> Callable[[str], str]:
     """Name of a parameter → its name in the model that wrappers were put around."""
-    inner = model
-    while isinstance(wrapped := inner._modules.get("_orig_mod"), torch.nn.Module):
-        inner = wrapped
-    is_held = any(cls.__name__ in _HOLDERS for cls in type(inner).__mro__)
+    is_held = any(cls.__name__ in _HOLDERS for cls in type(_unwrapped(model)).__mro__)
 
     def plain(name: str) -> str:
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
@@ -479,7 +543,7 @@ def _new_slot(slot: Any, stored: Any, parameter: torch.Tensor, source: Any, name
             shape = tuple(new if size == old else size for size, old, new in sizes)
     else:
         follows = dtype.is_floating_point and parameter.is_floating_point()
-    return adapter.empty_slot(parameter, shape, parameter.dtype if follows else dtype)
+    return adapter.new_slot(parameter, shape, parameter.dtype if follows else dtype, shape != stored.shape)
 
 
 def _only_stored(slots_of: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
@@ -540,7 +604,7 @@ def _placed(
     if parameter.ndim and not value.ndim:
         return value.to(parameter.device)
     dtype = parameter.dtype if value.dtype == stored else value.dtype
-    made = adapter.empty_slot(parameter, tuple(value.shape), dtype)
+    made = adapter.new_slot(parameter, tuple(value.shape), dtype, zeros=False)
     if adapter.is_distributed(made):
         return adapter.part_like(made, value, dtype)
     if (made.device, made.dtype, made.stride()) == (value.device, value.dtype, value.stride()):

@@ -608,3 +608,41 @@ def test_what_torch_gives_of_fsdp1_as_dtensors_is_saved_whole_and_restored(tmp_p
         "2.bias": (5,),
     }
     assert found["optimizer"]["state"]["2.weight"]["exp_avg"].shape == (5, 7)
+
+
+BATCH_NORM = """
+torch.manual_seed(0)
+plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+wrapped = sys.argv[6] == "DDP"
+model = torch.nn.parallel.DistributedDataParallel(plain) if wrapped else plain
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+model(torch.randn(8, 4) + RANK)
+statistics = plain[1].running_mean.clone()
+with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
+    if not wrapped:
+        try:
+            manager.save(0, {"train": st.TrainState(model, optimizer)}).result()
+            raise AssertionError("saved")
+        except sw.StepwellError as error:
+            assert "train/model/1.running_mean" in str(error), error
+    state = st.TrainState(model, optimizer, replicated=() if wrapped else "*.running_*")
+    manager.save(1, {"train": state}).result()
+    manager.restore(1, into={"train": state})
+first = [torch.zeros(4) for _ in range(WORLD)]
+dist.all_gather(first, statistics)
+assert torch.equal(plain[1].running_mean, first[0])
+assert not torch.equal(first[0], first[1])
+state.load_state_dict(state.state_dict())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "none"])
+def test_drifting_statistics_of_batch_norm_are_rank_0s(tmp_path: Path, wrapper: str) -> None:
+    script = PREAMBLE + "import stepwell.torch as st\n" + BATCH_NORM
+    run_forked(tmp_path, TORCH, script, 2, tmp_path / "run", free_port(), wrapper)
+
+
+def test_a_replicated_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(sw.MisuseError, match=r"running.* matches no parameter"):
+        sw.torch.TrainState(torch.nn.Linear(2, 2), replicated="*.running_*")

@@ -843,3 +843,81 @@ def test_excluded_hyperparameters_keep_the_new_run_s_values(root: Path) -> None:
     assert len(target[1].state) == 4
     sw.restore(root, into=state)
     assert target[1].param_groups[0]["lr"] == 1
+
+
+class Named(nn.Module):
+    """A model of two layers with these names."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def after_one_step(model: Any, **options: Any) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("several", [None, "list", "dict"])
+@pytest.mark.parametrize("live", [False, True])
+def test_a_renamed_parameter_takes_its_slots_along(root: Path, several: str | None, live: bool) -> None:
+    def train(model: Any, optimizer: Any) -> Any:
+        several_of = {None: optimizer, "list": [optimizer], "dict": {"a*": optimizer}}
+        return sw.torch.TrainState(model, several_of[several])
+
+    old, new = Named("body", "head"), Named("trunk", "body")
+    before = after_one_step(old, lr=1e-2)
+    after = after_one_step(new, lr=5) if live else torch.optim.AdamW(new.parameters(), lr=5)
+    sw.save(root, {"train": train(old, before)})
+    # What was the body is the trunk now, and what was the head the body.
+    rename = {"train/model/body.*": "train/model/trunk.*", "train/model/head.*": "train/model/body.*"}
+    _, report = sw.restore(
+        root, into={"train": train(new, after)}, rename=rename, return_report=True, cast="exact"
+    )
+    for was, now in zip(old.parameters(), new.parameters(), strict=True):
+        assert torch.equal(was, now)
+        assert before.state[was].keys() == after.state[now].keys()
+        for slot, value in before.state[was].items():
+            assert torch.equal(value, after.state[now][slot])
+    assert after.param_groups[0]["lr"] == 1e-2
+    assert ("train/model/body.bias", "train/model/trunk.bias") in report.renamed
+
+
+def test_a_new_layer_keeps_its_values_and_gets_fresh_slots(root: Path) -> None:
+    old, new = Named("body"), Named("body", "head")
+    before, after = after_one_step(old), torch.optim.AdamW(new.parameters())
+    sw.save(root, {"train": sw.torch.TrainState(old, before)})
+    head = new.head.weight.detach().clone()
+    state = {"train": sw.torch.TrainState(new, after)}
+    with pytest.raises(sw.MismatchError, match='missing="keep"'):
+        sw.restore(root, into=state)
+    sw.restore(root, into=state, missing="keep")
+    assert torch.equal(new.body.weight, old.body.weight)
+    assert torch.equal(new.head.weight, head)
+    assert set(after.state) == set(new.body.parameters())
+    new(torch.ones(2, 4)).sum().backward()
+    after.step()
+    assert after.state[new.head.weight]["step"] == 1
+    assert after.state[new.body.weight]["step"] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_grown_parameter_keeps_its_fresh_rows(root: Path, dtype: Any) -> None:
+    small, large = nn.Linear(4, 2), nn.Linear(4, 5, dtype=dtype)
+    before, after = after_one_step(small), torch.optim.AdamW(large.parameters())
+    sw.save(root, {"train": sw.torch.TrainState(small, before)})
+    fresh = large.weight.detach().clone()
+    sw.restore(root, into={"train": sw.torch.TrainState(large, after)}, resize="keep")
+    assert torch.equal(large.weight[:2], small.weight.to(dtype))
+    assert torch.equal(large.weight[2:], fresh[2:])
+    slot = after.state[large.weight]["exp_avg"]
+    assert torch.equal(slot[:2], before.state[small.weight]["exp_avg"].to(dtype))
+    assert not slot[2:].any()

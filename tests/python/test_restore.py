@@ -426,3 +426,22 @@ def test_an_empty_sequence_at_the_top_takes_a_plain_one(tmp_path: Path) -> None:
     for stored in ([1, 2], []):
         sw.save(tmp_path / "c", stored, exists="replace")
         assert sw.restore(tmp_path / "c", like=[]) == stored
+
+
+def test_kept_rows_stay_and_need_a_value(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"w": np.ones((2, 3), np.float32)})
+    frozen = np.full((4, 3), 7.0, np.float32)
+    frozen.flags.writeable = False
+    for own in (np.full((4, 3), 7.0, np.float32), np.full((4, 3), 7.0), np.full((4, 3), 7.0, ">f4"), frozen):
+        back = sw.restore(tmp_path / "c", into={"w": own}, resize="keep")["w"]
+        assert (back[:2] == 1).all()
+        assert (back[2:] == 7).all()
+        assert (back is own) == own.flags.writeable
+    assert (frozen == 7).all()
+    like = sw.restore(tmp_path / "c", like={"w": frozen}, resize={"w": "keep"})["w"]
+    assert (like[2:] == 7).all()
+    assert (like[:2] == 1).all()
+    with pytest.raises(sw.MismatchError, match="shape"):
+        sw.restore(tmp_path / "c", like={"w": sw.ArraySpec((4, 3), "float32")}, resize="keep")
+    with pytest.raises(sw.MismatchError):
+        sw.restore(tmp_path / "c", into={"w": np.zeros((1, 3), np.float32)}, resize="keep")

@@ -103,6 +103,17 @@ class Target:
     unfillable: str | None = None
 
 
+@dataclass(slots=True, frozen=True)
+class Follows:
+    """Entries of a container that go by the names of others: a rename of one moves them too."""
+
+    #: Where the others are, as path components, and which of them are wanted.
+    leaders: tuple[Any, ...]
+    names: list[str]
+    #: Where the entries with the same names are.
+    followers: list[tuple[Any, ...]]
+
+
 @dataclass(slots=True, eq=False)
 class Opened:
     """A container of a framework, taken apart: its children by path component, and what puts it
@@ -115,9 +126,11 @@ class Opened:
     #: The child that is looked at before anything else, and why a stored value of it does not fit
     #: (``None``: it does).
     first: tuple[Any, Callable[[Any], str | None]] | None = None
-    #: Returns the children for the outline of what is stored there (``Structure.outline``).
-    #: ``None``: ``children`` are wanted, whatever is stored.
-    settle: Callable[[Any], list[tuple[Any, Any]]] | None = None
+    #: Returns the children for the outline of what is stored there (``Structure.outline``), and for
+    #: the new names of renamed entries (of ``follows``) by their stored names. ``None``:
+    #: ``children`` are wanted, whatever is stored.
+    settle: Callable[[Any, dict[str, str]], list[tuple[Any, Any]]] | None = None
+    follows: Follows | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -243,6 +256,14 @@ def with_values(array: Any) -> Any:
     for hook in _hooks("with_values"):
         array = hook(array)
     return array
+
+
+def on_host(array: Any) -> np.ndarray[Any, Any]:
+    """The values of an array of any framework, in host memory."""
+    for module in load():
+        if hasattr(module, "on_host") and (found := module.on_host(array)) is not None:
+            return np.asarray(found)
+    return np.asarray(array)
 
 
 def streams(devices: Iterable[int]) -> dict[int, int]:

@@ -236,14 +236,17 @@ def is_distributed(tensor: Any) -> bool:
     return getattr(tensor, "device_mesh", None) is not None and hasattr(tensor, "to_local")
 
 
-def empty_slot(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """New memory for a slot: with the parameter's device, mesh, placements and memory format."""
+def new_slot(
+    parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, zeros: bool
+) -> torch.Tensor:
+    """New memory for a slot: with the parameter's device, mesh, placements and memory format.
+    ``zeros``: all zeros, for a slot that is larger than the stored one."""
     with torch.no_grad():
         own = parameter.detach()
         if shape == tuple(own.shape):
-            return torch.empty_like(own, dtype=dtype)
+            return torch.zeros_like(own, dtype=dtype) if zeros else torch.empty_like(own, dtype=dtype)
         # torch places a factored slot of a DTensor in the same way.
-        return own.new_empty(shape, dtype=dtype)
+        return own.new_zeros(shape, dtype=dtype)
 
 
 def why_not_loaded(obj: Any) -> str | None:
@@ -395,6 +398,11 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         plain = plain.view(_CARRIER[dtype.itemsize][0])
         return plain.numpy().view(dtype)
     return plain.numpy()
+
+
+def on_host(tensor: Any) -> np.ndarray[Any, Any] | None:
+    """The values of a tensor, in host memory; ``None`` if it is none."""
+    return as_numpy(tensor.detach().cpu()) if isinstance(tensor, torch.Tensor) else None
 
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Any:

@@ -42,6 +42,7 @@ class Conversion:
         "box",
         "dtype",
         "exact",
+        "keeps",
         "name",
         "nbytes",
         "origin",
@@ -51,12 +52,19 @@ class Conversion:
     )
 
     def __init__(
-        self, stored_dtype: str, dtype: str, stored_shape: tuple[int, ...], shape: tuple[int, ...]
+        self,
+        stored_dtype: str,
+        dtype: str,
+        stored_shape: tuple[int, ...],
+        shape: tuple[int, ...],
+        keeps: bool = False,
     ) -> None:
         self.stored_dtype, self.dtype = to_dtype(stored_dtype), to_dtype(dtype)
         self.stored_shape, self.shape = stored_shape, shape
         #: The name of the wanted dtype.
         self.name = dtype
+        #: True if what is not stored keeps the caller's values.
+        self.keeps = keeps
         #: True if the bytes are what is stored.
         self.exact = stored_dtype == dtype
         self.origin = (0,) * len(shape)
@@ -75,6 +83,7 @@ class Job:
         "empty",
         "offset",
         "path",
+        "rest",
         "result",
         "shape",
         "stored",
@@ -113,6 +122,8 @@ class Job:
         self.target: Any = target if fits else None
         #: The returned array, made here or the caller's.
         self.result: Any = None
+        #: The caller's array, if its values are kept and are not in ``target``.
+        self.rest: Any = None
         #: Makes the array on a device, for the engine to fill.
         self.empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
         #: True if other targets lie between its elements, so that it is read apart and written
@@ -281,7 +292,7 @@ class ArrayReads:
         if job.result is None:
             job.result = self._allocator.empty(job.shape, dtype)
             if not is_whole:
-                job.result[...] = np.zeros((), dtype)
+                job.result[...] = np.zeros((), dtype) if job.rest is None else adapters.on_host(job.rest)
 
     def fill(self) -> None:
         """Reads into the caller's arrays."""
@@ -417,7 +428,7 @@ def _elements(array: _Array | OnDevice, first: int) -> _Array:
 def _zero_outside(job: Job) -> None:
     """Zeros what a padded array of the caller has beyond the stored part."""
     array, box = job.target, job.box
-    if array is None or box == array.shape:
+    if array is None or box == array.shape or job.conversion.keeps:
         return
     zero = np.zeros((), array.dtype)
     for axis, n in enumerate(box):

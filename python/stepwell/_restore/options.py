@@ -23,7 +23,7 @@ Globs: TypeAlias = str | Iterable[str] | None
 #: A choice for all leaves, or by glob.
 Missing: TypeAlias = Literal["error", "keep"]
 Unexpected: TypeAlias = Literal["error", "ignore"]
-Resize: TypeAlias = Literal["pad", "truncate", "both"]
+Resize: TypeAlias = Literal["pad", "keep", "truncate", "both"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -52,8 +52,8 @@ class RestoreKeywords(TypedDict, total=False):
     #: Which changes of dtype are allowed: ``"exact"`` (none), ``"lossless"`` (the default: widening
     #: within a kind), ``"lossy"``; or ``{glob: one of these or a dtype}``.
     cast: str | Mapping[str, Any]
-    #: Which changes of shape are allowed: ``"pad"`` with zeros, ``"truncate"``, or ``"both"``; also
-    #: by glob.
+    #: Which changes of shape are allowed: ``"pad"`` with zeros, ``"keep"`` (the rest keeps the
+    #: caller's values), ``"truncate"``, or ``"both"`` (pads, truncates); also by glob.
     resize: Resize | Mapping[str, Resize | None] | None
     #: The places of JAX arrays: one sharding or device for all, a tree of them (one entry covers
     #: all below it), or a function of path and :class:`~stepwell.ArraySpec`.
@@ -169,7 +169,7 @@ class RestoreOptions:
             "missing": _choice(self.missing, "missing", ("error", "keep")),
             "unexpected": _choice(self.unexpected, "unexpected", ("error", "ignore")),
             "cast": _cast(self.cast),
-            "resize": _choice(self.resize, "resize", ("pad", "truncate", "both", None)),
+            "resize": _choice(self.resize, "resize", ("pad", "keep", "truncate", "both", None)),
         }
 
 

@@ -20,7 +20,7 @@ from .. import _lifecycle as lifecycle
 from .._adapters import Box, Target
 from .._distributed.agreement import Together, Unasked
 from .._distributed.exchange import Exchange
-from .._paths import named
+from .._paths import glob_escape, named, render
 from .._state.leaves import Reviver
 from .._state.specs import AS_STORED, ArraySpec
 from ..errors import MismatchError
@@ -31,7 +31,7 @@ from .options import RestoreOptions
 from .report import RestoreReport
 from .structure import Structure
 from .template import Branch, Leaf, Part, naming
-from .wanted import Wanted
+from .wanted import Moves, Wanted, source_of
 
 _WARNING = 30
 _SHOWN = 8
@@ -57,6 +57,7 @@ class Restore:
         self.structure = Structure(core.nodes) if structure is None else structure
         #: Leaves that hold the objects that are read.
         self.objects: list[int] = []
+        self._moves: Moves = {}
         self._place = options.placement()
         self._to = options.to
         self._empty_there = (
@@ -95,7 +96,8 @@ class Restore:
         self._settle_scalars(leaves)
         self._placed(leaves)
         self._check_first(branches)
-        wanted = Wanted(self.structure, self.report, leaves, branches, self._to, self._place_all)
+        place, moves = self._place_all, self._moves
+        wanted = Wanted(self.structure, self.report, leaves, branches, self._to, place, moves)
         answer = self._match(wanted)
         if self._together is not None:
             self._together.settle()
@@ -156,8 +158,38 @@ class Restore:
                 continue
             node = self.structure.find(branch.components)
             if node is not None:
+                moved = self._moved(branch)
                 with naming(branch.components, "what is stored does not fit it"):
-                    branch.children = branch.settle(self.structure.outline(node, spec))
+                    branch.children = branch.settle(self.structure.outline(node, spec), moved)
+
+    def _moved(self, branch: Branch) -> dict[str, str]:
+        """Returns the new names of renamed entries by their stored names. Adds the renames of the
+        entries that go by those names."""
+        rules, follows = self._options["rename"], branch.follows
+        if not rules or follows is None:
+            return {}
+        leaders = (*branch.components, *follows.leaders)
+        node = self.structure.find(leaders)
+        if node is None:
+            return {}
+        stored = [str(self.structure.key(child)) for child in self.structure.children[node]]
+        wanted = {render((*leaders, ("k", name))): name for name in follows.names}
+        found = _core.renamed(rules, [render((*leaders, ("k", name))) for name in stored])
+        moved = {
+            old: wanted[new]
+            for old, new in zip(stored, found, strict=True)
+            if new is not None and new in wanted
+        }
+        for above in follows.followers:
+            places = {
+                name: (*branch.components, *above, ("k", name)) for one in moved.items() for name in one
+            }
+            self._moves |= {places[old]: None for old in moved}
+            self._moves |= {places[new]: places[old] for old, new in moved.items()}
+            for old, new in moved.items():
+                if self.structure.find(places[old]) is not None:
+                    rules.append((glob_escape(render(places[old])), glob_escape(render(places[new]))))
+        return moved
 
     def _settle_scalars(self, leaves: list[Leaf]) -> None:
         """Marks scalars that are stored as arrays without dimensions, and the other way round."""
@@ -167,7 +199,8 @@ class Restore:
             wants_scalar = leaf.what == "object" and scalars.kind_of_value(leaf.value) is not None
             if not wants_array and not wants_scalar:
                 continue
-            node = self.structure.find(leaf.components)
+            source = source_of(self._moves, leaf.components)
+            node = None if source is None else self.structure.find(source)
             if node is None or self.structure.is_container(node):
                 continue
             rows = self.core.leaves() if rows is None else rows
@@ -288,6 +321,9 @@ class Restore:
                 key: Any = (source, which, job.offset, job.shape)
                 if job.target is not None:
                     key = (*key, id(job.target))
+                elif job.conversion.keeps and leaf is not None:
+                    job.rest = self._rest(path, leaf, box)
+                    key = (*key, id(job.rest))
                 else:
                     job.empty = self._empty(leaf, fill)
                     if leaf is not None and wanted.takes_over(leaf, stored):
@@ -330,6 +366,14 @@ class Restore:
                     f"{named(path)}: a part of shape {tuple(extent)} at {tuple(offset)} does not lie in what is stored, which has shape {stored}; "
                     "pass shape=, the shape of the whole tensor, if what is beyond is padding"
                 )
+
+    def _rest(self, path: str, leaf: Leaf, box: Box | None) -> Any:
+        """Returns the caller's array, whose values stay where nothing is stored."""
+        if box is None:
+            return leaf.value
+        raise self.report.mismatch(
+            f'{named(path)}: resize="keep" takes whole arrays, or shards in host memory; pass resize="pad"'
+        )
 
     def _empty(self, leaf: Leaf | None, fill: bool) -> Any:
         """Returns the function that makes a new array on its final device. An array that is only

@@ -125,7 +125,9 @@ class Branch:
     #: fit.
     first: tuple[Component, Callable[[Any], str | None]] | None = None
     #: Returns the children for the outline of what is stored there; see ``adapters.Opened.settle``.
-    settle: Callable[[Any], list[tuple[Any, Part]]] | None = None
+    settle: Callable[[Any, dict[str, str]], list[tuple[Any, Part]]] | None = None
+    #: The entries that move with others; see ``adapters.Opened.follows``.
+    follows: adapters.Follows | None = None
 
     @property
     def path(self) -> str:
@@ -302,8 +304,11 @@ def _other(value: Any, at: tuple[Component, ...], above: Above) -> Part:
 
         branch = _branch(value, at, above, opened.children, close)
         branch.unfillable, branch.first = opened.unfillable, opened.first
+        branch.follows = opened.follows
         if (settle := opened.settle) is not None:
-            branch.settle = lambda stored: _branch(value, at, above, settle(stored), close).children
+            branch.settle = lambda stored, moved: (
+                _branch(value, at, above, settle(stored, moved), close).children
+            )
         return branch
     protocol = None if is_custom else stateful.protocol_of(value)
     if protocol is not None:

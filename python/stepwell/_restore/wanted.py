@@ -40,6 +40,19 @@ def _value(match: Match, objects: Objects) -> Any:
     return jobs[0].result if len(jobs) == 1 else [job.result for job in jobs]
 
 
+#: Wanted places whose entries move with others → where they are stored; ``None``: nowhere.
+Moves: TypeAlias = dict[tuple[Component, ...], tuple[Component, ...] | None]
+
+
+def source_of(moves: Moves, components: tuple[Component, ...]) -> tuple[Component, ...] | None:
+    """Returns where a wanted leaf is stored; ``None`` if nothing is stored for it."""
+    for n in range(len(components), 0, -1) if moves else ():
+        if components[:n] in moves:
+            source = moves[components[:n]]
+            return None if source is None else (*source, *components[n:])
+    return components
+
+
 class Wanted:
     """The request to the store: the template's leaves, in the engine's form."""
 
@@ -51,8 +64,10 @@ class Wanted:
         branches: list[Branch],
         to: str | None = None,
         place: Callable[[list[str], list[Any]], Any] = lambda paths, arrays: None,
+        moves: Moves | None = None,
     ) -> None:
         self._structure = structure
+        self._moves = moves or {}
         #: The framework whose arrays stored subtrees get, and where those are to be.
         self._to = to
         self._place = place
@@ -105,9 +120,11 @@ class Wanted:
 
     def _add_leaf(self, leaf: Leaf) -> None:
         structure = self._structure
-        if leaf.optional and structure.find(leaf.components) is None:
-            leaf.result = ...
-            return
+        if leaf.optional:
+            source = source_of(self._moves, leaf.components)
+            if source is None or structure.find(source) is None:
+                leaf.result = ...
+                return
         if leaf.what == "skip":
             leaf.result = ...
             self._add(leaf, "skip")

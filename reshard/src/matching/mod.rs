@@ -175,6 +175,8 @@ pub enum Resize {
     Never,
     /// Wanted may be longer: what is not stored is padding.
     Pad,
+    /// As `Pad`, for a leaf that holds a value: what is not stored keeps it.
+    Keep,
     /// Wanted may be shorter: what is stored beyond it is not read.
     Truncate,
     /// Either, per dimension.
@@ -247,6 +249,8 @@ pub struct TensorMatch {
     /// True if the caller's tensor is larger than `region`: the rest of it is padding, and the
     /// caller fills it.
     pub padded: bool,
+    /// True if that rest keeps the caller's values.
+    pub keeps: bool,
     /// True if the stored tensor is larger than `region`.
     pub truncated: bool,
 }

@@ -146,7 +146,9 @@ impl Matching<'_> {
         }
         let wanted_shape = wanted_shape.unwrap_or(shape);
         let resize = self.options.resize.of(text);
-        if !resize_allows(resize, shape, wanted_shape) {
+        let nothing_to_keep =
+            resize == Resize::Keep && !wanted.holds_value && shape.as_slice() != wanted_shape;
+        if nothing_to_keep || !resize_allows(resize, shape, wanted_shape) {
             self.report.wrong_shape.push(WrongShape {
                 wanted: w,
                 stored: s,
@@ -166,6 +168,7 @@ impl Matching<'_> {
                     dtype: to,
                     lossless: cast::is_lossless(dtype, to),
                     padded: extent != wanted_shape,
+                    keeps: resize == Resize::Keep && extent != wanted_shape,
                     truncated: extent != shape.as_slice(),
                     shape: wanted_shape.to_vec(),
                     region: Region { offset: Dims::from_elem(0, extent.len()), extent: extent.into() },
@@ -202,7 +205,7 @@ fn resize_allows(resize: Resize, stored: &[u64], wanted: &[u64]) -> bool {
     stored.len() == wanted.len()
         && stored.iter().zip(wanted).all(|(stored, wanted)| match resize {
             Resize::Never => stored == wanted,
-            Resize::Pad => stored <= wanted,
+            Resize::Pad | Resize::Keep => stored <= wanted,
             Resize::Truncate => stored >= wanted,
             Resize::Both => true,
         })

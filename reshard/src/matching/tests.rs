@@ -270,6 +270,7 @@ fn shapes_differ_only_as_far_as_resizing_is_allowed() {
         (&[5, 6], Resize::Truncate, None),
         (&[5, 3], Resize::Truncate, None),
         (&[5, 3], Resize::Both, Some((vec![4, 3], true, true))),
+        (&[5, 6], Resize::Keep, None), // the wanted leaf holds no value
         (&[24], Resize::Both, None),
     ] {
         assert_eq!(try_resize(shape, resize), expected, "{shape:?} {resize:?}");
