@@ -112,6 +112,11 @@ test-address: | tools ## the engine's own tests under AddressSanitizer
 test-miri: | tools ## what copies and shares memory, under Miri
 	tests/sanitizers/run.sh miri
 
+# Hours: each change of the code is compiled and tested. `make test-mutants SHARD=0/12` takes a twelfth.
+.PHONY: test-mutants
+test-mutants: | tools ## changed code that the tests of planning, commits and retention must notice (SHARD=0/12 of it)
+	tests/mutants/run.sh $(SHARD)
+
 .PHONY: test-python
 test-python: build ## the Python tests
 	$(BIN)/mypy --config-file python/pyproject.toml
@@ -139,6 +144,7 @@ test-long: build ## hours: longer sweeps of the same proofs, and the licences of
 	$(MAKE) test-interleavings SCHEDULES=1000000
 	$(MAKE) test-address
 	$(MAKE) test-miri
+	$(MAKE) test-mutants
 	$(MAKE) fuzz SECONDS=1800
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/disks/requirements.txt
 	STEPWELL_LONG=1 $(MAKE) test-disks

@@ -105,7 +105,6 @@ pub fn is_possible(from: Dtype, to: Dtype) -> bool {
         |kind| matches!(kind, DtypeKind::Bool | DtypeKind::Signed | DtypeKind::Unsigned | DtypeKind::Float);
     match (from.kind(), to.kind()) {
         (from, DtypeKind::Complex) => number(from) || from == DtypeKind::Complex,
-        (DtypeKind::Complex, _) => false,
         (from, to) => from == to || (number(from) && number(to)),
     }
 }
@@ -189,6 +188,13 @@ mod tests {
                 "{from} widens"
             );
         }
+    }
+
+    #[test]
+    fn every_float_format_holds_itself() {
+        let formats: Vec<FloatFormat> = Dtype::ALL.iter().filter_map(|&dtype| float_format(dtype)).collect();
+        assert!(formats.len() >= 15);
+        assert!(formats.iter().all(|format| format.holds(format)));
     }
 
     #[test]
