@@ -8,13 +8,13 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
-use stepwell_core::dtype::Dtype;
+use stepwell_core::dtype::{Dtype, DtypeKind};
 use stepwell_core::format::index::{ChunkRegion, Chunks, Index, LeafRecord, TensorRecord};
 use stepwell_core::format::index_v1::{ComponentSpelling, KindSpelling};
 use stepwell_core::format::manifest::{Others, TopLevel};
-use stepwell_core::leaf_path::Component;
+use stepwell_core::leaf_path::{Component, LeafPath};
 use stepwell_core::limits::MAX_CHUNKS;
-use stepwell_core::provider::{ShardedProvider, StateProvider};
+use stepwell_core::provider::{CastProvider, ShardedProvider, StateProvider};
 use stepwell_core::region::Region;
 use stepwell_core::save::{ChunkPlan, ItemPlan, LeafPlan};
 use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
@@ -114,6 +114,22 @@ impl LeafSource {
             }
         }
         self
+    }
+
+    /// The same, stored as `to`. What has no dimensions (the count of an optimizer, say) or is not
+    /// floating-point stays as it is.
+    pub fn cast(self, to: Dtype, path: &LeafPath) -> Result<Self> {
+        match self {
+            Self::Tensor { dtype, shape, parts, provider }
+                if dtype.kind() == DtypeKind::Float && dtype != to && !shape.is_empty() =>
+            {
+                let leaf = path.to_string();
+                let provider = CastProvider::new(provider, dtype, to, &leaf)
+                    .map_err(|what| stepwell_core::Error::Leaf { leaf, what })?;
+                Ok(Self::Tensor { dtype: to, shape, parts, provider: Arc::new(provider) })
+            }
+            other => Ok(other),
+        }
     }
 
     /// A tensor of which this process holds boxes, each in an array of its own.

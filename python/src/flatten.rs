@@ -18,11 +18,15 @@ use stepwell_core::dtype::Dtype;
 use stepwell_core::leaf_path::{Component, named};
 use stepwell_core::limits::{MAX_DEPTH, MAX_NAME_BYTES};
 use stepwell_core::region::Region;
-use stepwell_core::tree::{ContainerKind, Tree};
+use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
 use stepwell_core::value::Value;
 use stepwell_manager::state::Holders;
+use stepwell_reshard::glob::{Glob, PathText};
+use stepwell_reshard::matching::PerGlob;
+use stepwell_reshard::selection::Selection;
 
 use crate::arrays::{self, ArrayType, Known};
+use crate::errors::invalid;
 use crate::hooks::{Hooks, dtype_named, hooks, unsupported};
 use crate::ingest::{HeldBuffer, device_of};
 use crate::values::{Plain, TOO_DEEP, described, exact_scalar, to_value};
@@ -60,10 +64,40 @@ pub struct Flat {
     pub leaves: Vec<Leaf>,
     /// Numbers of those that may differ between ranks, in order: the first one's count.
     pub drifting: Vec<u32>,
+    /// The dtypes that leaves are stored in, where they are not their own.
+    pub cast: PerGlob<Option<Dtype>>,
 }
 
-/// Flattens a state. A leaf that cannot be stored is named by its path.
-pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<Flat> {
+/// The part of a state that is saved.
+#[derive(Default)]
+pub struct Choice {
+    selection: Selection,
+    cast: PerGlob<Option<Dtype>>,
+    /// Globs that have matched nothing as yet, and the options that they were given to.
+    idle: Vec<(&'static str, Glob)>,
+}
+
+impl Choice {
+    pub fn new(selection: Selection, cast: PerGlob<Option<Dtype>>) -> Self {
+        let idle = [
+            ("include", selection.include().unwrap_or_default()),
+            ("exclude", selection.exclude()),
+            ("cast", cast.globs()),
+        ];
+        let named = |(option, globs): (&'static str, &[Glob])| {
+            globs.iter().map(|glob| (option, glob.clone())).collect::<Vec<_>>()
+        };
+        Self { idle: idle.into_iter().flat_map(named).collect(), selection, cast }
+    }
+
+    fn is_all(&self) -> bool {
+        self.selection.is_all() && self.idle.is_empty()
+    }
+}
+
+/// Flattens the chosen part of a state, and returns the globs that match nothing. A leaf that
+/// cannot be stored is named by its path.
+pub fn flatten(state: &Bound<'_, PyAny>, choice: Choice) -> PyResult<(Flat, Vec<(&'static str, Glob)>)> {
     let hooks = hooks(state.py())?;
     hooks.load_adapters.call0(state.py())?;
     let mut walk = Walk {
@@ -77,9 +111,14 @@ pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<Flat> {
         originals: HashMap::new(),
         dtypes: Dtypes::default(),
         open: Vec::new(),
+        choice,
     };
     walk.visit(None, None, state, 0)?;
-    Ok(walk.flat)
+    if !walk.choice.selection.is_all() {
+        walk.drop_emptied(state.py())?;
+    }
+    walk.flat.cast = walk.choice.cast;
+    Ok((walk.flat, walk.choice.idle))
 }
 
 /// Dtype objects seen, by address (kept alive here, so that no address comes twice).
@@ -123,6 +162,7 @@ struct Walk<'h, 'py> {
     /// The objects that are being walked, outermost first, by address, and the numbers of their
     /// nodes. All are alive, so that no address comes twice.
     open: Vec<(usize, u32)>,
+    choice: Choice,
 }
 
 impl<'py> Walk<'_, 'py> {
@@ -136,6 +176,37 @@ impl<'py> Walk<'_, 'py> {
         if depth > MAX_DEPTH {
             return Err(self.refuse(parent, component, object.py(), TOO_DEEP));
         }
+        if self.choice.is_all() {
+            return self.visit_chosen(parent, component, object, depth);
+        }
+        let text = self.text(parent, component.as_ref());
+        self.choice.idle.retain(|(_, glob)| !glob.selects(text.as_bytes()));
+        if self.choice.selection.excludes_text(text.as_bytes()) {
+            return Ok(());
+        }
+        let before = self.flat.tree.nodes().len();
+        let walked = self.visit_chosen(parent, component, object, depth);
+        // A leaf that is not selected need not be one that can be stored.
+        let is_left_out = self.flat.tree.nodes().len() == before
+            && parent.is_some()
+            && !self.choice.selection.selects_text(text.as_bytes());
+        match walked {
+            Err(error)
+                if is_left_out && error.is_instance(object.py(), self.hooks.error.bind(object.py())) =>
+            {
+                Ok(())
+            }
+            walked => walked,
+        }
+    }
+
+    fn visit_chosen(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        object: &Bound<'py, PyAny>,
+        depth: u64,
+    ) -> PyResult<()> {
         if object.get_type().is(&self.hooks.ndarray) {
             return self.array(parent, component, object, depth);
         }
@@ -491,6 +562,9 @@ impl<'py> Walk<'_, 'py> {
         (dtype, buffer, immutable): (Dtype, HeldBuffer, bool),
         original: Option<HeldBuffer>,
     ) -> PyResult<()> {
+        if self.is_left_out(parent, component.as_ref()) {
+            return Ok(());
+        }
         if buffer.itemsize() != dtype.size() {
             let why = format!("{} bytes per element, where {dtype} has {}", buffer.itemsize(), dtype.size());
             return Err(self.refuse(parent, component, py, &why));
@@ -525,6 +599,9 @@ impl<'py> Walk<'_, 'py> {
         component: Option<Component>,
         answer: &Bound<'py, PyAny>,
     ) -> PyResult<()> {
+        if self.is_left_out(parent, component.as_ref()) {
+            return Ok(());
+        }
         let key: Option<String> = answer.get_item(2)?.extract()?;
         self.library = Some(Arc::from(answer.get_item(3)?.extract::<String>()?));
         if let Some(&of) = key.as_ref().and_then(|key| self.copies.get(key)) {
@@ -588,12 +665,67 @@ impl<'py> Walk<'_, 'py> {
         })
     }
 
+    /// True if nothing of a leaf is saved.
+    fn is_left_out(&self, parent: Option<u32>, component: Option<&Component>) -> bool {
+        !self.choice.selection.is_all()
+            && !self.choice.selection.selects_text(self.text(parent, component).as_bytes())
+    }
+
+    /// Drops the containers that selection has left nothing of.
+    fn drop_emptied(&mut self, py: Python<'_>) -> PyResult<()> {
+        let tree = std::mem::take(&mut self.flat.tree);
+        let nodes = tree.nodes();
+        // Children follow their parents.
+        let mut stays = vec![false; nodes.len()];
+        for (number, node) in nodes.iter().enumerate().rev() {
+            stays[number] |= number == 0
+                || node.container().is_none()
+                || self.choice.selection.selects_text(PathText::new(&tree.path(number as u32)).as_bytes());
+            stays[node.parent as usize] |= stays[number];
+        }
+        let mut numbers = vec![0_u32; nodes.len()];
+        let mut children = vec![0_u32; nodes.len()];
+        for (number, node) in nodes.iter().enumerate().filter(|(number, _)| stays[*number]) {
+            let above = node.parent as usize;
+            if let Some(Component::Index(index)) = node.component
+                && index != children[above]
+            {
+                let what = format!(
+                    "include= and exclude= leave a gap in the list `{}`: element {index} is saved, and not all before \
+                     it. Save the whole list, or nothing of it",
+                    tree.path(node.parent)
+                );
+                return Err(invalid(py, &what));
+            }
+            let parent = (number > 0).then(|| numbers[above]);
+            if number > 0 {
+                children[above] += 1;
+            }
+            numbers[number] = match &node.kind {
+                NodeKind::Container(kind) => {
+                    self.flat.tree.push_container(parent, node.component.clone(), kind.clone())
+                }
+                NodeKind::Leaf(_) => self.flat.tree.push_leaf(parent, node.component.clone()),
+            };
+        }
+        Ok(())
+    }
+
     fn leaf(&mut self, parent: Option<u32>, component: Option<Component>, leaf: Leaf) {
+        if self.is_left_out(parent, component.as_ref()) {
+            return;
+        }
         if self.drifting {
             self.flat.drifting.push(self.flat.leaves.len() as u32);
         }
         self.flat.tree.push_leaf(parent, component);
         self.flat.leaves.push(leaf);
+    }
+
+    fn text(&self, parent: Option<u32>, component: Option<&Component>) -> PathText {
+        let mut path = parent.map(|node| self.flat.tree.path(node)).unwrap_or_default();
+        path.0.extend(component.cloned());
+        PathText::new(&path)
     }
 
     fn path(&self, parent: Option<u32>, component: Option<&Component>) -> String {

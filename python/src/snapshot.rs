@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use stepwell_core::provider::{Haste, StateProvider};
 use stepwell_manager::state::Part;
 use stepwell_manager::{Error, LeafSource, StateSource, Streams};
+use stepwell_reshard::glob::PathText;
 
 use crate::events::{Events, Loan, Parcel};
 use crate::flatten::Leaf;
@@ -78,7 +79,15 @@ pub fn source(
             Leaf::Alias(of) => LeafSource::Alias(*of),
         })
     };
-    let leaves = (0_u32..).zip(&flat.leaves).map(leaf).collect::<Result<_, Error>>();
+    let cast = |(number, leaf_source): (u32, LeafSource)| -> Result<LeafSource, Error> {
+        let path = flat.tree.leaf_path(number);
+        match flat.cast.of(PathText::new(&path).as_bytes()) {
+            Some(to) => leaf_source.cast(to, &path),
+            None => Ok(leaf_source),
+        }
+    };
+    let leaves = (0_u32..).zip(&flat.leaves).map(|one| cast((one.0, leaf(one)?)));
+    let leaves = leaves.collect::<Result<_, Error>>();
     let tree = flat.tree.clone();
     if let Some(loan) = loan {
         state.give_back_at_its_end(loan);

@@ -8,10 +8,14 @@ use pyo3::prelude::*;
 
 use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::region::Region;
+use stepwell_reshard::matching::PerGlob;
+use stepwell_reshard::selection::Selection;
 use stepwell_reshard::tiling;
 
+use crate::errors::invalid;
 use crate::events::Loan;
-use crate::flatten::{Flat, Leaf};
+use crate::flatten::{Choice, Flat, Leaf};
+use crate::hooks::dtype_named;
 
 /// A leaf: kind, dtype, and shape (for an alias: the leaf that it is tied to).
 type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
@@ -107,10 +111,31 @@ impl State {
     }
 }
 
-/// Flattens a state; `UnsupportedLeaf` names what cannot be stored.
+/// Flattens a state; `UnsupportedLeaf` names what cannot be stored. `include` and `exclude` choose
+/// leaves, and `cast` gives them other dtypes, by glob. With `is_whole` the state is not one of
+/// several ranks' parts, and a glob that matches nothing raises.
 #[pyfunction]
-pub fn flatten(state: &Bound<'_, PyAny>) -> PyResult<State> {
-    Ok(State { flat: Mutex::new(Some(crate::flatten::flatten(state)?)), loan: Mutex::default() })
+#[pyo3(signature = (state, include = None, exclude = Vec::new(), cast = Vec::new(), is_whole = true))]
+pub fn flatten(
+    state: &Bound<'_, PyAny>,
+    include: Option<Vec<String>>,
+    exclude: Vec<String>,
+    cast: Vec<(String, String)>,
+    is_whole: bool,
+) -> PyResult<State> {
+    let py = state.py();
+    let wrong = |error: stepwell_reshard::Error| invalid(py, &error.to_string());
+    let cast = cast
+        .into_iter()
+        .map(|(glob, dtype)| Ok((glob, Some(dtype_named(&dtype)?))))
+        .collect::<PyResult<Vec<_>>>()?;
+    let selection = Selection::new(include.as_deref(), &exclude).map_err(wrong)?;
+    let choice = Choice::new(selection, PerGlob::new(cast, None).map_err(wrong)?);
+    let (flat, idle) = crate::flatten::flatten(state, choice)?;
+    if let Some((option, glob)) = idle.first().filter(|_| is_whole) {
+        return Err(invalid(py, &format!("{option}: `{}` matches nothing of this state", glob.as_str())));
+    }
+    Ok(State { flat: Mutex::new(Some(flat)), loan: Mutex::default() })
 }
 
 /// Two arrays, by number, whose memory overlaps or lies between the other's elements, and the

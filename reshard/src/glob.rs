@@ -16,6 +16,9 @@
 //! | `{a,b}` | either; may be nested, may hold `/` and wildcards |
 //! | `\*` `\?` `\{` `\}` `\,` | that character |
 //!
+//! A list of globs ([`GlobList`]) selects subtrees: a glob applies to what it matches and to
+//! everything below that, so that `params` stands for `params` and `params/**`.
+//!
 //! For paths without brackets and escapes, these globs match what globset matches (a property test
 //! compares them). globset has no indices, no keys with `/`, and no captures, which renames need.
 //!
@@ -168,7 +171,12 @@ impl Glob {
         self.matches(text.as_bytes())
     }
 
-    pub(crate) fn matches(&self, text: &[u8]) -> bool {
+    /// True if it matches a path or a leading part of it (whole components).
+    pub fn selects(&self, text: &[u8]) -> bool {
+        self.alternatives.iter().any(|tokens| Matcher::new(tokens, text).run(true).is_some())
+    }
+
+    fn matches(&self, text: &[u8]) -> bool {
         self.alternatives.iter().any(|tokens| Matcher::new(tokens, text).run(false).is_some())
     }
 
@@ -558,12 +566,22 @@ impl GlobList {
         &self.globs
     }
 
-    /// Number of the first glob that matches.
-    pub(crate) fn first_match(&self, text: &[u8]) -> Option<usize> {
-        let literal = self.literals.get(text).copied();
+    /// True if a glob selects the path with this rendering.
+    pub fn selects(&self, rendered: &str) -> Result<bool> {
+        let glob = Glob::new(&escape(rendered))?;
+        Ok(glob.literal().is_some_and(|text| self.first_match(text).is_some()))
+    }
+
+    /// Number of the first glob that matches a path or a leading part of it.
+    pub fn first_match(&self, text: &[u8]) -> Option<usize> {
+        let literal = if self.literals.is_empty() {
+            None
+        } else {
+            boundaries(text).filter_map(|end| self.literals.get(&text[..end]).copied()).min()
+        };
         let before = literal.unwrap_or(usize::MAX);
         let pattern = self.patterns.iter().copied().take_while(|&p| p < before);
-        pattern.into_iter().find(|&p| self.globs[p].matches(text)).or(literal)
+        pattern.into_iter().find(|&p| self.globs[p].selects(text)).or(literal)
     }
 }
 

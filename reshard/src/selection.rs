@@ -10,8 +10,8 @@ pub use crate::glob::escape;
 use crate::glob::{Glob, GlobList, PathText, Wildcard, boundaries, render};
 use crate::{Error, Result};
 
-/// Include and exclude. A leaf is selected when an include matches (or there are none) and no
-/// exclude does.
+/// Include and exclude. A leaf is selected when an include matches it or a subtree above it (or
+/// there are none) and no exclude does.
 #[derive(Clone, Debug, Default)]
 pub struct Selection {
     include: Option<GlobList>,
@@ -40,17 +40,25 @@ impl Selection {
         self.selects_text(PathText::new(path).as_bytes())
     }
 
-    pub(crate) fn include(&self) -> Option<&[Glob]> {
+    /// True if everything at and below a path is excluded.
+    pub fn excludes_text(&self, text: &[u8]) -> bool {
+        self.exclude.first_match(text).is_some()
+    }
+
+    /// The globs of `include`.
+    pub fn include(&self) -> Option<&[Glob]> {
         self.include.as_ref().map(GlobList::globs)
     }
 
-    pub(crate) fn exclude(&self) -> &[Glob] {
+    /// The globs of `exclude`.
+    pub fn exclude(&self) -> &[Glob] {
         self.exclude.globs()
     }
 
-    pub(crate) fn selects_text(&self, text: &[u8]) -> bool {
+    /// True if the leaf with this text is selected.
+    pub fn selects_text(&self, text: &[u8]) -> bool {
         self.include.as_ref().is_none_or(|globs| globs.first_match(text).is_some())
-            && self.exclude.first_match(text).is_none()
+            && !self.excludes_text(text)
     }
 }
 

@@ -4,6 +4,7 @@
 //! them, or starts a copy that a [`Fence`] will report. Objects and headers are bytes that the plan
 //! holds itself and need no provider.
 
+mod cast;
 mod device;
 mod host;
 mod sharded;
@@ -14,6 +15,7 @@ use crate::Result;
 use crate::region::Region;
 use crate::staging::{CopyQueue, Fence, Filling, Slot};
 
+pub use cast::CastProvider;
 pub use device::DeviceProvider;
 pub use host::HostProvider;
 pub use sharded::ShardedProvider;

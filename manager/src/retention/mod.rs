@@ -14,6 +14,7 @@ use std::ops::BitOr;
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::manifest::Manifest;
+use stepwell_reshard::glob::GlobList;
 
 use crate::error::{Error, Result};
 
@@ -464,7 +465,7 @@ impl<'a> Ballot<'a> {
                 continue;
             };
             let items = candidate.items.list();
-            let of_it = items.iter().filter(|item| globs.is_match(item));
+            let of_it = items.iter().filter(|item| globs.selects(item).unwrap_or(false));
             let kept: BTreeSet<String> = of_it.map(|&item| item.to_owned()).collect();
             if kept.is_empty() {
                 // A rule that says "keep a part" never means "delete it all": more likely the glob
@@ -519,16 +520,10 @@ fn count(n: u64) -> usize {
     usize::try_from(n).unwrap_or(usize::MAX)
 }
 
-fn matcher(globs: &[String]) -> Result<globset::GlobSet> {
-    let mut set = globset::GlobSetBuilder::new();
-    for glob in globs {
-        let glob = globset::GlobBuilder::new(glob)
-            .literal_separator(true)
-            .build()
-            .map_err(|error| Error::Invalid(format!("keep_every(items=…): {error}")))?;
-        set.add(glob);
-    }
-    set.build().map_err(|error| Error::Invalid(format!("keep_every(items=…): {error}")))
+/// Selects items as a restore selects leaves: `params/**` is all of the item `params`.
+fn matcher(globs: &[String]) -> Result<GlobList> {
+    GlobList::new(globs.iter().map(|glob| glob.strip_suffix("/**").unwrap_or(glob)))
+        .map_err(|error| Error::Invalid(format!("keep_every(items=…): {error}")))
 }
 
 impl BitOr for Retention {

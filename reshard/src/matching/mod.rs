@@ -104,7 +104,8 @@ pub fn stored_leaves(index: &Index) -> Vec<StoredLeaf> {
         .collect()
 }
 
-/// A choice that may differ per glob: the first glob that matches decides, else the default.
+/// A choice that may differ per glob: the first glob that matches the path or a subtree above it
+/// decides, else the default.
 #[derive(Clone, Debug, Default)]
 pub struct PerGlob<T> {
     globs: GlobList,
@@ -124,7 +125,8 @@ impl<T: Copy> PerGlob<T> {
         Ok(Self { globs: GlobList::new(globs)?, choices, default })
     }
 
-    fn of(&self, text: &[u8]) -> T {
+    /// The choice for the path with this text.
+    pub fn of(&self, text: &[u8]) -> T {
         if self.choices.is_empty() {
             return self.default;
         }

@@ -84,7 +84,8 @@ impl Matching<'_> {
 }
 
 impl<T: Copy> PerGlob<T> {
-    fn globs(&self) -> &[Glob] {
+    /// The globs.
+    pub fn globs(&self) -> &[Glob] {
         self.globs.globs()
     }
 }
@@ -95,11 +96,14 @@ fn unused(globs: &[Glob], texts: &[&[u8]]) -> Vec<Glob> {
         return Vec::new();
     }
     let mut known: Option<HashSet<&[u8]>> = None;
-    let is_used = |glob: &&Glob| match glob.literal() {
-        Some(literal) => known.get_or_insert_with(|| texts.iter().copied().collect()).contains(literal),
-        None => texts.iter().any(|text| glob.matches(text)),
+    let mut is_used = |glob: &&Glob| match glob.literal() {
+        Some(literal) => known
+            .get_or_insert_with(|| {
+                texts.iter().flat_map(|text| boundaries(text).map(|end| &text[..end])).collect()
+            })
+            .contains(literal),
+        None => texts.iter().any(|text| glob.selects(text)),
     };
-    let mut is_used = is_used;
     globs.iter().filter(|glob| !is_used(glob)).cloned().collect()
 }
 
