@@ -146,10 +146,10 @@ def train(root: Path, steps: int, every: int, losses: Path | None = None, dtype:
         | sw.keep_every(steps=10 * every, items=["params"])
         | sw.keep_best(1, "loss", mode="min"),
     ) as mgr:
-        if mgr.latest_step() is not None:
-            state = mgr.restore(into=state)
-            print(f"resumed from step {mgr.latest_step()}", flush=True)
-        for step in range(mgr.next_step(), steps):
+        state, first = mgr.resume(state)
+        if first > 0:
+            print(f"resumed from step {first - 1}", flush=True)
+        for step in range(first, steps):
             loss, gradients = loss_and_gradients(state["params"], *state["batches"].next())
             with mgr.update_guard():
                 adam(state, gradients)

@@ -22,7 +22,7 @@ use crate::ingest::streams_of;
 use crate::options;
 use crate::save_handle::SaveHandle;
 use crate::snapshot::{OnDevices, Snapshot, source};
-use crate::state::flatten;
+use crate::state::{ChoiceArguments, flatten};
 use crate::wait::{self, Patience};
 
 type Error = stepwell_manager::Error;
@@ -259,8 +259,15 @@ impl Manager {
     }
 
     /// Raises what `save` would raise about a state.
-    fn check(&self, py: Python<'_>, state: &Bound<'_, PyAny>, events: &Events) -> PyResult<()> {
-        let state = source(&flatten(state)?, Snapshot::Auto, &OnDevices::default(), events)?
+    fn check(
+        &self,
+        py: Python<'_>,
+        state: &Bound<'_, PyAny>,
+        choice: ChoiceArguments,
+        events: &Events,
+    ) -> PyResult<()> {
+        let state = flatten(state, choice, self.inner.ranks().1 == 1)?;
+        let state = source(&state, Snapshot::Auto, &OnDevices::default(), events)?
             .map_err(|error| raise_manager(py, &error))?;
         let inner = Arc::clone(&self.inner);
         py.detach(move || inner.check(state)).map_err(|error| raise_manager(py, &error))
@@ -595,6 +602,7 @@ impl Turn {
         &self,
         py: Python<'_>,
         state: &Bound<'_, PyAny>,
+        choice: ChoiceArguments,
         metrics: BTreeMap<String, f64>,
         custom_metadata: &str,
         snapshot: &str,
@@ -603,7 +611,7 @@ impl Turn {
     ) -> PyResult<SaveHandle> {
         let manager = self.manager.get();
         manager.check_before_saving(py, self.step)?;
-        let state = flatten(state)?;
+        let state = flatten(state, choice, manager.inner.ranks().1 == 1)?;
         let (streams, attached): (HashMap<u32, u64>, _) = on_devices.call1((state.devices()?,))?.extract()?;
         let devices = OnDevices::new(py, &streams, attached)?;
         let source = source(&state, Snapshot::named(snapshot)?, &devices, events)?

@@ -111,20 +111,17 @@ impl State {
     }
 }
 
-/// Flattens a state; `UnsupportedLeaf` names what cannot be stored. `include` and `exclude` choose
-/// leaves, and `cast` gives them other dtypes, by glob. With `is_whole` the state is not one of
-/// several ranks' parts, and a glob that matches nothing raises.
+/// The part of a state to save: `include`, `exclude`, and `cast` as pairs of glob and dtype.
+pub type ChoiceArguments = (Option<Vec<String>>, Vec<String>, Vec<(String, String)>);
+
+/// Flattens the chosen part of a state; `UnsupportedLeaf` names what cannot be stored. With
+/// `is_whole` the state is not one of several ranks' parts, and a glob that matches nothing raises.
 #[pyfunction]
-#[pyo3(signature = (state, include = None, exclude = Vec::new(), cast = Vec::new(), is_whole = true))]
-pub fn flatten(
-    state: &Bound<'_, PyAny>,
-    include: Option<Vec<String>>,
-    exclude: Vec<String>,
-    cast: Vec<(String, String)>,
-    is_whole: bool,
-) -> PyResult<State> {
+#[pyo3(signature = (state, choice = ChoiceArguments::default(), is_whole = true))]
+pub fn flatten(state: &Bound<'_, PyAny>, choice: ChoiceArguments, is_whole: bool) -> PyResult<State> {
     let py = state.py();
     let wrong = |error: stepwell_reshard::Error| invalid(py, &error.to_string());
+    let (include, exclude, cast) = choice;
     let cast = cast
         .into_iter()
         .map(|(glob, dtype)| Ok((glob, Some(dtype_named(&dtype)?))))

@@ -3,11 +3,9 @@ wait, and every step restores in whole or in part.
 
     import stepwell as sw
 
-    policy, retention = sw.every_steps(100), sw.keep_latest(3)
-    with sw.CheckpointManager("runs/llama", save_policy=policy, retention=retention) as mgr:
-        if mgr.latest_step() is not None:
-            state = mgr.restore(into=state)
-        for step in range(mgr.next_step(), 10_000):
+    with sw.CheckpointManager("runs/llama", save_policy=100, retention=3) as mgr:
+        state, first = mgr.resume(state)
+        for step in range(first, 10_000):
             state = update(state)
             mgr.save(step, state, metrics={"loss": loss})
 
@@ -18,7 +16,6 @@ and ``sw.torch`` hold what fewer programs need.
 
 import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
 from . import (
     _lifecycle,  # noqa: F401  (registers its exit hook first)
@@ -59,7 +56,17 @@ if _TYPE_CHECKING:
         keep_steps,
     )
     from ._save_result import Save
-    from ._singular import add_metrics, engine_info, metadata, restore, save, save_async, verify, watch
+    from ._singular import (
+        add_metrics,
+        engine_info,
+        metadata,
+        restore,
+        restore_async,
+        save,
+        save_async,
+        verify,
+        watch,
+    )
     from ._singular import open as open
     from ._state.registry import StoredEnum, register
     from ._state.specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
@@ -75,7 +82,7 @@ _MODULES = {
     "_restore.report": "RestoreReport",
     "_retention": "Retention keep_all keep_best keep_every keep_latest keep_newer_than keep_steps",
     "_save_result": "Save",
-    "_singular": "add_metrics engine_info metadata open restore save save_async verify watch",
+    "_singular": "add_metrics engine_info metadata open restore restore_async save save_async verify watch",
     "_state.registry": "StoredEnum register",
     "_state.specs": "AS_STORED ArraySpec ObjectSpec PerRank Replicated",
 }
@@ -83,16 +90,18 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 _NAMESPACES = ("coordinators", "events", "providers", "results", "sharding", "torch")
 
 
-def __getattr__(name: str) -> _Any:
-    if name in _NAMESPACES:
-        return _importlib.import_module(f"stepwell.{name}")
-    module = _MODULE_OF.get(name)
-    if module is None:
-        advice = "" if name.startswith("_") else _advice(name)
-        raise AttributeError(f"module 'stepwell' has no attribute {name!r}{advice}")
-    found = getattr(_importlib.import_module(f"stepwell.{module}"), name)
-    globals()[name] = found
-    return found
+if not _TYPE_CHECKING:  # a misspelt name is an error of type checkers
+
+    def __getattr__(name: str) -> object:
+        if name in _NAMESPACES:
+            return _importlib.import_module(f"stepwell.{name}")
+        module = _MODULE_OF.get(name)
+        if module is None:
+            advice = "" if name.startswith("_") else _advice(name)
+            raise AttributeError(f"module 'stepwell' has no attribute {name!r}{advice}")
+        found = getattr(_importlib.import_module(f"stepwell.{module}"), name)
+        globals()[name] = found
+        return found
 
 
 def _advice(name: str) -> str:
@@ -164,6 +173,7 @@ __all__ = [
     "providers",
     "register",
     "restore",
+    "restore_async",
     "results",
     "save",
     "save_async",

@@ -7,14 +7,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, Unpack, final, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, final, get_args, overload
 
 from . import _adapters as adapters
 from . import _core, coordinators
 from . import _lifecycle as lifecycle
+from ._attached import Attached, Updates
 from ._checkpoint import Checkpoint, Metadata
 from ._checks import (
     MANAGER_WORDS,
@@ -30,30 +31,47 @@ from ._checks import (
     step_number,
     text,
 )
+from ._choice import choice_of
 from ._contents import StepInfo, steps
-from ._distributed import transports
-from ._distributed.agreement import Together, Unasked
-from ._distributed.exchange import Exchange
+from ._ending import Ending
+from ._holds import Hold, Rewound
 from ._locations import absolute, check_root, explaining
 from ._options import Options, StepName, to_json
-from ._policies import SavePolicy, every_steps
+from ._policies import SavePolicy, as_policy
 from ._preemption import Preemption
 from ._public import public
-from ._restore import plan, template
-from ._restore import restore as restoring
-from ._restore.fallback import newest_intact
-from ._restore.options import RestoreKeywords, RestoreOptions, spelled_out
+from ._reader import Reader
+from ._restore import template
+from ._restore.options import (
+    ChoiceKeywords,
+    Globs,
+    RestoreKeywords,
+    RestoreOptions,
+    ResumeKeywords,
+    spelled_out,
+)
 from ._restore.plan import RestorePlan
-from ._retention import Retention, keep_all
+from ._restore.report import RestoreReport
+from ._retention import Retention, as_retention
 from ._save_result import Save
 from ._state.specs import current_rank
 from ._state.stateful import is_callable_state
 from ._timeouts import seconds, stall_seconds
-from .errors import ClosedError, CorruptCheckpoint, MisuseError, StalledError, StepNotFound, StepwellError
-from .events import OnEvent, tell_save, telling_restore
+from .errors import ClosedError, MisuseError, StepNotFound
+from .events import OnEvent, tell_save
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.optim import Optimizer
+
+    from ._background import Restore
+    from .torch import TrainState
 
 Exists = Literal["error", "skip", "replace"]
 _EXISTS = get_args(Exists)
+Best: TypeAlias = tuple[str, Literal["min", "max"]]
+_T = TypeVar("_T")
 
 
 @public
@@ -67,8 +85,9 @@ class CheckpointManager:
 
     Args:
         root: the directory of the run. Created if it is missing, unless ``Options(create=False)``.
-        save_policy: which calls of :meth:`save` write: :func:`every_steps` and the like.
-        retention: which steps stay: :func:`keep_latest` and the like.
+        save_policy: which calls of :meth:`save` write: ``100`` (every 100 steps), or
+            :func:`every_steps` and the like.
+        retention: which steps stay: ``3`` (the latest three), or :func:`keep_latest` and the like.
         step_name: the names of step directories; default: the root's, else ``step_00000000``.
         staging_bytes: the memory that saves pass through, in bytes. ``"auto"``: the size of the
             state, at most a quarter of the free memory.
@@ -100,8 +119,8 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str],
         *,
-        save_policy: SavePolicy | None = None,
-        retention: Retention | None = None,
+        save_policy: SavePolicy | int | None = None,
+        retention: Retention | int | None = None,
         step_name: StepName | None = None,
         staging_bytes: int | Literal["auto"] = "auto",
         max_pending: int = 1,
@@ -111,23 +130,17 @@ class CheckpointManager:
         on_event: OnEvent | None = None,
         options: Options | None = None,
     ) -> None:
-        self._core: Any = None
+        self._core: _core.Manager | None = None
         self._owner = lifecycle.Owner("manager")
         self._lock = threading.RLock()
         self._saves: list[Save] = []
         #: The engine's part of each :class:`Hold`, without which it would end with the object that
         #: :meth:`hold` returned.
-        self._held: set[Any] = set()
-        #: Optimizers whose parameters and state change only in guarded steps.
-        self._attached: list[Attached] = []
-        #: Threads that are in a guard, and attached optimizers that are in a step: what is saved
-        #: meanwhile is about to change.
-        self._guarded: set[int] = set()
-        self._stepping: set[int] = set()
-        self._policy = every_steps(1) if save_policy is None else save_policy
-        instance(self._policy, SavePolicy, "save_policy", "sw.every_steps() and the like")
-        rules = keep_all() if retention is None else retention
-        instance(rules, Retention, "retention", "sw.keep_latest() and the like")
+        self._held: set[_core.Held] = set()
+        #: The last restore in the background, until another call has waited for it.
+        self._restoring: Restore[object] | None = None
+        self._policy = as_policy(save_policy)
+        rules = as_retention(retention)
         options = Options() if options is None else options
         instance(options, Options, "options", "sw.Options(…)")
         if step_name is not None:
@@ -136,8 +149,7 @@ class CheckpointManager:
         if on_event is not None and not callable(on_event):
             raise MisuseError(f"on_event is a function of one dict, not {shown(on_event)}")
         self._on_event = on_event
-        self._coordinator = board
-        self._stall = stall_seconds(options.stall_timeout)
+        stall = stall_seconds(options.stall_timeout)
         if self._policy.signals and threading.current_thread() is not threading.main_thread():
             raise MisuseError(
                 "on_preemption() listens to signals: make the manager on the main thread, or pass signals=()"
@@ -156,7 +168,7 @@ class CheckpointManager:
             read_only,
             on_save_error,
         )
-        ranks: Any = None
+        ranks: _core.Board | tuple[int, int, str, str | None] | None = None
         service: coordinators.Service | None = None
         if isinstance(board, coordinators.SharedDirectory):
             ranks = (board.rank, board.world_size, board.job_id, board.path)
@@ -170,7 +182,13 @@ class CheckpointManager:
             if service is not None:
                 service.close()
             raise
-        self._ending = _Ending(core, self._root, self._owner, self._stall, service)
+        self._updates = Updates(core)
+        # It must not keep the manager alive.
+        saves = self._saves
+        self._reader = Reader(
+            core, self._root, board, stall, on_event, lambda: [save.step for save in saves if not save.done()]
+        )
+        self._ending = Ending(core, self._root, self._owner, stall, service)
         lifecycle.watch(self._ending)
         # From here on somebody closes it, whatever its user does.
         weakref.finalize(self, self._ending.abandoned).atexit = False
@@ -182,10 +200,13 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: Any,
+        state: object,
         *,
-        metrics: Mapping[str, Any] | None = None,
-        custom_metadata: Any = None,
+        metrics: Mapping[str, object] | None = None,
+        custom_metadata: object = None,
+        include: Globs = None,
+        exclude: Globs = None,
+        cast: object = None,
         force: bool = False,
         exists: Exists = "error",
         snapshot: Literal["auto", "lazy", "eager"] = "auto",
@@ -201,6 +222,12 @@ class CheckpointManager:
             state: the state, or a callable that returns it and runs only if the policy says yes.
             metrics: real numbers by name, for retention.
             custom_metadata: JSON that belongs to the step.
+            include: leaves of the state to save, by glob over rendered paths, as on a restore;
+                default: all. A list is saved whole or not at all.
+            exclude: leaves to leave out, though ``include`` has them. They may be of any type.
+            cast: the stored dtype of floating-point arrays: ``"bfloat16"`` for all of them, or
+                ``{glob: dtype}``. Arrays without dimensions keep theirs. Arrays are cast piece by
+                piece as they are copied, so no second copy is made. Only arrays in host memory.
             force: skip the policy (and nothing else).
             exists: for an existing step: ``"error"``, ``"skip"`` (returns the pending save of that
                 step, if any) or ``"replace"`` (the new one is written first).
@@ -239,6 +266,7 @@ class CheckpointManager:
                 force = flag(force, "force")
                 numbers = real_numbers(metrics)
                 metadata = metadata_json(custom_metadata)
+                choice = choice_of(include, exclude, cast)
             except BaseException as error:
                 if alone:
                     raise
@@ -262,16 +290,16 @@ class CheckpointManager:
                     # It shares the result of the pending save: its waiter returns when the step is
                     # durable.
                     return Save(step, turn)
-                updating = bool(self._stepping) or threading.get_ident() in self._guarded
-                if updating and snapshot == "lazy":
+                if snapshot == "lazy" and self._updates.is_running:
                     snapshot = "auto"
                 with self._as_rank():
                     handle = turn.save(
                         adapters.as_saved(state),
+                        choice,
                         numbers,
                         metadata,
                         snapshot,
-                        lambda devices: self._on_devices(devices, updating),
+                        self._updates.on_devices,
                         lifecycle.notifier.events,
                     )
             except BaseException as error:
@@ -280,8 +308,7 @@ class CheckpointManager:
                     turn.fail(f"{type(error).__name__}: {error}")
                 raise
             save = Save(step, handle)
-            self._saves = [one for one in self._saves if not one.done()]
-            self._saves.append(save)
+            self._saves[:] = [*(one for one in self._saves if not one.done()), save]
         if self._on_event is not None:
             tell_save(self._on_event, self._root, save, time.perf_counter() - begun)
         return save
@@ -306,13 +333,16 @@ class CheckpointManager:
                 f"this manager of {self._root} was opened with read_only=True: save() writes nothing, and what it returns is falsy",
             )
 
-    def check(self, state: Any) -> None:
-        """Raises what :meth:`save` would raise about ``state``, without saving or copying it: for
-        the start of a run."""
+    def check(
+        self, state: object, *, include: Globs = None, exclude: Globs = None, cast: object = None
+    ) -> None:
+        """Raises what :meth:`save` with these keywords would raise about ``state``, without saving
+        or copying it: for the start of a run."""
         core = self._open()
+        choice = choice_of(include, exclude, cast)
         state = state() if is_callable_state(state) else state
         with self._as_rank():
-            core.check(adapters.as_saved(state), lifecycle.notifier.events)
+            core.check(adapters.as_saved(state), choice, lifecycle.notifier.events)
 
     def should_save(self, step: int) -> bool:
         """True if :meth:`save` would save that step."""
@@ -338,20 +368,7 @@ class CheckpointManager:
         self._core.request_preemption()
         return True
 
-    def _on_devices(self, devices: set[int], updating: bool) -> tuple[dict[int, int], list[tuple[int, int]]]:
-        """Returns the current streams of the CUDA devices of a state, and the memory there that
-        attached optimizers own and that is captured later. Empty during an update."""
-        attached = [] if updating else [one for one in self._attached if devices or one._lazy_host]
-        if not attached:
-            return adapters.streams(devices) if devices else {}, []
-        from ._adapters.torch import addresses
-
-        owned = [(owner(), one._lazy_host) for one in attached for owner in one._optimizers]
-        places = [place for owner, host in owned if owner is not None for place in addresses(owner, host)]
-        return adapters.streams(devices), places
-
-    @contextmanager
-    def update_guard(self) -> Iterator[None]:
+    def update_guard(self) -> AbstractContextManager[None]:
         """Guards an update of the state: it waits for pending captures (of an attached optimizer,
         or ``snapshot="lazy"``). On a CUDA device the current stream waits. This thread waits only
         for host memory, and for copies that could not start because the staging ring is full.
@@ -363,17 +380,9 @@ class CheckpointManager:
             DeviceError: the device reports an error.
             MisuseError: the current stream captures a CUDA graph (put the guard around its replay).
         """
-        self._fence()
-        here = threading.get_ident()
-        outer = here not in self._guarded
-        self._guarded.add(here)
-        try:
-            yield
-        finally:
-            if outer:
-                self._guarded.discard(here)
+        return self._updates.guard()
 
-    def attach(self, optimizer: Any, *, host: Literal["now", "lazy"] = "now") -> Attached:
+    def attach(self, optimizer: Optimizer | TrainState, *, host: Literal["now", "lazy"] = "now") -> Attached:
         """Makes a torch optimizer (or those of a :class:`stepwell.torch.TrainState`) wait before
         each ``step()`` for pending captures, as :meth:`update_guard` does. From then on, its
         parameters and state on CUDA devices are captured during the next forward and backward pass,
@@ -389,42 +398,8 @@ class CheckpointManager:
                 ``save`` returns. ``"lazy"``: later, as on devices; ``step()`` waits for it on the
                 host.
         """
-        from .torch import optimizers_of
-
         self._open()
-        one_of(host, "host", ("now", "lazy"))
-        manager = weakref.ref(self)
-
-        def before(stepping: Any, *_: Any) -> None:
-            held = manager()
-            if held is not None:
-                held._fence()
-                held._stepping.add(id(stepping))
-
-        def behind(stepping: Any, *_: Any) -> None:
-            held = manager()
-            if held is not None:
-                held._stepping.discard(id(stepping))
-
-        optimizers = optimizers_of(optimizer)
-        try:
-            hooks = [one.register_step_pre_hook(before) for one in optimizers]
-            hooks += [one.register_step_post_hook(behind) for one in optimizers]
-        except AttributeError as wrapped:
-            raise MisuseError(
-                f"attach() cannot wait for {shown(optimizer)}, which has no hooks of its own ({wrapped}); attach the optimizer that it wraps, or put update_guard() around its step()"
-            ) from wrapped
-        owners = [weakref.ref(one) for one in optimizers]
-        attached = Attached(manager, hooks, owners, {id(one) for one in optimizers}, host == "lazy")
-        self._attached.append(attached)
-        return attached
-
-    def _fence(self) -> None:
-        """Has the current streams wait for what is still to be captured, and this thread for what
-        they cannot wait for."""
-        if self._core is not None:
-            devices = self._core.devices_in_flight()
-            self._core.guard(adapters.streams(devices) if devices else {})
+        return self._updates.attach(optimizer, host)
 
     def _answers(self, step: int) -> dict[str, bool]:
         """Returns the answers of the policy's callables on the first process, which count for
@@ -437,17 +412,47 @@ class CheckpointManager:
 
     # ---- restoring ----
 
+    @overload
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        into: _T,
+        best: Best | None = None,
+        fallback: bool = False,
+        return_report: Literal[False] = False,
+        **options: Unpack[ChoiceKeywords],
+    ) -> _T: ...
+    @overload
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        into: _T,
+        best: Best | None = None,
+        fallback: bool = False,
+        return_report: Literal[True],
+        **options: Unpack[ChoiceKeywords],
+    ) -> tuple[_T, RestoreReport]: ...
+    @overload
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        best: Best | None = None,
+        fallback: bool = False,
+        **options: Unpack[RestoreKeywords],
+    ) -> Any: ...  # the stored structure, or that of like=
     @spelled_out
     def restore(
         self,
         step: int | None = None,
         *,
-        best: tuple[str, Literal["min", "max"]] | None = None,
+        best: Best | None = None,
         fallback: bool = False,
         **options: Unpack[RestoreKeywords],
-    ) -> Any:
-        """Restores a step (``None``: the newest committed one), or the ``best`` one by a metric and
-        a mode, such as ``best=("loss", "min")``.
+    ) -> object:
+        """Restores a step.
 
         ``like`` describes the result and is never changed. ``into`` is filled where possible, and
         returned with new values elsewhere. Without either, everything comes back as it is stored.
@@ -455,11 +460,13 @@ class CheckpointManager:
         returned. If several processes have opened the manager, all of them make this call. Each
         reads what it wants; with ``broadcast=``, one reads for all that want the same.
 
-        With ``fallback=True``, a damaged newest step is passed over, and the newest step that can
-        be restored is. A warning and ``report.passed_over`` say which steps were passed over and
-        why. Only the bytes that this restore reads are checked. To save newer steps afterwards,
-        :meth:`rewind` to the restored step first. The other keywords are those of
-        :class:`~stepwell._restore.options.RestoreKeywords`.
+        Args:
+            step: its number; ``None``: the newest committed one.
+            best: the best step by a metric and a mode, such as ``("loss", "min")``.
+            fallback: pass over a damaged newest step, and restore the newest step that can be
+                restored. A warning and ``report.passed_over`` say which steps were passed over and
+                why. Only the bytes that this restore reads are checked. To save newer steps
+                afterwards, :meth:`rewind` to the restored step first.
 
         Raises:
             StepNotFound: the committed step does not exist.
@@ -470,63 +477,89 @@ class CheckpointManager:
             MisuseError: no library is initialised for the exchange of ``broadcast=``.
             CoordinatorError: an exchange failed, usually because another rank is gone.
         """
-        manager = self._open()
+        self._open()
         number = self._best(best, step) if best is not None else given_step(step)
-        if not flag(fallback, "fallback"):
-            try:
-                return self._restore(number, options)[0]
-            except CorruptCheckpoint as failure:
-                if number is None:
-                    failure.args = (f"{failure}. fallback=True restores the newest step that is intact",)
-                raise
-        if number is not None:
-            raise MisuseError("fallback= looks for the newest intact step: pass no step and no best= with it")
-        alone = manager.ranks()[1] == 1
-        answer, passed = newest_intact(
-            self._root,
-            lambda one: self._restore(manager.latest_step() if alone and one is None else one, options),
-            manager.all_steps,
-            lambda: json.loads(manager.report()),
-            lambda mine: alone or Together(manager).same(f"pass over: {mine}"),
+        return self._reader.restore(number, flag(fallback, "fallback"), options)
+
+    @spelled_out
+    def resume(
+        self, state: _T, *, fallback: bool = False, **options: Unpack[ResumeKeywords]
+    ) -> tuple[_T, int]:
+        """Restores the newest committed step into ``state``, and returns the state and the number
+        of the next step. Without a committed step it returns ``state`` as it is, and the number
+        0::
+
+            state, first = mgr.resume(state)
+            for step in range(first, steps):
+                ...
+
+        It fills the state and raises as :meth:`restore` with ``into=state`` does. If several
+        processes have opened the manager, all of them make this call.
+        """
+        for name in options:
+            if name not in ResumeKeywords.__annotations__:
+                RestoreOptions.of({name: None}, "resume")  # type: ignore[misc]  # raises for most
+                raise MisuseError(f"resume() fills the state that it is given; {name}= goes with restore()")
+        if self.latest_step() is not None:
+            state = self.restore(into=state, fallback=fallback, **options)
+        return state, self.next_step()
+
+    @overload
+    def restore_async(
+        self,
+        step: int | None = None,
+        *,
+        into: _T,
+        best: Best | None = None,
+        fallback: bool = False,
+        return_report: Literal[False] = False,
+        **options: Unpack[ChoiceKeywords],
+    ) -> Restore[_T]: ...
+    @overload
+    def restore_async(
+        self,
+        step: int | None = None,
+        *,
+        best: Best | None = None,
+        fallback: bool = False,
+        **options: Unpack[RestoreKeywords],
+    ) -> Restore[Any]: ...  # the stored structure, or that of like=
+    @spelled_out
+    def restore_async(
+        self,
+        step: int | None = None,
+        *,
+        best: Best | None = None,
+        fallback: bool = False,
+        **options: Unpack[RestoreKeywords],
+    ) -> Restore[Any]:
+        """Starts :meth:`restore` on another thread, and returns a future of its result
+        (:class:`stepwell.results.Restore`): build or compile the model meanwhile. Nothing may use
+        the arrays of ``into`` before ``result()`` has returned.
+
+        Every other call of the manager waits for the restore. If it has failed and nobody has
+        looked, that call raises its error. ``broadcast=`` is refused: it exchanges on the calling
+        thread.
+
+        Args:
+            step: as of :meth:`restore`.
+            best: as of :meth:`restore`.
+            fallback: as of :meth:`restore`.
+        """
+        self._open()
+        if RestoreOptions.of(options, "restore_async").broadcast:
+            raise MisuseError("broadcast= exchanges on the thread that calls; use restore()")
+        number = self._best(best, step) if best is not None else given_step(step)
+        flagged = flag(fallback, "fallback")
+        from ._background import Restore  # costs the import of concurrent.futures
+
+        restoring = Restore(
+            f"a restore of {self._root}", lambda: self._reader.restore(number, flagged, options)
         )
-        if options.get("return_report"):
-            answer[1].passed_over = passed
-        return answer
+        self._restoring = restoring
+        return restoring
 
-    def _restore(self, number: int | None, options: RestoreKeywords) -> tuple[Any, int]:
-        """Restores one step (``None``: the newest), and returns its number too."""
-        manager = self._open()
-        alone = manager.ranks()[1] == 1
-        with telling_restore(self._on_event, self._root, number) as told:
-            together = None if alone else Together(manager)
-            if together is not None:
-                with explaining(self._root), self._explaining_pending():
-                    number = together.choose(number)
-            try:
-                checked = RestoreOptions.of(options)
-                if checked.fill:
-                    # It may be the state that is being captured.
-                    lifecycle.wait_captured()
-                if alone:
-                    checked = replace(checked, broadcast=False)
-                with explaining(self._root), self._explaining_pending():
-                    core = manager.checkpoint(number)
-                with Checkpoint(core) as checkpoint:
-                    told.opened(checkpoint.step)
-                    if together is None:
-                        answer = restoring.run(checkpoint._open(), checked)
-                    else:
-                        answer = self._restored_by_all(checkpoint._open(), checked, together)
-                    manager.restored(checkpoint.step)
-                    return answer, checkpoint.step
-            except BaseException as failure:
-                if isinstance(failure, StepwellError) and failure.step is None:
-                    failure.step = told.step if number is None else number
-                if together is not None:
-                    together.fail(failure)
-                raise
-
-    def _best(self, best: Any, step: Any) -> int:
+    def _best(self, best: Best, step: int | None) -> int:
         """Resolves ``restore(best=)``."""
         if step is not None:
             raise MisuseError("pass a step or best=, not both")
@@ -534,25 +567,9 @@ class CheckpointManager:
             raise MisuseError(f'best= takes a metric and a mode, such as ("loss", "min"), not {shown(best)}')
         found = self.best_step(*best)
         if found is None:
-            with explaining(self._root), self._explaining_pending():
+            with self._reader.explaining():
                 raise StepNotFound(f"{self._root} has no committed step, so none is the best")
         return found
-
-    def _restored_by_all(self, core: Any, options: RestoreOptions, together: Together) -> Any:
-        """Restores this rank's part, in two steps: no rank writes anything before all match, and
-        none continues if another could not read."""
-        together.how = f"broadcast={options.broadcast!r}"
-        token = current_rank.set(self._open().ranks())
-        try:
-            exchange = None
-            if options.broadcast:
-                transport = transports.find(self._coordinator, self._stall)
-                exchange = Exchange(core, transport, together, options.broadcast == "gather")
-            answer = restoring.run(core, options, together, exchange)
-            together.end()
-        finally:
-            current_rank.reset(token)
-        return answer
 
     @spelled_out
     def plan(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> RestorePlan:
@@ -562,34 +579,17 @@ class CheckpointManager:
 
         With several processes, each plans its own reads without asking the others. Leaves that it
         does not want itself are listed as left to them (``report.left_out``). ``restore`` raises if
-        no process wants them."""
-        checked = RestoreOptions.of(options, "plan").reading_alone()
-        ranks = self._open().ranks()
-        token = current_rank.set(ranks)
-        try:
-            with self.checkpoint(step) as checkpoint:
-                others = None if ranks[1] == 1 else Unasked()
-                return plan.plan(checkpoint._open(), checked, checkpoint.manifest["items"], others)
-        finally:
-            current_rank.reset(token)
+        no process wants them.
+
+        Args:
+            step: its number; ``None``: the newest committed one."""
+        self._open()
+        return self._reader.plan(step, options)
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
         """Opens a step (``None``: the newest) for reading, under a lease."""
-        with explaining(self._root), self._explaining_pending():
-            return Checkpoint(self._open().checkpoint(None if step is None else step_number(step)))
-
-    @contextmanager
-    def _explaining_pending(self) -> Iterator[None]:
-        """Says what is being saved, where a step was not found: that is the usual reason right
-        after a save."""
-        pending = [save.step for save in self.pending()]
-        try:
-            yield
-        except StepNotFound as error:
-            if pending:
-                steps = ", ".join(map(str, pending))
-                error.args = (f"{error}; still being saved: {steps}: wait_until_finished() first",)
-            raise
+        self._open()
+        return self._reader.open(None if step is None else step_number(step))
 
     def metadata(self, step: int | None = None) -> Metadata:
         """Returns facts about a step without reading an array."""
@@ -599,10 +599,9 @@ class CheckpointManager:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of a step, those that came after the commit included."""
-        found: dict[str, float] = self._open().metrics(step_number(step))
-        return found
+        return self._open().metrics(step_number(step))
 
-    def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def add_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Adds metrics to a committed step (an evaluator's); retention counts them."""
         self._open().add_metrics(step_number(step), real_numbers(metrics))
 
@@ -610,13 +609,11 @@ class CheckpointManager:
 
     def latest_step(self) -> int | None:
         """The newest committed step."""
-        found: int | None = self._open().latest_step()
-        return found
+        return self._open().latest_step()
 
     def all_steps(self) -> list[int]:
         """All committed steps, in order."""
-        found: list[int] = self._open().all_steps()
-        return found
+        return self._open().all_steps()
 
     def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
         """Returns the best committed step by a metric (default: the one that retention ranks by).
@@ -632,14 +629,12 @@ class CheckpointManager:
         if mode is not None:
             text(metric, "a metric")
             one_of(mode, "mode", ("min", "max"))
-        found: int | None = self._open().best_step(metric, mode)
-        return found
+        return self._open().best_step(metric, mode)
 
     def next_step(self) -> int:
         """The step to go on with: the last restored or saved step + 1, else the latest + 1, else
         0."""
-        found: int = self._open().next_step()
-        return found
+        return self._open().next_step()
 
     def pending(self) -> list[Save]:
         """Saves that are not over."""
@@ -660,13 +655,13 @@ class CheckpointManager:
         return dict(self._open().quarantined())
 
     @property
-    def root_metadata(self) -> Any:
+    def root_metadata(self) -> Any:  # whatever JSON the user gave
         """The JSON that belongs to the root (``Options.root_metadata`` of its first writer), or
         ``None``."""
         text: str | None = self._open().root_metadata()
         return None if text is None else json.loads(text)
 
-    def add(self, checkpoint: Checkpoint, *, progress: Callable[[int, int], Any] | None = None) -> None:
+    def add(self, checkpoint: Checkpoint, *, progress: Callable[[int, int], object] | None = None) -> None:
         """Copies an open checkpoint into this root, byte for byte, as the step that it is. The copy
         is verified and durable before it gets its name. ``progress`` as in
         :meth:`Checkpoint.verify`.
@@ -700,7 +695,7 @@ class CheckpointManager:
 
     def plan_retention(self) -> dict[int, dict[str, Any]]:
         """Returns the decisions of retention now, with reasons, by step."""
-        plan: dict[str, Any] = json.loads(self._open().plan_retention())
+        plan = json.loads(self._open().plan_retention())
         return {int(step): decision for step, decision in plan.get("steps", plan).items()}
 
     def apply_retention(self) -> list[int]:
@@ -713,14 +708,13 @@ class CheckpointManager:
         order: see :class:`stepwell.results.StepInfo`."""
         return steps(self._open().report())
 
-    def prepare(self, like: Any) -> int:
+    def prepare(self, like: object) -> int:
         """Makes the staging memory that a state like this needs, so that the first save does not
         pay for it. Returns the bytes of its arrays. ``like`` is a state, or has an
         :class:`ArraySpec` (of shape and dtype) in place of arrays that are not there yet."""
         flat = _core.flatten(template.as_state(like))
-        nbytes: int = flat.nbytes
-        self._open().prepare(nbytes, list(flat.devices()))
-        return nbytes
+        self._open().prepare(flat.nbytes, list(flat.devices()))
+        return flat.nbytes
 
     def reload(self) -> None:
         """Reads the root again, to find what others have removed or added."""
@@ -749,6 +743,8 @@ class CheckpointManager:
         limit = seconds(timeout)
         if self._core is None:
             return
+        if self._restoring is not None:
+            self._restoring.wait(limit)
         try:
             self._ending.close(limit)
         finally:
@@ -757,18 +753,28 @@ class CheckpointManager:
                 for held in list(self._held):
                     held.close()
                 self._held.clear()
+        self._settle()
 
-    def _open(self) -> Any:
+    def _open(self) -> _core.Manager:
         self._owner.check()
         if self._core is None:
             raise ClosedError(f"this manager of {self._root} is closed; make a new one")
+        self._settle()
         return self._core
+
+    def _settle(self) -> None:
+        """Waits for a restore in the background."""
+        if self._restoring is not None:
+            self._restoring.settle()
+            self._restoring = None
 
     def __enter__(self) -> CheckpointManager:
         self._open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         try:
             self.close()
         except Exception as failure:
@@ -781,155 +787,3 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._root}{', closed' if self._core is None else ''}>"
-
-
-@final
-class Hold:
-    """A step that nobody removes, replaces or rewinds: from the call of
-    :meth:`stepwell.CheckpointManager.hold` on, until :meth:`close`, the end of the ``with`` block,
-    or the end of the manager."""
-
-    def __init__(self, step: int, held: Any, all_held: set[Any]) -> None:
-        #: Which step.
-        self.step = step
-        self._held = held
-        self._all_held = all_held
-        all_held.add(held)
-
-    def close(self) -> None:
-        """Lets the step go. Closing twice is fine."""
-        self._all_held.discard(self._held)
-        self._held.close()
-
-    def __enter__(self) -> Hold:
-        if self._held not in self._all_held:
-            raise ClosedError(f"step {self.step} is no longer held; call hold({self.step}) again")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<Hold of step {self.step}{'' if self._held in self._all_held else ', closed'}>"
-
-
-@final
-class Rewound(list[int]):
-    """The steps that a rewind moved, newest first."""
-
-    def __init__(self, moved: Iterable[int], branch: str | None) -> None:
-        super().__init__(moved)
-        #: The name of the branch that they are kept in, ``.branch-<name>.…``; ``None`` where
-        #: nothing was moved.
-        self.branch = branch
-
-
-@final
-class Attached:
-    """Optimizers that wait for captures."""
-
-    def __init__(
-        self,
-        manager: weakref.ref[CheckpointManager],
-        hooks: list[Any],
-        optimizers: list[weakref.ref[Any]],
-        ids: set[int],
-        lazy_host: bool,
-    ) -> None:
-        self._manager = manager
-        self._hooks = hooks
-        self._optimizers = optimizers
-        self._ids = ids
-        self._lazy_host = lazy_host
-
-    def remove(self) -> None:
-        """They no longer wait, but for what is being captured now: what they own is captured or
-        fenced when :meth:`~stepwell.CheckpointManager.save` returns, from the next one on."""
-        manager = self._manager()
-        if manager is None or self not in manager._attached:
-            return
-        manager._fence()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        manager._attached.remove(self)
-        manager._stepping -= self._ids
-
-
-class _Ending:
-    """The end of a manager, which outlives it: by ``close``, by the garbage collector, or by the
-    exit hook."""
-
-    def __init__(
-        self,
-        core: Any,
-        root: str,
-        owner: lifecycle.Owner,
-        stall: float,
-        service: coordinators.Service | None,
-    ) -> None:
-        self._service = service
-        self.what = f"the manager of {root}"
-        self.preemption: Preemption | None = None
-        self._core = core
-        self._owner = owner
-        self._stall = stall
-
-    def is_over(self) -> bool:
-        """True if there is nothing left to wait for."""
-        return bool(self._core.is_closed())
-
-    def close(self, limit: float | None) -> None:
-        """Closes, and is watched until that is over. Signals are the program's again only then: one
-        that comes twice, as those of schedulers do, must not take the last save with it."""
-        try:
-            self._core.close(limit)
-        finally:
-            if self.is_over():
-                if self.preemption is not None:
-                    self.preemption.restore()
-                if self._service is not None:
-                    self._service.close()
-                lifecycle.forget(self)
-
-    def abandoned(self) -> None:
-        """The manager was dropped, and maybe not closed. Runs in the garbage collector, where
-        nothing that raises is heard."""
-        if not self._owner.is_here or self.is_over():
-            return
-        try:
-            self.close(None)
-        except Exception as failure:
-            lifecycle.unseen(failure, f"{self.what} was dropped without close()")
-            lifecycle.log(
-                40,
-                "stepwell",
-                f"{self.what} was dropped without close(): {type(failure).__name__}: {failure}",
-            )
-
-    def wait_captured(self) -> None:
-        """See ``lifecycle.Ending``."""
-        # The engine knows all saves: an interrupt can end a call of save() when the engine has
-        # begun it and nothing here has heard of it yet.
-        if self._owner.is_here:
-            self._core.wait_captured()
-
-    def at_exit(self) -> BaseException | None:
-        """Closes with a bound; see ``lifecycle.Ending``."""
-        if not self._owner.is_here:
-            return None
-
-        def wait(slice: float) -> bool:
-            try:
-                self.close(slice)
-            except StalledError:
-                if self.is_over():
-                    raise
-                return False
-            return True
-
-        try:
-            lifecycle.wait_patiently(wait, self._core.progress, self._stall, f"{self.what} to close at exit")
-        except Exception as failure:
-            return failure
-        return None

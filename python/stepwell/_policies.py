@@ -85,6 +85,18 @@ def every_steps(n: int, *, initial: bool = True) -> SavePolicy:
     return SavePolicy({"policy": "every_steps", "n": number, "initial": flag(initial, "initial")})
 
 
+def as_policy(given: SavePolicy | int | None) -> SavePolicy:
+    """Returns the policy that a manager was given: a number ``n`` means every ``n`` steps, ``None``
+    every call."""
+    if isinstance(given, SavePolicy):
+        return given
+    if given is None or hasattr(given, "__index__"):
+        return every_steps(1 if given is None else whole(given, "save_policy", 1, MAX_STEP))
+    raise MisuseError(
+        f"save_policy is a number of steps, or made by sw.every_steps() and the like, not a {shown(given)}"
+    )
+
+
 @public
 def at_steps(steps: Iterable[int]) -> SavePolicy:
     """These steps and no others."""

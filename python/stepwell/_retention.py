@@ -51,13 +51,28 @@ def keep_latest(n: int) -> Retention:
     return Retention({"policy": "keep_latest", "n": whole(n, "the n of keep_latest", 0, MAX_STEP)})
 
 
+def as_retention(given: Retention | int | None) -> Retention:
+    """Returns the retention that a manager was given: a number ``n`` keeps the latest ``n``,
+    ``None`` all."""
+    if isinstance(given, Retention):
+        return given
+    if given is None:
+        return keep_all()
+    if hasattr(given, "__index__"):
+        return keep_latest(whole(given, "retention", 1, MAX_STEP))
+    raise MisuseError(
+        f"retention is a number of steps, or made by sw.keep_latest() and the like, not a {shown(given)}"
+    )
+
+
 @public
 def keep_every(
-    steps: int | None = None, items: Iterable[str] | None = None, *, seconds: float | None = None
+    steps: int | None = None, items: str | Iterable[str] | None = None, *, seconds: float | None = None
 ) -> Retention:
     """Steps that are divisible by ``steps`` stay; with ``seconds`` the oldest step and each that
-    was committed at least so long after the one that was kept before it. With ``items`` (globs over
-    item names) only those items of them: the rest is thinned away."""
+    was committed at least so long after the one that was kept before it. With ``items`` only those
+    items of them: the rest is thinned away. ``items`` selects as ``include`` of a restore does, one
+    glob or several: ``"params"`` and ``"params/**"`` are the item ``params``."""
     if (steps is None) is (seconds is None):
         raise MisuseError("keep_every takes steps= or seconds=, one of them")
     rule: dict[str, Any]
@@ -68,7 +83,9 @@ def keep_every(
         if rule["seconds"] <= 0:
             raise MisuseError(f"keep_every(seconds={seconds}) is no interval; pass more than 0")
     if items is not None:
-        items = listed(items, 'items takes a list of globs, such as items=["params"]')
+        if isinstance(items, str):
+            items = [items]
+        items = listed(items, 'items takes a glob or a list of globs, such as items=["params"]')
         if not items:
             raise MisuseError("items=[] would keep nothing of these steps; name items, or leave items= out")
         rule["items"] = [text(item, "a glob of items") for item in items]

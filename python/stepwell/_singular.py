@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from . import _adapters as adapters
 from . import _core
@@ -27,25 +27,32 @@ from ._checks import (
     real_numbers,
     step_number,
 )
+from ._choice import choice_of
 from ._locations import MANIFEST, Path, absolute, check_destination, check_watched, explaining, readable
 from ._options import ENGINES, Options, reader_json, to_json
 from ._policies import every_steps
 from ._public import public
 from ._restore import restore as restoring
 from ._restore.fallback import newest_intact
-from ._restore.options import RestoreKeywords, RestoreOptions, spelled_out
+from ._restore.options import ChoiceKeywords, Globs, RestoreKeywords, RestoreOptions, spelled_out
+from ._restore.report import RestoreReport
 from ._retention import keep_all
 from ._save_result import Save
 from ._state.stateful import is_callable_state
 from ._timeouts import seconds, stall_seconds
 from .errors import MisuseError, StalledError, StepwellError
 
+if TYPE_CHECKING:
+    from ._background import Restore
+
+_T = TypeVar("_T")
+
 
 class _Background:
     """A singular save in the background: committed at exit at the latest, and its failure told
     there if nowhere else."""
 
-    def __init__(self, handle: Any, path: str, stall: float) -> None:
+    def __init__(self, handle: _core.SaveHandle, path: str, stall: float) -> None:
         self.what = f"the save to {path}"
         self._handle = handle
         self._owner = lifecycle.Owner("save")
@@ -66,8 +73,7 @@ class _Background:
             )
         except StalledError as stalled:
             return stalled
-        failure: BaseException | None = self._handle.unseen_failure()
-        return failure
+        return self._handle.unseen_failure()
 
     def _over(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -78,7 +84,7 @@ class _Background:
         return True
 
 
-def keep(handle: Any, path: str, stall: float | None = None) -> Save:
+def keep(handle: _core.SaveHandle, path: str, stall: float | None = None) -> Save:
     """The future of a save that was begun, which the exit hook knows of. The bindings call this
     too, for a save whose caller was interrupted."""
     background = _Background(handle, path, Options().stall_timeout if stall is None else stall)
@@ -97,17 +103,25 @@ def keep(handle: Any, path: str, stall: float | None = None) -> Save:
 @other_words("save_async", SAVE_WORDS)
 def save_async(
     path: Path,
-    state: Any,
+    state: object,
     *,
-    metrics: Mapping[str, Any] | None = None,
-    custom_metadata: Any = None,
+    metrics: Mapping[str, object] | None = None,
+    custom_metadata: object = None,
+    include: Globs = None,
+    exclude: Globs = None,
+    cast: object = None,
     exists: Literal["error", "replace"] = "error",
     snapshot: Literal["auto", "lazy", "eager"] = "auto",
-    coordinator: Any = "auto",
+    coordinator: object = "auto",
     options: Options | None = None,
 ) -> Save:
     """Saves ``state`` as a checkpoint at ``path``, and returns when the state may be changed again;
-    the future says when it is committed."""
+    the future says when it is committed.
+
+    Args:
+        snapshot: when arrays are copied, as of :meth:`CheckpointManager.save`. The other arguments
+            are those of :func:`save`.
+    """
     check_coordinator(coordinator, "saves to this path")
     one_of(exists, "exists", ("error", "replace"))
     one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
@@ -115,9 +129,10 @@ def save_async(
     instance(options, Options, "options", "sw.Options(…)")
     numbers = real_numbers(metrics)
     metadata = metadata_json(custom_metadata)
+    choice = choice_of(include, exclude, cast)
     where = absolute(path)
     check_destination(where)
-    flat = _core.flatten(adapters.as_saved(state() if is_callable_state(state) else state))
+    flat = _core.flatten(adapters.as_saved(state() if is_callable_state(state) else state), choice)
     text = to_json(options, every_steps(1), keep_all(), None, "auto", 1, False, "raise")
     streams = adapters.streams(flat.devices())
     handle = _core.save_path(
@@ -130,22 +145,41 @@ def save_async(
 @other_words("save", SAVE_WORDS)
 def save(
     path: Path,
-    state: Any,
+    state: object,
     *,
-    metrics: Mapping[str, Any] | None = None,
-    custom_metadata: Any = None,
+    metrics: Mapping[str, object] | None = None,
+    custom_metadata: object = None,
+    include: Globs = None,
+    exclude: Globs = None,
+    cast: object = None,
     exists: Literal["error", "replace"] = "error",
-    coordinator: Any = "auto",
+    coordinator: object = "auto",
     options: Options | None = None,
 ) -> None:
-    """Saves ``state`` as a checkpoint at ``path``; it survives a power cut when this returns.
-    ``exists="replace"`` writes the new one first, and then swaps the two. A path where a run has
-    its steps is refused."""
+    """Saves ``state`` as a checkpoint at ``path``; it survives a power cut when this returns. A
+    path where a run has its steps is refused.
+
+    Args:
+        path: the directory of the checkpoint. It must not exist.
+        state: the state, or a callable that returns it.
+        metrics: real numbers by name.
+        custom_metadata: JSON that belongs to the checkpoint.
+        include: as of :meth:`CheckpointManager.save`.
+        exclude: as of :meth:`CheckpointManager.save`.
+        cast: as of :meth:`CheckpointManager.save`.
+        exists: for an existing checkpoint: ``"error"``, or ``"replace"``, which writes the new one
+            first and then swaps the two.
+        coordinator: ``None``: this process alone saves, although it is one of several.
+        options: rarely needed options.
+    """
     save_async(
         path,
         state,
         metrics=metrics,
         custom_metadata=custom_metadata,
+        include=include,
+        exclude=exclude,
+        cast=cast,
         exists=exists,
         coordinator=coordinator,
         options=options,
@@ -164,13 +198,42 @@ def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkp
         return Checkpoint(_core.open_path(where, number, engine))
 
 
+@overload
+def restore(
+    path: Path,
+    step: int | None = None,
+    *,
+    into: _T,
+    fallback: bool = False,
+    return_report: Literal[False] = False,
+    **options: Unpack[ChoiceKeywords],
+) -> _T: ...
+@overload
+def restore(
+    path: Path,
+    step: int | None = None,
+    *,
+    into: _T,
+    fallback: bool = False,
+    return_report: Literal[True],
+    **options: Unpack[ChoiceKeywords],
+) -> tuple[_T, RestoreReport]: ...
+@overload
+def restore(
+    path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
+) -> Any: ...  # the stored structure, or that of like=
 @public
 @spelled_out
 def restore(
     path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
-) -> Any:
-    """Restores the checkpoint at ``path`` (a root: its newest step); see
-    :meth:`CheckpointManager.restore`. ``fallback=True`` is for a root."""
+) -> object:
+    """Restores the checkpoint at ``path``; see :meth:`CheckpointManager.restore`.
+
+    Args:
+        path: a checkpoint, a step's directory, or a root.
+        step: the step of a root; ``None``: its newest.
+        fallback: of a root, restore the newest step that is intact.
+    """
     step = given_step(step)
     if not flag(fallback, "fallback"):
         return _restore(path, step, options)[0]
@@ -193,6 +256,43 @@ def restore(
     return answer
 
 
+@overload
+def restore_async(
+    path: Path,
+    step: int | None = None,
+    *,
+    into: _T,
+    fallback: bool = False,
+    return_report: Literal[False] = False,
+    **options: Unpack[ChoiceKeywords],
+) -> Restore[_T]: ...
+@overload
+def restore_async(
+    path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
+) -> Restore[Any]: ...  # the stored structure, or that of like=
+@public
+@spelled_out
+def restore_async(
+    path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
+) -> Restore[Any]:
+    """Starts :func:`restore` on another thread, and returns a future of its result
+    (:class:`stepwell.results.Restore`): build or compile the model meanwhile. Nothing may use the
+    arrays of ``into`` before ``result()`` has returned.
+
+    Args:
+        path: as of :func:`restore`.
+        step: as of :func:`restore`.
+        fallback: as of :func:`restore`.
+    """
+    from ._background import Restore  # costs the import of concurrent.futures
+
+    RestoreOptions.of(options, "restore_async").reading_alone()
+    number, flagged = given_step(step), flag(fallback, "fallback")
+    where = readable(path)
+    return Restore(f"the restore of {where}", lambda: restore(where, number, fallback=flagged, **options))
+
+
+# The restored value is of the type that the caller's structure has.
 def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[Any, int]:
     """Restores one checkpoint, and returns its step too."""
     checked = RestoreOptions.of(options).reading_alone()
@@ -217,7 +317,7 @@ def metadata(path: Path, step: int | None = None) -> Metadata:
 
 @public
 def verify(
-    path: Path, step: int | None = None, *, progress: Callable[[int, int], Any] | None = None
+    path: Path, step: int | None = None, *, progress: Callable[[int, int], object] | None = None
 ) -> VerifyReport:
     """Reads the whole checkpoint at ``path`` and compares every checksum. In a root it takes the
     newest step (or ``step``), damaged or not, and the report names it."""
@@ -225,7 +325,7 @@ def verify(
 
 
 @public
-def add_metrics(root: Path, step: int, metrics: Mapping[str, Any]) -> None:
+def add_metrics(root: Path, step: int, metrics: Mapping[str, object]) -> None:
     """Adds metrics to a committed step of a root: an evaluator's, from another process than the
     trainer's."""
     where = absolute(root, "the root")
@@ -234,7 +334,7 @@ def add_metrics(root: Path, step: int, metrics: Mapping[str, Any]) -> None:
 
 
 @public
-def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, Any]:
+def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, object]:
     """Which engine serves ``path`` (default: the working directory), why, and versions. ``cuda``:
     which CUDA driver and devices it would copy from, too, or why none (``"cuda"``); asking that
     makes this process one that uses CUDA, which cannot be used any more in what it forks."""
@@ -246,7 +346,7 @@ def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, An
     engine, direct, alignment, registered, reasons = _core.engine_choice(
         absolute("." if path is None else path)
     )
-    found = {
+    found: dict[str, object] = {
         "engine": engine,
         "direct": direct,
         "alignment": alignment,

@@ -1,9 +1,11 @@
 """Classes of what calls return, for annotations. The most common ones are also names of
 ``stepwell``."""
 
+from ._attached import Attached
+from ._background import Restore
 from ._checkpoint import Array, Checkpoint, Damage, Metadata, Subtree, VerifyReport
 from ._contents import ItemInfo, StepInfo, StoredChunk, StoredNode
-from ._manager import Attached, Hold, Rewound
+from ._holds import Hold, Rewound
 from ._restore.plan import ItemPlan, RestorePlan
 from ._restore.report import RestoreReport
 from ._save_result import Save, SaveStats
@@ -17,6 +19,7 @@ __all__ = [
     "ItemInfo",
     "ItemPlan",
     "Metadata",
+    "Restore",
     "RestorePlan",
     "RestoreReport",
     "Rewound",
@@ -36,6 +39,7 @@ for _class in (
     Hold,
     ItemInfo,
     ItemPlan,
+    Restore,
     Rewound,
     SaveStats,
     StepInfo,

@@ -45,6 +45,41 @@ def test_a_saved_step_restores(root: Path) -> None:
         assert again.next_step() == 1
 
 
+def test_resume_gives_the_state_and_the_next_step(root: Path) -> None:
+    for first in (0, 3, 6):
+        with sw.CheckpointManager(root) as manager:
+            mine = state(-1)
+            resumed, step = manager.resume(mine, missing="keep")
+            assert step == first
+            assert resumed["params"]["w"] is mine["params"]["w"]
+            assert resumed["params"]["w"][0, 0] == first - 1
+            for number in range(step, step + 3):
+                manager.save(number, state(number))
+    with sw.CheckpointManager(root) as manager:
+        with pytest.raises(sw.MisuseError, match=r"into= goes with restore"):
+            manager.resume(state(0), into=state(0))  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="'mising'; did you mean 'missing'"):
+            manager.resume(state(0), mising="keep")  # type: ignore[call-arg]
+
+
+def test_numbers_are_a_policy_and_a_retention(root: Path) -> None:
+    with sw.CheckpointManager(root, save_policy=10, retention=3) as manager:
+        for step in range(51):
+            manager.save(step, state(step))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [30, 40, 50]
+
+
+@pytest.mark.parametrize("items", ["params", ["params/**"], "par*"])
+def test_items_are_selected_as_leaves_of_a_restore(root: Path, items: Any) -> None:
+    retention = sw.keep_latest(1) | sw.keep_every(1, items)
+    with sw.CheckpointManager(root, retention=retention) as manager:
+        for step in range(2):
+            manager.save(step, {**state(step), "optimizer": {"m": np.zeros(3)}})
+        manager.wait_until_finished()
+        assert manager.metadata(0).items == ("params",)
+
+
 def test_an_unknown_step_is_a_file_that_is_not_found(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(0, state(0)).result()

@@ -214,6 +214,16 @@ def test_include_and_exclude_choose_stored_leaves(path: Path) -> None:
         sw.restore(path, include="nothing/**")
 
 
+def test_a_glob_that_matches_a_subtree_selects_all_of_it(path: Path) -> None:
+    assert same(sw.restore(path, include="params"), {"params": STATE["params"]})
+    without = sw.restore(path, include="params", exclude="*/layers")
+    assert same(without, {"params": {"w": STATE["params"]["w"], "b": STATE["params"]["b"]}})
+    half = sw.restore(path, include="params", cast={"params": "float64"})
+    assert half["params"]["w"].dtype == half["params"]["layers"][0].dtype == np.float64
+    with pytest.raises(sw.MismatchError, match="`param`"):
+        sw.restore(path, include="param")
+
+
 def test_renames_map_stored_to_wanted(path: Path) -> None:
     like = {
         "model": {

@@ -28,46 +28,67 @@ Resize: TypeAlias = Literal["pad", "keep", "truncate", "both"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class RestoreKeywords(TypedDict, total=False):
-    """The keywords of a restore."""
+class ResumeKeywords(TypedDict, total=False):
+    """The keywords of every restore.
 
-    #: The wanted structure of arrays, specs, types, values; never changed. Missing top-level
-    #: entries are not read.
-    like: Any
-    #: The same, filled where it can be; what cannot be changed in place is new in what is returned.
-    into: Any
-    #: Stored leaves that are looked at, by glob over rendered paths; default: all.
+    Args:
+        include: stored leaves to look at, by glob over rendered paths; default: all. A glob that
+            matches a subtree selects all of it: ``"params"``.
+        exclude: stored leaves to leave out, though ``include`` has them.
+        rename: stored paths (or subtrees) to wanted ones: ``{"old/*": "new/*"}``; each wildcard
+            stands for what it matched.
+        missing: the treatment of a wanted leaf that is not stored: ``"error"``, or ``"keep"`` (the
+            caller's own array stays); also by glob.
+        unexpected: the treatment of a stored leaf inside a wanted top-level entry that is not
+            wanted: ``"error"`` or ``"ignore"``; also by glob.
+        cast: which changes of dtype are allowed: ``"exact"`` (none), ``"lossless"`` (the default:
+            widening within a kind), ``"lossy"``; or ``{glob: one of these or a dtype}``.
+        resize: which changes of shape are allowed: ``"pad"`` with zeros, ``"keep"`` (the rest keeps
+            the caller's values), ``"truncate"``, or ``"both"`` (pads, truncates); also by glob.
+        shardings: the places of JAX arrays: one sharding or device for all, a tree of them (one
+            entry covers all below it), or a function of path and :class:`~stepwell.ArraySpec`.
+        broadcast: read each byte that several ranks want once, and exchange it by torch, JAX or
+            MPI, on this thread. ``True``: the first of them reads for the others. ``"gather"``:
+            each of them reads a share. All ranks pass the same value. Has no effect unless several
+            processes have opened the manager.
+    """
+
     include: Globs
-    #: Stored leaves that are not, though ``include`` has them.
     exclude: Globs
-    #: Stored paths (or branches) to wanted ones: ``{"old/*": "new/*"}``; each wildcard stands for
-    #: what it matched.
     rename: Mapping[str, str] | Iterable[tuple[str, str]] | None
-    #: The treatment of a wanted leaf that is not stored: ``"error"``, or ``"keep"`` (the caller's
-    #: own array stays); also by glob.
     missing: Missing | Mapping[str, Missing]
-    #: The treatment of a stored leaf inside a wanted top-level entry that is not wanted; also by
-    #: glob.
     unexpected: Unexpected | Mapping[str, Unexpected]
-    #: Which changes of dtype are allowed: ``"exact"`` (none), ``"lossless"`` (the default: widening
-    #: within a kind), ``"lossy"``; or ``{glob: one of these or a dtype}``.
-    cast: str | Mapping[str, Any]
-    #: Which changes of shape are allowed: ``"pad"`` with zeros, ``"keep"`` (the rest keeps the
-    #: caller's values), ``"truncate"``, or ``"both"`` (pads, truncates); also by glob.
+    cast: str | Mapping[str, object]
     resize: Resize | Mapping[str, Resize | None] | None
-    #: The places of JAX arrays: one sharding or device for all, a tree of them (one entry covers
-    #: all below it), or a function of path and :class:`~stepwell.ArraySpec`.
-    shardings: Any
-    #: The library of returned arrays without ``like`` or ``into``; default: numpy.
-    to: Literal["numpy", "torch", "jax"] | None
-    #: On which device those of ``to`` are; torch's or JAX's.
-    device: Any
-    #: Read each byte that several ranks want once, and exchange it by torch, JAX or MPI, on this
-    #: thread. ``True``: the first of them reads for the others. ``"gather"``: each of them reads a
-    #: share. All ranks pass the same value. Has no effect unless several processes have opened the
-    #: manager.
+    shardings: object
     broadcast: bool | Literal["gather"]
-    #: Return the :class:`~stepwell.RestoreReport` too: ``(state, report)``.
+
+
+class ChoiceKeywords(ResumeKeywords, total=False):
+    """Those of a restore into a given state.
+
+    Args:
+        like: the wanted structure of arrays, specs, types, values; never changed. Missing top-level
+            entries are not read.
+        to: the library of returned arrays without ``like`` or ``into``; default: numpy.
+        device: on which device those of ``to`` are; torch's or JAX's.
+    """
+
+    like: object
+    to: Literal["numpy", "torch", "jax"] | None
+    device: object
+
+
+class RestoreKeywords(ChoiceKeywords, total=False):
+    """Those of any restore.
+
+    Args:
+        into: as ``like``, and filled where it can be; what cannot be changed in place is new in
+            what is returned.
+        return_report: return the :class:`~stepwell.RestoreReport` too: ``(state, report)``.
+    """
+
+    into: object
     return_report: bool
 
 
@@ -163,8 +184,8 @@ class RestoreOptions:
     def plain(self) -> dict[str, Any]:
         """Returns plain lists and strings for the engine."""
         return {
-            "include": _globs(self.include, "include"),
-            "exclude": _globs(self.exclude, "exclude"),
+            "include": globs(self.include, "include"),
+            "exclude": globs(self.exclude, "exclude"),
             "rename": _renames(self.rename),
             "missing": _choice(self.missing, "missing", ("error", "keep")),
             "unexpected": _choice(self.unexpected, "unexpected", ("error", "ignore")),
@@ -174,22 +195,31 @@ class RestoreOptions:
 
 
 def spelled_out(function: _Function) -> _Function:
-    """Has ``help()`` and ``inspect.signature`` show the keywords one by one, with their
-    defaults."""
+    """Has ``help()`` and ``inspect.signature`` show the keywords of ``**options`` one by one, with
+    their defaults and meanings."""
     signature = inspect.signature(function)
     own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = {one.name for one in own}
+    sources: tuple[type, ...] = (ResumeKeywords,)
+    if function.__name__ != "resume":
+        sources = (RestoreKeywords, ChoiceKeywords, ResumeKeywords)
     keywords = [
         inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
         )
         for field in dataclasses.fields(RestoreOptions)
+        if field.name in sources[0].__annotations__ and field.name not in names
     ]
-    shown_as = signature.replace(parameters=[*own, *keywords])
-    function.__signature__ = shown_as  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+    meanings = [inspect.cleandoc(source.__doc__ or "").partition("Args:\n")[2] for source in sources]
+    head, raises, tail = inspect.cleandoc(function.__doc__ or "").partition("\n\nRaises:")
+    head += "" if "\nArgs:" in head else "\n\nArgs:"
+    function.__doc__ = "\n".join([head, *meanings]) + raises + tail
     return function
 
 
-def _globs(value: Any, name: str) -> list[str] | None:
+def globs(value: Any, name: str) -> list[str] | None:
+    """Checks a glob or several."""
     if value is None:
         return None
     wrong = f"{name} takes a glob or a list of globs over rendered leaf paths, such as 'params/**', not {shown(value)}"
@@ -197,7 +227,7 @@ def _globs(value: Any, name: str) -> list[str] | None:
         raise MisuseError(wrong)
     found = [value] if isinstance(value, str) else list(value)
     if name == "include" and not found:
-        raise MisuseError("include=[] selects nothing; leave it out to restore all of the state")
+        raise MisuseError("include=[] selects nothing; leave it out for all of the state")
     if not all(isinstance(one, str) for one in found):
         raise MisuseError(wrong)
     return found
@@ -223,7 +253,8 @@ def _renames(value: Any) -> list[tuple[str, str]]:
 def _choice(value: Any, name: str, allowed: tuple[str | None, ...]) -> Any:
     if isinstance(value, Mapping):
         return {
-            _glob(glob, name): one_of(one, f"{name}={{{glob!r}: …}}", allowed) for glob, one in value.items()
+            glob_key(glob, name): one_of(one, f"{name}={{{glob!r}: …}}", allowed)
+            for glob, one in value.items()
         }
     if value is None or isinstance(value, str):
         return one_of(value, name, allowed)
@@ -231,7 +262,8 @@ def _choice(value: Any, name: str, allowed: tuple[str | None, ...]) -> Any:
     raise MisuseError(f"{name} is one of {words}, or {{glob: …}} of them; not {shown(value)}")
 
 
-def _glob(glob: Any, name: str) -> str:
+def glob_key(glob: Any, name: str) -> str:
+    """Checks a glob that is the key of a choice."""
     if not isinstance(glob, str):
         raise MisuseError(f"{name}={{glob: …}} has globs over rendered leaf paths as keys, not {shown(glob)}")
     return glob
@@ -247,21 +279,26 @@ def _cast(value: Any) -> Any:
         raise MisuseError(
             f"cast is one of {', '.join(map(repr, _CASTS))}, or {{glob: one of them or a dtype}}; not {shown(value)}{meant(value, _CASTS)}"
         )
-    return {_glob(glob, "cast"): _cast_one(glob, one) for glob, one in value.items()}
+    return {glob_key(glob, "cast"): _cast_one(glob, one) for glob, one in value.items()}
 
 
 def _cast_one(glob: str, one: Any) -> str:
     if isinstance(one, str) and one in _CASTS:
         return one
-    dtype = None
-    if one is not None:
-        try:
-            dtype = to_dtype(one).newbyteorder("=")
-        except (TypeError, ValueError):
-            dtype = None
-    name = None if dtype is None else storable_name(dtype)
+    name = storable_dtype(one)
     if name is None:
         raise MisuseError(
             f"cast={{{glob!r}: …}} takes {', '.join(map(repr, _CASTS))} or a dtype that can be stored, not {shown(one)}{meant(one, _CASTS)}"
         )
     return name
+
+
+def storable_dtype(given: object) -> str | None:
+    """The stored name of a dtype, given by name or as one of a framework; ``None`` if it is
+    none."""
+    if given is None:
+        return None
+    try:
+        return storable_name(to_dtype(given).newbyteorder("="))
+    except (TypeError, ValueError):
+        return None

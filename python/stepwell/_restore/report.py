@@ -46,7 +46,7 @@ class RestoreReport:
     unmatched: list[tuple[str, str, list[str], bool]] = field(default_factory=list)
     #: Renames to top-level entries that are not wanted.
     idle_renames: list[tuple[str, str]] = field(default_factory=list)
-    #: Restored under another name: stored and wanted path (of a whole branch: its own).
+    #: Restored under another name: stored and wanted path (of a whole subtree: its own).
     renamed: list[tuple[str, str]] = field(default_factory=list)
     #: Newer steps that ``fallback=True`` passed over, newest first, each with the reason.
     passed_over: list[tuple[int, str]] = field(default_factory=list)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -191,7 +191,7 @@ def protocol_of(obj: Any) -> Protocol | None:
     return None
 
 
-def is_callable_state(state: Any) -> bool:
+def is_callable_state(state: object) -> TypeGuard[Callable[[], object]]:
     """True if a ``save`` was given a function that makes the state."""
     return callable(state) and not isinstance(state, type) and protocol_of(state) is None
 

@@ -1,0 +1,29 @@
+"""The part of a state that a save stores, and in which dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from . import _core
+from ._checks import shown
+from ._restore.options import Globs, glob_key, globs, storable_dtype
+from .errors import MisuseError
+
+#: The dtypes that the engine casts between.
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def choice_of(include: Globs, exclude: Globs, cast: object) -> _core.Choice:
+    """Returns ``include=``, ``exclude=`` and ``cast=`` of a save for the engine."""
+    table = cast if isinstance(cast, Mapping) else {} if cast is None else {"**": cast}
+    rules = [(glob_key(glob, "cast"), _float(dtype)) for glob, dtype in table.items()]
+    return globs(include, "include"), globs(exclude, "exclude") or [], rules
+
+
+def _float(dtype: object) -> str:
+    name = storable_dtype(dtype)
+    if name not in _FLOATS:
+        raise MisuseError(
+            f"cast= of a save takes {', '.join(_FLOATS)} or {{glob: one of them}}, not {shown(dtype)}"
+        )
+    return name

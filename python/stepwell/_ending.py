@@ -1,0 +1,87 @@
+"""The end of a manager: by ``close``, by the garbage collector, or at the end of the process."""
+
+from __future__ import annotations
+
+from . import _core, coordinators
+from . import _lifecycle as lifecycle
+from ._preemption import Preemption
+from .errors import StalledError
+
+
+class Ending:
+    """The end of a manager, which outlives it: by ``close``, by the garbage collector, or by the
+    exit hook."""
+
+    def __init__(
+        self,
+        core: _core.Manager,
+        root: str,
+        owner: lifecycle.Owner,
+        stall: float,
+        service: coordinators.Service | None,
+    ) -> None:
+        self._service = service
+        self.what = f"the manager of {root}"
+        self.preemption: Preemption | None = None
+        self._core = core
+        self._owner = owner
+        self._stall = stall
+
+    def is_over(self) -> bool:
+        """True if there is nothing left to wait for."""
+        return bool(self._core.is_closed())
+
+    def close(self, limit: float | None) -> None:
+        """Closes, and is watched until that is over. Signals are the program's again only then: one
+        that comes twice, as those of schedulers do, must not take the last save with it."""
+        try:
+            self._core.close(limit)
+        finally:
+            if self.is_over():
+                if self.preemption is not None:
+                    self.preemption.restore()
+                if self._service is not None:
+                    self._service.close()
+                lifecycle.forget(self)
+
+    def abandoned(self) -> None:
+        """The manager was dropped, and maybe not closed. Runs in the garbage collector, where
+        nothing that raises is heard."""
+        if not self._owner.is_here or self.is_over():
+            return
+        try:
+            self.close(None)
+        except Exception as failure:
+            lifecycle.unseen(failure, f"{self.what} was dropped without close()")
+            lifecycle.log(
+                40,
+                "stepwell",
+                f"{self.what} was dropped without close(): {type(failure).__name__}: {failure}",
+            )
+
+    def wait_captured(self) -> None:
+        """See ``lifecycle.Ending``."""
+        # The engine knows all saves: an interrupt can end a call of save() when the engine has
+        # begun it and nothing here has heard of it yet.
+        if self._owner.is_here:
+            self._core.wait_captured()
+
+    def at_exit(self) -> BaseException | None:
+        """Closes with a bound; see ``lifecycle.Ending``."""
+        if not self._owner.is_here:
+            return None
+
+        def wait(slice: float) -> bool:
+            try:
+                self.close(slice)
+            except StalledError:
+                if self.is_over():
+                    raise
+                return False
+            return True
+
+        try:
+            lifecycle.wait_patiently(wait, self._core.progress, self._stall, f"{self.what} to close at exit")
+        except Exception as failure:
+            return failure
+        return None
