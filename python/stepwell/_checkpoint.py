@@ -9,29 +9,34 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, Unpack, final
+from typing import Any, Literal, TypeAlias, TypeVar, Unpack, final, overload
 
 import numpy as np
 
+from . import _core
 from . import _lifecycle as lifecycle
 from ._checks import shown
 from ._contents import StoredNode, nodes, utc
 from ._locations import absolute, check_destination
-from ._paths import Component
+from ._paths import Component, printable, split
 from ._public import public
 from ._restore import collector as collecting
 from ._restore import plan
 from ._restore import restore as restoring
 from ._restore.allocate import Allocator
-from ._restore.options import RestoreKeywords, RestoreOptions, spelled_out
+from ._restore.options import ChoiceKeywords, RestoreKeywords, RestoreOptions, spelled_out
 from ._restore.plan import RestorePlan
+from ._restore.report import RestoreReport
 from ._restore.structure import Structure, kind_of
 from ._state.leaves import Reviver
 from ._state.specs import ArraySpec, ObjectSpec, to_dtype
-from .errors import ClosedError, MisuseError
+from .errors import ClosedError, MisuseError, StepwellError
 
 #: One step of a path.
 Key: TypeAlias = str | int
+#: The lines and the indent that a representation has at most.
+_LINES, _INDENT = 20, 4
+_T = TypeVar("_T")
 
 
 @public
@@ -107,8 +112,8 @@ class VerifyReport:
 
 
 class Subtree(Mapping[Key, Any]):
-    """A container of a checkpoint: look up a child by its key, index or field name. Nothing is read
-    before a leaf is asked for."""
+    """A container of a checkpoint: look up a child by its key, index or field name, or anything
+    below by its path. Nothing is read before a leaf is asked for."""
 
     __slots__ = ("_checkpoint", "_node")
 
@@ -116,39 +121,37 @@ class Subtree(Mapping[Key, Any]):
         self._checkpoint = checkpoint
         self._node = node
 
-    def _children(self) -> dict[Key, int]:
-        structure = self._checkpoint._tree()
-        return {structure.key(child): child for child in structure.children[self._node]}
-
     def __getitem__(self, key: Key) -> Any:
-        found = self._children().get(key)
+        found = self._checkpoint._find(self._node, key)
         if found is None:
-            where, keys = self._checkpoint._tree().paths[self._node], list(self._children())
+            where, keys = self._checkpoint._tree().paths[self._node], list(self)
             dropped = [item for item, _ in self._checkpoint._open().dropped()] if not where else []
-            if key in dropped:
+            if isinstance(key, str) and key.split("/")[0] in dropped:
                 raise KeyError(f"{key!r} was dropped from this step by thinning")
-            what = f"{f'`{where}`' if where else 'the state'} has no {key!r}; it has {keys[:20]}"
-            if isinstance(key, str) and "/" in key and key.split("/")[0] in keys:
-                first, second = key.split("/")[:2]
-                what += f"; a path is walked key by key: [{first!r}][{second!r}]"
-            raise KeyError(what)
+            raise KeyError(f"{f'`{where}`' if where else 'the state'} has no {key!r}; it has {keys[:20]}")
         return self._checkpoint._at(found)
 
+    def __contains__(self, key: object) -> bool:
+        return self._checkpoint._find(self._node, key) is not None
+
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._children())
+        structure = self._checkpoint._tree()
+        return iter([structure.key(child) for child in structure.children[self._node]])
 
     def __len__(self) -> int:
-        return len(self._children())
+        return len(self._checkpoint._tree().children[self._node])
+
+    # A comparison of mappings would read everything.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def load(self) -> Any:
         """The whole subtree, read."""
         return self._checkpoint._load(self._node)
 
     def __repr__(self) -> str:
-        structure = self._checkpoint._tree()
-        kind = structure.nodes[self._node][2]
-        name = kind if isinstance(kind, int) else kind_of(kind)
-        return f"<{name} `{structure.paths[self._node]}` of {list(self._children())[:20]}>"
+        path = self._checkpoint._tree().paths[self._node]
+        return f"<Subtree `{path}`:\n" + "\n".join(self._checkpoint._lines(self._node)) + ">"
 
 
 @final
@@ -261,17 +264,18 @@ def _is_basic(part: Any) -> bool:
 
 @public
 @final
-class Checkpoint:
-    """An open, leased checkpoint. ``ckpt["params"]["w"][0:128]`` reads just that."""
+class Checkpoint(Mapping[Key, Any]):
+    """An open, leased checkpoint: a mapping of its top-level entries, in which paths are found too.
+    ``ckpt["params/layers/0/w"][0:128]`` reads just that."""
 
     __slots__ = ("__weakref__", "_core", "_owner", "_structure")
 
-    def __init__(self, core: Any) -> None:
-        self._core = core
+    def __init__(self, core: _core.Checkpoint) -> None:
+        self._core: _core.Checkpoint | None = core
         self._owner = lifecycle.Owner("checkpoint")
         self._structure: Structure | None = None
 
-    def _open(self) -> Any:
+    def _open(self) -> _core.Checkpoint:
         self._owner.check()
         if self._core is None:
             raise ClosedError("this checkpoint was closed; open it again")
@@ -287,10 +291,47 @@ class Checkpoint:
         kind = structure.nodes[node][2]
         if not isinstance(kind, int):
             return Subtree(self, node)
-        what, dtype, shape, _tied = self._open().leaf(kind)
-        if what == "object":
+        _, dtype, shape, _ = self._open().leaf(kind)
+        if dtype is None or shape is None:
             return self._open().objects([kind], Reviver())[0]
         return Array(self, kind, structure.paths[node], dtype, tuple(shape))
+
+    def _find(self, node: int, key: object) -> int | None:
+        """Returns the node below another one with that key or, if there is none, that path."""
+        if not isinstance(key, (str, int)):
+            return None
+        structure = self._tree()
+        above = structure.components(node) if structure.nodes else ()
+
+        def below(*parts: Key) -> int | None:
+            return structure.find(
+                (*above, *(("k" if isinstance(part, str) else "x", part) for part in parts))
+            )
+
+        found = below(key)
+        if found is None and isinstance(key, str) and (parts := split(key)):
+            for at, part in enumerate(parts):
+                if isinstance(part, str) and part.isdigit() and below(*parts[: at + 1]) is None:
+                    parts[at] = int(part)
+            found = below(*parts)
+        return found
+
+    def _lines(self, node: int, indent: str = "  ") -> list[str]:
+        """The entries of a container and of its containers, for people."""
+        structure, lines = self._tree(), []
+        for child in structure.children[node]:
+            kind = structure.nodes[child][2]
+            name = f"{indent}{printable(str(structure.key(child)))}: "
+            if isinstance(kind, int):
+                what, dtype, shape, _ = self._open().leaf(kind)
+                lines.append(name + (what if dtype is None else f"{dtype}{shape}"))
+                continue
+            lines.append(f"{name}{kind_of(kind)} of {len(structure.children[child])}")
+            if len(indent) < _INDENT:
+                lines += self._lines(child, indent + "  ")
+        return (
+            lines if len(lines) <= _LINES else [*lines[:_LINES], f"{indent}… and {len(lines) - _LINES} more"]
+        )
 
     def _load(self, node: int) -> Any:
         """A subtree, as stored."""
@@ -345,16 +386,17 @@ class Checkpoint:
         core, rows = self._open(), self._open().leaves()
         numbers = {path: leaf for leaf, path in enumerate(self.paths())}
         pairs = [(numbers[path], path, index) for path, index in wanted]
-        objects = {leaf: None for leaf, _, _ in pairs if rows[leaf][0] == "object"}
+        objects = {leaf: None for leaf, _, _ in pairs if rows[leaf][1] is None}
         values = dict(zip(objects, core.objects(list(objects), Reviver()), strict=True))
         found: list[tuple[Any, Any]] = []
         requests = []
         for leaf, path, index in pairs:
-            if leaf in objects:
+            _, dtype, shape, _ = rows[leaf]
+            if dtype is None or shape is None:
                 found.append((values[leaf], None))
                 continue
-            box, rest = _box(index, tuple(rows[leaf][2]), path)
-            array = Allocator().empty(tuple(n for _, n in box), to_dtype(rows[leaf][1]))
+            box, rest = _box(index, tuple(shape), path)
+            array = Allocator().empty(tuple(n for _, n in box), to_dtype(dtype))
             if array.size:
                 requests.append((leaf, [start for start, _ in box], array))
             found.append((array, rest))
@@ -376,11 +418,11 @@ class Checkpoint:
         return len(root) if isinstance(root, Subtree) else 0
 
     def __contains__(self, key: object) -> bool:
-        return key in list(self)
+        return self._find(0, key) is not None
 
-    def keys(self) -> list[Key]:
-        """Top-level keys."""
-        return list(self)
+    # A comparison of mappings would read everything.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def metadata(self) -> Metadata:
         """Returns facts about the step without reading an array."""
@@ -394,8 +436,8 @@ class Checkpoint:
         nbytes = 0
         # Leaves that are alike share a description, which nobody can change.
         alike: dict[tuple[str, tuple[int, ...]], tuple[ArraySpec, int]] = {}
-        for kind, dtype, sizes, tied in core.leaves():
-            if kind == "object":
+        for _, dtype, sizes, tied in core.leaves():
+            if dtype is None or sizes is None:
                 specs.append(ObjectSpec())
             else:
                 shape = tuple(sizes)
@@ -423,8 +465,18 @@ class Checkpoint:
             manifest=manifest,
         )
 
+    @overload
+    def restore(
+        self, *, into: _T, return_report: Literal[False] = False, **options: Unpack[ChoiceKeywords]
+    ) -> _T: ...
+    @overload
+    def restore(
+        self, *, into: _T, return_report: Literal[True], **options: Unpack[ChoiceKeywords]
+    ) -> tuple[_T, RestoreReport]: ...
+    @overload
+    def restore(self, **options: Unpack[RestoreKeywords]) -> Any: ...  # as stored, or as like= says
     @spelled_out
-    def restore(self, **options: Unpack[RestoreKeywords]) -> Any:
+    def restore(self, **options: Unpack[RestoreKeywords]) -> object:
         """Restores; see :meth:`CheckpointManager.restore`."""
         checked = RestoreOptions.of(options).reading_alone()
         if checked.fill:
@@ -438,7 +490,7 @@ class Checkpoint:
         checked = RestoreOptions.of(options, "plan").reading_alone()
         return plan.plan(self._open(), checked, self.manifest["items"])
 
-    def verify(self, progress: Callable[[int, int], Any] | None = None) -> VerifyReport:
+    def verify(self, progress: Callable[[int, int], object] | None = None) -> VerifyReport:
         """Reads everything and compares every checksum. ``progress(bytes done, bytes in all)`` is
         called now and then."""
         if progress is not None and not callable(progress):
@@ -472,7 +524,11 @@ class Checkpoint:
     def __repr__(self) -> str:
         if self._core is None:
             return "<Checkpoint, closed>"
-        return f"<Checkpoint of step {self.step} at {os.fspath(self.path)}>"
+        head = f"<Checkpoint of step {self.step} at {os.fspath(self.path)}"
+        try:
+            return "\n".join([f"{head}:", *self._lines(0)]) + ">"
+        except StepwellError:  # a damaged index
+            return f"{head}>"
 
 
 __all__ = ["Array", "Checkpoint", "Component", "Damage", "Metadata", "Subtree", "VerifyReport"]

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 Component: TypeAlias = tuple[str, str | int]
 
+_PART = re.compile(r"\[(-?\d+)\]|((?:[^\\/\[\]]|\\.)+)")
 _SPECIAL = re.compile(r"[\\/\[\]]")
 
 
@@ -49,6 +50,14 @@ def render(components: Iterable[Component]) -> str:
     for component in components:
         path = extend(path, component)
     return path
+
+
+def split(path: str) -> list[str | int]:
+    """The keys and indices of a rendered path."""
+    parts: list[str | int] = []
+    for index, name in _PART.findall(path):
+        parts.append(int(index) if index else re.sub(r"\\(.)", lambda one: one[1].replace("e", ""), name))
+    return parts
 
 
 def starts_with(path: str, prefix: str) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from ._adapters import Follows, Opened
 from ._adapters import torch as adapter
-from ._checks import shown
+from ._checks import flag, shown
 from ._restore.template import Checked, Maybe
 from ._state.specs import AS_STORED, ArraySpec, Replicated
 from .errors import MismatchError, MisuseError
@@ -53,6 +53,10 @@ class TrainState:
     Buffers of a model in ``DistributedDataParallel`` may differ between ranks (the statistics of
     BatchNorm). Rank 0's are stored, as DDP itself broadcasts them. ``replicated`` names further
     tensors of this kind by pattern: ``replicated="*.running_*"``.
+
+    With ``trainable_only=True`` (LoRA, a frozen encoder) the model's part is what requires
+    gradients: these parameters, their slots, and the buffers of modules that own one of them. The
+    rest of the model comes from elsewhere, and a restore leaves it alone.
     """
 
     def __init__(
@@ -62,13 +66,15 @@ class TrainState:
         | Sequence[torch.optim.Optimizer]
         | Mapping[str, torch.optim.Optimizer]
         | None = None,
-        scheduler: Any = None,
+        scheduler: object = None,
         *,
         replicated: str | Sequence[str] = (),
+        trainable_only: bool = False,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise MisuseError(f"TrainState takes a torch.nn.Module, not {shown(model)}")
         self.model = model
+        self.trainable_only = flag(trainable_only, "trainable_only")
         #: The optimizers, by name or number; by ``None`` where there is one.
         self.optimizers: dict[str | int | None, torch.optim.Optimizer] = _by_name(optimizers)
         self.schedulers: dict[str | int | None, Any] = _by_name(scheduler)
@@ -110,9 +116,31 @@ class TrainState:
                         )
         return names
 
-    def _tensors(self) -> dict[str, Any]:
-        plain = plain_names(self.model)
-        return {plain(str(name)): value for name, value in adapter.tensors_of(self.model).items()}
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        plain, kept = plain_names(self.model), self._kept()
+        return {
+            plain(str(name)): value
+            for name, value in adapter.tensors_of(self.model).items()
+            if kept is None or plain(str(name)) in kept
+        }
+
+    def _kept(self) -> set[str] | None:
+        """Names of the model's tensors that belong to the state; ``None``: all."""
+        if not self.trainable_only:
+            return None
+        plain, kept = plain_names(self.model), set[str]()
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            own = dict(module.named_parameters(prefix, recurse=False, remove_duplicate=False))
+            trained = {name for name, parameter in own.items() if parameter.requires_grad}
+            if trained:
+                trained |= {name for name, _ in module.named_buffers(prefix, recurse=False)}
+            kept |= {plain(name) for name in trained}
+        if not kept:
+            raise MisuseError("trainable_only=True, and no parameter of the model requires gradients")
+        return kept
+
+    def _is_kept(self, parameter: torch.Tensor) -> bool:
+        return parameter.requires_grad or not self.trainable_only
 
     def _drifting(self) -> set[str]:
         """The names of tensors that may differ between ranks: rank 0's are stored."""
@@ -129,7 +157,7 @@ class TrainState:
         differ between ranks are ``sw.Replicated``."""
         names = self._names()
         optimizers = {
-            which: {"state": _slots(optimizer, names), "groups": _groups(optimizer, names)}
+            which: {"state": _slots(optimizer, names, self._is_kept), "groups": _groups(optimizer, names)}
             for which, optimizer in self.optimizers.items()
         }
         drifting = self._drifting()
@@ -158,7 +186,7 @@ class TrainState:
             name: value.value if isinstance(value, Replicated) else value
             for name, value in state["model"].items()
         }
-        _Model(self.model).load_state_dict(model)
+        _Model(self.model, self._kept()).load_state_dict(model)
         self._take(state, model)
         for which, scheduler in self.schedulers.items():
             scheduler.load_state_dict(_one(state["scheduler"], which))
@@ -180,7 +208,7 @@ class TrainState:
         """Returns the parts for a restore. Tensors are filled where they are; slots that are not
         there yet are made once the stored ones are known."""
         names = self._names()
-        model: Any = self._tensors() if adapter.only_copies(self.model) else _Model(self.model)
+        model: Any = self._tensors() if adapter.only_copies(self.model) else _Model(self.model, self._kept())
         #: The names of renamed parameters, by their stored names.
         renamed: dict[str, str] = {}
 
@@ -201,7 +229,7 @@ class TrainState:
             for which, optimizer in self.optimizers.items():
                 above = ("optimizer",) if which is None else ("optimizer", which)
                 slots: dict[str, Any] = {}
-                for parameter in _parameters(optimizer):
+                for parameter in filter(self._is_kept, _parameters(optimizer)):
                     name = names[parameter]
                     slots[name] = _wanted_slots(
                         optimizer,
@@ -253,19 +281,23 @@ class _Model:
 
     _takes_tensors = True
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, kept: set[str] | None = None) -> None:
         self._model = model
+        self._kept = kept
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and extra state, by plain names."""
         plain = plain_names(self._model)
-        return {plain(str(name)): value for name, value in self._model.state_dict().items()}
+        state = {plain(str(name)): value for name, value in self._model.state_dict().items()}
+        return state if self._kept is None else {name: state[name] for name in state if name in self._kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hands it to the model."""
         plain = plain_names(self._model)
         own = {plain(str(name)): name for name in self._model.state_dict()}
-        self._model.load_state_dict({own.get(name, name): value for name, value in state.items()})
+        self._model.load_state_dict(
+            {own.get(name, name): value for name, value in state.items()}, strict=self._kept is None
+        )
 
 
 #: Classes (torch's, and of the same name elsewhere) that hold a model as ``module``.
@@ -338,7 +370,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _slots(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, dict[str, Any]]:
+def _slots(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, str],
+    is_kept: Callable[[torch.Tensor], bool],
+) -> dict[str, dict[str, Any]]:
     strange = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
     if strange:
         raise MisuseError(
@@ -347,7 +383,7 @@ def _slots(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) 
     return {
         names[parameter]: dict(optimizer.state[parameter])
         for parameter in _parameters(optimizer)
-        if optimizer.state.get(parameter)
+        if optimizer.state.get(parameter) and is_kept(parameter)
     }
 
 

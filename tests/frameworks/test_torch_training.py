@@ -921,3 +921,57 @@ def test_a_grown_parameter_keeps_its_fresh_rows(root: Path, dtype: Any) -> None:
     slot = after.state[large.weight]["exp_avg"]
     assert torch.equal(slot[:2], before.state[small.weight]["exp_avg"].to(dtype))
     assert not slot[2:].any()
+
+
+def test_trainable_only_saves_what_is_trained_and_leaves_the_rest(root: Path) -> None:
+    def frozen(seed: int) -> tuple[Any, Any, Any]:
+        model, _, _ = build(seed)
+        model.embed.weight.requires_grad_(False)
+        model.conv.weight.requires_grad_(False)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    def state(parts: tuple[Any, Any, Any]) -> dict[str, Any]:
+        return {"train": sw.torch.TrainState(*parts, trainable_only=True)}
+
+    run = frozen(0)
+    train(run, 5)
+    sw.save(root, state(run))
+    with sw.open(root) as checkpoint:
+        stored = set(checkpoint["train/model"])
+    buffers = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert stored == {"conv.bias", "norm.weight", "norm.bias", *buffers}
+    resumed = frozen(7)
+    before = {name: value.clone() for name, value in resumed[0].state_dict().items()}
+    sw.restore(root, into=state(resumed))
+    for name, value in resumed[0].state_dict().items():
+        assert torch.equal(value, run[0].state_dict()[name] if name in stored else before[name]), name
+    assert resumed[1].state_dict()["state"].keys() == run[1].state_dict()["state"].keys()
+    # With the same frozen part, training goes on as if nothing had happened.
+    resumed[0].load_state_dict(run[0].state_dict())
+    assert train(resumed, 3, seed=1) == train(run, 3, seed=1)
+    with pytest.raises(sw.MisuseError, match="no parameter of the model requires gradients"):
+        sw.save(
+            root, {"train": sw.torch.TrainState(nn.Linear(2, 2).requires_grad_(False), trainable_only=True)}
+        )
+
+
+def test_trainable_only_works_with_a_model_that_loads_itself(root: Path) -> None:
+    class Loads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(3, 3).requires_grad_(False)
+            self.lora = nn.Linear(3, 3)
+
+        def load_state_dict(self, *args: Any, **keywords: Any) -> Any:
+            self.loaded = True
+            return super().load_state_dict(*args, **keywords)
+
+    one, other = Loads(), Loads()
+    base = other.base.weight.clone()
+    sw.save(root, {"m": sw.torch.TrainState(one, trainable_only=True)})
+    sw.restore(root, into={"m": sw.torch.TrainState(other, trainable_only=True)})
+    assert other.loaded
+    assert torch.equal(other.lora.weight, one.lora.weight)
+    assert torch.equal(other.base.weight, base)

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,7 +120,7 @@ def test_only_the_blocks_of_a_slice_are_read(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_walked_like_what_was_saved(path: Path) -> None:
     with sw.open(path) as checkpoint:
-        assert checkpoint.keys() == ["params", "list", "n"]
+        assert list(checkpoint.keys()) == ["params", "list", "n"]
         assert list(checkpoint["params"]) == ["w", "b"]
         assert checkpoint["list"][1]["x"] == "y"
         assert checkpoint["n"] == 3
@@ -134,6 +135,43 @@ def test_a_checkpoint_is_walked_like_what_was_saved(path: Path) -> None:
             checkpoint["params"]["zzz"]
     with pytest.raises(sw.errors.ClosedError):
         checkpoint["n"]
+
+
+def test_a_checkpoint_is_a_mapping_that_finds_paths(path: Path) -> None:
+    with sw.open(path) as checkpoint:
+        assert isinstance(checkpoint, Mapping)
+        assert len(checkpoint) == 3
+        assert same(checkpoint["params/w"][0], ARRAY[0])
+        assert checkpoint["list/1/x"] == checkpoint["list[1]/x"] == "y"
+        assert checkpoint["list"]["1/x"] == "y"
+        assert "params/w" in checkpoint
+        assert "params/z" not in checkpoint
+        assert 0 not in checkpoint
+        assert [key for key, _ in checkpoint.items()] == ["params", "list", "n"]
+        assert checkpoint == checkpoint and len({checkpoint}) == 1  # noqa: PT018
+        for wrong in ("params/z", "params/w/x", "list/2", "list[9]", "", "/"):
+            with pytest.raises(KeyError):
+                checkpoint[wrong]
+        assert repr(checkpoint).splitlines() == [
+            f"<Checkpoint of step 0 at {path}:",
+            "  params: dict of 2",
+            "    w: int16[5, 7, 3]",
+            "    b: bfloat16[]",
+            "  list: list of 2",
+            "    0: object",
+            "    1: dict of 1",
+            "  n: object>",
+        ]
+        assert repr(checkpoint["list"]).splitlines()[0] == "<Subtree `list`:"
+    assert repr(checkpoint) == "<Checkpoint, closed>"
+
+
+def test_a_key_with_a_slash_is_found_before_a_path(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"a/b": 1, "a": {"b": 2, "": 3}})
+    with sw.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["a/b"] == 1
+        assert checkpoint["a"]["b"] == 2
+        assert [checkpoint[path] for path in checkpoint.paths()] == [1, 1, 3]
 
 
 def test_a_sound_checkpoint_verifies_and_tells_its_progress(path: Path) -> None:
