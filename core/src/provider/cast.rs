@@ -10,7 +10,7 @@ use crate::staging::{Filling, Slot};
 use crate::{Error, Result};
 
 /// Elements that are cast at a time.
-const PIECE: usize = 4096;
+const PIECE: usize = 2048;
 /// The widest element.
 const WIDEST: usize = 8;
 
@@ -185,7 +185,7 @@ fn narrow(value: f64, exponent_bits: u32, fraction_bits: u32) -> u16 {
     let fraction = bits & ((1 << 52) - 1);
     // A value below the normal ones loses more bits of its fraction.
     let (base, fraction, lost) = if exponent > 0 {
-        ((exponent as u64) << fraction_bits, fraction, 52 - fraction_bits)
+        (u64::from(exponent.unsigned_abs()) << fraction_bits, fraction, 52 - fraction_bits)
     } else {
         let lost = (52 - fraction_bits).saturating_add_signed(1 - exponent);
         (0, fraction | 1 << 52, lost.min(63))
