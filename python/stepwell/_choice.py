@@ -13,7 +13,7 @@ from .errors import MisuseError
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def choice_of(include: Globs, exclude: Globs, cast: object) -> _core.Choice:
+def choice_of(include: Globs, exclude: Globs, cast: object) -> _core._Choice:
     """Returns ``include=``, ``exclude=`` and ``cast=`` of a save for the engine."""
     table = cast if isinstance(cast, Mapping) else {} if cast is None else {"**": cast}
     rules = [(glob_key(glob, "cast"), _float(dtype)) for glob, dtype in table.items()]

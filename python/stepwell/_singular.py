@@ -334,7 +334,7 @@ def add_metrics(root: Path, step: int, metrics: Mapping[str, object]) -> None:
 
 
 @public
-def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, Any]:  # facts of several types
+def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, Any]:
     """Which engine serves ``path`` (default: the working directory), why, and versions. ``cuda``:
     which CUDA driver and devices it would copy from, too, or why none (``"cuda"``); asking that
     makes this process one that uses CUDA, which cannot be used any more in what it forks."""

@@ -679,14 +679,6 @@ def test_an_include_that_selects_nothing_is_refused_with_what_to_do(path: Path) 
     assert sw.restore(path, include=["step"], exclude=[])["step"] == 3
 
 
-def test_a_path_given_as_one_key_is_answered_with_how_it_is_walked(path: Path) -> None:
-    with sw.open(path) as checkpoint:
-        with pytest.raises(KeyError, match=r"the state has no 'params/w'.*\['params'\]\['w'\]"):
-            checkpoint["params/w"]
-        with pytest.raises(KeyError, match=r"`params` has no 'nothing'; it has \['w', 'b', 'layers'\]"):
-            checkpoint["params"]["nothing"]
-
-
 def test_a_checkpoint_that_was_closed_is_entered_by_nobody(path: Path) -> None:
     checkpoint = sw.open(path)
     checkpoint.close()
