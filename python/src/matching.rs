@@ -7,16 +7,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 
 use stepwell_core::dtype::Dtype;
-use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::leaf_path::{Component, LeafPath};
 use stepwell_core::region::Region;
 use stepwell_core::tree::ContainerKind;
-use stepwell_reshard::layout::Layout;
+use stepwell_reshard::layout::{self, Place, Segment};
 use stepwell_reshard::matching::{
     Cast, Dropped, Missing, OnMissing, OnUnexpected, Options, PerGlob, Report, Resize, Spec, StoredSpec,
     Wanted,
 };
-use stepwell_reshard::segment::{Place, Segment};
 use stepwell_reshard::selection::{Renames, Selection};
 
 use crate::checkpoint::Checkpoint;
@@ -256,16 +254,13 @@ type PieceRow = (Vec<u64>, Vec<u64>, u64, Vec<i64>);
 #[pyfunction]
 pub fn flat_pieces(local: Vec<u64>, pieces: Vec<PieceRow>, start: u64, len: u64) -> Option<Vec<PieceRow>> {
     let segments = pieces.into_iter().map(|(offset, extent, at, steps)| Segment {
-        region: ChunkRegion::Box(Region { offset: offset.into(), extent: extent.into() }),
+        region: Region { offset: offset.into(), extent: extent.into() },
         place: Place { offset: at, strides: steps.into() },
     });
-    let flat = Layout(segments.collect()).flat(&local, 1, start, len, 0)?;
-    let row = |segment: Segment| match segment.region {
-        ChunkRegion::Box(region) => {
-            let Place { offset, strides } = segment.place;
-            Some((region.offset.to_vec(), region.extent.to_vec(), offset, strides.to_vec()))
-        }
-        ChunkRegion::Run { .. } => None,
+    let flat = layout::flat(&segments.collect::<Vec<_>>(), &local, 1, start, len, 0)?;
+    let row = |Segment { region, place }| {
+        let Place { offset, strides } = place;
+        (region.offset.to_vec(), region.extent.to_vec(), offset, strides.to_vec())
     };
-    flat.0.into_iter().map(row).collect()
+    Some(flat.into_iter().map(row).collect())
 }

@@ -3,7 +3,6 @@
 
 use stepwell_core::Kind;
 
-use crate::matching::Report;
 use crate::tiling::Fault;
 
 /// The result of every fallible call of this crate.
@@ -13,9 +12,6 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Stored and wanted leaves differ; the report names every leaf.
-    #[error("{0}")]
-    Mismatch(Box<Report>),
     /// A glob or a rename cannot be understood.
     #[error("`{glob}`: {what}")]
     Glob {
@@ -54,7 +50,6 @@ impl Error {
     /// Stable name of its [`Kind`]; part of the public interface.
     pub fn kind(&self) -> &'static str {
         let kind = match self {
-            Self::Mismatch(_) => Kind::Mismatch,
             Self::Glob { .. } | Self::Tiling { .. } | Self::Request { .. } => Kind::Invalid,
             Self::Index { .. } => Kind::CorruptCheckpoint,
         };

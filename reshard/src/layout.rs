@@ -1,126 +1,98 @@
-//! Layouts: the ordered segments that one process holds of one logical tensor, in one buffer. The
-//! segments of a buffer's layouts may repeat a region (a replica) or leave a part of the buffer to
-//! none (padding).
+//! Segments: a box of a logical tensor ↔ a strided place in a local buffer. The one idea under
+//! every layout: a box in a row-major array is a segment, and so is a part of a fused, transposed,
+//! padded or flattened parameter.
+//!
+//! A layout is the ordered list of segments that one process holds of one logical tensor. They may
+//! repeat a region (a replica) or leave a part of the buffer to none (padding).
 
-use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::region::{Dims, Region, row_major_strides, volume};
 
-use crate::read_plan::Request;
-use crate::segment::{Place, Segment, SegmentError};
 use crate::subchunk::run_to_boxes;
 
+/// The place of a region in a buffer, in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The region's first element.
+    pub offset: u64,
+    /// Distance between neighbours along each dimension of the region.
+    pub strides: Dims<i64>,
+}
+
+impl Place {
+    /// A box of that extent in a row-major buffer of its own.
+    pub fn row_major(extent: &[u64], itemsize: u64) -> Self {
+        let mut strides = Dims::from_elem(i64::try_from(itemsize).unwrap_or(i64::MAX), extent.len());
+        for d in (1..extent.len()).rev() {
+            let extent = i64::try_from(extent[d].max(1)).unwrap_or(i64::MAX);
+            strides[d - 1] = strides[d].saturating_mul(extent);
+        }
+        Self { offset: 0, strides }
+    }
+}
+
 /// See the module documentation.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Layout(pub Vec<Segment>);
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// A box of the logical tensor.
+    pub region: Region,
+    /// The place of its elements in the local buffer.
+    pub place: Place,
+}
 
-impl Layout {
-    /// All of a tensor in a buffer with those strides (bytes); `None`: row-major.
-    pub fn whole(shape: &[u64], itemsize: u64, strides: Option<Dims<i64>>) -> Self {
-        Self::one_box(Region::whole(shape), itemsize, strides)
-    }
-
-    /// True if it is [`Layout::whole`], row-major: the buffer is the tensor.
-    pub fn is_whole(&self, shape: &[u64], itemsize: u64) -> bool {
-        let [Segment { region: ChunkRegion::Box(region), place }] = self.0.as_slice() else { return false };
-        let all = region.offset.iter().all(|&first| first == 0) && region.extent.as_slice() == shape;
-        all && *place == Place::row_major(shape, itemsize)
-    }
-
-    /// A layout of row-major boxes at their places in the whole tensor.
-    pub fn boxes(shape: &[u64], itemsize: u64, boxes: impl Iterator<Item = Region>) -> Self {
-        let whole = Place::row_major(shape, itemsize);
-        let segment =
-            |region: Region| Segment { place: whole.of_box(&region), region: ChunkRegion::Box(region) };
-        Self(boxes.map(segment).collect())
-    }
-
-    /// A box of a tensor in a buffer of its own.
-    pub fn one_box(region: Region, itemsize: u64, strides: Option<Dims<i64>>) -> Self {
-        let place = match strides {
-            Some(strides) => Place { offset: 0, strides },
-            None => Place::row_major(&region.extent, itemsize),
-        };
-        Self(vec![Segment { region: ChunkRegion::Box(region), place }])
-    }
-
-    /// A part of a flattened parameter, as ZeRO and FSDP1 shard it: `len` elements from `start` on
-    /// of the process's *own* parameter, which is laid out as `self` in an array of shape `local`;
-    /// they lie one after another from `offset` (bytes) on. The parameter may itself be a part of
-    /// the tensor, or fused of several: so the run is cut into boxes of the local array, and each
-    /// is followed through the segments that it meets.
-    ///
-    /// Returns the layout of a run of the flattened local array. `None` if the run exceeds the
-    /// array, or a segment is not aligned with its dimensions: each dimension of a segment must
-    /// step forwards along one of the array, and no two along the same.
-    pub fn flat(&self, local: &[u64], itemsize: u64, start: u64, len: u64, offset: u64) -> Option<Self> {
-        let local_strides: Vec<i64> = row_major_strides(local)
-            .into_iter()
-            .map(|n| i64::try_from(n.checked_mul(itemsize)?).ok())
-            .collect::<Option<_>>()?;
-        let own = self.0.iter().filter(|segment| segment.elements() != Some(0));
-        let own: Vec<LocalBox> = own
-            .map(|segment| LocalBox::new(segment, local, &local_strides, itemsize))
-            .collect::<Option<_>>()?;
-        let mut segments = Vec::new();
-        let mut before = 0_u64; // elements of the run
-        for part in run_to_boxes(local, start, len)? {
-            let at = offset.checked_add(before.checked_mul(itemsize)?)?;
-            let part_strides = row_major_strides(&part.extent);
-            for own in &own {
-                let mut region = own.region.clone();
-                let mut place = Place { offset: at, strides: Dims::from_elem(0, region.ndim()) };
-                let mut meets = true;
-                for (d, line) in own.lines.iter().enumerate() {
-                    let (first, count) = line.within(part.offset[d], part.extent[d]);
-                    meets &= count > 0;
-                    if !meets {
-                        break;
-                    }
-                    let step = part_strides[d].checked_mul(itemsize)?;
-                    place.offset += (line.start + first * line.step - part.offset[d]) * step;
-                    if let Some(axis) = line.axis {
-                        region.offset[axis] += first;
-                        region.extent[axis] = count;
-                        place.strides[axis] = i64::try_from(step.checked_mul(line.step)?).ok()?;
-                    }
+/// A part of a flattened parameter, as ZeRO and FSDP1 shard it: `len` elements from `start` on
+/// of the process's *own* parameter, which is laid out as `own` in an array of shape `local`;
+/// they lie one after another from `offset` (bytes) on. The parameter may itself be a part of
+/// the tensor, or fused of several: so the run is cut into boxes of the local array, and each
+/// is followed through the segments that it meets.
+///
+/// Returns the layout of a run of the flattened local array. `None` if the run exceeds the
+/// array, or a segment is not aligned with its dimensions: each dimension of a segment must
+/// step forwards along one of the array, and no two along the same.
+pub fn flat(
+    own: &[Segment],
+    local: &[u64],
+    itemsize: u64,
+    start: u64,
+    len: u64,
+    offset: u64,
+) -> Option<Vec<Segment>> {
+    let local_strides: Vec<i64> = row_major_strides(local)
+        .into_iter()
+        .map(|n| i64::try_from(n.checked_mul(itemsize)?).ok())
+        .collect::<Option<_>>()?;
+    let own = own.iter().filter(|segment| !segment.region.is_empty());
+    let own: Vec<LocalBox> =
+        own.map(|segment| LocalBox::new(segment, local, &local_strides, itemsize)).collect::<Option<_>>()?;
+    let mut segments = Vec::new();
+    let mut before = 0_u64; // elements of the run
+    for part in run_to_boxes(local, start, len)? {
+        let at = offset.checked_add(before.checked_mul(itemsize)?)?;
+        let part_strides = row_major_strides(&part.extent);
+        for own in &own {
+            let mut region = own.region.clone();
+            let mut place = Place { offset: at, strides: Dims::from_elem(0, region.ndim()) };
+            let mut meets = true;
+            for (d, line) in own.lines.iter().enumerate() {
+                let (first, count) = line.within(part.offset[d], part.extent[d]);
+                meets &= count > 0;
+                if !meets {
+                    break;
                 }
-                if meets {
-                    segments.push(Segment { region: ChunkRegion::Box(region), place });
+                let step = part_strides[d].checked_mul(itemsize)?;
+                place.offset += (line.start + first * line.step - part.offset[d]) * step;
+                if let Some(axis) = line.axis {
+                    region.offset[axis] += first;
+                    region.extent[axis] = count;
+                    place.strides[axis] = i64::try_from(step.checked_mul(line.step)?).ok()?;
                 }
             }
-            before += part.volume()?;
-        }
-        Some(Self(segments))
-    }
-
-    /// Checks every segment against the tensor and the buffer.
-    pub fn check(&self, shape: &[u64], itemsize: u64, buffer_bytes: u64) -> Result<(), SegmentError> {
-        self.0.iter().enumerate().try_for_each(|(i, segment)| segment.check(i, shape, itemsize, buffer_bytes))
-    }
-
-    /// Elements that the segments hold.
-    pub fn elements(&self) -> Option<u64> {
-        self.0.iter().try_fold(0_u64, |sum, segment| sum.checked_add(segment.elements()?))
-    }
-
-    /// Returns the requests that fill the buffer `dst` from a stored tensor. `stored` is the stored
-    /// part of the wanted tensor (a match's region; the rest is padding), `shape` the wanted shape.
-    /// `None` if a segment exceeds the tensor.
-    pub fn requests(&self, leaf: u32, shape: &[u64], stored: &Region, dst: u32) -> Option<Vec<Request>> {
-        let mut requests = Vec::with_capacity(self.0.len());
-        for segment in &self.0 {
-            for (region, place) in segment.clip(shape, stored)? {
-                requests.push(Request {
-                    leaf,
-                    region,
-                    dst,
-                    dst_offset: place.offset,
-                    dst_strides: place.strides,
-                });
+            if meets {
+                segments.push(Segment { region, place });
             }
         }
-        Some(requests)
+        before += part.volume()?;
     }
+    Some(segments)
 }
 
 /// A segment in the coordinates of the local array.
@@ -152,7 +124,7 @@ impl Line {
 
 impl LocalBox {
     fn new(segment: &Segment, local: &[u64], strides: &[i64], itemsize: u64) -> Option<Self> {
-        let ChunkRegion::Box(region) = &segment.region else { return None };
+        let region = &segment.region;
         if region.is_empty()
             || volume(local)? == 0
             || itemsize == 0

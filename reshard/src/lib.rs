@@ -7,7 +7,7 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`layout`] [`segment`] | what a process holds: regions of logical tensors ↔ strided places in a buffer |
+//! | [`layout`] | what a process holds: regions of logical tensors ↔ strided places in a buffer |
 //! | [`subchunk`] | how a shard is cut into chunks; a flat run as boxes |
 //! | [`partition`] | who writes what of the regions that several ranks hold |
 //! | [`tiling`] | whether chunks cover a tensor exactly once |
@@ -25,7 +25,6 @@ pub mod matching;
 pub mod overlap;
 pub mod partition;
 pub mod read_plan;
-pub mod segment;
 pub mod selection;
 pub mod subchunk;
 pub mod tiling;

@@ -70,14 +70,11 @@ impl Selection {
 /// exact path renames one leaf. In `to`, the wildcards of `from` stand for what they matched: `*`
 /// (or `**`, `?`) for the next one, `{2}` for the second. Wildcards take as little as they can.
 ///
-/// ```
-/// # use stepwell_reshard::selection::Renames;
-/// let renames = Renames::new([("model", "params"), ("optim/layer_*/**", "optimizer/layers[*]/**")])?;
-/// assert_eq!(renames.apply_rendered("model/decoder/w")?.as_deref(), Some("params/decoder/w"));
-/// assert_eq!(renames.apply_rendered("optim/layer_3/mlp/mu")?.as_deref(), Some("optimizer/layers[3]/mlp/mu"));
-/// assert_eq!(renames.apply_rendered("modelling/w")?, None);
-/// # Ok::<(), stepwell_reshard::Error>(())
-/// ```
+/// | rules | path | new path |
+/// |---|---|---|
+/// | `model → params` | `model/decoder/w` | `params/decoder/w` |
+/// | `optim/layer_*/** → optimizer/layers[*]/**` | `optim/layer_3/mlp/mu` | `optimizer/layers[3]/mlp/mu` |
+/// | `model → params` | `modelling/w` | no rule applies |
 #[derive(Clone, Debug, Default)]
 pub struct Renames {
     rules: Vec<Rule>,
@@ -141,12 +138,6 @@ impl Renames {
     /// The new name of a path, rendered; `None` where no rule applies.
     pub fn apply(&self, path: &LeafPath) -> Option<String> {
         self.apply_text(PathText::new(path).as_bytes()).map(|(_, text)| render(&text))
-    }
-
-    /// The same for a path that is given by its rendering.
-    pub fn apply_rendered(&self, path: &str) -> Result<Option<String>> {
-        let glob = Glob::new(&escape(path))?;
-        Ok(glob.literal().and_then(|text| self.apply_text(text)).map(|(_, text)| render(&text)))
     }
 
     /// The number of the rule that applies, and the new text.

@@ -291,8 +291,7 @@ impl Texts {
     }
 }
 
-/// Matches `stored` with `wanted`. The report is complete whatever is wrong;
-/// [`Report::into_result`] makes it an error where something is.
+/// Matches `stored` with `wanted`. The report is complete whatever is wrong.
 pub fn match_state(wanted: &[Wanted], stored: &[StoredLeaf], options: &Options) -> Report {
     let wanted_texts = Texts::new(wanted.iter().map(|wanted| &wanted.path));
     let stored_texts = Texts::new(stored.iter().map(|stored| &stored.path));

@@ -5,7 +5,6 @@ use std::fmt;
 use stepwell_core::dtype::Dtype;
 
 use super::{Dropped, Match, Unmatched};
-use crate::{Error, Result};
 
 /// Leaves of a class that a report's text names; the report itself holds all.
 const SHOWN: usize = 16;
@@ -174,11 +173,6 @@ impl Report {
             && self.wrong_kind.is_empty()
             && self.collisions.is_empty()
             && !self.unmatched.iter().any(|unmatched| unmatched.fails)
-    }
-
-    /// The report, or the error that shows it.
-    pub fn into_result(self) -> Result<Self> {
-        if self.is_ok() { Ok(self) } else { Err(Error::Mismatch(Box::new(self))) }
     }
 
     fn counts(&self) -> String {

@@ -14,7 +14,7 @@ use stepwell_core::format::index::{Index, LeafRecord, TensorRecord};
 use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::region::{Dims, Region};
 
-use crate::segment::Place;
+use crate::layout::Place;
 use crate::{Error, Result};
 
 /// A region of a stored tensor, and where it goes.

@@ -3,7 +3,9 @@ use stepwell_core::leaf_path::Component;
 use super::*;
 
 fn renamed(rules: &[(&str, &str)], path: &str) -> Option<String> {
-    Renames::new(rules.iter().copied()).unwrap().apply_rendered(path).unwrap()
+    let glob = Glob::new(&escape(path)).unwrap();
+    let renames = Renames::new(rules.iter().copied()).unwrap();
+    renames.apply_text(glob.literal().unwrap()).map(|(_, text)| render(&text))
 }
 
 #[test]
@@ -27,6 +29,11 @@ fn a_rename_moves_a_leaf_or_a_branch_or_what_a_glob_matched() {
         (("a/b", "c"), "a/b", Some("c")),
         (("a", "c"), "a/b[0]/w", Some("c/b[0]/w")),
         (("a", "c"), "ab", None),
+        (
+            ("optim/layer_*/**", "optimizer/layers[*]/**"),
+            "optim/layer_3/mlp/mu",
+            Some("optimizer/layers[3]/mlp/mu"),
+        ),
         (("", "params"), "w", Some("params/w")),
         (("model", ""), "model/w", Some("w")),
         (("layer_*", "layers[*]"), "layer_3/w", Some("layers[3]/w")),

@@ -46,12 +46,7 @@ pub fn run(input: &[u8]) {
             assert!(matched, "a path that is selected is matched by one of the globs");
         }
         if let Ok(Some(renames)) = &renames {
-            let new = renames.apply(path);
-            assert_eq!(
-                renames.apply_rendered(&path.to_string()).ok(),
-                Some(new),
-                "by path or by its rendering"
-            );
+            let _ = renames.apply(path);
         }
         if path.0.is_empty() {
             continue;

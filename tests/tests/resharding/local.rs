@@ -3,10 +3,8 @@
 //! flatten.
 
 use ndarray::{Axis, Slice};
-use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::region::{Dims, Region};
-use stepwell_reshard::layout::Layout;
-use stepwell_reshard::segment::{Place, Segment};
+use stepwell_reshard::layout::{Place, Segment};
 
 use crate::dice::Dice;
 use crate::tensors::{Values, nothing, slice};
@@ -95,7 +93,7 @@ impl Local {
     }
 
     /// The same, as the planner is told: from byte `offset` on.
-    pub fn layout(&self, itemsize: u64, offset: u64) -> Layout {
+    pub fn layout(&self, itemsize: u64, offset: u64) -> Vec<Segment> {
         let steps = Place::row_major(&self.shape, itemsize).strides;
         let segment = |piece: &Piece| {
             let mut strides: Dims<i64> = Dims::from_elem(0, self.shape.len());
@@ -104,9 +102,9 @@ impl Local {
                 strides[axis] = steps[d] * piece.step[d].cast_signed();
                 at += steps[d].cast_unsigned() * piece.first[d];
             }
-            Segment { region: ChunkRegion::Box(piece.region.clone()), place: Place { offset: at, strides } }
+            Segment { region: piece.region.clone(), place: Place { offset: at, strides } }
         };
-        Layout(self.pieces.iter().filter(|piece| !piece.region.is_empty()).map(segment).collect())
+        self.pieces.iter().filter(|piece| !piece.region.is_empty()).map(segment).collect()
     }
 
     pub fn elements(&self) -> u64 {

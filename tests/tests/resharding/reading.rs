@@ -13,10 +13,10 @@ use stepwell_core::region::{Region, row_major_strides};
 use stepwell_core::sys::HostTarget;
 use stepwell_core::value::Value;
 use stepwell_manager::Checkpoint;
-use stepwell_reshard::layout::Layout;
+use stepwell_reshard::layout::{Place, Segment, flat};
 use stepwell_reshard::matching::{Match, OnUnexpected, Options, PerGlob, Resize, Spec, Wanted};
 use stepwell_reshard::read_plan::Request;
-use stepwell_reshard::segment::{Place, Segment};
+use stepwell_reshard::subchunk::run_to_boxes;
 
 use crate::dice::Dice;
 use crate::local::Local;
@@ -205,7 +205,7 @@ pub fn read_as_a_rank(dice: &mut Dice, stored: &Stored<'_>, state: &State) {
         }
         needed.add(stored, state, want);
     }
-    let requests = requests(stored, &wants, &memories);
+    let requests = requests(stored, &wants);
     let checkpoint = stored.checkpoint;
     let load = LoadOptions {
         budget_bytes: *dice.pick(&[0, 256 << 10, 64 << 20]),
@@ -297,7 +297,7 @@ fn want<'a>(dice: &mut Dice, state: &'a State, leaf: usize, memories: &mut [Memo
 
 /// The requests to the engine: leaves matched by their paths, with layouts clipped to the stored
 /// tensors.
-fn requests(stored: &Stored<'_>, wants: &[Want<'_>], memories: &[Memory]) -> Vec<Request> {
+fn requests(stored: &Stored<'_>, wants: &[Want<'_>]) -> Vec<Request> {
     let wanted = wants.iter().map(|want| {
         let spec = Spec::Tensor { dtype: Some(want.tensor.dtype), shape: Some(want.shape.clone()) };
         Wanted { path: path(want.path), spec, holds_value: true }
@@ -319,29 +319,47 @@ fn requests(stored: &Stored<'_>, wants: &[Want<'_>], memories: &[Memory]) -> Vec
         let there = matched.region.intersect(&want.within).unwrap_or_else(empty);
         for piece in &want.pieces {
             let layout = match &piece.what {
-                Part::Box(region) => one(ChunkRegion::Box(region.clone()), &piece.place),
-                Part::Run(start, len) => one(ChunkRegion::Run { start: *start, len: *len }, &piece.place),
+                Part::Box(region) => vec![Segment { region: region.clone(), place: piece.place.clone() }],
+                Part::Run(start, len) => boxes_of_run(&want.shape, *start, *len, &piece.place),
                 // One that is all of its array lies there as it is.
                 Part::Flat(local, 0, len) if *len == local.elements() && want.leaf % 2 == 0 => {
                     local.layout(itemsize, piece.place.offset)
                 }
                 Part::Flat(local, start, len) => {
                     let own = local.layout(itemsize, 0);
-                    own.flat(&local.shape, itemsize, *start, *len, piece.place.offset).unwrap()
+                    flat(&own, &local.shape, itemsize, *start, *len, piece.place.offset).unwrap()
                 }
             };
-            layout
-                .check(&want.shape, itemsize, memories[piece.memory].bytes.len() as u64)
-                .unwrap_or_else(|e| panic!("{e} {layout:?} {:?}", want.shape));
-            let asked = layout.requests(*leaf as u32, &want.shape, &there, piece.memory as u32);
-            requests.extend(asked.unwrap());
+            let asked =
+                layout.iter().filter_map(|one| request(one, *leaf as u32, &there, piece.memory as u32));
+            requests.extend(asked);
         }
     }
     requests
 }
 
-fn one(region: ChunkRegion, place: &Place) -> Layout {
-    Layout(vec![Segment { region, place: place.clone() }])
+/// A run of the flattened tensor, whose elements lie one after another, as boxes.
+fn boxes_of_run(shape: &[u64], start: u64, len: u64, place: &Place) -> Vec<Segment> {
+    let (mut at, stride) = (place.offset.cast_signed(), place.strides[0]);
+    let boxes = run_to_boxes(shape, start, len).unwrap().into_iter().map(|region| {
+        let steps = row_major_strides(&region.extent).into_iter();
+        let strides = steps.map(|n| n.cast_signed() * stride).collect();
+        let place = Place { offset: at.cast_unsigned(), strides };
+        at += region.volume().unwrap().cast_signed() * stride;
+        Segment { region, place }
+    });
+    boxes.collect()
+}
+
+/// The request for the part of a segment that is stored.
+fn request(Segment { region, place }: &Segment, leaf: u32, stored: &Region, dst: u32) -> Option<Request> {
+    let part = region.intersect(stored)?;
+    let moved = part.offset.iter().zip(&region.offset).zip(&place.strides);
+    let offset = moved.fold(place.offset.cast_signed(), |at, ((part, region), stride)| {
+        at + (part - region).cast_signed() * stride
+    });
+    let (dst_offset, dst_strides) = (offset.cast_unsigned(), place.strides.clone());
+    Some(Request { leaf, region: part, dst, dst_offset, dst_strides })
 }
 
 /// Blocks that hold a byte of what is wanted, by file.

@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use ndarray::ArrayViewD;
-use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::leaf_path::{Component, LeafPath};
 use stepwell_core::provider::{HostProvider, StateProvider};
 use stepwell_core::region::Region;
@@ -13,8 +12,7 @@ use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_core::value::Value;
 use stepwell_manager::state::{Holders, Part};
 use stepwell_manager::{LeafSource, StateSource};
-use stepwell_reshard::layout::Layout;
-use stepwell_reshard::segment::Place;
+use stepwell_reshard::layout::{Place, Segment, flat};
 
 use crate::dice::Dice;
 use crate::local::Local;
@@ -423,8 +421,8 @@ fn pieces_of_share(
             let values = run(&local.values(&tensor.whole), start, len);
             memories[number]
                 .put(&Place { offset, strides: [itemsize.cast_signed()].as_slice().into() }, &values.view());
-            let flat = local.layout(itemsize, 0).flat(&local.shape, itemsize, start, len, offset).unwrap();
-            return parts(flat, &Holders::This, number);
+            let part = flat(&local.layout(itemsize, 0), &local.shape, itemsize, start, len, offset).unwrap();
+            return parts(part, &Holders::This, number);
         }
         How::Alone => Holders::This,
         How::Ranks => Holders::Ranks(share.holders.as_slice().into()),
@@ -460,10 +458,8 @@ fn apart(
     Piece { part: Part { region: region.clone(), holders }, memory, place }
 }
 
-fn parts(layout: Layout, holders: &Holders, memory: usize) -> Vec<Piece> {
-    let piece = |segment: stepwell_reshard::segment::Segment| {
-        let ChunkRegion::Box(region) = segment.region else { unreachable!("only boxes were made") };
-        Piece { part: Part { region, holders: holders.clone() }, memory, place: segment.place }
-    };
-    layout.0.into_iter().map(piece).collect()
+fn parts(layout: Vec<Segment>, holders: &Holders, memory: usize) -> Vec<Piece> {
+    let piece =
+        |Segment { region, place }| Piece { part: Part { region, holders: holders.clone() }, memory, place };
+    layout.into_iter().map(piece).collect()
 }

@@ -3,7 +3,7 @@
 use ndarray::{ArrayD, ArrayViewD, Axis, IxDyn, Slice};
 use stepwell_core::dtype::Dtype;
 use stepwell_core::region::{Dims, Region, volume};
-use stepwell_reshard::segment::Place;
+use stepwell_reshard::layout::Place;
 
 use crate::dice::Dice;
 

@@ -31,7 +31,7 @@ use std::ops::Range;
 use std::path::Path;
 
 pub use self::outline::Outline;
-pub use self::root::{INDEX_HEADER_BYTES, IndexHeader, Root, path_hash};
+pub use self::root::{INDEX_HEADER_BYTES, IndexHeader, Root};
 pub use self::spelling::{ComponentSpelling, KindSpelling};
 use self::write::Paging;
 pub(crate) use super::check::Bounds;

@@ -13,7 +13,7 @@ use crate::format::checksum::crc32c;
 use crate::format::index::FileRecord;
 use crate::format::page::{PageKind, PageRef};
 use crate::format::{FORMAT_VERSION, features, limit};
-use crate::leaf_path::{Component, LeafPath};
+use crate::leaf_path::Component;
 use crate::limits::{MAX_FILES, MAX_LEAVES, MAX_NODES, MAX_PAGE_BYTES, MAX_PAGES, MAX_ROOT_BYTES};
 use crate::tree::{NodeKind, Tree};
 
@@ -32,7 +32,7 @@ pub(super) struct IndexRootV1 {
     pub page_crc: Vec<u32>,
     /// How many leaves it holds.
     pub page_leaves: Vec<u64>,
-    /// Of each leaf: the [`path_hash`] of its path.
+    /// Of each leaf: the hash of its path ([`leaf_hashes`]).
     pub leaf_hash: Vec<u32>,
     /// Of each file: length of its name.
     pub file_name: Vec<u32>,
@@ -244,15 +244,7 @@ impl Root {
     }
 }
 
-/// The hash of a leaf path in a root table: for each component in turn, starting at 0, the CRC-32C
-/// of the hash so far (u32), the tag of the component (one byte, as in [`super::page`]), and its
-/// name in UTF-8 or its number as i64.
-pub fn path_hash(path: &LeafPath) -> u32 {
-    let mut scratch = Vec::new();
-    path.0.iter().fold(0, |hash, component| component_hash(hash, component, &mut scratch))
-}
-
-fn component_hash(parent: u32, component: &Component, scratch: &mut Vec<u8>) -> u32 {
+pub(super) fn component_hash(parent: u32, component: &Component, scratch: &mut Vec<u8>) -> u32 {
     use super::page::tag;
     scratch.clear();
     scratch.put_u32(parent);
@@ -274,6 +266,10 @@ fn component_hash(parent: u32, component: &Component, scratch: &mut Vec<u8>) -> 
 }
 
 /// The hashes of all leaves' paths, each node hashed once. The tree was checked.
+///
+/// The hash of a path takes its components in turn, and starts at 0. Each step is the CRC-32C of
+/// the hash so far (u32), the tag of the component (one byte, as in [`super::page`]), and its name
+/// in UTF-8 or its number as i64.
 pub(super) fn leaf_hashes(tree: &Tree) -> Vec<u32> {
     let mut hashes = Vec::with_capacity(tree.leaf_count());
     let mut open: Vec<(u32, u32)> = Vec::new();

@@ -6,10 +6,10 @@ use proptest::prelude::*;
 use proptest::sample::Index as Pick;
 use smallvec::smallvec;
 
-use super::root::leaf_hashes;
+use super::root::{component_hash, leaf_hashes};
 use super::{
     Bounds, INDEX_HEADER_BYTES, IndexHeader, Outline, Paging, Root, decode, decode_pages, decode_part,
-    encode, encode_as, path_hash, write,
+    encode, encode_as, write,
 };
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -25,6 +25,11 @@ use crate::tree::{ContainerKind, NodeKind, Tree};
 
 fn read(bytes: &[u8]) -> Result<Index> {
     decode(bytes, Path::new("i0/index"))
+}
+
+/// The hash of a path, component by component.
+fn path_hash(path: &LeafPath) -> u32 {
+    path.0.iter().fold(0, |hash, component| component_hash(hash, component, &mut Vec::new()))
 }
 
 /// A state without numbers for its leaves.
