@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
-use stepwell_core::format::manifest::Attempt;
+use stepwell_core::format::manifest::{Attempt, MetricNumber};
 use stepwell_core::io::Dir;
 use stepwell_core::limits::{MAX_METADATA_BYTES, MAX_METRICS, MAX_NAME_BYTES};
 
@@ -20,50 +20,11 @@ use crate::environment::Environment;
 use crate::error::Result;
 use crate::step_name::StepName;
 
-/// A real number, or one that JSON has no digits for.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-#[serde(untagged)]
-enum Number {
-    Real(f64),
-    Named(Name),
-}
-
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-enum Name {
-    NaN,
-    Infinity,
-    #[serde(rename = "-Infinity")]
-    MinusInfinity,
-}
-
-impl From<f64> for Number {
-    fn from(value: f64) -> Self {
-        if value.is_finite() {
-            Self::Real(value)
-        } else if value.is_nan() {
-            Self::Named(Name::NaN)
-        } else {
-            Self::Named(if value > 0.0 { Name::Infinity } else { Name::MinusInfinity })
-        }
-    }
-}
-
-impl From<Number> for f64 {
-    fn from(number: Number) -> Self {
-        match number {
-            Number::Real(value) => value,
-            Number::Named(Name::NaN) => f64::NAN,
-            Number::Named(Name::Infinity) => f64::INFINITY,
-            Number::Named(Name::MinusInfinity) => f64::NEG_INFINITY,
-        }
-    }
-}
-
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Sidecar {
     step: u64,
     unix_ns: i64,
-    metrics: BTreeMap<String, Number>,
+    metrics: BTreeMap<String, MetricNumber>,
 }
 
 /// Writes a metrics file for a committed step. Refuses unreadable content before it writes: metrics

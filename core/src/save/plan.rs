@@ -19,7 +19,6 @@ use crate::format::index::{
 use crate::format::{index_v1, object};
 use crate::io::is_component;
 use crate::provider::Haste;
-use crate::region;
 use crate::staging::StagingPool;
 use crate::tree::Tree;
 use crate::{Error, Result, limits};
@@ -103,14 +102,6 @@ fn check_options(items: &[ItemPlan], pool: &StagingPool, options: &SaveOptions) 
                 item.leaves.len().to_string(),
             ));
         }
-        let limit = |what: &str, found: usize, limit: u64| match found as u64 {
-            found if found > limit => {
-                Err(Error::Limit { what: format!("number of {what} of item `{}`", item.dir), found, limit })
-            }
-            _ => Ok(()),
-        };
-        limit("leaves", item.leaves.len(), limits::MAX_LEAVES)?;
-        limit("nodes", item.tree.nodes().len(), limits::MAX_NODES)?;
     }
     Ok(())
 }
@@ -165,7 +156,6 @@ fn plan_item(
     let ItemPlan { dir, tree, leaves } = item;
     let file_id = options.file_ids.get(number).copied().unwrap_or_default();
     let number = number as u32;
-    check_aliases(&tree, &leaves)?;
     let mut cursor = Cursor { offset: 0 };
     let mut cutter = FileCutter::new(windows, number, slot_bytes);
     let header = Header::new(file_id, options.block_bytes, options.rank).encode();
@@ -183,7 +173,7 @@ fn plan_item(
             LeafPlan::Tensor { dtype, shape, chunks, provider } => {
                 index_bytes += (96 + 24 * shape.len() as u64) * (1 + chunks.len() as u64);
                 let tensor = TensorLeaf { tree: &tree, leaf, itemsize: dtype.size() };
-                tensor.check(&shape, &chunks, &*provider)?;
+                tensor.check(&chunks, &*provider)?;
                 let owner = cutter.leaf(Leaf { provider, item: number, number: leaf })?;
                 let mut stored = Chunks::with_capacity(chunks.len());
                 for (chunk, ChunkPlan { region, local, band }) in (0_u32..).zip(chunks) {
@@ -220,13 +210,6 @@ fn plan_item(
     }
     for (leaf, value) in objects {
         let bytes = object::encode(&value).map_err(|error| named(error, &tree, leaf))?;
-        if bytes.len() as u64 > limits::MAX_OBJECT_BYTES {
-            return Err(Error::Limit {
-                what: format!("bytes of object `{}`", tree.leaf_path(leaf)),
-                found: bytes.len() as u64,
-                limit: limits::MAX_OBJECT_BYTES,
-            });
-        }
         let offset = cursor.place(bytes.len() as u64, OBJECT_ALIGNMENT)?;
         cutter.add_bytes(offset, &bytes);
         if let Some(record) = records.get_mut(leaf as usize) {
@@ -259,20 +242,6 @@ fn named(error: Error, tree: &Tree, leaf: u32) -> Error {
     }
 }
 
-fn check_aliases(tree: &Tree, leaves: &[LeafPlan]) -> Result<()> {
-    for (leaf, plan) in leaves.iter().enumerate() {
-        let LeafPlan::Alias { of } = plan else { continue };
-        if matches!(leaves.get(*of as usize), None | Some(LeafPlan::Alias { .. })) {
-            let leaf = tree.leaf_path(leaf as u32).to_string();
-            return Err(Error::Leaf {
-                leaf,
-                what: format!("it is tied to leaf {of}, which holds nothing itself"),
-            });
-        }
-    }
-    Ok(())
-}
-
 /// A tensor leaf being checked.
 struct TensorLeaf<'a> {
     tree: &'a Tree,
@@ -285,28 +254,9 @@ impl TensorLeaf<'_> {
         Error::Leaf { leaf: self.tree.leaf_path(self.leaf).to_string(), what: what.into() }
     }
 
-    fn check(
-        &self,
-        shape: &[u64],
-        chunks: &[ChunkPlan],
-        provider: &dyn crate::provider::StateProvider,
-    ) -> Result<()> {
-        if shape.len() as u64 > limits::MAX_DIMS {
-            return Err(Error::Limit {
-                what: format!("number of dimensions of leaf `{}`", self.tree.leaf_path(self.leaf)),
-                found: shape.len() as u64,
-                limit: limits::MAX_DIMS,
-            });
-        }
-        let elements = region::volume(shape).ok_or_else(|| self.refuse("it has too many elements"))?;
+    /// Checks the chunks against memory. What the index says of them is checked with the index.
+    fn check(&self, chunks: &[ChunkPlan], provider: &dyn crate::provider::StateProvider) -> Result<()> {
         for ChunkPlan { region, local, .. } in chunks {
-            let fits = match region {
-                ChunkRegion::Box(region) => region.fits(shape),
-                ChunkRegion::Run { start, len } => start.checked_add(*len).is_some_and(|end| end <= elements),
-            };
-            if !fits {
-                return Err(self.refuse(format!("chunk {region:?} passes the end of shape {shape:?}")));
-            }
             if local.volume() != volume(region) {
                 return Err(
                     self.refuse(format!("chunk {region:?} has not as many elements as {local:?} in memory"))

@@ -56,77 +56,27 @@ impl<const DIGITS: usize> Visitor<'_> for Hex<DIGITS> {
     }
 }
 
-/// Real numbers by name; JSON has no NaN and no infinities, so they are strings.
+/// Real numbers by name ([`super::MetricNumber`]).
 pub(super) mod metrics {
     use std::collections::BTreeMap;
-    use std::fmt;
 
-    use serde::de::{Deserialize, Deserializer, Unexpected, Visitor};
-    use serde::ser::{SerializeMap, Serializer};
+    use serde::de::{Deserialize, Deserializer};
+    use serde::ser::Serializer;
+
+    use super::super::MetricNumber;
 
     pub(in super::super) fn serialize<S: Serializer>(
         metrics: &BTreeMap<String, f64>,
         to: S,
     ) -> Result<S::Ok, S::Error> {
-        let mut map = to.serialize_map(Some(metrics.len()))?;
-        for (name, &value) in metrics {
-            if value.is_finite() {
-                map.serialize_entry(name, &value)?;
-            } else if value.is_nan() {
-                map.serialize_entry(name, "NaN")?;
-            } else {
-                map.serialize_entry(name, if value > 0.0 { "Infinity" } else { "-Infinity" })?;
-            }
-        }
-        map.end()
+        to.collect_map(metrics.iter().map(|(name, &value)| (name, MetricNumber::from(value))))
     }
 
     pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
         from: D,
     ) -> Result<BTreeMap<String, f64>, D::Error> {
-        let metrics = BTreeMap::<String, Metric>::deserialize(from)?;
-        Ok(metrics.into_iter().map(|(name, Metric(value))| (name, value)).collect())
-    }
-
-    struct Metric(f64);
-
-    impl<'de> Deserialize<'de> for Metric {
-        fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-            from.deserialize_any(MetricVisitor).map(Self)
-        }
-    }
-
-    struct MetricVisitor;
-
-    impl Visitor<'_> for MetricVisitor {
-        type Value = f64;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a number, or \"NaN\", \"Infinity\" or \"-Infinity\"")
-        }
-
-        fn visit_f64<E>(self, value: f64) -> Result<f64, E> {
-            Ok(value)
-        }
-
-        #[expect(clippy::cast_precision_loss, reason = "a metric is a float, whoever wrote it as an integer")]
-        fn visit_u64<E>(self, value: u64) -> Result<f64, E> {
-            Ok(value as f64)
-        }
-
-        #[expect(clippy::cast_precision_loss, reason = "a metric is a float, whoever wrote it as an integer")]
-        fn visit_i64<E>(self, value: i64) -> Result<f64, E> {
-            Ok(value as f64)
-        }
-
-        fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<f64, E> {
-            match text {
-                "NaN" => Ok(f64::NAN),
-                "Infinity" => Ok(f64::INFINITY),
-                "-Infinity" => Ok(f64::NEG_INFINITY),
-                _ => Err(E::invalid_value(Unexpected::Str(text), &self)),
-            }
-        }
+        let metrics = BTreeMap::<String, MetricNumber>::deserialize(from)?;
+        Ok(metrics.into_iter().map(|(name, value)| (name, value.into())).collect())
     }
 }
 

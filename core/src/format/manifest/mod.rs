@@ -212,6 +212,51 @@ pub struct Tombstone {
     pub others: Others,
 }
 
+/// A metric as JSON has it.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum MetricNumber {
+    /// With digits.
+    Real(f64),
+    /// By its name.
+    Named(NamedNumber),
+}
+
+/// A number that JSON has no digits for.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub enum NamedNumber {
+    /// Not a number.
+    NaN,
+    /// Positive.
+    Infinity,
+    /// Negative.
+    #[serde(rename = "-Infinity")]
+    MinusInfinity,
+}
+
+impl From<f64> for MetricNumber {
+    fn from(value: f64) -> Self {
+        if value.is_finite() {
+            Self::Real(value)
+        } else if value.is_nan() {
+            Self::Named(NamedNumber::NaN)
+        } else {
+            Self::Named(if value > 0.0 { NamedNumber::Infinity } else { NamedNumber::MinusInfinity })
+        }
+    }
+}
+
+impl From<MetricNumber> for f64 {
+    fn from(number: MetricNumber) -> Self {
+        match number {
+            MetricNumber::Real(value) => value,
+            MetricNumber::Named(NamedNumber::NaN) => f64::NAN,
+            MetricNumber::Named(NamedNumber::Infinity) => f64::INFINITY,
+            MetricNumber::Named(NamedNumber::MinusInfinity) => f64::NEG_INFINITY,
+        }
+    }
+}
+
 /// The fields before the manifest proper.
 #[derive(Serialize)]
 struct Tagged<'a> {

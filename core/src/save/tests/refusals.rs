@@ -24,19 +24,18 @@ fn with(change: impl FnOnce(&mut Dtype, &mut Vec<u64>, &mut Vec<ChunkPlan>)) -> 
 
 #[test]
 fn wrong_tensors_are_refused_by_path() {
-    assert!(leaf_error(with(|_, shape, _| shape[0] = 63)).contains("passes the end"));
-    assert!(leaf_error(with(|_, shape, _| *shape = vec![u64::MAX, 2])).contains("too many elements"));
+    assert!(leaf_error(with(|_, shape, _| shape[0] = 63)).contains("not inside the shape"));
+    assert!(leaf_error(with(|_, shape, _| *shape = vec![u64::MAX, 2])).contains("does not fit 64 bits"));
     assert!(leaf_error(with(|dtype, _, _| *dtype = Dtype::Float32)).contains("1 bytes in memory, 4"));
     assert!(leaf_error(with(|_, _, chunks| chunks[0].local.extent[0] = 32)).contains("not as many elements"));
     assert!(
         leaf_error(with(|_, _, chunks| chunks[0].local.offset[0] = 1)).contains("passes the end of an array")
     );
     let run = ChunkRegion::Run { start: u64::MAX, len: 64 };
-    assert!(leaf_error(with(|_, _, chunks| chunks[0].region = run)).contains("passes the end"));
+    assert!(leaf_error(with(|_, _, chunks| chunks[0].region = run)).contains("not inside the shape"));
     assert!(leaf_error(LeafPlan::Alias { of: 1 }).contains("tied"));
     assert!(leaf_error(LeafPlan::Alias { of: 7 }).contains("tied"));
-    let error = refused(vec![item("i0", vec![with(|_, shape, _| *shape = vec![1; 65])])], options(1));
-    assert!(matches!(error, Error::Limit { .. }), "{error}");
+    assert!(leaf_error(with(|_, shape, _| *shape = vec![1; 65])).contains("65 dimensions"));
 }
 
 #[test]
