@@ -247,8 +247,8 @@ def test_what_is_saved_in_the_middle_of_an_update_is_what_was_there_before_it(
         saves[0].result()
         momentum = mgr.restore(1)["optimizer"]["s0"]["momentum"]
         assert same(momentum, cuda.pattern(torch.zeros(momentum.shape), 7))
-        assert not mgr._stepping
-        assert not mgr._guarded
+        assert not mgr._updates.stepping
+        assert not mgr._updates._guarded
 
 
 @pytest.mark.parametrize("door", ["manager", "checkpoint", "path"])
