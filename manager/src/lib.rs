@@ -14,7 +14,7 @@
 //! | [`state`] [`options`] [`environment`] | what goes in |
 //! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: which steps are saved, which stay, how things are called |
 //! | [`commit`] | the commit machine and every rename |
-//! | [`beat`] [`discovery`] [`lease`] [`recovery`] [`retire`] [`spares`] [`metrics`] [`root`] | what is found, held, mended, deleted, added |
+//! | [`beat`] [`discovery`] [`lease`] [`recovery`] [`repair`] [`retire`] [`spares`] [`metrics`] [`root`] | what is found, held, mended, deleted, added |
 //! | [`coordination`] | how ranks agree |
 #![forbid(unsafe_code)]
 
@@ -35,6 +35,7 @@ pub mod manager;
 pub mod metrics;
 pub mod options;
 pub mod recovery;
+pub mod repair;
 pub mod retention;
 pub mod retire;
 pub mod root;

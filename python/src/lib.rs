@@ -54,7 +54,9 @@ mod _core {
     #[pymodule_export]
     use crate::save_handle::SaveHandle;
     #[pymodule_export]
-    use crate::singular::{add_metrics, cuda, engine_choice, list_steps, open_path, save_path};
+    use crate::singular::{
+        add_metrics, cuda, engine_choice, forget_damaged, list_steps, open_path, repair, save_path,
+    };
     #[pymodule_export]
     use crate::state::{State, covers, flatten, is_plain, shared_memory};
 

@@ -127,6 +127,30 @@ pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<St
     })
 }
 
+/// Rebuilds the damaged indexes of a step's directory: for each item its name, its index, what was
+/// wrong with that (or `None`), its leaves, and whether the manifest records it anew.
+#[pyfunction]
+pub fn repair(
+    py: Python<'_>,
+    path: PathBuf,
+    dry_run: bool,
+) -> PyResult<Vec<(String, String, Option<String>, u64, bool)>> {
+    let found = call(py, move || {
+        let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
+        stepwell_manager::repair::repair(&path, &environment, dry_run)
+    })?;
+    Ok(found.into_iter().map(|one| (one.item, one.path, one.damage, one.leaves, one.recorded)).collect())
+}
+
+/// Removes the damaged indexes that `repair` has kept, after the step was verified.
+#[pyfunction]
+pub fn forget_damaged(py: Python<'_>, path: PathBuf) -> PyResult<()> {
+    call(py, move || {
+        let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
+        stepwell_manager::repair::forget_damaged(&path, &environment)
+    })
+}
+
 /// Which engine serves a path, and why: engine, direct, alignment, registered, reasons.
 #[pyfunction]
 #[pyo3(signature = (path, engine = "auto"))]

@@ -44,6 +44,7 @@ if _TYPE_CHECKING:
     from ._manager import CheckpointManager
     from ._options import Options, StepName
     from ._policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
+    from ._repair import repair
     from ._restore.plan import RestorePlan
     from ._restore.report import RestoreReport
     from ._retention import (
@@ -78,6 +79,7 @@ _MODULES = {
     "_manager": "CheckpointManager",
     "_options": "Options StepName",
     "_policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
+    "_repair": "repair",
     "_restore.plan": "RestorePlan",
     "_restore.report": "RestoreReport",
     "_retention": "Retention keep_all keep_best keep_every keep_latest keep_newer_than keep_steps",
@@ -172,6 +174,7 @@ __all__ = [
     "on_preemption",
     "providers",
     "register",
+    "repair",
     "restore",
     "restore_async",
     "results",

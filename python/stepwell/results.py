@@ -6,6 +6,7 @@ from ._background import Restore
 from ._checkpoint import Array, Checkpoint, Damage, Metadata, Subtree, VerifyReport
 from ._contents import ItemInfo, StepInfo, StoredChunk, StoredNode
 from ._holds import Hold, Rewound
+from ._repair import RepairedIndex, RepairReport
 from ._restore.plan import ItemPlan, RestorePlan
 from ._restore.report import RestoreReport
 from ._save_result import Save, SaveStats
@@ -19,6 +20,8 @@ __all__ = [
     "ItemInfo",
     "ItemPlan",
     "Metadata",
+    "RepairReport",
+    "RepairedIndex",
     "Restore",
     "RestorePlan",
     "RestoreReport",
@@ -39,6 +42,8 @@ for _class in (
     Hold,
     ItemInfo,
     ItemPlan,
+    RepairedIndex,
+    RepairReport,
     Restore,
     Rewound,
     SaveStats,

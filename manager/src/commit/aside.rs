@@ -133,6 +133,29 @@ pub fn replace_file(dir: &dyn Dir, name: &str, new_name: &str, bytes: &[u8]) -> 
     dir.sync()
 }
 
+/// Replaces a damaged file, and keeps it under another name. The new one is durable before the old
+/// one loses its name; a crash in between leaves both under their other names.
+pub fn replace_and_keep(
+    dir: &dyn Dir,
+    name: &str,
+    new_name: &str,
+    kept_name: &str,
+    bytes: &[u8],
+) -> stepwell_core::Result<()> {
+    match dir.remove_file(new_name) {
+        Err(error) if !error.is_not_found() => return Err(error),
+        _ => {}
+    }
+    dir.write_file(new_name, bytes)?;
+    dir.sync()?;
+    match dir.rename(name, kept_name, Rename::Replace) {
+        Err(error) if !error.is_not_found() => return Err(error),
+        _ => {}
+    }
+    dir.rename(new_name, name, Rename::Replace)?;
+    dir.sync()
+}
+
 /// The result of a thinning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Thinned {

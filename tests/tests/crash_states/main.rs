@@ -12,6 +12,7 @@ mod failures;
 mod kills;
 mod mutants;
 mod processes;
+mod repair;
 mod retention;
 mod saves;
 mod singular;

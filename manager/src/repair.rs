@@ -1,0 +1,257 @@
+//! Rebuilds lost or damaged indexes of one step from the footers of its data files.
+//!
+//! The manifest binds every data file by the checksum of its trailer, and so every byte of its
+//! footer: a rebuilt index says nothing that the save did not write. Mostly it is the index that
+//! was lost, byte for byte, and the manifest's checksum proves it. The ranks' parts may have been
+//! put together in another order. Then the manifest records the rebuilt index, as long as each
+//! element of each tensor is stored exactly once.
+//!
+//! Nothing is written before every damaged index of the step could be rebuilt. The damaged one is
+//! kept beside the new one until [`forget_damaged`], which the caller asks for after it has
+//! verified the step.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use stepwell_core::format::checksum::crc32c;
+use stepwell_core::format::footer::{self, Trailer};
+use stepwell_core::format::index::{Index, LeafRecord};
+use stepwell_core::format::index_v1;
+use stepwell_core::format::manifest::{FileEntry, Item, Manifest};
+use stepwell_core::format::merge::{self, Refusal, Twice};
+use stepwell_core::format::trailer::TRAILER_BYTES;
+use stepwell_core::io::{Dir, File, LockKind, Section};
+use stepwell_core::limits::{MAX_INDEX_BYTES, MAX_MANIFEST_BYTES};
+use stepwell_core::{Error as CoreError, Result as CoreResult};
+use stepwell_reshard::tiling;
+
+use crate::commit::aside;
+use crate::directory_layout::{LEASE, MANIFEST, MANIFEST_NEW};
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+
+/// The temporary name of a rebuilt index, beside it.
+const INDEX_NEW: &str = ".index.new";
+/// The name of the index that it replaces.
+const INDEX_DAMAGED: &str = ".index.damaged";
+/// The errno of an unreadable sector.
+const EIO: i32 = 5;
+
+/// The state of an item's index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RepairedIndex {
+    /// The item.
+    pub item: String,
+    /// The index file, relative to the step.
+    pub path: String,
+    /// What was wrong with it; `None` if it is intact and was left alone.
+    pub damage: Option<String>,
+    /// Its leaves.
+    pub leaves: u64,
+    /// True if the rebuilt index is not the lost one byte for byte, and the manifest records it
+    /// anew.
+    pub recorded: bool,
+}
+
+/// A rebuilt index that is to be written.
+struct Rebuilt<'a> {
+    dir: &'a str,
+    name: &'a str,
+    bytes: Vec<u8>,
+}
+
+/// Rebuilds the damaged indexes of the step at `path`. `dry_run`: rebuilds them in memory alone.
+/// Fails with the file and the leaf where it cannot, and has changed nothing then.
+pub fn repair(path: &Path, environment: &Environment, dry_run: bool) -> Result<Vec<RepairedIndex>> {
+    let step = open(path, environment)?;
+    let number = manifest(&*step)?.step;
+    let _lock = if dry_run { None } else { lock(&*step, number)? };
+    // A thinning may have ended meanwhile.
+    let mut manifest = manifest(&*step)?;
+    let mut report = Vec::with_capacity(manifest.items.len());
+    let (mut rebuilt, mut entries) = (Vec::new(), Vec::new());
+    for item in &manifest.items {
+        let damage = damage(&*step, item)?;
+        let mut recorded = false;
+        if damage.is_some() {
+            let encoded = rebuild(&step, &manifest, item)?;
+            let mut entry = item.index.clone();
+            (entry.length, entry.crc32c) = (encoded.bytes.len() as u64, encoded.crc);
+            recorded = entry != item.index;
+            let (dir, name) = item.index.path.rsplit_once('/').unwrap_or(("", &item.index.path));
+            rebuilt.push(Rebuilt { dir, name, bytes: encoded.bytes });
+            entries.push(entry);
+        } else {
+            entries.push(item.index.clone());
+        }
+        let (name, path) = (item.name.clone(), item.index.path.clone());
+        report.push(RepairedIndex { item: name, path, damage, leaves: item.leaves, recorded });
+    }
+    if !dry_run {
+        for Rebuilt { dir, name, bytes } in rebuilt {
+            aside::replace_and_keep(&*step.open_dir(dir)?, name, INDEX_NEW, INDEX_DAMAGED, &bytes)?;
+        }
+        if report.iter().any(|index| index.recorded) {
+            for (item, entry) in manifest.items.iter_mut().zip(entries) {
+                item.index = entry;
+            }
+            aside::replace_file(&*step, MANIFEST, MANIFEST_NEW, &manifest.encode()?)?;
+        }
+    }
+    Ok(report)
+}
+
+/// Removes the damaged indexes that [`repair`] has kept. The caller has verified the step.
+pub fn forget_damaged(path: &Path, environment: &Environment) -> Result<()> {
+    let step = open(path, environment)?;
+    for item in &manifest(&*step)?.items {
+        let dir = step.open_dir(&item.dir)?;
+        for name in [INDEX_DAMAGED, INDEX_NEW] {
+            match dir.remove_file(name) {
+                Err(error) if !error.is_not_found() => return Err(error.into()),
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+fn open(path: &Path, environment: &Environment) -> Result<Arc<dyn Dir>> {
+    match environment.disk.open_dir(path) {
+        Err(error) if error.is_not_found() => {
+            Err(Error::StepNotFound { step: None, root: path.to_owned(), latest: None })
+        }
+        opened => Ok(opened?),
+    }
+}
+
+/// Keeps writers from deleting or thinning the step, and other repairs away. `None`: there are no
+/// locks.
+fn lock(step: &dyn Dir, number: u64) -> Result<Option<Box<dyn stepwell_core::io::Lock>>> {
+    match step.try_lock(LEASE, LockKind::Exclusive, true) {
+        Ok(Some(lock)) => Ok(Some(lock)),
+        Ok(None) => {
+            let by = "somebody reads, thins or repairs it. Try again when they have ended".to_owned();
+            Err(Error::Held { step: number, by })
+        }
+        Err(error) if error.is_without_locks() => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn manifest(step: &dyn Dir) -> Result<Manifest> {
+    const LOST: &str = "Only the manifest says which files a save has committed, so nothing can be rebuilt \
+                        without it. Restore another step, or copy the manifest from a mirror";
+    let file = step.path().join(MANIFEST);
+    let read = step.read_file(MANIFEST, MAX_MANIFEST_BYTES);
+    match read.and_then(|bytes| Manifest::decode(&bytes, &file)) {
+        Err(error) if error.is_not_found() => {
+            let reason = format!("it has no {MANIFEST}. {LOST}");
+            Err(Error::NotAStep { path: step.path().to_owned(), reason })
+        }
+        Err(CoreError::Corrupt { file, what, .. }) => {
+            Err(CoreError::corrupt(file, format!("{what}. {LOST}")).into())
+        }
+        read => Ok(read?),
+    }
+}
+
+/// What is wrong with an index. Errors of the disk are none of its damage, but for a missing file.
+fn damage(step: &dyn Dir, item: &Item) -> Result<Option<String>> {
+    let file = step.path().join(&item.index.path);
+    let bytes = match step.read_file(&item.index.path, item.index.length) {
+        Ok(bytes) => bytes,
+        Err(error) if error.is_gone() => return Ok(Some("it is missing".to_owned())),
+        Err(CoreError::Limit { .. }) => return Ok(Some("it is longer than its manifest says".to_owned())),
+        Err(error) if error.is_no_file() => return Ok(Some("it is no regular file".to_owned())),
+        // An unreadable sector of a file that is there.
+        Err(error) if error.errno() == Some(EIO) => return Ok(Some(error.to_string())),
+        Err(error) => return Err(error.into()),
+    };
+    let found = (bytes.len() as u64, crc32c(&bytes));
+    if found != (item.index.length, item.index.crc32c) {
+        let (length, crc) = found;
+        return Ok(Some(format!(
+            "its {length} bytes with the checksum {crc:08x} are not the {} bytes with {:08x} that its manifest records",
+            item.index.length, item.index.crc32c
+        )));
+    }
+    match index_v1::decode(&bytes, &file) {
+        Ok(_) => Ok(None),
+        Err(CoreError::Corrupt { what, .. }) => Ok(Some(what)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The index of an item, from the footers of its data files.
+fn rebuild(step: &Arc<dyn Dir>, manifest: &Manifest, item: &Item) -> Result<index_v1::IndexFile> {
+    let files: Vec<&FileEntry> = manifest.files_of(item).collect();
+    let parts = files.iter().map(|entry| part(step, item, entry)).collect::<CoreResult<Vec<Index>>>()?;
+    let refused = |leaf: Option<String>, what: String| -> Error {
+        let what = format!("it cannot be rebuilt from the {} data files of its item: {what}", files.len());
+        let file = step.path().join(&item.index.path);
+        CoreError::Corrupt { file, leaf, block: None, what }.into()
+    };
+    let merged = |twice| {
+        let index = merge::merge(parts.clone(), twice).map_err(|refusal| match refusal {
+            Refusal::Contradiction { leaf, what, .. } | Refusal::Other(CoreError::Leaf { leaf, what }) => {
+                refused(Some(leaf), what)
+            }
+            Refusal::Other(error) => refused(None, error.to_string()),
+        })?;
+        if index.leaves.len() as u64 != item.leaves {
+            let found = index.leaves.len();
+            let what = format!("they hold {found} leaves, its manifest records {}", item.leaves);
+            return Err(refused(None, what));
+        }
+        Ok::<_, Error>(index)
+    };
+    let encoded = index_v1::encode(&merged(Twice::First)?)?;
+    if (encoded.bytes.len() as u64, encoded.crc) == (item.index.length, item.index.crc32c) {
+        return Ok(encoded);
+    }
+    // Of copies only the lost index says which one counts: with them, coverage is refused.
+    let index = merged(Twice::Both)?;
+    for (leaf, record) in (0_u32..).zip(&index.leaves) {
+        let LeafRecord::Tensor(tensor) = record else { continue };
+        let regions: Vec<_> = tensor.chunks.iter().map(|chunk| chunk.region.clone()).collect();
+        tiling::check(&tensor.shape, &regions)
+            .map_err(|fault| refused(Some(index.tree.leaf_path(leaf).to_string()), fault.to_string()))?;
+    }
+    Ok(index_v1::encode(&index)?)
+}
+
+/// The index in the footer of a data file, which is the one that the manifest names.
+fn part(step: &Arc<dyn Dir>, item: &Item, entry: &FileEntry) -> CoreResult<Index> {
+    let (stored, first) = match &entry.within {
+        Some(within) => (within.path.as_str(), within.offset),
+        None => (entry.path.as_str(), 0),
+    };
+    let path = step.path().join(stored);
+    let file = match step.open_file(stored) {
+        Err(error) if error.is_gone() => {
+            return Err(CoreError::corrupt(path, "its manifest lists it, and it is missing"));
+        }
+        opened => Section::new(opened?, first, entry.length),
+    };
+    let read = |offset: u64, length: u64| {
+        let bytes = file.read_at(offset, length as usize)?;
+        if bytes.len() as u64 == length {
+            return Ok(bytes);
+        }
+        Err(CoreError::corrupt(&path, format!("it ends before its {} bytes", entry.length)))
+    };
+    let trailer_at = entry.length.saturating_sub(TRAILER_BYTES);
+    let trailer = read(trailer_at, TRAILER_BYTES)?;
+    let trailer = Trailer::decode(&trailer, &path, Some(entry.trailer_crc32c), Some(entry.file_id))?;
+    if trailer.file_length() != entry.length {
+        return Err(CoreError::corrupt(path, "its footer does not end where the file ends"));
+    }
+    if trailer.footer_length > MAX_INDEX_BYTES {
+        let what = format!("bytes of the footer of {}", path.display());
+        return Err(CoreError::Limit { what, found: trailer.footer_length, limit: MAX_INDEX_BYTES });
+    }
+    let bytes = read(trailer.footer_offset, trailer.footer_length)?;
+    let name = entry.path.strip_prefix(&format!("{}/", item.dir)).unwrap_or(&entry.path);
+    footer::decode_index(&trailer, &bytes, name, &path)
+}

@@ -1,0 +1,113 @@
+"""``sw.repair``: a lost or damaged index is rebuilt from the footers of the data files.
+
+The engine rebuilds and writes. Here a step of a root is found by its number, and the result is
+verified before the damaged index is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import final
+
+from . import _core
+from ._checkpoint import VerifyReport
+from ._checks import flag, step_number
+from ._locations import MANIFEST, Path, explain, explaining, is_directory, readable
+from ._options import reader_json
+from ._public import public
+from ._singular import open as opened
+from ._verification import Progress
+from ._verification import verify as verified
+from .errors import MisuseError, StepNotFound
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RepairedIndex:
+    """The index of one item of a step."""
+
+    #: The item.
+    item: str
+    #: The index file, relative to the step.
+    path: str
+    #: What was wrong with it; ``None`` if it is intact and was left alone.
+    damage: str | None
+    #: Its leaves.
+    leaves: int
+    #: True if the rebuilt index differs from the lost one in its order alone, and the manifest
+    #: records it anew.
+    recorded: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """The result of a repair."""
+
+    #: The step's directory.
+    path: str
+    #: The indexes of all items.
+    indexes: tuple[RepairedIndex, ...]
+    #: The verification of the whole step after the repair; ``None`` for a dry run.
+    verification: VerifyReport | None
+
+    @property
+    def rebuilt(self) -> tuple[RepairedIndex, ...]:
+        """The indexes that were rebuilt, or would be."""
+        return tuple(index for index in self.indexes if index.damage is not None)
+
+    @property
+    def ok(self) -> bool:
+        """True if every byte of the step is valid now; of a dry run, if every index can be
+        rebuilt."""
+        return self.verification is None or self.verification.ok
+
+
+@public
+def repair(
+    path: Path, step: int | None = None, *, dry_run: bool = False, progress: Progress | None = None
+) -> RepairReport:
+    """Rebuilds lost or damaged indexes of the checkpoint at ``path`` from the footers of its data
+    files, then verifies all of it. In a root it takes the newest step that has a manifest (or
+    ``step``). ``dry_run=True`` rebuilds in memory and writes nothing.
+
+    Nothing is written before every damaged index could be rebuilt. Otherwise
+    :class:`CorruptCheckpoint` names the file, and the leaf if one is known. The damaged index stays
+    beside the new one (``.index.damaged``) until the whole step has verified. Without its manifest
+    a step cannot be repaired."""
+    where, only_look = readable(path), flag(dry_run, "dry_run")
+    with explaining(where):
+        directory = _directory(where, None if step is None else step_number(step))
+        found = tuple(RepairedIndex(*row) for row in _core.repair(directory, only_look))
+        if only_look:
+            return RepairReport(directory, found, None)
+        report = verified(directory, None, opened, progress)
+        if report.ok:
+            _core.forget_damaged(directory)
+        return RepairReport(directory, found, report)
+
+
+def _directory(path: str, step: int | None) -> str:
+    """The directory of a checkpoint, or of a step of a root, whatever the state of its indexes."""
+    if os.path.isfile(os.path.join(path, MANIFEST)):
+        if step is not None:
+            raise MisuseError(f"{path} is one checkpoint, and step={step} is for a root; leave it out")
+        return path
+    if not is_directory(path):
+        raise StepNotFound(f"{path} is no checkpoint: {explain(path)}")
+    core = _core.Manager(path, reader_json())
+    try:
+        rows = json.loads(core.report())
+    finally:
+        core.close(None)
+    steps = {row["step"]: row["name"] for row in rows if row["step"] is not None}
+    wanted = max(steps, default=None) if step is None else step
+    if wanted not in steps:
+        which = "no step with a manifest" if step is None else f"no step {step} with a manifest"
+        raise StepNotFound(
+            f"{path} has {which}. Only a manifest says which files a save has committed, so nothing "
+            "else can be repaired; `stepwell ls` lists what is there"
+        )
+    return os.path.join(path, steps[wanted])
