@@ -9,19 +9,18 @@
 //! writer's epoch.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::io::Dir;
-use stepwell_core::sys::spawn;
 
 use crate::commit::aside::replace_file;
 use crate::control::owner;
 use crate::directory_layout::{BEAT_PREFIX, CONTROL};
 use crate::environment::Clock;
 use crate::error::{Error, Result};
+use crate::periodic::Periodic;
 
 const MAX_BEAT_BYTES: u64 = 64 << 10;
 /// A writer beats so many times in the silence that others wait for.
@@ -45,8 +44,7 @@ struct Beat {
 /// Beats until it is stopped, or until someone else is the root's writer.
 pub struct Heart {
     session: String,
-    stop: Arc<(Mutex<bool>, Condvar)>,
-    thread: Option<JoinHandle<()>>,
+    thread: Periodic,
 }
 
 impl Heart {
@@ -54,57 +52,29 @@ impl Heart {
     pub fn start(root: &Arc<dyn Dir>, session: &str, silence: Duration) -> Result<Self> {
         let every = silence / BEATS_PER_SILENCE;
         write(&**root, session, 0, every)?;
-        let stop = Arc::new((Mutex::new(false), Condvar::new()));
-        let (root, owned, told) = (Arc::clone(root), session.to_owned(), Arc::clone(&stop));
-        let path = root.path().to_owned();
-        let thread = spawn("stepwell-beat", move || go_on(&*root, &owned, every, &told))
-            .map_err(|error| stepwell_core::Error::io("start a thread for", path, error))?;
-        Ok(Self { session: session.to_owned(), stop, thread: Some(thread) })
+        let (dir, owned, mut count) = (Arc::clone(root), session.to_owned(), 0);
+        let beat = move || {
+            count += 1;
+            // A writer that took over has removed it.
+            if matches!(dir.stat(&format!("{CONTROL}/{}", name(&owned))), Ok(None)) {
+                return false;
+            }
+            if let Err(error) = write(&*dir, &owned, count, every) {
+                tracing::warn!(%error, "a sign of life could not be written; another writer may take this root over");
+            }
+            true
+        };
+        let thread = Periodic::start("stepwell-beat", every, beat)
+            .map_err(|error| stepwell_core::Error::io("start a thread for", root.path(), error))?;
+        Ok(Self { session: session.to_owned(), thread })
     }
 
     /// Ends it, and takes its file away: a writer that has ended is not waited for.
-    pub fn stop(mut self, root: &dyn Dir) {
-        *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.stop.1.notify_all();
-        if let Some(thread) = self.thread.take() {
-            // A beat that the kernel does not return from is not waited for either.
-            for _ in 0..100 {
-                if thread.is_finished() {
-                    break;
-                }
-                std::thread::sleep(Duration::from_millis(10));
-            }
-        }
+    pub fn stop(self, root: &dyn Dir) {
+        self.thread.stop();
         let removed = root.open_dir(CONTROL).and_then(|control| control.remove_file(&name(&self.session)));
         if let Err(error) = removed {
             tracing::debug!(%error, "a sign of life stays; the next writer waits until it has seen no change of it");
-        }
-    }
-}
-
-impl Drop for Heart {
-    fn drop(&mut self) {
-        // A child of a fork has it too, without its thread: nothing may be waited for here.
-        if let Ok(mut stop) = self.stop.0.try_lock() {
-            *stop = true;
-        }
-        self.stop.1.notify_all();
-    }
-}
-
-fn go_on(root: &dyn Dir, session: &str, every: Duration, stop: &(Mutex<bool>, Condvar)) {
-    for count in 1.. {
-        let stopped = stop.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let wait = stop.1.wait_timeout_while(stopped, every, |stopped| !*stopped);
-        if *wait.unwrap_or_else(PoisonError::into_inner).0 {
-            return;
-        }
-        // A writer that took over has removed it.
-        if matches!(root.stat(&format!("{CONTROL}/{}", name(session))), Ok(None)) {
-            return;
-        }
-        if let Err(error) = write(root, session, count, every) {
-            tracing::warn!(%error, "a sign of life could not be written; another writer may take this root over");
         }
     }
 }

@@ -34,6 +34,7 @@ pub mod lease;
 pub mod manager;
 pub mod metrics;
 pub mod options;
+mod periodic;
 pub mod recovery;
 pub mod repair;
 pub mod retention;

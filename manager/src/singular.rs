@@ -94,19 +94,15 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
     let pool = environment.pool();
     let team = Arc::new(Team::alone(environment.hex_id()));
     let order = Order {
-        root: request.path.clone(),
-        step: request.step,
-        state: request.state,
         metrics: request.metrics,
         custom_metadata: request.custom_metadata,
         cancel: request.cancel,
         streams: request.streams,
         begun,
-        team: Arc::clone(&team),
-        census: None,
-        stale: false,
+        ..Order::new(request.path.clone(), request.step, request.state, Arc::clone(&team))
     };
-    let prepared = job::prepare(environment, options, &pool, order)?;
+    let mut prepared = job::plan(environment, options, &pool, order)?;
+    job::make_ready(&mut prepared, options, &pool)?;
     let (label, path) = (directory_layout::label_of_path(&name), request.path.clone());
     let place = Place { label, target: name, existing, counter: 0, fenced: false };
     let (job, capturing) = prepared.split(environment, options, place);

@@ -7,7 +7,6 @@
 //! | [`in_process`] | ranks that are threads of one process |
 //! | [`shared_directory`] | ranks that share nothing but a file system |
 //! | [`team`] | what a manager makes of it: who is there, calls that all make, answers of the leader, votes |
-//! | `pulse` | a thread that says for a rank that it lives |
 //!
 //! One process is the case of one rank, with a vote of its own. Every wait has a deadline; who
 //! gives up says for whom it waited.
@@ -17,7 +16,6 @@ use std::time::Duration;
 use crate::error::Result;
 
 pub mod in_process;
-pub(crate) mod pulse;
 pub mod shared_directory;
 pub mod team;
 

@@ -20,7 +20,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
@@ -121,22 +121,29 @@ pub struct Team {
     calls: Mutex<u64>,
     /// Why the session is over for this rank.
     lost: OnceLock<Lost>,
-    /// The first call whose answer has not been taken off.
-    kept_from: Mutex<u64>,
-    /// The first save whose verdict has not been taken off.
-    verdicts_from: Mutex<u64>,
-    /// The leader's saves from there on that have failed.
-    failed: Mutex<BTreeSet<u64>>,
-    /// Saves on which this rank has voted.
-    voted: Mutex<BTreeSet<u64>>,
-    /// The save before which the ranks have told each other their leaves, and the first one since
-    /// of which a rank has said that its own are others.
-    told: Mutex<(u64, Option<u64>)>,
+    notes: Mutex<Notes>,
     /// The leader waits for what the others have to say.
     gathers: AtomicBool,
+}
+
+/// What this rank has noted of the messages.
+#[derive(Default)]
+struct Notes {
+    /// The first call whose answer has not been taken off.
+    calls_from: u64,
+    /// The first save whose verdict has not been taken off.
+    verdicts_from: u64,
+    /// The leader's saves from there on that have failed.
+    failed: BTreeSet<u64>,
+    /// Saves on which this rank has voted.
+    voted: BTreeSet<u64>,
+    /// The save before which the ranks have told each other their leaves.
+    census_before: u64,
+    /// The first save since then of which a rank has said that its leaves are others.
+    outdated_by: Option<u64>,
     /// The leader's last save, and the ranks that it has waited for in vain, each with its last
-    /// sign of life.
-    missed: Mutex<(u64, BTreeMap<u32, Beat>)>,
+    /// heartbeat.
+    missed: (u64, BTreeMap<u32, Beat>),
 }
 
 /// Why a session is over.
@@ -168,13 +175,8 @@ impl Team {
             patience,
             calls: Mutex::default(),
             lost: OnceLock::new(),
-            kept_from: Mutex::new(0),
-            verdicts_from: Mutex::new(0),
-            failed: Mutex::default(),
-            voted: Mutex::default(),
-            told: Mutex::new((0, None)),
+            notes: Mutex::default(),
             gathers: AtomicBool::new(false),
-            missed: Mutex::default(),
         }
     }
 
@@ -270,6 +272,10 @@ impl Team {
 
     fn board(&self) -> Board<'_> {
         Board { coordinator: &self.coordinator, patience: self.patience }
+    }
+
+    fn notes(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn key(&self, what: &str) -> String {
@@ -457,11 +463,11 @@ impl Team {
     }
 
     fn forget_calls(&self, end: u64) -> Result<()> {
-        let mut kept_from = self.kept_from.lock().unwrap_or_else(PoisonError::into_inner);
-        for number in *kept_from..end {
+        let from = self.notes().calls_from;
+        for number in from..end {
             self.coordinator.remove(&self.key(&format!("call/{number}")))?;
         }
-        *kept_from = end.max(*kept_from);
+        self.notes().calls_from = end.max(from);
         Ok(())
     }
 
@@ -469,19 +475,19 @@ impl Team {
     pub fn send_vote(&self, save: u64, vote: &[u8]) -> Result<()> {
         let put = self.put_surely(&self.key(&format!("vote/{save}/{}", self.rank())), vote);
         // Also where it could not: it is not said again.
-        self.voted.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
+        self.notes().voted.insert(save);
         put
     }
 
     /// True if this rank has voted on a save.
     pub fn has_voted(&self, save: u64) -> bool {
-        self.voted.lock().unwrap_or_else(PoisonError::into_inner).contains(&save)
+        self.notes().voted.contains(&save)
     }
 
     /// Saves before that one have ended here.
     pub fn forget_votes(&self, before: u64) {
-        let mut voted = self.voted.lock().unwrap_or_else(PoisonError::into_inner);
-        *voted = voted.split_off(&before);
+        let mut notes = self.notes();
+        notes.voted = notes.voted.split_off(&before);
     }
 
     /// What the others wait for, and what is said once only, is tried again for a while.
@@ -516,7 +522,7 @@ impl Team {
     /// they go with its verdict.
     pub fn send_verdict(&self, save: u64, verdict: &[u8], has_failed: bool) -> Result<()> {
         if has_failed {
-            self.failed.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
+            self.notes().failed.insert(save);
         }
         self.put_surely(&self.key(&format!("verdict/{save}")), verdict)
     }
@@ -524,34 +530,34 @@ impl Team {
     /// Records that a rank reported changed leaves in that save. All ranks learn of it with the
     /// verdict. A save that was planned before the last census is ignored.
     pub fn is_outdated_by(&self, save: u64) {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if save >= told.0 {
-            told.1 = Some(told.1.map_or(save, |first| first.min(save)));
+        let mut notes = self.notes();
+        if save >= notes.census_before {
+            notes.outdated_by = Some(notes.outdated_by.map_or(save, |first| first.min(save)));
         }
     }
 
     /// The first save of which that was said since the ranks have told each other.
     pub fn outdated_by(&self) -> Option<u64> {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner).1
+        self.notes().outdated_by
     }
 
     /// Records that the ranks held a census before that save.
     pub fn have_told(&self, save: u64) {
-        *self.told.lock().unwrap_or_else(PoisonError::into_inner) = (save, None);
+        let mut notes = self.notes();
+        (notes.census_before, notes.outdated_by) = (save, None);
     }
 
     /// Takes off the verdicts on saves before that one: everybody has read them.
     pub fn forget_verdicts(&self, before: u64) -> Result<()> {
-        let mut from = self.verdicts_from.lock().unwrap_or_else(PoisonError::into_inner);
-        for save in *from..before {
+        let from = self.notes().verdicts_from;
+        for save in from..before {
             self.coordinator.remove(&self.key(&format!("verdict/{save}")))?;
-            if self.failed.lock().unwrap_or_else(PoisonError::into_inner).remove(&save) {
-                for rank in 0..self.world_size() {
-                    self.coordinator.remove(&self.key(&format!("vote/{save}/{rank}")))?;
-                }
+            let has_failed = self.notes().failed.remove(&save);
+            for rank in (0..self.world_size()).filter(|_| has_failed) {
+                self.coordinator.remove(&self.key(&format!("vote/{save}/{rank}")))?;
             }
         }
-        *from = before.max(*from);
+        self.notes().verdicts_from = before.max(from);
         Ok(())
     }
 
@@ -575,16 +581,16 @@ impl Team {
     /// The leader's save has waited for these ranks in vain.
     pub fn has_missed(&self, save: u64, ranks: &[u32]) {
         let beats = ranks.iter().map(|&rank| (rank, self.beat_of(rank).unwrap_or_default())).collect();
-        *self.missed.lock().unwrap_or_else(PoisonError::into_inner) = (save, beats);
+        self.notes().missed = (save, beats);
     }
 
     /// True if the last save has missed a rank, and that has given no sign of life since, nor a
     /// vote that came too late.
     fn is_gone(&self, rank: u32) -> Result<bool> {
         let (save, beat) = {
-            let missed = self.missed.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(&beat) = missed.1.get(&rank) else { return Ok(false) };
-            (missed.0, beat)
+            let notes = self.notes();
+            let Some(&beat) = notes.missed.1.get(&rank) else { return Ok(false) };
+            (notes.missed.0, beat)
         };
         let vote = self.coordinator.get(&self.key(&format!("vote/{save}/{rank}")), Duration::ZERO)?;
         Ok(vote.is_none() && self.beat_of(rank)? == beat)

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
@@ -14,12 +13,12 @@ use super::saves::Saves;
 use super::together::Ranks;
 use super::usage::Usage;
 use super::{Inner, Manager};
-use crate::coordination::pulse::Pulse;
 use crate::coordination::team::{Beat, Team};
 use crate::directory_layout::{self, OwnName};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::options::{OnSaveError, Options};
+use crate::periodic::Periodic;
 use crate::root::Root;
 use crate::save::Save;
 
@@ -162,13 +161,13 @@ impl Inner {
         }
         let newest = self.team.ask("open", || self.root.newest_step())?;
         let inner = Arc::downgrade(self);
-        let looks = AtomicU64::new(0);
-        let life = move || {
-            let inner = inner.upgrade()?;
+        let mut looks = 0;
+        let mut life = move |inner: &Self| {
             let line = inner.saves.lock();
             let save = line.first_open(|save| inner.team.has_voted(save));
             if inner.ranks.is_restoring() || inner.team.gathers() {
-                return Some(Beat { save, moved: looks.fetch_add(1, Ordering::Relaxed) });
+                looks += 1;
+                return Some(Beat { save, moved: looks });
             }
             if line.pending.is_empty() {
                 return None;
@@ -177,7 +176,23 @@ impl Inner {
             let moved = moved.wrapping_add(line.counter.wrapping_mul(0x9e37_79b9_7f4a_7c15));
             Some(Beat { save, moved })
         };
-        let pulse = Pulse::start(Arc::clone(&self.team), life)
+        let (team, mut last) = (Arc::clone(&self.team), None);
+        // A rank that writes for long is none that is lost.
+        let beat = move || {
+            let Some(inner) = inner.upgrade() else { return false };
+            let now = life(&inner);
+            drop(inner);
+            if let Some(beat) = now
+                && now != last
+            {
+                last = now;
+                if let Err(error) = team.beat(beat) {
+                    tracing::debug!(%error, "the other ranks could not be told that this one lives");
+                }
+            }
+            true
+        };
+        let pulse = Periodic::start("stepwell-pulse", self.team.beat_interval(), beat)
             .map_err(|error| stepwell_core::Error::io("start a thread for", &self.root.path, error))?;
         self.ranks.begin(newest, pulse);
         Ok(())

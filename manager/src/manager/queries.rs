@@ -26,7 +26,7 @@ const METADATA_KEYS: usize = 16;
 const LOOKED_AT_BY_ONE: usize = 256;
 
 /// Everything that has a step's name, for `ls`.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct StepReport {
     /// Its number, where it is a step.
     pub step: Option<u64>,
@@ -92,18 +92,7 @@ impl StepReport {
     }
 
     fn of_quarantined(Quarantined { name, reason, .. }: Quarantined) -> Self {
-        Self {
-            step: None,
-            name,
-            bytes: 0,
-            items: Vec::new(),
-            dropped: Vec::new(),
-            metrics: BTreeMap::new(),
-            metadata_keys: Vec::new(),
-            started_unix_ns: 0,
-            committed_unix_ns: 0,
-            damage: Some(reason),
-        }
+        Self { name, damage: Some(reason), ..Self::default() }
     }
 }
 

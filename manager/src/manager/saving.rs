@@ -118,17 +118,14 @@ impl Manager {
         inner.check_usable()?;
         let (census, stale) = inner.census(ticket, &request.state)?.unzip();
         let order = Order {
-            root: inner.root.path.clone(),
-            step: ticket.step,
-            state: request.state,
             metrics: request.metrics,
             custom_metadata: request.custom_metadata,
             cancel: request.cancel,
             streams: request.streams,
             begun,
-            team: Arc::clone(&inner.team),
             census,
             stale: stale.unwrap_or(false),
+            ..Order::new(inner.root.path.clone(), ticket.step, request.state, Arc::clone(&inner.team))
         };
         job::plan(&inner.environment, &inner.options, &inner.pool(), order)
     }
@@ -178,19 +175,7 @@ impl Manager {
     pub fn check(&self, state: StateSource) -> Result<()> {
         let inner = &self.inner;
         inner.check_usable()?;
-        let order = Order {
-            root: inner.root.path.clone(),
-            step: MAX_STEP,
-            state,
-            metrics: BTreeMap::new(),
-            custom_metadata: serde_json::Value::Null,
-            cancel: Arc::default(),
-            streams: BTreeMap::new(),
-            begun: Instant::now(),
-            team: Arc::clone(&inner.team),
-            census: None,
-            stale: false,
-        };
+        let order = Order::new(inner.root.path.clone(), MAX_STEP, state, Arc::clone(&inner.team));
         job::plan(&inner.environment, &inner.options, &inner.pool(), order).map(drop)
     }
 

@@ -21,8 +21,8 @@ use stepwell_core::format::manifest::Attempt;
 use super::saves::Line;
 use super::{Exists, Inner, Manager};
 use crate::commit::{Announcement, Verdict, Vote};
-use crate::coordination::pulse::Pulse;
 use crate::error::{Error, Result};
+use crate::periodic::Periodic;
 use crate::runs::{in_both, numbers_of, runs_of};
 use crate::save::{Refusal, Save};
 use crate::save_policy::Facts;
@@ -36,7 +36,7 @@ pub(super) struct Ranks {
     /// still be at it when the next one begins.
     telling: Mutex<()>,
     /// This rank's heartbeat.
-    pulse: Mutex<Option<Pulse>>,
+    pulse: Mutex<Option<Periodic>>,
 }
 
 #[derive(Default)]
@@ -62,7 +62,7 @@ impl Ranks {
     }
 
     /// The ranks have met.
-    pub(super) fn begin(&self, newest: Option<u64>, pulse: Pulse) {
+    pub(super) fn begin(&self, newest: Option<u64>, pulse: Periodic) {
         self.lock().highest = newest;
         *self.pulse.lock().unwrap_or_else(PoisonError::into_inner) = Some(pulse);
     }
@@ -70,7 +70,7 @@ impl Ranks {
     /// Ends the heartbeat.
     pub(super) fn end(&self) {
         let pulse = self.pulse.lock().unwrap_or_else(PoisonError::into_inner).take();
-        drop(pulse);
+        pulse.into_iter().for_each(Periodic::stop);
     }
 
     /// A save of that step was begun.

@@ -1,5 +1,5 @@
 //! Making a save, whatever it is a part of: a step of a root or a singular checkpoint. Everything
-//! that can be wrong with it is found in [`prepare`], before a byte is captured and before anything
+//! that can be wrong with it is found in [`plan`], before a byte is captured and before anything
 //! is made on disk; then it is cut into the [`Job`] of a persister and the [`Capturing`] of the
 //! caller's thread.
 
@@ -48,6 +48,25 @@ pub(crate) struct Order {
     pub census: Option<Arc<Census>>,
     /// True if this rank's leaves have changed since.
     pub stale: bool,
+}
+
+impl Order {
+    /// A request of one process that wants nothing special.
+    pub(crate) fn new(root: PathBuf, step: u64, state: StateSource, team: Arc<Team>) -> Self {
+        Self {
+            root,
+            step,
+            state,
+            metrics: BTreeMap::new(),
+            custom_metadata: serde_json::Value::Null,
+            cancel: Arc::default(),
+            streams: BTreeMap::new(),
+            begun: Instant::now(),
+            team,
+            census: None,
+            stale: false,
+        }
+    }
 }
 
 /// Its final place.
@@ -109,18 +128,6 @@ pub(crate) struct Rest {
     save: Save,
     capture: Capture,
     bytes: u64,
-}
-
-/// Plans a save, and makes the memory for it. Nothing is written.
-pub(crate) fn prepare(
-    environment: &Environment,
-    options: &Options,
-    pool: &Arc<StagingPool>,
-    order: Order,
-) -> Result<Prepared> {
-    let mut prepared = plan(environment, options, pool, order)?;
-    make_ready(&mut prepared, options, pool)?;
-    Ok(prepared)
 }
 
 /// Orders the copies of a planned save behind what the caller has put on his streams, and makes the
